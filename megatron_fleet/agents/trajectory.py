@@ -1,0 +1,101 @@
+"""Trajectory: what an episode leaves behind, as compact arrays that travel between processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+
+class Outcome(StrEnum):
+    """Why an episode ended. One sentence each; the docs are generated from them."""
+
+    COMPLETED = "completed"
+    """The policy gave its final answer (or the environment declared the task done) and the verifier scored it."""
+    MAX_TURNS = "max_turns"
+    """The turn limit was reached; the verifier still scored the state left behind."""
+    CONTEXT_OVERFLOW = "context_overflow"
+    """The next turn would not fit into the context; the verifier still scored the state left behind."""
+    PROMPT_TOO_LONG = "prompt_too_long"
+    """The first prompt alone did not fit; nothing was generated."""
+    GENERATION_TRUNCATED = "generation_truncated"
+    """A turn hit the per-turn token limit before it ended; the verifier still scored the state left behind."""
+    NO_ACTION = "no_action"
+    """The policy repeatedly produced neither a valid tool call nor a final answer."""
+    TIMEOUT = "timeout"
+    """The episode's deadline passed."""
+    ENV_FAILED = "env_failed"
+    """The environment could not be started or was lost; the reward is unknown."""
+    VERIFIER_FAILED = "verifier_failed"
+    """The episode ended but its verifier could not be run; the reward is unknown."""
+    ABORTED = "aborted"
+    """The run was stopped or the engine failed while the episode was in flight; the reward is unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens ``[start, end)`` of one kind: ``prompt``, ``action`` or ``observation``.
+
+    ``weight_version`` is the version that sampled an action span; an action sampled across a weight update is several
+    spans. It is ``-1`` for tokens that no policy sampled.
+    """
+
+    kind: str
+    start: int
+    end: int
+    turn: int
+    weight_version: int = -1
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """One finished episode.
+
+    Attributes:
+        token_ids: int32 ``[T]``, everything the policy saw and said, exactly as sampled.
+        action_mask: bool ``[T]``, true where the policy sampled the token.
+        behaviour_logprobs: float32 ``[T]``, log μ(token) at the sampling temperature; 0 where ``action_mask`` is false.
+        spans: cover ``[0, T)`` without gaps, in order.
+        reward: ``None`` = unknown; see design rule "unknown never enters group statistics or the loss".
+        reward_reason: one short sentence from the verifier or from whatever prevented it.
+        metrics: numbers of this episode (turns, tool_calls, tool_errors, parse_errors, seconds…).
+        messages: the conversation as text, for records only; never re-tokenised.
+    """
+
+    task_key: str
+    env_key: str
+    group: int
+    sample: int
+    token_ids: np.ndarray
+    action_mask: np.ndarray
+    behaviour_logprobs: np.ndarray
+    spans: tuple[Span, ...]
+    reward: float | None
+    reward_reason: str
+    outcome: Outcome
+    final_answer: str | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+
+    def check(self) -> None:
+        """Raise ValueError when an invariant is broken; called where trajectories enter the trainer."""
+        n = len(self.token_ids)
+        if not (len(self.action_mask) == len(self.behaviour_logprobs) == n):
+            raise ValueError(f"trajectory {self.task_key}#{self.sample}: array lengths differ")
+        edges = [0] + [s.end for s in self.spans]
+        if edges[-1] != n or any(s.start != e for s, e in zip(self.spans, edges, strict=False)):
+            raise ValueError(f"trajectory {self.task_key}#{self.sample}: spans do not cover the tokens")
+        if np.any(self.behaviour_logprobs[~self.action_mask]):
+            raise ValueError(f"trajectory {self.task_key}#{self.sample}: log-probs on tokens that were not sampled")
+
+
+@dataclass(slots=True)
+class Group:
+    """The trajectories of one task at one step, in order of ``sample``."""
+
+    index: int
+    task_key: str
+    env_key: str
+    trajectories: list[Trajectory]

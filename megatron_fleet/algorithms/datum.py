@@ -1,0 +1,33 @@
+"""Datum: one training row. The only thing the policy ever sees of a rollout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(slots=True)
+class Datum:
+    """Ragged row of ``T`` tokens; everything is aligned with ``token_ids``: index t speaks of *predicting* token t.
+
+    Attributes:
+        token_ids: int32 ``[T]``.
+        mask: float32 ``[T]``: the global normaliser at trained positions (1/number of trained tokens of the global batch
+            for token mean, and so on), 0 elsewhere. Position 0 is never trained.
+        weights: float32 ``[T]``: advantage × ``mask``. The loss is a plain SUM over positions, so gradients do not
+            depend on micro-batching, packing, data or context parallelism.
+        behaviour_logprobs: float32 ``[T]``, log μ; 0 at untrained positions.
+        proximal_logprobs: float32 ``[T]``, log π_old; ``None`` = the single-forward on-policy case, π_old := stop-grad(π).
+        reference_logprobs: float32 ``[T]``, log π_ref; ``None`` = no KL term.
+    """
+
+    token_ids: np.ndarray
+    mask: np.ndarray
+    weights: np.ndarray
+    behaviour_logprobs: np.ndarray
+    proximal_logprobs: np.ndarray | None = None
+    reference_logprobs: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.token_ids)

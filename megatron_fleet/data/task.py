@@ -1,0 +1,34 @@
+"""Task: one row of a Fleet task file, normalised. The loader is in ``megatron_fleet.data.loader``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One task.
+
+    Attributes:
+        key: unique id; the split hashes it.
+        prompt: what the user asks.
+        env_key: environment; metrics are grouped by it.
+        env_version: version of the environment image, ``None`` for its default.
+        data_key, data_version: seed data of the environment, ``None`` for its default.
+        env_variables: given to the environment and shown in the system prompt (``CURRENT_DATE``, ``LOGGED_IN_USER``…).
+        verifier_code: Python source; never executed by this package's trainer or episode processes.
+        modality: ``tool_use``, ``computer_use`` or ``browser_use``.
+        difficulty: 1 (easy) to 3 (hard), ``None`` when the file does not say.
+    """
+
+    key: str
+    prompt: str
+    env_key: str
+    verifier_code: str
+    env_version: str | None = None
+    data_key: str | None = None
+    data_version: str | None = None
+    env_variables: dict[str, Any] = field(default_factory=dict)
+    modality: str = "tool_use"
+    difficulty: int | None = None
