@@ -1,0 +1,56 @@
+"""The Policy protocol (the Tinker verbs) and its reports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+
+from megatron_fleet.algorithms.datum import Datum
+from megatron_fleet.algorithms.losses import LossFn
+
+Rows = Sequence[Sequence[Datum]]
+"""The micro-batches of one data-parallel rank: each row's sequences are packed into one fixed-capacity token row.
+Every rank passes the same number of rows; a rank with less data passes empty rows."""
+
+
+@dataclass(slots=True)
+class LossReport:
+    """Sums over the global batch, equal on every rank."""
+
+    loss: float
+    metrics: dict[str, float] = field(default_factory=dict)
+    tokens: int = 0
+    padded_tokens: int = 0
+
+
+@dataclass(slots=True)
+class OptimReport:
+    grad_norm: float
+    lr: float
+    skipped: bool
+
+
+class Policy(Protocol):
+    """SPMD: every rank calls every method, in the same order, with its own data-parallel share."""
+
+    def forward(self, rows: Rows, which: Literal["current", "reference"] = "current") -> list[list[np.ndarray]]:
+        """Log-probs (float32 ``[T]``, 0 where ``mask`` is 0) in the shape of ``rows``, on every rank. No gradient."""
+        ...
+
+    def forward_backward(self, rows: Rows, loss: LossFn) -> LossReport:
+        """Accumulate gradients of the SUM of ``loss`` over the global batch."""
+        ...
+
+    def optim_step(self, lr: float) -> OptimReport:
+        """Clip, step, zero the gradients. A non-finite gradient skips the step."""
+        ...
+
+    def save_state(self, path: Path) -> None: ...
+
+    def load_state(self, path: Path) -> None: ...
+
+    def export_hf(self, path: Path) -> None: ...
