@@ -1,0 +1,119 @@
+"""The keys of the configuration: enumeration, suggestions for misspelt ones, the reference in ``docs/config.md``."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from megatron_fleet.config.schema import Config
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One leaf of the tree: dotted name, what it accepts, its default (``None`` text = required) and its meaning."""
+
+    name: str
+    accepts: str
+    default: str | None
+    description: str
+
+
+def leaves(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[Key]:
+    """All leaf keys below ``section``, in the order of the schema."""
+    for name, info in section.model_fields.items():
+        kind = info.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from leaves(kind, f"{prefix}{name}.")
+        else:
+            default = None if info.is_required() else _spell(info.get_default())
+            yield Key(prefix + name, accepts(info), default, info.description or "")
+
+
+def names() -> set[str]:
+    """Every dotted name an override may use: leaves and the sections above them."""
+    out = set()
+    for key in leaves():
+        parts = key.name.split(".")
+        out.update(".".join(parts[:n]) for n in range(1, len(parts) + 1))
+    return out
+
+
+def texts() -> set[str]:
+    """The leaves whose value is text."""
+    return {key.name for key in leaves() if key.accepts.partition(" or ")[0] == "text"}
+
+
+def suggest(name: str) -> str | None:
+    """The key most likely meant by ``name``: same last part first (``lr`` → ``policy.optimizer.lr``), then spelling."""
+    known = sorted(names())
+    last = name.rsplit(".", 1)[-1]
+    candidates = [k for k in known if k.rsplit(".", 1)[-1] == last] or known
+    close = difflib.get_close_matches(name, candidates, n=1, cutoff=0.5 if candidates is known else 0.0)
+    if close:
+        return close[0]
+    by_last = {k.rsplit(".", 1)[-1]: k for k in known}
+    close = difflib.get_close_matches(last, by_last, n=1, cutoff=0.75)
+    return by_last[close[0]] if close else None
+
+
+def accepts(info: FieldInfo) -> str:
+    """What a field accepts, in words: ``integer ≥ 1``, ``one of k1, k2, k3``, ``number > 0 or null``."""
+    bounds = []
+    for rule in info.metadata:
+        for attribute, sign in (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤")):
+            if (bound := getattr(rule, attribute, None)) is not None:
+                bounds.append(f"{sign} {bound}")
+    kind, _, null = _kind(info.annotation).partition(" or ")
+    text = " ".join([kind, " and ".join(bounds)]).strip()
+    return f"{text} or {null}" if null else text
+
+
+def _kind(annotation: Any) -> str:
+    words = {int: "integer", float: "number", str: "text", bool: "true/false", type(None): "null"}
+    if annotation in words:
+        return words[annotation]
+    if get_origin(annotation) is Literal:
+        return "one of " + ", ".join(map(str, get_args(annotation)))
+    if get_origin(annotation) is tuple:
+        return "[" + ", ".join(map(_kind, get_args(annotation))) + "]"
+    return " or ".join(map(_kind, get_args(annotation)))
+
+
+def _spell(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(_spell, value)) + "]"
+    return "null" if value is None else str(value)
+
+
+def reference() -> str:
+    """The text of ``docs/config.md``."""
+    lines = [
+        "# Configuration keys",
+        "",
+        "Generated from `megatron_fleet/config/schema.py` by `python -m megatron_fleet.config.keys`; do not edit.",
+        "Set a key on the command line with `key=value`. A key without a default is required; the groups in `configs/`",
+        "set most of them.",
+    ]
+    section = ""
+    for key in leaves():
+        if (here := key.name.rsplit(".", 1)[0]) != section:
+            section = here
+            lines += ["", f"## {section}", "", "| key | accepts | default | meaning |", "|---|---|---|---|"]
+        default = "required" if key.default is None else f"`{key.default}`"
+        lines.append(f"| `{key.name}` | {key.accepts} | {default} | {key.description} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    target = Path(__file__).resolve().parents[2] / "docs" / "config.md"
+    target.parent.mkdir(exist_ok=True)
+    target.write_text(reference(), encoding="utf-8")
+    print(target)

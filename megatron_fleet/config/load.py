@@ -1,0 +1,162 @@
+"""Overrides → Config: Hydra composes the YAML groups, the pydantic tree accepts or explains.
+
+The only module that knows Hydra, and only its compose API: nothing here changes the working directory, the logging or
+the outputs of the process.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_fleet.config import keys
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.schema import Config
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+ROOT = Path(__file__).resolve().parents[2]
+"""The repository: relative paths in ``configs/`` that belong to it are written ``${root:}/…``."""
+
+
+def load(overrides: Sequence[str] = (), config_dir: Path | None = None) -> Config:
+    """Compose ``config.yaml`` with ``overrides`` (``group=option``, ``section.key=value``) into a typed tree.
+
+    Relative paths of the user (``run.out``, ``model.path``, ``data.tasks``) are taken from the working directory and
+    made absolute, because ranks and Ray workers may have another one.
+
+    Raises:
+        UserError: unknown key or option, value of the wrong kind, required key not set, YAML that cannot be read.
+    """
+    folder = (config_dir or ROOT / "configs").resolve()
+    if not (folder / "config.yaml").is_file():
+        raise UserError(f"{folder}: no config.yaml there; run from a checkout of the repository.")
+    return _typed(_absolute(_compose([_override(text, folder) for text in overrides], folder)))
+
+
+def load_resolved(path: Path) -> Config:
+    """Read a configuration that was resolved before (``<out>/config.json``).
+
+    Raises:
+        UserError: the file is missing, is no JSON or does not fit the schema.
+    """
+    try:
+        return _typed(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read as a resolved configuration ({error}).") from error
+
+
+def dump_resolved(config: Config) -> str:
+    """The JSON text that ``load_resolved`` reads back to an equal tree."""
+    return config.model_dump_json(indent=2) + "\n"
+
+
+def _override(text: str, folder: Path) -> str:
+    """Check one override against groups and schema; return it in the form Hydra shall apply.
+
+    A value is forced (``++``) because keys with a default in the schema need not occur in the YAML. A text key takes
+    its value as it stands: Hydra's grammar would want quotes for a path with a blank, a ``~`` or a ``=``.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.core.override_parser.types import OverrideType
+    from hydra.errors import HydraException
+
+    name, _, value = text.lstrip("+").partition("=")
+    if name in keys.texts() and value and value != "null" and value[0] not in "'\"" and "${" not in value:
+        return f"++{name}='{_escape(value)}'"
+    try:
+        parsed = OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        raise UserError(f"Override '{text}' cannot be read; write key=value, special characters quoted.") from error
+    if parsed.type is OverrideType.DEL or parsed.package or parsed.is_sweep_override():
+        raise UserError(f"Override '{text}' deletes, re-packages or sweeps, which is not supported; write key=value.")
+    key, plain = parsed.key_or_group, text.lstrip("+")
+    if key and (options := sorted(p.stem for p in (folder / key).glob("*.yaml"))):
+        _check_option(key, parsed.value(), options)
+        return plain
+    if key not in keys.names():
+        raise UserError(f"Override '{text}': {_unknown(key)}")
+    return "++" + plain
+
+
+def _escape(value: str) -> str:
+    """For Hydra's single quotes: a backslash counts only before a quote or at the end."""
+    return re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value)
+
+
+def _check_option(group: str, option: Any, options: list[str]) -> None:
+    if option not in options:
+        raise UserError(f"{group}={option}: there is no such option; choose one of {', '.join(options)}.")
+
+
+def _compose(overrides: list[str], folder: Path) -> dict[str, Any]:
+    from hydra import compose, initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+    from yaml import YAMLError
+
+    OmegaConf.register_new_resolver("root", lambda: str(ROOT), replace=True)
+    try:
+        with initialize_config_dir(version_base="1.3", config_dir=str(folder)):
+            tree = compose(config_name="config", overrides=overrides)
+        plain = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        raise UserError(f"{error.full_key} must be set; add {error.full_key}=… to the command line.") from error
+    except YAMLError as error:
+        raise UserError(f"A file in {folder} is no valid YAML: {_one_line(error)}.") from error
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(f"The configuration from {folder} cannot be composed: {_one_line(error)}.") from error
+    assert isinstance(plain, dict)
+    plain.pop("experiment", None)
+    return plain
+
+
+def _absolute(tree: dict[str, Any]) -> dict[str, Any]:
+    for section, key in (("run", "out"), ("model", "path"), ("data", "tasks")):
+        values = tree.get(section)
+        value = values.get(key) if isinstance(values, dict) else None
+        if isinstance(value, str) and value and value != "embedded" and "://" not in value:
+            tree[section][key] = str(Path(value).expanduser().absolute())
+    return tree
+
+
+def _typed(tree: dict[str, Any]) -> Config:
+    from pydantic import ValidationError
+
+    try:
+        # JSON, strict: `true` is no integer and "3" is no number, while a list may still become a tuple.
+        return Config.model_validate_json(json.dumps(tree), strict=True)
+    except ValidationError as error:
+        problems = error.errors()
+        more = f" ({len(problems) - 1} more: {', '.join(_dotted(p) for p in problems[1:])}.)" if problems[1:] else ""
+        raise UserError(_explain(problems[0]) + more) from error
+
+
+def _explain(problem: ErrorDetails) -> str:
+    name = _dotted(problem)
+    if problem["type"] == "extra_forbidden":
+        return _unknown(name)
+    if problem["type"] == "missing" and len(problem["loc"]) == name.count(".") + 1:
+        return f"{name} must be set; add {name}=… to the command line."
+    expected = next((k.accepts for k in keys.leaves() if k.name == name), "")
+    expected = f"it must be {expected}" if expected else problem["msg"]
+    return f"{name}={json.dumps(problem['input'], ensure_ascii=False)}: {expected}."
+
+
+def _unknown(name: str) -> str:
+    guess = keys.suggest(name)
+    hint = f"did you mean {guess}?" if guess else "`mfleet config` prints the keys there are."
+    return f"there is no key {name}; {hint}"
+
+
+def _dotted(problem: ErrorDetails) -> str:
+    return ".".join(part for part in problem["loc"] if isinstance(part, str))
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")
