@@ -13,12 +13,13 @@ class Datum:
 
     Attributes:
         token_ids: int32 ``[T]``.
-        mask: float32 ``[T]``: the global normaliser at trained positions (1/number of trained tokens of the global batch
-            for token mean, and so on), 0 elsewhere. Position 0 is never trained.
+        mask: float32 ``[T]``: the global normaliser at trained positions (1/number of trained tokens of the global
+            batch for token mean, and so on), 0 elsewhere. Position 0 is never trained.
         weights: float32 ``[T]``: advantage × ``mask``. The loss is a plain SUM over positions, so gradients do not
             depend on micro-batching, packing, data or context parallelism.
         behaviour_logprobs: float32 ``[T]``, log μ; 0 at untrained positions.
-        proximal_logprobs: float32 ``[T]``, log π_old; ``None`` = the single-forward on-policy case, π_old := stop-grad(π).
+        proximal_logprobs: float32 ``[T]``, log π_old; ``None`` = the single-forward on-policy case,
+            π_old := stop-grad(π).
         reference_logprobs: float32 ``[T]``, log π_ref; ``None`` = no KL term.
     """
 

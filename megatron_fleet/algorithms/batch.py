@@ -1,0 +1,152 @@
+"""From groups to training rows: filter, advantages, one global normaliser, and an account of every trajectory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatron_fleet.algorithms.advantages import group_advantages, has_signal, is_known
+from megatron_fleet.algorithms.datum import Datum
+from megatron_fleet.config.schema import Algorithm
+
+if TYPE_CHECKING:
+    from megatron_fleet.agents.trajectory import Group, Trajectory
+
+
+class Fate(StrEnum):
+    """Where a collected trajectory ended; every one has exactly one fate."""
+
+    TRAINED = "trained"
+    """It became a training row."""
+    ZERO_SIGNAL = "zero_signal"
+    """All known rewards of its group are equal, and such groups are left out."""
+    UNKNOWN = "unknown"
+    """Its reward is unknown."""
+    TOO_FEW_KNOWN = "too_few_known"
+    """Its reward is known, but it is the only one known in its group."""
+    NO_TOKENS = "no_tokens"
+    """Its reward counted for the group, but the policy sampled no token in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a row came from: positions into the groups given to ``build_data`` and into that group's trajectories."""
+
+    group: int
+    sample: int
+
+
+@dataclass(slots=True)
+class Batch:
+    """The training rows of one step.
+
+    Attributes:
+        data: rows of whole trajectories; nothing is truncated.
+        origin: aligned with ``data``.
+        advantages: aligned with ``data``, before the normaliser.
+        fates: aligned with the groups and their trajectories.
+        trained_tokens: tokens with a gradient in ``data``.
+    """
+
+    data: list[Datum]
+    origin: list[Origin]
+    advantages: list[float]
+    fates: list[list[Fate]]
+    trained_tokens: int
+
+    @property
+    def counts(self) -> dict[Fate, int]:
+        """Trajectories per fate; the values add up to the number of trajectories collected."""
+        counter = Counter(fate for group in self.fates for fate in group)
+        return {fate: counter[fate] for fate in Fate}
+
+
+def build_data(groups: Sequence[Group], algo: Algorithm) -> Batch:
+    """Turn the groups of one step (all of them: the normaliser is global) into scaled training rows.
+
+    The normaliser counts trained rows only, so left-out groups neither dilute the gradient nor change its scale;
+    zero-signal groups that are kept (``filter_zero_signal: false``) do count, with weight 0.
+    """
+    batch = Batch([], [], [], [], 0)
+    for g, group in enumerate(groups):
+        advantages = group_advantages([t.reward for t in group.trajectories], algo.advantage)
+        batch.fates.append(_group_fates(group, algo.filter_zero_signal))
+        for s, (trajectory, fate) in enumerate(zip(group.trajectories, batch.fates[-1], strict=True)):
+            if fate is Fate.TRAINED:
+                assert advantages is not None and advantages[s] is not None
+                batch.data.append(_unscaled_datum(trajectory))
+                batch.origin.append(Origin(g, s))
+                batch.advantages.append(advantages[s])
+    batch.trained_tokens = sum(_tokens(d) for d in batch.data)
+    batch.data = _scale(batch.data, batch.advantages, algo)
+    assert sum(batch.counts.values()) == sum(len(g.trajectories) for g in groups)
+    assert batch.counts[Fate.TRAINED] == len(batch.data)
+    return batch
+
+
+def split_batch(batch: Batch, parts: int, algo: Algorithm) -> list[list[Datum]]:
+    """Contiguous parts for several optimizer steps, each normalised over itself so that every step has full scale.
+
+    Never returns an empty part: fewer parts when there are fewer rows.
+    """
+    edges = np.linspace(0, len(batch.data), min(parts, len(batch.data)) + 1).astype(int)
+    return [_scale(batch.data[a:b], batch.advantages[a:b], algo) for a, b in pairwise(edges)]
+
+
+def _group_fates(group: Group, filter_zero_signal: bool) -> list[Fate]:
+    rewards = [t.reward for t in group.trajectories]
+    known = sum(is_known(r) for r in rewards)
+
+    def fate(trajectory: Trajectory) -> Fate:
+        if not is_known(trajectory.reward):
+            return Fate.UNKNOWN
+        if known < 2:
+            return Fate.TOO_FEW_KNOWN
+        if filter_zero_signal and not has_signal(rewards):
+            return Fate.ZERO_SIGNAL
+        return Fate.TRAINED if trajectory.action_mask[1:].any() else Fate.NO_TOKENS
+
+    return [fate(t) for t in group.trajectories]
+
+
+def _unscaled_datum(trajectory: Trajectory) -> Datum:
+    """``mask`` is 0/1 here; ``_scale`` puts the normaliser in."""
+    mask = trajectory.action_mask.astype(np.float32)
+    mask[0] = 0.0  # nothing predicts the first token
+    return Datum(
+        token_ids=trajectory.token_ids.astype(np.int32, copy=False),
+        mask=mask,
+        weights=np.zeros_like(mask),
+        behaviour_logprobs=np.where(mask > 0, trajectory.behaviour_logprobs, 0.0).astype(np.float32),
+    )
+
+
+def _scale(data: Sequence[Datum], advantages: Sequence[float], algo: Algorithm) -> list[Datum]:
+    """Rows with ``mask`` = normaliser and ``weights`` = advantage × normaliser. Idempotent: reads where, not how much.
+
+    token_mean: 1 / (trained tokens of all rows), DAPO, arXiv:2503.14476 §3.3.
+    sequence_mean: 1 / (rows × trained tokens of this row), GRPO, arXiv:2402.03300 eq. 3.
+    constant: 1 / (rows × constant), Dr. GRPO, arXiv:2503.20783 §3.2.
+    """
+    total = sum(_tokens(d) for d in data)
+    scaled = []
+    for datum, advantage in zip(data, advantages, strict=True):
+        denominator = {
+            "token_mean": total,
+            "sequence_mean": len(data) * _tokens(datum),
+            "constant": len(data) * algo.reduction_constant,
+        }[algo.reduction]
+        trained = datum.mask > 0
+        mask = np.where(trained, 1.0 / denominator, 0.0)
+        scaled.append(replace(datum, mask=mask.astype(np.float32), weights=(mask * advantage).astype(np.float32)))
+    return scaled
+
+
+def _tokens(datum: Datum) -> int:
+    return int(np.count_nonzero(datum.mask))
