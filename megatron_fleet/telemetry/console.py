@@ -1,0 +1,144 @@
+"""Progress of a run on the terminal: live when there is one, one plain line per step when there is not."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+SHOWN = (
+    ("reward", "reward/avg_raw_reward", "{:.3f}"),
+    ("pass@1", "reward/pass_at_1", "{:.3f}"),
+    ("held-out pass@1", "eval/all/pass_at_1", "{:.3f}"),
+    ("greedy", "eval/all/greedy_pass_at_1", "{:.3f}"),
+    ("tokens/s", "generate/tokens_per_second", "{:,.0f}"),
+    ("entropy", "policy/policy_entropy", "{:.3f}"),
+    ("grad norm", "policy/grad_norm", "{:.3g}"),
+    ("mismatch KL", "policy/mismatch_kl", "{:.1e}"),
+)
+SPARK_LEVELS = "▁▂▃▄▅▆▇█"
+SPARK_WIDTH = 32
+ETA_STEPS = 10
+"""The rest of the run is estimated from the mean of this many newest steps."""
+
+
+def sparkline(values: list[float]) -> str:
+    """One character per value, from the lowest to the highest; constant values are low."""
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    scale = (len(SPARK_LEVELS) - 1) / (high - low) if high > low else 0.0
+    return "".join(SPARK_LEVELS[round((v - low) * scale)] for v in values)
+
+
+def duration(seconds: float) -> str:
+    """``42s``, ``3m07s``, ``2h05m``."""
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{m:02d}m"
+    return f"{m}m{s:02d}s" if m else f"{s}s"
+
+
+def step_text(metrics: Mapping[str, float]) -> str:
+    """The metrics worth a glance, those that are there: ``reward 0.412 · pass@1 0.412``."""
+    return " · ".join(f"{label} {form.format(metrics[name])}" for label, name, form in SHOWN if name in metrics)
+
+
+class Progress:
+    """What the run does now and how it went. Used by one thread; a context manager."""
+
+    def __init__(self, name: str, steps: int, done: int = 0, stream: TextIO | None = None) -> None:
+        """``steps`` of the whole run, of which ``done`` are behind it; ``stream`` defaults to stdout."""
+        self._name, self._steps, self._done = name, steps, done
+        self._stream = stream or sys.stdout
+        self._phase, self._phase_total, self._phase_done = "starting", 0, 0
+        self._phase_started = self._step_started = time.monotonic()
+        self._durations: deque[float] = deque(maxlen=ETA_STEPS)
+        self._rewards: deque[float] = deque(maxlen=SPARK_WIDTH)
+        self._last: dict[str, float] = {}
+        self._live = None
+        if self._stream.isatty():
+            from rich.console import Console
+            from rich.live import Live
+
+            console = Console(file=self._stream)
+            self._live = Live(get_renderable=self._render, console=console, refresh_per_second=4)
+            self._live.start()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def phase(self, name: str, total: int = 0) -> None:
+        """A phase of the step begins; ``total`` units of work, 0 = not countable."""
+        self._phase, self._phase_total, self._phase_done = name, total, 0
+        self._phase_started = time.monotonic()
+
+    def advance(self, n: int = 1) -> None:
+        """``n`` units of the phase are done."""
+        self._phase_done += n
+
+    def step_done(self, metrics: Mapping[str, float]) -> None:
+        """A training step ended with these metrics."""
+        now = time.monotonic()
+        self._durations.append(now - self._step_started)
+        self._step_started = now
+        self._done += 1
+        if "reward/avg_raw_reward" in metrics:
+            self._rewards.append(metrics["reward/avg_raw_reward"])
+        # An evaluation stays on screen until the next one; anything else is of this step or absent.
+        self._last = {k: v for k, v in self._last.items() if k.startswith("eval/")} | dict(metrics)
+        self._line(f"step {self._done}/{self._steps} · {step_text(metrics)} · {self._pace()}")
+
+    def evaluated(self, metrics: Mapping[str, float]) -> None:
+        """An evaluation outside of a training step ended, such as the one before training."""
+        self._last |= metrics
+        self._step_started = time.monotonic()
+        self._line(f"evaluation after step {self._done} · {step_text(metrics)}")
+
+    def close(self) -> None:
+        """Leave the last state on the terminal. Idempotent."""
+        if self._live:
+            self._phase, self._phase_total = "done", 0
+            self._live.stop()
+            self._live = None
+
+    def _line(self, text: str) -> None:
+        if not self._live:
+            print(text, file=self._stream, flush=True)
+
+    def _pace(self) -> str:
+        mean = sum(self._durations) / len(self._durations)
+        left = max(self._steps - self._done, 0)
+        return f"{duration(self._durations[-1])} · ETA {duration(mean * left)}"
+
+    def _render(self) -> RenderableType:
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        head = Text.assemble((self._name, "bold"), f"  step {self._done}/{self._steps}")
+        if self._durations:
+            head.append(f"  {self._pace()}", style="dim")
+        phase = Table.grid(padding=(0, 1))
+        elapsed = duration(time.monotonic() - self._phase_started)
+        if self._phase_total:
+            bar = ProgressBar(total=self._phase_total, completed=self._phase_done, width=30)
+            phase.add_row(self._phase, bar, f"{self._phase_done}/{self._phase_total}", Text(elapsed, style="dim"))
+        else:
+            phase.add_row(self._phase, Text(elapsed, style="dim"))
+        parts: list[RenderableType] = [head, phase]
+        if self._last:
+            parts.append(Text(step_text(self._last), style="cyan"))
+        if self._rewards:
+            parts.append(Text.assemble(("reward ", "dim"), (sparkline(list(self._rewards)), "green")))
+        return Group(*parts)

@@ -1,0 +1,70 @@
+"""What the rewards of some prompts say: means, pass@k, spread. Unknown rewards are excluded everywhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatron_fleet.algorithms.advantages import is_known
+
+if TYPE_CHECKING:
+    from megatron_fleet.agents.trajectory import Group
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Unbiased chance that at least one of k samples passes, from c passes in n ≥ k samples.
+
+    1 − C(n−c, k) / C(n, k), in exact integers. Chen et al. 2021, arXiv:2107.03374 eq. 1.
+    """
+    if not (0 <= c <= n and 1 <= k <= n):
+        raise ValueError(f"pass@k needs 0 <= c <= n and 1 <= k <= n, got n={n} c={c} k={k}")
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def known_rewards(groups: Sequence[Group]) -> list[np.ndarray]:
+    """Known rewards per prompt, float64 ``[K]`` each; prompts without any are left out."""
+    rows = ([t.reward for t in g.trajectories if is_known(t.reward)] for g in groups)
+    return [np.array(row, dtype=np.float64) for row in rows if row]
+
+
+def passes(rewards: np.ndarray) -> int:
+    """How many of these rewards count as solved: those above 0, Fleet's rule."""
+    return int((rewards > 0).sum())
+
+
+def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Reward metrics without their prefix; a metric without a single value to average is absent."""
+    prompts = known_rewards(groups)
+    if not prompts:
+        return {}
+    rewards = np.concatenate(prompts)
+    out = {
+        "avg_raw_reward": float(rewards.mean()),
+        "mean_clipped_reward": float(np.maximum(rewards, 0).mean()),
+    }
+    if (rewards > 0).any():
+        out["mean_positive_reward"] = float(rewards[rewards > 0].mean())
+    return out | _pass_metrics(prompts, max(len(g.trajectories) for g in groups)) | _spread_metrics(prompts)
+
+
+def _pass_metrics(prompts: Sequence[np.ndarray], n: int) -> dict[str, float]:
+    out = {f"avg_pass_at_{n}": float(np.mean([passes(p) > 0 for p in prompts]))}
+    for k in sorted({2**i for i in range(n.bit_length()) if 2**i <= n} | {n}):
+        values = [pass_at_k(len(p), passes(p), k) for p in prompts if len(p) >= k]
+        if values:
+            out[f"pass_at_{k}"] = float(np.mean(values))
+    return out
+
+
+def _spread_metrics(prompts: Sequence[np.ndarray]) -> dict[str, float]:
+    several = [p for p in prompts if len(p) >= 2]
+    if not several:
+        return {}
+    return {
+        "variance_per_prompt": float(np.mean([p.var() for p in several])),
+        # Not variance > 0: the variance of equal rewards such as 0.1 is a rounding error, not always 0.
+        "signal_ratio": float(np.mean([p.min() != p.max() for p in several])),
+    }

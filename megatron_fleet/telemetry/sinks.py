@@ -1,0 +1,164 @@
+"""Where metrics and trajectories are kept. Every sink resumes: what a lost attempt wrote past its checkpoint goes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from megatron_fleet.agents.trajectory import Group, Trajectory
+
+
+class MetricSink(Protocol):
+    """Takes the metrics of one step; steps only go up. A sink that goes on after step k drops what is newer than k."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricsLog:
+    """``metrics.jsonl``: one JSON object per step, written and flushed at once.
+
+    Beside the metrics a line has ``step``, ``time`` (unix seconds) and ``attempt`` (unix seconds when the attempt that
+    wrote it began), so durations survive a resume. A number that is not finite is written as ``null``.
+    """
+
+    def __init__(self, path: Path, resumed_step: int | None, started: float | None = None) -> None:
+        """``resumed_step``: keep lines up to it; ``None`` = a new run, keep nothing. ``started``: default now."""
+        self._attempt = time.time() if started is None else started
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [] if resumed_step is None else [r for r in read_metrics(path) if r["step"] <= resumed_step]
+        self._last = kept[-1]["step"] if kept else -1
+        write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept).encode())
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Raises ValueError when ``step`` was written before: a step has one line."""
+        if step <= self._last:
+            raise ValueError(f"metrics of step {step} come after those of step {self._last}")
+        row = {"step": step, "time": time.time(), "attempt": self._attempt}
+        line = json.dumps(row | {name: _json_number(value) for name, value in metrics.items()})
+        self._file.write(line + "\n")
+        self._file.flush()
+        self._last = step
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _json_number(value: float | None) -> float | None:
+    if value is None or not math.isfinite(value):
+        return None  # JSON has no NaN
+    return value if isinstance(value, int) else float(value)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics log; a last line that was cut off by a crash is left out, a missing file has none."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    # Whatever follows the last newline was never finished.
+    return [json.loads(line) for line in lines[:-1]]
+
+
+class TensorBoardSink:
+    """Scalars as TensorBoard events, without torch. TensorBoard itself drops the steps that a resume replaces."""
+
+    def __init__(self, folder: Path, resumed_step: int | None) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        if resumed_step is None:
+            for path in folder.glob("events.out.tfevents.*"):
+                path.unlink()
+        self._writer = EventFileWriter(str(folder))
+        first = 0 if resumed_step is None else resumed_step + 1
+        start = SessionLog(status=SessionLog.START)
+        self._writer.add_event(Event(wall_time=time.time(), step=first, session_log=start))
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class TrajectoryLog:
+    """What was said and what was sampled, per step.
+
+    ``step_000001.jsonl`` (``eval_000001.jsonl``, ``greedy_000001.jsonl``): one readable line per trajectory.
+    The ``.npz`` beside it: ``token_ids`` int32, ``action_mask`` bool and ``behaviour_logprobs`` float32, the
+    trajectories of all lines joined, and ``offsets`` int64 ``[lines + 1]``: line i has ``[offsets[i], offsets[i+1])``.
+    """
+
+    def __init__(self, folder: Path, resumed_step: int | None) -> None:
+        """``resumed_step``: keep files up to it; ``None`` = a new run, keep nothing."""
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.glob("*_[0-9]*.*"):
+            if resumed_step is None or int(path.stem.rsplit("_", 1)[1]) > resumed_step:
+                path.unlink()
+
+    def write(self, step: int, groups: Sequence[Group], kind: Literal["step", "eval", "greedy"] = "step") -> None:
+        """Write both files, each whole or not at all."""
+        trajectories = [t for g in groups for t in g.trajectories]
+        stem = self._folder / f"{kind}_{step:06d}"
+        lines = [json.dumps(_record(t), ensure_ascii=False, default=str) + "\n" for t in trajectories]
+        write_atomically(stem.with_suffix(".jsonl"), "".join(lines).encode())
+        part = stem.with_suffix(".part")
+        with part.open("wb") as file:
+            np.savez_compressed(file, **_arrays(trajectories))
+        part.replace(stem.with_suffix(".npz"))
+
+
+def _record(t: Trajectory) -> dict[str, Any]:
+    return {
+        "task": t.task_key,
+        "env": t.env_key,
+        "group": t.group,
+        "sample": t.sample,
+        "outcome": t.outcome,
+        "reward": _json_number(t.reward),
+        "reason": t.reward_reason,
+        "final_answer": t.final_answer,
+        "tokens": len(t.token_ids),
+        "action_tokens": int(t.action_mask.sum()),
+        "metrics": t.metrics,
+        "spans": [[s.kind, s.start, s.end, s.turn, s.weight_version] for s in t.spans],
+        "messages": t.messages,
+    }
+
+
+def _arrays(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
+    def joined(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
+        return np.concatenate([np.empty(0, dtype), *arrays]).astype(dtype)
+
+    return {
+        "token_ids": joined([t.token_ids for t in trajectories], np.int32),
+        "action_mask": joined([t.action_mask for t in trajectories], np.bool_),
+        "behaviour_logprobs": joined([t.behaviour_logprobs for t in trajectories], np.float32),
+        "offsets": np.cumsum([0, *(len(t.token_ids) for t in trajectories)], dtype=np.int64),
+    }
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Readers see the old file or the new one, never half of it; the new one is on disk when this returns."""
+    part = path.with_name(path.name + ".part")
+    with part.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)

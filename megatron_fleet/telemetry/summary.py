@@ -1,0 +1,78 @@
+"""``summary.json``: a run in one small object, computed from its metrics log alone, so it survives every resume."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_fleet.telemetry.sinks import read_metrics, write_atomically
+
+Row = dict[str, Any]
+
+
+def write_summary(metrics_path: Path, summary_path: Path) -> dict[str, Any]:
+    """Compute the summary, write it atomically, return it."""
+    summary = summarise(read_metrics(metrics_path))
+    write_atomically(summary_path, (json.dumps(summary, indent=2) + "\n").encode())
+    return summary
+
+
+def summarise(rows: Sequence[Row]) -> dict[str, Any]:
+    """The summary of a metrics log. A value the log cannot tell is ``None``.
+
+    ``*_before`` is the evaluation at step 0, ``*_after`` the last one after training. Episode and token counts include
+    evaluations. ``seconds_total`` adds up the attempts of the run, each until its last logged step;
+    ``seconds_to_first_step`` is from the start of the attempt to the end of its first training step.
+    """
+    steps = [r for r in rows if "accounting/episodes" in r]
+    mismatch = [r["policy/mismatch_kl"] for r in steps if r.get("policy/mismatch_kl") is not None]
+    return {
+        "pass_at_1_before": _first(rows, "eval/all/pass_at_1"),
+        "pass_at_1_after": _last(rows, "eval/all/pass_at_1"),
+        "greedy_pass_at_1_before": _first(rows, "eval/all/greedy_pass_at_1"),
+        "greedy_pass_at_1_after": _last(rows, "eval/all/greedy_pass_at_1"),
+        "steps": steps[-1]["step"] if steps else 0,
+        "seconds_to_first_step": steps[0]["time"] - steps[0]["attempt"] if steps else None,
+        "seconds_total": _seconds_total(rows),
+        "episodes_started": _total(rows, ("accounting/episodes", "eval/all/episodes", "eval/all/greedy_episodes")),
+        "episodes_by_outcome": _by_suffix(rows, ("generate/outcome/", "eval/all/outcome/", "eval/all/greedy_outcome/")),
+        "episodes_by_fate": {
+            fate: _total(steps, (f"accounting/{fate}",))
+            for fate in ("trained", "zero_signal", "unknown", "too_few_known", "no_tokens")
+        },
+        "tokens_generated": _total(
+            rows, ("generate/action_tokens", "eval/all/action_tokens", "eval/all/greedy_action_tokens")
+        ),
+        "tokens_trained": _total(steps, ("accounting/trained_tokens",)),
+        "mismatch_kl": sum(mismatch) / len(mismatch) if mismatch else None,
+        "weight_versions": int(_last(rows, "policy/weight_version") or 0),
+    }
+
+
+def _first(rows: Iterable[Row], name: str) -> float | None:
+    return next((r.get(name) for r in rows if r["step"] == 0), None)
+
+
+def _last(rows: Iterable[Row], name: str) -> float | None:
+    return next((r[name] for r in reversed(list(rows)) if r["step"] > 0 and r.get(name) is not None), None)
+
+
+def _total(rows: Iterable[Row], names: Sequence[str]) -> int:
+    return int(sum(r.get(name) or 0 for r in rows for name in names))
+
+
+def _by_suffix(rows: Iterable[Row], prefixes: tuple[str, ...]) -> dict[str, int]:
+    totals: dict[str, int] = {}
+    for row in rows:
+        for name, value in row.items():
+            if name.startswith(prefixes):
+                outcome = name.rsplit("/", 1)[1]
+                totals[outcome] = totals.get(outcome, 0) + int(value)
+    return totals
+
+
+def _seconds_total(rows: Iterable[Row]) -> float:
+    ends = {r["attempt"]: r["time"] for r in rows}  # rows are in order: the last one of an attempt wins
+    return sum(end - start for start, end in ends.items())
