@@ -1,0 +1,138 @@
+"""The command line: parses, calls, prints. Heavy imports happen in the command that needs them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_fleet import __version__
+from megatron_fleet.config.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron_fleet.config.schema import Config
+
+OVERRIDES_HELP = "group=option or section.key=value; docs/config.md lists the keys"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of ``mfleet``.
+
+    Returns:
+        The exit status: 0 done, 2 bad input (one line says what), 130 Ctrl-C, 1 anything else (one line says where the
+        traceback is); a launched run's own status otherwise.
+    """
+    args = _parse(argv)
+    try:
+        return args.run(args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("mfleet: stopped by Ctrl-C.", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output went away (`mfleet config | head`); keep the interpreter's own flush quiet.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as error:
+        print(
+            f"error: {type(error).__name__}: {_first_line(error)} (traceback in {_save_traceback(args)})",
+            file=sys.stderr,
+        )
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="mfleet", description="Reinforcement learning of tool-using agents.")
+    parser.add_argument("--version", action="version", version=f"megatron_fleet {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    train = commands.add_parser("train", help="train a policy; starts the ranks unless torchrun or srun did")
+    train.add_argument("--dry-run", action="store_true", help="check everything, print what would be started, stop")
+    train.add_argument("--out", type=Path, metavar="DIR", help="folder of the outputs (short for run.out=DIR)")
+    train.add_argument("--resolved", type=Path, metavar="FILE", help="the config.json of a run, instead of overrides")
+    train.add_argument("overrides", nargs="*", help=OVERRIDES_HELP)
+    train.set_defaults(run=_train)
+
+    config = commands.add_parser("config", help="print the resolved configuration")
+    config.add_argument("overrides", nargs="*", help=OVERRIDES_HELP)
+    config.set_defaults(run=_config)
+
+    model = commands.add_parser("model", help="models").add_subparsers(required=True, metavar="command")
+    tiny = model.add_parser("make-tiny", help="remake the tiny model of assets/tiny", add_help=False)
+    tiny.set_defaults(run=_make_tiny, arguments=[])
+    return parser
+
+
+def _train(args: argparse.Namespace) -> int:
+    from megatron_fleet import preflight
+
+    config = _load(args)
+    args.out = Path(config.run.out)
+    preflight.check(config)
+    if args.dry_run:
+        from megatron_fleet.plan import describe
+
+        print(describe(config))
+        return 0
+    if "RANK" in os.environ:
+        from megatron_fleet.train import main as train
+
+        return train(config)
+    from megatron_fleet.launcher import launch
+
+    return launch(config)
+
+
+def _load(args: argparse.Namespace) -> Config:
+    from megatron_fleet.config.load import load, load_resolved
+
+    if args.resolved is None:
+        return load([*args.overrides, *([f"run.out={args.out}"] if args.out else [])])
+    if args.overrides or args.out:
+        raise UserError("--resolved names a complete configuration; remove the overrides and --out.")
+    return load_resolved(args.resolved)
+
+
+def _config(args: argparse.Namespace) -> int:
+    from megatron_fleet.config.load import load
+    from megatron_fleet.plan import as_yaml
+
+    print(as_yaml(load(args.overrides)), end="")
+    return 0
+
+
+def _make_tiny(args: argparse.Namespace) -> int:
+    from megatron_fleet.warmstart import main as make_tiny
+
+    return make_tiny(args.arguments)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or ["no message"])[0]
+
+
+def _save_traceback(args: argparse.Namespace) -> Path:
+    rank = os.environ.get("RANK", "0")
+    name = "error.log" if rank == "0" else f"error_rank_{rank}.log"
+    for folder in (getattr(args, "out", None), Path(tempfile.gettempdir())):
+        if folder is None:
+            continue
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(traceback.format_exc(), encoding="utf-8")
+        except OSError:
+            continue
+        return folder / name
+    traceback.print_exc()
+    return Path("stderr")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+"""Start the ranks of a run on this machine, watch them, and end all of them when one ends badly.
+
+Under torchrun or srun this module is not used: there every process already is a rank.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from megatron_fleet.config.load import dump_resolved
+from megatron_fleet.config.schema import Config
+
+POLL_S = 0.1
+STOP_DEADLINE_S = 120.0
+"""After the user's signal: time for the ranks to finish what they must and to stop Ray and the servers."""
+FAILURE_DEADLINE_S = 15.0
+"""After one rank died: the others hang in a collective that will never complete, so waiting longer helps nobody."""
+_PR_SET_PDEATHSIG = 1
+
+
+def rank_command(config_file: Path) -> list[str]:
+    """The command of every rank; its environment says which one it is."""
+    return [sys.executable, "-m", "megatron_fleet.cli", "train", "--resolved", str(config_file)]
+
+
+def launch(config: Config, command: Callable[[Path], list[str]] = rank_command) -> int:
+    """Run ``config.parallel.world_size`` ranks here and return the exit status of the run.
+
+    Rank 0 writes to this terminal, the others to ``<out>/logs/rank_N.log``. SIGINT and SIGTERM are passed on once; a
+    second one kills. When a rank fails the others are stopped, and its status is returned (128 + signal if killed).
+    """
+    out = Path(config.run.out)
+    (out / "logs").mkdir(parents=True, exist_ok=True)
+    config_file = out / "config.json"
+    config_file.write_text(dump_resolved(config), encoding="utf-8")
+    ranks = _Ranks(out / "logs")
+    previous = {s: signal.signal(s, ranks.on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        ranks.start(command(config_file), config.parallel.world_size, config.policy.threads)
+        return ranks.wait()
+    finally:
+        ranks.kill()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@dataclass
+class _Ranks:
+    logs: Path
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    received: list[int] = field(default_factory=list)
+
+    def start(self, command: list[str], world_size: int, threads: int) -> None:
+        port = _free_port()
+        for rank in range(world_size):
+            if self.received:
+                return
+            environment = os.environ | {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(world_size),
+                "LOCAL_WORLD_SIZE": str(world_size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": str(threads),
+                "PYTHONUNBUFFERED": "1",
+            }
+            self.processes.append(self._spawn(command, rank, environment))
+
+    def _spawn(self, command: list[str], rank: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        # A session of its own keeps the terminal's Ctrl-C away from the rank: it hears it once, from us.
+        log = None if rank == 0 else open(self.log_of(rank), "wb")
+        try:
+            return subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=_die_with_parent(),
+            )
+        finally:
+            if log is not None:
+                log.close()
+
+    def log_of(self, rank: int) -> Path:
+        return self.logs / f"rank_{rank}.log"
+
+    def on_signal(self, number: int, _frame: FrameType | None) -> None:
+        # Only noted here: reaping inside a handler could deadlock with the reaping it interrupted.
+        self.received.append(number)
+
+    def wait(self) -> int:
+        """Wait for all ranks; tell the reason of a bad end in one line on stderr."""
+        failed: int | None = None
+        deadline: float | None = None
+        while None in [_status(p) for p in self.processes]:
+            if deadline is None and self.received:
+                self._send(self.received[0])
+                deadline = time.monotonic() + STOP_DEADLINE_S
+            elif deadline is None and (failed := self._first_failure()) is not None:
+                self._send(signal.SIGTERM)
+                deadline = time.monotonic() + FAILURE_DEADLINE_S
+            if len(self.received) > 1 or (deadline is not None and time.monotonic() > deadline):
+                self.kill()
+            time.sleep(POLL_S)
+        if self.received:
+            name = "Ctrl-C" if self.received[0] == signal.SIGINT else "SIGTERM"
+            print(f"mfleet: stopped by {name}; the same command goes on from the newest checkpoint.", file=sys.stderr)
+            return 128 + self.received[0]
+        failed = self._first_failure() if failed is None else failed
+        return 0 if failed is None else self._explain(failed)
+
+    def _send(self, number: int) -> None:
+        for process in self.processes:
+            if _status(process) is None:
+                process.send_signal(number)
+
+    def kill(self) -> None:
+        """End what is left, with everything the ranks started in their own process groups."""
+        for process in self.processes:
+            if _status(process) is None:
+                _kill_group(process.pid)
+                process.wait()
+
+    def _first_failure(self) -> int | None:
+        return next((rank for rank, p in enumerate(self.processes) if _status(p) not in (None, 0)), None)
+
+    def _explain(self, rank: int) -> int:
+        status = self.processes[rank].returncode
+        if status < 0:
+            how = f"was killed by {signal.Signals(-status).name}"
+        else:
+            how = f"ended with status {status}"
+        if rank > 0:
+            lines = self.log_of(rank).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            last = f" ({lines[-1].strip()})" if lines else ""
+            print(f"error: rank {rank} {how}{last}; its log is {self.log_of(rank)}.", file=sys.stderr)
+        elif status < 0:
+            print(f"error: rank 0 {how}.", file=sys.stderr)
+        # A rank 0 that ended by itself has told its reason on this terminal.
+        return 128 - status if status < 0 else status
+
+
+def _status(process: subprocess.Popen[bytes]) -> int | None:
+    """Exit status, ``None`` while it runs.
+
+    When it has ended, the stragglers of its group are killed first, while its zombie still holds the group's id.
+    """
+    if process.returncode is None and os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        _kill_group(process.pid)
+        process.wait()
+    return process.returncode
+
+
+def _kill_group(group: int) -> None:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return  # its last member has just gone
+
+
+def _die_with_parent() -> Callable[[], None]:
+    """For the child, before it becomes a rank: get SIGTERM when the launcher dies without a word (SIGKILL)."""
+    libc, parent = ctypes.CDLL(None, use_errno=True), os.getpid()
+
+    def prepare() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            os._exit(143)
+
+    return prepare
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

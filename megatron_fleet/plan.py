@@ -1,0 +1,47 @@
+"""What a run would start and write, in words: the text of ``mfleet train --dry-run``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_fleet.config.schema import Config
+
+
+def as_yaml(config: Config) -> str:
+    """The resolved configuration as YAML, every key spelt out."""
+    import yaml
+
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def describe(config: Config) -> str:
+    """Resolved configuration, processes and outputs of a run."""
+    blocks = [as_yaml(config).rstrip(), _section("processes", processes(config)), _section("outputs", outputs(config))]
+    return "\n\n".join(blocks)
+
+
+def processes(config: Config) -> list[str]:
+    """One line per kind of process, with its number."""
+    p, r = config.parallel, config.rollout
+    server = "the embedded fleet, on 127.0.0.1" if config.env.kind == "embedded" else f"not started: {config.env.url}"
+    return [
+        f"ranks: {p.world_size} (tensor {p.tensor} × pipeline {p.pipeline} × data {p.data}), "
+        f"{config.policy.threads} CPU threads each",
+        "Ray: 1 local cluster, or the one at RAY_ADDRESS",
+        f"engines: {r.engine.replicas} (vLLM, tensor parallel {r.engine.tensor_parallel} each)",
+        f"episode workers: {r.workers} (up to {r.episodes_in_flight} episodes in flight together)",
+        f"environment server: {server}",
+    ]
+
+
+def outputs(config: Config) -> list[str]:
+    """The files a run leaves in its folder."""
+    out, rows = Path(config.run.out), []
+    rows.append(f"{out / 'config.json'}: this configuration, for `mfleet train --resolved`")
+    if config.parallel.world_size > 1:
+        rows.append(f"{out / 'logs'}/rank_N.log: what ranks 1 to {config.parallel.world_size - 1} say")
+    return rows
+
+
+def _section(title: str, rows: list[str]) -> str:
+    return "\n".join([f"# {title}", *(f"#   {row}" for row in rows)])

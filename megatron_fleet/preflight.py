@@ -1,0 +1,104 @@
+"""Checks of a configuration against the world: files, model, tasks, launch environment. Before anything is started."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from megatron_fleet.config import validate
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.schema import Config
+
+
+def check(config: Config) -> None:
+    """Refuse a run that could not work.
+
+    Raises:
+        UserError: the first problem, cheapest checks first.
+    """
+    validate.check(config)
+    _world_size(config)
+    _out(config)
+    hf_config = _model(config)
+    _layout(config, hf_config)
+    _engine(config, hf_config)
+    _tasks(config)
+
+
+def _world_size(config: Config) -> None:
+    world = os.environ.get("WORLD_SIZE")
+    if world is None or int(world) == config.parallel.world_size:
+        return
+    p = config.parallel
+    raise UserError(
+        f"{world} ranks were launched (WORLD_SIZE), but parallel.tensor × pipeline × data = "
+        f"{p.tensor} × {p.pipeline} × {p.data} = {p.world_size}; change the launch or the layout."
+    )
+
+
+def _out(config: Config) -> None:
+    out = Path(config.run.out)
+    existing = next(p for p in (out, *out.parents) if p.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"run.out={out}: {existing} is not a folder that can be written to; choose another with --out.")
+
+
+def _model(config: Config) -> dict[str, Any]:
+    """The model's config.json, after a look at the files beside it."""
+    folder = Path(config.model.path)
+    for name in ("config.json", "tokenizer.json"):
+        if not (folder / name).is_file():
+            raise UserError(f"model.path={folder}: {name} is missing; name a complete Hugging Face model folder.")
+    if not any(folder.glob("*.safetensors")):
+        raise UserError(
+            f"model.path={folder}: there is no *.safetensors file; name a complete Hugging Face model folder."
+        )
+    try:
+        hf_config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{folder / 'config.json'} is no valid JSON ({error}); fetch the model again.") from error
+    limit = hf_config.get("max_position_embeddings")
+    if limit and config.rollout.max_context > limit:
+        raise UserError(
+            f"rollout.max_context={config.rollout.max_context} is above the model's max_position_embeddings={limit}; "
+            f"lower rollout.max_context."
+        )
+    return hf_config
+
+
+def _layout(config: Config, hf_config: dict[str, Any]) -> None:
+    from megatron_fleet.policy.layout import check_layout
+
+    check_layout(hf_config, config.parallel)
+
+
+def _engine(config: Config, hf_config: dict[str, Any]) -> None:
+    engine, heads = config.rollout.engine, hf_config["num_attention_heads"]
+    if heads % engine.tensor_parallel:
+        raise UserError(
+            f"rollout.engine.tensor_parallel={engine.tensor_parallel} does not divide the model's {heads} attention "
+            f"heads; choose a divisor."
+        )
+    if engine.kv_cache_bytes is None:
+        return
+    head_dim = hf_config.get("head_dim") or hf_config["hidden_size"] // heads
+    kv_heads = max(1, hf_config.get("num_key_value_heads", heads) // engine.tensor_parallel)
+    width = 4 if config.model.dtype == "float32" else 2
+    per_token = 2 * hf_config["num_hidden_layers"] * kv_heads * head_dim * width
+    needed = per_token * config.rollout.max_context
+    if engine.kv_cache_bytes < needed:
+        raise UserError(
+            f"rollout.engine.kv_cache_bytes={engine.kv_cache_bytes} is less than the {needed} bytes that one sequence "
+            f"of rollout.max_context={config.rollout.max_context} tokens needs; raise it."
+        )
+
+
+def _tasks(config: Config) -> None:
+    if config.data.tasks == "embedded":
+        return
+    from megatron_fleet.data.loader import load_tasks
+
+    if not load_tasks(config.data.tasks):
+        raise UserError(f"data.tasks={config.data.tasks}: the file holds no task; name another.")
