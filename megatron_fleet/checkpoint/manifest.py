@@ -1,0 +1,63 @@
+"""The manifest of a checkpoint: every file with its size and SHA-256."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from megatron_fleet.config.errors import UserError
+
+MANIFEST = "manifest.json"
+
+
+def list_files(folder: Path) -> list[Path]:
+    """Every file below a folder, in an order that all ranks agree on."""
+    return sorted(file for file in folder.rglob("*") if file.is_file())
+
+
+def fingerprint(file: Path, flush: bool = False) -> dict[str, Any]:
+    """``bytes`` and ``sha256`` of a file; with ``flush`` it is on disk when this returns."""
+    with file.open("rb") as f:
+        if flush:
+            os.fsync(f.fileno())
+        digest = hashlib.file_digest(f, "sha256").hexdigest()
+        return {"bytes": f.tell(), "sha256": digest}
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint. Raises UserError when it is missing or not what this version writes."""
+    file = folder / MANIFEST
+    if not file.is_file():
+        raise UserError(f"{folder}: is no checkpoint, {MANIFEST} is missing (an interrupted save has none).")
+    try:
+        manifest = json.loads(file.read_bytes())
+        if manifest["format"] != 1:
+            raise UserError(f"{file}: format is {manifest['format']}, this version reads 1.")
+        for name, entry in manifest["files"].items():
+            if Path(name).is_absolute() or ".." in Path(name).parts:
+                raise ValueError(f"{name} lies outside the checkpoint")
+            int(entry["bytes"]), str(entry["sha256"])
+        int(manifest["step"])
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise UserError(f"{file}: malformed ({type(e).__name__}: {e}); use another checkpoint.") from None
+    return manifest
+
+
+def write_json(file: Path, value: Any) -> None:
+    """Write JSON and flush it to disk."""
+    with file.open("w", encoding="utf-8") as f:
+        json.dump(value, f, indent=1)
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's entries (names, renames) to disk."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
