@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_fleet.algorithms.advantages import group_advantages, has_signal, is_known
+from megatron_fleet.algorithms.advantages import MIN_KNOWN, group_advantages, has_signal, is_known
 from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.config.schema import Algorithm
 
@@ -106,7 +106,7 @@ def _group_fates(group: Group, filter_zero_signal: bool) -> list[Fate]:
     def fate(trajectory: Trajectory) -> Fate:
         if not is_known(trajectory.reward):
             return Fate.UNKNOWN
-        if known < 2:
+        if known < MIN_KNOWN:
             return Fate.TOO_FEW_KNOWN
         if filter_zero_signal and not has_signal(rewards):
             return Fate.ZERO_SIGNAL

@@ -36,22 +36,37 @@ class MetricsLog:
         self._attempt = time.time() if started is None else started
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [] if resumed_step is None else [r for r in read_metrics(path) if r["step"] <= resumed_step]
-        self._last = kept[-1]["step"] if kept else -1
-        write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept).encode())
-        self._file = path.open("a", encoding="utf-8")
+        lines = [_line(row) for row in kept]
+        write_atomically(path, b"".join(lines))
+        self._last: dict[str, Any] = kept[-1] if kept else {"step": -1}
+        self._last_at = sum(len(line) for line in lines[:-1])  # byte offset of the last line
+        self._file = path.open("r+b")
+        self._file.seek(0, os.SEEK_END)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Raises ValueError when ``step`` was written before: a step has one line."""
-        if step <= self._last:
-            raise ValueError(f"metrics of step {step} come after those of step {self._last}")
-        row = {"step": step, "time": time.time(), "attempt": self._attempt}
-        line = json.dumps(row | {name: _json_number(value) for name, value in metrics.items()})
-        self._file.write(line + "\n")
+        """Append a line, or complete the newest one when ``step`` is its step (training, then evaluation).
+
+        Raises:
+            ValueError: ``step`` is older than the newest line, or a metric of this step was written before.
+        """
+        row = {name: _json_number(value) for name, value in metrics.items()}
+        if step < self._last["step"] or (step == self._last["step"] and row.keys() & self._last.keys()):
+            raise ValueError(f"metrics of step {step} were written before; the log is at step {self._last['step']}")
+        if step == self._last["step"]:
+            row = self._last | row
+            self._file.seek(self._last_at)
+        self._last_at = self._file.tell()
+        self._last = {"step": step} | row | {"time": time.time(), "attempt": self._attempt}
+        self._file.write(_line(self._last))
+        self._file.truncate()
         self._file.flush()
-        self._last = step
 
     def close(self) -> None:
         self._file.close()
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    return json.dumps(row).encode() + b"\n"
 
 
 def _json_number(value: float | None) -> float | None:
@@ -108,8 +123,9 @@ class TrajectoryLog:
         """``resumed_step``: keep files up to it; ``None`` = a new run, keep nothing."""
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        for path in folder.glob("*_[0-9]*.*"):
-            if resumed_step is None or int(path.stem.rsplit("_", 1)[1]) > resumed_step:
+        for path in folder.glob("*_" + "[0-9]" * 6 + ".*"):
+            step = int(path.name.split(".")[0].rsplit("_", 1)[1])
+            if resumed_step is None or step > resumed_step:
                 path.unlink()
 
     def write(self, step: int, groups: Sequence[Group], kind: Literal["step", "eval", "greedy"] = "step") -> None:

@@ -1,0 +1,175 @@
+"""Losses against scalar Python written from the papers, finite differences, and the single-forward identity."""
+
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from megatron_fleet.algorithms.losses import LossInputs, finalize_metrics, make_loss, sft_loss  # noqa: E402
+from megatron_fleet.config.errors import UserError  # noqa: E402
+from megatron_fleet.config.schema import Algorithm  # noqa: E402
+
+N = 64
+
+
+def inputs(proximal: bool = True, reference: bool = False, dtype: "torch.dtype" = torch.float64) -> LossInputs:
+    """Random tokens whose ratios fall on all sides of the clip bounds."""
+    g = torch.Generator().manual_seed(7)
+
+    def normal(scale: float) -> torch.Tensor:
+        return scale * torch.randn(N, generator=g, dtype=dtype)
+
+    logprobs = -2 + normal(1)
+    return LossInputs(
+        logprobs=logprobs.clone().requires_grad_(),
+        entropy=normal(1).abs(),
+        mask=torch.full((N,), 1 / N, dtype=dtype),
+        weights=normal(1) / N,
+        behaviour=logprobs + normal(0.01),
+        proximal=logprobs + normal(0.6) if proximal else None,
+        reference=logprobs + normal(0.6) if reference else None,
+    )
+
+
+def scalar_ppo(x: LossInputs, algo: Algorithm) -> float:
+    """PPO as a case distinction over single tokens, dual clip included."""
+    total = 0.0
+    for logprob, proximal, weight in zip(x.logprobs.tolist(), x.proximal.tolist(), x.weights.tolist(), strict=True):
+        ratio = math.exp(logprob - proximal)
+        if weight >= 0:
+            used = min(ratio, 1 + algo.clip_high)
+        else:
+            used = max(ratio, 1 - algo.clip_low)
+            if algo.dual_clip is not None:
+                used = min(used, algo.dual_clip)
+        total -= used * weight
+    return total
+
+
+@pytest.mark.parametrize("algo", [Algorithm(), Algorithm(clip_low=0.1, clip_high=0.4, dual_clip=1.5)])
+def test_ppo_equals_the_scalar_version(algo):
+    x = inputs()
+    loss, sums = make_loss(algo)(x)
+    assert loss.item() == pytest.approx(scalar_ppo(x, algo), rel=1e-12)
+    ratios = (x.logprobs - x.proximal).exp().tolist()
+    pairs = list(zip(ratios, x.weights.tolist(), strict=True))
+    assert sums["clipped_low"] == sum(r < 1 - algo.clip_low and w < 0 for r, w in pairs) > 0
+    assert sums["clipped_high"] == sum(r > 1 + algo.clip_high and w > 0 for r, w in pairs) > 0
+    assert sums["clipped_dual"] == sum(algo.dual_clip is not None and r > algo.dual_clip and w < 0 for r, w in pairs)
+    assert (sums["clipped_dual"] > 0) == (algo.dual_clip is not None)
+
+
+@pytest.mark.parametrize("dual_clip", [None, 1.5])
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_gradients_equal_finite_differences(dual_clip, estimator):
+    x = inputs(reference=True)
+    loss = make_loss(Algorithm(dual_clip=dual_clip, kl={"coef": 0.3, "estimator": estimator}))
+
+    def value(logprobs: torch.Tensor) -> torch.Tensor:
+        return loss(LossInputs(logprobs, x.entropy, x.mask, x.weights, x.behaviour, x.proximal, x.reference))[0]
+
+    assert torch.autograd.gradcheck(value, x.logprobs)
+
+
+def test_single_forward_is_plain_policy_gradient_with_ratio_exactly_one():
+    x = inputs(proximal=False, dtype=torch.float32)
+    loss, sums = make_loss(Algorithm(dual_clip=3.0))(x)
+    loss.backward()
+    assert loss.item() == pytest.approx(-x.weights.sum().item(), abs=1e-6)
+    assert torch.equal(x.logprobs.grad, -x.weights)  # neither min nor clamp may halve or drop a gradient at ratio 1
+    assert sums["ratio"] == N
+    assert sums["clipped_low"] == sums["clipped_high"] == sums["clipped_dual"] == 0
+
+
+def test_single_forward_equals_a_separate_pass_with_the_same_weights():
+    single, separate = inputs(proximal=False), inputs(proximal=False)
+    separate.proximal = separate.logprobs.detach().clone()
+    results = [make_loss(Algorithm())(x) for x in (single, separate)]
+    for x, (loss, _) in zip((single, separate), results, strict=True):
+        loss.backward()
+        assert torch.equal(x.logprobs.grad, single.logprobs.grad)
+    assert results[0][0] == results[1][0]
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_the_kl_term_is_added_and_has_a_gradient(estimator):
+    plain, with_kl = inputs(reference=True), inputs(reference=True)
+    without, _ = make_loss(Algorithm())(plain)
+    total, sums = make_loss(Algorithm(kl={"coef": 0.5, "estimator": estimator}))(with_kl)
+    without.backward()
+    total.backward()
+    assert total.item() == pytest.approx(without.item() + 0.5 * sums["kl"].item() / N)
+    difference = with_kl.logprobs.grad - plain.logprobs.grad
+    d = (with_kl.logprobs - with_kl.reference).detach()
+    per_token = 1 - torch.exp(-d) if estimator == "k3" else d
+    torch.testing.assert_close(difference, 0.5 * per_token / N)
+
+
+def test_loss_and_sums_add_up_over_micro_batches():
+    loss = make_loss(Algorithm(kl={"coef": 0.1}))
+    x = inputs(reference=True)
+    whole, whole_sums = loss(x)
+    parts = []
+    for rows in (slice(0, 5), slice(5, 5), slice(5, N)):  # an empty micro-batch too
+        fields = (x.logprobs, x.entropy, x.mask, x.weights, x.behaviour, x.proximal, x.reference)
+        parts.append(loss(LossInputs(*(f[rows] for f in fields))))
+    assert sum(p[0] for p in parts).item() == pytest.approx(whole.item())
+    for name, total in whole_sums.items():
+        assert sum(p[1][name] for p in parts).item() == pytest.approx(total.item(), abs=1e-9), name
+        assert total.dim() == 0 and not total.requires_grad
+
+
+def test_ratios_beyond_all_bounds_stay_finite():
+    x = inputs(dtype=torch.float32)
+    x.proximal = x.logprobs.detach() - 1000
+    x.weights[0] = 0.0
+    loss, _ = make_loss(Algorithm())(x)
+    loss.backward()
+    assert torch.isfinite(loss) and torch.isfinite(x.logprobs.grad).all()
+
+
+def test_mismatch_metrics_by_hand():
+    pi, mu = torch.tensor([0.5, 0.2]), torch.tensor([0.4, 0.25])
+    one = torch.ones(2)
+    _, sums = make_loss(Algorithm())(LossInputs(pi.log(), one, one, one, mu.log()))
+    metrics = finalize_metrics({name: value.item() for name, value in sums.items()})
+    assert metrics["policy/mismatch_kl_k1"] == pytest.approx((math.log(0.8) + math.log(1.25)) / 2, abs=1e-6)
+    assert metrics["policy/mismatch_kl"] == pytest.approx(
+        (1.25 - 1 - math.log(1.25) + 0.8 - 1 - math.log(0.8)) / 2, rel=1e-5
+    )
+    assert metrics["policy/rollout_train_prob_diff_mean"] == pytest.approx((0.8 + 1.25) / 2, rel=1e-6)
+    assert metrics["policy/rollout_train_prob_diff_std"] == pytest.approx((1.25 - 0.8) / 2, rel=1e-5)
+    assert metrics["policy/policy_entropy"] == 1
+
+
+def test_a_tiny_spread_of_the_mismatch_survives_float32():
+    n = 10_000
+    mu = torch.full((n,), -1.0)
+    pi = mu + 1e-4 * torch.tensor([1.0, -1.0]).repeat(n // 2)
+    one = torch.ones(n)
+    _, sums = make_loss(Algorithm())(LossInputs(pi, one, one, one, mu))
+    metrics = finalize_metrics({name: value.item() for name, value in sums.items()})
+    assert metrics["policy/rollout_train_prob_diff_std"] == pytest.approx(1e-4, rel=2e-3)
+    assert metrics["policy/mismatch_kl"] == pytest.approx(0.5e-8, rel=0.2)
+
+
+def test_sft_is_cross_entropy():
+    logits = torch.randn(5, 11, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    tokens = torch.tensor([3, 0, 10, 7, 7])
+    logprobs = torch.log_softmax(logits, -1)[torch.arange(5), tokens]
+    fifth, zero = torch.full((5,), 0.2), torch.zeros(5)
+    loss, sums = sft_loss(LossInputs(logprobs, zero, fifth, fifth, zero))
+    assert loss.item() == pytest.approx(torch.nn.functional.cross_entropy(logits, tokens).item(), rel=1e-6)
+    assert finalize_metrics({k: v.item() for k, v in sums.items()})["policy/nll"] == pytest.approx(loss.item())
+
+
+def test_no_trained_token_has_no_means():
+    assert finalize_metrics({"tokens": 0.0, "entropy": 0.0}) == {}
+
+
+def test_bad_requests_are_refused():
+    with pytest.raises(ValueError, match="reference"):
+        make_loss(Algorithm(kl={"coef": 0.1}))(inputs())
+    with pytest.raises(UserError, match=r"algorithm\.loss: 'gspo' is unknown, use one of ppo_clip"):
+        make_loss(Algorithm.model_construct(loss="gspo"))

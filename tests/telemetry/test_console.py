@@ -1,0 +1,66 @@
+"""Progress: plain lines without a terminal, a live picture with one."""
+
+import io
+
+import pytest
+
+from megatron_fleet.telemetry.console import Progress, duration, sparkline, step_text
+
+pytest.importorskip("rich")
+
+METRICS = {"reward/avg_raw_reward": 0.4125, "reward/pass_at_1": 0.4, "generate/tokens_per_second": 12345.6, "x/y": 1.0}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_without_a_terminal_there_is_one_plain_line_per_step():
+    stream = io.StringIO()
+    with Progress("run", steps=3, done=1, stream=stream) as progress:
+        progress.evaluated({"eval/all/pass_at_1": 0.125})
+        for _ in range(2):
+            progress.phase("generate", total=64)
+            progress.advance(64)
+            progress.step_done(METRICS)
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "evaluation after step 1 · held-out pass@1 0.125"
+    assert lines[1].startswith("step 2/3 · reward 0.412 · pass@1 0.400 · tokens/s 12,346 · ")
+    assert lines[2].startswith("step 3/3 · ") and lines[2].endswith("ETA 0s")
+    assert len(lines) == 3
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_with_a_terminal_it_shows_phase_counts_and_rewards():
+    stream = Terminal()
+    progress = Progress("my-run", steps=5, stream=stream)
+    progress.step_done({"reward/avg_raw_reward": 0.0})
+    progress.step_done({"reward/avg_raw_reward": 1.0})
+    progress.phase("generate", total=64)
+    progress.advance(7)
+    progress._live.refresh()
+    shown = stream.getvalue()
+    for text in ("my-run", "step 2/5", "generate", "7/64", "▁█", "reward 1.000", "ETA"):
+        assert text in shown, text
+    progress.close()
+    progress.close()
+    assert "done" in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("values", "line"), [([], ""), ([0.5, 0.5], "▁▁"), ([0, 0.5, 1], "▁▅█"), ([-1, -3, -2], "█▁▅")]
+)
+def test_sparkline(values, line):
+    assert sparkline(values) == line
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0s"), (42, "42s"), (187, "3m07s"), (3599.7, "1h00m"), (7500, "2h05m")]
+)
+def test_duration(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_absent_metrics_are_left_out():
+    assert step_text({"policy/grad_norm": 0.123456, "unknown": 3}) == "grad norm 0.123"

@@ -1,0 +1,178 @@
+"""A step and an evaluation with every kind of episode: values by hand, every name registered, the docs up to date."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+from megatron_fleet.agents.trajectory import Group, Outcome, Span, Trajectory
+from megatron_fleet.algorithms.batch import build_data
+from megatron_fleet.config.schema import Algorithm
+from megatron_fleet.policy.base import LossReport, OptimReport
+from megatron_fleet.telemetry import registry
+from megatron_fleet.telemetry.metrics import eval_metrics, policy_metrics, step_metrics
+
+DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+
+def episode(env, group, sample, reward, outcome, turns, calls=0, errors=0, parse=0, version=3) -> Trajectory:
+    """4 prompt tokens, then per turn 3 action tokens and 2 observation tokens."""
+    spans, end = [Span("prompt", 0, 4, 0)], 4
+    for turn in range(turns):
+        spans += [Span("action", end, end + 3, turn, version), Span("observation", end + 3, end + 5, turn)]
+        end += 5
+    mask = np.zeros(end, bool)
+    for span in spans:
+        mask[span.start : span.end] = span.kind == "action"
+    numbers = {"turns": turns, "tool_calls": calls, "tool_errors": errors, "parse_errors": parse}
+    tokens, logprobs = np.arange(end, dtype=np.int32), np.where(mask, -1.0, 0).astype(np.float32)
+    return Trajectory(
+        f"task{group}", env, group, sample, tokens, mask, logprobs, tuple(spans), reward, "", outcome, metrics=numbers
+    )
+
+
+def step_groups() -> list[Group]:
+    rows = [
+        ("shop", [(1.0, Outcome.COMPLETED, 2, 3, 1, 0, 4), (0.0, Outcome.MAX_TURNS, 4, 5, 1, 2)]),
+        ("shop", [(0.0, Outcome.NO_ACTION, 1, 0, 0, 1), (None, Outcome.VERIFIER_FAILED, 1)]),
+        ("a/b", [(None, Outcome.ENV_FAILED, 0), (1.0, Outcome.TIMEOUT, 2, 2)]),
+        ("a/b", [(1.0, Outcome.COMPLETED, 1, 1), (1.0, Outcome.COMPLETED, 1, 1)]),
+    ]
+    return [
+        Group(g, f"task{g}", env, [episode(env, g, s, *fields) for s, fields in enumerate(episodes)])
+        for g, (env, episodes) in enumerate(rows)
+    ]
+
+
+def report(tokens: float, **sums: float) -> LossReport:
+    names = ("entropy", "policy_loss", "kl_loss", "kl", "ratio", "clipped_low", "clipped_high", "clipped_dual")
+    mismatch = ("mismatch_k1", "mismatch_k3", "mismatch_excess", "mismatch_excess_squared")
+    return LossReport(loss=0.5, metrics={"tokens": tokens, **dict.fromkeys((*names, *mismatch), 0.0), **sums})
+
+
+def one_step(**changes) -> dict[str, float]:
+    groups = step_groups()
+    arguments = {
+        "batch": build_data(groups, Algorithm(advantage="grpo_no_std")),
+        "reports": [report(18.0, entropy=9.0)],
+        "optims": [OptimReport(grad_norm=2.0, lr=1e-3, skipped=False)],
+        "seconds": {"generate": 2.0, "step": 3.0},
+        "weight_version": 5,
+    }
+    return step_metrics(groups, **(arguments | changes))
+
+
+def test_values_by_hand():
+    expected = {
+        "reward/avg_raw_reward": 4 / 6,
+        "reward/shop/avg_raw_reward": 1 / 3,
+        "reward/a_b/pass_at_2": 1.0,
+        "reward/signal_ratio": 1 / 2,
+        "environment/total_episodes": 8,
+        "environment/total_env_init_failed": 1,
+        "environment/avg_turns": 12 / 8,
+        "environment/shop/max_turns": 4,
+        "environment/a_b/min_turns": 0,
+        "environment/tool_calls_per_turn": 12 / 12,
+        "environment/tool_error_rate": 2 / 12,
+        "environment/shop/tool_error_rate": 2 / 8,
+        "environment/parse_error_rate": 3 / 12,
+        "environment/no_action_rate": 1 / 8,
+        "environment/a_b/outcome/timeout": 1,
+        "generate/outcome/completed": 3,
+        "generate/infrastructure_failure_rate": 1 / 8,
+        "generate/verifier_unknown_rate": 1 / 8,
+        "generate/unknown_reward_rate": 2 / 8,
+        "generate/trajectory_timeouts": 1,
+        "generate/action_tokens": 36,
+        "generate/tokens_per_second": 18,
+        "generate/min_num_tokens": 0,
+        "generate/max_num_tokens": 20,
+        "generate/avg_num_tokens": 60 / 8,
+        "generate/std_num_tokens": math.sqrt((10**2 + 20**2 + 5**2 * 4 + 10**2) / 8 - 7.5**2),
+        "generate/avg_tokens_non_zero_rewards": (10 + 10 + 5 + 5) / 4,
+        "generate/avg_tokens_zero_rewards": (20 + 5) / 2,
+        "generate/weight_version_min": 3,
+        "generate/weight_version_max": 4,
+        "accounting/episodes": 8,
+        "accounting/trained": 2,
+        "accounting/zero_signal": 2,
+        "accounting/unknown": 2,
+        "accounting/too_few_known": 2,
+        "accounting/no_tokens": 0,
+        "accounting/trained_tokens": 18,
+        "loss/avg_final_rewards": 0.5,
+        "loss/avg_raw_advantages": (6 * 0.5 - 12 * 0.5) / 18,
+        "loss/avg_raw_advantages_abs": 0.5,
+        "policy/response_length": 9,
+        "policy/policy_entropy": 0.5,
+        "policy/weight_version": 5,
+        "timing/generate": 2.0,
+    }
+    metrics = one_step()
+    assert {name: metrics.get(name) for name in expected} == pytest.approx(expected)
+
+
+def test_outcomes_and_fates_both_add_up_to_the_episodes():
+    metrics = one_step()
+    for prefix in ("generate/outcome/",):
+        assert sum(v for k, v in metrics.items() if k.startswith(prefix)) == metrics["accounting/episodes"]
+    fates = ("trained", "zero_signal", "unknown", "too_few_known", "no_tokens")
+    assert sum(metrics[f"accounting/{fate}"] for fate in fates) == metrics["accounting/episodes"]
+
+
+def test_an_empty_batch_has_counts_and_no_means():
+    empty = build_data([], Algorithm())
+    metrics = step_metrics([], empty, [], [], {}, 1)
+    assert metrics["accounting/episodes"] == metrics["generate/action_tokens"] == 0
+    assert "reward/avg_raw_reward" not in metrics and "policy/final_loss" not in metrics
+    assert all(math.isfinite(v) for v in metrics.values())
+
+
+def test_several_updates_of_one_batch():
+    reports = [
+        report(10.0, clipped_high=0.0, policy_loss=0.2, mismatch_k3=0.1, mismatch_excess=1.0),
+        report(30.0, clipped_high=8.0, policy_loss=0.4, mismatch_k3=9.0, mismatch_excess=9.0),
+    ]
+    optims = [OptimReport(1.0, 1e-3, False), OptimReport(math.nan, 5e-4, True)]
+    metrics = policy_metrics(reports, optims)
+    assert metrics["policy/ppo_clip_ratio"] == metrics["policy/ppo_clip_ratio_high"] == 8 / 40
+    assert metrics["policy/policy_loss"] == pytest.approx(0.3)
+    assert metrics["policy/mismatch_kl"] == pytest.approx(0.1 / 10)  # the later update differs from μ on purpose
+    assert metrics["policy/rollout_train_prob_diff_mean"] == pytest.approx(1.1)
+    assert (metrics["policy/policy_update_steps"], metrics["policy/skipped_steps"]) == (1, 1)
+    assert (metrics["policy/grad_norm"], metrics["policy/policy_lr"]) == (1.0, 5e-4)
+
+
+def test_evaluation():
+    sampled = step_groups()
+    greedy = [Group(g.index, g.task_key, g.env_key, g.trajectories[:1]) for g in sampled]
+    metrics = eval_metrics(sampled, greedy)
+    assert metrics["eval/all/pass_at_1"] == pytest.approx((0.5 + 0 + 1 + 1) / 4)
+    assert metrics["eval/shop/pass_at_1"] == pytest.approx(0.25)
+    assert metrics["eval/all/greedy_pass_at_1"] == pytest.approx((1 + 0 + 1) / 3)
+    assert metrics["eval/a_b/greedy_avg_raw_reward"] == 1
+    assert (metrics["eval/all/episodes"], metrics["eval/all/greedy_episodes"]) == (8, 4)
+    assert metrics["eval/all/greedy_outcome/env_failed"] == metrics["eval/a_b/outcome/env_failed"] == 1
+    assert metrics["eval/shop/unknown_reward_rate"] == 0.25
+
+
+def test_every_name_is_registered_once():
+    full = [report(18.0, nll=1.0)]
+    names = one_step(reports=full).keys() | eval_metrics(step_groups(), step_groups()).keys()
+    for name in names:
+        matching = [m.pattern for m in registry.METRICS if m.matches(name)]
+        assert len(matching) == 1, (name, matching)
+    unused = [m.pattern for m in registry.METRICS if not any(m.matches(name) for name in names)]
+    assert unused == [], "documented but never emitted"
+    assert registry.find("reward/invented") is None
+    assert registry.find("reward/shop/pass_at_2").pattern == "reward/{env}/pass_at_{k}"
+
+
+def test_the_docs_are_up_to_date():
+    assert DOCS.read_text(encoding="utf-8") == registry.render(), (
+        "run: python -m megatron_fleet.telemetry.registry > docs/metrics.md"
+    )

@@ -1,0 +1,156 @@
+"""Records on disk: one line per step whatever a crash left behind, and arrays that come back as they were."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from megatron_fleet.agents.trajectory import Group, Outcome, Span, Trajectory
+from megatron_fleet.telemetry.sinks import MetricsLog, TensorBoardSink, TrajectoryLog, read_metrics
+
+
+def steps(path) -> list[int]:
+    return [row["step"] for row in read_metrics(path)]
+
+
+def test_lines_are_there_at_once(tmp_path):
+    path = tmp_path / "run" / "metrics.jsonl"
+    log = MetricsLog(path, None, started=100.0)
+    log.write(0, {"eval/all/pass_at_1": 0.25})
+    row = read_metrics(path)[0]  # before close
+    assert row["eval/all/pass_at_1"] == 0.25
+    assert row["attempt"] == 100.0 and row["time"] > 100.0
+
+
+def test_resume_drops_what_came_after_the_checkpoint(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, None)
+    for step in range(6):
+        log.write(step, {"a": step})
+    log.close()
+    with path.open("a") as file:
+        file.write('{"step": 6, "a"')  # killed in the middle of a line
+    log = MetricsLog(path, resumed_step=3)
+    log.write(4, {"a": 40})
+    log.close()
+    assert steps(path) == [0, 1, 2, 3, 4]
+    assert [row["a"] for row in read_metrics(path)] == [0, 1, 2, 3, 40]
+    MetricsLog(path, None).close()
+    assert path.read_text() == ""
+
+
+def test_an_evaluation_completes_the_line_of_its_step(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, None)
+    log.write(1, {"loss": 1.0})
+    log.write(2, {"loss": 0.5, "long name of a metric": 1 / 3})
+    log.write(2, {"eval": 0.9})
+    log.write(3, {"loss": 0.1})
+    log.close()
+    log = MetricsLog(path, resumed_step=3)
+    log.write(3, {"eval": 0.95})
+    log.write(4, {})
+    log.close()
+    rows = read_metrics(path)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert (rows[1]["loss"], rows[1]["eval"], rows[2]["loss"], rows[2]["eval"]) == (0.5, 0.9, 0.1, 0.95)
+    assert all(json.loads(line) for line in path.read_text().splitlines())
+
+
+def test_a_step_is_never_written_twice(tmp_path):
+    log = MetricsLog(tmp_path / "metrics.jsonl", None)
+    log.write(2, {"a": 1.0})
+    with pytest.raises(ValueError, match="step 2 were written before"):
+        log.write(2, {"a": 1.0})
+    with pytest.raises(ValueError, match="the log is at step 2"):
+        log.write(1, {"b": 1.0})
+
+
+def test_numbers_json_does_not_have(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, None)
+    log.write(1, {"nan": math.nan, "inf": math.inf, "f32": np.float32(0.5), "count": 3})
+    assert "NaN" not in path.read_text() and "Infinity" not in path.read_text()
+    row = read_metrics(path)[0]
+    assert (row["nan"], row["inf"], row["f32"], row["count"]) == (None, None, 0.5, 3)
+    assert read_metrics(tmp_path / "missing.jsonl") == []
+
+
+def tensorboard_points(folder) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder)).Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_tensorboard_resumes_and_restarts(tmp_path):
+    pytest.importorskip("tensorboard")
+    sink = TensorBoardSink(tmp_path, None)
+    for step in range(5):
+        sink.write(step, {"reward/avg_raw_reward": step / 8})
+    sink.close()
+    sink = TensorBoardSink(tmp_path, resumed_step=2)
+    sink.write(3, {"reward/avg_raw_reward": 0.75})
+    sink.close()
+    assert tensorboard_points(tmp_path) == {"reward/avg_raw_reward": [(0, 0.0), (1, 0.125), (2, 0.25), (3, 0.75)]}
+    sink = TensorBoardSink(tmp_path, None)
+    sink.write(0, {"other": 1.0})
+    sink.close()
+    assert tensorboard_points(tmp_path) == {"other": [(0, 1.0)]}
+
+
+def trajectory(sample: int, length: int, reward: float | None) -> Trajectory:
+    mask = np.arange(length) >= 2
+    return Trajectory(
+        task_key="book-flight",
+        env_key="travel",
+        group=0,
+        sample=sample,
+        token_ids=np.arange(length, dtype=np.int32) * 7 + sample,
+        action_mask=mask,
+        behaviour_logprobs=np.where(mask, -0.1 * np.arange(length), 0).astype(np.float32),
+        spans=(Span("prompt", 0, 2, 0), Span("action", 2, length, 0, 4)),
+        reward=reward,
+        reward_reason="seat is booked",
+        outcome=Outcome.COMPLETED,
+        metrics={"turns": 1.0},
+        messages=[{"role": "user", "content": "Büche einen Flug"}],
+    )
+
+
+def test_trajectories_come_back(tmp_path):
+    log = TrajectoryLog(tmp_path, None)
+    written = [trajectory(0, 5, 1.0), trajectory(1, 9, None)]
+    log.write(1, [Group(0, "book-flight", "travel", written)])
+    lines = [json.loads(line) for line in (tmp_path / "step_000001.jsonl").read_text(encoding="utf-8").splitlines()]
+    arrays = np.load(tmp_path / "step_000001.npz")
+    for i, (line, t) in enumerate(zip(lines, written, strict=True)):
+        own = slice(arrays["offsets"][i], arrays["offsets"][i + 1])
+        for name in ("token_ids", "action_mask", "behaviour_logprobs"):
+            assert np.array_equal(arrays[name][own], getattr(t, name)), name
+            assert arrays[name].dtype == getattr(t, name).dtype
+        assert (line["task"], line["sample"], line["reward"], line["outcome"]) == (
+            t.task_key,
+            t.sample,
+            t.reward,
+            "completed",
+        )
+        assert (line["tokens"], line["action_tokens"]) == (len(t.token_ids), len(t.token_ids) - 2)
+        assert line["spans"][1] == ["action", 2, len(t.token_ids), 0, 4]
+        assert line["messages"] == t.messages
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000001.jsonl", "step_000001.npz"]
+
+
+def test_trajectories_of_lost_steps_go(tmp_path):
+    log = TrajectoryLog(tmp_path, None)
+    for step in range(3):
+        log.write(step, [])
+        log.write(step, [], kind="eval")
+    (tmp_path / "step_000002.jsonl.part").write_text("cut off")
+    (tmp_path / "notes.txt").write_text("mine")
+    TrajectoryLog(tmp_path, resumed_step=1)
+    names = {f"{kind}_{step:06d}.{end}" for kind in ("step", "eval") for step in (0, 1) for end in ("jsonl", "npz")}
+    assert {p.name for p in tmp_path.iterdir()} == names | {"notes.txt"}
+    TrajectoryLog(tmp_path, None)
+    assert {p.name for p in tmp_path.iterdir()} == {"notes.txt"}
