@@ -42,8 +42,9 @@ class Tokenizer:
             raise UserError(f"{path}: not a readable tokenizer ({e}); copy the model's own file again") from e
         # Text that merely spells a control token must not end a turn or open another one.
         self._inner.encode_special_tokens = True
-        self.special = {t: self._inner.token_to_id(t) for t in CONTROL_TOKENS + TAG_TOKENS}
-        missing = [t for t, i in self.special.items() if i is None]
+        found = {t: self._inner.token_to_id(t) for t in CONTROL_TOKENS + TAG_TOKENS}
+        self.special: dict[str, int] = {t: i for t, i in found.items() if i is not None}
+        missing = [t for t in found if t not in self.special]
         if missing:
             raise UserError(f"{path}: lacks the tokens {', '.join(missing)}; only Qwen3 tokenizers are supported")
         split = [t for t in TAG_TOKENS if self.encode(t) != [self.special[t]]]

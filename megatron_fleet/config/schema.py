@@ -114,6 +114,7 @@ class Rollout(Section):
     samples_per_prompt: int = Field(ge=2, description="Trajectories per group.")
     max_context: int = Field(ge=64, description="Longest token sequence of an episode; also the engine's limit.")
     sampling: Sampling
+    thinking: bool = Field(False, description="Let the policy think; off opens each turn with an empty thinking block.")
     workers: int = Field(1, ge=1, description="EpisodeWorker processes.")
     episodes_in_flight: int = Field(256, ge=1, description="Over all workers.")
     episode_timeout_s: float = Field(300, gt=0, description="Deadline of a whole episode.")
