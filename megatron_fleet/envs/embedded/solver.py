@@ -1,0 +1,67 @@
+"""The scripted solver: proves that every task is solvable, and demonstrates with a chosen rate of mistakes."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from megatron_fleet.data.task import Task
+from megatron_fleet.envs.base import Observation
+from megatron_fleet.envs.embedded.session import EmbeddedSession
+from megatron_fleet.envs.embedded.tasks import TYPES
+from megatron_fleet.envs.embedded.tasktype import DONE, Answer, Choices, GaveUp, TaskType, Turn, Turns
+
+
+@dataclass(slots=True)
+class Demonstration:
+    """One scripted episode: each tool call with what it showed, the final answer, and the verifier's verdict."""
+
+    task: Task
+    turns: list[tuple[Turn, Observation | None]]
+    answer: str
+    reward: float
+
+
+def recognise(task: Task) -> tuple[TaskType, dict[str, str]]:
+    """The task's type and fields, read from its prompt alone.
+
+    Raises:
+        ValueError: the prompt is of no embedded task type.
+    """
+    for kind in TYPES.get(task.env_key, ()):
+        fields = kind.read(task.prompt)
+        if fields is not None:
+            return kind, fields
+    raise ValueError(f"task {task.key}: no embedded task type reads like its prompt")
+
+
+def solve(task: Task, mistakes: float = 0.0, rng: random.Random | None = None) -> Turns:
+    """A scripted agent for this task: send it each Observation, it yields tool calls and at last an Answer.
+
+    It knows the prompt, the logged-in user and what the tools show, nothing else. Each of its choices is wrong with
+    probability ``mistakes``.
+    """
+    kind, fields = recognise(task)
+    choices = Choices(str(task.env_variables["LOGGED_IN_USER"]), mistakes, rng or random.Random(0))
+    try:
+        answer = yield from kind.solve(choices, **fields)
+    except GaveUp:
+        answer = DONE
+    yield Answer(answer)
+
+
+def demonstrate(task: Task, mistakes: float = 0.0, rng: random.Random | None = None) -> Demonstration:
+    """Play the scripted agent against the task's environment, in this process."""
+    session = EmbeddedSession(task)
+    try:
+        agent = solve(task, mistakes, rng)
+        turns: list[tuple[Turn, Observation | None]] = []
+        turn = next(agent)
+        while not isinstance(turn, Answer):
+            observation = session.call(turn)
+            turns.append((turn, observation))
+            turn = agent.send(observation)
+        turns.append((turn, None))
+        return Demonstration(task, turns, turn.text, session.verify(turn.text))
+    finally:
+        session.close()
