@@ -1,0 +1,1 @@
+"""What differs between CPU and CUDA hosts, in one place."""

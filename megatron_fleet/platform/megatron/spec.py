@@ -1,0 +1,85 @@
+"""Which modules a Megatron transformer layer is made of on this host."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_with_transformer_engine_spec,
+    get_mlp_module_spec_for_backend,
+)
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import nn
+
+from megatron_fleet.platform.megatron.attention import PackedAttention
+
+
+class RMSNorm(nn.RMSNorm):
+    """RMSNorm whose weight says that its gradient is partial under sequence parallelism, so that Megatron sums it."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+class TorchBackend(LocalSpecProvider):
+    """Megatron's own parallel linear layers with PyTorch's norm and attention."""
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+        return RMSNorm
+
+    def core_attention(self) -> type:
+        return PackedAttention
+
+
+def has_transformer_engine() -> bool:
+    """Whether layers are Transformer Engine's: it is installed and there is a CUDA device for it."""
+    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+
+
+def layer_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:
+    """Specification for `GPTModel`: Transformer Engine where it can run, PyTorch elsewhere."""
+    if has_transformer_engine():
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    return _torch_spec()
+
+
+def _torch_spec() -> TransformerBlockSubmodules | ModuleSpec:
+    backend = TorchBackend()
+    norm, column, row = backend.layer_norm(), backend.column_parallel_linear(), backend.row_parallel_linear()
+    attention = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=column,
+            core_attention=backend.core_attention(),
+            linear_proj=row,
+            q_layernorm=norm,
+            k_layernorm=norm,
+        ),
+    )
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=norm,
+            self_attention=attention,
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=norm,
+            mlp=get_mlp_module_spec_for_backend(backend=backend),
+            mlp_bda=get_bias_dropout_add,
+            # One checkpoint format for both specifications: Transformer Engine keeps these norms inside the linears.
+            sharded_state_dict_keys_map={
+                "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+                "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+            },
+        ),
+    )

@@ -1,0 +1,50 @@
+"""Process groups of the trainer's ranks."""
+
+from __future__ import annotations
+
+import os
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.schema import Parallel
+from megatron_fleet.platform import device
+
+
+def initialise(parallel: Parallel, seed: int) -> None:
+    """Join the ranks (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them; alone without them) and
+    build Megatron's groups.
+
+    Raises:
+        UserError: the world size is not tensor × pipeline × data.
+    """
+    if not dist.is_initialized():
+        _join()
+    world = parallel.tensor * parallel.pipeline * parallel.data
+    if dist.get_world_size() != world:
+        raise UserError(
+            f"parallel.tensor={parallel.tensor} × parallel.pipeline={parallel.pipeline} × "
+            f"parallel.data={parallel.data} needs {world} processes, {dist.get_world_size()} were started; change one."
+        )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        create_gloo_process_groups=False,
+    )
+    model_parallel_cuda_manual_seed(seed)
+
+
+def _join() -> None:
+    if "RANK" in os.environ:
+        dist.init_process_group(device.backend())
+    else:
+        dist.init_process_group(device.backend(), store=dist.HashStore(), rank=0, world_size=1)
+
+
+def shutdown() -> None:
+    """Leave all groups."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

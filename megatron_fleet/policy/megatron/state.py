@@ -1,0 +1,92 @@
+"""Model and optimizer as Megatron's ``torch_dist`` checkpoint shards: written in one layout, read in any other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import ChainedOptimizer
+from torch.distributed import checkpoint as torch_checkpoint
+
+from megatron_fleet.platform.megatron.on_cpu import cuda_calls_answered
+
+# The optimizer's state in model space: loads under other tensor, pipeline and data sizes.
+_CONTENT = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+}
+
+
+class _ThreadedSave(TorchDistSaveShardedStrategy):
+    """Writes in this process: Megatron's writer spawns a helper that imports everything again, seconds each time."""
+
+    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> None:
+        state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        torch_checkpoint.save(
+            mcore_to_pyt_state_dict(state, False),
+            storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir),
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+        )
+
+
+def save(path: Path, chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer) -> None:
+    """Write this rank's part into ``path``; collective. The folder must be empty or not exist."""
+    if dist.get_rank() == 0:
+        path.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    with cuda_calls_answered():
+        dist_checkpointing.save(
+            _describe(chunks, optimizer, is_loading=False),
+            str(path),
+            FullyParallelSaveStrategyWrapper(_ThreadedSave("torch_dist", 1), group),
+            content_metadata=dict(_CONTENT),
+        )
+
+
+def load(path: Path, chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer) -> None:
+    """Read what `save` wrote, in this or another layout; collective."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    with cuda_calls_answered():
+        state = dist_checkpointing.load(
+            _describe(chunks, optimizer, is_loading=True),
+            str(path),
+            FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), group),
+        )
+    with torch.no_grad():
+        for index, chunk in enumerate(chunks):
+            chunk.module.load_state_dict(state[f"model{index}"], strict=False)
+        optimizer.load_state_dict(state["optimizer"])
+
+
+def _describe(
+    chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer, is_loading: bool
+) -> dict[str, Any]:
+    """Every local tensor with its place in the whole model."""
+    metadata = dict(_CONTENT, dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    state: dict[str, Any] = {
+        f"model{index}": chunk.module.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(chunks)
+    }
+    state["optimizer"] = optimizer.sharded_state_dict(
+        state if len(chunks) > 1 else state["model0"], is_loading=is_loading, metadata=metadata
+    )
+    return state

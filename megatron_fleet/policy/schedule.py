@@ -1,0 +1,23 @@
+"""Learning rate of a step: a pure function."""
+
+from __future__ import annotations
+
+import math
+
+from megatron_fleet.config.schema import Optimizer
+
+
+def lr_at(step: int, optimizer: Optimizer, total_steps: int) -> float:
+    """Learning rate of optimizer step ``step`` (from 0) of ``total_steps``.
+
+    Linear warm-up to ``lr`` over ``warmup_steps`` (step 0 already learns), then ``schedule`` down to ``min_lr``, which
+    the last step reaches.
+    """
+    if step < optimizer.warmup_steps:
+        return optimizer.lr * (step + 1) / optimizer.warmup_steps
+    if optimizer.schedule == "constant":
+        return optimizer.lr
+    span = max(1, total_steps - 1 - optimizer.warmup_steps)
+    progress = min(1.0, (step - optimizer.warmup_steps) / span)
+    left = 1 - progress if optimizer.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return optimizer.min_lr + (optimizer.lr - optimizer.min_lr) * left
