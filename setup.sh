@@ -66,7 +66,7 @@ open_environment() {
 pip_in() {
   local environment=$1
   shift
-  ".venv/$environment/bin/python" -m pip --disable-pip-version-check install -q "$@"
+  ".venv/$environment/bin/python" -m pip --disable-pip-version-check install -qq "$@"
 }
 
 install_engine() {

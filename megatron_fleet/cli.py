@@ -41,11 +41,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as error:
-        print(
-            f"error: {type(error).__name__}: {_first_line(error)} (traceback in {_save_traceback(args)})",
-            file=sys.stderr,
-        )
+        where = _save_traceback(args)
+        print(f"error: {type(error).__name__}: {_first_line(error)} (traceback in {where})", file=sys.stderr)
         return 1
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    if hasattr(args, "arguments"):
+        args.arguments = rest
+        return args
+    # argparse takes only the first run of positionals: overrides that follow an option arrive in the rest.
+    unknown = [text for text in rest if text.startswith("-") or not hasattr(args, "overrides")]
+    if unknown:
+        parser.error(f"unknown argument {unknown[0]}; `mfleet --help` and `mfleet train --help` list them")
+    if rest:
+        args.overrides.extend(rest)
+    return args
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -79,8 +80,8 @@ class _Ranks:
 
     def _spawn(self, command: list[str], rank: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
         # A session of its own keeps the terminal's Ctrl-C away from the rank: it hears it once, from us.
-        log = None if rank == 0 else open(self.log_of(rank), "wb")
-        try:
+        with ExitStack() as stack:
+            log = None if rank == 0 else stack.enter_context(open(self.log_of(rank), "wb"))
             return subprocess.Popen(
                 command,
                 env=environment,
@@ -90,9 +91,6 @@ class _Ranks:
                 start_new_session=True,
                 preexec_fn=_die_with_parent(),
             )
-        finally:
-            if log is not None:
-                log.close()
 
     def log_of(self, rank: int) -> Path:
         return self.logs / f"rank_{rank}.log"
@@ -120,7 +118,10 @@ class _Ranks:
             print(f"mfleet: stopped by {name}; the same command goes on from the newest checkpoint.", file=sys.stderr)
             return 128 + self.received[0]
         failed = self._first_failure() if failed is None else failed
-        return 0 if failed is None else self._explain(failed)
+        if failed is not None:
+            return self._explain(failed)
+        print(f"mfleet: done; the outputs are in {self.logs.parent}", file=sys.stderr)
+        return 0
 
     def _send(self, number: int) -> None:
         for process in self.processes:
