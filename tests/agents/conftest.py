@@ -1,0 +1,26 @@
+"""One small trained tokenizer for all tests of this folder."""
+
+from pathlib import Path
+
+import pytest
+from agent_doubles import CORPUS
+
+from megatron_fleet.agents.renderer import Qwen3Renderer
+from megatron_fleet.agents.tokenizer import Tokenizer, train_tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(CORPUS, 512, folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer_folder: Path) -> Tokenizer:
+    return Tokenizer(tokenizer_folder)
+
+
+@pytest.fixture(scope="session")
+def renderer(tokenizer: Tokenizer) -> Qwen3Renderer:
+    return Qwen3Renderer(tokenizer, thinking=True)
