@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -25,7 +26,7 @@ def global_parameters(model_chunks: Sequence[nn.Module]) -> dict[str, nn.Paramet
         for name, parameter in chunk.named_parameters():
             match = re.match(r"(.*\.layers)\.(\d+)\.(.*)", name)
             if match:
-                layer = chunk.get_submodule(f"{match[1]}.{match[2]}")
+                layer: Any = chunk.get_submodule(f"{match[1]}.{match[2]}")
                 name = f"{match[1]}.{layer.layer_number - 1}.{match[3]}"
             parameters[name] = parameter
     return parameters

@@ -155,7 +155,9 @@ class IpcPublisher:
         info = IPCTrainerInitInfo(
             rank=world.rank, packed=True, packed_buffer_size_bytes=max(self.MIN_BUFFER_BYTES, largest)
         )
-        self._engine = WeightTransferTrainerFactory.trainer_init(info, client=self._versioned, source=source)
+        # vLLM asks for its own abstract class and uses only what `source` has: metadata() and iteration.
+        structural: Any = source
+        self._engine = WeightTransferTrainerFactory.trainer_init(info, client=self._versioned, source=structural)
 
     def publish(self, version: int) -> None:
         self._versioned.version = str(version)

@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from megatron_fleet.checkpoint.store import Checkpoint, Checkpoints
+from megatron_fleet.checkpoint.checkpoints import Checkpoint, Checkpoints
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.weights.communicator import Alone, PeerError
 
@@ -157,7 +157,7 @@ def test_a_folder_that_is_no_checkpoint_is_told(tmp_path):
 CHILD = """
 import os, signal, sys, time
 from pathlib import Path
-from megatron_fleet.checkpoint import store as module
+from megatron_fleet.checkpoint import checkpoints as module
 from megatron_fleet.weights.communicator import Alone
 
 def die(*_):

@@ -1,0 +1,80 @@
+"""One rank of test_megatron: real GPTModel stages, real process groups. Arguments: folder of the test."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from test_publish import RecordingClient
+from weight_fixtures import random_tensors, tiny_config, write_folder
+
+from megatron_fleet.config.schema import Parallel
+from megatron_fleet.platform import device
+from megatron_fleet.policy.megatron import parallel
+from megatron_fleet.policy.megatron.build import build_chunk
+from megatron_fleet.weights.communicator import TorchCommunicator
+from megatron_fleet.weights.export import export_hf
+from megatron_fleet.weights.load import global_parameters, load_hf
+from megatron_fleet.weights.mapping import WeightTable
+from megatron_fleet.weights.publish import ShmPublisher
+from megatron_fleet.weights.source import MegatronWeightSource, megatron_shard
+
+LAYOUTS = [
+    (Parallel(tensor=2, pipeline=2), True),
+    (Parallel(tensor=2, pipeline=2), False),
+    (Parallel(tensor=4), True),
+    (Parallel(pipeline=2, data=2), True),
+    (Parallel(tensor=2, data=2), False),
+]
+
+
+def check(folder: Path, layout: Parallel, tied: bool) -> None:
+    parallel.initialise(layout, seed=0)
+    world = TorchCommunicator()
+    config = tiny_config(tie_word_embeddings=tied)
+    tensors = random_tensors(config, torch.bfloat16)
+    tag = f"t{layout.tensor}p{layout.pipeline}d{layout.data}-{tied}"
+    if world.rank == 0:
+        write_folder(folder / tag, config, tensors)
+    dist.barrier()
+    chunk = build_chunk(config, layout, torch.bfloat16, row_tokens=256)
+    shard = megatron_shard()
+    load_hf([chunk], folder / tag, tp_rank=shard.tp_rank, tp_size=shard.tp_size)
+
+    parameters = global_parameters([chunk])
+    stage = len(chunk.decoder.layers)
+    first = chunk.decoder.layers[0].layer_number - 1
+    expected = WeightTable(config).parameters(range(first, first + stage), chunk.pre_process, chunk.post_process)
+    assert set(parameters) == set(expected), set(parameters) ^ set(expected)
+
+    source = MegatronWeightSource([chunk], config, dtype=torch.bfloat16, shard=shard)
+    gathered = dict(source)
+    assert list(gathered) == list(tensors)
+    for name, tensor in tensors.items():
+        assert torch.equal(gathered[name].view(torch.int16), tensor.view(torch.int16)), name
+
+    client = RecordingClient()
+    publisher = ShmPublisher(source, client if world.rank == 0 else None, world)
+    publisher.publish(7)
+    if world.rank == 0:
+        assert client.version == "7"
+        assert all(torch.equal(client.tensors[name], tensor) for name, tensor in tensors.items())
+    publisher.close()
+
+    export_hf(source, folder / tag, folder / f"{tag}-out", world=world)
+    if world.rank == 0:
+        a, b = (json.loads((folder / f / "config.json").read_text()) for f in (tag, f"{tag}-out"))
+        assert a | {"torch_dtype": "bfloat16"} == b
+        print("passed", tag, flush=True)
+
+
+if __name__ == "__main__":
+    device.prepare(1, seed=0)
+    for layout, tied in LAYOUTS:
+        check(Path(sys.argv[1]), layout, tied)
+        # The default group stays: ranks that leave and meet again at one port can miss each other.
+        parallel.parallel_state.destroy_model_parallel()
+    parallel.shutdown()
