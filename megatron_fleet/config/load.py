@@ -132,7 +132,8 @@ def _typed(tree: dict[str, Any]) -> Config:
         # JSON, strict: `true` is no integer and "3" is no number, while a list may still become a tuple.
         return Config.model_validate_json(json.dumps(tree), strict=True)
     except ValidationError as error:
-        problems = error.errors()
+        # An unknown key first: it is often the misspelt form of one that is then missing.
+        problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
         more = f" ({len(problems) - 1} more: {', '.join(_dotted(p) for p in problems[1:])}.)" if problems[1:] else ""
         raise UserError(_explain(problems[0]) + more) from error
 

@@ -1,0 +1,36 @@
+"""The list of keys is whole, its reference is current, and misspelt keys find their way home."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_fleet.config import keys
+
+REFERENCE = Path(__file__).parents[2] / "docs" / "config.md"
+
+
+def test_reference_is_current():
+    assert REFERENCE.read_text(encoding="utf-8") == keys.reference(), "run python -m megatron_fleet.config.keys"
+
+
+def test_every_key_has_a_meaning():
+    assert [key.name for key in keys.leaves() if not key.description] == []
+
+
+def test_sections_and_leaves_are_names():
+    assert {"policy", "policy.optimizer", "policy.optimizer.lr"} <= keys.names()
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("lr", "policy.optimizer.lr"),
+        ("optimizer.lr", "policy.optimizer.lr"),
+        ("max_turn", "rollout.sampling.max_turns"),
+        ("rollout.engine.kv_cache_byte", "rollout.engine.kv_cache_bytes"),
+        ("eval.task", "eval.tasks"),
+        ("zzzzzz", None),
+    ],
+)
+def test_suggestion(typed, meant):
+    assert keys.suggest(typed) == meant
