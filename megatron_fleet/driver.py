@@ -1,0 +1,198 @@
+"""The driver: rank 0's half of a run. It owns the rollout, the order of tasks and everything that is written down."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from megatron_fleet.agents.trajectory import Group
+from megatron_fleet.algorithms.batch import Batch, build_data, split_batch
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.schema import Config
+from megatron_fleet.data.loader import load_tasks
+from megatron_fleet.data.sampler import PromptSampler
+from megatron_fleet.data.split import split
+from megatron_fleet.data.task import Task
+from megatron_fleet.policy.base import LossReport, OptimReport, Rows
+from megatron_fleet.policy.pack import plan_rows
+from megatron_fleet.records import Records
+from megatron_fleet.rollout.requests import CollectRequest
+from megatron_fleet.rollout.service import RolloutService
+from megatron_fleet.telemetry.metrics import eval_metrics, step_metrics
+
+EVAL_SEED_STEP = 0
+"""Evaluations share their sampling seeds, so that two of them differ by the weights alone."""
+
+
+class Driver:
+    """Collects work for the ranks and keeps the books. Exists on rank 0 only."""
+
+    def __init__(self, config: Config, train: Sequence[Task], held_out: Sequence[Task], rollout: RolloutService):
+        self._config = config
+        self._held_out = list(held_out)[: config.eval.tasks]
+        self._sampler = PromptSampler(train, config.rollout.prompts_per_step, config.run.seed)
+        self._groups: list[Group] = []
+        self._batch: Batch | None = None
+        self._pending: dict[str, float] = {}
+        self._records: Records | None = None
+        self.rollout = rollout
+
+    def begin(self, state: Mapping[str, Any] | None, started: float) -> None:
+        """Open the records, from ``state`` of a checkpoint or anew; wait until episodes can be played."""
+        if state is not None:
+            self._sampler.load_state_dict(state["sampler"])
+        step = None if state is None else int(state["step"])
+        self._records = Records(self._config, resumed_step=step, started=started)
+        with self._records.phase("starting"):
+            self.rollout.wait_ready()
+
+    @property
+    def records(self) -> Records:
+        assert self._records is not None, "begin() comes first"
+        return self._records
+
+    def state(self, step: int) -> dict[str, Any]:
+        """What a checkpoint after ``step`` steps must hold besides the policy; JSON-able."""
+        return {"step": step, "sampler": self._sampler.state_dict()}
+
+    def collect(self, step: int, data_ranks: Sequence[int]) -> list[list[Rows]]:
+        """Play the next prompts and plan the updates.
+
+        Args:
+            data_ranks: data-parallel rank of each rank.
+
+        Returns:
+            For each rank the rows of each optimizer step; no steps at all when no group carried a signal.
+        """
+        sampling = self._config.rollout.sampling
+        self._groups = self._play(
+            step, self._sampler.next(), self._config.rollout.samples_per_prompt, sampling.temperature, "train"
+        )
+        for group in self._groups:
+            for trajectory in group.trajectories:
+                trajectory.check()
+        algorithm = self._config.algorithm
+        self._batch = build_data(self._groups, algorithm)
+        updates = []
+        for data in split_batch(self._batch, self._config.policy.updates_per_batch, algorithm):
+            lengths = [len(datum) for datum in data]
+            plan = plan_rows(lengths, max(data_ranks) + 1, self._config.policy.row_tokens)
+            updates.append([[[data[i] for i in row] for row in rows] for rows in plan])
+        self.records.show("training")
+        return [[update[rank] for update in updates] for rank in data_ranks]
+
+    def finish_step(
+        self,
+        step: int,
+        reports: Sequence[tuple[LossReport, OptimReport]],
+        seconds: Mapping[str, float],
+        evaluate: bool,
+    ) -> None:
+        """Write down what step number ``step`` (from 1) did, after evaluating the new weights if asked to."""
+        assert self._batch is not None
+        losses, optims = [r[0] for r in reports], [r[1] for r in reports]
+        seconds = {"generate": self._play_seconds, **seconds}
+        metrics = step_metrics(self._groups, self._batch, losses, optims, seconds, weight_version=step)
+        self.records.trajectories(step, self._groups, "step")
+        if evaluate:
+            metrics |= self._evaluate(step)
+        self.records.step(step, metrics)
+
+    def evaluate_before(self) -> None:
+        """Evaluate the initial weights; recorded as step 0."""
+        self.records.evaluation(0, self._evaluate(0))
+
+    def finish(self) -> None:
+        """Summary and learning curve."""
+        self.records.finish()
+
+    def close(self) -> None:
+        if self._records is not None:
+            self._records.close()
+
+    def _evaluate(self, step: int) -> dict[str, float]:
+        config = self._config.eval
+        started = time.monotonic()
+        temperature = self._config.rollout.sampling.temperature
+        sampled = self._play(EVAL_SEED_STEP, self._held_out, config.samples, temperature, "eval")
+        self.records.trajectories(step, sampled, "eval")
+        greedy: list[Group] = []
+        if config.greedy:
+            greedy = self._play(EVAL_SEED_STEP, self._held_out, 1, 0.0, "eval")
+            self.records.trajectories(step, greedy, "greedy")
+        return {**eval_metrics(sampled, greedy), "timing/eval": time.monotonic() - started}
+
+    def _play(self, step: int, tasks: Sequence[Task], samples: int, temperature: float, purpose: str) -> list[Group]:
+        run = self._config.run
+        request = CollectRequest(
+            step=step,
+            tasks=list(tasks),
+            samples=samples,
+            temperature=temperature,
+            purpose="eval" if purpose == "eval" else "train",
+            seed=run.seed if run.deterministic else None,
+        )
+        name = "rollout" if purpose == "train" else "evaluation"
+        with self.records.phase(name, len(tasks) * samples) as advance:
+            result = self.rollout.collect(request, on_progress=advance)
+        self._play_seconds = result.seconds
+        return result.groups
+
+
+@contextmanager
+def open_driver(config: Config) -> Iterator[Driver | None]:
+    """The driver on rank 0, ``None`` elsewhere. Input is checked before anything starts; leaving stops everything."""
+    if int(os.environ.get("RANK", "0")) != 0:
+        yield None
+        return
+    train, held_out = load_data(config)
+    with ExitStack() as stack:
+        rollout = stack.enter_context(RolloutService(config, Path(config.run.out), episode_python()))
+        driver = Driver(config, train, held_out, rollout)
+        stack.callback(driver.close)
+        yield driver
+
+
+def load_data(config: Config) -> tuple[list[Task], list[Task]]:
+    """Training and held-out tasks.
+
+    Raises:
+        UserError: the file is malformed, or one of the two sets is too small for the configuration.
+    """
+    train, held_out = split(read_tasks(config.data.tasks), config.data.eval_fraction)
+    for name, tasks, least in (
+        ("training", train, config.rollout.prompts_per_step),
+        ("held-out", held_out, 1),
+    ):
+        if len(tasks) < least:
+            raise UserError(
+                f"data.tasks={config.data.tasks}: only {len(tasks)} {name} tasks with "
+                f"data.eval_fraction={config.data.eval_fraction:g}, at least {least} are needed; use more tasks."
+            )
+    return train, held_out
+
+
+def read_tasks(source: str) -> list[Task]:
+    """Tasks of a file, or the embedded fleet's own for ``embedded``."""
+    if source != "embedded":
+        return load_tasks(source)
+    from megatron_fleet.envs.embedded.tasks import SHIPPED_TASKS
+
+    return load_tasks(SHIPPED_TASKS)
+
+
+def episode_python() -> Path:
+    """The interpreter of the episode environment, which set-up puts beside that of the engine environment.
+
+    Raises:
+        UserError: it is not there.
+    """
+    python = Path(sys.prefix).parent / "episode" / "bin" / "python"
+    if not python.exists():
+        raise UserError(f"{python}: the episode environment is missing; run ./setup.sh.")
+    return python

@@ -1,0 +1,165 @@
+"""The training loop. Every rank runs it; rank 0 is also the driver, which owns the rollout and the records."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_fleet.algorithms.losses import LossFn, make_loss
+from megatron_fleet.checkpoint.checkpoints import Checkpoint, Checkpoints
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.schema import Config
+from megatron_fleet.driver import Driver, open_driver
+from megatron_fleet.exchange import Exchange
+from megatron_fleet.platform.device import device
+from megatron_fleet.policy.base import LossReport, OptimReport, Rows
+from megatron_fleet.policy.megatron.policy import MegatronPolicy
+from megatron_fleet.policy.schedule import lr_at
+from megatron_fleet.weights.communicator import TorchCommunicator
+from megatron_fleet.weights.export import export_hf
+from megatron_fleet.weights.publish import make_publisher
+from megatron_fleet.weights.source import MegatronWeightSource, megatron_shard
+
+Reports = list[tuple[LossReport, OptimReport]]
+
+
+def main(config: Config) -> int:
+    """Train, or go on training; returns the exit status.
+
+    Raises:
+        UserError: something the user can mend.
+    """
+    started = time.time()
+    with open_driver(config) as driver, closing(MegatronPolicy(config)) as policy:
+        train(config, policy, driver, Exchange(), started)
+    return 0
+
+
+def train(config: Config, policy: MegatronPolicy, driver: Driver | None, ranks: Exchange, started: float) -> None:
+    """Roll out, update, publish; evaluate and save when due.
+
+    Args:
+        driver: on rank 0; ``None`` elsewhere.
+        started: unix time at which this attempt began.
+    """
+    world = TorchCommunicator()
+    checkpoints = Checkpoints(Path(config.run.out) / "checkpoints", config.checkpoint.keep, world)
+    if config.algorithm.kl.coef > 0:
+        policy.keep_reference()
+    state = restore(config, policy, checkpoints, ranks)
+    ranks.share(driver and driver.begin, state, started)
+    step = 0 if state is None else int(state["step"])
+    data_ranks = world.all_gather(policy.dp_rank)
+    source = MegatronWeightSource(
+        policy.model_chunks, policy.hf_config, dtype=getattr(torch, config.model.dtype), shard=megatron_shard()
+    )
+    with closing(make_publisher(source, driver and driver.rollout.weight_client(), world, device())) as publisher:
+        publisher.publish(step)
+        if step == 0 and config.eval.at_start:
+            ranks.share(driver and driver.evaluate_before)
+        while step < config.run.steps:
+            clock = Clock()
+            updates = ranks.scatter(driver and driver.collect, step, data_ranks)
+            with clock.phase("train"):
+                reports = update(config, policy, updates, step)
+            step += 1
+            with clock.phase("sync_weights"):
+                publisher.publish(step)
+            evaluate = evaluation_due(config, step)
+            ranks.share(driver and driver.finish_step, step, reports, clock.read(), evaluate)
+            if checkpoint_due(config, step):
+                checkpoints.save(step, policy.save_state, ranks.share(driver and driver.state, step))
+    if config.checkpoint.export_hf:
+        export_hf(source, config.model.path, Path(config.run.out) / "hf", world=world)
+    ranks.share(driver and driver.finish)
+
+
+def update(config: Config, policy: MegatronPolicy, updates: Sequence[Rows], step: int) -> Reports:
+    """One optimizer step for each of ``updates``: this rank's rows of each part of the batch.
+
+    With one part, π_old is π itself and no pass is spent on it; with several, it is computed before the first.
+    """
+    loss = make_loss(config.algorithm)
+    if config.algorithm.kl.coef > 0:
+        updates = [with_logprobs(rows, "reference_logprobs", policy.forward(rows, "reference")) for rows in updates]
+    if len(updates) > 1:
+        updates = [with_logprobs(rows, "proximal_logprobs", policy.forward(rows)) for rows in updates]
+    return [one_update(config, policy, rows, loss, step, part) for part, rows in enumerate(updates)]
+
+
+def one_update(
+    config: Config, policy: MegatronPolicy, rows: Rows, loss: LossFn, step: int, part: int
+) -> tuple[LossReport, OptimReport]:
+    """Gradients of ``rows`` and one optimizer step, number ``part`` of training step ``step``."""
+    parts = config.policy.updates_per_batch
+    lr = lr_at(step * parts + part, config.policy.optimizer, config.run.steps * parts)
+    report = policy.forward_backward(rows, loss)
+    return report, policy.optim_step(lr)
+
+
+def with_logprobs(rows: Rows, name: str, values: list[list[np.ndarray]]) -> Rows:
+    """``rows`` with field ``name`` of every Datum filled in."""
+    return [
+        [replace(datum, **{name: value}) for datum, value in zip(row, found, strict=True)]
+        for row, found in zip(rows, values, strict=True)
+    ]
+
+
+def restore(config: Config, policy: MegatronPolicy, checkpoints: Checkpoints, ranks: Exchange) -> dict[str, Any] | None:
+    """Load the newest whole checkpoint; its trainer state, or ``None`` when the run begins anew.
+
+    Raises:
+        UserError: ``run.resume=never`` although there is something to resume, or the run is over already.
+    """
+    found: Checkpoint | None = checkpoints.latest()
+    if found is None:
+        return None
+    if config.run.resume == "never":
+        raise UserError(
+            f"run.out={config.run.out} holds a checkpoint of step {found.step} and run.resume=never; choose another "
+            f"run.out or remove the folder."
+        )
+    if found.step > config.run.steps:
+        raise UserError(
+            f"run.steps={config.run.steps} is below step {found.step} of {found.path}; raise it or choose another "
+            f"run.out."
+        )
+    policy.load_state(found.path)
+    return ranks.share(found.trainer_state)
+
+
+def evaluation_due(config: Config, step: int) -> bool:
+    """Evaluate after ``step`` steps?"""
+    if step == config.run.steps:
+        return config.eval.at_end
+    return config.eval.interval > 0 and step % config.eval.interval == 0
+
+
+def checkpoint_due(config: Config, step: int) -> bool:
+    """Save after ``step`` steps? Always after the last one."""
+    return step == config.run.steps or (config.checkpoint.interval > 0 and step % config.checkpoint.interval == 0)
+
+
+@dataclass
+class Clock:
+    """Seconds of the phases of one step."""
+
+    began: float = field(default_factory=time.monotonic)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self.seconds[name] = time.monotonic() - began
+
+    def read(self) -> dict[str, float]:
+        """The phases so far, and ``step`` from the clock's start until now."""
+        return {**self.seconds, "step": time.monotonic() - self.began}
