@@ -24,7 +24,8 @@ TYPES: dict[str, tuple[TaskType, ...]] = {
 VERSION = "1.0.0"
 TASKS_PER_WORLD = 4
 SHIPPED_SEED, SHIPPED_PER_ENV = 1, 220
-"""What ``tasks.json`` beside this file holds. Other seeds give other worlds, so their tasks never overlap with it."""
+SHIPPED_TASKS = Path(__file__).with_name("tasks.json")
+"""The task file that comes with the package, and the arguments it was generated with. Other seeds give other worlds, so their tasks never overlap with it."""
 
 _VERIFIER = '''\
 from collections import Counter

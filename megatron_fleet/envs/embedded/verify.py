@@ -50,8 +50,10 @@ def run_verifier(
     verdict = _entry(scope)(
         VerifierEnv(seed, current), **_wanted(scope, final_answer=final_answer, conversation=conversation)
     )
-    if not isinstance(verdict, (bool, int, float)) or not math.isfinite(verdict):
-        raise ValueError(f"returned {type(verdict).__name__}, expected a finite number")
+    if not isinstance(verdict, (bool, int, float)):
+        raise ValueError(f"returned {type(verdict).__name__}, expected a number")
+    if not math.isfinite(verdict):
+        raise ValueError(f"returned {verdict}, expected a finite number")
     return float(verdict)
 
 

@@ -1,0 +1,93 @@
+"""Serve the embedded fleet: ``python -m megatron_fleet.envs.embedded.server --port 0 --ready-file F``."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import socket
+from pathlib import Path
+
+import uvicorn
+
+from megatron_fleet.envs.embedded.environment import ACTION, OBSERVATION, Faults, FleetEnvironment
+from megatron_fleet.envs.embedded.verifier_client import Limits, VerifierClient
+from megatron_fleet.envs.openenv_client import import_openenv
+
+HOST = "127.0.0.1"
+MAX_SESSIONS = 1024
+PARENT_CHECK_S = 0.5
+SHUTDOWN_S = 1
+
+
+async def serve(
+    port: int,
+    ready_file: Path | None,
+    *,
+    parent: int | None = None,
+    faults: Faults | None = None,
+    limits: Limits | None = None,
+    max_sessions: int = MAX_SESSIONS,
+) -> None:
+    """Serve until SIGTERM, or until the process ``parent`` is no longer this one's parent.
+
+    Args:
+        port: 0 for any free one.
+        ready_file: written, at once and whole, when the server listens: ``{"port": int, "pid": int}``.
+    """
+    core = import_openenv()
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((HOST, port))
+    listener.listen(max_sessions)
+    verifier = VerifierClient(limits)
+    app = core.create_app(
+        lambda: FleetEnvironment(verifier, faults),
+        ACTION,
+        OBSERVATION,
+        "embedded_fleet",
+        max_concurrent_envs=max_sessions,
+    )
+    # Compression costs more CPU than it saves on a loopback connection.
+    config = uvicorn.Config(
+        app, log_level="warning", ws_per_message_deflate=False, timeout_graceful_shutdown=SHUTDOWN_S, lifespan="off"
+    )
+    server = uvicorn.Server(config)
+    watch = asyncio.create_task(_watch(server, listener, ready_file, parent))
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        watch.cancel()
+        verifier.close()
+
+
+async def _watch(server: uvicorn.Server, listener: socket.socket, ready_file: Path | None, parent: int | None) -> None:
+    """Tell when the server is ready; stop it when the parent is gone.
+
+    The kernel's parent-death signal follows the parent's *thread*, and a server may be started from a short-lived one.
+    """
+    while not server.started:
+        await asyncio.sleep(0.01)
+    if ready_file is not None:
+        partial = ready_file.with_name(ready_file.name + ".partial")
+        partial.write_text(json.dumps({"port": listener.getsockname()[1], "pid": os.getpid()}))
+        partial.replace(ready_file)
+    while parent is None or os.getppid() == parent:
+        await asyncio.sleep(PARENT_CHECK_S)
+    signal.raise_signal(signal.SIGTERM)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Serve the embedded fleet over OpenEnv, on the loopback interface.")
+    parser.add_argument("--port", type=int, default=0, help="0 = any free port")
+    parser.add_argument("--ready-file", type=Path, help="written as JSON with the port when the server listens")
+    parser.add_argument("--parent", type=int, help="stop when this process id is no longer the parent")
+    parser.add_argument("--max-sessions", type=int, default=MAX_SESSIONS)
+    args = parser.parse_args()
+    asyncio.run(serve(args.port, args.ready_file, parent=args.parent, max_sessions=args.max_sessions))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""VerifierClient: owns a verifier host and asks it for verdicts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_fleet.envs.base import Reward
+
+CONCURRENT = 8
+"""Verifiers that run at one time; bounds memory to this many times ``Limits.memory_bytes``."""
+GRACE_S = 5.0
+"""Beyond the verifier's own deadline, for the host to tell the outcome."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one verification may use. ``wall_s`` counts from its start, not from its place in the queue."""
+
+    cpu_s: int = 5
+    wall_s: float = 10.0
+    memory_bytes: int = 256 * 2**20
+
+
+class VerifierClient:
+    """Starts a verifier host in its own empty directory and without environment; restarts it when it died.
+
+    Use it from one event loop, on a thread that lives as long as the client (the host dies with that thread).
+    """
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self._limits = limits or Limits()
+        self._slots = asyncio.Semaphore(CONCURRENT)
+        self._folder = Path(tempfile.mkdtemp(prefix="verifier-"))
+        (self._folder / "cwd").mkdir(mode=0o555)
+        self._path = str(self._folder / "socket")
+        # The client keeps the listening socket, so a restarted host finds the waiting connections.
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(self._path)
+        self._listener.listen(1024)
+        self._host = self._start_host()
+
+    async def verify(
+        self,
+        code: str,
+        seed: bytes,
+        current: bytes,
+        final_answer: str | None,
+        conversation: list[dict[str, Any]] | None,
+    ) -> Reward:
+        """The verdict, or an unknown reward with the reason. Never raises (cancellation excepted)."""
+        head = {
+            "code": code,
+            "final_answer": final_answer,
+            "conversation": conversation,
+            "limits": asdict(self._limits),
+            "seed_bytes": len(seed),
+            "current_bytes": len(current),
+        }
+        async with self._slots:
+            if self._host.poll() is not None:
+                self._host = self._start_host()
+            try:
+                async with asyncio.timeout(self._limits.wall_s + GRACE_S):
+                    reply = await self._ask(json.dumps(head).encode() + b"\n" + seed + current)
+                value = reply["value"]
+                return Reward(None if value is None else float(value), str(reply["reason"]))
+            except (OSError, TimeoutError, ValueError, TypeError, KeyError) as error:
+                return Reward(None, f"verifier host gave no verdict ({type(error).__name__})")
+
+    async def _ask(self, request: bytes) -> dict[str, Any]:
+        reader, writer = await asyncio.open_unix_connection(self._path)
+        try:
+            writer.write(request)
+            await writer.drain()
+            return json.loads(await reader.readline())
+        finally:
+            writer.close()
+
+    def _start_host(self) -> subprocess.Popen[bytes]:
+        script = Path(__file__).with_name("verifier_host.py")
+        fd = self._listener.fileno()
+        return subprocess.Popen(
+            [sys.executable, "-I", str(script), str(fd), str(os.getpid())],
+            pass_fds=(fd,),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            cwd=self._folder / "cwd",
+            env={},
+        )
+
+    def close(self) -> None:
+        """Stop the host and remove its folder."""
+        self._host.kill()
+        self._host.wait()
+        self._listener.close()
+        shutil.rmtree(self._folder, ignore_errors=True)

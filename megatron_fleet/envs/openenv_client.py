@@ -1,0 +1,65 @@
+"""OpenEnv's client, imported late and kept from reconnecting."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+from megatron_fleet.config.errors import UserError
+
+
+def import_openenv() -> ModuleType:
+    """Import ``openenv.core`` without its web interface.
+
+    OpenEnv imports gradio when it is installed, for a page that nothing here serves: three seconds and 70 MB per
+    process. It also works without; so gradio is hidden while OpenEnv loads.
+
+    Raises:
+        UserError: OpenEnv is not installed in this Python environment.
+    """
+    hidden = "gradio" not in sys.modules
+    if hidden:
+        sys.modules["gradio"] = None  # type: ignore[assignment]
+    try:
+        import openenv.core
+
+        return openenv.core
+    except ImportError as error:
+        raise UserError(
+            f"This Python environment ({sys.prefix}) has no OpenEnv; run environments with the episode environment's "
+            f"interpreter, or install openenv>=0.10,<0.11 here. ({error})"
+        ) from error
+    finally:
+        if hidden:
+            del sys.modules["gradio"]
+
+
+@cache
+def one_socket_client() -> type[Any]:
+    """A ``GenericEnvClient`` that never opens a second socket.
+
+    OpenEnv's client reconnects by itself after a timeout or a closed socket; on the new socket waits a new session that
+    was never reset, and nothing tells the caller.
+
+    Raises:
+        UserError: OpenEnv is not installed in this Python environment.
+    """
+    import_openenv()
+    from openenv.core.generic_client import GenericEnvClient
+    from websockets.protocol import State
+
+    class OneSocketClient(GenericEnvClient):
+        _connected = False
+
+        async def _connect_async(self) -> OneSocketClient:
+            if self._connected:
+                if self._ws is None or self._ws.state is not State.OPEN:
+                    raise ConnectionError("the session's socket is closed")
+                return self
+            await super()._connect_async()
+            self._connected = True
+            return self
+
+    return OneSocketClient
