@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import TypeGuard
 
 import numpy as np
 
@@ -20,7 +21,7 @@ MIN_KNOWN = 2
 """A group with fewer known rewards has nothing to compare and is left out."""
 
 
-def is_known(reward: float | None) -> bool:
+def is_known(reward: float | None) -> TypeGuard[float]:
     """True when a verifier's word can be used: a finite number."""
     return reward is not None and math.isfinite(reward)
 

@@ -79,10 +79,11 @@ def build_data(groups: Sequence[Group], algo: Algorithm) -> Batch:
         batch.fates.append(_group_fates(group, algo.filter_zero_signal))
         for s, (trajectory, fate) in enumerate(zip(group.trajectories, batch.fates[-1], strict=True)):
             if fate is Fate.TRAINED:
-                assert advantages is not None and advantages[s] is not None
+                advantage = advantages[s] if advantages else None
+                assert advantage is not None, "a trained trajectory has a known reward"
                 batch.data.append(_unscaled_datum(trajectory))
                 batch.origin.append(Origin(g, s))
-                batch.advantages.append(advantages[s])
+                batch.advantages.append(advantage)
     batch.trained_tokens = sum(_tokens(d) for d in batch.data)
     batch.data = _scale(batch.data, batch.advantages, algo)
     assert sum(batch.counts.values()) == sum(len(g.trajectories) for g in groups)

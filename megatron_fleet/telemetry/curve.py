@@ -105,8 +105,10 @@ def _draw_series(axes: Axes, rows: Rows, name: str, label: str) -> None:
 
 
 def _style(axes: Axes, last_step: int) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     axes.set_xlabel("training step")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlim(-0.03 * max(last_step, 1), 1.03 * max(last_step, 1))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)

@@ -6,9 +6,9 @@ A mean without a single value is absent, never 0; counts are always there.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -92,7 +92,7 @@ def batch_metrics(groups: Sequence[Group], batch: Batch) -> dict[str, float]:
         lengths = np.array([np.count_nonzero(d.mask) for d in batch.data])
         advantages = np.array(batch.advantages)
         rewards = [groups[o.group].trajectories[o.sample].reward for o in batch.origin]
-        out["loss/avg_final_rewards"] = float(np.mean(rewards))
+        out["loss/avg_final_rewards"] = float(np.mean(np.array(rewards, dtype=np.float64)))
         out["loss/avg_raw_advantages"] = float(np.average(advantages, weights=lengths))
         out["loss/avg_raw_advantages_abs"] = float(np.average(np.abs(advantages), weights=lengths))
         out["policy/response_length"] = float(lengths.mean())
@@ -103,9 +103,10 @@ def policy_metrics(reports: Sequence[LossReport], optims: Sequence[OptimReport])
     """``policy/``: the losses and optimizer steps of one batch."""
     if not reports:
         return {}
-    sums: Counter[str] = Counter()
+    sums: defaultdict[str, float] = defaultdict(float)
     for report in reports:
-        sums.update(report.metrics)
+        for name, value in report.metrics.items():
+            sums[name] += value
     for key in ("policy_loss", "kl_loss"):
         if key in sums:
             sums[key] /= len(reports)  # each update's loss is already normalised over its own rows
@@ -122,6 +123,11 @@ def policy_metrics(reports: Sequence[LossReport], optims: Sequence[OptimReport])
     if optims:
         out["policy/policy_lr"] = optims[-1].lr
     return out
+
+
+def attempt_metrics(attempts: Mapping[str, int], family: Literal["accounting", "eval/all"]) -> dict[str, float]:
+    """What became of the episodes that were not collected: the collector's ``started``, ``retried`` and ``aborted``."""
+    return {f"{family}/attempts_{name}": attempts[name] for name in ("started", "retried", "aborted")}
 
 
 def timing_metrics(groups: Sequence[Group], seconds: Mapping[str, float]) -> dict[str, float]:
@@ -181,8 +187,10 @@ def _activity(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     if turns.sum():
         out["tool_calls_per_turn"] = float(calls.sum() / turns.sum())
         out["parse_error_rate"] = float(values("parse_errors").sum() / turns.sum())
+        out["no_action_turn_rate"] = float(values("no_action_turns").sum() / turns.sum())
     if calls.sum():
         out["tool_error_rate"] = float(errors.sum() / calls.sum())
+        out["repeated_call_rate"] = float(values("repeated_calls").sum() / calls.sum())
     return out
 
 

@@ -53,7 +53,7 @@ _ACTIVITY = {
     "avg_turns": "Mean turns per episode.",
     "avg_tool_calls": "Mean tool calls per episode.",
     "tool_error_rate": "Tool errors divided by tool calls, over all episodes; absent without tool calls.",
-    "parse_error_rate": "Turns whose tool call could not be parsed, divided by turns.",
+    "parse_error_rate": "Turns with a tool call that could not be parsed, divided by turns.",
     "no_action_rate": "Share of episodes that ended as `no_action`.",
 }
 
@@ -61,6 +61,8 @@ _MORE_ACTIVITY = {
     "tool_calls_per_turn": "Tool calls divided by turns, over all episodes.",
     "avg_tool_errors": "Mean tool errors per episode.",
     "total_tool_errors": "Sum of tool errors.",
+    "repeated_call_rate": "Tool calls that equal an earlier one of the same episode, divided by tool calls.",
+    "no_action_turn_rate": "Turns with neither a tool call nor a final answer, divided by turns.",
 }
 
 _FAILURES = {
@@ -97,7 +99,14 @@ _GENERATE = {
     **_FAILURES,
 }
 
+_ATTEMPTS = {
+    "attempts_started": "Episodes handed to a worker: those collected, those retried and those aborted.",
+    "attempts_retried": "Episodes that ended with an unknown reward and were played again from the start.",
+    "attempts_aborted": "Episodes that went down with an engine or a worker and were issued again.",
+}
+
 _ACCOUNTING = {
+    **_ATTEMPTS,
     "episodes": "Episodes collected for this step; the sum of the five fates below.",
     "trained": "Episodes that became training rows.",
     "zero_signal": "Episodes left out because all known rewards of their group are equal.",
@@ -156,6 +165,7 @@ METRICS: tuple[Metric, ...] = (
     *_family(("policy/",), _POLICY),
     Metric("timing/{phase}", "Wall-clock seconds of this phase."),
     *_family(("eval/{env}/",), _EVAL),
+    *_family(("eval/all/",), _ATTEMPTS),
     Metric("eval/all/greedy_episodes", "Number of greedy episodes."),
     Metric("eval/all/greedy_action_tokens", "Tokens the policy sampled in the greedy episodes."),
     Metric("eval/all/greedy_outcome/{outcome}", "Number of greedy episodes that ended this way."),

@@ -136,7 +136,7 @@ class TrajectoryLog:
         write_atomically(stem.with_suffix(".jsonl"), "".join(lines).encode())
         part = stem.with_suffix(".part")
         with part.open("wb") as file:
-            np.savez_compressed(file, **_arrays(trajectories))
+            np.savez_compressed(file, allow_pickle=False, **_arrays(trajectories))
         part.replace(stem.with_suffix(".npz"))
 
 

@@ -23,11 +23,17 @@ def summarise(rows: Sequence[Row]) -> dict[str, Any]:
     """The summary of a metrics log. A value the log cannot tell is ``None``.
 
     ``*_before`` is the evaluation at step 0, ``*_after`` the last one after training. Episode and token counts include
-    evaluations. ``seconds_total`` adds up the attempts of the run, each until its last logged step;
-    ``seconds_to_first_step`` is from the start of the attempt to the end of its first training step.
+    evaluations. ``episodes_by_outcome`` has the episodes that were collected: those started less those retried (reward
+    unknown, played again) and aborted (lost with an engine or a worker, issued again).
+
+    ``seconds_total`` adds up the attempts of the run, each until its last logged step. ``seconds_to_first_step`` is
+    from the start of the attempt to the end of its first training step, an evaluation before it included.
     """
     steps = [r for r in rows if "accounting/episodes" in r]
     mismatch = [r["policy/mismatch_kl"] for r in steps if r.get("policy/mismatch_kl") is not None]
+    collected = _total(rows, ("accounting/episodes", "eval/all/episodes", "eval/all/greedy_episodes"))
+    retried = _total(rows, ("accounting/attempts_retried", "eval/all/attempts_retried"))
+    aborted = _total(rows, ("accounting/attempts_aborted", "eval/all/attempts_aborted"))
     return {
         "pass_at_1_before": _first(rows, "eval/all/pass_at_1"),
         "pass_at_1_after": _last(rows, "eval/all/pass_at_1"),
@@ -36,7 +42,9 @@ def summarise(rows: Sequence[Row]) -> dict[str, Any]:
         "steps": steps[-1]["step"] if steps else 0,
         "seconds_to_first_step": steps[0]["time"] - steps[0]["attempt"] if steps else None,
         "seconds_total": _seconds_total(rows),
-        "episodes_started": _total(rows, ("accounting/episodes", "eval/all/episodes", "eval/all/greedy_episodes")),
+        "episodes_started": collected + retried + aborted,
+        "episodes_retried": retried,
+        "episodes_aborted": aborted,
         "episodes_by_outcome": _by_suffix(rows, ("generate/outcome/", "eval/all/outcome/", "eval/all/greedy_outcome/")),
         "episodes_by_fate": {
             fate: _total(steps, (f"accounting/{fate}",))

@@ -13,8 +13,9 @@ from megatron_fleet.algorithms.batch import build_data
 from megatron_fleet.config.schema import Algorithm
 from megatron_fleet.policy.base import LossReport, OptimReport
 from megatron_fleet.telemetry import registry
-from megatron_fleet.telemetry.metrics import eval_metrics, policy_metrics, step_metrics
+from megatron_fleet.telemetry.metrics import attempt_metrics, eval_metrics, policy_metrics, step_metrics
 
+ATTEMPTS = {"started": 11, "known": 6, "unknown": 2, "retried": 2, "aborted": 1}
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
@@ -28,6 +29,7 @@ def episode(env, group, sample, reward, outcome, turns, calls=0, errors=0, parse
     for span in spans:
         mask[span.start : span.end] = span.kind == "action"
     numbers = {"turns": turns, "tool_calls": calls, "tool_errors": errors, "parse_errors": parse}
+    numbers |= {"no_action_turns": int(turns == 4) * 4, "repeated_calls": int(calls == 5) * 3}
     tokens, logprobs = np.arange(end, dtype=np.int32), np.where(mask, -1.0, 0).astype(np.float32)
     return Trajectory(
         f"task{group}", env, group, sample, tokens, mask, logprobs, tuple(spans), reward, "", outcome, metrics=numbers
@@ -81,6 +83,8 @@ def test_values_by_hand():
         "environment/shop/tool_error_rate": 2 / 8,
         "environment/parse_error_rate": 3 / 12,
         "environment/no_action_rate": 1 / 8,
+        "environment/no_action_turn_rate": 4 / 12,
+        "environment/repeated_call_rate": 3 / 12,
         "environment/a_b/outcome/timeout": 1,
         "generate/outcome/completed": 3,
         "generate/infrastructure_failure_rate": 1 / 8,
@@ -118,8 +122,8 @@ def test_values_by_hand():
 
 def test_outcomes_and_fates_both_add_up_to_the_episodes():
     metrics = one_step()
-    for prefix in ("generate/outcome/",):
-        assert sum(v for k, v in metrics.items() if k.startswith(prefix)) == metrics["accounting/episodes"]
+    outcomes = [v for k, v in metrics.items() if k.startswith("generate/outcome/")]
+    assert sum(outcomes) == metrics["accounting/episodes"] > 0
     fates = ("trained", "zero_signal", "unknown", "too_few_known", "no_tokens")
     assert sum(metrics[f"accounting/{fate}"] for fate in fates) == metrics["accounting/episodes"]
 
@@ -160,9 +164,18 @@ def test_evaluation():
     assert metrics["eval/shop/unknown_reward_rate"] == 0.25
 
 
+def test_attempts():
+    assert attempt_metrics(ATTEMPTS, "eval/all") == {
+        "eval/all/attempts_started": 11,
+        "eval/all/attempts_retried": 2,
+        "eval/all/attempts_aborted": 1,
+    }
+
+
 def test_every_name_is_registered_once():
     full = [report(18.0, nll=1.0)]
     names = one_step(reports=full).keys() | eval_metrics(step_groups(), step_groups()).keys()
+    names = {*names, *attempt_metrics(ATTEMPTS, "accounting"), *attempt_metrics(ATTEMPTS, "eval/all")}
     for name in names:
         matching = [m.pattern for m in registry.METRICS if m.matches(name)]
         assert len(matching) == 1, (name, matching)

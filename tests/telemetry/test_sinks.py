@@ -58,6 +58,15 @@ def test_an_evaluation_completes_the_line_of_its_step(tmp_path):
     assert all(json.loads(line) for line in path.read_text().splitlines())
 
 
+def test_a_completed_line_that_got_shorter_leaves_nothing_behind(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, None, started=1.0)
+    log.write(1, {"loss": 1.0})
+    monkeypatch.setattr("time.time", lambda: 2.0)  # a rounder number than the real time before it
+    log.write(1, {"a": 1})
+    assert path.read_text() == '{"step": 1, "loss": 1.0, "time": 2.0, "attempt": 1.0, "a": 1}\n'
+
+
 def test_a_step_is_never_written_twice(tmp_path):
     log = MetricsLog(tmp_path / "metrics.jsonl", None)
     log.write(2, {"a": 1.0})

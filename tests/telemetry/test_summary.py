@@ -13,6 +13,9 @@ def step(number: int, time: float, attempt: float, **more: float) -> dict:
         "step": number,
         "time": time,
         "attempt": attempt,
+        "accounting/attempts_started": 11,
+        "accounting/attempts_retried": 2,
+        "accounting/attempts_aborted": 1,
         "accounting/episodes": 8,
         "accounting/trained": 6,
         "accounting/unknown": 2,
@@ -30,6 +33,9 @@ def evaluation(pass_at_1: float) -> dict:
     return {
         "eval/all/pass_at_1": pass_at_1,
         "eval/all/greedy_pass_at_1": pass_at_1 / 2,
+        "eval/all/attempts_started": 6,
+        "eval/all/attempts_retried": 1,
+        "eval/all/attempts_aborted": 0,
         "eval/all/episodes": 4,
         "eval/all/outcome/completed": 4,
         "eval/all/action_tokens": 50,
@@ -55,7 +61,9 @@ def test_a_resumed_run():
         "steps": 3,
         "seconds_to_first_step": 30.0,
         "seconds_total": 40.0 + 25.0,
-        "episodes_started": 3 * 8 + 3 * 5,
+        "episodes_started": 3 * (8 + 2 + 1) + 3 * (4 + 1 + 1),
+        "episodes_retried": 3 * 2 + 3 * 1,
+        "episodes_aborted": 3,
         "episodes_by_outcome": {"completed": 18 + 12, "max_turns": 3, "env_failed": 6},
         "episodes_by_fate": {"trained": 18, "zero_signal": 0, "unknown": 6, "too_few_known": 0, "no_tokens": 0},
         "tokens_generated": 3 * 120 + 3 * 60,
@@ -63,7 +71,8 @@ def test_a_resumed_run():
         "mismatch_kl": pytest.approx(0.002),
         "weight_versions": 3,
     }
-    assert sum(summary["episodes_by_outcome"].values()) == summary["episodes_started"]
+    played_again = summary["episodes_retried"] + summary["episodes_aborted"]
+    assert sum(summary["episodes_by_outcome"].values()) == summary["episodes_started"] - played_again
 
 
 def test_what_the_log_cannot_tell_is_none():
