@@ -1,0 +1,123 @@
+"""The command line: fast, and every bad end is one line."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("hydra")
+
+from megatron_fleet import __version__, cli
+from megatron_fleet.config.errors import UserError
+
+HELP_LIMIT_S = 0.5
+
+
+def mfleet(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "megatron_fleet.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | environment,
+    )
+
+
+def test_help_is_fast():
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        assert mfleet("--help").returncode == 0
+        times.append(time.perf_counter() - start)
+    assert min(times) < HELP_LIMIT_S
+
+
+def test_version():
+    assert mfleet("--version").stdout.strip() == f"megatron_fleet {__version__}"
+
+
+def test_user_error_is_one_line_and_status_2():
+    done = mfleet("train", "experiment=quickstart", "run.stps=1")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == "error: Override 'run.stps=1': there is no key run.stps; did you mean run.steps?\n"
+
+
+def test_unknown_option_is_refused():
+    done = mfleet("train", "--fast")
+    assert done.returncode == 2
+    assert "unknown argument --fast" in done.stderr
+
+
+def test_config_prints_yaml_that_says_the_same(tmp_path):
+    import yaml
+
+    from megatron_fleet.config.load import load
+
+    overrides = ["experiment=quickstart", "run.steps=7"]
+    printed = yaml.safe_load(mfleet("config", *overrides).stdout)
+    assert printed == load(overrides).model_dump(mode="json")
+
+
+def test_overrides_may_follow_options(monkeypatch):
+    seen = []
+    monkeypatch.setattr("megatron_fleet.config.load.load", lambda overrides: seen.append(overrides))
+    monkeypatch.setattr("megatron_fleet.preflight.check", lambda config: None)
+    cli._load(cli._parse(["train", "a=1", "--out", "x", "b=2"]))
+    assert seen == [["a=1", "b=2", "run.out=x"]]
+
+
+def test_resolved_excludes_overrides(capsys):
+    assert cli.main(["train", "--resolved", "c.json", "run.steps=1"]) == 2
+    assert "--resolved" in capsys.readouterr().err
+
+
+def fail_with(monkeypatch, error: BaseException, out: Path) -> int:
+    def load(_args):
+        _args.out = out
+        raise error
+
+    monkeypatch.setattr(cli, "_load", load)
+    return cli.main(["train"])
+
+
+def test_ctrl_c_is_one_line_and_status_130(monkeypatch, capsys, tmp_path):
+    assert fail_with(monkeypatch, KeyboardInterrupt(), tmp_path) == 130
+    assert capsys.readouterr().err == "mfleet: stopped by Ctrl-C.\n"
+
+
+def test_unexpected_error_leaves_its_traceback_in_the_outputs(monkeypatch, capsys, tmp_path):
+    monkeypatch.delenv("RANK", raising=False)
+    assert fail_with(monkeypatch, RuntimeError("boom\nmore"), tmp_path / "new") == 1
+    log = tmp_path / "new" / "error.log"
+    assert capsys.readouterr().err == f"error: RuntimeError: boom (traceback in {log})\n"
+    assert "Traceback" in log.read_text()
+    assert "boom\nmore" in log.read_text()
+
+
+def test_each_rank_has_its_own_traceback(monkeypatch, tmp_path):
+    monkeypatch.setenv("RANK", "3")
+    assert fail_with(monkeypatch, RuntimeError("boom"), tmp_path) == 1
+    assert (tmp_path / "error_rank_3.log").is_file()
+
+
+def test_traceback_survives_outputs_that_cannot_be_written(monkeypatch, capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "temporary"))
+    assert fail_with(monkeypatch, RuntimeError("boom"), tmp_path / "file") == 1
+    assert str(tmp_path / "temporary") in capsys.readouterr().err
+
+
+def test_user_error_from_any_command(monkeypatch, capsys, tmp_path):
+    assert fail_with(monkeypatch, UserError("do this instead."), tmp_path) == 2
+    assert capsys.readouterr().err == "error: do this instead.\n"
+
+
+def test_a_closed_pipe_is_quiet():
+    command = f"{sys.executable} -m megatron_fleet.cli config experiment=quickstart | head -1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "run:\n"
+    assert done.stderr == ""
