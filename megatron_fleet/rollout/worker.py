@@ -10,7 +10,6 @@ import dataclasses
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from megatron_fleet.agents.builder import TrajectoryBuilder
@@ -19,31 +18,11 @@ from megatron_fleet.agents.renderer import Qwen3Renderer
 from megatron_fleet.agents.tokenizer import Tokenizer
 from megatron_fleet.agents.trajectory import Outcome, Trajectory
 from megatron_fleet.config.schema import Env, Rollout
-from megatron_fleet.data.task import Task
 from megatron_fleet.envs.openenv import make_environment
 from megatron_fleet.rollout.engine_client import connect
+from megatron_fleet.rollout.requests import EpisodeSpec
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class EpisodeSpec:
-    """One episode to play.
-
-    Attributes:
-        step: training step, for the seed only.
-        temperature: 0 is greedy.
-        seed: of the run; ``None`` leaves sampling unseeded.
-        attempt: 0, then +1 for each retry, which gets different seeds.
-    """
-
-    task: Task
-    group: int
-    sample: int
-    step: int
-    temperature: float
-    seed: int | None = None
-    attempt: int = 0
 
 
 class EpisodeWorker:

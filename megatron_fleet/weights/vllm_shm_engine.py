@@ -112,8 +112,8 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
 
 
 def _forget_moe_kernels(model: torch.nn.Module) -> None:
-    """vLLM 0.32 on CPU skips the expert prepack when a kernel exists already, and leaves plain weights in packed storage
-    (``unquantized_fused_moe_method._setup_kernel``). Without a kernel it packs again."""
+    """vLLM 0.32 on CPU skips the expert prepack when a kernel exists already, and leaves plain weights in packed
+    storage (``unquantized_fused_moe_method._setup_kernel``). Without a kernel it packs again."""
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:

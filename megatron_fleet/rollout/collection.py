@@ -1,0 +1,131 @@
+"""Collection: which episodes of a request are still to be played. Pure bookkeeping: no Ray, no tasks, no clock."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from dataclasses import replace
+
+import numpy as np
+
+from megatron_fleet.agents.trajectory import Group, Outcome, Trajectory
+from megatron_fleet.rollout.accounting import Accounting
+from megatron_fleet.rollout.requests import CollectRequest, CollectResult, EpisodeSpec, Progress
+
+MAX_LOSSES = 2
+"""An episode that went down with a component this often is given up: it may be what kills them."""
+
+
+class Collection:
+    """Hands out specs (``take``), takes back what became of them (``ended``, ``lost``), ends when ``done``."""
+
+    def __init__(self, request: CollectRequest, max_retries: int):
+        self._request = request
+        self._max_retries = max_retries
+        self._waiting = deque(
+            self._spec(group, sample) for group in range(len(request.tasks)) for sample in range(request.samples)
+        )
+        self._total = len(self._waiting)
+        self._kept: dict[tuple[int, int], Trajectory] = {}
+        self._losses: dict[tuple[int, int], int] = {}
+        self._retries: dict[tuple[int, int], int] = {}
+        self._tokens = 0
+        self.accounting = Accounting()
+
+    @property
+    def done(self) -> bool:
+        return len(self._kept) == self._total
+
+    @property
+    def waiting(self) -> int:
+        """Episodes to be played that nobody has taken."""
+        return len(self._waiting)
+
+    def progress(self) -> Progress:
+        return Progress(len(self._kept), self._total, self._tokens)
+
+    def take(self, most: int) -> list[EpisodeSpec]:
+        """Up to ``most`` episodes to play now; empty when all are under way or over."""
+        specs = [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
+        self.accounting.started += len(specs)
+        return specs
+
+    def ended(self, spec: EpisodeSpec, trajectory: Trajectory) -> None:
+        """One attempt is over. An aborted one went down with its engine; another unknown reward is worth a retry."""
+        key = (spec.group, spec.sample)
+        if trajectory.outcome is Outcome.ABORTED:
+            self.lost(spec, trajectory)
+        elif trajectory.reward is None and self._retries.get(key, 0) < self._max_retries:
+            self._retries[key] = self._retries.get(key, 0) + 1
+            self.accounting.retried += 1
+            self._again(spec)
+        else:
+            self._keep(key, trajectory)
+
+    def lost(self, spec: EpisodeSpec, trajectory: Trajectory | None = None) -> None:
+        """One attempt went down with a component. It is issued again, once."""
+        key = (spec.group, spec.sample)
+        self._losses[key] = self._losses.get(key, 0) + 1
+        if self._losses[key] >= MAX_LOSSES:
+            self._keep(key, trajectory or _given_up(spec))
+        else:
+            self.accounting.aborted += 1
+            self._again(spec)
+
+    def result(self, seconds: float) -> CollectResult:
+        """Everything in order. Raises RuntimeError when the counts do not add up."""
+        self.accounting.check(wanted=self._total)
+        samples = range(self._request.samples)
+        groups = [
+            Group(index, task.key, task.env_key, [self._kept[index, sample] for sample in samples])
+            for index, task in enumerate(self._request.tasks)
+        ]
+        return CollectResult(groups, self.accounting, seconds)
+
+    def _keep(self, key: tuple[int, int], trajectory: Trajectory) -> None:
+        self._kept[key] = trajectory
+        self._tokens += int(trajectory.action_mask.sum())
+        if trajectory.reward is None:
+            self.accounting.unknown += 1
+        else:
+            self.accounting.known += 1
+
+    def _again(self, spec: EpisodeSpec) -> None:
+        self._waiting.append(replace(spec, attempt=spec.attempt + 1))
+
+    def _spec(self, group: int, sample: int) -> EpisodeSpec:
+        request = self._request
+        return EpisodeSpec(
+            task=request.tasks[group],
+            group=group,
+            sample=sample,
+            step=request.step,
+            temperature=request.temperature,
+            seed=self._seed(group),
+        )
+
+    def _seed(self, group: int) -> int | None:
+        """31 bits. The worker mixes in step, task, sample and attempt; purpose and group it does not know, and the same
+        task may be asked for twice in a step."""
+        request = self._request
+        if request.seed is None:
+            return None
+        place = f"{request.seed}/{request.purpose}/{group}"
+        return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=4).digest(), "little") >> 1
+
+
+def _given_up(spec: EpisodeSpec) -> Trajectory:
+    """What is left of an episode whose worker died under it: nothing but its name."""
+    return Trajectory(
+        task_key=spec.task.key,
+        env_key=spec.task.env_key,
+        group=spec.group,
+        sample=spec.sample,
+        token_ids=np.zeros(0, np.int32),
+        action_mask=np.zeros(0, bool),
+        behaviour_logprobs=np.zeros(0, np.float32),
+        spans=(),
+        reward=None,
+        reward_reason=f"its worker or engine died {MAX_LOSSES} times while it was played",
+        outcome=Outcome.ABORTED,
+    )

@@ -1,0 +1,133 @@
+"""The worker's side of the engine protocol. Imports neither vLLM nor torch."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import zlib
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from megatron_fleet.agents.engine import Engine, EngineLost, Generation, SamplingParams
+from megatron_fleet.rollout import wire
+
+MAX_SESSIONS = 65_536
+"""Remembered session-to-replica choices; forgetting one costs a prefix-cache miss, nothing else."""
+
+
+def connect(endpoints: Sequence[str], token: str, request_timeout_s: float) -> Engine:
+    """An Engine over the replicas at ``endpoints`` (``host:port``). Connects on first use, from any event loop.
+
+    Args:
+        token: the run's secret; an engine closes the connection without it.
+        request_timeout_s: deadline of one ``generate``, after which the request is cancelled and EngineLost raised.
+    """
+    return EnginePool([_Replica(endpoint, token) for endpoint in endpoints], request_timeout_s)
+
+
+class EnginePool:
+    """Sticky sessions: a new one goes to the least loaded replica (ties by a stable hash), later turns stay there."""
+
+    def __init__(self, replicas: Sequence[_Replica], request_timeout_s: float):
+        self._replicas = replicas
+        self._timeout_s = request_timeout_s
+        self._sessions: OrderedDict[str, _Replica] = OrderedDict()
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, session: str) -> Generation:
+        """Sample one turn (see ``agents.engine.Engine``).
+
+        Raises:
+            EngineLost: no answer in time, or the replica is gone.
+            ValueError: the engine refuses the request (for example a prompt beyond its context).
+        """
+        replica = self._replica_of(session)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await replica.generate(prompt_ids, params)
+        except TimeoutError as error:
+            raise EngineLost(f"engine {replica.endpoint} gave no answer within {self._timeout_s:g} s") from error
+
+    def _replica_of(self, session: str) -> _Replica:
+        replica = self._sessions.pop(session, None)
+        if replica is None:
+            start = zlib.crc32(session.encode()) % len(self._replicas)
+            replica = min(self._replicas[start:] + self._replicas[:start], key=lambda r: r.in_flight)
+        self._sessions[session] = replica
+        if len(self._sessions) > MAX_SESSIONS:
+            self._sessions.popitem(last=False)
+        return replica
+
+
+class _Replica:
+    """One engine: one connection, any number of concurrent requests, made again after it broke."""
+
+    def __init__(self, endpoint: str, token: str):
+        self.endpoint = endpoint
+        self._token = token
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[Generation]] = {}
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._connecting = asyncio.Lock()
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._waiting)
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Generation:
+        number = next(self._numbers)
+        answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer  # before connecting, so that the load is visible to the next choice
+        writer = None
+        try:
+            writer = await self._connected()
+            frame = wire.pack("generate", number, wire.ids_to_bytes(prompt_ids), params.temperature, params.max_tokens,
+                              params.stop_token_ids, params.seed)  # fmt: skip
+            writer.write(frame)
+            return await answer
+        except asyncio.CancelledError:
+            if writer is not None and not writer.is_closing():
+                writer.write(wire.pack("cancel", number))
+            raise
+        finally:
+            self._waiting.pop(number, None)
+
+    async def _connected(self) -> asyncio.StreamWriter:
+        async with self._connecting:
+            if self._writer is None:
+                host, port = self.endpoint.rsplit(":", 1)
+                try:
+                    reader, writer = await asyncio.open_connection(host, int(port), limit=1 << 20)
+                except OSError as error:
+                    raise EngineLost(f"engine {self.endpoint} is not reachable: {error.strerror}") from error
+                writer.write(wire.pack("hello", self._token))
+                self._writer = writer
+                self._reading = asyncio.create_task(self._read(reader, writer))
+            return self._writer
+
+    async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while (frame := await wire.read(reader)) is not None:
+                self._settle(frame)
+        except ValueError:
+            pass  # not our protocol: as good as gone
+        finally:
+            self._writer = None
+            writer.close()
+            for answer in self._waiting.values():
+                if not answer.done():
+                    answer.set_exception(EngineLost(f"engine {self.endpoint} closed the connection"))
+
+    def _settle(self, frame: list) -> None:
+        kind, number, *rest = frame
+        answer = self._waiting.get(number)
+        if answer is None or answer.done():
+            return  # cancelled meanwhile
+        if kind == "done":
+            ids, logprobs, reason, versions = rest
+            spans = tuple((int(v), int(start), int(end)) for v, start, end in versions)
+            answer.set_result(Generation(wire.bytes_to_ids(ids), wire.bytes_to_floats(logprobs), reason, spans))
+        elif kind == "lost":
+            answer.set_exception(EngineLost(rest[0]))
+        else:
+            answer.set_exception(ValueError(rest[0]))

@@ -1,0 +1,87 @@
+"""Serves one engine's ``generate`` on a loopback TCP socket (frames: ``wire``)."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from megatron_fleet.agents.engine import EngineLost, Generation, SamplingParams
+from megatron_fleet.rollout import wire
+
+Generate = Callable[[list[int], SamplingParams], Awaitable[Generation]]
+
+HELLO_TIMEOUT_S = 5.0
+HOST = "127.0.0.1"
+
+
+class EngineServer:
+    """Listens before its engine is up, so that clients learn the address early; requests wait for ``open``."""
+
+    def __init__(self, generate: Generate, token: str):
+        self._generate = generate
+        self._token = token
+        self._open = asyncio.Event()
+        self._server: asyncio.Server | None = None
+
+    async def listen(self, port: int) -> str:
+        """Bind and return ``host:port``; port 0 takes a free one. Raises OSError when the port is taken."""
+        self._server = await asyncio.start_server(self._serve, HOST, port, limit=1 << 20)
+        return f"{HOST}:{self._server.sockets[0].getsockname()[1]}"
+
+    def open(self) -> None:
+        self._open.set()
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        running: dict[int, asyncio.Task[None]] = {}
+        try:
+            hello = await asyncio.wait_for(wire.read(reader), HELLO_TIMEOUT_S)
+            if not self._trusted(hello):
+                return
+            while (frame := await wire.read(reader)) is not None:
+                self._dispatch(frame, writer, running)
+        except (TimeoutError, ValueError):
+            return  # a peer that does not speak the protocol gets no answer
+        except asyncio.CancelledError:
+            return  # the event loop ends; asyncio's stream callback would print a traceback
+        finally:
+            # A client that went away wants nothing any more: cancelling aborts its requests in vLLM.
+            for task in running.values():
+                task.cancel()
+            writer.close()
+
+    def _trusted(self, hello: list[Any] | None) -> bool:
+        if not hello or hello[0] != "hello" or len(hello) != 2 or not isinstance(hello[1], str):
+            return False
+        return hmac.compare_digest(hello[1].encode(), self._token.encode())
+
+    def _dispatch(self, frame: list[Any], writer: asyncio.StreamWriter, running: dict[int, asyncio.Task]) -> None:
+        match frame:
+            case ["generate", int(number), bytes(prompt), temperature, max_tokens, stop, seed]:
+                params = SamplingParams(temperature, max_tokens, tuple(stop), seed)
+                task = asyncio.create_task(self._answer(number, wire.bytes_to_ids(prompt).tolist(), params, writer))
+                running[number] = task
+                task.add_done_callback(lambda _: running.pop(number, None))
+            case ["cancel", int(number)]:
+                if number in running:
+                    running[number].cancel()
+            case _:
+                raise ValueError(f"unknown frame {frame[0]!r}")
+
+    async def _answer(
+        self, number: int, prompt: list[int], params: SamplingParams, writer: asyncio.StreamWriter
+    ) -> None:
+        try:
+            await self._open.wait()
+            result = await self._generate(prompt, params)
+            ids, logprobs = wire.ids_to_bytes(result.token_ids), wire.floats_to_bytes(result.logprobs)
+            writer.write(wire.pack("done", number, ids, logprobs, result.finish_reason, result.versions))
+        except EngineLost as error:
+            writer.write(wire.pack("lost", number, str(error)))
+        except ValueError as error:
+            writer.write(wire.pack("refused", number, str(error)))

@@ -1,0 +1,122 @@
+"""A small process that outlives the owner of a run just long enough to remove what the run left.
+
+Ray ends with its driver, but the engines' own children, shared-memory files and Ray's folder may not, least of all when
+the driver is killed. The janitor watches the driver; when it is gone, or says so, the janitor kills every process that
+carries the run's mark in its environment and removes the run's files. Standard library only, and a session of its own,
+so that neither a killed process group nor a broken environment takes it along.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+MARK = "MEGATRON_FLEET_RUN"
+"""Environment variable that marks the processes of a run; its value is the run's id."""
+LOOK, CLOSE = b"l", b"c"
+GRACE_S = 2.0
+"""What the processes of a dead driver get to end by themselves."""
+
+
+class Janitor:
+    """The owner's handle. ``close`` ends the janitor after its work; so does the owner's death."""
+
+    def __init__(self, run_id: str, folder: Path) -> None:
+        """Args: ``run_id``: value of ``MARK`` in the run's processes. ``folder``: removed at the end."""
+        command = [sys.executable, "-I", "-S", str(Path(__file__)), str(os.getpid()), run_id, str(folder)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+
+    def look(self) -> None:
+        """Note the shared-memory files in use; call it before ending processes in an orderly way."""
+        self._tell(LOOK)
+        self._process.stdout.read(1)
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Have everything removed and wait for it."""
+        self._tell(CLOSE)
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._process.stdout.close()
+        self._process.wait(timeout_s)
+
+    def _tell(self, word: bytes) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(word)
+            self._process.stdin.flush()
+
+
+def marked(run_id: str) -> list[int]:
+    """Pids of the live processes of a run, of this user."""
+    mark = f"{MARK}={run_id}".encode()
+    found = []
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with contextlib.suppress(OSError):
+                if mark in Path(entry.path, "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+    return found
+
+
+def shared_files(pids: list[int]) -> set[str]:
+    """Files of /dev/shm that the processes have mapped and that still have a name."""
+    files = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                path = line.partition("/dev/shm/")[2]
+                if path and not path.endswith(" (deleted)"):
+                    files.add(f"/dev/shm/{path}")
+    return files
+
+
+def sweep(run_id: str, files: set[str], folder: str, grace_s: float) -> None:
+    """Kill what is left of the run and remove its files."""
+    deadline = time.monotonic() + grace_s
+    while time.monotonic() < deadline and marked(run_id):
+        time.sleep(0.05)
+    while pids := marked(run_id):
+        files |= shared_files(pids)
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    for file in files:
+        with contextlib.suppress(OSError):
+            os.unlink(file)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def main(owner: int, run_id: str, folder: str) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # it ends with its owner, never before
+    files: set[str] = set()
+    try:
+        watched = os.pidfd_open(owner)
+    except OSError:
+        return sweep(run_id, files, folder, GRACE_S)
+    poller = select.poll()
+    poller.register(watched, select.POLLIN)
+    poller.register(sys.stdin, select.POLLIN)
+    while True:
+        ready = {descriptor for descriptor, _ in poller.poll()}
+        word = os.read(sys.stdin.fileno(), 1) if sys.stdin.fileno() in ready else b""
+        if word == LOOK:
+            files |= shared_files(marked(run_id))
+            os.write(sys.stdout.fileno(), b".")
+        elif word == CLOSE:
+            return sweep(run_id, files, folder, grace_s=0.0)
+        elif watched in ready:
+            return sweep(run_id, files | shared_files(marked(run_id)), folder, GRACE_S)
+        else:
+            poller.unregister(sys.stdin)  # the owner closed the pipe and lives on
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])

@@ -1,0 +1,88 @@
+"""What is asked of the rollout, and what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron_fleet.agents.trajectory import Group
+from megatron_fleet.data.task import Task
+from megatron_fleet.rollout.accounting import Accounting
+
+
+class RolloutFailed(Exception):
+    """A component kept failing. The run should stop; its newest checkpoint is where to go on from."""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectRequest:
+    """Play each of ``tasks`` ``samples`` times.
+
+    ``seed`` decides every sampled token, together with step, purpose, task, sample and attempt; ``None`` leaves
+    sampling to chance.
+    """
+
+    step: int
+    tasks: Sequence[Task]
+    samples: int
+    temperature: float
+    purpose: Literal["train", "eval"]
+    seed: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeSpec:
+    """One episode to play.
+
+    Attributes:
+        step: training step, for the seed only.
+        temperature: 0 is greedy.
+        seed: of the run; ``None`` leaves sampling unseeded.
+        attempt: 0, then +1 for each retry, which gets different seeds.
+    """
+
+    task: Task
+    group: int
+    sample: int
+    step: int
+    temperature: float
+    seed: int | None = None
+    attempt: int = 0
+
+
+@dataclass(slots=True)
+class CollectResult:
+    """``groups``: one per task, in the order asked; each holds ``samples`` trajectories in order of ``sample``."""
+
+    groups: list[Group]
+    accounting: Accounting
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Of the collection under way: trajectories returned, wanted, and tokens sampled in the returned ones."""
+
+    done: int
+    total: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutStats:
+    """Since the start: what engines generated and used, and components replaced."""
+
+    tokens: int
+    requests: int
+    engine_cpu_seconds: float
+    restarts: int
+
+
+@dataclass(slots=True)
+class Weights:
+    """A published version: everything an engine needs to take it again."""
+
+    init_info: dict[str, Any]
+    chunks: list[dict[str, Any]]
+    version: int

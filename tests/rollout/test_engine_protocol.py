@@ -1,0 +1,211 @@
+"""The engine protocol over real sockets, with a generator that needs no model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+
+import numpy as np
+import pytest
+
+from megatron_fleet.agents.engine import EngineLost, Generation, SamplingParams
+from megatron_fleet.rollout import wire
+from megatron_fleet.rollout.engine_client import connect
+from megatron_fleet.rollout.engine_server import EngineServer
+
+TOKEN = "secret"
+
+
+def params(max_tokens: int = 4, temperature: float = 1.0) -> SamplingParams:
+    return SamplingParams(temperature, max_tokens, (3, 9), seed=11)
+
+
+class Echo:
+    """Answers with the reversed prompt; a prompt that starts with 0 never ends, with 1 is refused, with 2 is lost."""
+
+    def __init__(self, name: int = 0):
+        self.name = name
+        self.cancelled = 0
+        self.seen: list[tuple[list[int], SamplingParams]] = []
+
+    async def generate(self, prompt: list[int], sampling: SamplingParams) -> Generation:
+        self.seen.append((prompt, sampling))
+        if prompt[0] == 0:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                self.cancelled += 1
+                raise
+        if prompt[0] == 1:
+            raise ValueError("prompt too long")
+        if prompt[0] == 2:
+            raise EngineLost("core died")
+        ids = np.array(prompt[::-1], np.int32)
+        return Generation(ids, -ids.astype(np.float32) / 3, "stop", ((self.name, 0, len(ids)),))
+
+
+@contextlib.asynccontextmanager
+async def serving(engine: Echo, port: int = 0, opened: bool = True):
+    server = EngineServer(engine.generate, TOKEN)
+    endpoint = await server.listen(port)
+    if opened:
+        server.open()
+    yield server, endpoint
+    server.close()
+
+
+async def test_everything_arrives_as_sent():
+    engine = Echo(7)
+    async with serving(engine) as (_, endpoint):
+        got = await connect([endpoint], TOKEN, 5).generate([5, 151_935, 6], params(), "s")
+    assert engine.seen == [([5, 151_935, 6], params())]
+    assert got.token_ids.dtype == np.int32 and got.token_ids.tolist() == [6, 151_935, 5]
+    assert got.logprobs.dtype == np.float32
+    np.testing.assert_array_equal(got.logprobs, -np.array([6, 151_935, 5], np.float32) / 3)
+    assert (got.finish_reason, got.versions) == ("stop", ((7, 0, 3),))
+
+
+async def test_answers_find_their_requests_when_many_share_a_connection():
+    async with serving(Echo()) as (_, endpoint):
+        engine = connect([endpoint], TOKEN, 5)
+        results = await asyncio.gather(*(engine.generate([i, i + 1], params(), str(i)) for i in range(3, 300)))
+    assert [r.token_ids.tolist() for r in results] == [[i + 1, i] for i in range(3, 300)]
+
+
+@pytest.mark.parametrize("token", ["", "wrong", "secret2"])
+async def test_a_wrong_token_gets_nothing(token):
+    engine = Echo()
+    async with serving(engine) as (_, endpoint):
+        with pytest.raises(EngineLost):
+            await connect([endpoint], token, 5).generate([5], params(), "s")
+    assert engine.seen == []
+
+
+@pytest.mark.parametrize("raw", [b"GET / HTTP/1.1\r\n\r\n", wire.pack("generate", 1, b"", 1.0, 1, [], 0), b"\xff" * 64])
+async def test_a_foreign_peer_is_disconnected(raw):
+    engine = Echo()
+    async with serving(engine) as (_, endpoint):
+        host, port = endpoint.split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(raw)
+        writer.write_eof()
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+        writer.close()
+    assert engine.seen == []
+
+
+async def test_cancelling_the_caller_stops_the_request_at_the_engine():
+    engine = Echo()
+    async with serving(engine) as (_, endpoint):
+        pool = connect([endpoint], TOKEN, 30)
+        call = asyncio.create_task(pool.generate([0], params(), "s"))
+        await _until(lambda: engine.seen)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await _until(lambda: engine.cancelled == 1)
+        assert (await pool.generate([5], params(), "s")).token_ids.tolist() == [5]  # the connection lives on
+
+
+async def test_a_deadline_loses_the_engine_and_cancels():
+    engine = Echo()
+    async with serving(engine) as (_, endpoint):
+        with pytest.raises(EngineLost, match=r"within 0\.2 s"):
+            await connect([endpoint], TOKEN, 0.2).generate([0], params(), "s")
+        await _until(lambda: engine.cancelled == 1)
+
+
+async def test_refused_and_lost_are_told_apart():
+    async with serving(Echo()) as (_, endpoint):
+        pool = connect([endpoint], TOKEN, 5)
+        with pytest.raises(ValueError, match="prompt too long"):
+            await pool.generate([1], params(), "a")
+        with pytest.raises(EngineLost, match="core died"):
+            await pool.generate([2], params(), "a")
+
+
+async def test_requests_wait_for_an_engine_that_is_not_open_yet():
+    engine = Echo()
+    async with serving(engine, opened=False) as (server, endpoint):
+        call = asyncio.create_task(connect([endpoint], TOKEN, 5).generate([5], params(), "s"))
+        await asyncio.sleep(0.1)
+        assert not call.done() and engine.seen == []
+        server.open()
+        assert (await call).token_ids.tolist() == [5]
+
+
+async def test_a_dead_engine_fails_everything_in_flight_and_is_found_again_on_its_address():
+    first = Echo(1)
+    relay = _Relay()
+    async with serving(first) as (_, target):
+        endpoint = await relay.listen(target)
+        pool = connect([endpoint], TOKEN, 30)
+        calls = [asyncio.create_task(pool.generate([0, i], params(), str(i))) for i in range(5)]
+        await _until(lambda: len(first.seen) == 5)
+        started = time.monotonic()
+        relay.cut()
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        assert all(isinstance(r, EngineLost) for r in results) and time.monotonic() - started < 2
+        await _until(lambda: first.cancelled == 5)  # the engine does not go on for a client that is gone
+        with pytest.raises(EngineLost, match="not reachable"):
+            await pool.generate([5], params(), "x")
+    async with serving(Echo(2)) as (_, target):
+        await relay.listen(target)
+        assert (await pool.generate([5], params(), "x")).versions == ((2, 0, 1),)
+        relay.cut()
+
+
+async def test_a_session_stays_and_new_ones_go_where_there_is_room():
+    engines = [Echo(0), Echo(1)]
+    async with serving(engines[0]) as (_, a), serving(engines[1]) as (_, b):
+        pool = connect([a, b], TOKEN, 30)
+        homes = {s: (await pool.generate([5], params(), s)).versions[0][0] for s in map(str, range(64))}
+        assert {0, 1} == set(homes.values())  # idle replicas share new sessions
+        for session, home in homes.items():
+            assert (await pool.generate([6], params(), session)).versions[0][0] == home
+        busy = asyncio.create_task(pool.generate([0], params(), "busy"))
+        await _until(lambda: [0] in [p for e in engines for p, _ in e.seen])
+        loaded = next(i for i, e in enumerate(engines) if [0] in [p for p, _ in e.seen])
+        for session in map(str, range(100, 120)):
+            assert (await pool.generate([5], params(), session)).versions[0][0] == 1 - loaded
+        busy.cancel()
+
+
+class _Relay:
+    """A TCP relay on a fixed address whose connections can be cut, as a killed engine's are."""
+
+    def __init__(self):
+        self._port = 0
+        self._writers: list[asyncio.StreamWriter] = []
+        self._server: asyncio.Server | None = None
+
+    async def listen(self, target: str) -> str:
+        host, port = target.split(":")
+
+        async def relay(reader, writer):
+            there_reader, there_writer = await asyncio.open_connection(host, int(port))
+            self._writers += [writer, there_writer]
+            await asyncio.gather(_copy(reader, there_writer), _copy(there_reader, writer))
+
+        self._server = await asyncio.start_server(relay, "127.0.0.1", self._port)
+        self._port = self._server.sockets[0].getsockname()[1]
+        return f"127.0.0.1:{self._port}"
+
+    def cut(self) -> None:
+        self._server.close()
+        for writer in self._writers:
+            writer.transport.abort()
+        self._writers.clear()
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(ConnectionError):
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+
+
+async def _until(condition, timeout_s: float = 5.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.01)
