@@ -11,6 +11,8 @@ from typing import Any
 from megatron_fleet.envs.base import ToolCall
 
 DONE = "<done>"
+MAX_CALLS = 16
+"""Calls read in one turn. A policy that repeats itself must not flood its own context with results and errors."""
 _TAG = re.compile(r"<think>|</think>|<tool_call>|<done>")
 _CALL_EDGE = re.compile(r"</?tool_call>|</think>")
 _FENCE_OPEN = re.compile(r"\s*(?:```(?:json)?\s*)?")
@@ -65,8 +67,12 @@ def parse_turn(text: str) -> ParsedTurn:
             content, calls, errors, answer_parts = [], [], [], None
         elif tag[0] == DONE:
             answer_parts = len(content) if answer_parts is None else answer_parts
-        else:
+        elif len(calls) + len(errors) < MAX_CALLS:
             start = _read_call(text, start, calls, errors)
+        else:
+            errors.append(f"Invalid tool call: only the first {MAX_CALLS} of a turn are read.")
+            end = text.find("</think>", start)
+            start = len(text) if end < 0 else end
     content.append(text[start:])
     done = answer_parts is not None and not calls and not errors
     return ParsedTurn(

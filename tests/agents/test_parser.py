@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_fleet.agents.parser import parse_turn
+from megatron_fleet.agents.parser import MAX_CALLS, parse_turn
 from megatron_fleet.envs.base import ToolCall
 
 A = '<tool_call>\n{"name": "a", "arguments": {}}\n</tool_call>'
@@ -125,7 +125,13 @@ def test_nested_call_tags_give_an_error_and_the_inner_call():
     assert turn.tool_calls == (CALL_A,) and len(turn.errors) == 1
 
 
-@settings(max_examples=500)
+def test_a_flood_of_calls_is_cut_short_and_may_still_turn_out_to_be_thinking():
+    turn = parse_turn(A * 10_000)
+    assert len(turn.tool_calls) == MAX_CALLS and len(turn.errors) == 1
+    assert parse_turn(A * 10_000 + "</think>42<done>").final_answer == "42"
+
+
+@settings(max_examples=500, deadline=None)
 @given(st.lists(PIECES | st.text(max_size=8)).map("".join))
 @example("<tool_call>" * 5000)
 def test_any_text_gives_a_turn(text):

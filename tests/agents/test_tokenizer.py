@@ -3,7 +3,7 @@ import unicodedata
 
 import pytest
 from agent_doubles import CORPUS
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_fleet.agents.tokenizer import CONTROL_TOKENS, TAG_TOKENS, Tokenizer, train_tokenizer
@@ -11,6 +11,7 @@ from megatron_fleet.config.errors import UserError
 
 
 def test_round_trip_of_nfc_text(tokenizer):
+    @settings(deadline=None)
     @given(st.text(st.characters(exclude_categories=["Cs"])))
     def check(text):
         assert tokenizer.decode(tokenizer.encode(text)) == unicodedata.normalize("NFC", text)
