@@ -117,6 +117,9 @@ def policy_metrics(reports: Sequence[LossReport], optims: Sequence[OptimReport])
     out["policy/final_loss"] = float(np.mean([r.loss for r in reports]))
     out["policy/policy_update_steps"] = sum(not o.skipped for o in optims)
     out["policy/skipped_steps"] = sum(o.skipped for o in optims)
+    tokens, padding = sum(r.tokens for r in reports), sum(r.padded_tokens for r in reports)
+    if tokens:
+        out["policy/packing_efficiency"] = tokens / (tokens + padding)
     norms = [o.grad_norm for o in optims if math.isfinite(o.grad_norm)]
     if norms:
         out["policy/grad_norm"] = float(np.mean(norms))

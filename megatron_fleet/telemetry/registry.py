@@ -138,6 +138,7 @@ _POLICY = {
     "mismatch_kl_k1": "KL(μ‖π): mean of log μ − log π, first update only (k1).",
     "rollout_train_prob_diff_mean": "Mean of μ/π over trained tokens, first update only: a ratio, 1 when they agree.",
     "rollout_train_prob_diff_std": "Population standard deviation of μ/π over trained tokens, first update only.",
+    "packing_efficiency": "Tokens of the sequences divided by token capacity of the rows they were packed into.",
     "response_length": "Mean trained tokens per training row.",
     "grad_norm": "Gradient norm before clipping, mean over the updates with a finite one.",
     "policy_lr": "Learning rate of the last update.",

@@ -52,7 +52,8 @@ def step_groups() -> list[Group]:
 def report(tokens: float, **sums: float) -> LossReport:
     names = ("entropy", "policy_loss", "kl_loss", "kl", "ratio", "clipped_low", "clipped_high", "clipped_dual")
     mismatch = ("mismatch_k1", "mismatch_k3", "mismatch_excess", "mismatch_excess_squared")
-    return LossReport(loss=0.5, metrics={"tokens": tokens, **dict.fromkeys((*names, *mismatch), 0.0), **sums})
+    metrics = {"tokens": tokens, **dict.fromkeys((*names, *mismatch), 0.0), **sums}
+    return LossReport(loss=0.5, metrics=metrics, tokens=48, padded_tokens=16)
 
 
 def one_step(**changes) -> dict[str, float]:
@@ -113,6 +114,7 @@ def test_values_by_hand():
         "loss/avg_raw_advantages_abs": 0.5,
         "policy/response_length": 9,
         "policy/policy_entropy": 0.5,
+        "policy/packing_efficiency": 0.75,
         "policy/weight_version": 5,
         "timing/generate": 2.0,
     }
