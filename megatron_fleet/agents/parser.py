@@ -54,7 +54,7 @@ def parse_turn(text: str) -> ParsedTurn:
     calls: list[ToolCall] = []
     errors: list[str] = []
     answer_parts: int | None = None
-    start = 0
+    start = continued = 0  # text[:continued] is thinking that was opened before this turn
     while tag := _TAG.search(text, start):
         content.append(text[start : tag.start()])
         start = tag.end()
@@ -63,8 +63,8 @@ def parse_turn(text: str) -> ParsedTurn:
             thinking.append(text[start:] if end < 0 else text[start:end])
             start = len(text) if end < 0 else end + len("</think>")
         elif tag[0] == "</think>":
-            thinking = [text[: tag.start()]]
-            content, calls, errors, answer_parts = [], [], [], None
+            continued = tag.start()
+            thinking, content, calls, errors, answer_parts = [], [], [], [], None
         elif tag[0] == DONE:
             answer_parts = len(content) if answer_parts is None else answer_parts
         elif len(calls) + len(errors) < MAX_CALLS:
@@ -76,7 +76,7 @@ def parse_turn(text: str) -> ParsedTurn:
     content.append(text[start:])
     done = answer_parts is not None and not calls and not errors
     return ParsedTurn(
-        thinking="\n".join(t.strip() for t in thinking),
+        thinking="\n".join(t.strip() for t in (text[:continued], *thinking) if t.strip()),
         content="".join(content).strip(),
         tool_calls=tuple(calls),
         errors=tuple(errors),

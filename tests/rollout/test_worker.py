@@ -1,0 +1,173 @@
+"""EpisodeWorker: isolation, order, slots, abort. Engine and environment are scripted here."""
+
+import asyncio
+import pickle
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("openenv")
+
+from megatron_fleet.agents.engine import EngineLost, Generation
+from megatron_fleet.agents.tokenizer import train_tokenizer
+from megatron_fleet.agents.trajectory import Outcome
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.schema import Env, Rollout, Sampling
+from megatron_fleet.data.task import Task
+from megatron_fleet.envs.base import EnvLost, Observation, Reward
+from megatron_fleet.rollout import worker as worker_module
+from megatron_fleet.rollout.requests import EpisodeSpec
+from megatron_fleet.rollout.worker import EpisodeWorker
+
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+
+
+@dataclass
+class World:
+    """One engine and all environments; what happens is named in the task's prompt."""
+
+    tokenizer: object
+    in_flight: int = 0
+    most_in_flight: int = 0
+    opened: int = 0
+    closed: int = 0
+    requests: list = field(default_factory=list)
+
+    async def generate(self, prompt_ids, params, session):
+        self.requests.append((session, params))
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        try:
+            prompt = self.tokenizer.decode(prompt_ids)
+            await asyncio.sleep(30 if "HANG" in prompt else 0.01)
+        finally:
+            self.in_flight -= 1
+        if "ENGINE" in prompt:
+            raise EngineLost("gone")
+        if "BUG" in prompt:
+            raise KeyError("a bug")
+        ids = [*self.tokenizer.encode("42 <done>"), self.tokenizer.special["<|im_end|>"]]
+        return Generation(np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32), "stop", ((3, 0, len(ids)),))
+
+    def environment(self, config, url):
+        assert isinstance(config, Env) and url == "http://127.0.0.1:1"
+        self.opened += 1
+        return WorldEnvironment(self)
+
+
+@dataclass
+class WorldEnvironment:
+    world: World
+
+    async def reset(self, task):
+        if "NOENV" in task.prompt:
+            raise EnvLost("no image")
+        return Observation(task.prompt, (TOOL,))
+
+    async def verify(self, final_answer, conversation):
+        return Reward(float(final_answer == "42"), "compared")
+
+    async def close(self):
+        self.world.closed += 1
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(["the answer"], 300, folder)
+    return folder
+
+
+@pytest.fixture
+def world(folder, monkeypatch):
+    world = World(worker_module.Tokenizer(folder))
+    monkeypatch.setattr(worker_module, "connect", lambda endpoints, token, timeout_s: world)
+    monkeypatch.setattr(worker_module, "make_environment", world.environment)
+    return world
+
+
+@pytest.fixture
+def worker(folder, world):
+    sampling = Sampling(max_tokens_per_turn=40, max_turns=3)
+    rollout = Rollout(
+        prompts_per_step=1, samples_per_prompt=2, max_context=2000, sampling=sampling, workers=2, episodes_in_flight=7
+    )
+    return EpisodeWorker(
+        str(folder), rollout.model_dump(), Env().model_dump(), "http://127.0.0.1:1", ["127.0.0.1:2"], "secret"
+    )
+
+
+def spec(prompt: str, sample: int = 0) -> EpisodeSpec:
+    task = Task(key=f"task {prompt}", prompt=prompt, env_key="desk", verifier_code="")
+    return EpisodeSpec(task, group=3, sample=sample, step=9, temperature=0.7, seed=11)
+
+
+async def test_one_trajectory_per_spec_in_order_whatever_happens(worker, world, caplog):
+    batch = [spec(p, i) for i, p in enumerate(["fine", "ENGINE", "NOENV", "BUG", "fine too"])]
+    trajectories = await worker.run(batch)
+    assert [(t.task_key, t.group, t.sample) for t in trajectories] == [(s.task.key, 3, s.sample) for s in batch]
+    assert [(t.outcome, t.reward) for t in trajectories] == [
+        (Outcome.COMPLETED, 1.0), (Outcome.ABORTED, None), (Outcome.ENV_FAILED, None),
+        (Outcome.ABORTED, None), (Outcome.COMPLETED, 1.0),
+    ]  # fmt: skip
+    assert trajectories[3].reward_reason == "internal error: KeyError: 'a bug'" and "KeyError" in caplog.text
+    assert world.opened == world.closed == 5
+    for trajectory in pickle.loads(pickle.dumps(trajectories)):
+        trajectory.check()
+
+
+async def test_episodes_share_the_workers_slots_over_all_batches(worker, world):
+    await asyncio.gather(*(worker.run([spec("fine", i) for i in range(5)]) for _ in range(4)))
+    assert world.most_in_flight == 4  # 7 over 2 workers, rounded up
+    assert world.opened == world.closed == 20
+
+
+async def test_abort_returns_every_episode_and_the_worker_goes_on(worker, world):
+    running = asyncio.create_task(worker.run([spec("HANG", i) for i in range(6)]))
+    await asyncio.sleep(0.1)
+    await worker.abort()
+    trajectories = await asyncio.wait_for(running, 5)
+    assert [(t.outcome, t.reward, t.reward_reason) for t in trajectories] == [
+        (Outcome.ABORTED, None, "the run was stopped")
+    ] * 6
+    assert world.opened == world.closed == 4 and world.in_flight == 0
+    assert (await worker.run([spec("fine")]))[0].outcome is Outcome.COMPLETED
+
+
+async def test_abort_before_the_first_await_is_not_lost(worker):
+    running = asyncio.create_task(worker.run([spec("HANG")]))
+    await asyncio.sleep(0)
+    await worker.abort()
+    assert (await asyncio.wait_for(running, 5))[0].outcome is Outcome.ABORTED
+
+
+async def test_cancelling_run_stops_its_episodes(worker, world):
+    running = asyncio.create_task(worker.run([spec("HANG", i) for i in range(2)]))
+    await asyncio.sleep(0.1)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    async with asyncio.timeout(5):
+        while world.closed < 2:
+            await asyncio.sleep(0.01)
+    assert world.in_flight == 0
+
+
+async def test_seeds_differ_by_sample_and_attempt_and_repeat_otherwise(worker, world):
+    one = spec("fine")
+    specs = [one, one, replace(one, sample=1), replace(one, attempt=1), replace(one, step=10), replace(one, seed=None)]
+    seeds = []
+    for s in specs:
+        await worker.run([s])
+        seeds.append(world.requests[-1][1].seed)
+    assert seeds[0] == seeds[1] and len(set(seeds[1:])) == 5 and seeds[-1] is None
+    assert {p.temperature for _, p in world.requests} == {0.7}
+    assert len({session for session, _ in world.requests}) == 4  # sample, attempt and step name a new episode
+
+
+def test_a_folder_without_tokenizer_is_refused(tmp_path, world):
+    sampling = Sampling(max_tokens_per_turn=40, max_turns=3)
+    rollout = Rollout(prompts_per_step=1, samples_per_prompt=2, max_context=2000, sampling=sampling)
+    with pytest.raises(UserError, match=r"tokenizer\.json"):
+        EpisodeWorker(str(tmp_path), rollout.model_dump(), Env().model_dump(), "http://127.0.0.1:1", [], "secret")
