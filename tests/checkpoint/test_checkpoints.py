@@ -26,7 +26,7 @@ def writer(content: bytes = b"weights"):
     def write_state(path: Path) -> None:
         (path / "policy" / "shards").mkdir(parents=True, exist_ok=True)
         (path / "policy" / "shards" / "0.distcp").write_bytes(content)
-        (path / "policy" / "metadata.json").write_text("{}")
+        (path / "policy" / ".metadata").write_text("hidden, as torch.distributed names it")
 
     return write_state
 
@@ -45,7 +45,7 @@ def test_a_saved_checkpoint_is_found_and_read_back(tmp_path):
     assert found == saved == Checkpoint.open(saved.path, checksums=True)
     assert found.trainer_state() == state
     manifest = json.loads((saved.path / "manifest.json").read_text())
-    assert sorted(manifest["files"]) == ["policy/metadata.json", "policy/shards/0.distcp", "trainer_state.json"]
+    assert sorted(manifest["files"]) == ["policy/.metadata", "policy/shards/0.distcp", "trainer_state.json"]
     assert manifest["files"]["policy/shards/0.distcp"]["bytes"] == 7
 
 
