@@ -16,7 +16,7 @@ class Task:
         env_key: environment; metrics are grouped by it.
         env_version: version of the environment image, ``None`` for its default.
         data_key, data_version: seed data of the environment, ``None`` for its default.
-        env_variables: given to the environment and shown in the system prompt (``CURRENT_DATE``, ``LOGGED_IN_USER``…).
+        env_variables: given to the environment and shown to the policy (``CURRENT_DATE``, ``LOGGED_IN_USER``…).
         verifier_code: Python source; never executed by this package's trainer or episode processes.
         modality: ``tool_use``, ``computer_use`` or ``browser_use``.
         difficulty: 1 (easy) to 3 (hard), ``None`` when the file does not say.

@@ -46,7 +46,10 @@ class EmbeddedFleet:
             command += ["--ready-file", str(ready), "--parent", str(os.getpid())]
             log_path.parent.mkdir(parents=True, exist_ok=True)
             with log_path.open("ab") as log:
-                self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+                try:
+                    self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+                except OSError as error:
+                    raise UserError(f"Cannot start the episode environment's Python: {error}") from error
             deadline = time.monotonic() + config.start_timeout_s
             while not ready.exists():
                 if self._process.poll() is not None:

@@ -25,7 +25,8 @@ VERSION = "1.0.0"
 TASKS_PER_WORLD = 4
 SHIPPED_SEED, SHIPPED_PER_ENV = 1, 220
 SHIPPED_TASKS = Path(__file__).with_name("tasks.json")
-"""The task file that comes with the package, and the arguments it was generated with. Other seeds give other worlds, so their tasks never overlap with it."""
+"""The task file that comes with the package, and what it was generated with. Another seed gives other worlds, and so
+tasks that never overlap with it."""
 
 _VERIFIER = '''\
 from collections import Counter

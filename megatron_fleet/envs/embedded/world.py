@@ -121,7 +121,8 @@ class World:
 
 
 def _short(message: str) -> str:
-    """Bound a message that may quote what the policy wrote."""
+    """Bound a message that may quote what the policy wrote, and keep it encodable."""
+    message = message.encode(errors="replace").decode()
     return message if len(message) <= 120 else message[:117] + "..."
 
 

@@ -1,0 +1,134 @@
+"""Task files: every spelling is read, every fault is told with file, row, field and expectation."""
+
+import hashlib
+import json
+
+import pytest
+
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.data.loader import content_hash, load_tasks
+
+ROW = {"task_key": "t1", "prompt": "Do it.", "env_key": "github", "verifier_code": "def verify(env): return 1"}
+
+
+@pytest.fixture
+def write(tmp_path):
+    def _write(content):
+        path = tmp_path / "tasks.json"
+        path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+        return path
+
+    return _write
+
+
+def test_current_and_old_spellings_give_the_same_task(write):
+    current = {
+        **ROW,
+        "env_version": "v1",
+        "data_key": "seed",
+        "data_version": "v2",
+        "env_variables": {"CURRENT_DATE": "2026-03-10"},
+        "task_modality": "computer_use",
+        "difficulty": 2,
+    }
+    old = {
+        "key": "t1",
+        "prompt": "Do it.",
+        "env_id": "github",
+        "verifier_func": ROW["verifier_code"],
+        "version": "v1",
+        "data_id": "seed",
+        "data_version": "v2",
+        "env_variables": {"CURRENT_DATE": "2026-03-10"},
+        "task_modality": "computer_use",
+        "difficulty": 2,
+        "team_id": "ignored",
+    }
+    (a,) = load_tasks(write([current]))
+    (b,) = load_tasks(write({"tasks": [old]}))
+    assert a == b
+    assert (a.env_key, a.env_version, a.data_key, a.data_version, a.difficulty) == ("github", "v1", "seed", "v2", 2)
+    wallst = {k: v for k, v in old.items() if k not in ("data_id", "data_version")}
+    (c,) = load_tasks(write([{**wallst, "env_data_key": "seed", "env_data_version": "v2"}]))
+    assert c == a
+
+
+def test_null_means_not_given(write):
+    (task,) = load_tasks(write([{**ROW, "difficulty": None, "env_variables": None, "data_key": None, "key": None}]))
+    assert task.difficulty is None
+    assert task.env_variables == {}
+    assert task.modality == "tool_use"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"task_key": None}, ["task 2", "task_key", "missing", "key"]),
+        ({"prompt": ""}, ["task 2", "prompt", "not empty"]),
+        ({"prompt": " \n"}, ["task 2", "prompt", "not empty"]),
+        ({"prompt": 7}, ["task 2", "prompt", "text", "a number 7"]),
+        ({"verifier_code": None}, ["task 2", "verifier_code", "missing", "verifier_func"]),
+        ({"env_key": None}, ["task 2", "env_key", "missing", "env_id"]),
+        ({"env_variables": ["A"]}, ["task 2", "env_variables", "an object", "a list"]),
+        ({"difficulty": 4}, ["task 2", "difficulty", "1, 2 or 3", "4"]),
+        ({"difficulty": True}, ["task 2", "difficulty", "truth value"]),
+        ({"difficulty": "2"}, ["task 2", "difficulty", 'text "2"']),
+        ({"task_modality": "voice"}, ["task 2", "task_modality", "tool_use", "voice"]),
+        ({"task_modality": {}}, ["task 2", "task_modality", "an object"]),
+        ({"env_id": "jira"}, ["task 2", "env_key", "env_id", "differ"]),
+        ({"task_key": "t1"}, ["task 2", "'t1'", "task 1"]),
+    ],
+)
+def test_bad_rows_are_refused_with_their_place(write, change, words):
+    path = write([ROW, {**ROW, "task_key": "t2", **change}])
+    with pytest.raises(UserError) as refused:
+        load_tasks(path)
+    for word in (str(path), *words):
+        assert word in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_both_spellings_with_one_value_are_fine(write):
+    (task,) = load_tasks(write([{**ROW, "key": "t1"}]))
+    assert task.key == "t1"
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        ('[\n{"task_key": "a",\n]', "line 3"),
+        ("{}", "list"),
+        ('{"tasks": {"a": 1}}', "list"),
+        ("[]", "no task"),
+        ('"tasks"', "list"),
+        ("[3]", "task 1: expected an object"),
+        ("[" * 100000, "JSON"),
+        ('[{"difficulty": ' + "9" * 5000 + "}]", "JSON"),
+    ],
+)
+def test_bad_files_are_refused(write, content, word):
+    with pytest.raises(UserError, match=word):
+        load_tasks(write(content))
+
+
+def test_unreadable_files_are_refused(tmp_path):
+    with pytest.raises(UserError, match="nowhere"):
+        load_tasks(tmp_path / "nowhere.json")
+    binary = tmp_path / "tasks.json"
+    binary.write_bytes(b'["\xff"]')
+    with pytest.raises(UserError, match="UTF-8"):
+        load_tasks(binary)
+
+
+def test_content_hash_is_of_the_bytes(write):
+    path = write([ROW])
+    assert content_hash(path) == hashlib.sha256(path.read_bytes()).hexdigest()
+    before = content_hash(path)
+    write([ROW, {**ROW, "task_key": "t2"}])
+    assert content_hash(path) != before
+
+
+def test_embedded_names_the_shipped_file():
+    tasks = load_tasks("embedded")
+    assert {t.env_key for t in tasks} == {"tickets", "booking", "ledger"}
+    assert len(content_hash("embedded")) == 64

@@ -1,0 +1,58 @@
+"""Failures to start the embedded fleet are told in one sentence; nothing stays behind."""
+
+import pytest
+
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.schema import Env
+from megatron_fleet.envs.embedded.fleet import EmbeddedFleet
+from megatron_fleet.envs.openenv import _shorten, _text
+
+
+def interpreter(tmp_path, script):
+    path = tmp_path / "python"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_a_server_that_ends_at_once(tmp_path):
+    fleet = EmbeddedFleet()
+    with pytest.raises(UserError, match=r"status 3.*no OpenEnv here") as failed:
+        fleet.start(Env(), tmp_path / "env.log", interpreter(tmp_path, "echo no OpenEnv here; exit 3"))
+    assert "env.log" in str(failed.value)
+    assert fleet.pid is None
+
+
+def test_a_server_that_never_is_ready(tmp_path):
+    fleet = EmbeddedFleet()
+    with pytest.raises(UserError, match=r"env\.start_timeout_s"):
+        fleet.start(Env(start_timeout_s=0.2), tmp_path / "logs" / "env.log", interpreter(tmp_path, "exec sleep 60"))
+    assert fleet.pid is None
+
+
+def test_an_interpreter_that_does_not_exist(tmp_path):
+    with pytest.raises(UserError, match="nowhere"):
+        EmbeddedFleet().start(Env(), tmp_path / "env.log", tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        ("plain", "plain"),
+        ({"data": "inner", "is_error": False}, "inner"),
+        ({"data": [{"id": 1}]}, '[{"id": 1}]'),
+        ({"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, "a\nb"),
+        ({"id": "é"}, '{"id": "é"}'),
+        (None, "null"),
+        (7, "7"),
+    ],
+)
+def test_results_become_text(result, text):
+    assert _text(result) == text
+
+
+def test_long_results_are_cut_and_say_so():
+    assert _shorten("x" * 100, 100) == "x" * 100
+    cut = _shorten("x" * 150, 100)
+    assert cut.startswith("x" * 100)
+    assert "50 more characters" in cut

@@ -1,0 +1,327 @@
+"""Episodes over OpenEnv's wire: equal to in-process ones, and lost, never wrong, when anything breaks."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("openenv")
+
+from megatron_fleet.config.schema import Env
+from megatron_fleet.envs.base import EnvBusy, EnvLost, ToolCall
+from megatron_fleet.envs.embedded.fleet import EmbeddedFleet
+from megatron_fleet.envs.embedded.session import EmbeddedSession
+from megatron_fleet.envs.embedded.solver import demonstrate, solve
+from megatron_fleet.envs.embedded.tasks import generate
+from megatron_fleet.envs.embedded.tasktype import Answer
+from megatron_fleet.envs.openenv import make_environment
+
+TASKS = generate(seed=3, per_env=12)
+LEDGER = next(t for t in TASKS if t.env_key == "ledger")
+READ = ToolCall("list_accounts", {"owner": LEDGER.env_variables["LOGGED_IN_USER"]})
+CONFIG = Env()
+HASTY = Env(reset_timeout_s=10, step_timeout_s=0.5, verify_timeout_s=10)
+SERVE = """
+import asyncio, os, sys
+from pathlib import Path
+from megatron_fleet.envs.embedded.environment import Faults
+from megatron_fleet.envs.embedded.server import serve
+faults = Faults(delay_s=(("list_accounts", float(sys.argv[2])),), dies=("list_invoices",))
+port, most = int(sys.argv[3]), int(sys.argv[4])
+asyncio.run(serve(port, Path(sys.argv[1]), parent=os.getppid(), faults=faults, max_sessions=most))
+"""
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    fleet = EmbeddedFleet()
+    yield fleet.start(CONFIG, tmp_path_factory.mktemp("logs") / "env.log")
+    fleet.stop()
+
+
+class Faulty:
+    """A server whose ``list_accounts`` is slow and whose ``list_invoices`` breaks."""
+
+    def __init__(self, folder: Path, delay_s: float = 0.0, port: int = 0, sessions: int = 8) -> None:
+        ready = folder / f"ready-{time.monotonic_ns()}"
+        self.process = subprocess.Popen([sys.executable, "-c", SERVE, ready, str(delay_s), str(port), str(sessions)])
+        for _ in range(3000):
+            if ready.exists() or self.process.poll() is not None:
+                break
+            time.sleep(0.01)
+        self.port = json.loads(ready.read_text())["port"]
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def faulty(tmp_path):
+    servers = []
+
+    def start(**options):
+        servers.append(Faulty(tmp_path, **options))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.kill()
+
+
+async def play(task, url, config=CONFIG):
+    """The scripted solver over the wire: what it saw, and the reward."""
+    environment = make_environment(config, url)
+    try:
+        await environment.reset(task)
+        seen = []
+        agent = solve(task)
+        turn = next(agent)
+        while not isinstance(turn, Answer):
+            seen.append(await environment.step(turn))
+            turn = agent.send(seen[-1])
+        return seen, await environment.verify(turn.text, [])
+    finally:
+        await environment.close()
+
+
+@pytest.mark.parametrize("task", TASKS[::4], ids=lambda t: t.key)
+async def test_an_episode_is_what_it_is_in_process(url, task):
+    seen, reward = await play(task, url)
+    assert seen == [shown for _, shown in demonstrate(task).turns[:-1]]
+    assert (reward.value, reward.reason) == (1.0, "verified")
+
+
+async def test_reset_shows_prompt_and_tools(url):
+    environment = make_environment(CONFIG, url)
+    shown = await environment.reset(LEDGER)
+    assert shown.content == LEDGER.prompt
+    assert shown.tools == EmbeddedSession(LEDGER).tools()
+    await environment.close()
+
+
+async def test_tool_failures_are_observations(url):
+    environment = make_environment(CONFIG, url)
+    await environment.reset(LEDGER)
+    for call, kind in (
+        (ToolCall("list_accounts", {}), "invalid_args"),
+        (ToolCall("list_accounts", {"owner": 3}), "invalid_args"),
+        (ToolCall("list_accounts", {"owner": "\ud800"}), "invalid_args"),
+        (ToolCall("list_accounts", "Ana"), "invalid_args"),
+        (ToolCall("rob_bank", {}), "tool_not_found"),
+        (ToolCall("submit_final_answer", {"answer": "1"}), "tool_not_found"),
+        (ToolCall("pay_invoice", {"invoice": "I-1", "account": "\ud800"}), "execution_error"),
+    ):
+        shown = await environment.step(call)
+        assert (shown.error.kind, shown.content, shown.done) == (kind, "", False)
+    assert (await environment.step(READ)).error is None
+    await environment.close()
+
+
+async def test_an_unknown_verdict_is_never_zero(url):
+    broken = replace(LEDGER, verifier_code="def validate_task(env, final_answer=None): return 1 // 0")
+    environment = make_environment(CONFIG, url)
+    await environment.reset(broken)
+    reward = await environment.verify("x", [])
+    assert reward.value is None
+    assert "ZeroDivisionError" in reward.reason
+    assert await environment.verify("x", []) == reward
+    assert (await environment.step(READ)).error.message == "the episode is over"
+    await environment.close()
+
+
+async def test_conversation_reaches_a_verifier_that_wants_it(url):
+    task = replace(LEDGER, verifier_code="def verify(env, conversation=None): return len(conversation) / 4")
+    environment = make_environment(CONFIG, url)
+    await environment.reset(task)
+    assert (await environment.verify(None, [{"role": "user", "content": "é\n"}] * 3)).value == 0.75
+    await environment.close()
+
+
+async def test_an_environment_that_is_not_served(url):
+    environment = make_environment(CONFIG, url)
+    with pytest.raises(EnvLost, match="weather"):
+        await environment.reset(replace(LEDGER, env_key="weather"))
+    await environment.close()
+
+
+async def test_nobody_listens():
+    environment = make_environment(CONFIG, "http://127.0.0.1:9")
+    with pytest.raises(EnvLost, match="reset"):
+        await environment.reset(LEDGER)
+    await environment.close()
+    await environment.close()
+
+
+async def test_a_slow_tool_is_waited_for_and_a_hanging_one_is_not(faulty):
+    server = faulty(delay_s=0.6)
+    patient, hasty = make_environment(CONFIG, server.url), make_environment(HASTY, server.url)
+    await patient.reset(LEDGER)
+    assert (await patient.step(READ)).error is None
+    await patient.close()
+    await hasty.reset(LEDGER)
+    begin = time.monotonic()
+    with pytest.raises(EnvLost, match="list_accounts took more than"):
+        await hasty.step(READ)
+    assert time.monotonic() - begin < 2
+    # The late answer, or a new session, must not be taken for this one's.
+    with pytest.raises(EnvLost):
+        await hasty.step(READ)
+    assert (await hasty.verify("x", [])).value is None
+    await hasty.close()
+
+
+async def test_cancelling_stops_at_once_and_poisons(faulty):
+    environment = make_environment(CONFIG, faulty(delay_s=30).url)
+    await environment.reset(LEDGER)
+    step = asyncio.create_task(environment.step(READ))
+    await asyncio.sleep(0.2)
+    begin = time.monotonic()
+    step.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await step
+    await environment.close()
+    assert time.monotonic() - begin < 3
+    with pytest.raises(EnvLost):
+        await environment.step(READ)
+
+
+async def test_a_session_that_dies_is_lost(faulty):
+    environment = make_environment(CONFIG, faulty().url)
+    await environment.reset(LEDGER)
+    with pytest.raises(EnvLost, match="broke the session"):
+        await environment.step(ToolCall("list_invoices", {"vendor": "Acme"}))
+    assert (await environment.verify("x", [])).value is None
+    await environment.close()
+
+
+async def test_a_server_killed_during_a_call_and_restarted(faulty):
+    server = faulty(delay_s=30)
+    waiting, idle = make_environment(CONFIG, server.url), make_environment(CONFIG, server.url)
+    await waiting.reset(LEDGER)
+    await idle.reset(LEDGER)
+    step = asyncio.create_task(waiting.step(READ))
+    await asyncio.sleep(0.2)
+    begin = time.monotonic()
+    server.kill()
+    with pytest.raises(EnvLost):
+        await step
+    assert time.monotonic() - begin < 3
+    faulty(port=server.port)
+    with pytest.raises(EnvLost):
+        await idle.step(READ)
+    assert "lost" in (await idle.verify("x", [])).reason
+    for environment in (waiting, idle):
+        await environment.close()
+    fresh = make_environment(CONFIG, server.url)
+    await fresh.reset(LEDGER)
+    await fresh.close()
+
+
+async def test_a_full_server_is_busy_until_a_session_ends(faulty):
+    server = faulty(sessions=1)
+    first, second, third = (make_environment(CONFIG, server.url) for _ in range(3))
+    await first.reset(LEDGER)
+    with pytest.raises(EnvBusy):
+        await second.reset(LEDGER)
+    await second.close()
+    await first.close()
+    await asyncio.sleep(0.2)
+    await third.reset(LEDGER)
+    await third.close()
+
+
+async def test_256_sessions_at_once(url):
+    everyone_in = asyncio.Barrier(256)
+
+    async def one(number):
+        task = TASKS[number % len(TASKS)]
+        environment = make_environment(CONFIG, url)
+        await environment.reset(task)
+        await everyone_in.wait()
+        agent = solve(task)
+        turn = next(agent)
+        while not isinstance(turn, Answer):
+            turn = agent.send(await environment.step(turn))
+        reward = await environment.verify(turn.text if number % 2 else "wrong", [])
+        await environment.close()
+        return task, reward.value
+
+    outcomes = await asyncio.gather(*(one(number) for number in range(256)))
+    assert all(value == 1.0 for _, value in outcomes[1::2])
+    assert all(value == float(demonstrate(task).answer == "done") for task, value in outcomes[::2])
+
+
+async def test_a_call_costs_the_client_little(url):
+    environment = make_environment(CONFIG, url)
+    await environment.reset(LEDGER)
+    begin = time.process_time()
+    for _ in range(200):
+        await environment.step(READ)
+    assert (time.process_time() - begin) / 200 < 0.5e-3
+    await environment.close()
+
+
+def gone(pid):
+    """Whether a process has ended (a zombie has)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def wait_until(condition, seconds=8.0):
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+    return condition()
+
+
+def children(pid):
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_stop_ends_the_server_and_its_verifier_host(tmp_path):
+    fleet = EmbeddedFleet()
+    fleet.start(CONFIG, tmp_path / "env.log")
+    pids = [fleet.pid, *children(fleet.pid)]
+    assert len(pids) == 2
+    fleet.stop()
+    fleet.stop()
+    assert wait_until(lambda: all(map(gone, pids)))
+
+
+def test_the_server_ends_with_its_parent(tmp_path):
+    start = (
+        "import os, sys; from pathlib import Path; from megatron_fleet.config.schema import Env; "
+        "from megatron_fleet.envs.embedded.fleet import EmbeddedFleet; "
+        "f = EmbeddedFleet(); f.start(Env(), Path(sys.argv[1])); print(f.pid, flush=True); os._exit(0)"
+    )
+    command = [sys.executable, "-c", start, tmp_path / "env.log"]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert wait_until(lambda: gone(int(run.stdout)))
+
+
+def test_a_server_outlives_the_thread_that_started_it(tmp_path):
+    fleet = EmbeddedFleet()
+    url = asyncio.run(asyncio.to_thread(fleet.start, CONFIG, tmp_path / "env.log"))
+    time.sleep(1.0)
+    assert asyncio.run(play(LEDGER, url))[1].value == 1.0
+    fleet.stop()
+
+
+def test_sigkill_of_the_server_takes_the_verifier_host_along(tmp_path):
+    fleet = EmbeddedFleet()
+    fleet.start(CONFIG, tmp_path / "env.log")
+    hosts = children(fleet.pid)
+    os.kill(fleet.pid, signal.SIGKILL)
+    assert wait_until(lambda: all(map(gone, hosts)))
+    fleet.stop()
