@@ -77,6 +77,14 @@ def _parser() -> argparse.ArgumentParser:
     config.add_argument("overrides", nargs="*", help=OVERRIDES_HELP)
     config.set_defaults(run=_config)
 
+    tasks = commands.add_parser("tasks", help="task files").add_subparsers(required=True, metavar="command")
+    export = tasks.add_parser("export", help="write the embedded fleet's tasks to a file")
+    export.add_argument("file", type=Path)
+    export.set_defaults(run=_export_tasks)
+    inspect = tasks.add_parser("inspect", help="check a task file and count what is in it")
+    inspect.add_argument("file", type=str, help="a file, or `embedded`")
+    inspect.set_defaults(run=_inspect_tasks)
+
     model = commands.add_parser("model", help="models").add_subparsers(required=True, metavar="command")
     tiny = model.add_parser("make-tiny", help="remake the tiny model of assets/tiny", add_help=False)
     tiny.set_defaults(run=_make_tiny, arguments=[])
@@ -118,6 +126,24 @@ def _config(args: argparse.Namespace) -> int:
     from megatron_fleet.plan import as_yaml
 
     print(as_yaml(load(args.overrides)), end="")
+    return 0
+
+
+def _export_tasks(args: argparse.Namespace) -> int:
+    from megatron_fleet.data.loader import EMBEDDED, load_tasks, task_path
+
+    if args.file.exists():
+        raise UserError(f"{args.file}: exists already; name another file or remove it.")
+    args.file.parent.mkdir(parents=True, exist_ok=True)
+    args.file.write_bytes(task_path(EMBEDDED).read_bytes())
+    print(f"{args.file}: {len(load_tasks(args.file))} tasks")
+    return 0
+
+
+def _inspect_tasks(args: argparse.Namespace) -> int:
+    from megatron_fleet.task_summary import describe
+
+    print(describe(args.file))
     return 0
 
 

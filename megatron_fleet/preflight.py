@@ -96,9 +96,13 @@ def _engine(config: Config, hf_config: dict[str, Any]) -> None:
 
 
 def _tasks(config: Config) -> None:
-    if config.data.tasks == "embedded":
-        return
     from megatron_fleet.data.loader import load_tasks
+    from megatron_fleet.data.split import split
 
-    if not load_tasks(config.data.tasks):
-        raise UserError(f"data.tasks={config.data.tasks}: the file holds no task; name another.")
+    train, held_out = split(load_tasks(config.data.tasks), config.data.eval_fraction)
+    side = "training" if not train else "evaluation" if not held_out else None
+    if side is not None:
+        raise UserError(
+            f"data.tasks={config.data.tasks}: data.eval_fraction={config.data.eval_fraction:g} leaves no {side} task of "
+            f"{len(train) + len(held_out)}; add tasks or change the fraction."
+        )

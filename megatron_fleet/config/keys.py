@@ -37,7 +37,7 @@ def leaves(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[Key]
 
 def names() -> set[str]:
     """Every dotted name an override may use: leaves and the sections above them."""
-    out = set()
+    out: set[str] = set()
     for key in leaves():
         parts = key.name.split(".")
         out.update(".".join(parts[:n]) for n in range(1, len(parts) + 1))

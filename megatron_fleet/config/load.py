@@ -112,8 +112,7 @@ def _compose(overrides: list[str], folder: Path) -> dict[str, Any]:
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(f"The configuration from {folder} cannot be composed: {_one_line(error)}.") from error
     assert isinstance(plain, dict)
-    plain.pop("experiment", None)
-    return plain
+    return {str(key): value for key, value in plain.items() if key != "experiment"}
 
 
 def _absolute(tree: dict[str, Any]) -> dict[str, Any]:
