@@ -15,7 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import nn
@@ -47,13 +47,14 @@ def has_transformer_engine() -> bool:
 
 
 def layer_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:
-    """Specification for `GPTModel`: Transformer Engine where it can run, PyTorch elsewhere."""
+    """What `GPTModel` builds on this pipeline stage: Transformer Engine where it can run, PyTorch elsewhere."""
     if has_transformer_engine():
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    return _torch_spec()
+    layers = [_torch_layer()] * get_num_layers_to_build(config)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
-def _torch_spec() -> TransformerBlockSubmodules | ModuleSpec:
+def _torch_layer() -> ModuleSpec:
     backend = TorchBackend()
     norm, column, row = backend.layer_norm(), backend.column_parallel_linear(), backend.row_parallel_linear()
     attention = ModuleSpec(

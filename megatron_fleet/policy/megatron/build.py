@@ -46,9 +46,11 @@ def transformer_config(hf: Mapping[str, Any], parallel: Parallel, dtype: torch.d
         pipeline_model_parallel_size=parallel.pipeline,
         sequence_parallel=parallel.tensor > 1,
         calculate_per_token_loss=True,
-        # Every parameter is filled afterwards, from a checkpoint or by `init.fill_random`.
-        perform_initialization=False,
-        use_cpu_initialization=not torch.cuda.is_available(),
+        # Every parameter is filled afterwards, from a checkpoint or by `init.fill_random`. Switching initialisation off
+        # instead would leave out the marks by which gradient norms tell shards from copies.
+        init_method=_leave,
+        output_layer_init_method=_leave,
+        embedding_init_method=_leave,
         apply_rope_fusion=fused,
         bias_dropout_fusion=fused,
         bias_activation_fusion=fused,
@@ -57,6 +59,10 @@ def transformer_config(hf: Mapping[str, Any], parallel: Parallel, dtype: torch.d
         persist_layer_norm=False,
         batch_p2p_comm=torch.cuda.is_available(),
     )
+
+
+def _leave(weight: torch.Tensor) -> torch.Tensor:
+    return weight
 
 
 def build_chunk(

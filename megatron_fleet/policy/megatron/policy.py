@@ -19,8 +19,11 @@ from megatron_fleet.policy.megatron import build, optimizer, parallel, state, st
 from megatron_fleet.policy.megatron.init import fill_random
 from megatron_fleet.policy.megatron.reference import Reference
 from megatron_fleet.policy.pack import PackedRow, pack_row, unpack_trained
+from megatron_fleet.weights import export
+from megatron_fleet.weights.communicator import TorchCommunicator
 from megatron_fleet.weights.hf_folder import read_config
 from megatron_fleet.weights.load import load_hf
+from megatron_fleet.weights.source import MegatronWeightSource, megatron_shard
 
 
 class MegatronPolicy:
@@ -124,6 +127,14 @@ class MegatronPolicy:
         """Read what `save_state` wrote, in this or another layout; collective. Gradients are cleared."""
         state.load(Path(path), self._wrapped, self._optimizer)
         optimizer.clear(self._wrapped, self._optimizer)
+
+    def weight_source(self) -> MegatronWeightSource:
+        """The live weights as HF tensors; collective. It reads the parameters anew in every pass, so make it once."""
+        return MegatronWeightSource(self.model_chunks, self.hf_config, dtype=self._dtype, shard=megatron_shard())
+
+    def export_hf(self, path: Path) -> None:
+        """Write the present weights as an HF folder beside the model's own tokenizer and config files; collective."""
+        export.export_hf(self.weight_source(), self._config.model.path, path, world=TorchCommunicator())
 
     def close(self) -> None:
         """Leave the process groups."""

@@ -1,0 +1,195 @@
+"""Every parallel layout trains like a single process, and checkpoints move between layouts."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+import numpy as np
+import torch
+from policy_fixtures import make_batch, write_config
+
+LAYOUTS = {
+    "single": {},
+    "tp2": {"tensor": 2},
+    "pp2": {"pipeline": 2},
+    "dp2": {"data": 2},
+    "tp2pp2": {"tensor": 2, "pipeline": 2},
+}
+RESHARDED = {"tp2": ["single", "pp2", "dp2"], "dp2": ["tp2", "tp2pp2"]}
+
+
+def world_of(layout: str) -> int:
+    return math.prod(LAYOUTS[layout].values())
+
+
+def jobs() -> list[dict[str, Any]]:
+    """Three steps in every layout, and the third step again from checkpoints of the second."""
+    out: list[dict[str, Any]] = []
+    for model in ("untied", "tied"):
+        for layout, parallel in LAYOUTS.items():
+            name = f"{model}-{layout}"
+            job = {"name": name, "model": model, "parallel": parallel, "first": 0, "last": 3}
+            out.append(job | {"save_at": 2, "save": f"{name}.saved"})
+    for source, targets in RESHARDED.items():
+        for target in [source, *targets]:
+            name, saved = f"untied-{source}-to-{target}", f"untied-{source}.saved"
+            job = {"name": name, "model": "untied", "parallel": LAYOUTS[target], "first": 2, "last": 3}
+            out.append(job | {"load": saved})
+    return out
+
+
+def launch(folder: Path, world: int) -> None:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    script = Path(__file__).with_name("policy_ranks.py")
+    ranks = []
+    for rank in range(world):
+        env = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        with (folder / f"{world}.{rank}.log").open("w") as log:
+            ranks.append(subprocess.Popen([sys.executable, script, folder], env=env, stdout=log, stderr=log))
+    try:
+        codes = [rank.wait(300) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    logs = [(folder / f"{world}.{rank}.log").read_text()[-3000:] for rank in range(world)]
+    assert codes == [0] * world, "\n".join(logs)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
+    """Job → what each of its ranks measured. One launch per world size; imports dominate."""
+    folder = tmp_path_factory.mktemp("layouts")
+    write_config(folder / "untied")
+    write_config(folder / "tied", tie_word_embeddings=True)
+    todo = jobs()
+    for job in todo:
+        job["world"] = math.prod(job["parallel"].values())
+    # A checkpoint's target may run in a smaller world than its source: sources first.
+    for phase in (False, True):
+        for world in (1, 2, 4):
+            batch = [job for job in todo if job["world"] == world and ("load" in job) == phase]
+            torch.save(batch, folder / f"jobs.{world}.pt")
+            launch(folder, world)
+    return {
+        job["name"]: [torch.load(folder / f"{job['name']}.{r}.pt", weights_only=False) for r in range(job["world"])]
+        for job in todo
+    }
+
+
+def whole(ranks: list[dict[str, Any]], what: str) -> dict[str, torch.Tensor]:
+    """Global parameters from shards; replicas must agree to the bit. Vocabulary padding is cut off."""
+    full: dict[str, torch.Tensor] = {}
+    for rank in ranks:
+        for key, shape, offset, prepended, data in rank[what]:
+            into = full.setdefault(key, torch.full(shape, float("nan")))
+            sizes = [1] * prepended + list(data.shape)
+            place = into[tuple(slice(o, o + n) for o, n in zip(offset, sizes, strict=True))]
+            new = data.reshape(place.shape)
+            assert torch.isnan(place).all() or torch.equal(place, new), f"replicas of {key} differ"
+            place.copy_(new)
+    assert not any(torch.isnan(v).any() for v in full.values())
+    return {k: v[:511] if "word_embeddings" in k or "output_layer" in k else v for k, v in full.items()}
+
+
+def by_sequence(ranks: list[dict[str, Any]], what: str) -> list[np.ndarray]:
+    """Log-probs in the order of the batch; ranks that share data must agree to the bit."""
+    found: dict[int, np.ndarray] = {}
+    for rank in ranks:
+        for indices, values in zip(rank["rank_rows"], rank[what], strict=True):
+            for index, value in zip(indices, values, strict=True):
+                assert index not in found or np.array_equal(found[index], value)
+                found[index] = value
+    return [found[i] for i in range(len(found))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["untied", "tied"])
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "single"])
+class TestEqualsSingleProcess:
+    def test_losses_and_gradient_norms(self, results, model, layout):
+        single = results[f"{model}-single"][0]["reports"]
+        for rank in results[f"{model}-{layout}"]:
+            for (loss, optim), (loss1, optim1) in zip(rank["reports"], single, strict=True):
+                # The on-policy loss is a constant of the data, the gradient norm is not.
+                assert loss.loss == pytest.approx(loss1.loss, rel=1e-5)
+                assert optim.grad_norm == pytest.approx(optim1.grad_norm, rel=1e-5)
+                assert loss.tokens == loss1.tokens == sum(len(d) for d in make_batch())
+                for name, value in loss1.metrics.items():
+                    assert loss.metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-4), name
+
+    def test_parameters_after_three_steps(self, results, model, layout):
+        single = whole(results[f"{model}-single"], "parameters")
+        other = whole(results[f"{model}-{layout}"], "parameters")
+        assert other.keys() == single.keys()
+        assert max((other[k] - single[k]).abs().max().item() for k in single) < 1e-4
+
+    def test_logprobs(self, results, model, layout):
+        for what in ("initial_logprobs", "final_logprobs"):
+            single = by_sequence(results[f"{model}-single"], what)
+            other = by_sequence(results[f"{model}-{layout}"], what)
+            assert max(np.abs(a - b).max() for a, b in zip(single, other, strict=True)) < 1e-4
+            assert np.mean([np.abs(a - b).mean() for a, b in zip(single, other, strict=True)]) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+class TestEveryLayout:
+    def test_training_changes_the_policy(self, results, layout):
+        ranks = results[f"untied-{layout}"]
+        before, after = by_sequence(ranks, "initial_logprobs"), by_sequence(ranks, "final_logprobs")
+        assert max(np.abs(a - b).max() for a, b in zip(before, after, strict=True)) > 0.01
+
+    def test_ratio_is_one_on_policy(self, results, layout):
+        for report, _ in results[f"untied-{layout}"][0]["reports"]:
+            assert report.metrics["ratio"] == report.metrics["tokens"] > 0
+
+    def test_reference_is_the_first_policy_and_leaves_no_trace(self, results, layout):
+        ranks = results[f"untied-{layout}"]
+        first, reference = by_sequence(ranks, "initial_logprobs"), by_sequence(ranks, "reference_logprobs")
+        assert all(np.array_equal(a, b) for a, b in zip(first, reference, strict=True))
+        before, after = whole(ranks, "parameters"), whole(ranks, "after_reference")
+        assert all(torch.equal(before[k], after[k]) for k in before)
+
+    def test_a_rank_with_nan_stops_the_update_everywhere(self, results, layout):
+        ranks = results[f"untied-{layout}"]
+        assert all(rank["poisoned"].skipped and not math.isfinite(rank["poisoned"].grad_norm) for rank in ranks)
+        before, after = whole(ranks, "parameters"), whole(ranks, "after_poison")
+        assert all(torch.equal(before[k], after[k]) for k in before)
+        assert all(not r["after_poison_step"].skipped and r["after_poison_step"].grad_norm > 0 for r in ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", RESHARDED)
+class TestCheckpoints:
+    def test_same_layout_goes_on_bit_for_bit(self, results, source):
+        for straight, resumed in zip(results[f"untied-{source}"], results[f"untied-{source}-to-{source}"], strict=True):
+            assert resumed["reports"] == straight["reports"][2:]
+            for a, b in zip(straight["parameters"], resumed["parameters"], strict=True):
+                assert torch.equal(a[-1], b[-1]), a[0]
+
+    def test_other_layouts_go_on_alike(self, results, source):
+        loss, optim = results[f"untied-{source}"][0]["reports"][2]
+        final = whole(results[f"untied-{source}"], "parameters")
+        saved = whole(results[f"untied-{source}-to-{source}"], "loaded")
+        for target in RESHARDED[source]:
+            ranks = results[f"untied-{source}-to-{target}"]
+            loaded = whole(ranks, "loaded")
+            assert all(torch.equal(loaded[k], saved[k]) for k in saved), target
+            assert ranks[0]["reports"][0][0].loss == pytest.approx(loss.loss, rel=1e-5)
+            assert ranks[0]["reports"][0][1].grad_norm == pytest.approx(optim.grad_norm, rel=1e-5)
+            # Adam's moments came along too: the next parameters agree.
+            parameters = whole(ranks, "parameters")
+            assert max((parameters[k] - final[k]).abs().max().item() for k in final) < 1e-5, target
