@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from megatron_fleet.config.schema import Config
 
 
@@ -36,11 +34,19 @@ def processes(config: Config) -> list[str]:
 
 def outputs(config: Config) -> list[str]:
     """The files a run leaves in its folder."""
-    out, rows = Path(config.run.out), []
-    rows.append(f"{out / 'config.json'}: this configuration, for `mfleet train --resolved`")
-    if config.parallel.world_size > 1:
-        rows.append(f"{out / 'logs'}/rank_N.log: what ranks 1 to {config.parallel.world_size - 1} say")
-    return rows
+    c = config
+    rows = [
+        ("config.json", "this configuration, for `mfleet train --resolved`", True),
+        ("metrics.jsonl", "one line per step and evaluation (docs/metrics.md)", True),
+        ("summary.json", "first and last evaluation, best step, totals", True),
+        ("curve.png", "the learning curve", c.logging.plot),
+        ("tensorboard/", "the same metrics as TensorBoard events", c.logging.tensorboard),
+        ("trajectories/", "every conversation with its reward", True),
+        ("checkpoints/", f"the newest {c.checkpoint.keep}", True),
+        ("hf/", "the trained model as a Hugging Face folder", c.checkpoint.export_hf),
+        ("logs/", "what engines, environment server and ranks above 0 say", True),
+    ]
+    return [c.run.out] + [f"  {name:<14} {meaning}" for name, meaning, written in rows if written]
 
 
 def _section(title: str, rows: list[str]) -> str:

@@ -1,0 +1,163 @@
+"""House rules that hold for every file: who may import whom, sizes, nothing that belongs to one machine."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "megatron_fleet"
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+# Room → what it may import besides itself, config and platform: a room, or one module of it.
+MAY_IMPORT: dict[str, set[str]] = {
+    "config": set(),
+    "platform": set(),
+    "data": set(),
+    "envs": {"data.task"},
+    "agents": {"envs", "data"},
+    "algorithms": {"agents.trajectory"},
+    "weights": set(),
+    "checkpoint": {"weights"},
+    "policy": {"algorithms", "weights"},
+    "rollout": {"agents", "envs", "data", "algorithms", "weights.vllm_shm"},
+    "telemetry": {"agents.trajectory", "algorithms", "policy.base"},
+}
+NOT_IN_EPISODE_ENVIRONMENT = {"torch", "vllm", "transformers", "megatron", "hydra"}
+EPISODE_SIDE = ("data", "envs", "agents", "rollout.worker")
+LIGHT = ("cli", "launcher", "plan", "preflight", "task_summary", "config", "data", "policy.layout")
+"""Modules whose import must stay quick."""
+
+
+def imports(module: str, *, whole: bool = True) -> Iterator[str]:
+    """Modules that ``module`` imports: ours resolved to files that exist, others by their name.
+
+    ``whole=False`` leaves out what functions import when called and what only the type checker sees.
+    """
+    pending: list[ast.AST] = [ast.parse(MODULES[module].read_text(encoding="utf-8"))]
+    while pending:
+        node = pending.pop()
+        if not whole and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not whole:
+            pending.extend(node.orelse)
+            continue
+        pending.extend(ast.iter_child_nodes(node))
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{module}: relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (name if name in MODULES else node.module for name in names)
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+@pytest.mark.parametrize("room", sorted(p.name for p in PACKAGE.iterdir() if (p / "__init__.py").exists()))
+def test_a_room_imports_only_what_it_may(room):
+    assert room in MAY_IMPORT, "a new room: say in MAY_IMPORT what it may import"
+    allowed = {room, "config", "platform"} | MAY_IMPORT[room]
+    wrong = [
+        f"{module} imports {target}"
+        for module in MODULES
+        if room_of(module) == room
+        for target in imports(module)
+        if target.startswith("megatron_fleet.")
+        and not any(f"{target}.".startswith(f"megatron_fleet.{name}.") for name in allowed)
+    ]
+    assert wrong == []
+
+
+def closure(*starts: str) -> dict[str, str]:
+    """Every module that importing ``starts`` (rooms or modules) imports → one module that asks for it."""
+    pending = [m for m in MODULES for s in starts if f"{m}.".startswith(f"megatron_fleet.{s}.")]
+    assert pending
+    reached = dict.fromkeys(pending, "")
+    while pending:
+        module = pending.pop()
+        for target in imports(module, whole=False):
+            if target not in reached:
+                reached[target] = module
+                if target in MODULES:
+                    pending.append(target)
+    return reached
+
+
+def test_the_episode_side_needs_nothing_of_the_engine_environment():
+    reached = closure(*EPISODE_SIDE)
+    wrong = [f"{who} imports {m}" for m, who in reached.items() if m.split(".")[0] in NOT_IN_EPISODE_ENVIRONMENT]
+    assert wrong == []
+
+
+def test_light_modules_import_nothing_heavy():
+    names = [m for m in MODULES for s in LIGHT if f"{m}.".startswith(f"megatron_fleet.{s}.")]
+    program = f"import sys, {', '.join(names)}\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    loaded = {name.split(".")[0] for name in done.stdout.split()}
+    assert loaded & {"torch", "vllm", "ray", "transformers", "megatron", "hydra"} == set()
+
+
+def python_files() -> list[Path]:
+    return [
+        f
+        for top in ("megatron_fleet", "tests", "requirements", "benchmarks", "tools")
+        for f in (ROOT / top).rglob("*.py")
+    ]
+
+
+def test_files_are_short():
+    lengths = {f: len(f.read_text(encoding="utf-8").splitlines()) for f in python_files()}
+    assert {str(f.relative_to(ROOT)): n for f, n in lengths.items() if n > MAX_FILE_LINES} == {}
+
+
+def test_functions_are_short():
+    long = [
+        f"{module}.{node.name}: {length} lines"
+        for module, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (length := (node.end_lineno or 0) - node.lineno + 1) > MAX_FUNCTION_LINES
+    ]
+    assert long == []
+
+
+def test_test_files_have_different_names():
+    names = [f.name for f in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted({n for n in names if names.count(n) > 1}) == []
+
+
+def text_files() -> Iterator[Path]:
+    generated = {".git", ".venv", "runs", "megatron_fleet.egg-info", "__pycache__"}
+    for folder, folders, names in os.walk(ROOT):
+        folders[:] = [f for f in folders if f not in generated and not f.endswith("_cache") and f != ".hypothesis"]
+        for name in names:
+            path = Path(folder, name)
+            if path != Path(__file__) and path.suffix not in {".safetensors", ".png", ".pyc"}:
+                yield path
+
+
+def test_nothing_belongs_to_one_machine():
+    places = re.compile(
+        r"(?<![\w.])/(work|root|opt|home/\w+)/\w|pypi\.org|pythonhosted|index-url (?!https://download\.pytorch)"
+    )
+    wrong = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()[:80]}"
+        for path in text_files()
+        for number, line in enumerate(path.read_text(encoding="utf-8", errors="ignore").splitlines(), 1)
+        if places.search(line)
+    ]
+    assert wrong == []
