@@ -137,16 +137,19 @@ class EngineActor:
 
     async def _run(self, prompt: list[int], params: VllmParams) -> RequestOutput:
         """Raises EngineLost when the engine is gone, ValueError for a request it refuses."""
-        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+        from vllm.exceptions import VLLMClientError, VLLMServerError
+        from vllm.inputs.engine import tokens_input
 
         if self._unusable is not None:
             raise EngineLost(self._unusable)
         try:
-            async for output in self._llm.generate({"prompt_token_ids": prompt}, params, str(next(self._numbers))):
+            async for output in self._llm.generate(tokens_input(prompt), params, str(next(self._numbers))):
                 last = output
             return last
-        except (EngineDeadError, EngineGenerateError) as error:
-            raise EngineLost(f"the engine died: {error.__cause__ or error}") from error
+        except VLLMClientError as error:
+            raise ValueError(str(error)) from error
+        except VLLMServerError as error:
+            raise EngineLost(f"the engine failed: {error.__cause__ or error}") from error
 
     async def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Log-probs of given tokens under the current weights at temperature 1.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -81,7 +82,9 @@ class EngineServer:
             result = await self._generate(prompt, params)
             ids, logprobs = wire.ids_to_bytes(result.token_ids), wire.floats_to_bytes(result.logprobs)
             writer.write(wire.pack("done", number, ids, logprobs, result.finish_reason, result.versions))
-        except EngineLost as error:
-            writer.write(wire.pack("lost", number, str(error)))
         except ValueError as error:
             writer.write(wire.pack("refused", number, str(error)))
+        except Exception as error:  # the client must hear of it, whatever it is, or it would wait for its deadline
+            if not isinstance(error, EngineLost):
+                traceback.print_exc()
+            writer.write(wire.pack("lost", number, str(error) or type(error).__name__))

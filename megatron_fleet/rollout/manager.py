@@ -192,6 +192,9 @@ class RolloutManager:
             restarts=sum(slot.restarts.count for slot in [*self._engines, *self._workers]),
         )
 
+    async def endpoints(self) -> list[str]:
+        return [engine.endpoint for engine in self._engines]
+
     async def processes(self) -> list[int]:
         """Pids of all engine processes."""
         pids = await asyncio.gather(*(e.call("processes", timeout_s=CALL_TIMEOUT_S) for e in self._engines))

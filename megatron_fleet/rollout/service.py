@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from megatron_fleet.agents.engine import Engine
 from megatron_fleet.config.schema import Config
 from megatron_fleet.rollout import ray_local
+from megatron_fleet.rollout.engine_client import connect
 from megatron_fleet.rollout.janitor import MARK, Janitor
 from megatron_fleet.rollout.requests import CollectRequest, CollectResult, Progress, RolloutStats
 
@@ -33,6 +35,7 @@ class RolloutService:
         self._logs = out.resolve() / "logs"
         self._episode_python = episode_python
         self._run_id = secrets.token_hex(4)
+        self._token = secrets.token_hex(32)
         self._cleanup = contextlib.ExitStack()
         self._manager: Any = None
         self._starting: list[Any] = []
@@ -76,7 +79,7 @@ class RolloutService:
             logs=self._logs,
             episode_python=self._episode_python,
             cuda=torch.cuda.is_available(),
-            token=secrets.token_hex(32),
+            token=self._token,
             env_vars=env_vars,
         )
         options = {
@@ -124,6 +127,12 @@ class RolloutService:
         """Engine log-probs of ``sequences`` (int32 ``[T]``) at temperature 1: float32 ``[T]``, 0 at position 0."""
         self.wait_ready()
         return self._get(self._manager.score.remote(list(sequences)), self._config.rollout.engine.request_timeout_s)
+
+    def engine(self) -> Engine:
+        """The engines themselves, for requests outside any episode."""
+        self.wait_ready()
+        endpoints = self._get(self._manager.endpoints.remote())
+        return connect(endpoints, self._token, self._config.rollout.engine.request_timeout_s)
 
     def stats(self) -> RolloutStats:
         self.wait_ready()

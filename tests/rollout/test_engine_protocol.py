@@ -22,7 +22,7 @@ def params(max_tokens: int = 4, temperature: float = 1.0) -> SamplingParams:
 
 
 class Echo:
-    """Answers with the reversed prompt; a prompt that starts with 0 never ends, with 1 is refused, with 2 is lost."""
+    """Answers with the reversed prompt; a prompt that starts with 0 never ends, with 1 is refused, 2 and 3 fail."""
 
     def __init__(self, name: int = 0):
         self.name = name
@@ -41,6 +41,8 @@ class Echo:
             raise ValueError("prompt too long")
         if prompt[0] == 2:
             raise EngineLost("core died")
+        if prompt[0] == 3:
+            raise ZeroDivisionError
         ids = np.array(prompt[::-1], np.int32)
         return Generation(ids, -ids.astype(np.float32) / 3, "stop", ((self.name, 0, len(ids)),))
 
@@ -69,8 +71,8 @@ async def test_everything_arrives_as_sent():
 async def test_answers_find_their_requests_when_many_share_a_connection():
     async with serving(Echo()) as (_, endpoint):
         engine = connect([endpoint], TOKEN, 5)
-        results = await asyncio.gather(*(engine.generate([i, i + 1], params(), str(i)) for i in range(3, 300)))
-    assert [r.token_ids.tolist() for r in results] == [[i + 1, i] for i in range(3, 300)]
+        results = await asyncio.gather(*(engine.generate([i, i + 1], params(), str(i)) for i in range(4, 300)))
+    assert [r.token_ids.tolist() for r in results] == [[i + 1, i] for i in range(4, 300)]
 
 
 @pytest.mark.parametrize("token", ["", "wrong", "secret2"])
@@ -123,6 +125,8 @@ async def test_refused_and_lost_are_told_apart():
             await pool.generate([1], params(), "a")
         with pytest.raises(EngineLost, match="core died"):
             await pool.generate([2], params(), "a")
+        with pytest.raises(EngineLost, match="ZeroDivisionError"):
+            await pool.generate([3], params(), "a")
 
 
 async def test_requests_wait_for_an_engine_that_is_not_open_yet():

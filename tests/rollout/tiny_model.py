@@ -1,18 +1,23 @@
-"""A random Qwen3 HF folder, small enough to serve in a test."""
+"""A random Qwen3 HF folder with a tokenizer, small enough to serve in a test."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+VOCABULARY = 512
 
-def write_tiny_model(folder: Path, seed: int, tied: bool = True, vocab: int = 512) -> Path:
+
+def write_tiny_model(folder: Path, seed: int, tied: bool = True) -> Path:
     """float32 weights scaled up, so that greedy continuations of two seeds differ at once."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
+    from megatron_fleet.agents.tokenizer import train_tokenizer
+
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=vocab, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, max_position_embeddings=2048, tie_word_embeddings=tied,
         eos_token_id=2, pad_token_id=0, bos_token_id=None,
     )  # fmt: skip
@@ -21,4 +26,21 @@ def write_tiny_model(folder: Path, seed: int, tied: bool = True, vocab: int = 51
         if parameter.ndim >= 2:
             parameter.data.normal_(0, 0.3 if "embed" in name else 0.1)
     model.to(torch.float32).save_pretrained(folder)
+    train_tokenizer(["a small corpus for a small model; the bytes are enough"] * 4, VOCABULARY, folder)
     return folder
+
+
+def greedy_continuation(folder: Path, prompts: Sequence[list[int]], tokens: int) -> list[list[int]]:
+    """What transformers says, greedily, with the weights in ``folder``."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    said = []
+    for prompt in prompts:
+        ids = model.generate(
+            torch.tensor([prompt]), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, eos_token_id=None,
+            pad_token_id=0,
+        )  # fmt: skip
+        said.append(ids[0, len(prompt) :].tolist())
+    return said

@@ -1,0 +1,17 @@
+"""What the tests of whole rollouts share."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def episode_python() -> Path:
+    """The episode environment's interpreter, beside this one."""
+    python = Path(sys.prefix).parent / "episode" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("needs the episode environment; run setup.sh")
+    return python
