@@ -39,7 +39,11 @@ def write_config(folder: Path, **changes: Any) -> Path:
 
 
 def make_config(
-    model: Path, parallel: Parallel | None = None, row_tokens: int = ROW_TOKENS, **optimizer: Any
+    model: Path,
+    parallel: Parallel | None = None,
+    row_tokens: int = ROW_TOKENS,
+    temperature: float = 0.8,
+    **optimizer: Any,
 ) -> Config:
     return Config.model_validate(
         {
@@ -55,7 +59,7 @@ def make_config(
                 "prompts_per_step": 2,
                 "samples_per_prompt": 2,
                 "max_context": 128,
-                "sampling": {"temperature": 0.8, "max_tokens_per_turn": 16, "max_turns": 2},
+                "sampling": {"temperature": temperature, "max_tokens_per_turn": 16, "max_turns": 2},
             },
             "data": {"tasks": "embedded"},
         }

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("megatron.core")
+pytest.importorskip("megatron_fleet.policy.megatron")
 
 import numpy as np
 import torch

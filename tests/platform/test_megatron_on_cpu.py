@@ -1,0 +1,109 @@
+"""Megatron-Core works without CUDA, and nobody else notices."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron_fleet.policy.megatron")
+
+no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in is for hosts without CUDA")
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.strip()
+
+
+@no_cuda
+def test_only_megatron_sees_another_torch():
+    code = """
+import torch
+before = dict(vars(torch)), dict(vars(torch.cuda)), dict(vars(torch.Tensor))
+import megatron_fleet.platform.megatron
+import megatron.core.parallel_state as inside
+assert inside.torch is not torch and inside.torch.Tensor is torch.Tensor
+assert inside.torch.zeros(2, device="cuda").device.type == "cpu"
+assert inside.torch.cuda.current_device() == torch.device("cpu")
+for module, old in zip((torch, torch.cuda, torch.Tensor), before):
+    changed = [n for n, v in old.items() if getattr(module, n, None) is not v and vars(module).get(n) is not v]
+    assert not changed, changed
+for call in (torch.cuda.current_device, lambda: torch.zeros(1).cuda(), lambda: torch.zeros(1, device="cuda")):
+    try:
+        call()
+    except (AssertionError, RuntimeError):
+        pass
+    else:
+        raise SystemExit("CUDA answered outside Megatron")
+print("ok")
+"""
+    assert run(code) == "ok"
+
+
+@no_cuda
+def test_too_late_is_said():
+    code = """
+import sys, types
+sys.modules["megatron.core"] = types.ModuleType("megatron.core")
+try:
+    import megatron_fleet.platform.megatron
+except RuntimeError as e:
+    print(e)
+"""
+    assert "imported before" in run(code)
+
+
+@no_cuda
+def test_cuda_calls_are_answered_only_inside():
+    from megatron_fleet.platform.megatron.on_cpu import cuda_calls_answered
+
+    tensor = torch.zeros(2)
+    with cuda_calls_answered():
+        assert tensor.cuda() is tensor
+        assert tensor.type() == "torch.cuda.FloatTensor"
+        assert tensor.type(torch.float64).dtype == torch.float64
+    assert tensor.type() == "torch.FloatTensor"
+
+
+def test_adam_equals_torch():
+    from megatron_fleet.platform.megatron.adam import FusedAdam
+
+    torch.manual_seed(0)
+    settings = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+    mine, theirs = ([torch.nn.Parameter(torch.ones(3, 4)), torch.nn.Parameter(torch.ones(5))] for _ in range(2))
+    a, b = FusedAdam(mine, **settings), torch.optim.AdamW(theirs, **settings)
+    for _ in range(5):
+        for x, y in zip(mine, theirs, strict=True):
+            x.grad = torch.randn_like(x)
+            y.grad = x.grad.clone()
+        a.step()
+        b.step()
+    for x, y in zip(mine, theirs, strict=True):
+        assert torch.equal(x, y)
+    assert a.param_groups[0]["step"] == 5 and a.state[mine[0]].keys() == {"exp_avg", "exp_avg_sq"}
+
+
+def test_packed_attention_is_attention_of_each_sequence():
+    import megatron_fleet.platform.megatron.attention as attention
+
+    torch.manual_seed(0)
+    lengths, filler = (5, 9, 1), 3
+    q = torch.randn(18, 4, 8, requires_grad=True)
+    k, v = (torch.randn(18, 2, 8, requires_grad=True) for _ in range(2))
+    core = attention.PackedAttention(None, 1)
+    out = core(q, k, v, packed_seq_params=attention.RowParams(lengths=lengths, filler=filler))
+    assert out.shape == (18, 32) and not out[15:].any()
+    start = 0
+    for n in lengths:
+        a, b, c = (x[start : start + n].transpose(0, 1) for x in (q, k, v))
+        b, c = (x.repeat_interleave(2, 0) for x in (b, c))
+        scores = (a @ b.transpose(1, 2) / 8**0.5).masked_fill(~torch.ones(n, n).tril().bool(), -torch.inf)
+        expected = (scores.softmax(-1) @ c).transpose(0, 1).reshape(n, -1)
+        torch.testing.assert_close(out[start : start + n], expected, rtol=1e-5, atol=1e-5)
+        start += n
+    out.sum().backward()
+    assert not k.grad[15:].any() and v.grad[:15].any()
