@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 import traceback
@@ -103,12 +104,24 @@ def _train(args: argparse.Namespace) -> int:
         print(describe(config))
         return 0
     if "RANK" in os.environ:
-        from megatron_fleet.train import main as train
-
-        return train(config)
+        return _be_rank(config)
     from megatron_fleet.launcher import launch
 
     return launch(config)
+
+
+def _be_rank(config: Config) -> int:
+    from megatron_fleet.exchange import DriverFailed
+    from megatron_fleet.launcher import ECHO_STATUS
+    from megatron_fleet.train import main as train
+
+    # As an exception, SIGTERM closes the engines, Ray and the environment server on its way out.
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+    try:
+        return train(config)
+    except DriverFailed as error:
+        print(f"stopped because rank 0 failed: {error}", file=sys.stderr)
+        return ECHO_STATUS
 
 
 def _load(args: argparse.Namespace) -> Config:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -26,6 +26,11 @@ STOP_DEADLINE_S = 120.0
 """After the user's signal: time for the ranks to finish what they must and to stop Ray and the servers."""
 FAILURE_DEADLINE_S = 15.0
 """After one rank died: the others hang in a collective that will never complete, so waiting longer helps nobody."""
+USER_ERROR_STATUS = 2
+ECHO_STATUS = 3
+"""Exit status of a rank that only stopped because rank 0 failed."""
+STRAGGLERS_S = 1.0
+"""After a bad end: time for the services of a dead rank to tidy up behind it."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -50,7 +55,7 @@ def launch(config: Config, command: Callable[[Path], list[str]] = rank_command) 
         ranks.start(command(config_file), config.parallel.world_size, config.policy.threads)
         return ranks.wait()
     finally:
-        ranks.kill()
+        ranks.close()
         for number, handler in previous.items():
             signal.signal(number, handler)
 
@@ -81,7 +86,7 @@ class _Ranks:
     def _spawn(self, command: list[str], rank: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
         # A session of its own keeps the terminal's Ctrl-C away from the rank: it hears it once, from us.
         with ExitStack() as stack:
-            log = None if rank == 0 else stack.enter_context(open(self.log_of(rank), "wb"))
+            log = None if rank == 0 else stack.enter_context(open(self.log_of(rank), "ab"))
             return subprocess.Popen(
                 command,
                 env=environment,
@@ -96,7 +101,7 @@ class _Ranks:
         return self.logs / f"rank_{rank}.log"
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
-        # Only noted here: reaping inside a handler could deadlock with the reaping it interrupted.
+        # Only noted here; the loop in `wait` acts.
         self.received.append(number)
 
     def wait(self) -> int:
@@ -104,20 +109,22 @@ class _Ranks:
         failed: int | None = None
         deadline: float | None = None
         while None in [_status(p) for p in self.processes]:
+            failed = self._failure(failed)
             if deadline is None and self.received:
                 self._send(self.received[0])
                 deadline = time.monotonic() + STOP_DEADLINE_S
-            elif deadline is None and (failed := self._first_failure()) is not None:
-                self._send(signal.SIGTERM)
+            elif deadline is None and failed is not None:
                 deadline = time.monotonic() + FAILURE_DEADLINE_S
+                if not self._rank_0_will_tell(failed):
+                    self._send(signal.SIGTERM)
             if len(self.received) > 1 or (deadline is not None and time.monotonic() > deadline):
-                self.kill()
+                self._send(signal.SIGKILL)
             time.sleep(POLL_S)
         if self.received:
             name = "Ctrl-C" if self.received[0] == signal.SIGINT else "SIGTERM"
             print(f"mfleet: stopped by {name}; the same command goes on from the newest checkpoint.", file=sys.stderr)
             return 128 + self.received[0]
-        failed = self._first_failure() if failed is None else failed
+        failed = self._failure(failed)
         if failed is not None:
             return self._explain(failed)
         print(f"mfleet: done; the outputs are in {self.logs.parent}", file=sys.stderr)
@@ -126,20 +133,35 @@ class _Ranks:
     def _send(self, number: int) -> None:
         for process in self.processes:
             if _status(process) is None:
-                process.send_signal(number)
+                os.kill(process.pid, number)  # not Popen.send_signal, which may reap
 
-    def kill(self) -> None:
-        """End what is left, with everything the ranks started in their own process groups."""
+    def close(self) -> None:
+        """End what is left: the ranks, then what a rank started and did not end, which is all in its process group.
+
+        The ranks are reaped last, so that no group's id can have passed to somebody else.
+        """
+        self._send(signal.SIGKILL)
+        if any(_status(process) != 0 for process in self.processes):
+            time.sleep(STRAGGLERS_S)
         for process in self.processes:
-            if _status(process) is None:
-                _kill_group(process.pid)
-                process.wait()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
-    def _first_failure(self) -> int | None:
-        return next((rank for rank, p in enumerate(self.processes) if _status(p) not in (None, 0)), None)
+    def _failure(self, known: int | None) -> int | None:
+        """The rank to blame: the first that failed, or rank 0 when that one's failure may be its echo."""
+        failed = [rank for rank, p in enumerate(self.processes) if _status(p) not in (None, 0)]
+        if known is None:
+            return failed[0] if failed else None
+        own_end = 0 in failed and (_status(self.processes[0]) or 0) > 0
+        return 0 if own_end and self._rank_0_will_tell(known) else known
+
+    def _rank_0_will_tell(self, rank: int) -> bool:
+        """Bad input is found by every rank, and a failed rank 0 sends the others away before it is through itself."""
+        return rank > 0 and _status(self.processes[rank]) in (USER_ERROR_STATUS, ECHO_STATUS)
 
     def _explain(self, rank: int) -> int:
-        status = self.processes[rank].returncode
+        status = _status(self.processes[rank]) or 0
         if status < 0:
             how = f"was killed by {signal.Signals(-status).name}"
         else:
@@ -155,21 +177,13 @@ class _Ranks:
 
 
 def _status(process: subprocess.Popen[bytes]) -> int | None:
-    """Exit status, ``None`` while it runs.
-
-    When it has ended, the stragglers of its group are killed first, while its zombie still holds the group's id.
-    """
-    if process.returncode is None and os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-        _kill_group(process.pid)
-        process.wait()
-    return process.returncode
-
-
-def _kill_group(group: int) -> None:
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        return  # its last member has just gone
+    """Exit status (negative: the signal), ``None`` while it runs. Does not reap."""
+    if process.returncode is not None:
+        return process.returncode
+    end = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if end is None:
+        return None
+    return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
 
 
 def _die_with_parent() -> Callable[[], None]:
