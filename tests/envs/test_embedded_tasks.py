@@ -99,7 +99,7 @@ def test_demonstrations_are_deterministic_and_mistakes_are_choices():
         words = _words(task.prompt) | set(task.env_variables.values())
         for turn, shown in again.turns:
             text = turn.text if isinstance(turn, Answer) else " ".join(map(str, turn.arguments.values()))
-            assert _words(text) <= words | {"done", "status", "agent", "closed", "pending", "frozen", "active"}
+            assert _words(text) <= words | {"done", "status", "agent", "closed", "pending"}
             words |= _words(shown.content) if shown else set()
         assert right.reward == 1
 

@@ -52,7 +52,7 @@ def test_tickets_refusals(session):
     opened = one(session, "SELECT id FROM tickets WHERE status = 'open'")
     busy = one(session, "SELECT id FROM agents WHERE state = 'busy'")
     session.world.db.execute("UPDATE tickets SET agent = 'none' WHERE id = ?", (opened,))
-    fails(session, "execution_error", "no ticket T-1", "get_ticket", id="T-1")
+    fails(session, "execution_error", "no ticket T1", "get_ticket", id="T1")
     fails(session, "execution_error", f"{closed} is closed", "update_ticket", id=closed, field="priority", value="low")
     fails(session, "execution_error", f"{busy} is busy", "update_ticket", id=opened, field="agent", value=busy)
     fails(session, "execution_error", "no agent Bob", "update_ticket", id=opened, field="agent", value="Bob")
@@ -67,13 +67,13 @@ def test_tickets_refusals(session):
 @pytest.mark.parametrize("session", ["booking"], indirect=True)
 def test_booking_refusals(session):
     user = session.world.variables["LOGGED_IN_USER"]
-    id, room, date, slot, guest = session.world.query("SELECT * FROM bookings WHERE guest != ?", user)[0]
-    fails(session, "execution_error", f"{room} is taken", "book_room", room=room, date=date, slot=slot)
-    fails(session, "execution_error", "no room R-1", "book_room", room="R-1", date=date, slot=slot)
-    fails(session, "execution_error", "no bookings on 1999", "book_room", room=room, date="1999-01-01", slot=slot)
-    fails(session, "invalid_args", "midnight", "book_room", room=room, date=date, slot="midnight")
+    id, room, day, slot, guest = session.world.query("SELECT * FROM bookings WHERE guest != ?", user)[0]
+    fails(session, "execution_error", f"{room} is taken", "book_room", room=room, day=day, slot=slot)
+    fails(session, "execution_error", "no room R1", "book_room", room="R1", day=day, slot=slot)
+    fails(session, "execution_error", "no bookings on sunday", "book_room", room=room, day="sunday", slot=slot)
+    fails(session, "execution_error", "no slot midnight", "book_room", room=room, day=day, slot="midnight")
     fails(session, "execution_error", f"belongs to {guest}", "cancel_booking", id=id)
-    fails(session, "execution_error", "no booking", "cancel_booking", id="B-1")
+    fails(session, "execution_error", "no booking", "cancel_booking", id="B1")
 
 
 @pytest.mark.parametrize("session", ["ledger"], indirect=True)
@@ -97,5 +97,4 @@ def test_ledger_refusals(session):
     fails(session, "execution_error", f"{frozen} is frozen", "transfer", source=mine, target=frozen, amount=1)
     fails(session, "execution_error", f"{frozen} is frozen", "pay_invoice", invoice=unpaid, account=frozen)
     fails(session, "execution_error", f"{paid} is paid", "pay_invoice", invoice=paid, account=mine)
-    fails(session, "execution_error", f"belongs to {owner}", "set_account", account=theirs, status="frozen")
     fails(session, "invalid_args", "source is target", "transfer", source=mine, target=mine, amount=1)

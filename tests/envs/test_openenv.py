@@ -118,7 +118,7 @@ async def test_tool_failures_are_observations(url):
         (ToolCall("list_accounts", "Ana"), "invalid_args"),
         (ToolCall("rob_bank", {}), "tool_not_found"),
         (ToolCall("submit_final_answer", {"answer": "1"}), "tool_not_found"),
-        (ToolCall("pay_invoice", {"invoice": "I-1", "account": "\ud800"}), "execution_error"),
+        (ToolCall("pay_invoice", {"invoice": "I1", "account": "\ud800"}), "execution_error"),
     ):
         shown = await environment.step(call)
         assert (shown.error.kind, shown.content, shown.done) == (kind, "", False)

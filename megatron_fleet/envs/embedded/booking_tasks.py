@@ -14,12 +14,12 @@ Fields = dict[str, Any] | None
 
 
 def _room(world: World, rng: random.Random) -> dict[str, Any]:
-    """A random room on a random date: how it is told, its id, and who has it when."""
+    """A random room on a random day: how it is told, its id, and who has it when."""
     id, city, kind, seats = rng.choice(world.query("SELECT id, city, kind, seats FROM rooms"))
-    (date,) = rng.choice(world.query("SELECT DISTINCT date FROM bookings"))
-    guests = dict(world.query("SELECT slot, guest FROM bookings WHERE room = ? AND date = ?", id, date))
+    (day,) = rng.choice(world.query("SELECT DISTINCT day FROM bookings"))
+    guests = dict(world.query("SELECT slot, guest FROM bookings WHERE room = ? AND day = ?", id, day))
     free = [slot for slot in SLOTS if slot not in guests]
-    return {"id": id, "city": city, "kind": kind, "seats": seats, "date": date, "guests": guests, "free": free}
+    return {"id": id, "city": city, "kind": kind, "seats": seats, "day": day, "guests": guests, "free": free}
 
 
 def _told(room: dict[str, Any], *names: str, **more: str) -> dict[str, Any]:
@@ -45,15 +45,15 @@ def solve_seats(c: Choices, city: str, kind: str) -> Steps[str]:
 def make_book(world: World, rng: random.Random, goal: Goal) -> Fields:
     room = _room(world, rng)
     slot = rng.choice(room["free"])
-    goal.insert("bookings", room["id"], room["date"], slot, world.variables["LOGGED_IN_USER"])
-    return _told(room, "date", slot=slot)
+    goal.insert("bookings", room["id"], room["day"], slot, world.variables["LOGGED_IN_USER"])
+    return _told(room, "day", slot=slot)
 
 
-def solve_book(c: Choices, city: str, kind: str, date: str, slot: str) -> Steps[str]:
+def solve_book(c: Choices, city: str, kind: str, day: str, slot: str) -> Steps[str]:
     rows = yield from c.look("find_rooms", city=city)
     if not c.forgets():
         yield from c.act_on(
-            rows, {"kind": kind}, lambda r: ToolCall("book_room", {"room": r["id"], "date": date, "slot": slot})
+            rows, {"kind": kind}, lambda r: ToolCall("book_room", {"room": r["id"], "day": day, "slot": slot})
         )
     return DONE
 
@@ -62,12 +62,12 @@ def make_guest(world: World, rng: random.Random, goal: Goal) -> Fields:
     room = _room(world, rng)
     slot = rng.choice(sorted(room["guests"]))
     goal.answer = room["guests"][slot]
-    return _told(room, "date", slot=slot)
+    return _told(room, "day", slot=slot)
 
 
-def solve_guest(c: Choices, city: str, kind: str, date: str, slot: str) -> Steps[str]:
+def solve_guest(c: Choices, city: str, kind: str, day: str, slot: str) -> Steps[str]:
     room = yield from _find(c, city, kind)
-    slots = yield from c.look("room_slots", room=room["id"], date=date)
+    slots = yield from c.look("room_slots", room=room["id"], day=day)
     return c.row(slots, slot=slot)["guest"]
 
 
@@ -75,18 +75,18 @@ def make_book_free(world: World, rng: random.Random, goal: Goal) -> Fields:
     room = _room(world, rng)
     if len(room["free"]) != 1:
         return None
-    goal.insert("bookings", room["id"], room["date"], room["free"][0], world.variables["LOGGED_IN_USER"])
+    goal.insert("bookings", room["id"], room["day"], room["free"][0], world.variables["LOGGED_IN_USER"])
     goal.answer = room["free"][0]
-    return _told(room, "date")
+    return _told(room, "day")
 
 
-def solve_book_free(c: Choices, city: str, kind: str, date: str) -> Steps[str]:
+def solve_book_free(c: Choices, city: str, kind: str, day: str) -> Steps[str]:
     room = yield from _find(c, city, kind)
-    slots = yield from c.look("room_slots", room=room["id"], date=date)
+    slots = yield from c.look("room_slots", room=room["id"], day=day)
     booked = yield from c.act_on(
         slots,
         {"guest": "free"},
-        lambda r: ToolCall("book_room", {"room": room["id"], "date": date, "slot": r["slot"]}),
+        lambda r: ToolCall("book_room", {"room": room["id"], "day": day, "slot": r["slot"]}),
     )
     return c.value(booked["slot"], [r["slot"] for r in slots if r is not booked])
 
@@ -99,51 +99,51 @@ def make_fallback(world: World, rng: random.Random, goal: Goal) -> Fields:
     else:
         slot = first = rng.choice(room["free"])
         second = rng.choice([s for s in SLOTS if s != first])
-    goal.insert("bookings", room["id"], room["date"], slot, world.variables["LOGGED_IN_USER"])
-    return _told(room, "date", slot=first, other=second)
+    goal.insert("bookings", room["id"], room["day"], slot, world.variables["LOGGED_IN_USER"])
+    return _told(room, "day", slot=first, other=second)
 
 
-def solve_fallback(c: Choices, city: str, kind: str, date: str, slot: str, other: str) -> Steps[str]:
+def solve_fallback(c: Choices, city: str, kind: str, day: str, slot: str, other: str) -> Steps[str]:
     room = yield from _find(c, city, kind)
-    slots = yield from c.look("room_slots", room=room["id"], date=date)
+    slots = yield from c.look("room_slots", room=room["id"], day=day)
     free = any(r == {"slot": slot, "guest": "free"} for r in slots)
-    yield from c.act("book_room", room=room["id"], date=date, slot=slot if c.holds(free) else other)
+    yield from c.act("book_room", room=room["id"], day=day, slot=slot if c.holds(free) else other)
     return DONE
 
 
 def _own_booking(world: World, rng: random.Random) -> tuple[str, str, str]:
-    """Id, room and date of one of the user's bookings; the date names it."""
+    """Id, room and day of one of the user's bookings; the day names it."""
     user = world.variables["LOGGED_IN_USER"]
-    return rng.choice(world.query("SELECT id, room, date FROM bookings WHERE guest = ?", user))
+    return rng.choice(world.query("SELECT id, room, day FROM bookings WHERE guest = ?", user))
 
 
 def make_cancel(world: World, rng: random.Random, goal: Goal) -> Fields:
-    id, _, date = _own_booking(world, rng)
+    id, _, day = _own_booking(world, rng)
     goal.delete("bookings", id)
-    return {"date": date}
+    return {"day": day}
 
 
-def solve_cancel(c: Choices, date: str) -> Steps[str]:
+def solve_cancel(c: Choices, day: str) -> Steps[str]:
     rows = yield from c.look("my_bookings")
-    booking = c.row(rows, date=date)
+    booking = c.row(rows, day=day)
     yield from c.act("cancel_booking", id=booking["id"])
     return DONE
 
 
 def make_move(world: World, rng: random.Random, goal: Goal) -> Fields:
-    id, room, date = _own_booking(world, rng)
-    taken = {slot for (slot,) in world.query("SELECT slot FROM bookings WHERE room = ? AND date = ?", room, date)}
+    id, room, day = _own_booking(world, rng)
+    taken = {slot for (slot,) in world.query("SELECT slot FROM bookings WHERE room = ? AND day = ?", room, day)}
     slot = rng.choice([s for s in SLOTS if s not in taken])
     goal.delete("bookings", id)
-    goal.insert("bookings", room, date, slot, world.variables["LOGGED_IN_USER"])
-    return {"date": date, "slot": slot}
+    goal.insert("bookings", room, day, slot, world.variables["LOGGED_IN_USER"])
+    return {"day": day, "slot": slot}
 
 
-def solve_move(c: Choices, date: str, slot: str) -> Steps[str]:
+def solve_move(c: Choices, day: str, slot: str) -> Steps[str]:
     rows = yield from c.look("my_bookings")
-    booking = c.row(rows, date=date)
+    booking = c.row(rows, day=day)
     yield from c.do("cancel_booking", id=booking["id"])
-    yield from c.act("book_room", room=booking["room"], date=booking["date"], slot=slot)
+    yield from c.act("book_room", room=booking["room"], day=booking["day"], slot=slot)
     return DONE
 
 
@@ -161,14 +161,14 @@ TYPES = (
     TaskType(
         "book",
         1,
-        ("Book the {kind} room in {city} for {date} {slot}.", "I need the {kind} room in {city} on {date} {slot}."),
+        ("Book the {kind} room in {city} for {day} {slot}.", "I need the {kind} room in {city} on {day} {slot}."),
         make_book,
         solve_book,
     ),
     TaskType(
         "cancel",
         1,
-        ("Cancel my booking of {date}.", "I can not come on {date}, cancel my booking."),
+        ("Cancel my booking of {day}.", "I can not come on {day}, cancel my booking."),
         make_cancel,
         solve_cancel,
     ),
@@ -176,8 +176,8 @@ TYPES = (
         "guest",
         2,
         (
-            "Who has the {kind} room in {city} on {date} {slot}? Answer with the name.",
-            "Answer with the name of the guest who has the {kind} room in {city} on {date} {slot}.",
+            "Who has the {kind} room in {city} on {day} {slot}? Answer with the name.",
+            "Answer with the name of the guest who has the {kind} room in {city} on {day} {slot}.",
         ),
         make_guest,
         solve_guest,
@@ -186,8 +186,8 @@ TYPES = (
         "move",
         2,
         (
-            "Move my booking of {date} to the {slot}, same room.",
-            "My booking of {date} must be in the {slot}, same room.",
+            "Move my booking of {day} to the {slot}, same room.",
+            "My booking of {day} must be in the {slot}, same room.",
         ),
         make_move,
         solve_move,
@@ -196,8 +196,8 @@ TYPES = (
         "fallback",
         3,
         (
-            "Book the {kind} room in {city} for {date} {slot}. If that is taken, book the {other}.",
-            "I need the {kind} room in {city} on {date} {slot}, or {other} if that is taken.",
+            "Book the {kind} room in {city} for {day} {slot}. If that is taken, book the {other}.",
+            "I need the {kind} room in {city} on {day} {slot}, or {other} if that is taken.",
         ),
         make_fallback,
         solve_fallback,
@@ -206,8 +206,8 @@ TYPES = (
         "book_free",
         3,
         (
-            "Book the {kind} room in {city} on {date} when it is free. Answer with the slot.",
-            "I need the {kind} room in {city} on {date}, whenever it is free. Answer with the slot.",
+            "Book the {kind} room in {city} on {day} when it is free. Answer with the slot.",
+            "I need the {kind} room in {city} on {day}, whenever it is free. Answer with the slot.",
         ),
         make_book_free,
         solve_book_free,

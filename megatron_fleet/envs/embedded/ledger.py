@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any, ClassVar
 
-from megatron_fleet.envs.embedded.world import INTEGER, PEOPLE, TEXT, ToolFailure, World, fresh_ids, one_of, table, tool
+from megatron_fleet.envs.embedded.world import INTEGER, PEOPLE, TEXT, ToolFailure, World, fresh_ids, table, tool
 
 KINDS = ("daily", "savings", "travel", "tax", "joint", "gift")
 VENDORS = ("Acme", "Nova", "Orbit", "Delta", "Pixel", "Zenith", "Lumen", "Fjord")
@@ -67,26 +67,16 @@ class Ledger(World):
         bill = self.row("invoices", invoice, "invoice")
         if bill["status"] == "paid":
             raise ToolFailure(f"{invoice} is paid")
-        self._own(account, bill["amount"])
-        self.db.execute("UPDATE accounts SET balance = balance - ? WHERE id = ?", (bill["amount"], account))
+        left = self._own(account, bill["amount"])["balance"] - bill["amount"]
+        self.db.execute("UPDATE accounts SET balance = ? WHERE id = ?", (left, account))
         self.db.execute("UPDATE invoices SET status = 'paid' WHERE id = ?", (invoice,))
-        return f"paid {invoice}"
-
-    @tool("Freeze or free an account.", account=TEXT, status=one_of("active", "frozen"))
-    def set_account(self, account: str, status: str) -> str:
-        self._mine(account)
-        self.db.execute("UPDATE accounts SET status = ? WHERE id = ?", (status, account))
-        return f"{account} {status}"
-
-    def _mine(self, account: str) -> dict[str, Any]:
-        row = self.row("accounts", account, "account")
-        if row["owner"] != self.variables.get("LOGGED_IN_USER"):
-            raise ToolFailure(f"{account} belongs to {row['owner']}")
-        return row
+        return table("id balance", [(account, left)])
 
     def _own(self, account: str, amount: int) -> dict[str, Any]:
         """An active account of the user that can give ``amount``."""
-        row = self._mine(account)
+        row = self.row("accounts", account, "account")
+        if row["owner"] != self.variables.get("LOGGED_IN_USER"):
+            raise ToolFailure(f"{account} belongs to {row['owner']}")
         if row["status"] == "frozen":
             raise ToolFailure(f"{account} is frozen")
         if not 0 < amount <= row["balance"]:

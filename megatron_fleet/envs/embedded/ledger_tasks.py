@@ -40,30 +40,13 @@ def solve_balance(c: Choices, owner: str, kind: str) -> Steps[str]:
 
 def make_frozen(world: World, rng: random.Random, goal: Goal) -> Fields:
     account = _accounts(world, rng, mine=True, status="frozen")[0]
-    goal.update("accounts", account["id"], status="active")
     goal.answer = account["kind"]
     return {}
 
 
 def solve_frozen(c: Choices) -> Steps[str]:
     rows = yield from c.look("list_accounts", owner=c.user)
-    account = c.row(rows, status="frozen")
-    yield from c.act("set_account", account=account["id"], status="active")
-    return c.value(account["kind"], [r["kind"] for r in rows if r is not account])
-
-
-def make_freeze(world: World, rng: random.Random, goal: Goal) -> Fields:
-    account = _accounts(world, rng, mine=True)[0]
-    goal.update("accounts", account["id"], status="frozen")
-    goal.answer = str(account["balance"])
-    return {"kind": account["kind"]}
-
-
-def solve_freeze(c: Choices, kind: str) -> Steps[str]:
-    rows = yield from c.look("list_accounts", owner=c.user)
-    account = c.row(rows, kind=kind)
-    yield from c.act("set_account", account=account["id"], status="frozen")
-    return c.value(account["balance"], [r["balance"] for r in rows if r is not account])
+    return c.row(rows, status="frozen")["kind"]
 
 
 def make_pay(world: World, rng: random.Random, goal: Goal) -> Fields:
@@ -84,6 +67,20 @@ def solve_pay(c: Choices, vendor: str, kind: str) -> Steps[str]:
             lambda r: ToolCall("pay_invoice", {"invoice": r["id"], "account": account["id"]}),
         )
     return DONE
+
+
+def make_pay_tell(world: World, rng: random.Random, goal: Goal) -> Fields:
+    fields = make_pay(world, rng, goal)
+    goal.answer = str(goal.added[-1][-1])
+    return fields
+
+
+def solve_pay_tell(c: Choices, vendor: str, kind: str) -> Steps[str]:
+    invoices = yield from c.look("list_invoices", vendor=vendor)
+    accounts = yield from c.look("list_accounts", owner=c.user)
+    account, invoice = c.row(accounts, kind=kind), c.row(invoices, status="open")
+    paid = yield from c.do("pay_invoice", invoice=invoice["id"], account=account["id"])
+    return c.value(paid[0]["balance"], [account["balance"]])
 
 
 def make_pay_fallback(world: World, rng: random.Random, goal: Goal) -> Fields:
@@ -157,21 +154,11 @@ TYPES = (
         "frozen",
         1,
         (
-            "One of my accounts is frozen. Make it active and answer with its kind.",
-            "Make my frozen account active. Answer with its kind.",
+            "Which of my accounts is frozen? Answer with its kind.",
+            "One of my accounts is frozen. Answer with its kind.",
         ),
         make_frozen,
         solve_frozen,
-    ),
-    TaskType(
-        "freeze",
-        2,
-        (
-            "Freeze my {kind} account. Answer with its balance.",
-            "My {kind} account must be frozen. Answer with its balance.",
-        ),
-        make_freeze,
-        solve_freeze,
     ),
     TaskType(
         "pay",
@@ -202,6 +189,16 @@ TYPES = (
         ),
         make_send,
         solve_send,
+    ),
+    TaskType(
+        "pay_tell",
+        3,
+        (
+            "Pay the open invoice of {vendor} from my {kind} account. Answer with its new balance.",
+            "Use my {kind} account to pay the open {vendor} invoice. Answer with its new balance.",
+        ),
+        make_pay_tell,
+        solve_pay_tell,
     ),
     TaskType(
         "pay_fallback",

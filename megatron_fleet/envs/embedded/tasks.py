@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.embedded import booking_tasks, ledger_tasks, tickets_tasks
-from megatron_fleet.envs.embedded.booking import TODAY, Booking
+from megatron_fleet.envs.embedded.booking import Booking
 from megatron_fleet.envs.embedded.ledger import Ledger
 from megatron_fleet.envs.embedded.tasktype import Goal, TaskType
 from megatron_fleet.envs.embedded.tickets import Tickets
@@ -22,11 +22,12 @@ TYPES: dict[str, tuple[TaskType, ...]] = {
     "ledger": ledger_tasks.TYPES,
 }
 VERSION = "1.0.0"
+TODAY = "2026-03-08"
 TASKS_PER_WORLD = 4
 SHIPPED_SEED, SHIPPED_PER_ENV = 1, 220
 SHIPPED_TASKS = Path(__file__).with_name("tasks.json")
 """The task file that comes with the package, and what it was generated with. Another seed gives other worlds, and so
-tasks that never overlap with it."""
+tasks that never overlap with it. After a change of worlds or types: ``write_tasks(SHIPPED_TASKS, generate_rows())``."""
 
 _VERIFIER = '''\
 from collections import Counter

@@ -132,6 +132,15 @@ def table(header: str, rows: Iterable[tuple[Any, ...]]) -> str:
     return "\n".join([header, *lines]) if lines else "none"
 
 
-def fresh_ids(rng: random.Random, prefix: str, count: int) -> list[str]:
-    """Distinct ids like ``T-17``: two digits, so that every one is seen often."""
-    return [f"{prefix}-{n}" for n in rng.sample(range(10, 100), count)]
+def fresh_ids(rng: random.Random, prefix: str, count: int, group: int = 3) -> list[str]:
+    """Distinct ids like ``T17``.
+
+    A tokenizer spells them digit by digit, so each consecutive ``group``, which tools show together, differs in the
+    first digit: which id to copy is one decision.
+    """
+    ids: list[str] = []
+    while len(ids) < count:
+        for tens in rng.sample(range(1, 10), group):
+            free = [f"{prefix}{tens}{ones}" for ones in range(10) if f"{prefix}{tens}{ones}" not in ids]
+            ids.append(rng.choice(free))
+    return ids[:count]
