@@ -1,0 +1,127 @@
+"""Before anything starts: model folder, layout, engine memory, tasks, launch environment and outputs are looked at."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("hydra")
+
+from megatron_fleet import cli, preflight
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.load import load
+
+HF_CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "vocab_size": 1000,
+    "max_position_embeddings": 2048,
+}
+KV_BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 4
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch) -> Path:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.delenv("RANK", raising=False)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(HF_CONFIG))
+    for name in ("tokenizer.json", "model.safetensors"):
+        (folder / name).write_text("{}")
+    return folder
+
+
+def check(model: Path, *overrides: str) -> None:
+    out = model.parent / "out"
+    preflight.check(load(["experiment=quickstart", f"model.path={model}", f"run.out={out}", *overrides]))
+
+
+def refusal(model: Path, *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        check(model, *overrides)
+    return str(caught.value)
+
+
+def test_a_sound_run_is_accepted_and_nothing_is_written(model):
+    check(model)
+    assert not (model.parent / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_an_incomplete_model_is_refused(model, name):
+    (model / name).unlink()
+    assert name.replace("model.", "*.") in refusal(model)
+
+
+def test_a_broken_model_config_is_refused(model):
+    (model / "config.json").write_text("{")
+    assert "config.json is no valid JSON" in refusal(model)
+
+
+def test_a_layout_that_does_not_divide_is_refused(model):
+    assert "parallel.tensor=3" in refusal(model, "parallel.tensor=3")
+
+
+def test_an_engine_that_does_not_divide_is_refused(model):
+    assert "rollout.engine.tensor_parallel=3" in refusal(model, "rollout.engine.tensor_parallel=3")
+
+
+def test_a_context_beyond_the_model_is_refused(model):
+    assert "max_position_embeddings=2048" in refusal(model, "rollout.max_context=2049")
+
+
+def test_a_cache_that_holds_no_sequence_is_refused(model):
+    needed = KV_BYTES_PER_TOKEN * 1024
+    check(model, f"rollout.engine.kv_cache_bytes={needed}")
+    assert f"{needed} bytes" in refusal(model, f"rollout.engine.kv_cache_bytes={needed - 1}")
+
+
+def test_the_launched_world_must_fit_the_layout(model, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    check(model, "parallel.data=2", "parallel.tensor=2")
+    assert "4 ranks were launched" in refusal(model, "parallel.data=2")
+
+
+def test_missing_tasks_are_refused(model, tmp_path):
+    assert "nowhere.json" in refusal(model, f"data.tasks={tmp_path / 'nowhere.json'}")
+
+
+def test_a_split_without_evaluation_is_refused(model, tmp_path):
+    row = {"key": "a", "prompt": "p", "env_key": "e", "verifier_code": "def v(env): return 1"}
+    (tmp_path / "t.json").write_text(json.dumps([row]))
+    assert "leaves no" in refusal(model, f"data.tasks={tmp_path / 't.json'}")
+
+
+def test_outputs_must_be_a_folder(model, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert str(tmp_path / "file") in refusal(model, f"run.out={tmp_path / 'file' / 'out'}")
+
+
+def test_dry_run_tells_processes_and_outputs_and_starts_nothing(model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("megatron_fleet.launcher.launch", lambda config: pytest.fail("started"))
+    out = tmp_path / "out"
+    overrides = [f"model.path={model}", "parallel.data=2", "rollout.engine.replicas=2", "logging.plot=false"]
+    assert cli.main(["train", "--dry-run", "--out", str(out), "experiment=quickstart", *overrides]) == 0
+    text = capsys.readouterr().out
+    assert "ranks: 2 (tensor 1 × pipeline 1 × data 2)" in text
+    assert "engines: 2" in text
+    assert "metrics.jsonl" in text
+    assert "curve.png" not in text
+    assert not out.exists()
+
+
+def test_dry_run_prints_a_configuration_that_yaml_reads(model, tmp_path, capsys):
+    import yaml
+
+    overrides = ["experiment=quickstart", f"model.path={model}", f"run.out={tmp_path / 'out'}"]
+    assert cli.main(["train", "--dry-run", *overrides]) == 0
+    assert yaml.safe_load(capsys.readouterr().out) == load(overrides).model_dump(mode="json")
