@@ -1,0 +1,171 @@
+"""One training step against bare Megatron-Core on the same packed tokens. Prints one line of JSON.
+
+``ratio`` is our step time ÷ that of Megatron's own GPTModel with its cross-entropy loss: same layers, same schedule,
+same optimizer, same rows. Steps of the two alternate, so that a busy machine disturbs both alike.
+
+    python benchmarks/train_step.py [--threads 2] [--trained 0.5] [--steps 15]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_fleet.algorithms.datum import Datum
+from megatron_fleet.algorithms.losses import make_loss
+from megatron_fleet.config.schema import Algorithm, Config
+from megatron_fleet.policy.megatron import build, optimizer, step
+from megatron_fleet.policy.megatron.init import fill_random
+from megatron_fleet.policy.megatron.policy import MegatronPolicy
+from megatron_fleet.policy.pack import PackedRow, pack_row
+
+HF_CONFIG = {
+    "model_type": "qwen3",
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_hidden_layers": 4,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 2048,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+}
+
+
+def make_config(folder: str, row_tokens: int, threads: int) -> Config:
+    (Path(folder) / "config.json").write_text(json.dumps(HF_CONFIG))
+    tree = {
+        "run": {"name": "benchmark", "out": folder, "steps": 1},
+        "model": {"path": folder, "dtype": "bfloat16" if torch.cuda.is_available() else "float32"},
+        "policy": {"row_tokens": row_tokens, "threads": threads, "optimizer": {"lr": 1e-4}},
+        "rollout": {
+            "prompts_per_step": 2,
+            "samples_per_prompt": 2,
+            "max_context": row_tokens,
+            "sampling": {"max_tokens_per_turn": 64, "max_turns": 8},
+        },
+        "data": {"tasks": "embedded"},
+    }
+    return Config.model_validate(tree)
+
+
+def make_row(row_tokens: int, trained: float) -> list[Datum]:
+    """Sequences of about 400 tokens whose last part is trained."""
+    rng = np.random.default_rng(0)
+    row: list[Datum] = []
+    while (left := row_tokens - sum(map(len, row))) >= 440:
+        n = min(left, int(rng.integers(360, 440)))
+        mask = np.zeros(n, np.float32)
+        mask[max(1, round(n * (1 - trained))) :] = 1 / row_tokens
+        tokens = rng.integers(0, HF_CONFIG["vocab_size"], n).astype(np.int32)
+        row.append(Datum(tokens, mask, mask * np.float32(rng.normal()), np.where(mask, -7.6, 0).astype(np.float32)))
+    return row
+
+
+def bare_step(config: Config, row: PackedRow) -> Callable[[], None]:
+    """A step of Megatron's own GPTModel: cross-entropy at every position, masked."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    dtype = getattr(torch, config.model.dtype)
+    model = build.build_chunk(HF_CONFIG, config.parallel, dtype, config.policy.row_tokens, model_class=GPTModel)
+    fill_random([model], 0.02, 0, HF_CONFIG["vocab_size"])
+    chunks = [optimizer.wrap(model)]
+    adam = optimizer.build(chunks, config.policy.optimizer, dtype)
+    where = next(model.parameters()).device
+    tokens, positions = row.tokens[None].to(where), row.positions[None].to(where)
+    labels = tokens.roll(-1, 1)
+    mask = torch.zeros_like(tokens[0], dtype=torch.float32)
+    mask[row.trained.to(where)] = row.mask.to(where)
+
+    def loss(losses: torch.Tensor) -> tuple[Any, ...]:
+        total = (losses[0] * mask).sum()
+        return total, torch.tensor(0, dtype=torch.int32, device=where), {"loss": total.detach()}
+
+    def forward_step(_: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+        return chunk(tokens, positions, None, labels=labels, packed_seq_params=step.row_params(row, where)), loss
+
+    def run() -> None:
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=None,
+            model=chunks[0],
+            num_microbatches=1,
+            seq_length=config.policy.row_tokens,
+            micro_batch_size=1,
+        )
+        optimizer.step(chunks, adam, 1e-4, 1.0)
+
+    return run
+
+
+def our_step(policy: MegatronPolicy, row: list[Datum]) -> None:
+    policy.forward_backward([row], make_loss(Algorithm()))
+    policy.optim_step(1e-4)
+
+
+def timed(function: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    function()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--row-tokens", type=int, default=4096)
+    parser.add_argument("--trained", type=float, default=0.5, help="share of positions with a loss")
+    parser.add_argument("--steps", type=int, default=15)
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    with tempfile.TemporaryDirectory() as folder:
+        config = make_config(folder, args.row_tokens, args.threads)
+        policy = MegatronPolicy(config, init="random")
+        row = make_row(args.row_tokens, args.trained)
+        contenders = {
+            "ours": partial(our_step, policy, row),
+            "bare": bare_step(config, pack_row(row, args.row_tokens)),
+        }
+        times: dict[str, list[float]] = {name: [] for name in contenders}
+        for repeat in range(args.steps + 3):
+            for name, function in contenders.items():
+                seconds = timed(function)
+                if repeat >= 3:
+                    times[name].append(seconds)
+        medians = {name: statistics.median(values) for name, values in times.items()}
+        report = {
+            "benchmark": "train_step",
+            "ratio": round(medians["ours"] / medians["bare"], 4),
+            "ratio_fastest": round(min(times["ours"]) / min(times["bare"]), 4),
+            "tokens_per_s": round(args.row_tokens / medians["ours"]),
+            "step_ms": round(1e3 * medians["ours"], 2),
+            "bare_step_ms": round(1e3 * medians["bare"], 2),
+            "trained": args.trained,
+            "row_tokens": args.row_tokens,
+            "parameters": sum(p.numel() for p in policy.model_chunks[0].parameters()),
+            "threads": args.threads,
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu",
+            "dtype": config.model.dtype,
+        }
+        print(json.dumps(report))
+        policy.close()
+
+
+if __name__ == "__main__":
+    main()
