@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -289,14 +290,18 @@ def children(pid):
     return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_stop_ends_the_server_and_its_verifier_host(tmp_path):
-    fleet = EmbeddedFleet()
-    fleet.start(CONFIG, tmp_path / "env.log")
-    pids = [fleet.pid, *children(fleet.pid)]
-    assert len(pids) == 2
-    fleet.stop()
-    fleet.stop()
-    assert wait_until(lambda: all(map(gone, pids)))
+def test_stop_leaves_no_process_and_no_file(tmp_path, monkeypatch):
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        fleet = EmbeddedFleet()
+        fleet.start(CONFIG, tmp_path / "env.log")
+        pids = [fleet.pid, *children(fleet.pid)]
+        assert len(pids) == 2
+        assert len(os.listdir(folder)) == 1
+        fleet.stop()
+        fleet.stop()
+        assert all(map(gone, pids))
+        assert os.listdir(folder) == []
 
 
 def test_the_server_ends_with_its_parent(tmp_path):

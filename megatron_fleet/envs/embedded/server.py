@@ -55,6 +55,8 @@ async def serve(
         app, log_level="warning", ws_per_message_deflate=False, timeout_graceful_shutdown=SHUTDOWN_S, lifespan="off"
     )
     server = uvicorn.Server(config)
+    # uvicorn shuts down on SIGTERM and then raises it again, which must not skip the clean-up below.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     watch = asyncio.create_task(_watch(server, listener, ready_file, parent))
     try:
         await server.serve(sockets=[listener])

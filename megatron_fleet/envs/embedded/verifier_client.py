@@ -40,7 +40,9 @@ class VerifierClient:
     def __init__(self, limits: Limits | None = None) -> None:
         self._limits = limits or Limits()
         self._slots = asyncio.Semaphore(CONCURRENT)
-        self._folder = Path(tempfile.mkdtemp(prefix="verifier-"))
+        # The path of a Unix socket holds 107 bytes, and a cluster's TMPDIR can be long.
+        short = None if len(tempfile.gettempdir()) < 60 else "/tmp"
+        self._folder = Path(tempfile.mkdtemp(prefix="verifier-", dir=short))
         (self._folder / "cwd").mkdir(mode=0o555)
         self._path = str(self._folder / "socket")
         # The client keeps the listening socket, so a restarted host finds the waiting connections.
