@@ -7,10 +7,10 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from megatron_fleet.agents.trajectory import Group
 from megatron_fleet.algorithms.batch import Batch, build_data, split_batch
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
@@ -21,9 +21,9 @@ from megatron_fleet.data.task import Task
 from megatron_fleet.policy.base import LossReport, OptimReport, Rows
 from megatron_fleet.policy.pack import plan_rows
 from megatron_fleet.records import Records
-from megatron_fleet.rollout.requests import CollectRequest
+from megatron_fleet.rollout.requests import CollectRequest, CollectResult
 from megatron_fleet.rollout.service import RolloutService
-from megatron_fleet.telemetry.metrics import eval_metrics, step_metrics
+from megatron_fleet.telemetry.metrics import attempt_metrics, eval_metrics, step_metrics
 
 EVAL_SEED_STEP = 0
 """Evaluations share their sampling seeds, so that two of them differ by the weights alone."""
@@ -36,9 +36,8 @@ class Driver:
         self._config = config
         self._held_out = list(held_out)[: config.eval.tasks]
         self._sampler = PromptSampler(train, config.rollout.prompts_per_step, config.run.seed)
-        self._groups: list[Group] = []
+        self._rollout: CollectResult | None = None
         self._batch: Batch | None = None
-        self._pending: dict[str, float] = {}
         self._records: Records | None = None
         self.rollout = rollout
 
@@ -70,14 +69,10 @@ class Driver:
             For each rank the rows of each optimizer step; no steps at all when no group carried a signal.
         """
         sampling = self._config.rollout.sampling
-        self._groups = self._play(
-            step, self._sampler.next(), self._config.rollout.samples_per_prompt, sampling.temperature, "train"
-        )
-        for group in self._groups:
-            for trajectory in group.trajectories:
-                trajectory.check()
+        samples = self._config.rollout.samples_per_prompt
+        self._rollout = self._play(step, self._sampler.next(), samples, sampling.temperature, "train")
         algorithm = self._config.algorithm
-        self._batch = build_data(self._groups, algorithm)
+        self._batch = build_data(self._rollout.groups, algorithm)
         updates = []
         for data in split_batch(self._batch, self._config.policy.updates_per_batch, algorithm):
             lengths = [len(datum) for datum in data]
@@ -94,11 +89,13 @@ class Driver:
         evaluate: bool,
     ) -> None:
         """Write down what step number ``step`` (from 1) did, after evaluating the new weights if asked to."""
-        assert self._batch is not None
+        assert self._batch is not None and self._rollout is not None, "collect() comes first"
+        groups = self._rollout.groups
         losses, optims = [r[0] for r in reports], [r[1] for r in reports]
-        seconds = {"generate": self._play_seconds, **seconds}
-        metrics = step_metrics(self._groups, self._batch, losses, optims, seconds, weight_version=step)
-        self.records.trajectories(step, self._groups, "step")
+        seconds = {"generate": self._rollout.seconds, **seconds}
+        metrics = step_metrics(groups, self._batch, losses, optims, seconds, weight_version=step)
+        metrics |= attempt_metrics(asdict(self._rollout.accounting), "accounting")
+        self.records.trajectories(step, groups, "step")
         if evaluate:
             metrics |= self._evaluate(step)
         self.records.step(step, metrics)
@@ -120,28 +117,33 @@ class Driver:
         started = time.monotonic()
         temperature = self._config.rollout.sampling.temperature
         sampled = self._play(EVAL_SEED_STEP, self._held_out, config.samples, temperature, "eval")
-        self.records.trajectories(step, sampled, "eval")
-        greedy: list[Group] = []
+        self.records.trajectories(step, sampled.groups, "eval")
+        accounting, greedy = sampled.accounting, []
         if config.greedy:
-            greedy = self._play(EVAL_SEED_STEP, self._held_out, 1, 0.0, "eval")
-            self.records.trajectories(step, greedy, "greedy")
-        return {**eval_metrics(sampled, greedy), "timing/eval": time.monotonic() - started}
+            result = self._play(EVAL_SEED_STEP, self._held_out, 1, 0.0, "eval")
+            self.records.trajectories(step, result.groups, "greedy")
+            accounting, greedy = accounting + result.accounting, result.groups
+        return {
+            **eval_metrics(sampled.groups, greedy),
+            **attempt_metrics(asdict(accounting), "eval/all"),
+            "timing/eval": time.monotonic() - started,
+        }
 
-    def _play(self, step: int, tasks: Sequence[Task], samples: int, temperature: float, purpose: str) -> list[Group]:
+    def _play(
+        self, step: int, tasks: Sequence[Task], samples: int, temperature: float, purpose: Literal["train", "eval"]
+    ) -> CollectResult:
         run = self._config.run
         request = CollectRequest(
             step=step,
             tasks=list(tasks),
             samples=samples,
             temperature=temperature,
-            purpose="eval" if purpose == "eval" else "train",
+            purpose=purpose,
             seed=run.seed if run.deterministic else None,
         )
         name = "rollout" if purpose == "train" else "evaluation"
         with self.records.phase(name, len(tasks) * samples) as advance:
-            result = self.rollout.collect(request, on_progress=advance)
-        self._play_seconds = result.seconds
-        return result.groups
+            return self.rollout.collect(request, on_progress=lambda now: advance(now.done))
 
 
 @contextmanager

@@ -31,7 +31,7 @@ class Exchange:
         return self.rank == 0
 
     def share(self, produce: Callable[..., T] | None, *args: Any) -> T:
-        """Run ``produce(*args)`` on the driver and return its result on every rank; elsewhere ``produce`` is not used."""
+        """Run ``produce(*args)`` on the driver and return its result on every rank; others may pass ``None``."""
         box, failure = self._produce(produce, args)
         dist.broadcast_object_list(box, src=0, group=self._group)
         return self._unwrap(box[0], failure)
