@@ -23,7 +23,7 @@ find_python() {
   local name path
   for name in python3.11 python3.12 python3 python; do
     while read -r path; do
-      if "$path" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; then
+      if "$path" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' >/dev/null 2>&1; then
         printf '%s\n' "$path"
         return
       fi

@@ -103,6 +103,6 @@ def _tasks(config: Config) -> None:
     side = "training" if not train else "evaluation" if not held_out else None
     if side is not None:
         raise UserError(
-            f"data.eval_fraction={config.data.eval_fraction:g} leaves no {side} task of the {len(train) + len(held_out)} "
-            f"in data.tasks={config.data.tasks}; add tasks or change the fraction."
+            f"data.eval_fraction={config.data.eval_fraction:g} leaves no {side} task of the "
+            f"{len(train) + len(held_out)} in data.tasks={config.data.tasks}; add tasks or change the fraction."
         )
