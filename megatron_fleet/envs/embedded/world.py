@@ -138,9 +138,10 @@ def fresh_ids(rng: random.Random, prefix: str, count: int, group: int = 3) -> li
     A tokenizer spells them digit by digit, so each consecutive ``group``, which tools show together, differs in the
     first digit: which id to copy is one decision.
     """
+    free = {tens: [f"{prefix}{tens}{ones}" for ones in range(10)] for tens in range(1, 10)}
     ids: list[str] = []
     while len(ids) < count:
-        for tens in rng.sample(range(1, 10), group):
-            free = [f"{prefix}{tens}{ones}" for ones in range(10) if f"{prefix}{tens}{ones}" not in ids]
-            ids.append(rng.choice(free))
+        for tens in rng.sample([t for t in free if free[t]], group):
+            ids.append(rng.choice(free[tens]))
+            free[tens].remove(ids[-1])
     return ids[:count]
