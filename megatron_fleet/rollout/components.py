@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from megatron_fleet.agents.trajectory import Trajectory
 from megatron_fleet.rollout.requests import EpisodeSpec, RolloutFailed, Weights
@@ -97,13 +97,22 @@ class EngineSlot:
                 self._lose(error)
 
     async def call(self, method: str, *args: Any, timeout_s: float) -> Any:
-        """Call the actor. Raises ComponentLost when it died or hung under the call."""
-        await self.serving()
-        try:
-            return await _within(getattr(self._actor, method).remote(*args), timeout_s)
-        except (RayActorError, TimeoutError) as error:
-            self._lose(error)
-            raise ComponentLost(_brief(error)) from error
+        """Call the actor; when the engine is lost under the call, call the next one. For calls that bear repeating.
+
+        Raises:
+            RolloutFailed: the engine was given up.
+            RayTaskError: the call itself is wrong; the engine is well.
+        """
+        while True:
+            await self.serving()
+            try:
+                return await _within(getattr(self._actor, method).remote(*args), timeout_s)
+            except (RayActorError, TimeoutError) as error:
+                self._lose(error)
+            except RayTaskError:
+                await self.check()
+                if self._serving.is_set():
+                    raise
 
     async def update(self, method: str, *args: Any, timeout_s: float) -> None:
         """One verb of a weight update. An engine that fails one is lost, and takes no part until ``settle``."""

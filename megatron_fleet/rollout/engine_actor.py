@@ -80,6 +80,7 @@ class EngineActor:
         self._config = config
         self._server = EngineServer(self._generate, token)
         self._llm: Any = None
+        self._own_prefixes = False
         self._numbers = itertools.count()
         self._unusable: str | None = None
         self._tokens = self._requests = 0
@@ -90,8 +91,12 @@ class EngineActor:
 
     async def start(self) -> None:
         """Load the model (seconds to minutes). Blocks this actor, and only it."""
+        from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        # vLLM's CPU attention tiles the keys by the number of queries, so a prompt's log-probs depend (by 1e-6) on how
+        # much of it was cached. Finding another episode's prefix is a matter of timing; finding its own is not.
+        self._own_prefixes = current_platform.is_cpu() and self._config.run.deterministic
         self._llm = AsyncLLM.from_engine_args(self._engine_args())
         await self._llm.update_weight_version("0")
         self._server.open()
@@ -123,8 +128,8 @@ class EngineActor:
             disable_log_stats=True,
         )
 
-    async def _generate(self, prompt: list[int], params: SamplingParams) -> Generation:
-        output = await self._run(prompt, _vllm_params(params))
+    async def _generate(self, prompt: list[int], params: SamplingParams, session: str) -> Generation:
+        output = await self._run(prompt, _vllm_params(params), session if self._own_prefixes else None)
         completion = output.outputs[0]
         self._tokens += len(completion.token_ids)
         self._requests += 1
@@ -135,15 +140,16 @@ class EngineActor:
             tuple((int(span.version), span.start, span.end) for span in completion.weight_versions),
         )
 
-    async def _run(self, prompt: list[int], params: VllmParams) -> RequestOutput:
+    async def _run(self, prompt: list[int], params: VllmParams, salt: str | None = None) -> RequestOutput:
         """Raises EngineLost when the engine is gone, ValueError for a request it refuses."""
         from vllm.exceptions import VLLMClientError, VLLMServerError
         from vllm.inputs.engine import tokens_input
 
         if self._unusable is not None:
             raise EngineLost(self._unusable)
+        request = tokens_input(prompt, cache_salt=salt)
         try:
-            async for output in self._llm.generate(tokens_input(prompt), params, str(next(self._numbers))):
+            async for output in self._llm.generate(request, params, str(next(self._numbers))):
                 last = output
             return last
         except VLLMClientError as error:
@@ -166,6 +172,10 @@ class EngineActor:
         params = VllmParams(max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
         outputs = await asyncio.gather(*(self._run(np.asarray(ids).tolist(), params) for ids in sequences))
         return [_prompt_logprobs(output) for output in outputs]
+
+    async def forget_prefixes(self) -> None:
+        """Empty the prefix cache, so that what follows does not depend on what was played before."""
+        await self._llm.reset_prefix_cache()
 
     async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest

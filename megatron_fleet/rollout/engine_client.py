@@ -43,7 +43,7 @@ class EnginePool:
         replica = self._replica_of(session)
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await replica.generate(prompt_ids, params)
+                return await replica.generate(prompt_ids, params, session)
         except TimeoutError as error:
             raise EngineLost(f"engine {replica.endpoint} gave no answer within {self._timeout_s:g} s") from error
 
@@ -74,16 +74,16 @@ class _Replica:
     def in_flight(self) -> int:
         return len(self._waiting)
 
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Generation:
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, session: str) -> Generation:
         number = next(self._numbers)
         answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer  # before connecting, so that the load is visible to the next choice
         writer = None
         try:
             writer = await self._connected()
-            frame = wire.pack("generate", number, wire.ids_to_bytes(prompt_ids), params.temperature, params.max_tokens,
-                              params.stop_token_ids, params.seed)  # fmt: skip
-            writer.write(frame)
+            ids, stop = wire.ids_to_bytes(prompt_ids), params.stop_token_ids
+            frame = (number, session, ids, params.temperature, params.max_tokens, stop, params.seed)
+            writer.write(wire.pack("generate", *frame))
             return await answer
         except asyncio.CancelledError:
             if writer is not None and not writer.is_closing():

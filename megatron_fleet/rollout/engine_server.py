@@ -11,7 +11,7 @@ from typing import Any
 from megatron_fleet.agents.engine import EngineLost, Generation, SamplingParams
 from megatron_fleet.rollout import wire
 
-Generate = Callable[[list[int], SamplingParams], Awaitable[Generation]]
+Generate = Callable[[list[int], SamplingParams, str], Awaitable[Generation]]
 
 HELLO_TIMEOUT_S = 5.0
 HOST = "127.0.0.1"
@@ -63,9 +63,10 @@ class EngineServer:
 
     def _dispatch(self, frame: list[Any], writer: asyncio.StreamWriter, running: dict[int, asyncio.Task]) -> None:
         match frame:
-            case ["generate", int(number), bytes(prompt), temperature, max_tokens, stop, seed]:
+            case ["generate", int(number), str(session), bytes(prompt), temperature, max_tokens, stop, seed]:
                 params = SamplingParams(temperature, max_tokens, tuple(stop), seed)
-                task = asyncio.create_task(self._answer(number, wire.bytes_to_ids(prompt).tolist(), params, writer))
+                request = (wire.bytes_to_ids(prompt).tolist(), params, session)
+                task = asyncio.create_task(self._answer(number, request, writer))
                 running[number] = task
                 task.add_done_callback(lambda _: running.pop(number, None))
             case ["cancel", int(number)]:
@@ -75,11 +76,11 @@ class EngineServer:
                 raise ValueError(f"unknown frame {frame[0]!r}")
 
     async def _answer(
-        self, number: int, prompt: list[int], params: SamplingParams, writer: asyncio.StreamWriter
+        self, number: int, request: tuple[list[int], SamplingParams, str], writer: asyncio.StreamWriter
     ) -> None:
         try:
             await self._open.wait()
-            result = await self._generate(prompt, params)
+            result = await self._generate(*request)
             ids, logprobs = wire.ids_to_bytes(result.token_ids), wire.floats_to_bytes(result.logprobs)
             writer.write(wire.pack("done", number, ids, logprobs, result.finish_reason, result.versions))
         except ValueError as error:

@@ -104,6 +104,8 @@ class RolloutManager:
         started = time.monotonic()
         self._collection = collection = Collection(request, self._config.rollout.max_retries)
         try:
+            if request.seed is not None:
+                await asyncio.gather(*(e.call("forget_prefixes", timeout_s=CALL_TIMEOUT_S) for e in self._engines))
             await self._play(collection)
             return collection.result(time.monotonic() - started)
         finally:

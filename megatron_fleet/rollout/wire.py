@@ -3,7 +3,7 @@
 Frames are lists whose first item is the kind. Client to engine, the first frame being ``hello``::
 
     ["hello", token]
-    ["generate", id, prompt ids, temperature, max_tokens, stop ids, seed]
+    ["generate", id, session, prompt ids, temperature, max_tokens, stop ids, seed]
     ["cancel", id]
 
 Engine to client, in any order of ``id``::

@@ -28,9 +28,11 @@ class Echo:
         self.name = name
         self.cancelled = 0
         self.seen: list[tuple[list[int], SamplingParams]] = []
+        self.sessions: list[str] = []
 
-    async def generate(self, prompt: list[int], sampling: SamplingParams) -> Generation:
+    async def generate(self, prompt: list[int], sampling: SamplingParams, session: str) -> Generation:
         self.seen.append((prompt, sampling))
+        self.sessions.append(session)
         if prompt[0] == 0:
             try:
                 await asyncio.Event().wait()
@@ -61,7 +63,7 @@ async def test_everything_arrives_as_sent():
     engine = Echo(7)
     async with serving(engine) as (_, endpoint):
         got = await connect([endpoint], TOKEN, 5).generate([5, 151_935, 6], params(), "s")
-    assert engine.seen == [([5, 151_935, 6], params())]
+    assert (engine.seen, engine.sessions) == ([([5, 151_935, 6], params())], ["s"])
     assert got.token_ids.dtype == np.int32 and got.token_ids.tolist() == [6, 151_935, 5]
     assert got.logprobs.dtype == np.float32
     np.testing.assert_array_equal(got.logprobs, -np.array([6, 151_935, 5], np.float32) / 3)
