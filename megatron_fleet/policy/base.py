@@ -19,7 +19,13 @@ Every rank passes the same number of rows; a rank with less data passes empty ro
 
 @dataclass(slots=True)
 class LossReport:
-    """Sums over the global batch, equal on every rank."""
+    """Sums over the global batch, equal on every rank.
+
+    Attributes:
+        metrics: metric sums of the loss function, by its names.
+        tokens: tokens of sequences, trained or not.
+        padded_tokens: what else the rows held.
+    """
 
     loss: float
     metrics: dict[str, float] = field(default_factory=dict)

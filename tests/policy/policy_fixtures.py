@@ -43,12 +43,13 @@ def make_config(
     parallel: Parallel | None = None,
     row_tokens: int = ROW_TOKENS,
     temperature: float = 0.8,
+    dtype: str = "float32",
     **optimizer: Any,
 ) -> Config:
     return Config.model_validate(
         {
             "run": {"name": "test", "out": str(model), "steps": 1, "seed": 5},
-            "model": {"path": str(model), "dtype": "float32"},
+            "model": {"path": str(model), "dtype": dtype},
             "parallel": (parallel or Parallel()).model_dump(),
             "policy": {
                 "row_tokens": row_tokens,

@@ -149,6 +149,29 @@ def test_sft_lowers_its_loss(make_policy):
     assert losses[-1] < 0.7 * losses[0]
 
 
+def test_bfloat16_trains_on_float32_masters(make_policy, tmp_path):
+    batch, loss = make_batch(count=4, longest=45), make_loss(Algorithm())
+    expected = make_policy().forward([batch])[0]
+    policy = make_policy(dtype="bfloat16")
+    for a, b in zip(policy.forward([batch])[0], expected, strict=True):
+        assert np.abs(a - b).max() < 0.2
+    # Updates far below bfloat16's resolution must not be lost.
+    before = parameters(policy)
+    for _ in range(20):
+        policy.forward_backward([batch], loss)
+        policy.optim_step(2e-5)
+    changed = [(v != before[n]).float().mean() for n, v in parameters(policy).items()]
+    assert sum(changed) / len(changed) > 0.1
+    policy.save_state(tmp_path / "saved")
+    policy.forward_backward([batch], loss)
+    straight = policy.optim_step(1e-3), parameters(policy)
+    again = make_policy(dtype="bfloat16")
+    again.load_state(tmp_path / "saved")
+    again.forward_backward([batch], loss)
+    assert again.optim_step(1e-3) == straight[0]
+    assert all(torch.equal(v, straight[1][n]) for n, v in parameters(again).items())
+
+
 def test_proximal_policy_gives_ratios(make_policy):
     """After an update, π differs from the recomputed π_old, and the loss sees it."""
     policy = make_policy()

@@ -1,5 +1,5 @@
 """Megatron-Core on the host at hand. Importing this package makes ``megatron.core`` importable and usable there."""
 
-from megatron_fleet.platform.megatron.on_cpu import install
+from megatron_fleet.platform.megatron.adapt import install
 
 install()

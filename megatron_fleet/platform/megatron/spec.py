@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -18,27 +18,22 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-from torch import nn
 
 from megatron_fleet.platform.megatron.attention import PackedAttention
-
-
-class RMSNorm(nn.RMSNorm):
-    """RMSNorm whose weight says that its gradient is partial under sequence parallelism, so that Megatron sums it."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel
+from megatron_fleet.platform.megatron.layers import RMSNorm, swiglu
 
 
 class TorchBackend(LocalSpecProvider):
-    """Megatron's own parallel linear layers with PyTorch's norm and attention."""
+    """Megatron's own parallel linear layers with our norm, activation and attention."""
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
         return RMSNorm
 
     def core_attention(self) -> type:
         return PackedAttention
+
+    def activation_func(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        return swiglu
 
 
 def has_transformer_engine() -> bool:
@@ -75,7 +70,7 @@ def _torch_layer() -> ModuleSpec:
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=norm,
-            mlp=get_mlp_module_spec_for_backend(backend=backend),
+            mlp=get_mlp_module_spec_for_backend(backend=backend, use_te_activation_func=True),
             mlp_bda=get_bias_dropout_add,
             # One checkpoint format for both specifications: Transformer Engine keeps these norms inside the linears.
             sharded_state_dict_keys_map={

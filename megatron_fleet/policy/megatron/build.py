@@ -54,6 +54,8 @@ def transformer_config(hf: Mapping[str, Any], parallel: Parallel, dtype: torch.d
         apply_rope_fusion=fused,
         bias_dropout_fusion=fused,
         bias_activation_fusion=fused,
+        # The activation is a module of the layer specification.
+        use_te_activation_func=not fused,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,

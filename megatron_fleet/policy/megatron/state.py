@@ -25,7 +25,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer
 from torch.distributed import checkpoint as torch_checkpoint
 
-from megatron_fleet.platform.megatron.on_cpu import cuda_calls_answered
+from megatron_fleet.platform.megatron.adapt import cuda_calls_answered
 
 # The optimizer's state in model space: loads under other tensor, pipeline and data sizes.
 _CONTENT = {

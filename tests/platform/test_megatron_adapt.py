@@ -57,9 +57,19 @@ except RuntimeError as e:
     assert "imported before" in run(code)
 
 
+def test_what_is_adapted_follows_the_host(monkeypatch):
+    from megatron_fleet.platform.megatron import adapt
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(adapt.importlib.util, "find_spec", lambda name: None)
+    assert adapt.needed_patches().keys() == {"megatron.core.optimizer", "megatron.core.optimizer.distrib_optimizer"}
+    monkeypatch.setattr(adapt.importlib.util, "find_spec", lambda name: name == "transformer_engine")
+    assert adapt.needed_patches() == {}
+
+
 @no_cuda
 def test_cuda_calls_are_answered_only_inside():
-    from megatron_fleet.platform.megatron.on_cpu import cuda_calls_answered
+    from megatron_fleet.platform.megatron.adapt import cuda_calls_answered
 
     tensor = torch.zeros(2)
     with cuda_calls_answered():
@@ -107,3 +117,41 @@ def test_packed_attention_is_attention_of_each_sequence():
         start += n
     out.sum().backward()
     assert not k.grad[15:].any() and v.grad[:15].any()
+
+
+@pytest.mark.parametrize("shape", [(7, 1, 12), (5, 1, 3, 4)])
+def test_norm_and_its_gradients(shape):
+    from types import SimpleNamespace
+
+    from megatron_fleet.platform.megatron.layers import RMSNorm, _RMSNorm
+
+    norm = RMSNorm(SimpleNamespace(params_dtype=torch.float32, sequence_parallel=True), shape[-1], eps=1e-3)
+    assert norm.weight.sequence_parallel
+    torch.manual_seed(0)
+    weight = torch.randn(shape[-1], requires_grad=True)
+    x, factor = torch.randn(shape, requires_grad=True), torch.randn(shape)
+    expected = torch.nn.functional.rms_norm(x, shape[-1:], weight, 1e-3)
+    got = _RMSNorm.apply(x, weight, 1e-3)
+    torch.testing.assert_close(got, expected)
+    for a, b in zip(
+        torch.autograd.grad((got * factor).sum(), (x, weight)),
+        torch.autograd.grad((expected * factor).sum(), (x, weight)),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    low = _RMSNorm.apply(x.bfloat16(), weight.bfloat16(), 1e-3)
+    assert low.dtype == torch.bfloat16
+    torch.testing.assert_close(low.float(), expected, rtol=0.03, atol=0.03)
+
+
+def test_swiglu_and_its_gradient():
+    from megatron_fleet.platform.megatron.layers import swiglu
+
+    torch.manual_seed(0)
+    x, factor = torch.randn(6, 1, 10, requires_grad=True), torch.randn(6, 1, 5)
+    gate, up = x.chunk(2, -1)
+    expected = torch.nn.functional.silu(gate) * up
+    got = swiglu(x)
+    torch.testing.assert_close(got, expected)
+    (a,), (b,) = (torch.autograd.grad((y * factor).sum(), x) for y in (got, expected))
+    torch.testing.assert_close(a, b)

@@ -1,9 +1,10 @@
-"""Megatron-Core on a host without CUDA, without touching the process-wide ``torch``.
+"""Megatron-Core on hosts that lack what it takes for granted, without touching the process-wide ``torch``.
 
 Megatron-Core names CUDA directly (``torch.cuda.current_device()``, ``device="cuda"``, ``param.type()``). An import hook
 gives every ``megatron.core`` module its own ``torch``: a copy whose ``cuda`` answers for the CPU and whose factories
 put CUDA tensors on the CPU. Other libraries of the process keep the real ``torch``. Where Megatron calls a *method* of
-a tensor (``.cuda()``, ``.type()``) the surrounding function runs under `cuda_calls_answered`.
+a tensor (``.cuda()``, ``.type()``) the surrounding function runs under `cuda_calls_answered`. Where CUDA exists but
+Transformer Engine does not, only the optimizer is adapted.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -171,11 +173,20 @@ _PATCHES: dict[str, Callable[[Any], None]] = {
 }
 
 
+def needed_patches() -> dict[str, Callable[[Any], None]]:
+    """Module → its patch: all without CUDA, the optimizer's without a fused optimizer, none otherwise."""
+    if not torch.cuda.is_available():
+        return _PATCHES
+    if any(importlib.util.find_spec(name) for name in ("transformer_engine", "apex")):
+        return {}
+    return {name: _PATCHES[name] for name in ("megatron.core.optimizer", "megatron.core.optimizer.distrib_optimizer")}
+
+
 class _Loader(importlib.abc.Loader):
     """Runs the module, then gives it the CPU's ``torch`` and its patch."""
 
-    def __init__(self, inner: Any, proxy: types.ModuleType) -> None:
-        self._inner, self._proxy = inner, proxy
+    def __init__(self, inner: Any, proxy: types.ModuleType | None, patch: Callable[[Any], None]) -> None:
+        self._inner, self._proxy, self._patch = inner, proxy, patch
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -185,14 +196,15 @@ class _Loader(importlib.abc.Loader):
 
     def exec_module(self, module: types.ModuleType) -> None:
         self._inner.exec_module(module)
-        if module.__dict__.get("torch") is torch:
+        if self._proxy is not None and module.__dict__.get("torch") is torch:
             module.__dict__["torch"] = self._proxy
-        _PATCHES.get(module.__name__, lambda _: None)(module)
+        self._patch(module)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    def __init__(self) -> None:
-        self._proxy = _torch_for_megatron()
+    def __init__(self, patches: dict[str, Callable[[Any], None]]) -> None:
+        self._proxy = None if torch.cuda.is_available() else _torch_for_megatron()
+        self._patches = patches
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
@@ -201,18 +213,19 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self._proxy)
+            spec.loader = _Loader(spec.loader, self._proxy, self._patches.get(fullname, lambda _: None))
         return spec
 
 
 def install() -> None:
-    """Make ``megatron.core`` importable and usable here; call before its first import. No-op where CUDA exists.
+    """Make ``megatron.core`` importable and usable here; call before its first import. Idempotent.
 
     Raises:
         RuntimeError: ``megatron.core`` was imported before.
     """
-    if torch.cuda.is_available() or any(isinstance(f, _Finder) for f in sys.meta_path):
+    patches = needed_patches()
+    if not patches or any(isinstance(f, _Finder) for f in sys.meta_path):
         return
     if _PACKAGE in sys.modules:
-        raise RuntimeError("megatron.core was imported before megatron_fleet.platform.megatron.on_cpu.install()")
-    sys.meta_path.insert(0, _Finder())
+        raise RuntimeError("megatron.core was imported before megatron_fleet.platform.megatron; import that first")
+    sys.meta_path.insert(0, _Finder(patches))
