@@ -1,0 +1,22 @@
+"""The step benchmark runs and says what it promises (its numbers are for quiet machines)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron_fleet.policy.megatron")
+
+
+def test_one_line_of_json():
+    script = Path(__file__).parents[2] / "benchmarks" / "train_step.py"
+    command = [sys.executable, script, "--row-tokens", "512", "--steps", "2", "--trained", "0.4"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    report = json.loads(done.stdout)
+    assert report["ratio"] == pytest.approx(report["step_ms"] / report["bare_step_ms"], rel=0.01)
+    assert report["tokens_per_s"] > 0 and report["trained"] == 0.4
