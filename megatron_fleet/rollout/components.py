@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -38,11 +39,14 @@ class Restarts:
 
     async def pause(self, reason: str) -> None:
         """Wait before the next restart. Raises RolloutFailed when there were too many."""
-        print(f"{self._name} is lost: {reason}", flush=True)
+        print(f"{time.strftime('%F %T')} {self._name} is lost: {reason}", flush=True)
         if self.count >= MAX_RESTARTS:
             raise RolloutFailed(f"{self._name} died {self.count + 1} times, last: {reason}. Its log is {self._log}.")
         await asyncio.sleep(BACKOFF_S * 2**self.count)
         self.count += 1
+
+    def done(self) -> None:
+        print(f"{time.strftime('%F %T')} {self._name} is back", flush=True)
 
 
 class EngineSlot:
@@ -160,6 +164,7 @@ class EngineSlot:
                 reason = self._reason or _brief(error)
             self._serving.clear()
             await self._replace(reason)
+            self.restarts.done()
             self._reason = ""
             self._serving.set()
 
@@ -224,6 +229,7 @@ class WorkerSlot:
                 ray.kill(lost)
                 try:
                     await self.start()
+                    self.restarts.done()
                 except (RayActorError, TimeoutError) as error:
                     lost, reason = self._actor, _brief(error)
 
@@ -238,6 +244,8 @@ async def _within(awaitable: Awaitable[Any], timeout_s: float) -> Any:
 
 
 def _brief(error: BaseException) -> str:
-    """The last line of an error that may carry a remote traceback."""
+    """One line of an error that may carry a remote traceback or a page of advice."""
+    if isinstance(error, RayActorError):
+        return "its process died"
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[-1].strip()}" if lines else type(error).__name__

@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import json
 import os
+import platform
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from megatron_fleet.agents.engine import EngineLost, Generation, SamplingParams
 from megatron_fleet.config.schema import Config
 from megatron_fleet.rollout.engine_server import EngineServer
 from megatron_fleet.rollout.logs import write_output_to
+from megatron_fleet.rollout.prefix_sharing import BLOCK, AttentionTiles, PrefixSharing
 from megatron_fleet.weights.vllm_shm import DIE_WITH_PARENT
 
 if TYPE_CHECKING:
@@ -50,8 +52,6 @@ COMMON_ENV = {
 CUDA_ENV = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 """CUDA IPC handles contain class objects that vLLM's safe serialiser refuses; they never leave this machine."""
 
-CPU_BLOCK_SIZE = 32
-"""Smallest block of vLLM's CPU attention: the finest prefix cache."""
 CPU_KV_CACHE_BYTES = 1 << 30
 CPU_STEP_TOKENS = 4096
 """Tokens of one scheduling step; a longer prompt gets a step of its own."""
@@ -80,7 +80,7 @@ class EngineActor:
         self._config = config
         self._server = EngineServer(self._generate, token)
         self._llm: Any = None
-        self._own_prefixes = False
+        self._sharing: PrefixSharing | None = None
         self._numbers = itertools.count()
         self._unusable: str | None = None
         self._tokens = self._requests = 0
@@ -94,10 +94,9 @@ class EngineActor:
         from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        # vLLM's CPU attention tiles the keys by the number of queries, so a prompt's log-probs depend (by 1e-6) on how
-        # much of it was cached. Finding another episode's prefix is a matter of timing; finding its own is not.
-        self._own_prefixes = current_platform.is_cpu() and self._config.run.deterministic
         self._llm = AsyncLLM.from_engine_args(self._engine_args())
+        if current_platform.is_cpu() and self._config.run.deterministic:
+            self._sharing = PrefixSharing(_attention_tiles(self._llm.model_config))
         await self._llm.update_weight_version("0")
         self._server.open()
 
@@ -129,7 +128,8 @@ class EngineActor:
         )
 
     async def _generate(self, prompt: list[int], params: SamplingParams, session: str) -> Generation:
-        output = await self._run(prompt, _vllm_params(params), session if self._own_prefixes else None)
+        salt = self._sharing.salt(session, len(prompt)) if self._sharing is not None else None
+        output = await self._run(prompt, _vllm_params(params), salt)
         completion = output.outputs[0]
         self._tokens += len(completion.token_ids)
         self._requests += 1
@@ -176,6 +176,8 @@ class EngineActor:
     async def forget_prefixes(self) -> None:
         """Empty the prefix cache, so that what follows does not depend on what was played before."""
         await self._llm.reset_prefix_cache()
+        if self._sharing is not None:
+            self._sharing.forget()
 
     async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
@@ -187,6 +189,8 @@ class EngineActor:
         """Stop scheduling and drop every cache of the old weights. Parameters do not exist until ``finish_update``."""
         async with self._updating():
             await self._llm.pause_generation(mode="keep", clear_cache=True)
+            if self._sharing is not None:
+                self._sharing.forget()
             await self._llm.start_weight_update()
 
     async def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -244,11 +248,25 @@ def _cpu_args(context: int) -> dict[str, Any]:
     """vLLM 0.32 on CPU cannot rewind a seeded request's generator after a chunk of its prompt
     (``gpu_model_runner._bookkeeping_sync``) and dies: prompts are prefilled whole."""
     return {
-        "block_size": CPU_BLOCK_SIZE,
+        "block_size": BLOCK,  # the smallest there is on CPU: the finest prefix cache
         "enforce_eager": True,
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(context, CPU_STEP_TOKENS),
     }
+
+
+def _attention_tiles(model: Any) -> AttentionTiles:
+    """Args: ``model``: vLLM's ModelConfig."""
+    import torch
+
+    float32, text = model.dtype == torch.float32, model.hf_text_config
+    return AttentionTiles(
+        head_dim=model.get_head_size(),
+        queries_per_key=text.num_attention_heads // text.num_key_value_heads,
+        element_bytes=model.dtype.itemsize,
+        cache_bytes=torch.cpu.get_capabilities()["l2_cache_size"] // 2,
+        rows=8 if float32 and platform.machine() == "x86_64" else 32,
+    )
 
 
 def _vllm_params(params: SamplingParams) -> VllmParams:

@@ -30,11 +30,14 @@ class RolloutService:
     """
 
     def __init__(self, config: Config, out: Path, episode_python: Path) -> None:
-        """Args: ``out``: logs go to ``out/logs``. ``episode_python``: interpreter of the episode environment."""
+        """Args: ``out``: logs go to ``out/logs``. ``episode_python``: interpreter of the episode environment.
+
+        ``run_id`` marks every process of this rollout (see ``janitor``).
+        """
         self._config = config
         self._logs = out.resolve() / "logs"
         self._episode_python = episode_python
-        self._run_id = secrets.token_hex(4)
+        self.run_id = secrets.token_hex(4)
         self._token = secrets.token_hex(32)
         self._cleanup = contextlib.ExitStack()
         self._manager: Any = None
@@ -55,10 +58,10 @@ class RolloutService:
 
     def _start(self) -> None:
         self._logs.mkdir(parents=True, exist_ok=True)
-        folder = ray_local.run_folder(self._run_id)
-        janitor = Janitor(self._run_id, folder)
+        folder = ray_local.run_folder(self.run_id)
+        janitor = Janitor(self.run_id, folder)
         self._cleanup.callback(janitor.close)
-        with ray_local.children_environment(self._run_id):
+        with ray_local.children_environment(self.run_id):
             ray_local.start(folder)
             self._cleanup.callback(_leave_ray)
             self._cleanup.callback(janitor.look)
@@ -74,7 +77,7 @@ class RolloutService:
 
         from megatron_fleet.rollout.manager import Place, RolloutManager
 
-        env_vars = {MARK: self._run_id}
+        env_vars = {MARK: self.run_id}
         place = Place(
             logs=self._logs,
             episode_python=self._episode_python,

@@ -31,8 +31,8 @@ if __name__ == "__main__":
     with RolloutService(config, Path(sys.argv[2]), Path(sys.argv[3])) as rollout:
         if sys.argv[4] == "ready":
             rollout.wait_ready()
-        pids = marked(rollout._run_id)
-        print(json.dumps({"run": rollout._run_id, "pids": pids, "files": list(shared_files(pids))}), flush=True)
+        pids = marked(rollout.run_id)
+        print(json.dumps({"run": rollout.run_id, "pids": pids, "files": list(shared_files(pids))}), flush=True)
         time.sleep(120)
 """
 

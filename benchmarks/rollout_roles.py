@@ -1,0 +1,171 @@
+"""The processes of ``rollout.py``: the engine with a scripted tongue, and the worker. They are told by JSON lines."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_fleet.agents.engine import Generation, SamplingParams
+from megatron_fleet.agents.tokenizer import IM_END, Tokenizer
+from megatron_fleet.config.schema import Config
+from megatron_fleet.data.loader import load_tasks
+from megatron_fleet.data.task import Task
+from megatron_fleet.envs.base import ToolCall
+from megatron_fleet.envs.embedded.solver import demonstrate
+from megatron_fleet.envs.embedded.tasks import SHIPPED_TASKS
+from megatron_fleet.rollout.engine_actor import EngineActor
+
+TOKEN = "benchmark"
+Handler = Callable[..., Awaitable[dict[str, Any]]]
+
+
+def bench_tasks() -> list[Task]:
+    """Every fifth task: all environments and kinds."""
+    return load_tasks(SHIPPED_TASKS)[::5]
+
+
+class ScriptedEngine(EngineActor):
+    """Samples as many tokens as the script's next turn has, and says the script's."""
+
+    def __init__(self, config: Config, log: Path) -> None:
+        super().__init__(config, TOKEN, log)
+        tokenizer = Tokenizer(config.model.path)
+        self._scripts = {task.key: _script(task, tokenizer) for task in bench_tasks()}
+        self._asked: dict[str, list[tuple[list[int], SamplingParams]]] = defaultdict(list)
+
+    async def _generate(self, prompt: list[int], params: SamplingParams, session: str) -> Generation:
+        requests = self._asked[session]
+        said = self._scripts[session.split("/", 4)[4]][len(requests)]
+        request = (prompt, dataclasses.replace(params, max_tokens=len(said), stop_token_ids=()))
+        requests.append(request)
+        sampled = await super()._generate(*request, session)
+        return dataclasses.replace(sampled, token_ids=np.array(said, np.int32), finish_reason="stop")
+
+    async def forget(self) -> dict[str, Any]:
+        """Start over: no cached prefix. The recorded requests stay until the next first turn."""
+        await self.forget_prefixes()
+        self._recorded = list(self._asked.values())
+        self._asked = defaultdict(list)
+        return {}
+
+    async def replay(self, concurrency: int) -> dict[str, Any]:
+        """The recorded requests straight into vLLM, one episode's after the other, ``concurrency`` episodes at once."""
+        room = asyncio.Semaphore(concurrency)
+        tokens = 0
+
+        async def episode(requests: list[tuple[list[int], SamplingParams]]) -> None:
+            nonlocal tokens
+            async with room:
+                for prompt, params in requests:
+                    await EngineActor._generate(self, prompt, params, "")
+                    tokens += params.max_tokens
+
+        started = time.perf_counter()
+        await asyncio.gather(*(episode(requests) for requests in self._recorded))
+        return {"seconds": time.perf_counter() - started, "tokens": tokens}
+
+
+def _script(task: Task, tokenizer: Tokenizer) -> list[list[int]]:
+    """Token ids of the solver's turns."""
+    texts = []
+    for turn, _ in demonstrate(task).turns:
+        if isinstance(turn, ToolCall):
+            call = json.dumps({"name": turn.name, "arguments": turn.arguments})
+            texts.append(f"<tool_call>\n{call}\n</tool_call>")
+        else:
+            texts.append(f"{turn.text} <done>")
+    return [[*tokenizer.encode(text), tokenizer.special[IM_END]] for text in texts]
+
+
+async def engine(settings: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> dict[str, Handler]:
+    actor = ScriptedEngine(Config.model_validate(settings["config"]), Path(settings["log"]))
+    endpoint = await actor.listen(0)
+    await actor.start()
+    answer({"endpoint": endpoint})
+    return {"forget": actor.forget, "replay": actor.replay, "close": actor.shutdown}
+
+
+async def worker(settings: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> dict[str, Handler]:
+    from megatron_fleet.envs.openenv import make_environment
+    from megatron_fleet.rollout.requests import EpisodeSpec
+    from megatron_fleet.rollout.worker import EpisodeWorker
+
+    config = Config.model_validate(settings["config"])
+    rollout, env = config.rollout.model_dump(), config.env.model_dump()
+    player = EpisodeWorker(config.model.path, rollout, env, settings["url"], [settings["endpoint"]], TOKEN)
+    tasks = bench_tasks()
+
+    async def play(episodes: int) -> dict[str, Any]:
+        specs = [EpisodeSpec(tasks[i % len(tasks)], i, 0, 0, 1.0) for i in range(episodes)]
+        started = time.perf_counter()
+        trajectories = await player.run(specs)
+        seconds = time.perf_counter() - started
+        outcomes = {str(t.outcome) for t in trajectories}
+        rewards = {t.reward for t in trajectories}
+        if (outcomes, rewards) != ({"completed"}, {1.0}):
+            raise RuntimeError(
+                f"scripted episodes must succeed: {outcomes}, {rewards}, {trajectories[0].reward_reason}"
+            )
+        actions = [span for t in trajectories for span in t.spans if span.kind == "action"]
+        print(
+            "METRICS",
+            {
+                k: round(float(np.mean([t.metrics.get(k, 0) for t in trajectories])), 3)
+                for k in ("env_s", "generate_s", "verify_s", "seconds")
+            },
+            max(t.metrics["seconds"] for t in trajectories),
+            file=sys.stderr,
+        )
+        return {"seconds": seconds, "turns": len(actions), "tokens": sum(s.end - s.start for s in actions)}
+
+    async def client(episodes: int) -> dict[str, Any]:
+        """Reset, scripted calls and verify, through the same adapter, without engine or agent loop."""
+        scripts = [(tasks[i % len(tasks)], demonstrate(tasks[i % len(tasks)])) for i in range(episodes)]
+
+        async def episode(task: Task, turns: list[ToolCall], final_answer: str) -> None:
+            environment = make_environment(config.env, settings["url"])
+            await environment.reset(task)
+            for turn in turns:
+                await environment.step(turn)
+            await environment.verify(final_answer, [])
+            await environment.close()
+
+        cpu = time.process_time()
+        await asyncio.gather(
+            *(episode(t, [c for c, _ in d.turns if isinstance(c, ToolCall)], d.answer) for t, d in scripts)
+        )
+        return {"cpu_seconds": time.process_time() - cpu}
+
+    async def close() -> None:
+        return None
+
+    answer({})
+    return {"play": play, "client": client, "close": close}
+
+
+async def serve(role: str, settings: dict[str, Any], stdout: int) -> None:
+    os.dup2(2, 1)  # only answers go to the real stdout
+
+    def answer(message: dict[str, Any]) -> None:
+        os.write(stdout, json.dumps(message).encode() + b"\n")
+
+    handlers = await {"engine": engine, "worker": worker}[role](settings, answer)
+    loop = asyncio.get_running_loop()
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        command = json.loads(line)
+        answer(await handlers[command.pop("command")](**command))
+    await handlers["close"]()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(sys.argv[1], json.loads(sys.argv[2]), os.dup(1)))
