@@ -2,18 +2,20 @@
 
 A small byte-pair tokenizer is trained on the embedded fleet's own text. A random Qwen3-shaped model is then trained,
 through the same Megatron path as everything else, on scripted episodes whose agent errs on purpose: the model imitates
-the errors too, so reinforcement learning has something to mend. Three courses, because a model this small learns to
-look things up slowly: drills (rows of a table, then the same rows in another order), episodes without tool
-definitions in the prompt, and whole episodes. Tasks and worlds are others than those that runs train and evaluate on.
+the errors too, so reinforcement learning has something to mend. There are two courses, because tool definitions are
+two thirds of a prompt and teach nothing: episodes without them, until the model can look things up, then whole ones.
+Tasks and worlds are others than those that runs train and evaluate on.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import math
 import random
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -22,40 +24,30 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.progress import track
+from rich.progress import Progress, TextColumn
+from safetensors.torch import save_file
 
 from megatron_fleet.agents import prompts
 from megatron_fleet.agents.engine import Generation, SamplingParams
 from megatron_fleet.agents.episode import EpisodeSettings, run_episode
 from megatron_fleet.agents.renderer import Qwen3Renderer, to_json
-from megatron_fleet.agents.tokenizer import Tokenizer, train_tokenizer
+from megatron_fleet.agents.tokenizer import IM_START, Tokenizer, train_tokenizer
 from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.algorithms.losses import sft_loss
-from megatron_fleet.config.load import load
+from megatron_fleet.config.load import ROOT, load
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.base import Observation, Reward, ToolCall
-from megatron_fleet.envs.embedded.booking import KINDS as ROOM_KINDS
-from megatron_fleet.envs.embedded.booking import SLOTS
-from megatron_fleet.envs.embedded.ledger import KINDS as ACCOUNT_KINDS
 from megatron_fleet.envs.embedded.session import EmbeddedSession
 from megatron_fleet.envs.embedded.solver import demonstrate, solve
 from megatron_fleet.envs.embedded.tasks import SHIPPED_SEED, generate
 from megatron_fleet.envs.embedded.tasktype import Answer
-from megatron_fleet.envs.embedded.tickets import PRIORITIES, STATUSES, SUBJECTS
-from megatron_fleet.envs.embedded.world import PEOPLE
 from megatron_fleet.policy.megatron.policy import MegatronPolicy
-from megatron_fleet.weights.communicator import TorchCommunicator
-from megatron_fleet.weights.export import export_hf
-from megatron_fleet.weights.source import MegatronWeightSource, megatron_shard
 
 MISTAKES = 0.2
-"""Share of the scripted agent's choices that are wrong; about 0.4 of its episodes then succeed."""
-ROW_TOKENS = 4096
-OVERRIDES = (
-    f"policy.row_tokens={ROW_TOKENS}",
-    "policy.optimizer.betas=[0.9,0.95]",
-    "policy.optimizer.weight_decay=0.01",
-)
+"""Share of the scripted agent's choices that are wrong; about 0.6 of its episodes still succeed."""
+LOG_EVERY = 250
+SHORT_STEPS, WHOLE_STEPS = 12000, 1500
+OVERRIDES = ("policy.optimizer.betas=[0.9,0.95]", "policy.optimizer.weight_decay=0.01", "rollout.max_context=1024")
 
 VOCABULARY = 1024
 ARCHITECTURE: dict[str, Any] = {
@@ -65,7 +57,7 @@ ARCHITECTURE: dict[str, Any] = {
     "intermediate_size": 384,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_key_value_heads": 4,
     "head_dim": 32,
     "hidden_act": "silu",
     "attention_bias": False,
@@ -77,15 +69,14 @@ ARCHITECTURE: dict[str, Any] = {
     "dtype": "float32",
 }
 
-DRILL_WORDS = [*SUBJECTS, *STATUSES, *PRIORITIES, *ROOM_KINDS, *ACCOUNT_KINDS, *SLOTS, "frozen", "paid", "free"]
-
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """A part of the training: what is read, for how many optimizer steps, up to which learning rate."""
+    """A part of the training: what is read, tokens per optimizer step, steps, largest learning rate."""
 
     name: str
     rows: Callable[[random.Random], Iterator[Datum]]
+    row_tokens: int
     steps: int
     lr: float
 
@@ -96,14 +87,14 @@ class Demonstrator:
     So demonstrations have, to the token, the form of what the policy will see and say.
     """
 
-    def __init__(self, task: Task, tokenizer: Tokenizer, mistakes: float, rng: random.Random, tools: bool) -> None:
+    def __init__(self, task: Task, tokenizer: Tokenizer, rng: random.Random) -> None:
         self._session = EmbeddedSession(task)
-        self._agent = solve(task, mistakes, rng)
-        self._tokenizer, self._tools = tokenizer, tools
+        self._agent = solve(task, MISTAKES, rng)
+        self._tokenizer = tokenizer
         self._turn = next(self._agent)
 
     async def reset(self, task: Task) -> Observation:
-        return Observation(task.prompt, self._session.tools() if self._tools else ())
+        return Observation(task.prompt, self._session.tools())
 
     async def step(self, call: ToolCall) -> Observation:
         observation = self._session.call(call)
@@ -129,19 +120,22 @@ def turn_text(turn: ToolCall | Answer) -> str:
 
 
 def play_demonstration(
-    task: Task, renderer: Qwen3Renderer, settings: EpisodeSettings, mistakes: float, rng: random.Random, tools: bool
+    task: Task, renderer: Qwen3Renderer, settings: EpisodeSettings, rng: random.Random, whole: bool
 ) -> Datum:
-    """One scripted episode as a training row: cross-entropy on the agent's turns."""
-    actor = Demonstrator(task, renderer.tokenizer, mistakes, rng, tools)
+    """One scripted episode as a training row: cross-entropy on the agent's turns. Not ``whole``: no system turn."""
+    actor = Demonstrator(task, renderer.tokenizer, rng)
     trajectory = asyncio.run(run_episode(task, 0, 0, actor, actor, renderer, settings, None, task.key))
-    mask = trajectory.action_mask.astype(np.float32)
-    return Datum(trajectory.token_ids, mask, mask, np.zeros_like(mask))
+    turns = np.flatnonzero(trajectory.token_ids == renderer.tokenizer.special[IM_START])
+    start = 0 if whole else turns[1]
+    mask = trajectory.action_mask[start:].astype(np.float32)
+    return Datum(trajectory.token_ids[start:], mask, mask, np.zeros_like(mask))
 
 
-def episodes(
-    renderer: Qwen3Renderer, settings: EpisodeSettings, mistakes: float, tools: bool
-) -> Callable[[random.Random], Iterator[Datum]]:
-    """Scripted episodes of ever new tasks."""
+def episodes(tokenizer: Tokenizer, whole: bool) -> Callable[[random.Random], Iterator[Datum]]:
+    """Scripted episodes of ever new tasks, with or without the system turn that lists the tools."""
+    config = load(["experiment=quickstart"])
+    renderer = Qwen3Renderer(tokenizer, config.rollout.thinking)
+    settings = EpisodeSettings.from_config(config.rollout, config.env)
 
     def rows(rng: random.Random) -> Iterator[Datum]:
         seed = SHIPPED_SEED
@@ -150,45 +144,15 @@ def episodes(
             tasks = generate(seed, per_env=100)
             rng.shuffle(tasks)
             for task in tasks:
-                yield play_demonstration(task, renderer, settings, mistakes, rng, tools)
+                yield play_demonstration(task, renderer, settings, rng, whole)
 
     return rows
 
 
-def drills(tokenizer: Tokenizer) -> Callable[[random.Random], Iterator[Datum]]:
-    """Tables of words and ids, each followed by its rows in other orders: looking up and copying, many times a row."""
-
-    def rows(rng: random.Random) -> Iterator[Datum]:
-        while True:
-            yield _drill(tokenizer, rng)
-
-    return rows
-
-
-def _drill(tokenizer: Tokenizer, rng: random.Random) -> Datum:
-    words = [*DRILL_WORDS, *PEOPLE]
-    table = {key: _drill_values(words, rng) for key in rng.sample(words, rng.randint(3, 8))}
-    ids: list[int] = []
-    mask: list[int] = []
-    for turn in range(3):
-        for key in rng.sample(list(table), len(table)):
-            asked, answer = tokenizer.encode("\n" + key), tokenizer.encode(" " + table[key])
-            ids += asked + answer
-            mask += [0] * len(asked) + [int(turn > 0)] * len(answer)
-    weights = np.array(mask, np.float32)
-    return Datum(np.array(ids, np.int32), weights, weights, np.zeros_like(weights))
-
-
-def _drill_values(words: list[str], rng: random.Random) -> str:
-    kinds = [*words, str(rng.randint(10, 400)), f"2026-03-{rng.randint(11, 20)}"]
-    identity = f"{rng.choice('TRBAI')}-{rng.randint(10, 99)}"
-    return " ".join([*(rng.choice(kinds) for _ in range(rng.randint(1, 3))), identity])
-
-
-def corpus(mistakes: float, rng: random.Random) -> Iterator[str]:
+def corpus(rng: random.Random) -> Iterator[str]:
     """Text as the tokenizer will meet it: demonstrations spelt out."""
     for task in generate(SHIPPED_SEED + 1, per_env=200):
-        demonstration = demonstrate(task, mistakes, rng)
+        demonstration = demonstrate(task, MISTAKES, rng)
         session = EmbeddedSession(task)
         yield prompts.system_prompt(task.env_key) + "\n".join(to_json(tool) for tool in session.tools())
         session.close()
@@ -199,21 +163,65 @@ def corpus(mistakes: float, rng: random.Random) -> Iterator[str]:
                 yield observation.content
 
 
-def run_course(policy: MegatronPolicy, course: Course, rng: random.Random) -> float:
-    """Train one course; returns the mean loss per token of its last steps."""
+def initial_weights(rng: torch.Generator) -> dict[str, torch.Tensor]:
+    """HF tensors of an untrained model that copies readily: whatever a head attends to, it passes on.
+
+    Value and output projections start as each other's transpose, so a head's output is what it read (Trockman & Kolter
+    2023, arXiv:2305.09828, "mimetic initialization"); embeddings start large enough to survive the layers above them.
+    A small model finds out what to look at much sooner when looking at the right token already helps.
+    """
+    hidden, mlp = ARCHITECTURE["hidden_size"], ARCHITECTURE["intermediate_size"]
+    std = ARCHITECTURE["initializer_range"]
+
+    def normal(*shape: int, scale: float = std) -> torch.Tensor:
+        return torch.randn(*shape, generator=rng) * scale
+
+    head = ARCHITECTURE["head_dim"]
+    weights = {
+        "model.embed_tokens.weight": normal(VOCABULARY, hidden, scale=1.0),
+        # The tied output weight is as large as the embeddings: this keeps the first logits moderate.
+        "model.norm.weight": torch.full((hidden,), 0.1),
+    }
+    for layer in range(ARCHITECTURE["num_hidden_layers"]):
+        value = torch.linalg.qr(normal(hidden, hidden, scale=1.0))[0]
+        weights |= {
+            f"model.layers.{layer}.{name}": tensor
+            for name, tensor in {
+                "input_layernorm.weight": torch.ones(hidden),
+                "post_attention_layernorm.weight": torch.ones(hidden),
+                "self_attn.q_proj.weight": normal(hidden, hidden),
+                "self_attn.k_proj.weight": normal(hidden, hidden),
+                "self_attn.v_proj.weight": value.contiguous(),
+                "self_attn.o_proj.weight": value.T.contiguous(),
+                "self_attn.q_norm.weight": torch.ones(head),
+                "self_attn.k_norm.weight": torch.ones(head),
+                "mlp.gate_proj.weight": normal(mlp, hidden),
+                "mlp.up_proj.weight": normal(mlp, hidden),
+                "mlp.down_proj.weight": normal(hidden, mlp),
+            }.items()
+        }
+    return weights
+
+
+def run_course(policy: MegatronPolicy, course: Course, rng: random.Random) -> None:
+    """Train one course; shows the mean loss per token of the newest steps."""
     stream = course.rows(rng)
-    losses: list[float] = []
+    losses: deque[float] = deque(maxlen=100)
     waiting = next(stream)
-    for step in track(range(course.steps), description=f"{course.name:>10}"):
-        batch, room = [], ROW_TOKENS
-        while len(waiting) <= room:
-            batch.append(waiting)
-            room -= len(waiting)
-            waiting = next(stream)
-        report = policy.forward_backward([normalised(batch)], sft_loss)
-        policy.optim_step(course_lr(course, step))
-        losses.append(report.loss)
-    return float(np.mean(losses[-50:]))
+    with Progress(*Progress.get_default_columns(), TextColumn("loss {task.fields[loss]:.4f}")) as progress:
+        bar = progress.add_task(course.name, total=course.steps, loss=math.nan)
+        for step in range(course.steps):
+            batch, room = [], course.row_tokens
+            while len(waiting) <= room:
+                batch.append(waiting)
+                room -= len(waiting)
+                waiting = next(stream)
+            report = policy.forward_backward([normalised(batch)], sft_loss)
+            policy.optim_step(course_lr(course, step))
+            losses.append(report.loss)
+            progress.update(bar, advance=1, loss=float(np.mean(losses)))
+            if not progress.console.is_terminal and (step + 1) % LOG_EVERY == 0:
+                print(f"{course.name}: step {step + 1}/{course.steps}, loss {np.mean(losses):.4f}", flush=True)
 
 
 def normalised(batch: Sequence[Datum]) -> list[Datum]:
@@ -228,26 +236,36 @@ def course_lr(course: Course, step: int) -> float:
     return course.lr * warm * max(0.05, (1 + math.cos(math.pi * step / course.steps)) / 2)
 
 
-def make_tiny(out: Path, seed: int = 0) -> None:
-    """Make tokenizer and model and write them to ``out`` as an HF folder. Takes about half an hour on two cores."""
-    rng = random.Random(seed)
+def take_course(folder: Path, course: Course, seed: int, out: Path) -> None:
+    """Train the model in ``folder`` and write the result to ``out``."""
+    overrides = [f"model.path={folder}", f"run.seed={seed}", f"policy.row_tokens={course.row_tokens}", *OVERRIDES]
+    config = load(["experiment=quickstart", *overrides])
+    with closing(MegatronPolicy(config)) as policy:
+        run_course(policy, course, random.Random(f"{course.name}/{seed}"))
+        policy.export_hf(out)
+
+
+def make_tiny(out: Path, seed: int) -> None:
+    """Make tokenizer and model and write them to ``out`` as an HF folder."""
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        tokenizer = train_tokenizer(corpus(MISTAKES, rng), VOCABULARY, folder)
-        (folder / "config.json").write_text(json.dumps({**ARCHITECTURE, "vocab_size": VOCABULARY}, indent=2) + "\n")
-        config = load(["experiment=quickstart", f"model.path={folder}", f"run.seed={seed}", *OVERRIDES])
-        renderer = Qwen3Renderer(tokenizer, config.rollout.thinking)
-        settings = EpisodeSettings.from_config(config.rollout, config.env)
-        courses = (
-            Course("drills", drills(tokenizer), steps=600, lr=2e-3),
-            Course("short", episodes(renderer, settings, MISTAKES, tools=False), steps=2500, lr=2e-3),
-            Course("whole", episodes(renderer, settings, MISTAKES, tools=True), steps=1200, lr=1e-3),
-        )
-        with closing(MegatronPolicy(config, init="random")) as policy:
-            for course in courses:
-                loss = run_course(policy, course, rng)
-                print(f"{course.name}: loss {loss:.4f} after {course.steps} steps", flush=True)
-            source = MegatronWeightSource(
-                policy.model_chunks, policy.hf_config, dtype=torch.float32, shard=megatron_shard()
-            )
-            export_hf(source, folder, out, world=TorchCommunicator())
+        folder = Path(scratch) / "start"
+        tokenizer = train_tokenizer(corpus(random.Random(seed)), VOCABULARY, folder)
+        config = {**ARCHITECTURE, "vocab_size": VOCABULARY}
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        save_file(initial_weights(torch.Generator().manual_seed(seed)), folder / "model.safetensors")
+        short = Course("without tool lists", episodes(tokenizer, whole=False), 1024, SHORT_STEPS, 3e-3)
+        whole = Course("whole episodes", episodes(tokenizer, whole=True), 4096, WHOLE_STEPS, 1e-3)
+        take_course(folder, short, seed, Path(scratch) / "short")
+        take_course(Path(scratch) / "short", whole, seed, out)
+
+
+def main(argv: Sequence[str]) -> int:
+    """``mfleet model make-tiny``."""
+    parser = argparse.ArgumentParser(prog="mfleet model make-tiny", description=__doc__.split("\n")[0])
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "assets" / "tiny", help="folder to write (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    make_tiny(args.out, args.seed)
+    return 0

@@ -160,7 +160,6 @@ class Checkpoint(Section):
 class Logging(Section):
     tensorboard: bool = Field(True, description="Write TensorBoard event files beside metrics.jsonl.")
     plot: bool = Field(True, description="Draw the learning curve as PNG at the end.")
-    logprob_probe: int = Field(0, ge=0, description="Every k steps compare trainer and engine log-probs; 0 = never.")
 
 
 class Config(Section):

@@ -1,0 +1,149 @@
+"""Whole runs on real parts: Megatron, vLLM, Ray, the OpenEnv server."""
+
+import json
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from whole_runs import RUN_TIMEOUT_S, Run, wait_for
+
+pytestmark = pytest.mark.slow
+
+SUMMARY_KEYS = {
+    "pass_at_1_before",
+    "pass_at_1_after",
+    "steps",
+    "seconds_to_first_step",
+    "seconds_total",
+    "episodes_started",
+    "episodes_by_outcome",
+    "tokens_generated",
+    "tokens_trained",
+    "mismatch_kl",
+    "weight_versions",
+}
+SCORES = """
+import json, sys
+import numpy as np, torch
+from dataclasses import replace
+from megatron_fleet.algorithms.datum import Datum
+from megatron_fleet.config.load import load
+from megatron_fleet.policy.megatron.policy import MegatronPolicy
+from megatron_fleet.policy.pack import plan_rows
+from transformers import AutoModelForCausalLM
+
+model, arrays, out = sys.argv[1:]
+with np.load(arrays) as data:
+    edges = data["offsets"][1:-1]
+    ids, masks = np.split(data["token_ids"], edges), np.split(data["action_mask"], edges)
+hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+config = load(["experiment=quickstart", f"model.path={model}"])
+data = [Datum(i, m.astype(np.float32), m * 0.0, m * 0.0) for i, m in zip(ids, masks)]
+(plan,) = plan_rows([len(d) for d in data], 1, config.policy.row_tokens)
+rows = MegatronPolicy(config).forward([[data[i] for i in row] for row in plan])
+megatron = {i: values for row, found in zip(plan, rows) for i, values in zip(row, found)}
+result = {}
+for i, (tokens, mask) in enumerate(zip(ids, masks)):
+    with torch.no_grad():
+        logits = hf(torch.tensor(tokens[None].astype(np.int64))).logits[0, :-1]
+    scores = torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens[1:, None].astype(np.int64)))[:, 0].numpy()
+    where = np.flatnonzero(mask)
+    result[f"hf{i}"], result[f"megatron{i}"] = scores[where - 1], megatron[i][where]
+np.savez(out, **result)
+"""
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    run = Run(tmp_path_factory.mktemp("runs") / "first")
+    run.output = run.finish()
+    return run
+
+
+def test_a_run_leaves_what_it_promises(first):
+    summary = json.loads((first.out / "summary.json").read_text())
+    assert summary.keys() >= SUMMARY_KEYS
+    assert summary["steps"] == 3
+    assert summary["weight_versions"] == 3
+    assert sum(summary["episodes_by_outcome"].values()) == 3 * 16 + 2 * (12 + 6)
+    assert (first.out / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert list((first.out / "tensorboard").iterdir())
+    assert sorted(p.name for p in (first.out / "checkpoints").iterdir()) == ["step_000002", "step_000003"]
+    assert "finished 3 steps" in first.output.strip().splitlines()[-1]
+    first.assert_nothing_left()
+
+
+def test_every_episode_is_accounted_for(first):
+    for row in first.metrics()[1:]:
+        fates = ("trained", "zero_signal", "unknown", "too_few_known", "no_tokens")
+        assert sum(row[f"accounting/{fate}"] for fate in fates) == row["accounting/episodes"] == 16
+
+
+def test_the_on_policy_ratio_is_exactly_one(first):
+    ratios = [row["policy/ratio_mean"] for row in first.metrics()[1:] if "policy/ratio_mean" in row]
+    assert ratios
+    assert set(ratios) == {1.0}
+
+
+@pytest.mark.parametrize(("model", "rollouts"), [("start", "step_000001"), ("end", "eval_000003")])
+def test_megatron_transformers_and_vllm_agree_on_rollouts(first, tmp_path, model, rollouts):
+    """Before any update, and after three of them on what the updated engine sampled."""
+    folder = (
+        json.loads((first.out / "config.json").read_text())["model"]["path"] if model == "start" else first.out / "hf"
+    )
+    arrays = first.out / "trajectories" / f"{rollouts}.npz"
+    command = [sys.executable, "-c", SCORES, str(folder), str(arrays), str(tmp_path / "scores.npz")]
+    subprocess.run(command, check=True, timeout=RUN_TIMEOUT_S)
+    scores = np.load(tmp_path / "scores.npz")
+    sampled = first.arrays(rollouts)
+    hf = np.concatenate([scores[f"hf{i}"] for i in range(len(sampled))])
+    megatron = np.concatenate([scores[f"megatron{i}"] for i in range(len(sampled))])
+    vllm = np.concatenate([t["behaviour_logprobs"][t["action_mask"]] for t in sampled])
+    assert np.abs(megatron - hf).mean() <= 1e-5
+    assert np.abs(megatron - vllm).mean() <= 0.01
+
+
+def test_equal_seeds_give_equal_runs_to_the_last_bit(first, tmp_path):
+    again = Run(tmp_path / "again")
+    again.finish()
+    assert again.facts() == first.facts()
+    weights = "hf/model.safetensors"
+    assert (again.out / weights).read_bytes() == (first.out / weights).read_bytes()
+
+
+def test_a_killed_run_ends_like_the_undisturbed_one(first, tmp_path):
+    run = Run(tmp_path / "killed")
+    process = run.start()
+    wait_for(run.out / "checkpoints" / "step_000001", process)
+    process.kill()
+    process.communicate()
+    run.assert_nothing_left()
+    run.finish()
+    assert run.facts() == first.facts()
+    weights = "hf/model.safetensors"
+    assert (run.out / weights).read_bytes() == (first.out / weights).read_bytes()
+
+
+@pytest.mark.parametrize("layout", ["tensor2", "pipeline2", "data2"])
+def test_two_ranks_take_the_same_first_step_as_one(first, tmp_path, layout):
+    run = Run(tmp_path / layout, (f"parallel={layout}", "run.steps=1", "eval=none"))
+    run.finish()
+    one, two = first.metrics()[1], run.metrics()[0]
+    for name in ("policy/final_loss", "policy/grad_norm", "policy/policy_entropy"):
+        assert two[name] == pytest.approx(one[name], rel=1e-5, abs=1e-7), name
+    assert two["policy/ratio_mean"] == 1.0
+    run.assert_nothing_left()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_run_says_so_in_one_line_and_leaves_nothing(tmp_path, number):
+    run = Run(tmp_path / "stopped")
+    process = run.start()
+    wait_for(run.out / "trajectories" / "eval_000000.jsonl", process)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert "stopped by" in output.strip().splitlines()[-1]
+    run.assert_nothing_left()

@@ -1,0 +1,100 @@
+"""Start `mfleet train` as a user would, small enough for a test, and look at what it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SMALL = (
+    "run.steps=3",
+    "rollout.prompts_per_step=4",
+    "rollout.samples_per_prompt=4",
+    "eval.tasks=6",
+    "eval.samples=2",
+    "checkpoint.interval=1",
+    "policy.threads=1",
+)
+RUN_TIMEOUT_S = 400
+CLOCK_METRICS = ("time", "attempt", "timing/", "generate/tokens_per_second")
+
+
+@dataclass
+class Run:
+    """One `mfleet train` process. ``mark`` is in the environment of everything it starts."""
+
+    out: Path
+    overrides: tuple[str, ...] = ()
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def start(self) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "megatron_fleet.cli", "train", "experiment=quickstart", "--out", str(self.out)]
+        return subprocess.Popen(
+            [*command, *SMALL, *self.overrides],
+            env={**os.environ, "MFLEET_TEST_MARK": self.mark},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def finish(self) -> str:
+        """Run to the end; returns the terminal output."""
+        process = self.start()
+        output, _ = process.communicate(timeout=RUN_TIMEOUT_S)
+        assert process.returncode == 0, output[-3000:] + self.logs()
+        return output
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()]
+
+    def facts(self) -> list[dict[str, Any]]:
+        """The metrics that do not depend on the clock."""
+        return [{k: v for k, v in row.items() if not k.startswith(CLOCK_METRICS)} for row in self.metrics()]
+
+    def arrays(self, name: str) -> list[dict[str, np.ndarray]]:
+        """Token ids, action mask and behaviour log-probs of each trajectory of a file such as ``step_000001``."""
+        with np.load(self.out / "trajectories" / f"{name}.npz") as data:
+            edges = data["offsets"]
+            names = ("token_ids", "action_mask", "behaviour_logprobs")
+            columns = {n: np.split(data[n], edges[1:-1]) for n in names}
+        return [{n: columns[n][i] for n in names} for i in range(len(edges) - 1)]
+
+    def logs(self) -> str:
+        found = [self.out / "error.log", *sorted((self.out / "logs").glob("*.log"))]
+        return "\n".join(f"--- {p.name}\n{p.read_text()[-1500:]}" for p in found if p.exists())
+
+    def processes(self) -> list[str]:
+        """Command lines of the living processes that this run started."""
+        alive = []
+        for folder in Path("/proc").iterdir():
+            try:
+                if self.mark.encode() in (folder / "environ").read_bytes():
+                    command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    state = (folder / "stat").read_text().rsplit(")", 1)[1].split()[0]
+                    alive += [] if state == "Z" else [f"{folder.name} {command}"]
+            except (OSError, ValueError):
+                continue
+        return alive
+
+    def assert_nothing_left(self, within_s: float = 20) -> None:
+        deadline = time.monotonic() + within_s
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert not left, left
+
+
+def wait_for(path: Path, process: subprocess.Popen[str], timeout_s: float = RUN_TIMEOUT_S) -> None:
+    """Until ``path`` exists; fails when the process ends before."""
+    deadline = time.monotonic() + timeout_s
+    while not path.exists():
+        assert process.poll() is None, process.communicate()[0][-3000:]
+        assert time.monotonic() < deadline, f"{path} did not appear"
+        time.sleep(0.1)
