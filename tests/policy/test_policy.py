@@ -172,6 +172,19 @@ def test_bfloat16_trains_on_float32_masters(make_policy, tmp_path):
     assert all(torch.equal(v, straight[1][n]) for n, v in parameters(again).items())
 
 
+def test_a_state_saved_before_the_first_update_is_whole(make_policy, tmp_path):
+    batch, loss = make_batch(count=4, longest=45), make_loss(Algorithm())
+    policy = make_policy()
+    policy.save_state(tmp_path / "saved")
+    policy.forward_backward([batch], loss)
+    straight = policy.optim_step(1e-3), parameters(policy)
+    again = make_policy()
+    again.load_state(tmp_path / "saved")
+    again.forward_backward([batch], loss)
+    assert again.optim_step(1e-3) == straight[0]
+    assert all(torch.equal(v, straight[1][n]) for n, v in parameters(again).items())
+
+
 def test_proximal_policy_gives_ratios(make_policy):
     """After an update, π differs from the recomputed π_old, and the loss sees it."""
     policy = make_policy()

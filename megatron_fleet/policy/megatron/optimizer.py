@@ -21,7 +21,10 @@ def wrap(chunk: MegatronModule) -> DistributedDataParallel:
 
 
 def build(chunks: Sequence[DistributedDataParallel], optimizer: Optimizer, dtype: torch.dtype) -> ChainedOptimizer:
-    """AdamW with moments and float32 master parameters sharded over data-parallel ranks (ZeRO stage 1)."""
+    """AdamW with moments and float32 master parameters sharded over data-parallel ranks (ZeRO stage 1).
+
+    Moments and step count exist from the start: a run may save before its first update.
+    """
     settings = OptimizerConfig(
         optimizer="adam",
         lr=optimizer.lr,
@@ -34,7 +37,12 @@ def build(chunks: Sequence[DistributedDataParallel], optimizer: Optimizer, dtype
         bf16=dtype == torch.bfloat16,
         use_distributed_optimizer=True,
     )
-    return get_megatron_optimizer(settings, list(chunks), use_gloo_process_groups=False)
+    chained = get_megatron_optimizer(settings, list(chunks), use_gloo_process_groups=False)
+    for part in chained.chained_optimizers:
+        part.init_state_fn(part.optimizer, settings)
+        for group in part.optimizer.param_groups:
+            group.setdefault("step", 0)
+    return chained
 
 
 def step(
