@@ -35,11 +35,8 @@ class OpenEnvEnvironment:
 
     def __init__(self, config: Env, url: str) -> None:
         self._config = config
-        longest = max(config.reset_timeout_s, config.step_timeout_s, config.verify_timeout_s)
-        # The deadlines below are the ones that count; the client's own must never come first.
-        self._client = one_socket_client()(
-            base_url=url, connect_timeout_s=config.reset_timeout_s + 1, message_timeout_s=longest + 1
-        )
+        self._url = url
+        self._client = self._new_client()
         self._lost: str | None = None
         self._task: Task | None = None
         self._reward: Reward | None = None
@@ -64,7 +61,13 @@ class OpenEnvEnvironment:
             await self._client.reset(**fields)
             return await self._client.step({"type": "list_tools"})
 
-        listed = await self._within(self._config.reset_timeout_s, "reset", start)
+        try:
+            listed = await self._within(self._config.reset_timeout_s, "reset", start)
+        except EnvBusy:
+            # The server refused this socket and nothing happened behind it: the next attempt gets another one.
+            await self.close()
+            self._client, self._lost = self._new_client(), None
+            raise
         tools = tuple(_openai_tool(t) for t in listed.observation.get("tools") or () if t["name"] != FINISH_TOOL)
         if not tools:
             self._lost = "the environment lists no tools"
@@ -82,7 +85,7 @@ class OpenEnvEnvironment:
         if result.done:
             self._reward = _reward(result)
         error = _tool_error(result.observation)
-        content = "" if error else _shorten(_text(result.observation.get("result")), self._config.max_tool_output_chars)
+        content = "" if error else _text(result.observation.get("result"))
         return Observation(content, error=error, done=bool(result.done))
 
     async def verify(self, final_answer: str | None, conversation: list[dict[str, Any]]) -> Reward:
@@ -105,6 +108,14 @@ class OpenEnvEnvironment:
         with contextlib.suppress(Exception):
             async with asyncio.timeout(CLOSE_S):
                 await self._client.close()
+
+    def _new_client(self) -> Any:
+        config = self._config
+        longest = max(config.reset_timeout_s, config.step_timeout_s, config.verify_timeout_s)
+        # The deadlines below are the ones that count; the client's own must never come first.
+        return one_socket_client()(
+            base_url=self._url, connect_timeout_s=config.reset_timeout_s + 1, message_timeout_s=longest + 1
+        )
 
     async def _call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> Any:
         action = {"type": "call_tool", "tool_name": name, "arguments": arguments}
@@ -159,10 +170,6 @@ def _text(result: Any) -> str:
         elif isinstance(result.get("content"), list):
             result = "\n".join(_text(part.get("text", part)) for part in result["content"])
     return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
-
-
-def _shorten(text: str, limit: int) -> str:
-    return text if len(text) <= limit else f"{text[:limit]}\n[{len(text) - limit} more characters]"
 
 
 def _reward(result: Any) -> Reward:

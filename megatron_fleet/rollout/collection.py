@@ -51,11 +51,12 @@ class Collection:
         return specs
 
     def ended(self, spec: EpisodeSpec, trajectory: Trajectory) -> None:
-        """One attempt is over. An aborted one went down with its engine; another unknown reward is worth a retry."""
+        """One attempt is over. An aborted one went down with its engine; another unknown reward is worth a retry,
+        unless the prompt is too long, which it would be again."""
         key = (spec.group, spec.sample)
         if trajectory.outcome is Outcome.ABORTED:
             self.lost(spec, trajectory)
-        elif trajectory.reward is None and self._retries.get(key, 0) < self._max_retries:
+        elif self._worth_a_retry(key, trajectory):
             self._retries[key] = self._retries.get(key, 0) + 1
             self.accounting.retried += 1
             self._again(spec)
@@ -81,6 +82,10 @@ class Collection:
             for index, task in enumerate(self._request.tasks)
         ]
         return CollectResult(groups, self.accounting, seconds)
+
+    def _worth_a_retry(self, key: tuple[int, int], trajectory: Trajectory) -> bool:
+        hopeless = trajectory.outcome is Outcome.PROMPT_TOO_LONG
+        return trajectory.reward is None and not hopeless and self._retries.get(key, 0) < self._max_retries
 
     def _keep(self, key: tuple[int, int], trajectory: Trajectory) -> None:
         self._kept[key] = trajectory

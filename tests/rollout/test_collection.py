@@ -73,6 +73,13 @@ def test_an_unknown_reward_is_played_again_as_another_attempt_and_then_kept_as_u
     assert collection.result(1.0).accounting == Accounting(started=2, known=0, unknown=1, retried=1)
 
 
+def test_a_prompt_that_is_too_long_is_not_played_again():
+    collection = Collection(request(1, 1), max_retries=3)
+    (spec,) = collection.take(9)
+    collection.ended(spec, played(spec, None, Outcome.PROMPT_TOO_LONG))
+    assert collection.done and collection.accounting == Accounting(started=1, unknown=1)
+
+
 def test_an_episode_that_went_down_twice_is_given_up():
     collection = Collection(request(1, 1), max_retries=5)
     for _ in range(2):

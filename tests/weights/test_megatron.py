@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("megatron.core")
+pytest.importorskip("megatron_fleet.policy.megatron")
 transformers = pytest.importorskip("transformers")
 
 import torch  # noqa: E402
