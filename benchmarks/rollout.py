@@ -208,7 +208,7 @@ def measure_cpu(work: Path, episode_python: Path, episodes: int) -> dict[str, An
     return {
         "cpu_ms_per_turn": round(beyond, 3),
         "cpu_parts_ms_per_turn": {name: round(value, 3) for name, value in parts.items()},
-        "cpu_run": {"episodes": episodes, "turns": loop["turns"], "tokens": loop["tokens"], "seconds": loop["seconds"]},
+        "cpu_run": {"episodes": episodes} | {k: loop[k] for k in ("turns", "tokens", "seconds", "waits")},
         "tiny_ratio": round(loop["tokens"] / loop["seconds"] / (raw["tokens"] / raw["seconds"]), 4),
     }
 

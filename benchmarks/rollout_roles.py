@@ -26,6 +26,8 @@ from megatron_fleet.envs.embedded.tasks import SHIPPED_TASKS
 from megatron_fleet.rollout.engine_actor import EngineActor
 
 TOKEN = "benchmark"
+WAITS = ("env_s", "generate_s", "verify_s")
+"""Metrics of an episode: how long it waited for whom."""
 Handler = Callable[..., Awaitable[dict[str, Any]]]
 
 
@@ -117,16 +119,9 @@ async def worker(settings: dict[str, Any], answer: Callable[[dict[str, Any]], No
                 f"scripted episodes must succeed: {outcomes}, {rewards}, {trajectories[0].reward_reason}"
             )
         actions = [span for t in trajectories for span in t.spans if span.kind == "action"]
-        print(
-            "METRICS",
-            {
-                k: round(float(np.mean([t.metrics.get(k, 0) for t in trajectories])), 3)
-                for k in ("env_s", "generate_s", "verify_s", "seconds")
-            },
-            max(t.metrics["seconds"] for t in trajectories),
-            file=sys.stderr,
-        )
-        return {"seconds": seconds, "turns": len(actions), "tokens": sum(s.end - s.start for s in actions)}
+        means = {k: float(np.mean([t.metrics.get(k, 0.0) for t in trajectories])) for k in WAITS}
+        tokens = sum(span.end - span.start for span in actions)
+        return {"seconds": seconds, "turns": len(actions), "tokens": tokens, "waits": means}
 
     async def client(episodes: int) -> dict[str, Any]:
         """Reset, scripted calls and verify, through the same adapter, without engine or agent loop."""

@@ -127,7 +127,6 @@ class _Ranks:
         failed = self._failure(failed)
         if failed is not None:
             return self._explain(failed)
-        print(f"mfleet: done; the outputs are in {self.logs.parent}", file=sys.stderr)
         return 0
 
     def _send(self, number: int) -> None:

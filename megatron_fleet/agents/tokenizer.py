@@ -17,9 +17,10 @@ END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CONTROL_TOKENS = (END_OF_TEXT, IM_START, IM_END)
 TAG_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 
-# Words, single digits, and what stands between them. Unlike Qwen2's pattern a word never takes the blank or quote before
-# it along: it is the same token in a table, a sentence and a JSON string, so a small model can copy it.
-_SPLIT = r"\p{L}+|\p{N}|[^\p{L}\p{N}]+"
+# Words, numbers, and what stands between them. Unlike Qwen2's pattern, a number is whole and a word never takes the
+# blank or quote before it along: each is the same token in a table, a sentence and a JSON string, so a small model can
+# copy it.
+_SPLIT = r"\p{L}+|\p{N}+|[^\p{L}\p{N}]+"
 
 
 class Tokenizer:

@@ -18,7 +18,8 @@ from megatron_fleet.agents.trajectory import Trajectory
 from megatron_fleet.rollout.requests import EpisodeSpec, RolloutFailed, Weights
 
 MAX_RESTARTS = 3
-"""Of one place in one run; a component that dies more often has a cause that restarting does not mend."""
+"""Of one place within ``MEMORY_S``; a component that dies more often has a cause that restarting does not mend."""
+MEMORY_S = 3600.0
 BACKOFF_S = 1.0
 """Pause before the first restart; it doubles each time."""
 CALL_TIMEOUT_S = 30.0
@@ -35,14 +36,19 @@ class Restarts:
 
     def __init__(self, name: str, log: str):
         self._name, self._log = name, log
+        self._recent: list[float] = []
         self.count = 0
 
     async def pause(self, reason: str) -> None:
         """Wait before the next restart. Raises RolloutFailed when there were too many."""
         print(f"{time.strftime('%F %T')} {self._name} is lost: {reason}", flush=True)
-        if self.count >= MAX_RESTARTS:
-            raise RolloutFailed(f"{self._name} died {self.count + 1} times, last: {reason}. Its log is {self._log}.")
-        await asyncio.sleep(BACKOFF_S * 2**self.count)
+        now = time.monotonic()
+        self._recent = [then for then in self._recent if now - then < MEMORY_S]
+        if len(self._recent) >= MAX_RESTARTS:
+            times = len(self._recent) + 1
+            raise RolloutFailed(f"{self._name} died {times} times, last: {reason}. Its log is {self._log}.")
+        await asyncio.sleep(BACKOFF_S * 2 ** len(self._recent))
+        self._recent.append(now)
         self.count += 1
 
     def done(self) -> None:
@@ -199,6 +205,7 @@ class WorkerSlot:
 
     def __init__(self, name: str, log: str, make: Callable[[], Any], start_timeout_s: float, run_timeout_s: float):
         self.restarts = Restarts(name, log)
+        self._name, self._log = name, log
         self._make = make
         self._start_timeout_s = start_timeout_s
         self._run_timeout_s = run_timeout_s
@@ -206,6 +213,13 @@ class WorkerSlot:
         self._replacing = asyncio.Lock()
 
     async def start(self) -> None:
+        """Create the worker. Raises RolloutFailed when it cannot be."""
+        try:
+            await self._create()
+        except (RayError, TimeoutError) as error:
+            raise RolloutFailed(f"{self._name} did not start: {_brief(error)}. Its log is {self._log}.") from error
+
+    async def _create(self) -> None:
         self._actor = self._make()
         await _within(self._actor.__ray_ready__.remote(), self._start_timeout_s)
 
@@ -228,7 +242,7 @@ class WorkerSlot:
                 await self.restarts.pause(reason)
                 ray.kill(lost)
                 try:
-                    await self.start()
+                    await self._create()
                     self.restarts.done()
                 except (RayActorError, TimeoutError) as error:
                     lost, reason = self._actor, _brief(error)
@@ -245,7 +259,7 @@ async def _within(awaitable: Awaitable[Any], timeout_s: float) -> Any:
 
 def _brief(error: BaseException) -> str:
     """One line of an error that may carry a remote traceback or a page of advice."""
-    if isinstance(error, RayActorError):
+    if isinstance(error, RayActorError) and "creation task" not in str(error):
         return "its process died"
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[-1].strip()}" if lines else type(error).__name__

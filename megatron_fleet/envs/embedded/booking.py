@@ -45,7 +45,7 @@ class Booking(World):
 
     @tool("List the rooms of a city.", city=TEXT)
     def find_rooms(self, city: str) -> str:
-        return table("kind seats id", self.query("SELECT kind, seats, id FROM rooms WHERE city = ?", city))
+        return table("kind id seats", self.query("SELECT kind, id, seats FROM rooms WHERE city = ?", city))
 
     @tool("Show who has a room on a day.", room=TEXT, day=TEXT)
     def room_slots(self, room: str, day: str) -> str:
@@ -71,8 +71,8 @@ class Booking(World):
     @tool("List my bookings.")
     def my_bookings(self) -> str:
         user = self.variables.get("LOGGED_IN_USER", "")
-        rows = self.query("SELECT day, slot, room, id FROM bookings WHERE guest = ? LIMIT 6", user)
-        return table("day slot room id", rows)
+        rows = self.query("SELECT day, id, room, slot FROM bookings WHERE guest = ? LIMIT 6", user)
+        return table("day id room slot", rows)
 
     @tool("Cancel my booking.", id=TEXT)
     def cancel_booking(self, id: str) -> str:

@@ -43,13 +43,13 @@ class Ledger(World):
 
     @tool("List a person's accounts.", owner=TEXT)
     def list_accounts(self, owner: str) -> str:
-        rows = self.query("SELECT kind, status, balance, id FROM accounts WHERE owner = ?", owner)
-        return table("kind status balance id", rows)
+        rows = self.query("SELECT kind, id, status, balance FROM accounts WHERE owner = ?", owner)
+        return table("kind id status balance", rows)
 
     @tool("List a vendor's invoices.", vendor=TEXT)
     def list_invoices(self, vendor: str) -> str:
-        rows = self.query("SELECT status, amount, id FROM invoices WHERE vendor = ?", vendor)
-        return table("status amount id", rows)
+        rows = self.query("SELECT status, id, amount FROM invoices WHERE vendor = ?", vendor)
+        return table("status id amount", rows)
 
     @tool("Move money between accounts.", source=TEXT, target=TEXT, amount=INTEGER)
     def transfer(self, source: str, target: str, amount: int) -> str:

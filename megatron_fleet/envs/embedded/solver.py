@@ -35,14 +35,16 @@ def recognise(task: Task) -> tuple[TaskType, dict[str, str]]:
     raise ValueError(f"task {task.key}: no embedded task type reads like its prompt")
 
 
-def solve(task: Task, mistakes: float = 0.0, rng: random.Random | None = None) -> Turns:
+def solve(task: Task, mistakes: float = 0.0, rng: random.Random | None = None, notes: list[str] | None = None) -> Turns:
     """A scripted agent for this task: send it each Observation, it yields tool calls and at last an Answer.
 
     It knows the prompt, the logged-in user and what the tools show, nothing else. Each of its choices is wrong with
-    probability ``mistakes``.
+    probability ``mistakes``. ``notes``, when given, receives each table row that it picks before the turn that uses
+    it.
     """
     kind, fields = recognise(task)
-    choices = Choices(str(task.env_variables["LOGGED_IN_USER"]), mistakes, rng or random.Random(0))
+    user = str(task.env_variables["LOGGED_IN_USER"])
+    choices = Choices(user, mistakes, rng or random.Random(0), notes if notes is not None else [])
     try:
         answer = yield from kind.solve(choices, **fields)
     except GaveUp:

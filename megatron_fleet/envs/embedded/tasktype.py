@@ -105,11 +105,15 @@ class Choices:
 
     Every wrong choice could have been made right from the conversation alone, so a policy that imitates such an agent
     can be improved without new information.
+
+    Attributes:
+        notes: the rows chosen since the last turn, as the agent might write them down before it acts on them.
     """
 
     user: str
     mistakes: float
     rng: random.Random
+    notes: list[str] = field(default_factory=list)
 
     def slips(self) -> bool:
         return self.mistakes > 0 and self.rng.random() < self.mistakes
@@ -123,7 +127,9 @@ class Choices:
         right = [r for r in rows if match.items() <= r.items()]
         if not right:
             raise GaveUp
-        return self.value(right[0], [r for r in rows if r is not right[0]])
+        row = self.value(right[0], [r for r in rows if r is not right[0]])
+        self.notes.append(" ".join(row.values()))
+        return row
 
     def holds(self, condition: bool) -> bool:
         """A condition read from a result, or by mistake its opposite."""

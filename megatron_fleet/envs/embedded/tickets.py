@@ -43,8 +43,8 @@ class Tickets(World):
 
     @tool("List a customer's tickets.", customer=TEXT)
     def search_tickets(self, customer: str) -> str:
-        rows = self.query("SELECT subject, status, priority, id FROM tickets WHERE customer = ?", customer)
-        return table("subject status priority id", rows)
+        rows = self.query("SELECT subject, status, id, priority FROM tickets WHERE customer = ?", customer)
+        return table("subject status id priority", rows)
 
     @tool("Show one ticket.", id=TEXT)
     def get_ticket(self, id: str) -> str:

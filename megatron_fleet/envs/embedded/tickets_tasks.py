@@ -60,8 +60,8 @@ def make_who(world: World, rng: random.Random, goal: Goal) -> Fields:
 
 def solve_who(c: Choices, customer: str, subject: str) -> Steps[str]:
     ticket = yield from _find(c, customer, subject)
-    shown = yield from c.look("get_ticket", id=ticket["id"])
-    return c.value(shown[0]["agent"], [customer])
+    shown = c.row((yield from c.look("get_ticket", id=ticket["id"])))
+    return c.value(shown["agent"], [customer])
 
 
 def make_free_agent(world: World, rng: random.Random, goal: Goal) -> Fields:
@@ -110,9 +110,9 @@ def make_hand_over(world: World, rng: random.Random, goal: Goal) -> Fields:
 
 def solve_hand_over(c: Choices, customer: str, subject: str, agent: str) -> Steps[str]:
     ticket = yield from _find(c, customer, subject)
-    shown = yield from c.look("get_ticket", id=ticket["id"])
+    shown = c.row((yield from c.look("get_ticket", id=ticket["id"])))
     yield from c.act("update_ticket", id=ticket["id"], field="agent", value=agent)
-    return c.value(shown[0]["agent"], [agent, customer])
+    return c.value(shown["agent"], [agent, customer])
 
 
 def make_close_staffed(world: World, rng: random.Random, goal: Goal) -> Fields:
@@ -128,8 +128,8 @@ def make_close_staffed(world: World, rng: random.Random, goal: Goal) -> Fields:
 
 def solve_close_staffed(c: Choices, customer: str, subject: str, agent: str) -> Steps[str]:
     ticket = yield from _find(c, customer, subject)
-    shown = yield from c.look("get_ticket", id=ticket["id"])
-    if c.holds(shown[0]["agent"] == "none"):
+    shown = c.row((yield from c.look("get_ticket", id=ticket["id"])))
+    if c.holds(shown["agent"] == "none"):
         yield from c.do("update_ticket", id=ticket["id"], field="agent", value=agent)
     yield from c.act("update_ticket", id=ticket["id"], field="status", value="closed")
     return DONE

@@ -132,16 +132,6 @@ def table(header: str, rows: Iterable[tuple[Any, ...]]) -> str:
     return "\n".join([header, *lines]) if lines else "none"
 
 
-def fresh_ids(rng: random.Random, prefix: str, count: int, group: int = 3) -> list[str]:
-    """Distinct ids like ``T17``.
-
-    A tokenizer spells them digit by digit, so each consecutive ``group``, which tools show together, differs in the
-    first digit: which id to copy is one decision.
-    """
-    free = {tens: [f"{prefix}{tens}{ones}" for ones in range(10)] for tens in range(1, 10)}
-    ids: list[str] = []
-    while len(ids) < count:
-        for tens in rng.sample([t for t in free if free[t]], group):
-            ids.append(rng.choice(free[tens]))
-            free[tens].remove(ids[-1])
-    return ids[:count]
+def fresh_ids(rng: random.Random, prefix: str, count: int) -> list[str]:
+    """Distinct ids like ``T17``."""
+    return [f"{prefix}{number}" for number in rng.sample(range(10, 100), count)]
