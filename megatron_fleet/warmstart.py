@@ -1,16 +1,18 @@
 """Remake the tiny model that the repository ships: an imperfect agent for the embedded fleet, ready to be improved.
 
 A small byte-pair tokenizer is trained on the embedded fleet's own text. A random Qwen3-shaped model is then trained,
-through the same Megatron path as everything else, on scripted episodes whose agent errs on purpose: the model imitates
-the errors too, so reinforcement learning has something to mend. There are two courses, because tool definitions are
-two thirds of a prompt and teach nothing: episodes without them, until the model can look things up, then whole ones.
-Tasks and worlds are others than those that runs train and evaluate on.
+through the same Megatron path as everything else, in three courses. First it copies rows of tables, which is what it
+needs most and learns last from episodes alone. Then it reads scripted episodes whose agent errs on purpose: the model
+imitates the errors too, so reinforcement learning has something to mend. Tool definitions are two thirds of a prompt
+and teach nothing, so most episodes come without them, and whole ones last. Tasks and worlds are others than those that
+runs train and evaluate on.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import math
 import random
@@ -43,11 +45,16 @@ from megatron_fleet.envs.embedded.tasks import SHIPPED_SEED, generate
 from megatron_fleet.envs.embedded.tasktype import Answer
 from megatron_fleet.policy.megatron.policy import MegatronPolicy
 
-MISTAKES = 0.2
-"""Share of the scripted agent's choices that are wrong; about 0.6 of its episodes still succeed."""
+MISTAKES = 0.3
+"""Share of the scripted agent's choices that are wrong; about half of its episodes still succeed."""
 LOG_EVERY = 250
-SHORT_STEPS, WHOLE_STEPS = 12000, 1500
-OVERRIDES = ("policy.optimizer.betas=[0.9,0.95]", "policy.optimizer.weight_decay=0.01", "rollout.max_context=1024")
+TABLE_STEPS, SHORT_STEPS, WHOLE_STEPS = 1500, 2000, 600
+OVERRIDES = (
+    "policy.optimizer.betas=[0.9,0.95]",
+    "policy.optimizer.weight_decay=0.01",
+    "policy.threads=1",
+    "rollout.max_context=1024",
+)
 
 VOCABULARY = 1024
 ARCHITECTURE: dict[str, Any] = {
@@ -89,7 +96,8 @@ class Demonstrator:
 
     def __init__(self, task: Task, tokenizer: Tokenizer, rng: random.Random) -> None:
         self._session = EmbeddedSession(task)
-        self._agent = solve(task, MISTAKES, rng)
+        self._notes: list[str] = []
+        self._agent = solve(task, MISTAKES, rng, self._notes)
         self._tokenizer = tokenizer
         self._turn = next(self._agent)
 
@@ -108,15 +116,25 @@ class Demonstrator:
         self._session.close()
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, session: str) -> Generation:
-        ids = np.array([*self._tokenizer.encode(turn_text(self._turn)), params.stop_token_ids[0]], np.int32)
+        text = turn_text(self._turn, self._notes)
+        self._notes.clear()
+        ids = np.array([*self._tokenizer.encode(text), params.stop_token_ids[0]], np.int32)
         return Generation(ids, np.zeros(len(ids), np.float32), "stop", ((0, 0, len(ids)),))
 
 
-def turn_text(turn: ToolCall | Answer) -> str:
-    """How the policy writes a turn."""
+def turn_text(turn: ToolCall | Answer, notes: Sequence[str]) -> str:
+    """How the policy writes a turn: as its thinking the table rows it goes by, then the call or the answer.
+
+    Writing a row down first turns looking something up into continuing a text, which a small model learns early.
+    """
     if isinstance(turn, Answer):
-        return f"{turn.text} <done>"
-    return "<tool_call>\n" + json.dumps({"name": turn.name, "arguments": turn.arguments}) + "\n</tool_call>"
+        return f"{thinking(notes)}\n\n{turn.text} <done>"
+    call = json.dumps({"name": turn.name, "arguments": turn.arguments})
+    return f"{thinking(notes)}\n\n<tool_call>\n{call}\n</tool_call>"
+
+
+def thinking(lines: Sequence[str]) -> str:
+    return "<think>\n" + "".join(f"{line}\n" for line in lines) + "</think>"
 
 
 def play_demonstration(
@@ -138,15 +156,35 @@ def episodes(tokenizer: Tokenizer, whole: bool) -> Callable[[random.Random], Ite
     settings = EpisodeSettings.from_config(config.rollout, config.env)
 
     def rows(rng: random.Random) -> Iterator[Datum]:
-        seed = SHIPPED_SEED
-        while True:
-            seed += 1
-            tasks = generate(seed, per_env=100)
-            rng.shuffle(tasks)
-            for task in tasks:
-                yield play_demonstration(task, renderer, settings, rng, whole)
+        for task in new_tasks(rng):
+            yield play_demonstration(task, renderer, settings, rng, whole)
 
     return rows
+
+
+def tables(tokenizer: Tokenizer) -> Callable[[random.Random], Iterator[Datum]]:
+    """The tables of an episode's tool results, then all their rows written down again in random order."""
+
+    def rows(rng: random.Random) -> Iterator[Datum]:
+        for task in new_tasks(rng):
+            results = [o.content for _, o in demonstrate(task).turns if o is not None and "\n" in o.content]
+            lines = [line for result in results for line in result.split("\n")[1:]]
+            rng.shuffle(lines)
+            shown = "".join(f"<tool_response>\n{result}\n</tool_response>\n" for result in results)
+            read, written = tokenizer.encode(shown), tokenizer.encode(thinking(lines))
+            mask = np.array([0] * len(read) + [1] * len(written), np.float32)
+            if lines:
+                yield Datum(np.array(read + written, np.int32), mask, mask, np.zeros_like(mask))
+
+    return rows
+
+
+def new_tasks(rng: random.Random) -> Iterator[Task]:
+    """Tasks without end, none of them shipped."""
+    for seed in itertools.count(SHIPPED_SEED + 1):
+        tasks = generate(seed, per_env=100)
+        rng.shuffle(tasks)
+        yield from tasks
 
 
 def corpus(rng: random.Random) -> Iterator[str]:
@@ -158,49 +196,70 @@ def corpus(rng: random.Random) -> Iterator[str]:
         session.close()
         yield prompts.user_prompt(task, task.prompt)
         for turn, observation in demonstration.turns:
-            yield turn_text(turn)
+            yield turn_text(turn, ())
             if observation is not None:
                 yield observation.content
 
 
 def initial_weights(rng: torch.Generator) -> dict[str, torch.Tensor]:
-    """HF tensors of an untrained model that copies readily: whatever a head attends to, it passes on.
+    """HF tensors of an untrained model that copies readily, because the lookups that it must learn are copies.
 
-    Value and output projections start as each other's transpose, so a head's output is what it read (Trockman & Kolter
-    2023, arXiv:2305.09828, "mimetic initialization"); embeddings start large enough to survive the layers above them.
-    A small model finds out what to look at much sooner when looking at the right token already helps.
+    Value and output projections start as each other's transpose, so a head passes on what it attends to; query and key
+    projections start equal above the first layer, so a head attends to what is alike (Trockman & Kolter 2023,
+    arXiv:2305.09828, "mimetic initialization"). Head ``h`` of the first layer attends ``h + 1`` tokens back, so that
+    tokens know what they follow: with the layer above, an induction head (Olsson et al. 2022, arXiv:2209.11895).
     """
-    hidden, mlp = ARCHITECTURE["hidden_size"], ARCHITECTURE["intermediate_size"]
-    std = ARCHITECTURE["initializer_range"]
+    hidden, mlp, head = (ARCHITECTURE[name] for name in ("hidden_size", "intermediate_size", "head_dim"))
 
-    def normal(*shape: int, scale: float = std) -> torch.Tensor:
+    def normal(*shape: int, scale: float = ARCHITECTURE["initializer_range"]) -> torch.Tensor:
         return torch.randn(*shape, generator=rng) * scale
 
-    head = ARCHITECTURE["head_dim"]
+    def orthogonal() -> torch.Tensor:
+        return torch.linalg.qr(normal(hidden, hidden, scale=1.0))[0]
+
+    common = normal(hidden, scale=1.0)
+    common *= math.sqrt(hidden) / common.norm()
     weights = {
-        "model.embed_tokens.weight": normal(VOCABULARY, hidden, scale=1.0),
+        # Large enough to survive the layers above. What all tokens have in common is what positions are told by.
+        "model.embed_tokens.weight": normal(VOCABULARY, hidden, scale=1.0) + 0.5 * common,
         # The tied output weight is as large as the embeddings: this keeps the first logits moderate.
         "model.norm.weight": torch.full((hidden,), 0.1),
     }
     for layer in range(ARCHITECTURE["num_hidden_layers"]):
-        value = torch.linalg.qr(normal(hidden, hidden, scale=1.0))[0]
+        value, alike = orthogonal(), 0.5 * orthogonal()
+        query, key = (_looking_back(common), _looking_back(common, back=True)) if layer == 0 else (alike, alike)
         weights |= {
-            f"model.layers.{layer}.{name}": tensor
+            f"model.layers.{layer}.{name}": tensor.contiguous()
             for name, tensor in {
                 "input_layernorm.weight": torch.ones(hidden),
                 "post_attention_layernorm.weight": torch.ones(hidden),
-                "self_attn.q_proj.weight": normal(hidden, hidden),
-                "self_attn.k_proj.weight": normal(hidden, hidden),
-                "self_attn.v_proj.weight": value.contiguous(),
-                "self_attn.o_proj.weight": value.T.contiguous(),
-                "self_attn.q_norm.weight": torch.ones(head),
-                "self_attn.k_norm.weight": torch.ones(head),
+                "self_attn.q_proj.weight": query + normal(hidden, hidden),
+                "self_attn.k_proj.weight": key + normal(hidden, hidden),
+                "self_attn.v_proj.weight": value,
+                "self_attn.o_proj.weight": value.T,
+                "self_attn.q_norm.weight": torch.full((head,), 3.0 if layer == 0 else 1.0),
+                "self_attn.k_norm.weight": torch.full((head,), 3.0 if layer == 0 else 1.0),
                 "mlp.gate_proj.weight": normal(mlp, hidden),
                 "mlp.up_proj.weight": normal(mlp, hidden),
                 "mlp.down_proj.weight": normal(hidden, mlp),
             }.items()
         }
     return weights
+
+
+def _looking_back(common: torch.Tensor, back: bool = False) -> torch.Tensor:
+    """Query (or key, ``back``) projection of heads that attend 1, 2, … tokens back.
+
+    ``common`` is mapped to one fixed vector, for keys of head ``h`` rotated ``h + 1`` positions ahead: rotary embedding
+    then makes the key ``h + 1`` tokens before a query the one that matches it.
+    """
+    half = ARCHITECTURE["head_dim"] // 2
+    angles = ARCHITECTURE["rope_theta"] ** (-torch.arange(half) / half)
+    rows = []
+    for turn in range(1, ARCHITECTURE["num_attention_heads"] + 1):
+        ahead = angles * turn * back
+        rows += [torch.cos(ahead) - torch.sin(ahead), torch.cos(ahead) + torch.sin(ahead)]
+    return 8 * torch.outer(torch.cat(rows), common / common.norm() ** 2)
 
 
 def run_course(policy: MegatronPolicy, course: Course, rng: random.Random) -> None:
@@ -253,10 +312,15 @@ def make_tiny(out: Path, seed: int) -> None:
         config = {**ARCHITECTURE, "vocab_size": VOCABULARY}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         save_file(initial_weights(torch.Generator().manual_seed(seed)), folder / "model.safetensors")
-        short = Course("without tool lists", episodes(tokenizer, whole=False), 1024, SHORT_STEPS, 3e-3)
-        whole = Course("whole episodes", episodes(tokenizer, whole=True), 4096, WHOLE_STEPS, 1e-3)
-        take_course(folder, short, seed, Path(scratch) / "short")
-        take_course(Path(scratch) / "short", whole, seed, out)
+        courses = (
+            Course("copying tables", tables(tokenizer), 1024, TABLE_STEPS, 3e-3),
+            Course("without tool lists", episodes(tokenizer, whole=False), 1024, SHORT_STEPS, 3e-3),
+            Course("whole episodes", episodes(tokenizer, whole=True), 4096, WHOLE_STEPS, 1e-3),
+        )
+        for course in courses:
+            learned = out if course is courses[-1] else Path(scratch) / course.name.replace(" ", "-")
+            take_course(folder, course, seed, learned)
+            folder = learned
 
 
 def main(argv: Sequence[str]) -> int:
