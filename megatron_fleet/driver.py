@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, final
 
 from megatron_fleet.algorithms.batch import Batch, build_data, split_batch
 from megatron_fleet.config.errors import UserError
@@ -29,6 +29,7 @@ EVAL_SEED_STEP = 0
 """Evaluations share their sampling seeds, so that two of them differ by the weights alone."""
 
 
+@final
 class Driver:
     """Collects work for the ranks and keeps the books. Exists on rank 0 only."""
 

@@ -90,9 +90,10 @@ class EngineSlot:
 
     async def serving(self) -> None:
         """Wait until the engine serves. Raises RolloutFailed when it was given up."""
+        assert self._watching is not None  # since `start`
         if not self._serving.is_set():
             waiting = asyncio.create_task(self._serving.wait())
-            await asyncio.wait([waiting, self._watching], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((waiting, self._watching), return_when=asyncio.FIRST_COMPLETED)  # type: ignore[type-var]
             waiting.cancel()
         if self._watching.done():
             self._watching.result()

@@ -29,7 +29,7 @@ class EnginePool:
     """Sticky sessions: a new one goes to the least loaded replica (ties by a stable hash), later turns stay there."""
 
     def __init__(self, replicas: Sequence[_Replica], request_timeout_s: float):
-        self._replicas = replicas
+        self._replicas = list(replicas)
         self._timeout_s = request_timeout_s
         self._sessions: OrderedDict[str, _Replica] = OrderedDict()
 

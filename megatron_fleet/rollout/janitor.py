@@ -32,24 +32,26 @@ class Janitor:
         """Args: ``run_id``: value of ``MARK`` in the run's processes. ``folder``: removed at the end."""
         command = [sys.executable, "-I", "-S", str(Path(__file__)), str(os.getpid()), run_id, str(folder)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
 
     def look(self) -> None:
         """Note the shared-memory files in use; call it before ending processes in an orderly way."""
         self._tell(LOOK)
-        self._process.stdout.read(1)
+        self._stdout.read(1)
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Have everything removed and wait for it."""
         self._tell(CLOSE)
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        self._process.stdout.close()
+            self._stdin.close()
+        self._stdout.close()
         self._process.wait(timeout_s)
 
     def _tell(self, word: bytes) -> None:
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(word)
-            self._process.stdin.flush()
+            self._stdin.write(word)
+            self._stdin.flush()
 
 
 def marked(run_id: str) -> list[int]:

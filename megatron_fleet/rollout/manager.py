@@ -191,7 +191,7 @@ class RolloutManager:
             tokens=sum(e.tokens for e in engines),
             requests=sum(e.requests for e in engines),
             engine_cpu_seconds=sum(e.cpu_seconds for e in engines),
-            restarts=sum(slot.restarts.count for slot in [*self._engines, *self._workers]),
+            restarts=sum(slot.restarts.count for slot in self._slots()),
         )
 
     async def endpoints(self) -> list[str]:
@@ -203,7 +203,10 @@ class RolloutManager:
         return [pid for some in pids for pid in some]
 
     async def close(self) -> None:
-        await asyncio.gather(*(slot.close() for slot in [*self._engines, *self._workers]), return_exceptions=True)
+        await asyncio.gather(*(slot.close() for slot in self._slots()), return_exceptions=True)
+
+    def _slots(self) -> list[EngineSlot | WorkerSlot]:
+        return [*self._engines, *self._workers]
 
     def _engine_slot(self, index: int) -> EngineSlot:
         log, engine = self._place.logs / f"engine-{index}.log", self._config.rollout.engine

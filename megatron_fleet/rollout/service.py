@@ -94,6 +94,7 @@ class RolloutService:
 
     def _environment_url(self) -> str:
         if self._config.env.kind == "openenv":
+            assert self._config.env.url is not None  # validated
             return self._config.env.url
         from megatron_fleet.envs.embedded.fleet import EmbeddedFleet
 

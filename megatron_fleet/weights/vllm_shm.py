@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import numpy as np
+    import numpy.typing as npt
 
 BACKEND = "fleet_shm"
 ALIGNMENT = 256
@@ -44,12 +45,14 @@ def register() -> None:
 
 
 def _die_with_parent() -> None:
-    parent = multiprocessing.parent_process().pid
+    process = multiprocessing.parent_process()
+    assert process is not None  # vLLM starts it with multiprocessing
+    parent = process.pid
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it died before the kernel was told
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def checksum(buffer: bytes | memoryview | np.ndarray) -> int:
+def checksum(buffer: bytes | memoryview | npt.NDArray[np.uint8]) -> int:
     """CRC-32 of a tensor's bytes, as ``update_info["checksums"]`` carries it."""
-    return zlib.crc32(buffer)
+    return zlib.crc32(buffer)  # type: ignore[arg-type]  # NumPy's stubs leave out the buffer protocol before 3.12

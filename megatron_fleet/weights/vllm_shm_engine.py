@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,7 +98,8 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         return bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
 
     def _tensors(self, info: ShmUpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
-        sums = info.checksums or [None] * len(info.names)
+        assert self._buffer is not None  # the caller has looked
+        sums: Sequence[int | None] = info.checksums or [None] * len(info.names)
         for name, dtype_name, shape, offset, expected in zip(
             info.names, info.dtype_names, info.shapes, info.offsets, sums, strict=True
         ):
@@ -116,7 +117,7 @@ def _forget_moe_kernels(model: torch.nn.Module) -> None:
     storage (``unquantized_fused_moe_method._setup_kernel``). Without a kernel it packs again."""
     for module in model.modules():
         method = getattr(module, "quant_method", None)
-        if getattr(method, "moe_kernel", None) is not None:
+        if method is not None and getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
 
 
@@ -129,10 +130,11 @@ def _repack_lm_heads(model: torch.nn.Module) -> None:
 
 
 def _checkpoint_names(folder: Path, tied: bool) -> set[str]:
-    """Tensor names of the HF folder the engine started from; empty when it holds no safetensors (dummy weights)."""
+    """Weights of the HF folder the engine started from; empty when it holds no safetensors (dummy weights)."""
     names: set[str] = set()
     for file in folder.glob("*.safetensors"):
         with file.open("rb") as stream:
             header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-        names |= header.keys() - {"__metadata__"}
+        # Old folders store the rotary frequencies too, which are no weights: no table has them, vLLM skips them.
+        names |= {name for name in header if name != "__metadata__" and not name.endswith(".rotary_emb.inv_freq")}
     return names - {"lm_head.weight"} if tied else names

@@ -34,7 +34,7 @@ class FusedAdam(torch.optim.Optimizer):
             self.state[param][name] = torch.zeros_like(param.data, dtype=torch.float32)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             if not group["params"]:
@@ -50,7 +50,7 @@ class FusedAdam(torch.optim.Optimizer):
         beta1, beta2 = group["betas"]
         adamw(
             params,
-            [p.grad for p in params],
+            [p.grad for p in params if p.grad is not None],
             [self.state[p]["exp_avg"] for p in params],
             [self.state[p]["exp_avg_sq"] for p in params],
             [],

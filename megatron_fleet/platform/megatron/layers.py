@@ -46,7 +46,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
         # Under sequence parallelism a rank sees a slice of the tokens: Megatron then sums this gradient over ranks.
-        self.weight.sequence_parallel = config.sequence_parallel
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[…, hidden_size]``, any float dtype, to the same."""
