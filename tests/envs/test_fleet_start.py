@@ -5,7 +5,7 @@ import pytest
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Env
 from megatron_fleet.envs.embedded.fleet import EmbeddedFleet
-from megatron_fleet.envs.openenv import _shorten, _text
+from megatron_fleet.envs.openenv import _text
 
 
 def interpreter(tmp_path, script):
@@ -49,10 +49,3 @@ def test_an_interpreter_that_does_not_exist(tmp_path):
 )
 def test_results_become_text(result, text):
     assert _text(result) == text
-
-
-def test_long_results_are_cut_and_say_so():
-    assert _shorten("x" * 100, 100) == "x" * 100
-    cut = _shorten("x" * 150, 100)
-    assert cut.startswith("x" * 100)
-    assert "50 more characters" in cut
