@@ -1,0 +1,8 @@
+"""The episode: a task is played by talking to an inference engine and an environment, token in and token out.
+
+``episode.py`` is the loop. It renders a conversation once, piece by piece (``renderer.py``), asks an ``Engine`` for
+token ids, reads what they say (``parser.py``), calls tools, and puts every id that the policy saw or sampled into one
+growing sequence (``builder.py``). What comes out is a ``Trajectory``: ids, action mask, behaviour log-probs, weight
+versions, reward or *unknown*, and the ``Outcome``. Sampled ids are never decoded and encoded again, so what is trained
+on is exactly what was sampled. Nothing here imports torch or vLLM.
+"""
