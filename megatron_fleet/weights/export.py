@@ -127,6 +127,7 @@ def _take(tensors: Iterator[tuple[str, torch.Tensor]], count: int, keep: bool) -
 
 def _finish(partial: Path, out: Path) -> None:
     for file in partial.iterdir():
+        file.chmod(0o644)  # safetensors makes files that only their owner may read
         with file.open("rb") as f:
             os.fsync(f.fileno())
     old = out.with_name(f".{out.name}.old")

@@ -36,12 +36,23 @@ def last_name(node: ast.AST) -> str | None:
 
 class Reads(ast.NodeVisitor):
     """Collects (section class, key) of every ``section.key``, where the section is known by its name, by the annotation
-    of a variable (``o: Optimizer``) or by an assignment (``o = config.policy.optimizer``)."""
+    of a variable (``o: Optimizer``), by an assignment (``o = config.policy.optimizer``), or by what a class keeps."""
 
     def __init__(self, found: set[tuple[type[BaseModel], str]]) -> None:
         self.known = sections()
         self.classes = {model.__name__: model for model in self.known.values()}
         self.found = found
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        outer, self.known = self.known, dict(self.known)
+        for init in node.body:
+            if isinstance(init, ast.FunctionDef) and init.name == "__init__":
+                for argument in init.args.args:
+                    self.learn(argument.arg, argument.annotation)
+                for statement in init.body:
+                    self.visit(statement)
+        self.generic_visit(node)
+        self.known = outer
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         outer, self.known = self.known, dict(self.known)
@@ -99,3 +110,8 @@ def test_the_reader_sees_each_way_of_reading():
     )
     assert {(schema.Optimizer, "lr"), (schema.Engine, "replicas"), (schema.Run, "seed")} <= found
     assert (schema.Optimizer, "eps") not in found
+    kept = (
+        "class C:\n  def __init__(self, config: Env):\n    self._config = config\n  def f(self):\n    self._config.url"
+    )
+    Reads(found).visit(ast.parse(kept))
+    assert (schema.Env, "url") in found

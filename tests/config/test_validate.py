@@ -37,7 +37,10 @@ def test_quickstart_is_accepted():
         (["rollout.workers=2", "rollout.episodes_in_flight=1"], ["rollout.workers=2"]),
         (["policy.optimizer.betas=[0.9,1.0]"], ["policy.optimizer.betas"]),
         (["policy.optimizer.min_lr=1"], ["policy.optimizer.min_lr", "policy.optimizer.lr"]),
-        (["policy.optimizer.min_lr=1e-6"], ["policy.optimizer.min_lr", "schedule=constant"]),
+        (
+            ["policy.optimizer.schedule=constant", "policy.optimizer.min_lr=1e-6"],
+            ["policy.optimizer.min_lr", "schedule=constant"],
+        ),
     ],
 )
 def test_impossible_combinations_are_explained(overrides, keys):

@@ -58,6 +58,7 @@ def test_large_models_are_sharded_with_an_index(tmp_path):
     assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
     assert all(p.stat().st_size < 44_000 for p in (tmp_path / "out").glob("*.safetensors"))
     check_hf_folder(tmp_path / "out")
+    assert {p.stat().st_mode & 0o777 for p in (tmp_path / "out").glob("*.safetensors")} == {0o644}
     assert {n: torch.equal(t, tensors[n]) for n, t in make_source(tmp_path / "out", config)} == dict.fromkeys(
         tensors, True
     )
