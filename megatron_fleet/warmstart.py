@@ -47,8 +47,10 @@ from megatron_fleet.policy.megatron.policy import MegatronPolicy
 
 MISTAKES = 0.3
 """Share of the scripted agent's choices that are wrong; about half of its episodes still succeed."""
+MOVED = 0.3
+"""Share of the copied rows that begin with another value than the table's rows do."""
 LOG_EVERY = 250
-TABLE_STEPS, SHORT_STEPS, WHOLE_STEPS = 1500, 2000, 600
+TABLE_STEPS, SHORT_STEPS, WHOLE_STEPS = 1500, 3500, 600
 OVERRIDES = (
     "policy.optimizer.betas=[0.9,0.95]",
     "policy.optimizer.weight_decay=0.01",
@@ -123,7 +125,7 @@ class Demonstrator:
 
 
 def turn_text(turn: ToolCall | Answer, notes: Sequence[str]) -> str:
-    """How the policy writes a turn: as its thinking the table rows it goes by, then the call or the answer.
+    """How the policy writes a turn: as its thinking the table rows and conditions it goes by, then the call or answer.
 
     Writing a row down first turns looking something up into continuing a text, which a small model learns early.
     """
@@ -163,12 +165,15 @@ def episodes(tokenizer: Tokenizer, whole: bool) -> Callable[[random.Random], Ite
 
 
 def tables(tokenizer: Tokenizer) -> Callable[[random.Random], Iterator[Datum]]:
-    """The tables of an episode's tool results, then all their rows written down again in random order."""
+    """The tables of an episode's tool results, then all their rows written down again in random order.
+
+    Some rows begin with a value that tells them from the others, wherever it stood: that is how a row is chosen.
+    """
 
     def rows(rng: random.Random) -> Iterator[Datum]:
         for task in new_tasks(rng):
             results = [o.content for _, o in demonstrate(task).turns if o is not None and "\n" in o.content]
-            lines = [line for result in results for line in result.split("\n")[1:]]
+            lines = [line for result in results for line in written_again(result, rng)]
             rng.shuffle(lines)
             shown = "".join(f"<tool_response>\n{result}\n</tool_response>\n" for result in results)
             read, written = tokenizer.encode(shown), tokenizer.encode(thinking(lines))
@@ -177,6 +182,15 @@ def tables(tokenizer: Tokenizer) -> Callable[[random.Random], Iterator[Datum]]:
                 yield Datum(np.array(read + written, np.int32), mask, mask, np.zeros_like(mask))
 
     return rows
+
+
+def written_again(table: str, rng: random.Random) -> Iterator[str]:
+    """The rows of a table, some with one value moved to the front that no other row has there."""
+    rows = [line.split() for line in table.split("\n")[1:]]
+    for row in rows:
+        telling = [i for i, value in enumerate(row) if sum(other[i] == value for other in rows) == 1]
+        first = rng.choice(telling) if telling and rng.random() < MOVED else 0
+        yield " ".join([row[first], *row[:first], *row[first + 1 :]])
 
 
 def new_tasks(rng: random.Random) -> Iterator[Task]:

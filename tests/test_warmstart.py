@@ -12,6 +12,7 @@ from megatron_fleet import warmstart  # noqa: E402
 from megatron_fleet.agents.parser import parse_turn  # noqa: E402
 from megatron_fleet.agents.tokenizer import IM_END, train_tokenizer  # noqa: E402
 from megatron_fleet.config.load import ROOT  # noqa: E402
+from megatron_fleet.envs.embedded.tasktype import Choices  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,25 @@ def test_tables_are_copied_row_by_row(tokenizer):
         shown = tokenizer.decode(row.token_ids[row.mask == 0].tolist()).splitlines()
         written = tokenizer.decode(row.token_ids[row.mask > 0].tolist()).splitlines()
         assert (written[0], written[-1]) == ("<think>", "</think>")
-        assert written[1:-1] and set(written[1:-1]) <= set(shown)
+        assert written[1:-1]
+        assert {frozenset(line.split()) for line in written[1:-1]} <= {frozenset(line.split()) for line in shown}
+
+
+def test_a_row_written_again_begins_with_what_it_is_told_by():
+    table = "kind status id\ntax active A10\ngift frozen A11\njoint active A12"
+    seen = {line for seed in range(200) for line in warmstart.written_again(table, random.Random(seed))}
+    assert seen == {
+        *("tax active A10", "gift frozen A11", "joint active A12"),
+        *("A10 tax active", "A11 gift frozen", "A12 joint active"),
+        "frozen gift A11",
+    }
+
+
+def test_thinking_begins_with_what_a_row_was_chosen_by():
+    choices = Choices("Ann", mistakes=0.0, rng=random.Random(0))
+    choices.row([{"kind": "tax", "status": "active"}, {"kind": "gift", "status": "frozen"}], status="frozen")
+    assert choices.holds(False) is False
+    assert choices.notes == ["frozen gift", "no"]
 
 
 def test_first_heads_look_one_token_back_the_next_two_and_so_on():

@@ -106,7 +106,7 @@ def make_fallback(world: World, rng: random.Random, goal: Goal) -> Fields:
 def solve_fallback(c: Choices, city: str, kind: str, day: str, slot: str, other: str) -> Steps[str]:
     room = yield from _find(c, city, kind)
     slots = yield from c.look("room_slots", room=room["id"], day=day)
-    free = any(r == {"slot": slot, "guest": "free"} for r in slots)
+    free = c.row(slots, slot=slot)["guest"] == "free"
     yield from c.act("book_room", room=room["id"], day=day, slot=slot if c.holds(free) else other)
     return DONE
 

@@ -43,8 +43,8 @@ class Ledger(World):
 
     @tool("List a person's accounts.", owner=TEXT)
     def list_accounts(self, owner: str) -> str:
-        rows = self.query("SELECT kind, id, status, balance FROM accounts WHERE owner = ?", owner)
-        return table("kind id status balance", rows)
+        rows = self.query("SELECT kind, status, id, balance FROM accounts WHERE owner = ?", owner)
+        return table("kind status id balance", rows)
 
     @tool("List a vendor's invoices.", vendor=TEXT)
     def list_invoices(self, vendor: str) -> str:

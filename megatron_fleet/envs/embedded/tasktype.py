@@ -107,7 +107,8 @@ class Choices:
     can be improved without new information.
 
     Attributes:
-        notes: the rows chosen since the last turn, as the agent might write them down before it acts on them.
+        notes: what was decided since the last turn, as the agent might write it down before it acts: rows, beginning
+            with what they were chosen by, and whether conditions hold.
     """
 
     user: str
@@ -128,12 +129,15 @@ class Choices:
         if not right:
             raise GaveUp
         row = self.value(right[0], [r for r in rows if r is not right[0]])
-        self.notes.append(" ".join(row.values()))
+        others = {column: value for column, value in row.items() if column not in match}
+        self.notes.append(" ".join([*(row[column] for column in match), *others.values()]))
         return row
 
     def holds(self, condition: bool) -> bool:
         """A condition read from a result, or by mistake its opposite."""
-        return condition != self.slips()
+        held = condition != self.slips()
+        self.notes.append("yes" if held else "no")
+        return held
 
     def forgets(self) -> bool:
         """By mistake, a change is left out."""
