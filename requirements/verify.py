@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from importlib.metadata import distributions
 
 
 def main(modules: list[str]) -> int:
     """Print what is wrong; the exit status says whether anything is."""
     problems = []
+    warnings.simplefilter("ignore")  # Megatron-Core tells at every import which CUDA packages it does without
     for distribution in distributions():
         name = distribution.metadata["Name"] or str(distribution)
         files = [f for f in distribution.files or [] if f.suffix != ".pyc"]
