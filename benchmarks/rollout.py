@@ -1,6 +1,6 @@
 """What the agent loop costs beyond raw vLLM.
 
-    python benchmarks/rollout.py            # in the engine environment; a few minutes
+    python benchmarks/rollout.py            # in the engine environment; about a quarter of an hour
 
 Real parts: vLLM behind its socket, an EpisodeWorker in the episode environment, the embedded fleet over HTTP. Only what
 the policy *says* is scripted: the engine samples as many tokens as the scripted solver's next turn has, at full cost,
@@ -165,9 +165,10 @@ def measure_ratio(work: Path, episode_python: Path, pairs: int, episodes: int) -
     try:
         bench.play(2)  # first requests pay for allocations and imports
         loops, raws = [], []
-        for _ in range(pairs):
-            loops.append(bench.play(episodes))
-            raws.append(bench.replay(episodes))
+        for pair in range(1, pairs + 1):
+            for name, runs, run in (("loop", loops, bench.play), ("replay", raws, bench.replay)):
+                runs.append(run(episodes))
+                print(f"0.6B shape, pair {pair}/{pairs}: {name} took {runs[-1]['seconds']:.0f} s", file=sys.stderr)
     finally:
         bench.close()
     rates = [loop["tokens"] / loop["seconds"] for loop in loops]
