@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from machine import describe
 
 from megatron_fleet.agents.tokenizer import train_tokenizer
 from megatron_fleet.config.schema import Config
@@ -261,13 +261,7 @@ def main() -> None:
         result |= measure_ray(work, args.episode_python, args.tiny_episodes)
         if args.pairs:
             result |= measure_ratio(work, args.episode_python, args.pairs, args.episodes)
-    result["machine"] = {
-        "cpu": Path("/proc/cpuinfo").read_text().partition("model name\t: ")[2].splitlines()[0],
-        "cores": os.cpu_count(),
-        "load_before": os.getloadavg()[2],
-        "python": platform.python_version(),
-        "seconds": round(time.time() - started),
-    }
+    result |= {"seconds": round(time.time() - started), "machine": describe()}
     print(json.dumps(result))
 
 

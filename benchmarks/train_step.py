@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import tempfile
 import time
@@ -22,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from machine import describe
 
 from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.algorithms.losses import make_loss
@@ -160,8 +160,8 @@ def main() -> None:
             "row_tokens": args.row_tokens,
             "parameters": sum(p.numel() for p in policy.model_chunks[0].parameters()),
             "threads": args.threads,
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu",
             "dtype": config.model.dtype,
+            "machine": describe(),
         }
         print(json.dumps(report))
         policy.close()

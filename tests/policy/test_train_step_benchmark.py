@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,3 +21,4 @@ def test_one_line_of_json():
     report = json.loads(done.stdout)
     assert report["ratio"] == pytest.approx(report["step_ms"] / report["bare_step_ms"], rel=0.01)
     assert report["tokens_per_s"] > 0 and report["trained"] == 0.4
+    assert report["machine"]["cores"] == os.cpu_count()
