@@ -1,9 +1,11 @@
 """Whole runs on real parts: Megatron, vLLM, Ray, the OpenEnv server."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -55,6 +57,14 @@ np.savez(out, **result)
 """
 
 
+CONVERTER = Path(__file__).parents[2] / "tools" / "convert" / "megatron_to_hf.py"
+
+
+def convert(*arguments):
+    command = [sys.executable, CONVERTER, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=RUN_TIMEOUT_S)
+
+
 @pytest.fixture(scope="module")
 def first(tmp_path_factory):
     run = Run(tmp_path_factory.mktemp("runs") / "first")
@@ -85,6 +95,18 @@ def test_the_on_policy_ratio_is_exactly_one(first):
     ratios = [row["policy/ratio_mean"] for row in first.metrics()[1:] if "policy/ratio_mean" in row]
     assert ratios
     assert set(ratios) == {1.0}
+
+
+def test_a_damaged_checkpoint_is_not_converted(first, tmp_path):
+    shutil.copytree(first.out / "checkpoints" / "step_000002", tmp_path / "run" / "checkpoints" / "step_000002")
+    shards = tmp_path / "run" / "checkpoints" / "step_000002" / "__0_0.distcp"
+    with shards.open("r+b") as file:
+        file.seek(5000)
+        file.write(b"damage")
+    done = convert(shards.parent, tmp_path / "hf")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {shards}: ") and done.stderr.count("\n") == 1
+    assert not (tmp_path / "hf").exists()
 
 
 @pytest.mark.parametrize(("model", "rollouts"), [("start", "step_000001"), ("end", "eval_000003")])
@@ -135,6 +157,10 @@ def test_two_ranks_take_the_same_first_step_as_one(first, tmp_path, layout):
         assert two[name] == pytest.approx(one[name], rel=1e-5, abs=1e-7), name
     assert two["policy/ratio_mean"] == 1.0
     run.assert_nothing_left()
+    done = convert(run.out / "checkpoints" / "step_000001", tmp_path / "hf")
+    assert done.returncode == 0, done.stderr
+    weights = "model.safetensors"
+    assert (tmp_path / "hf" / weights).read_bytes() == (run.out / "hf" / weights).read_bytes()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
