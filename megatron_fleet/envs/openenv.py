@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -179,6 +178,6 @@ def _reward(result: Any) -> Reward:
     given = result.observation.get("result")
     reason = str(given.get("reason", "")) if isinstance(given, dict) else ""
     value = result.reward
-    if value is None or not math.isfinite(value):
+    if value is None:
         return Reward(None, reason or "the environment gave no reward")
     return Reward(float(value), reason)

@@ -130,16 +130,16 @@ def test_ratios_beyond_all_bounds_stay_finite():
 
 
 def test_mismatch_metrics_by_hand():
-    pi, mu = torch.tensor([0.5, 0.2]), torch.tensor([0.4, 0.25])
+    pi, mu = torch.tensor([0.5, 0.2]), torch.tensor([0.4, 0.4])
     one = torch.ones(2)
     _, sums = make_loss(Algorithm())(LossInputs(pi.log(), one, one, one, mu.log()))
     metrics = finalize_metrics({name: value.item() for name, value in sums.items()})
-    assert metrics["policy/mismatch_kl_k1"] == pytest.approx((math.log(0.8) + math.log(1.25)) / 2, abs=1e-6)
+    assert metrics["policy/mismatch_kl_k1"] == pytest.approx((math.log(0.4 / 0.5) + math.log(0.4 / 0.2)) / 2, rel=1e-5)
     assert metrics["policy/mismatch_kl"] == pytest.approx(
-        (1.25 - 1 - math.log(1.25) + 0.8 - 1 - math.log(0.8)) / 2, rel=1e-5
+        (1.25 - 1 - math.log(1.25) + 0.5 - 1 - math.log(0.5)) / 2, rel=1e-5
     )
-    assert metrics["policy/rollout_train_prob_diff_mean"] == pytest.approx((0.8 + 1.25) / 2, rel=1e-6)
-    assert metrics["policy/rollout_train_prob_diff_std"] == pytest.approx((1.25 - 0.8) / 2, rel=1e-5)
+    assert metrics["policy/rollout_train_prob_diff_mean"] == pytest.approx((0.8 + 2.0) / 2, rel=1e-6)
+    assert metrics["policy/rollout_train_prob_diff_std"] == pytest.approx((2.0 - 0.8) / 2, rel=1e-5)
     assert metrics["policy/policy_entropy"] == 1
 
 
