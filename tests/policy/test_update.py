@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 
 pytest.importorskip("megatron_fleet.policy.megatron")
@@ -42,7 +44,7 @@ def batches():
 
 def trained(values, rows):
     """One array of the values at all trained positions."""
-    pairs = zip(sum(rows, []), sum(values, []), strict=True)
+    pairs = zip(chain(*rows), chain(*values), strict=True)
     return np.concatenate([found[datum.mask != 0] for datum, found in pairs])
 
 
