@@ -161,3 +161,15 @@ def test_nothing_belongs_to_one_machine():
         if places.search(line)
     ]
     assert wrong == []
+
+
+def test_every_test_runs_in_some_environment():
+    """What needs the episode environment is among the paths that ./test runs there; the other one runs everything."""
+    (listed,) = re.findall(r"EPISODE_TESTS=\((.*)\)", (ROOT / "test").read_text(encoding="utf-8"))
+    needing = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if 'importorskip("openenv' in path.read_text(encoding="utf-8") and path != Path(__file__)
+    }
+    assert needing
+    assert {path for path in needing if not path.startswith(tuple(listed.split()))} == set()
