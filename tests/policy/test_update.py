@@ -66,7 +66,7 @@ def test_several_updates_measure_the_ratio_against_the_policy_before_the_first(s
     assert (lr_one.lr, lr_two.lr) == (pytest.approx(1e-3), pytest.approx(1e-3 * 6 / 7))
 
 
-def test_the_kl_term_pulls_towards_the_weights_the_run_began_with(start):
+def test_the_kl_term_measures_from_the_weights_the_run_began_with(start):
     config, policy = start(algorithm={"kl": {"coef": 0.5, "estimator": "k2"}})
     policy.keep_reference()
     rows = batches()[:1]

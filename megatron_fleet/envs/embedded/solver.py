@@ -39,8 +39,8 @@ def solve(task: Task, mistakes: float = 0.0, rng: random.Random | None = None, n
     """A scripted agent for this task: send it each Observation, it yields tool calls and at last an Answer.
 
     It knows the prompt, the logged-in user and what the tools show, nothing else. Each of its choices is wrong with
-    probability ``mistakes``. ``notes``, when given, receives each table row that it picks before the turn that uses
-    it.
+    probability ``mistakes``. ``notes``, when given, receives what it decides (rows and conditions, see ``Choices``)
+    before the turn that acts on it.
     """
     kind, fields = recognise(task)
     user = str(task.env_variables["LOGGED_IN_USER"])
