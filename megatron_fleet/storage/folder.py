@@ -1,0 +1,131 @@
+"""What a folder of files can do, wherever it is. Standard library only."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import PurePosixPath
+from typing import Protocol
+
+from megatron_fleet.config.errors import UserError
+
+PART = 16 << 20
+"""Bytes written at once: enough for the full speed of a disk and of an S3 part, little enough to hold several."""
+
+
+class Folder(Protocol):
+    """A local folder or a prefix of an S3 bucket. Every method may be called from several threads at once.
+
+    Names are relative, with ``/`` between their parts. All methods raise UserError when the disk or the store refuses.
+    Two contents must never be read under one name: a file that ``read_into`` reads is not replaced meanwhile.
+    """
+
+    url: str
+    """For messages."""
+
+    def join(self, name: str) -> str:
+        """The address of a file in the folder, for messages."""
+        ...
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every file below the folder by name, sorted; empty when it does not exist. No unfinished files."""
+        ...
+
+    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
+        """``length`` bytes from ``offset`` on, all of them or UserError; ``None`` = to the end of the file."""
+        ...
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` (any writable contiguous one, any size, any offset) with the file's bytes from ``offset``.
+
+        Quickest when address of the buffer and ``offset`` are equal modulo 4096.
+        """
+        ...
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a small file, durably: others see the old one, or none, and then the whole new one."""
+        ...
+
+    def create(self, name: str, size: int) -> FileWriter:
+        """Begin a file of ``size`` bytes. Raises UserError at once when the disk has no room for it."""
+        ...
+
+    def delete(self, name: str) -> None:
+        """Remove a file; nothing happens when there is none."""
+        ...
+
+
+class FileWriter(Protocol):
+    """A file of known size being written; under its name there is nothing of it before ``commit``."""
+
+    part: int
+    """Bytes of every ``write_at``, the one at the end of the file excepted."""
+
+    def write_at(self, offset: int, buffer: memoryview) -> None:
+        """Write one part: ``offset`` is a multiple of ``part``, ``buffer`` page-aligned (see ``aligned_buffer``).
+
+        Any thread, any order. The buffer may be used again afterwards. A part may be written again.
+
+        Raises:
+            ValueError: offset, length or alignment are not as above.
+            UserError: the disk or the store refuses.
+        """
+        ...
+
+    def commit(self) -> None:
+        """Make the file durable, then visible. No ``write_at`` may be running.
+
+        Raises:
+            ValueError: a part was never written.
+            UserError: the disk or the store refuses; ``abort`` remains to be called.
+        """
+        ...
+
+    def abort(self) -> None:
+        """Leave nothing behind, unless committed. May be called often. No ``write_at`` may be running."""
+        ...
+
+
+def aligned_buffer(nbytes: int) -> memoryview:
+    """``nbytes`` zero bytes of page-aligned memory, as ``write_at`` wants them; meant to be used again and again."""
+    memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return memoryview(memory)[:nbytes]
+
+
+def check_name(name: str) -> str:
+    """``name`` if it is a relative one that stays inside a folder. Raises UserError otherwise."""
+    path = PurePosixPath(name)
+    if str(path) != name or path.is_absolute() or ".." in path.parts or name in ("", "."):
+        raise UserError(f"{name!r}: is no name of a file inside a folder; give a relative one like sub/file.")
+    return name
+
+
+class Parts:
+    """Which parts of a file have been written."""
+
+    def __init__(self, url: str, size: int, part: int) -> None:
+        if size < 0:
+            raise ValueError(f"{url}: size is {size}")
+        self._url = url
+        self._size = size
+        self._part = part
+        self._written: set[int] = set()
+
+    def index(self, offset: int, length: int) -> int:
+        """Number of the part, from 0. Raises ValueError when the bytes are not exactly one part."""
+        if offset % self._part or not 0 <= offset < self._size or length != min(self._part, self._size - offset):
+            raise ValueError(
+                f"{self._url}: {length} bytes at {offset} are no part of {self._size} bytes cut every {self._part}"
+            )
+        return offset // self._part
+
+    def wrote(self, index: int) -> None:
+        """Note a part; once its bytes are where they belong."""
+        self._written.add(index)
+
+    def require_all(self) -> None:
+        """Raises ValueError when a part was not written."""
+        missing = sorted(set(range(-(-self._size // self._part))) - self._written)
+        if missing:
+            raise ValueError(
+                f"{self._url}: {len(missing)} parts were not written, the first at {missing[0] * self._part}"
+            )

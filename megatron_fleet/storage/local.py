@@ -1,0 +1,250 @@
+"""A folder on a file system that this machine sees."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import functools
+import glob
+import os
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.storage.direct import BLOCK, InputFile, address, allocate, new_scratch, set_direct, write_blocks
+from megatron_fleet.storage.folder import PART, Parts, check_name
+
+OPEN_FILES = 100
+"""Files kept open for ``read_into``, two descriptors each."""
+UNFINISHED = ".partial"
+"""How the names of temporary files and folders end; they begin with a dot."""
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class LocalFolder:
+    """``Folder`` on a local or network file system. The folder is made when something is written into it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.url = str(path)
+        self._files = functools.lru_cache(maxsize=OPEN_FILES)(InputFile)
+        self._thread = threading.local()
+
+    def join(self, name: str) -> str:
+        return str(self._path(name))
+
+    def sizes(self) -> dict[str, int]:
+        found = {}
+        with told(self.path, "listed"):
+            if self.path.exists() and not self.path.is_dir():
+                raise UserError(f"{self.url}: is a file; give the folder that it is in.")
+            for folder, folders, names in os.walk(self.path, onerror=_raise):
+                folders[:] = [f for f in folders if not is_unfinished(f)]
+                for name in names:
+                    path = Path(folder, name)
+                    if not is_unfinished(name) and path.is_file():
+                        found[path.relative_to(self.path).as_posix()] = path.stat().st_size
+        return dict(sorted(found.items()))
+
+    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
+        path = self._path(name)
+        with told(path, "read"), path.open("rb") as f:
+            f.seek(offset)
+            data = f.read() if length is None else f.read(length)
+            if length is not None and len(data) < length:
+                raise _too_short(path, offset + length)
+            return data
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        path = self._path(name)
+        if not hasattr(self._thread, "scratch"):
+            self._thread.scratch = new_scratch()
+        with told(path, "read"):
+            view = buffer.cast("B")
+            try:
+                self._files(path).read_into(offset, view, self._thread.scratch)
+            except EOFError:
+                raise _too_short(path, offset + len(view)) from None
+
+    def write(self, name: str, data: bytes) -> None:
+        path = self._path(name)
+        with told(path, "written", len(data)):
+            make_folders(path.parent)
+            write_atomically(path, data)
+        self._files.cache_clear()
+
+    def create(self, name: str, size: int) -> LocalWriter:
+        path = self._path(name)
+        with told(path, "created", size):
+            make_folders(path.parent)
+            return LocalWriter(path, size, self._files.cache_clear)
+
+    def delete(self, name: str) -> None:
+        path = self._path(name)
+        with told(path, "removed"):
+            path.unlink(missing_ok=True)
+        self._files.cache_clear()
+
+    def _path(self, name: str) -> Path:
+        return self.path / check_name(name)
+
+
+class LocalWriter:
+    """``FileWriter`` of a local file: a temporary file beside it, locked while its writer lives, renamed at the end."""
+
+    def __init__(self, path: Path, size: int, on_commit: Callable[[], None]) -> None:
+        self.part = PART
+        self._path = path
+        self._size = size
+        self._parts = Parts(str(path), size, PART)
+        self._on_commit = on_commit
+        remove_unfinished(path.parent, path.name)
+        self._temporary, self._fd = _open_temporary(path)
+        try:
+            allocate(self._fd, -(-size // BLOCK) * BLOCK)
+            self._direct = set_direct(self._fd, on=True)
+        except BaseException:
+            self.abort()
+            raise
+
+    def write_at(self, offset: int, buffer: memoryview) -> None:
+        view = buffer.cast("B")
+        index = self._parts.index(offset, len(view))
+        if address(view) % BLOCK:
+            raise ValueError(f"{self._path}: the buffer is not page-aligned; make it with aligned_buffer")
+        direct = self._direct
+        with told(self._path, "written", self._size):
+            try:
+                write_blocks(self._fd, offset, view, direct)
+            except OSError as e:
+                if e.errno != errno.EINVAL or not direct:
+                    raise
+                self._direct = not set_direct(self._fd, on=False)
+                write_blocks(self._fd, offset, view, self._direct)
+        self._parts.wrote(index)
+
+    def commit(self) -> None:
+        self._parts.require_all()
+        with told(self._path, "written", self._size):
+            os.ftruncate(self._fd, self._size)
+            os.fsync(self._fd)
+            os.replace(self._temporary, self._path)
+            sync_folder(self._path.parent)
+        self._close()
+        self._on_commit()
+
+    def abort(self) -> None:
+        if self._fd >= 0:
+            self._temporary.unlink(missing_ok=True)
+            self._close()
+
+    def _close(self) -> None:
+        os.close(self._fd)
+        self._fd = -1
+
+
+@contextmanager
+def told(path: Path, done: str, size: int | None = None) -> Iterator[None]:
+    """Tell what the operating system refuses as UserError.
+
+    Args:
+        done: what could not be done to ``path`` then.
+        size: bytes that it needed room for.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        if size is None:
+            raise UserError(f"{path}: there is no such file; check the address.") from None
+        raise UserError(f"{path}: was removed or renamed while being written; is another process at it?") from None
+    except OSError as e:
+        if e.errno in NO_ROOM and size is not None:
+            raise UserError(f"{path}: {_no_room(path, size, e)}") from None
+        raise UserError(f"{path}: cannot be {done} ({e.strerror}); check the disk and its permissions.") from None
+
+
+def write_atomically(path: Path, data: bytes, beside: Path | None = None) -> None:
+    """Write a file into an existing folder, durably, by way of a temporary one beside it, or beside another path."""
+    temporary, fd = _open_temporary(beside or path)
+    try:
+        with os.fdopen(fd, "wb") as f:
+            f.write(data)
+            f.flush()
+            os.fsync(fd)
+            os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Flush a folder's entries (names, renames) to disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def is_unfinished(name: str) -> bool:
+    """Whether a file or folder of this name is a temporary one."""
+    return name.startswith(".") and name.endswith(UNFINISHED)
+
+
+def remove_unfinished(folder: Path, name: str) -> None:
+    """Remove what killed writers of a file left behind; a living writer holds the lock of its own."""
+    for path in folder.glob(f".{glob.escape(name)}.*{UNFINISHED}"):
+        with suppress(OSError):
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(fd)
+
+
+def make_folders(path: Path) -> None:
+    """Make a folder and those above it, durably."""
+    missing = [p for p in (path, *path.parents) if not p.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for made in missing:
+        sync_folder(made.parent)
+
+
+def _open_temporary(path: Path) -> tuple[Path, int]:
+    """A new locked file beside ``path``."""
+    while True:
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{UNFINISHED}")
+        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        # A file system without locks cannot tell the living from the dead either: nothing is removed there.
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(fd).st_nlink:
+            return temporary, fd
+        # Another process took it for a dead writer's before it was locked.
+        os.close(fd)
+
+
+def _no_room(path: Path, size: int, error: OSError) -> str:
+    if error.errno == errno.EFBIG:
+        return f"{size} bytes are more than a file may have here (file system or ulimit -f); choose another place."
+    if error.errno == errno.EDQUOT:
+        return f"{size} bytes are more than the disk quota allows; free some space or choose another place."
+    disk = os.statvfs(path.parent)
+    free = disk.f_bavail * disk.f_frsize
+    return f"needs {size} bytes and the disk has {free} free; free some space or choose another place."
+
+
+def _too_short(path: Path, end: int) -> UserError:
+    return UserError(
+        f"{path}: has {path.stat().st_size} bytes and byte {end} was asked for; copy or download it again."
+    )
+
+
+def _raise(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise error

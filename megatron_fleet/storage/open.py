@@ -1,0 +1,55 @@
+"""Open a folder by its address: a local path or ``s3://bucket/prefix``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.storage.folder import Folder
+from megatron_fleet.storage.local import LocalFolder
+from megatron_fleet.storage.staging import LocalStaging, S3Staging, Staging
+
+
+def open_folder(url: str | Path) -> Folder:
+    """The folder at an address; it need not exist. boto3 is imported for ``s3://`` only.
+
+    Raises:
+        UserError: another scheme, or an S3 address without a bucket.
+    """
+    remote = _split_s3(url)
+    if remote is None:
+        return LocalFolder(Path(url))
+    from megatron_fleet.storage.s3 import S3Folder
+
+    return S3Folder(*remote)
+
+
+def open_staging(url: str | Path, marker: str) -> Staging:
+    """A place to make a folder of many files that appears whole or not at all; see ``Staging``.
+
+    Args:
+        url: the folder's final address.
+        marker: name of the file that is written last; a folder with it is whole.
+
+    Raises:
+        UserError: as of ``open_folder``.
+    """
+    remote = _split_s3(url)
+    if remote is None:
+        return LocalStaging(Path(url), marker)
+    from megatron_fleet.storage.s3 import S3Folder
+
+    return S3Staging(S3Folder(*remote), marker)
+
+
+def _split_s3(url: str | Path) -> tuple[str, str] | None:
+    """Bucket and prefix (without slashes around it) of an S3 address, ``None`` for a local one."""
+    scheme, found, rest = str(url).partition("://")
+    if not found:
+        if not str(url):
+            raise UserError("the address of a folder is empty; give a path or s3://bucket/prefix.")
+        return None
+    bucket, _, prefix = rest.partition("/")
+    if scheme != "s3" or not bucket:
+        raise UserError(f"{url}: is no address of a folder; give a path or s3://bucket/prefix.")
+    return bucket, prefix.strip("/")

@@ -1,0 +1,212 @@
+"""A folder on S3 or a store that speaks its protocol.
+
+Requests are made one by one, ranged GETs and parts of multipart uploads: ``docs.aws.amazon.com/AmazonS3`` (API
+Reference). boto3's transfer manager is left out because, with the CRT installed, it may ignore the endpoint.
+"""
+
+from __future__ import annotations
+
+import base64
+import random
+import time
+import zlib
+from typing import Any
+
+import urllib3.exceptions
+
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.storage import s3_client
+from megatron_fleet.storage.folder import PART, Parts, check_name
+from megatron_fleet.storage.s3_client import error_code, exceptions, told
+
+MOST_PARTS = 10_000
+"""Of one upload, by the protocol."""
+BODY_ATTEMPTS = 6
+"""Tries of one read whose connection breaks in the middle: what has come is kept."""
+BROKEN = (exceptions.HTTPClientError, exceptions.IncompleteReadError, urllib3.exceptions.HTTPError, OSError)
+PIECE = 1 << 20
+"""Bytes received at once."""
+
+
+class S3Folder:
+    """``Folder`` on S3."""
+
+    def __init__(self, bucket: str, prefix: str) -> None:
+        """Connect; nothing is asked of the store yet.
+
+        Args:
+            prefix: without slashes around it; empty = the whole bucket.
+        """
+        self._bucket = bucket
+        self._prefix = f"{prefix}/" if prefix else ""
+        self.url = f"s3://{bucket}/{prefix}"
+        self._client = s3_client.connect()
+
+    def join(self, name: str) -> str:
+        return f"s3://{self._bucket}/{self._prefix}{check_name(name)}"
+
+    def sizes(self) -> dict[str, int]:
+        found = {}
+        with told(self.url):
+            for page in self._client.get_paginator("list_objects_v2").paginate(
+                Bucket=self._bucket, Prefix=self._prefix
+            ):
+                for entry in page.get("Contents", []):
+                    # Consoles make objects that end with a slash to show a folder.
+                    if not entry["Key"].endswith("/"):
+                        found[entry["Key"].removeprefix(self._prefix)] = entry["Size"]
+        return dict(sorted(found.items()))
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a file, ``None`` when there is none."""
+        with told(self.join(name)):
+            try:
+                return int(self._client.head_object(**self._at(name))["ContentLength"])
+            except exceptions.ClientError as e:
+                if error_code(e) not in ("404", "NoSuchKey"):
+                    raise
+                return None
+
+    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
+        if length is None:
+            size = self.size(name)
+            if size is None:
+                raise UserError(f"{self.join(name)}: there is no such file; check the address.")
+            length = max(size - offset, 0)
+        data = bytearray(length)
+        self.read_into(name, offset, memoryview(data))
+        return bytes(data)
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        view = buffer.cast("B")
+        done, etag = 0, None
+        broken: Exception | None = None
+        for attempt in range(BODY_ATTEMPTS if len(view) else 0):
+            time.sleep(random.uniform(0, 0.1 * 2**attempt) if attempt else 0)
+            body, etag = self._get(name, offset + done, len(view) - done, etag)
+            try:
+                while done < len(view):
+                    done += body.readinto(view[done : done + PIECE])
+                return
+            except BROKEN as e:
+                broken = e
+            finally:
+                body.close()
+        if broken:
+            raise UserError(
+                f"{self.join(name)}: the connection broke {BODY_ATTEMPTS} times ({broken}); check the network."
+            )
+
+    def write(self, name: str, data: bytes) -> None:
+        with told(self.join(name)):
+            self._client.put_object(**self._at(name), Body=data, ChecksumCRC32=_crc32(data))
+
+    def create(self, name: str, size: int) -> S3Writer:
+        return S3Writer(self, self._client, self._at(name), name, size)
+
+    def delete(self, name: str) -> None:
+        with told(self.join(name)):
+            self._client.delete_object(**self._at(name))
+
+    def abort_uploads(self) -> None:
+        """Abort every unfinished upload below the folder, as killed writers leave them; also those of living ones."""
+        with told(self.url):
+            pages = self._client.get_paginator("list_multipart_uploads").paginate(
+                Bucket=self._bucket, Prefix=self._prefix
+            )
+            for page in pages:
+                for upload in page.get("Uploads", []):
+                    _abort(self._client, {"Bucket": self._bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]})
+
+    def _at(self, name: str) -> dict[str, str]:
+        return {"Bucket": self._bucket, "Key": self._prefix + check_name(name)}
+
+    def _get(self, name: str, offset: int, length: int, etag: str | None) -> tuple[Any, str]:
+        """A stream of exactly these bytes, of the same object as before if there is an ``etag``; and its ETag."""
+        span = f"bytes={offset}-{offset + length - 1}"
+        with told(self.join(name)):
+            try:
+                response = self._client.get_object(
+                    **self._at(name), Range=span, **({"IfMatch": etag} if etag is not None else {})
+                )
+            except exceptions.ClientError as e:
+                if error_code(e) in ("InvalidRange", "416"):
+                    raise self._too_short(name, offset + length) from None
+                raise
+        if response["ContentLength"] != length:
+            response["Body"].close()
+            raise self._too_short(name, offset + length)
+        return response["Body"], response["ETag"]
+
+    def _too_short(self, name: str, end: int) -> UserError:
+        return UserError(
+            f"{self.join(name)}: has {self.size(name)} bytes and byte {end} was asked for; upload it again."
+        )
+
+
+class S3Writer:
+    """``FileWriter`` of an object: a multipart upload. The store checks the CRC32 of every part."""
+
+    def __init__(self, folder: S3Folder, client: Any, at: dict[str, str], name: str, size: int) -> None:
+        self.part = part_bytes(size)
+        self._folder = folder
+        self._client = client
+        self._name = name
+        self._url = folder.join(name)
+        self._size = size
+        self._parts = Parts(self._url, size, self.part)
+        self._sent: dict[int, dict[str, Any]] = {}
+        self._open = True
+        with told(self._url):
+            created = client.create_multipart_upload(**at, ChecksumAlgorithm="CRC32")
+        self._upload = {**at, "UploadId": created["UploadId"]}
+
+    def write_at(self, offset: int, buffer: memoryview) -> None:
+        view = buffer.cast("B")
+        index = self._parts.index(offset, len(view))
+        data = bytes(view)
+        checksum = _crc32(data)
+        with told(self._url):
+            answer = self._client.upload_part(**self._upload, PartNumber=index + 1, Body=data, ChecksumCRC32=checksum)
+        self._sent[index] = {"PartNumber": index + 1, "ETag": answer["ETag"], "ChecksumCRC32": checksum}
+        self._parts.wrote(index)
+
+    def commit(self) -> None:
+        self._parts.require_all()
+        if not self._size:
+            # An upload needs a part, and not every store takes an empty one.
+            self.abort()
+            self._folder.write(self._name, b"")
+            return
+        with told(self._url):
+            self._client.complete_multipart_upload(
+                **self._upload, MultipartUpload={"Parts": [self._sent[index] for index in sorted(self._sent)]}
+            )
+        self._open = False
+        stored = self._folder.size(self._name)
+        if stored != self._size:
+            self._folder.delete(self._name)
+            raise UserError(f"{self._url}: the store holds {stored} bytes of {self._size}; write the file again.")
+
+    def abort(self) -> None:
+        if self._open:
+            with told(self._url):
+                _abort(self._client, self._upload)
+            self._open = False
+
+
+def part_bytes(size: int) -> int:
+    """Bytes of a part: ``PART``, more where a file would have more parts than an upload may."""
+    return max(PART, -(-size // MOST_PARTS // PIECE) * PIECE)
+
+
+def _crc32(data: bytes) -> str:
+    return base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode()
+
+
+def _abort(client: Any, upload: dict[str, str]) -> None:
+    try:
+        client.abort_multipart_upload(**upload)
+    except exceptions.ClientError as e:
+        if error_code(e) not in ("NoSuchUpload", "404"):
+            raise

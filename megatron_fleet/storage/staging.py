@@ -1,0 +1,133 @@
+"""A folder of many files that appears whole or not at all.
+
+On a disk the files are made in ``.NAME.partial`` beside the final folder, which takes its name by one rename. S3 has no
+rename: there the files go to their final keys, and the folder counts as there once its marker file is.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.storage.folder import Folder, check_name
+from megatron_fleet.storage.local import (
+    UNFINISHED,
+    LocalFolder,
+    is_unfinished,
+    remove_unfinished,
+    sync_folder,
+    told,
+    write_atomically,
+)
+
+if TYPE_CHECKING:
+    from megatron_fleet.storage.s3 import S3Folder
+
+
+log = logging.getLogger(__name__)
+
+
+class Staging(Protocol):
+    """A folder in the making. Several processes may fill it; whoever is last publishes, or all of them do.
+
+    After a crash at any moment a new ``Staging`` of the same address finds either ``exists()`` or, in
+    ``folder.sizes()``, the files that had been finished.
+    """
+
+    url: str
+    """Where the folder will be."""
+    folder: Folder
+    """Where to write its files, all but the marker."""
+
+    def exists(self) -> bool:
+        """Whether the finished folder is there. Raises UserError when something else is in its place."""
+        ...
+
+    def publish(self, data: bytes) -> None:
+        """Write the marker file and make the folder visible, durably; remove what killed writers left in it.
+
+        All other files are finished. When the folder is there already with this very marker, as another process has
+        published the same, nothing else happens.
+
+        Raises:
+            UserError: something else is at the address; it stays as it is.
+        """
+        ...
+
+
+class LocalStaging:
+    """``Staging`` on a file system."""
+
+    def __init__(self, final: Path, marker: str) -> None:
+        self.url = str(final)
+        self._final = Path(os.path.abspath(final))
+        self._partial = self._final.with_name(f".{self._final.name}{UNFINISHED}")
+        self._marker = check_name(marker)
+        self.folder: Folder = LocalFolder(self._partial)
+
+    def exists(self) -> bool:
+        if (self._final / self._marker).is_file():
+            return True
+        with told(self._final, "listed"):
+            if self._final.exists() and not (self._final.is_dir() and next(self._final.iterdir(), None) is None):
+                raise self._foreign()
+        return False
+
+    def publish(self, data: bytes) -> None:
+        with told(self._final, "published", len(data)):
+            try:
+                self._publish(data)
+            except OSError:
+                # The other process renames at any moment: what failed says less than what is there now.
+                if not self._final.exists():
+                    raise
+        self._check_published(data)
+        shutil.rmtree(self._partial, ignore_errors=True)
+
+    def _publish(self, data: bytes) -> None:
+        parent = self._final.parent
+        for path in self._partial.rglob("*"):
+            if is_unfinished(path.name):
+                path.unlink(missing_ok=True)
+        # Not in the folder, which another process may sweep or rename under our hands.
+        beside = parent / f"{self._final.name}.{Path(self._marker).name}"
+        remove_unfinished(parent, beside.name)
+        write_atomically(self._partial / self._marker, data, beside)
+        self._partial.rename(self._final)
+        sync_folder(parent)
+
+    def _check_published(self, data: bytes) -> None:
+        found = self._final / self._marker
+        if not found.is_file() or found.read_bytes() != data:
+            raise self._foreign()
+
+    def _foreign(self) -> UserError:
+        return UserError(f"{self.url}: something else is there already; remove it or choose another place.")
+
+
+class S3Staging:
+    """``Staging`` on S3: readers look for the marker, which has its final key from the one moment it is there."""
+
+    def __init__(self, folder: S3Folder, marker: str) -> None:
+        self.url = folder.url
+        self._folder = folder
+        self._marker = check_name(marker)
+        self.folder: Folder = folder
+
+    def exists(self) -> bool:
+        return self._folder.size(self._marker) is not None
+
+    def publish(self, data: bytes) -> None:
+        if not self.exists():
+            self._folder.write(self._marker, data)
+        elif self._folder.read(self._marker) != data:
+            raise UserError(f"{self.url}: something else is there already; remove it or choose another place.")
+        try:
+            self._folder.abort_uploads()
+        except UserError as e:
+            # Not every identity may list uploads; the folder is published all the same.
+            log.warning("unfinished uploads, if any, stay in the store: %s", e)

@@ -1,0 +1,162 @@
+"""A real S3 server (SeaweedFS) on loopback, and a wire to it that can be cut."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+BUCKET = "bucket"
+
+
+@dataclass(frozen=True)
+class S3Server:
+    """A running server. It knows two identities, one of which may only read."""
+
+    endpoint: str
+    key: str
+    secret: str
+    reader_key: str
+    reader_secret: str
+
+    def environment(self) -> dict[str, str]:
+        """What boto3 needs to find it, and nothing of the machine's own configuration."""
+        return {
+            "AWS_ENDPOINT_URL": self.endpoint,
+            "AWS_ACCESS_KEY_ID": self.key,
+            "AWS_SECRET_ACCESS_KEY": self.secret,
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_CONFIG_FILE": "/dev/null",
+            "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
+
+
+def weed() -> Path | None:
+    """The server's program in this Python environment, ``None`` when the package is not installed."""
+    program = Path(sys.prefix, "bin", "weed")
+    return program if program.exists() else None
+
+
+@contextmanager
+def s3_server() -> Iterator[S3Server]:
+    """Run a server with one empty bucket, ``BUCKET``; its data and process are gone afterwards."""
+    folder = Path(tempfile.mkdtemp(prefix="s3-server-"))
+    process: subprocess.Popen[bytes] | None = None
+    names = ("s3.port", "s3.port.grpc", "master.port", "master.port.grpc", "volume.port", "volume.port.grpc")
+    ports = dict(zip((*names, "filer.port", "filer.port.grpc"), free_ports(8), strict=True))
+    try:
+        keys = [secrets.token_hex(16) for _ in range(4)]
+        identities = [
+            {"name": name, "credentials": [{"accessKey": key, "secretKey": secret}], "actions": actions}
+            for name, key, secret, actions in (
+                ("owner", keys[0], keys[1], ["Admin", "Read", "Write", "List", "Tagging"]),
+                ("reader", keys[2], keys[3], ["Read", "List"]),
+            )
+        ]
+        (folder / "identities.json").write_text(json.dumps({"identities": identities}))
+        (folder / "data").mkdir()
+        command = [
+            *(str(weed()), "server", f"-dir={folder / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"),
+            *("-filer", "-s3", f"-s3.config={folder / 'identities.json'}", "-s3.port.iceberg=0", "-s3.port.lance=0"),
+            *("-s3.autoCreateBucket=false", "-s3.iam=false", "-master.volumeSizeLimitMB=64", "-volume.max=32"),
+            *("-master.volumePreallocate=false", f"-filer.localSocket={folder / 'filer.sock'}"),
+            *(f"-s3.localSocket={folder / 's3.sock'}", *(f"-{name}={port}" for name, port in ports.items())),
+        ]
+        with (folder / "log").open("wb") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
+        server = S3Server(f"http://127.0.0.1:{ports['s3.port']}", *keys)
+        _make_bucket(server, process, folder / "log")
+        yield server
+    finally:
+        if process is not None:
+            process.kill()
+            process.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+        for port in ports.values():
+            for left in Path("/tmp").glob(f"seaweedfs-*-grpc-{port}.sock"):
+                left.unlink(missing_ok=True)
+
+
+def _make_bucket(server: S3Server, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Wait until the server makes buckets and keeps files."""
+    import boto3
+    from botocore.config import Config
+
+    client = boto3.session.Session().client(
+        "s3",
+        endpoint_url=server.endpoint,
+        aws_access_key_id=server.key,
+        aws_secret_access_key=server.secret,
+        region_name="us-east-1",
+        config=Config(retries={"total_max_attempts": 1}, connect_timeout=2, read_timeout=10),
+    )
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            with suppress(client.exceptions.BucketAlreadyExists, client.exceptions.BucketAlreadyOwnedByYou):
+                client.create_bucket(Bucket=BUCKET)
+            client.put_object(Bucket=BUCKET, Key="ready", Body=b"x")
+            client.delete_object(Bucket=BUCKET, Key="ready")
+            return
+        except Exception as e:
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the S3 server did not start: {log.read_text()[-2000:]}") from e
+            time.sleep(0.1)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of loopback that nothing listens on."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(closing(socket.socket())) for _ in range(count)]
+        for s in sockets:
+            s.bind(("127.0.0.1", 0))
+        return [s.getsockname()[1] for s in sockets]
+
+
+class Wire:
+    """Forwards connections to a server and cuts the first ``cuts`` answers that grow longer than ``after`` bytes."""
+
+    def __init__(self, server: S3Server, cuts: int, after: int) -> None:
+        self._target = ("127.0.0.1", int(server.endpoint.rpartition(":")[2]))
+        self._after = after
+        self.cuts_left = cuts
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def close(self) -> None:
+        # shutdown wakes the thread that waits in accept; close alone would not.
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _serve(self) -> None:
+        with suppress(OSError):
+            while True:
+                here, _ = self._listener.accept()
+                there = socket.create_connection(self._target)
+                threading.Thread(target=self._carry, args=(here, there, False), daemon=True).start()
+                threading.Thread(target=self._carry, args=(there, here, True), daemon=True).start()
+
+    def _carry(self, source: socket.socket, sink: socket.socket, answers: bool) -> None:
+        carried = 0
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                carried += len(data)
+                if answers and carried > self._after and self.cuts_left > 0:
+                    self.cuts_left -= 1
+                    break
+                sink.sendall(data)
+        for s in (source, sink):
+            with suppress(OSError):
+                s.shutdown(socket.SHUT_RDWR)
