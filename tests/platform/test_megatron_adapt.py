@@ -60,11 +60,13 @@ except RuntimeError as e:
 def test_what_is_adapted_follows_the_host(monkeypatch):
     from megatron_fleet.platform.megatron import adapt
 
+    transformer, router = "megatron.core.transformer", "megatron.core.transformer.moe.router"
+    modules = {router, f"{transformer}.moe.moe_utils", f"{transformer}.multi_latent_attention"}
+    optimizer = {"megatron.core.optimizer", "megatron.core.optimizer.distrib_optimizer"}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(adapt.importlib.util, "find_spec", lambda name: None)
-    assert adapt.needed_patches().keys() == {"megatron.core.optimizer", "megatron.core.optimizer.distrib_optimizer"}
-    monkeypatch.setattr(adapt.importlib.util, "find_spec", lambda name: name == "transformer_engine")
-    assert adapt.needed_patches() == {}
+    for installed, patched in ((None, modules | optimizer), ("apex", modules), ("transformer_engine", {router})):
+        monkeypatch.setattr(adapt.importlib.util, "find_spec", lambda name, there=installed: name == there or None)
+        assert adapt.needed_patches().keys() == patched
 
 
 @no_cuda

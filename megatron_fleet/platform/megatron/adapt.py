@@ -4,7 +4,8 @@ Megatron-Core names CUDA directly (``torch.cuda.current_device()``, ``device="cu
 gives every ``megatron.core`` module its own ``torch``: a copy whose ``cuda`` answers for the CPU and whose factories
 put CUDA tensors on the CPU. Other libraries of the process keep the real ``torch``. Where Megatron calls a *method* of
 a tensor (``.cuda()``, ``.type()``) the surrounding function runs under `cuda_calls_answered`. Where CUDA exists but
-Transformer Engine does not, only the optimizer is adapted.
+Transformer Engine does not, only the optimizer, latent attention and experts are adapted. One error of Megatron-Core is
+corrected everywhere.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from megatron_fleet.platform.megatron import patches
+
 _PACKAGE = "megatron.core"
 _FACTORIES = (
     *("arange", "as_tensor", "eye", "linspace", "randint", "randperm", "tensor"),
@@ -37,7 +40,10 @@ class _Stream:
 
     def _ignore(self, *_: Any, **__: Any) -> None: ...
 
-    wait_stream = wait_event = synchronize = record = wait = record_event = _ignore
+    wait_stream = wait_event = synchronize = record = wait = _ignore
+
+    def record_event(self, *_: Any) -> _Stream:
+        return self
 
 
 def _on_cpu(device: Any) -> Any:
@@ -162,11 +168,25 @@ def _patch_language_module(module: Any) -> None:
     cls.setup_embeddings_and_output_layer = _answered(cls.setup_embeddings_and_output_layer)
 
 
-_PATCHES: dict[str, Callable[[Any], None]] = {
-    "megatron.core.jit": _patch_jit,
-    "megatron.core.tensor_parallel.random": _patch_random,
+_EVERYWHERE: dict[str, Callable[[Any], None]] = {
+    "megatron.core.transformer.moe.router": patches.patch_router,
+}
+_OPTIMIZER: dict[str, Callable[[Any], None]] = {
     "megatron.core.optimizer": _patch_optimizer_package,
     "megatron.core.optimizer.distrib_optimizer": _patch_distributed_optimizer,
+}
+_WITHOUT_TRANSFORMER_ENGINE: dict[str, Callable[[Any], None]] = {
+    **_EVERYWHERE,
+    "megatron.core.transformer.moe.moe_utils": patches.patch_moe_utils,
+    "megatron.core.transformer.multi_latent_attention": patches.patch_latent_attention,
+}
+_WITHOUT_CUDA: dict[str, Callable[[Any], None]] = {
+    **_OPTIMIZER,
+    **_WITHOUT_TRANSFORMER_ENGINE,
+    "megatron.core.jit": _patch_jit,
+    "megatron.core.tensor_parallel.random": _patch_random,
+    "megatron.core.tensor_parallel.mappings": patches.patch_mappings,
+    "megatron.core.transformer.moe.moe_utils": patches.patch_moe_utils_for_cpu,
     "megatron.core.optimizer.optimizer": _patch_optimizer,
     "megatron.core.optimizer.clip_grads": _patch_clip,
     "megatron.core.models.common.language_module.language_module": _patch_language_module,
@@ -174,12 +194,15 @@ _PATCHES: dict[str, Callable[[Any], None]] = {
 
 
 def needed_patches() -> dict[str, Callable[[Any], None]]:
-    """Module → its patch: all without CUDA, the optimizer's without a fused optimizer, none otherwise."""
+    """Module → its patch: all without CUDA, what replaces Transformer Engine without that, else Megatron's own error.
+
+    Apex brings a fused optimizer too.
+    """
     if not torch.cuda.is_available():
-        return _PATCHES
-    if any(importlib.util.find_spec(name) for name in ("transformer_engine", "apex")):
-        return {}
-    return {name: _PATCHES[name] for name in ("megatron.core.optimizer", "megatron.core.optimizer.distrib_optimizer")}
+        return _WITHOUT_CUDA
+    if importlib.util.find_spec("transformer_engine"):
+        return _EVERYWHERE
+    return _WITHOUT_TRANSFORMER_ENGINE | ({} if importlib.util.find_spec("apex") else _OPTIMIZER)
 
 
 class _Loader(importlib.abc.Loader):
@@ -223,9 +246,8 @@ def install() -> None:
     Raises:
         RuntimeError: ``megatron.core`` was imported before.
     """
-    patches = needed_patches()
-    if not patches or any(isinstance(f, _Finder) for f in sys.meta_path):
+    if any(isinstance(f, _Finder) for f in sys.meta_path):
         return
     if _PACKAGE in sys.modules:
         raise RuntimeError("megatron.core was imported before megatron_fleet.platform.megatron; import that first")
-    sys.meta_path.insert(0, _Finder(patches))
+    sys.meta_path.insert(0, _Finder(needed_patches()))

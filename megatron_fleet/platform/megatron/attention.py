@@ -45,7 +45,7 @@ class PackedAttention(nn.Module):
         packed_seq_params: RowParams,
         **_: Any,
     ) -> torch.Tensor:
-        """``[P, heads, d]`` and ``[P, groups, d]`` (this rank's heads) → ``[P, heads × d]``."""
+        """Local query ``[P, heads, d]``, key ``[P, groups, d]``, value ``[P, groups, v]`` → ``[P, heads × v]``."""
         sizes = [*packed_seq_params.lengths, packed_seq_params.filler]
         q, k, v = (x.transpose(0, 1).split(sizes, dim=1) for x in (query, key, value))
         grouped = query.shape[1] != key.shape[1]

@@ -1,11 +1,12 @@
-"""Norm and activation for hosts without Transformer Engine, each as one autograd step.
+"""Norm, activation and unsplit linear layer for hosts without Transformer Engine.
 
-On a CPU these element-wise layers cost as much as a third of the matrix products; writing gradients in place and
-keeping one input instead of every intermediate value halves that.
+Norm and activation are one autograd step each. On a CPU these element-wise layers cost as much as a third of the matrix
+products; writing gradients in place and keeping one input instead of every intermediate value halves that.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,6 +52,46 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[…, hidden_size]``, any float dtype, to the same."""
         return _RMSNorm.apply(x, self.weight, self.eps)
+
+
+class DuplicatedLinear(nn.Module):
+    """Linear layer that every tensor-parallel rank holds whole and applies to its own slice of the tokens.
+
+    For the down-projections of latent attention, as Transformer Engine's ``parallel_mode="duplicated"``. Megatron's own
+    specification splits them over ranks, and then never sums the gradient of the shared rotary key over their heads.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: Callable[[torch.Tensor], Any],
+        bias: bool,
+        **_: Any,
+    ) -> None:
+        """Raises ValueError for a bias, or several ranks without sequence parallelism (wrong gradients)."""
+        super().__init__()
+        if bias:
+            raise ValueError("DuplicatedLinear has no bias")
+        if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
+            raise ValueError("latent attention over several tensor-parallel ranks needs sequence_parallel=True")
+        self.weight = nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+        if config.perform_initialization:
+            init_method(self.weight)
+        setattr(self.weight, "allreduce", True)  # noqa: B010
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """``[…, input_size]`` → ``[…, output_size]``, and Megatron's place for a bias."""
+        return F.linear(x, self.weight), None
+
+    def get_extra_state(self) -> None:
+        """Transformer Engine's layers have such an entry in checkpoints."""
+
+    def set_extra_state(self, state: Any) -> None:
+        """Nothing to restore."""
 
 
 class _SwiGLU(torch.autograd.Function):

@@ -8,19 +8,22 @@ from collections.abc import Callable
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_with_transformer_engine_spec,
-    get_mlp_module_spec_for_backend,
-)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_mlp_module_spec_for_backend
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 
 from megatron_fleet.platform.megatron.attention import PackedAttention
-from megatron_fleet.platform.megatron.layers import RMSNorm, swiglu
+from megatron_fleet.platform.megatron.layers import DuplicatedLinear, RMSNorm, swiglu
 
 
 class TorchBackend(LocalSpecProvider):
@@ -41,41 +44,86 @@ def has_transformer_engine() -> bool:
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
-def layer_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:
-    """What `GPTModel` builds on this pipeline stage: Transformer Engine where it can run, PyTorch elsewhere."""
+def layer_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """What `GPTModel` builds on this pipeline stage: Transformer Engine where it can run, PyTorch elsewhere.
+
+    The configuration alone decides: latent or grouped-query attention, norms of query and key, and by
+    ``moe_layer_freq`` which layers have experts. Without Transformer Engine experts are computed one after another.
+
+    Args:
+        vp_stage: which of this rank's virtual pipeline stages; ``None`` without virtual stages.
+    """
     if has_transformer_engine():
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    layers = [_torch_layer()] * get_num_layers_to_build(config)
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    here = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
+    dense, sparse = _torch_layer(config, experts=False), _torch_layer(config, experts=bool(config.num_moe_experts))
+    layers = [sparse if has_experts(config, layer) else dense for layer in here]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
-def _torch_layer() -> ModuleSpec:
+def has_experts(config: TransformerConfig, layer: int) -> bool:
+    """Whether a layer (global index from 0) is a mixture of experts."""
+    if not config.num_moe_experts:
+        return False
+    frequency = config.moe_layer_freq
+    return bool(frequency[layer]) if isinstance(frequency, list) else layer % frequency == 0
+
+
+def _torch_layer(config: TransformerConfig, experts: bool) -> ModuleSpec:
     backend = TorchBackend()
-    norm, column, row = backend.layer_norm(), backend.column_parallel_linear(), backend.row_parallel_linear()
-    attention = ModuleSpec(
-        module=SelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=column,
-            core_attention=backend.core_attention(),
-            linear_proj=row,
-            q_layernorm=norm,
-            k_layernorm=norm,
-        ),
+    attention, names = (
+        _latent_attention(backend, config) if config.multi_latent_attention else _attention(backend, config)
+    )
+    if not experts:
+        names = names | {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+    mlp = get_mlp_module_spec_for_backend(
+        backend=backend, num_experts=config.num_moe_experts if experts else None, use_te_activation_func=True
     )
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=norm,
+            input_layernorm=backend.layer_norm(),
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=norm,
-            mlp=get_mlp_module_spec_for_backend(backend=backend, use_te_activation_func=True),
+            pre_mlp_layernorm=backend.layer_norm(),
+            mlp=mlp,
             mlp_bda=get_bias_dropout_add,
             # One checkpoint format for both specifications: Transformer Engine keeps these norms inside the linears.
-            sharded_state_dict_keys_map={
-                "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-                "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-            },
+            sharded_state_dict_keys_map=names,
         ),
     )
+
+
+def _attention(backend: TorchBackend, config: TransformerConfig) -> tuple[ModuleSpec, dict[str, str]]:
+    norm = backend.layer_norm() if config.qk_layernorm else IdentityOp
+    modules = SelfAttentionSubmodules(
+        linear_qkv=backend.column_parallel_linear(),
+        core_attention=backend.core_attention(),
+        linear_proj=backend.row_parallel_linear(),
+        q_layernorm=norm,
+        k_layernorm=norm,
+    )
+    spec = ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=modules)
+    return spec, {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+
+
+def _latent_attention(backend: TorchBackend, config: TransformerConfig) -> tuple[ModuleSpec, dict[str, str]]:
+    column = backend.column_parallel_linear()
+    norm = backend.layer_norm() if config.qk_layernorm else IdentityOp
+    modules = MLASelfAttentionSubmodules(
+        linear_q_proj=column,
+        linear_q_down_proj=DuplicatedLinear,
+        linear_q_up_proj=column,
+        linear_kv_down_proj=DuplicatedLinear,
+        linear_kv_up_proj=column,
+        core_attention=backend.core_attention(),
+        linear_proj=backend.row_parallel_linear(),
+        q_layernorm=norm,
+        kv_layernorm=norm,
+    )
+    spec = ModuleSpec(module=MLASelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=modules)
+    return spec, {
+        "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+        "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+    }

@@ -1,0 +1,80 @@
+"""Where latent attention and mixtures of experts of Megatron-Core 0.16 need help on hosts without Transformer Engine.
+
+Each function takes the freshly imported module it is named after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def patch_mappings(module: Any) -> None:
+    """Gloo gathers and scatters equal parts only; experts split over tensor-parallel ranks have unequal ones."""
+    gather, scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
+
+    def gather_along_first_dim(
+        input_: torch.Tensor,
+        group: Any,
+        output_split_sizes: Sequence[int] | None = None,
+        use_global_buffer: bool = False,
+    ) -> torch.Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(input_, group, None, use_global_buffer)
+        sizes = [int(n) for n in output_split_sizes]
+        padded = input_.new_zeros(max(sizes), *input_.shape[1:])
+        padded[: input_.shape[0]] = input_
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded, group=group)
+        return torch.cat([part[:n] for part, n in zip(parts, sizes, strict=True)])
+
+    def reduce_scatter_along_first_dim(
+        input_: torch.Tensor,
+        group: Any,
+        input_split_sizes: Sequence[int] | None = None,
+        use_global_buffer: bool = False,
+    ) -> torch.Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return scatter(input_, group, None, use_global_buffer)
+        total = input_.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total.split([int(n) for n in input_split_sizes])[group.rank()].clone()
+
+    module._gather_along_first_dim = gather_along_first_dim
+    module._reduce_scatter_along_first_dim = reduce_scatter_along_first_dim
+
+
+def patch_moe_utils(module: Any) -> None:
+    """Give the router's matrix product the name it asks for, which is left undefined without Transformer Engine."""
+    module.__dict__.setdefault("te_general_gemm", None)
+
+
+def patch_moe_utils_for_cpu(module: Any) -> None:
+    """`patch_moe_utils`, and split sizes become arrays also where they are on the CPU already."""
+    patch_moe_utils(module)
+
+    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    module.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
+
+
+def patch_router(module: Any) -> None:
+    """Padding ``[T]`` masks rows of the routing map ``[T, E]``; 0.16 and 0.19 would broadcast it over the experts."""
+    original: Callable[..., None] = module.TopKRouter._apply_expert_bias
+
+    def apply_expert_bias(self: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+        original(self, routing_map, None if padding_mask is None else padding_mask.reshape(-1, 1))
+
+    module.TopKRouter._apply_expert_bias = apply_expert_bias
+
+
+def patch_latent_attention(module: Any) -> None:
+    """Say that Transformer Engine is missing (0.16 takes its stand-ins for it), and accept our down-projection."""
+    from megatron_fleet.platform.megatron.layers import DuplicatedLinear
+
+    module.HAVE_TE = False
+    module.Linear = DuplicatedLinear
