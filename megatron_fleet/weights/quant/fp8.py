@@ -1,0 +1,135 @@
+"""FP8 E4M3 weights with one float32 scale per block of 128 by 128 (``weight_scale_inv`` of DeepSeek's format).
+
+A weight is ``bfloat16(float32(code) * scale)``, computed in float32. Blocks at the lower and right edge are smaller.
+Arrays: codes uint8 ``[rows, cols]``; BF16 bits uint16 ``[rows, cols]``; scales float32 ``[row blocks, column blocks]``.
+Matrices may be cut from larger ones as long as the columns of a row lie next to each other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_fleet.weights.quant import _kernels
+from megatron_fleet.weights.quant.spans import span, target
+
+BLOCK = _kernels.BLOCK
+MAX = 448.0
+"""The greatest finite E4M3 number."""
+
+
+def scale_shape(rows: int, cols: int) -> tuple[int, int]:
+    """Shape of the scales of a ``[rows, cols]`` weight."""
+    return -(-rows // BLOCK), -(-cols // BLOCK)
+
+
+def dequantize(
+    codes: NDArray[np.uint8],
+    scales: NDArray[np.float32],
+    out: NDArray[Any],
+    *,
+    first_row: int = 0,
+    first_col: int = 0,
+) -> None:
+    """Write the weights of ``codes`` to ``out``: BF16 where it is uint16, the unrounded products where it is float32.
+
+    Args:
+        codes: any cut of a weight.
+        scales: those of the whole weight.
+        first_row, first_col: where in the weight the cut begins; need not be the beginning of a block.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit together, or the scales do not reach as far as the codes.
+    """
+    rows, cols = codes.shape
+    rounded = out.dtype != np.float32
+    kernel = _kernels.fp8_to_bf16 if rounded else _kernels.fp8_to_float
+    source, source_step = span("codes", codes, np.uint8, (rows, cols))
+    to, to_step = target("out", out, np.uint16 if rounded else np.float32, (rows, cols))
+    scales = _reaching(scales, first_row, first_row + rows, first_col, first_col + cols)
+    kernel(source, source_step, scales, first_row, first_col, to, to_step, rows, cols)
+
+
+def quantize(
+    weights: NDArray[np.uint16],
+    scales: NDArray[np.float32],
+    out: NDArray[np.uint8],
+    *,
+    first_row: int = 0,
+    first_col: int = 0,
+) -> None:
+    """Write the codes nearest to ``float32(weights) / scale``, ties to even, to ``out``. Arguments as ``dequantize``'s.
+
+    Beyond 448 the code is that of 448 (releases of torch differ there: it, or NaN). A NaN stays NaN. Where a scale is 0
+    the weight itself is rounded.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit together, or the scales do not reach as far as the weights.
+    """
+    rows, cols = weights.shape
+    source, source_step = span("weights", weights, np.uint16, (rows, cols))
+    to, to_step = target("out", out, np.uint8, (rows, cols))
+    scales = _reaching(scales, first_row, first_row + rows, first_col, first_col + cols)
+    _kernels.bf16_to_fp8(source, source_step, scales, first_row, first_col, to, to_step, rows, cols)
+
+
+def block_scales(weights: NDArray[np.uint16], *, power_of_two: bool = False) -> NDArray[np.float32]:
+    """The declared rule: greatest magnitude / 448, or the next power of two at or above it.
+
+    A block of zeros has scale 1. A block with NaN or infinity has scale NaN: check ``np.isfinite`` where the tensor's
+    name is known.
+
+    Args:
+        weights: whole rows of blocks, all columns.
+    """
+    rows, cols = weights.shape
+    source, source_step = span("weights", weights, np.uint16, (rows, cols))
+    absmax = np.zeros(scale_shape(rows, cols), np.uint16)
+    _kernels.block_absmax(source, source_step, rows, cols, absmax)
+    scales = (absmax.astype(np.uint32) << 16).view(np.float32) / np.float32(MAX)
+    if power_of_two:
+        scales = ((scales.view(np.uint32) + 0x7FFFFF) & 0xFF800000).view(np.float32)
+    scales[absmax == 0] = 1
+    scales[absmax >= 0x7F80] = np.nan
+    return scales
+
+
+def choose_scales(
+    weights: NDArray[np.uint16], hint: NDArray[np.float32], *, power_of_two: bool = False
+) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    """The hint for every block that it represents exactly, ``block_scales`` for the others; and which blocks are exact.
+
+    Exact means that ``dequantize`` of ``quantize`` gives the same bits (or NaN for NaN). Unlike INT4's, these scales
+    cannot be found again from the weights: their low bits leave no trace in BF16.
+
+    Args:
+        weights: whole rows of blocks, all columns.
+        hint: the scales of these blocks.
+    """
+    rows, cols = weights.shape
+    if hint.shape != scale_shape(rows, cols):
+        raise ValueError(f"hint: expected {list(scale_shape(rows, cols))}, got {list(hint.shape)}.")
+    source, source_step = span("weights", weights, np.uint16, (rows, cols))
+    hint = _reaching(hint, 0, rows, 0, cols)
+    exact = np.ones(hint.shape, np.bool_)
+    _kernels.blocks_hold(source, source_step, rows, cols, hint, exact)
+    if exact.all():
+        return hint.copy(), exact
+    return np.where(exact, hint, block_scales(weights, power_of_two=power_of_two)), exact
+
+
+def _reaching(
+    scales: NDArray[np.float32], first_row: int, last_row: int, first_col: int, last_col: int
+) -> NDArray[np.float32]:
+    """The scales as the kernels take them, checked to cover the rows and columns asked for."""
+    needed = scale_shape(last_row, last_col)
+    if scales.dtype != np.float32 or scales.ndim != 2:
+        raise ValueError(f"scales: expected float32 with two axes, got {scales.dtype} {list(scales.shape)}.")
+    if min(first_row, first_col) < 0 or scales.shape[0] < needed[0] or scales.shape[1] < needed[1]:
+        rows, cols = f"rows {first_row}..{last_row}", f"columns {first_col}..{last_col}"
+        raise ValueError(f"scales: {list(scales.shape)} blocks of {BLOCK} by {BLOCK} do not hold {rows}, {cols}.")
+    view = np.ascontiguousarray(scales).view()
+    view.flags.writeable = False
+    return view
