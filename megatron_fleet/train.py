@@ -25,7 +25,7 @@ from megatron_fleet.policy.schedule import lr_at
 from megatron_fleet.weights.communicator import TorchCommunicator
 from megatron_fleet.weights.export import export_hf
 from megatron_fleet.weights.publish import make_publisher
-from megatron_fleet.weights.source import MegatronWeightSource, megatron_shard
+from megatron_fleet.weights.source import MegatronWeightSource, megatron_place
 
 Reports = list[tuple[LossReport, OptimReport]]
 
@@ -58,7 +58,7 @@ def train(config: Config, policy: MegatronPolicy, driver: Driver | None, ranks: 
     step = 0 if state is None else int(state["step"])
     data_ranks = world.all_gather(policy.dp_rank)
     source = MegatronWeightSource(
-        policy.model_chunks, policy.hf_config, dtype=getattr(torch, config.model.dtype), shard=megatron_shard()
+        policy.model_chunks, policy.hf_config, dtype=getattr(torch, config.model.dtype), place=megatron_place()
     )
     with closing(make_publisher(source, driver and driver.rollout.weight_client(), world, device())) as publisher:
         publisher.publish(step)

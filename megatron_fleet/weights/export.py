@@ -51,7 +51,7 @@ def export_hf(
         if world.rank == 0:
             partial = _start(Path(template), out, source.metadata()[0].dtype)
     with together(world):
-        if source.shard.replica == 0:
+        if source.place.replica == 0:
             _stream(source, partial, shard_bytes)
     with together(world):
         if partial is not None:

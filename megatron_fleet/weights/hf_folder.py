@@ -1,120 +1,224 @@
-"""An HF model folder by its headers: config, tensor names, shapes. Standard library only; no tensor is read."""
+"""An HF model folder by its headers, on local disk or S3: config, tensor names, types, shapes. No tensor is read."""
 
 from __future__ import annotations
 
 import json
+import math
 import struct
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.weights.mapping import WeightTable
+from megatron_fleet.storage.folder import Folder
+from megatron_fleet.storage.open import open_folder
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-DTYPES = ("F32", "BF16", "F16")
-"""Stored types that load by a plain cast; anything else is a quantised form that needs a decoder of its own."""
+_BY_SIZE = {1: "BOOL U8 I8 F8_E4M3 F8_E5M2 F8_E8M0", 2: "I16 U16 F16 BF16", 4: "I32 U32 F32", 8: "I64 U64 F64"}
+ITEM_BYTES = {name: size for size, names in _BY_SIZE.items() for name in names.split()}
+"""Types of the safetensors format that have whole bytes."""
+_MAX_HEADER = 100_000_000
+"""The format's own limit, in bytes."""
+_MAX_AXES = 64
+"""PyTorch's limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor as a safetensors header declares it. ``dtype`` in the format's own spelling (``BF16``)."""
+    """One tensor as a safetensors header declares it.
 
-    file: Path
+    Attributes:
+        file: name inside the folder.
+        dtype: in the format's spelling (``BF16``).
+        offset: of its first byte in the file.
+    """
+
+    file: str
     dtype: str
     shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-def read_config(hf_dir: Path | str) -> dict[str, Any]:
+def as_folder(place: Folder | Path | str) -> Folder:
+    """A folder given in any form."""
+    return open_folder(place) if isinstance(place, Path | str) else place
+
+
+def read_config(hf_dir: Folder | Path | str) -> dict[str, Any]:
     """The raw ``config.json`` of a folder. Raises UserError when it is missing or no JSON object."""
-    path = Path(hf_dir) / "config.json"
-    config = _read_json(path)
+    folder = as_folder(hf_dir)
+    config = _read_json(folder, "config.json")
     if not isinstance(config, dict):
-        raise UserError(f"{path}: expected a JSON object.")
+        raise UserError(f"{folder.url}/config.json: expected a JSON object.")
     return config
 
 
-def read_headers(hf_dir: Path | str) -> dict[str, StoredTensor]:
-    """Every tensor of a folder (one file, or several with an index), from the file headers.
+def read_headers(hf_dir: Folder | Path | str) -> dict[str, StoredTensor]:
+    """Every tensor of a folder (one file, or several with an index), from the headers of its files.
 
     Raises:
-        UserError: a file is missing, truncated or no safetensors file; or it lacks what the index promises.
+        UserError: a file is missing, truncated or no safetensors file; it lacks what the index promises, or has it
+            twice.
     """
-    folder = Path(hf_dir)
-    index = folder / INDEX
-    if not index.exists():
-        if not (folder / SINGLE).exists():
-            raise UserError(f"{folder}: neither {SINGLE} nor {INDEX} is there; give a folder with safetensors weights.")
-        return read_header(folder / SINGLE)
-    weight_map = _read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise UserError(f"{index}: weight_map is missing; download the file again.")
+    folder = as_folder(hf_dir)
+    sizes = folder.sizes()
+    if INDEX not in sizes:
+        if SINGLE not in sizes:
+            raise UserError(f"{folder.url}: neither {SINGLE} nor {INDEX} is there; give a folder with safetensors.")
+        return read_header(folder, SINGLE, sizes[SINGLE])
+    weight_map = _read_weight_map(folder)
     stored: dict[str, StoredTensor] = {}
     for name in sorted(set(weight_map.values())):
-        stored.update(read_header(folder / name))
+        if name not in sizes:
+            raise UserError(f"{folder.url}/{name}: missing although {INDEX} lists it; download it again.")
+        for tensor, entry in read_header(folder, name, sizes[name]).items():
+            if tensor in stored:
+                raise UserError(
+                    f"{folder.url}/{name}: tensor {tensor} is in {stored[tensor].file} too; remove one of the files."
+                )
+            stored[tensor] = entry
     for tensor, name in weight_map.items():
-        if tensor not in stored:
-            raise UserError(f"{folder / name}: tensor {tensor} is missing although {INDEX} lists it.")
+        if tensor not in stored or stored[tensor].file != name:
+            raise UserError(f"{folder.url}/{name}: tensor {tensor} is missing although {INDEX} lists it.")
     return stored
 
 
-def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of one safetensors file. Raises UserError when it is missing, truncated or malformed.
+def _read_weight_map(folder: Folder) -> dict[str, str]:
+    index = _read_json(folder, INDEX)
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{folder.url}/{INDEX}: weight_map is missing; download the file again.")
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or "/" in name or not name.endswith(".safetensors"):
+            raise UserError(
+                f"{folder.url}/{INDEX}: {tensor} lies in {name!r}, which is no safetensors file of this folder; "
+                f"download the file again."
+            )
+    return weight_map
+
+
+def read_header(folder: Folder, name: str, size: int) -> dict[str, StoredTensor]:
+    """The tensors of one safetensors file of ``size`` bytes, in the order of their data.
 
     Format: https://huggingface.co/docs/safetensors (length of the header as u64, the header as JSON, the data).
-    """
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as f:
-            (length,) = struct.unpack("<Q", f.read(8))
-            if length > size - 8:
-                raise ValueError(f"its header claims {length} bytes and the file has {size}")
-            header = json.loads(f.read(length))
-        header.pop("__metadata__", None)
-        end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        if end != size:
-            raise ValueError(f"its header describes {end} bytes and the file has {size}")
-        return {n: StoredTensor(path, e["dtype"], tuple(e["shape"])) for n, e in header.items()}
-    except OSError as e:
-        raise UserError(f"{path}: cannot be read ({e.strerror}).") from None
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as e:
-        raise UserError(f"{path}: not a whole safetensors file ({e}); download it again.") from None
-
-
-def check_hf_folder(hf_dir: Path | str, hf_config: Mapping[str, Any] | None = None) -> None:
-    """Check that a folder holds exactly the tensors of its model, by headers alone.
 
     Raises:
-        UserError: naming file, tensor, expected and actual shape (or type) of the first disagreement.
+        UserError: the file is truncated or malformed.
     """
-    check_tensors(hf_dir, WeightTable(hf_config or read_config(hf_dir)), read_headers(hf_dir))
+    header = read_header_bytes(folder, name, size)
+    with _told(folder, name):
+        return _check_header(name, _parse_header(header), len(header), size)
 
 
-def check_tensors(hf_dir: Path | str, table: WeightTable, stored: Mapping[str, StoredTensor]) -> None:
-    """``check_hf_folder`` on headers already read."""
-    for tensor, shape in table.tensors.items():
-        if tensor not in stored:
-            raise UserError(f"{hf_dir}: tensor {tensor} is missing; config.json asks for it with shape {list(shape)}.")
-        found = stored[tensor]
-        if found.shape != shape:
-            raise UserError(
-                f"{found.file}: tensor {tensor} has shape {list(found.shape)}; config.json asks for {list(shape)}."
-            )
-        if found.dtype not in DTYPES:
-            raise UserError(
-                f"{found.file}: tensor {tensor} is stored as {found.dtype}; give a folder with {', '.join(DTYPES)}."
-            )
-    for tensor, found in stored.items():
-        if tensor not in table.tensors and not table.is_inert(tensor):
-            raise UserError(f"{found.file}: tensor {tensor} is no part of the model that config.json describes.")
+def read_header_bytes(folder: Folder, name: str, size: int) -> bytes:
+    """Length and JSON of the header: the bytes before the data. Raises UserError when the file is no safetensors."""
+    with _told(folder, name):
+        if size < 8:
+            raise ValueError(f"it has only {size} bytes")
+        head = folder.read(name, 0, 8)
+        (length,) = struct.unpack("<Q", head)
+        if length > min(size - 8, _MAX_HEADER):
+            raise ValueError(f"its header claims {length} bytes and the file has {size}")
+        return head + folder.read(name, 8, length)
 
 
-def _read_json(path: Path) -> Any:
+def parse_header(name: str, header: bytes) -> dict[str, StoredTensor]:
+    """The tensors of a file from `read_header_bytes` alone.
+
+    Raises ValueError (RecursionError for deep nesting) when it is malformed.
+    """
+    return _check_header(name, _parse_header(header), len(header), None)
+
+
+def _parse_header(header: bytes) -> dict[str, Any]:
+    parsed = parse_json(header[8:])
+    if not isinstance(parsed, dict):
+        raise ValueError("its header is no JSON object")
+    parsed.pop("__metadata__", None)
+    return parsed
+
+
+@contextmanager
+def _told(folder: Folder, name: str) -> Iterator[None]:
+    """Whatever a malformed header leads to, as UserError."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise UserError(f"{path}: cannot be read ({e.strerror}).") from None
-    except ValueError as e:
-        raise UserError(f"{path}: not valid JSON ({e}).") from None
+        yield
+    except (ValueError, RecursionError) as e:
+        # What a broken file holds may stand in the message.
+        why = " ".join(str(e).split())
+        raise UserError(f"{folder.url}/{name}: not a whole safetensors file ({why}); download it again.") from None
+
+
+def _check_header(file: str, header: dict[str, Any], start: int, size: int | None) -> dict[str, StoredTensor]:
+    """Raises ValueError unless the tensors fill the data exactly."""
+    spans = {name: _check_entry(name, entry) for name, entry in header.items()}
+    end = start
+    stored: dict[str, StoredTensor] = {}
+    for name, (first, last) in sorted(spans.items(), key=lambda item: item[1]):
+        tensor = StoredTensor(file, header[name]["dtype"], tuple(header[name]["shape"]), start + first)
+        if tensor.offset != end:
+            raise ValueError(f"tensor {name} begins at byte {tensor.offset} and what precedes it ends at {end}")
+        if last - first != tensor.nbytes:
+            raise ValueError(f"tensor {name} has {last - first} bytes and its shape asks for {tensor.nbytes}")
+        end = start + last
+        stored[name] = tensor
+    if size is not None and end != size:
+        raise ValueError(f"its header describes {end} bytes and the file has {size}")
+    return stored
+
+
+def _check_entry(name: str, entry: Any) -> tuple[int, int]:
+    """Where a tensor lies. Raises ValueError when its entry is not of the format."""
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise ValueError(f"tensor {name} lacks dtype, shape or data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise ValueError(f"tensor {name} has the unknown type {dtype!r}")
+    for what, numbers, most in (("shape", shape, _MAX_AXES), ("data_offsets", offsets, 2)):
+        if not isinstance(numbers, list) or len(numbers) > most or not all(map(_is_size, numbers)):
+            raise ValueError(f"tensor {name} has {what} that are no list of up to {most} sizes")
+    if len(offsets) != 2:
+        raise ValueError(f"tensor {name} has {len(offsets)} data_offsets and not 2")
+    return offsets[0], offsets[1]
+
+
+def _is_size(number: Any) -> bool:
+    return type(number) is int and 0 <= number < 1 << 63
+
+
+def parse_json(text: bytes) -> Any:
+    """JSON in which no object names a key twice. Raises ValueError."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        out = dict(pairs)
+        if len(out) != len(pairs):
+            ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
+            raise ValueError(f"{name} is there twice")
+        return out
+
+    return json.loads(text.decode("utf-8"), object_pairs_hook=unique)
+
+
+def _read_json(folder: Folder, name: str) -> Any:
+    try:
+        return parse_json(folder.read(name))
+    except (ValueError, RecursionError) as e:
+        raise UserError(f"{folder.url}/{name}: not valid JSON ({e}).") from None
+
+
+def companions(folder: Folder) -> Mapping[str, bytes]:
+    """The files that belong to a model beside its weights: tokenizer, generation config, chat template, code."""
+    suffixes = (".json", ".txt", ".jinja", ".model", ".tiktoken", ".py")
+    return {
+        name: folder.read(name)
+        for name in sorted(folder.sizes())
+        if "/" not in name and name.endswith(suffixes) and not name.endswith(".safetensors.index.json")
+    }

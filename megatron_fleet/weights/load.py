@@ -1,92 +1,70 @@
-"""An HF folder straight into this rank's Megatron shards: each rank reads only its own rows."""
+"""An HF folder straight into this rank's Megatron shards, in any layout: each rank reads only its own rows."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
-from megatron_fleet.config.errors import UserError
-from megatron_fleet.weights.hf_folder import StoredTensor, check_tensors, read_config, read_headers
-from megatron_fleet.weights.mapping import Piece, WeightTable
+from megatron_fleet.storage.folder import Folder
+from megatron_fleet.storage.open import open_folder
+from megatron_fleet.weights.hf_model import open_model
+from megatron_fleet.weights.hf_reader import HfReader
+from megatron_fleet.weights.mapping import Piece, Span
+from megatron_fleet.weights.shards import local_tensors
 
-
-def global_parameters(model_chunks: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
-    """The parameters of this rank's GPTModel chunks by Megatron name, with *global* layer indices.
-
-    Megatron numbers a chunk's layers from 0; each layer module knows its place in the model (``layer_number``, from 1).
-    """
-    parameters: dict[str, nn.Parameter] = {}
-    for chunk in model_chunks:
-        for name, parameter in chunk.named_parameters():
-            match = re.match(r"(.*\.layers)\.(\d+)\.(.*)", name)
-            if match:
-                layer: Any = chunk.get_submodule(f"{match[1]}.{match[2]}")
-                name = f"{match[1]}.{layer.layer_number - 1}.{match[3]}"
-            parameters[name] = parameter
-    return parameters
-
-
-def local_pieces(
-    table: WeightTable, name: str, parameter: torch.Tensor, tp_rank: int, tp_size: int
-) -> tuple[Piece, ...]:
-    """The pieces of one local parameter. Raises UserError when its shape is not the table's."""
-    padded_vocab = parameter.shape[0] * tp_size if table.is_vocabulary(name) else None
-    expected = table.local_shape(name, tp_size, padded_vocab)
-    if tuple(parameter.shape) != expected:
-        raise UserError(
-            f"Megatron parameter {name} has shape {list(parameter.shape)}; config.json asks for {list(expected)} "
-            f"under parallel.tensor={tp_size}: the model was built from another configuration."
-        )
-    return table.pieces(name, tp_rank, tp_size, padded_vocab)
+BLOCK_VALUES = 8 << 20
+"""Values in memory at one time."""
+_TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 @torch.no_grad()
-def load_hf(model_chunks: Sequence[nn.Module], hf_dir: Path | str, *, tp_rank: int, tp_size: int) -> None:
-    """Fill this rank's shards from a safetensors folder, casting to each parameter's dtype.
+def load_hf(model_chunks: Sequence[nn.Module], hf_dir: Folder | Path | str) -> int:
+    """Fill this rank's shards from a safetensors folder (local or S3), dequantising, casting to each parameter's dtype.
 
     No collective: ranks read independently. An optimizer that keeps its own copy of the parameters must be told to
     take them over afterwards. Rows that pad the vocabulary are set to 0.
 
     Args:
-        model_chunks: this rank's GPTModel chunks, unwrapped.
+        model_chunks: this rank's GPTModel chunks, unwrapped; Megatron's process groups must exist.
         hf_dir: folder with ``config.json`` and ``model.safetensors`` (or an index and its files).
+
+    Returns:
+        Bytes read.
 
     Raises:
         UserError: the folder and the model do not fit; raised before any parameter is touched.
     """
-    table = WeightTable(read_config(hf_dir))
-    stored = read_headers(hf_dir)
-    check_tensors(hf_dir, table, stored)
-    parameters = global_parameters(model_chunks)
-    plan = {name: local_pieces(table, name, p, tp_rank, tp_size) for name, p in parameters.items()}
-    reader = _Reader(stored)
-    for name, pieces in plan.items():
-        for piece in pieces:
-            rows = parameters[name][piece.rows[0] : piece.rows[1]]
+    # Ranks of one machine read the same rows where a matrix is split by columns, and the same norms.
+    folder = open_folder(hf_dir, cached=True) if isinstance(hf_dir, Path | str) else hf_dir
+    model = open_model(folder)
+    targets = local_tensors(model_chunks, model.table)
+    pieces = [target.matrix.restrict(target.rows) for target in targets]
+    reader = HfReader(model)
+    for target, its_pieces in zip(targets, pieces, strict=True):
+        view = target.view()
+        for piece in its_pieces:
+            rows = view[slice(*piece.rows)]
             if piece.tensor is None:
                 rows.zero_()
             else:
-                rows.copy_(reader.read(piece))
+                _fill(rows, piece, target.cols, reader)
+    return reader.bytes_read
 
 
-class _Reader:
-    """Row and column ranges of stored tensors; every file is mapped once."""
-
-    def __init__(self, stored: dict[str, StoredTensor]) -> None:
-        self._stored = stored
-        self._open: dict[Path, safe_open] = {}
-
-    def read(self, piece: Piece) -> torch.Tensor:
-        assert piece.tensor is not None
-        file = self._stored[piece.tensor].file
-        if file not in self._open:
-            self._open[file] = safe_open(file, framework="pt")
-        stored = self._open[file].get_slice(piece.tensor)
-        rows = slice(*piece.tensor_rows)
-        return stored[rows] if piece.tensor_cols is None else stored[rows, slice(*piece.tensor_cols)]
+def _fill(out: torch.Tensor, piece: Piece, cols: Span | None, reader: HfReader) -> None:
+    """Copy a piece into ``out``, some rows at a time. Whole rows are read also where only some columns are wanted: a
+    rank's part of a row is too short to be read by itself."""
+    assert piece.tensor is not None  # padding is none of ours
+    dtype = _TORCH[reader.dtype(piece.tensor)]
+    width = reader.width(piece.tensor)
+    step = max(1, BLOCK_VALUES // width)
+    first, last = piece.tensor_rows
+    for row in range(first, last, step):
+        end = min(row + step, last)
+        values = torch.from_numpy(reader.read_rows(piece.tensor, (row, end)))
+        values = values.view(dtype) if values.dtype == torch.uint16 else values
+        place = out[row - first : end - first]
+        place.copy_(values if cols is None else values[:, slice(*cols)])

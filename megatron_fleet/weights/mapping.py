@@ -1,18 +1,22 @@
-"""A weight table compiled for one model: Megatron parameters ↔ contiguous rows of HF tensors.
+"""A weight table compiled for one model: Megatron tensors ↔ contiguous rows of HF tensors.
 
-For every family at hand a row of a Megatron parameter *is* a row (or, where tensor parallelism splits the input axis,
-a part of a row) of one HF tensor. So everything that moves weights is a loop over ``Piece``s. No torch, no Megatron.
+For every family at hand a row of a Megatron tensor *is* a row of one HF tensor: nothing is transposed, permuted or
+computed. So everything that moves weights (loading, conversion, export, checks) is a loop over ``Piece``s, and how a
+run is parallel is no concern of the table: it says where rows of the *whole* tensor come from. No torch, no Megatron.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.weights.architectures import ARCHITECTURES
+from megatron_fleet.weights.architectures import layers
+from megatron_fleet.weights.hf_config import architecture_of, read_model
+from megatron_fleet.weights.model import Model
 from megatron_fleet.weights.rules import Leaf, Rule
 
 Span = tuple[int, int]
@@ -21,206 +25,260 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """``parameter[rows] == tensor[tensor_rows, tensor_cols]``.
+    """``matrix[rows] == tensor[tensor_rows]``; the spans are equally long.
 
-    Attributes:
-        rows: rows of the rank's local parameter.
-        tensor: HF tensor; ``None`` = these rows are vocabulary padding and hold zeros.
-        tensor_rows: as many rows as ``rows``.
-        tensor_cols: columns of the HF tensor, all columns of the local parameter; ``None`` = all of them (also 1-d).
+    ``tensor=None`` means rows of zeros: padding of the vocabulary.
     """
 
     rows: Span
     tensor: str | None
     tensor_rows: Span
-    tensor_cols: Span | None = None
 
 
-def cut(size: int, parts: int, index: int, what: str) -> Span:
-    """Part ``index`` of ``size`` rows split evenly. Raises UserError when it does not divide."""
-    if size % parts:
-        raise UserError(f"parallel.tensor={parts} does not divide {what} ({size}); choose a divisor.")
-    n = size // parts
-    return index * n, (index + 1) * n
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """The part of a Megatron tensor that belongs to one layer and one expert: 1-d or 2-d.
+
+    Attributes:
+        key: checkpoint key with the number of the layer in it (see `split_key`).
+        expert: index of the expert in a tensor that stacks experts; else ``None``.
+        shape: without padding.
+        pieces: what its rows are, in order.
+        rule: where it comes from.
+        aliases: other keys of the same content.
+    """
+
+    key: str
+    expert: int | None
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    rule: Rule
+    aliases: tuple[str, ...] = ()
+
+    def restrict(self, rows: Span) -> tuple[Piece, ...]:
+        """The pieces of some rows, counted from the first of them; rows behind the last are padding.
+
+        Raises UserError for padding of a tensor that has none.
+        """
+        out = []
+        for piece in self.pieces:
+            a, b = max(rows[0], piece.rows[0]), min(rows[1], piece.rows[1])
+            if a < b:
+                start = piece.tensor_rows[0] + a - piece.rows[0]
+                out.append(Piece((a - rows[0], b - rows[0]), piece.tensor, (start, start + b - a)))
+        padding = max(rows[0], self.shape[0])
+        if padding < rows[1]:
+            if not self.rule.vocabulary:
+                raise UserError(
+                    f"Megatron tensor {self.key} has rows up to {rows[1]}; config.json asks for {self.shape[0]}."
+                )
+            out.append(Piece((padding - rows[0], rows[1] - rows[0]), None, (0, rows[1] - padding)))
+        return tuple(out)
+
+
+def split_key(key: str, lead: tuple[int, ...]) -> tuple[str, int | None]:
+    """Key and leading indices of a checkpoint entry → key with the layer's number, and the expert.
+
+    Megatron stacks layers of one kind into a tensor ``decoder.layers.…`` with the layer as its first index, and numbers
+    them, ``decoder.layers.3.…``, otherwise. Experts are always stacked.
+    """
+    stacked = re.match(r"(.*\blayers)\.(?!\d)(.*)", key)
+    if stacked and lead:
+        key, lead = f"{stacked[1]}.{lead[0]}.{stacked[2]}", lead[1:]
+    return key, (lead[0] if lead else None)
+
+
+def stack_key(key: str) -> tuple[str, int | None]:
+    """``decoder.layers.3.x`` → ``decoder.layers.x`` and 3, the form in which layers of one kind are stacked."""
+    match = re.match(r"decoder\.layers\.(\d+)\.(.*)", key)
+    return (f"decoder.layers.{match[2]}", int(match[1])) if match else (key, None)
 
 
 class WeightTable:
     """The table of one model.
 
     Attributes:
+        model: what it computes.
         tensors: shape of every HF tensor of the model, in checkpoint order (embedding, layers, final norm, head).
-        layers: number of transformer layers.
-        tied: the head is the word embedding.
+        repeated: HF tensors of prediction layers that hold a copy → the tensor of which.
     """
 
-    def __init__(self, hf_config: Mapping[str, Any]) -> None:
-        """Compile for a raw ``config.json``. Raises UserError for an unknown family, variant or a missing key."""
-        model_type = hf_config.get("model_type")
-        if model_type not in ARCHITECTURES:
-            known = ", ".join(sorted(ARCHITECTURES))
-            raise UserError(f"config.json: model_type is {model_type!r}; supported: {known}.")
-        self._arch = ARCHITECTURES[model_type]
-        try:
-            self._dims = self._arch.dims(hf_config)
-        except KeyError as e:
-            raise UserError(f"config.json: {e.args[0]} is missing; it is needed for model_type={model_type}.") from None
-        self.layers = self._dims["layers"]
-        self.tied = bool(hf_config.get("tie_word_embeddings", False))
-        self._rules = {name: rule for rule in self._all_rules() for name in rule.names}
-        self.tensors = self._tensors()
-        inert = [*self._arch.inert, *(re.escape(leaf.name) for leaf in self._leaves() if self._stand_in(leaf))]
-        self._inert = re.compile("|".join(f"(?:{p})" for p in inert) or r"(?!)")
-
-    def is_inert(self, tensor: str) -> bool:
-        """Whether an HF tensor may be in the files without being a weight of the model."""
-        return self._inert.fullmatch(tensor) is not None
-
-    def is_vocabulary(self, parameter: str) -> bool:
-        """Whether the rows of a Megatron parameter are the vocabulary (and may be padded)."""
-        return self._find(parameter)[0].layout == "vocab"
-
-    def parameters(self, layers: Iterable[int], first: bool, last: bool, spec: int = 0) -> list[str]:
-        """Names of the parameters of a pipeline stage, layers by their global index.
-
-        ``first`` and ``last`` say whether the stage holds the embedding and the head; ``spec`` 0 is Megatron's local
-        layer spec, 1 is Transformer Engine's.
-        """
-        rules = list(self._arch.before) if first else []
-        names = [r.names[0] for r in rules]
-        for i in layers:
-            names += [r.names[min(spec, len(r.names) - 1)].format(i=i) for r in self._arch.layer]
-        for rule in self._arch.after if last else ():
-            # A stage with both ends uses the embedding itself as its tied head: there is no second parameter.
-            if not (first and any(self._stand_in(leaf) for leaf in rule.leaves)):
-                names.append(rule.names[0])
-        return names
-
-    def local_shape(self, parameter: str, tp_size: int, padded_vocab: int | None = None) -> tuple[int, ...]:
-        """Shape of a parameter (global layer index in its name) on each tensor-parallel rank."""
-        rule, _ = self._find(parameter)
-        shape = list(self._shape(rule.leaves[0]))
-        shape[0] = sum(self._shape(leaf)[0] for leaf in rule.leaves)
-        if rule.layout == "vocab":
-            shape[0] = padded_vocab or shape[0]
-        if rule.shard is not None:
-            start, end = cut(shape[rule.shard], tp_size, 0, f"axis {rule.shard} of {parameter}")
-            shape[rule.shard] = end - start
-        return tuple(shape)
-
-    def pieces(self, parameter: str, tp_rank: int, tp_size: int, padded_vocab: int | None = None) -> tuple[Piece, ...]:
-        """What the local rows of a parameter are.
+    def __init__(self, hf_config: Mapping[str, Any], *, prediction: bool = True) -> None:
+        """Compile for a raw ``config.json``.
 
         Args:
-            parameter: Megatron name with the *global* layer index.
-            padded_vocab: rows of the embedding over all tensor-parallel ranks; ``None`` = the vocabulary as it is.
+            prediction: whether the multi-token prediction layers that it names belong to the model; many checkpoints
+                are published without them.
 
         Raises:
-            UserError: the parameter is not in the table, or the layout does not divide it.
+            UserError: see `hf_config.read_model`.
         """
-        rule, layer = self._find(parameter)
-        leaves = [(self._name(leaf, layer), self._shape(leaf)) for leaf in rule.leaves]
-        if rule.layout == "qkv":
-            return self._qkv(leaves, tp_rank, tp_size)
-        if rule.layout == "vocab":
-            return self._vocab(leaves[0], tp_rank, tp_size, padded_vocab)
-        out: list[Piece] = []
-        row = 0
-        for name, shape in leaves:
-            rows, cols = (0, shape[0]), None
-            if rule.shard == 0:
-                rows = cut(shape[0], tp_size, tp_rank, f"the rows of {name}")
-            elif rule.shard == 1:
-                cols = cut(shape[1], tp_size, tp_rank, f"the columns of {name}")
-            end = row + rows[1] - rows[0]
-            out.append(Piece((row, end), name, rows, cols))
-            row = end
-        return tuple(out)
+        model = read_model(hf_config)
+        self.model = model if prediction else replace(model, mtp=0)
+        self._architecture = architecture_of(hf_config)
+        self._sizes = sizes(self.model)
+        self._layer_rules = {e: layers.layer(self.model, e) for e in (False, True)}
+        self._prediction_rules = layers.prediction(self.model)
+        self.repeated = {
+            self._name(name, i): self._name(of, None)
+            for i in range(self.model.layers, self.model.layers + self.model.mtp)
+            for name, of in layers.repeated(self._architecture.head).items()
+        }
+        if self.model.tied:
+            head, embedding = self._architecture.head, self._name(layers.EMBEDDING, None)
+            self.repeated = {name: embedding if of == head else of for name, of in self.repeated.items()}
+            self.repeated[head] = embedding
 
-    def _qkv(self, leaves: list[tuple[str, tuple[int, ...]]], tp_rank: int, tp_size: int) -> tuple[Piece, ...]:
-        groups = self._dims["groups"]
-        first, end = cut(groups, tp_size, tp_rank, "num_key_value_heads")
-        out: list[Piece] = []
-        row = 0
-        for group in range(first, end):
-            for name, shape in leaves:
-                n = shape[0] // groups
-                out.append(Piece((row, row + n), name, (group * n, (group + 1) * n)))
-                row += n
-        return tuple(out)
-
-    def _vocab(
-        self, leaf: tuple[str, tuple[int, ...]], tp_rank: int, tp_size: int, padded_vocab: int | None
-    ) -> tuple[Piece, ...]:
-        name, (vocab, *_) = leaf
-        start, end = cut(padded_vocab or vocab, tp_size, tp_rank, "the padded vocabulary")
-        real = max(start, min(end, vocab))
-        out = []
-        if real > start:
-            out.append(Piece((0, real - start), name, (start, real)))
-        if end > real:
-            out.append(Piece((real - start, end - start), None, (0, end - real)))
-        return tuple(out)
-
-    def _find(self, parameter: str) -> tuple[Rule, int | None]:
-        match = re.search(r"\.layers\.(\d+)\.", parameter)
-        layer = int(match[1]) if match else None
-        key = parameter if match is None else parameter[: match.start(1)] + "{i}" + parameter[match.end(1) :]
-        if key not in self._rules or (layer is not None and layer >= self.layers):
-            raise UserError(f"Megatron parameter {parameter} has no HF counterpart in the weight table of this model.")
-        return self._rules[key], layer
-
-    def _all_rules(self) -> tuple[Rule, ...]:
-        return (*self._arch.before, *self._arch.layer, *self._arch.after)
-
-    def _leaves(self) -> list[Leaf]:
-        return [leaf for rule in self._all_rules() for leaf in rule.leaves]
-
-    def _stand_in(self, leaf: Leaf) -> str | None:
-        return leaf.tied if self.tied else None
-
-    def _name(self, leaf: Leaf, layer: int | None) -> str:
-        return self._stand_in(leaf) or leaf.name.format(i=layer)
-
-    def _shape(self, leaf: Leaf) -> tuple[int, ...]:
-        return tuple(self._dims[d] for d in leaf.shape)
-
-    def _tensors(self) -> dict[str, tuple[int, ...]]:
-        stages: list[tuple[tuple[Rule, ...], Iterable[int | None]]] = [
-            (self._arch.before, (None,)),
-            (self._arch.layer, range(self.layers)),
-            (self._arch.after, (None,)),
-        ]
+    @cached_property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """See the class."""
         return {
-            leaf.name.format(i=layer): self._shape(leaf)
-            for rules, layers in stages
-            for layer in layers
-            for rule in rules
+            self._name(leaf.name, i, e): self._shape(leaf)
+            for rule, i, e in self._entries()
             for leaf in rule.leaves
             if not self._stand_in(leaf)
         }
 
+    @cached_property
+    def _carried(self) -> re.Pattern[str]:
+        body = re.escape(self._architecture.body)
+        patterns = [pattern.replace("{body}", body) for pattern in self._architecture.carried]
+        if not self.model.mtp:
+            patterns.append(self._prediction_pattern)
+        return re.compile("|".join(f"(?:{p})" for p in patterns))
 
-def prove_coverage(table: WeightTable, tp_size: int, padded_vocab: int | None = None) -> None:
-    """Check both ways that the table loses and repeats nothing under ``tp_size``.
+    @property
+    def _prediction_pattern(self) -> str:
+        first = self.model.layers
+        return re.escape(self._architecture.body) + rf"layers\.(?:{'|'.join(str(first + k) for k in range(9))})\..+"
 
-    Every row of every local parameter is in exactly one piece. Every element of every HF tensor is held by exactly one
-    tensor-parallel rank, or whole by all of them. Raises ValueError naming the first violation.
-    """
-    held: dict[str, list[tuple[Span, Span | None]]] = {name: [] for name in table.tensors}
-    for parameter in table.parameters(range(table.layers), first=True, last=True):
-        shape = table.local_shape(parameter, tp_size, padded_vocab)
-        for rank in range(tp_size):
-            row = 0
-            for piece in table.pieces(parameter, rank, tp_size, padded_vocab):
-                if piece.rows[0] != row or piece.rows[1] - row != piece.tensor_rows[1] - piece.tensor_rows[0]:
-                    raise ValueError(f"{parameter} on rank {rank}: row {row} is not covered once")
-                row = piece.rows[1]
-                if piece.tensor is not None:
-                    held[piece.tensor].append((piece.tensor_rows, piece.tensor_cols))
-            if row != shape[0]:
-                raise ValueError(f"{parameter} on rank {rank}: {row} of {shape[0]} rows are covered")
-    for name, boxes in held.items():
-        check_tiling(name, table.tensors[name], boxes)
+    def is_carried(self, tensor: str) -> bool:
+        """Whether an HF tensor is no part of Megatron's model: stale buffers, the vision tower, prediction layers of a
+        model that is used without them."""
+        return self._carried.fullmatch(tensor) is not None
+
+    def has_prediction(self, names: Iterable[str]) -> bool:
+        """Whether some of the tensors named belong to prediction layers."""
+        pattern = re.compile(self._prediction_pattern)
+        return any(pattern.fullmatch(name) for name in names)
+
+    def matrices(self) -> Iterator[Matrix]:
+        """Every Megatron matrix, in the order of ``tensors``. A tied head is none: Megatron keeps the embedding."""
+        for rule, i, e in self._entries():
+            if not any(self._stand_in(leaf) for leaf in rule.leaves):
+                yield self._matrix(rule, i, e)
+
+    def find(self, key: str, lead: tuple[int, ...] = ()) -> Matrix:
+        """The matrix of a checkpoint entry, by key and leading indices (layer, expert).
+
+        Raises:
+            UserError: the model of ``config.json`` has no such tensor.
+        """
+        numbered, expert = split_key(key, lead)
+        rules, pattern, i = self._rules_for(numbered)
+        rule = rules.get(pattern)
+        stacks = rule is not None and "{e}" in rule.leaves[0].name
+        if rule is None or stacks != (expert is not None) or not 0 <= (expert or 0) < (self.model.experts or 1):
+            raise UserError(
+                f"Megatron tensor {numbered}{'' if expert is None else f' (expert {expert})'} has no HF counterpart in "
+                f"the model that config.json describes."
+            )
+        return self._matrix(rule, i, expert)
+
+    def _rules_for(self, key: str) -> tuple[dict[str, Rule], str, int | None]:
+        """The rules that may name a key, the key as they spell it, and the layer in HF's numbers."""
+        match = re.match(r"(decoder|mtp)\.layers\.(\d+)\.", key)
+        if match is None:
+            return self._by_key["top"], key, None
+        number, rest = int(match[2]), key[match.end(2) :]
+        if match[1] == "decoder":
+            kind = "experts" if self.model.has_experts(number) else "dense"
+            rules = self._by_key[kind] if number < self.model.layers else {}
+            return rules, "decoder.layers.{i}" + rest, number
+        rules = self._by_key["mtp"] if number < self.model.mtp else {}
+        return rules, "mtp.layers.{k}" + rest, self.model.layers + number
+
+    @cached_property
+    def _by_key(self) -> dict[str, dict[str, Rule]]:
+        kinds = {
+            "top": (*layers.BEFORE, *layers.after(self._architecture.head)),
+            "dense": self._layer_rules[False],
+            "experts": self._layer_rules[True],
+            "mtp": self._prediction_rules,
+        }
+        return {
+            kind: {key: rule for rule in rules for key in (rule.key, *rule.aliases)} for kind, rules in kinds.items()
+        }
+
+    def _entries(self) -> Iterator[tuple[Rule, int | None, int | None]]:
+        """Rule, layer in HF's numbers, expert."""
+        for rule in layers.BEFORE:
+            yield rule, None, None
+        for i in range(self.model.layers):
+            yield from self._layer_entries(self._layer_rules[self.model.has_experts(i)], i)
+        for rule in layers.after(self._architecture.head):
+            yield rule, None, None
+        for k in range(self.model.mtp):
+            yield from self._layer_entries(self._prediction_rules, self.model.layers + k)
+
+    def _layer_entries(self, rules: tuple[Rule, ...], i: int) -> Iterator[tuple[Rule, int, int | None]]:
+        per_expert = [rule for rule in rules if "{e}" in rule.leaves[0].name]
+        for rule in rules:
+            if rule not in per_expert:
+                yield rule, i, None
+            elif rule is per_expert[0]:
+                for e in range(self.model.experts):
+                    yield from ((each, i, e) for each in per_expert)
+
+    def _matrix(self, rule: Rule, i: int | None, e: int | None) -> Matrix:
+        leaves = [(self._stand_in(leaf) or self._name(leaf.name, i, e), self._shape(leaf)) for leaf in rule.leaves]
+        number = {} if i is None else {"i": i, "k": i - self.model.layers}
+        key, *aliases = (name.format(**number) for name in (rule.key, *rule.aliases))
+        shape = (sum(shape[0] for _, shape in leaves), *leaves[0][1][1:])
+        parts = self.model.groups or 1 if rule.layout == "qkv" else 1
+        pieces, row = [], 0
+        for part in range(parts):
+            for name, leaf_shape in leaves:
+                n = leaf_shape[0] // parts
+                pieces.append(Piece((row, row + n), name, (part * n, (part + 1) * n)))
+                row += n
+        return Matrix(key, e, shape, tuple(pieces), rule, tuple(aliases))
+
+    def _stand_in(self, leaf: Leaf) -> str | None:
+        return self._name(leaf.tied, None) if leaf.tied and self.model.tied else None
+
+    def _name(self, template: str, i: int | None, e: int | None = None) -> str:
+        return template.format(body=self._architecture.body, i=i, e=e)
+
+    def _shape(self, leaf: Leaf) -> tuple[int, ...]:
+        return tuple(self._sizes[name] for name in leaf.shape)
+
+
+def sizes(model: Model) -> dict[str, int]:
+    """The sizes that tables name in shapes."""
+    out = {
+        "hidden": model.hidden,
+        "twice_hidden": 2 * model.hidden,
+        "vocab": model.vocab,
+        "ffn": model.ffn,
+        "experts": model.experts,
+        "expert_ffn": model.expert_ffn,
+        "shared_ffn": model.shared_ffn,
+    }
+    if model.latent:
+        nope, rotated, value = model.nope or 0, model.rotated or 0, model.value or 0
+        out |= {
+            "q": model.heads * (nope + rotated),
+            "q_lora": model.q_lora or 0,
+            "kv_lora": model.kv_lora or 0,
+            "kv_a": (model.kv_lora or 0) + rotated,
+            "kv_b": model.heads * (nope + value),
+            "attended": model.heads * value,
+        }
+    else:
+        head = model.head or 0
+        out |= {"head": head, "q": model.heads * head, "kv": (model.groups or 0) * head}
+    return out
 
 
 def check_tiling(tensor: str, shape: tuple[int, ...], boxes: Iterable[tuple[Span, Span | None]]) -> None:
@@ -237,3 +295,26 @@ def check_tiling(tensor: str, shape: tuple[int, ...], boxes: Iterable[tuple[Span
                 raise ValueError(f"{tensor}: rows {rows} and {other_rows} overlap")
     if area != shape[0] * width:
         raise ValueError(f"{tensor}: {area} of {shape[0] * width} elements are covered")
+
+
+def prove_coverage(table: WeightTable) -> None:
+    """Check both ways that the table loses and repeats nothing.
+
+    Every row of every matrix is in exactly one piece, every row of every HF tensor is in exactly one matrix. Raises
+    ValueError naming the first violation.
+    """
+    held: dict[str, list[tuple[Span, Span | None]]] = {name: [] for name in table.tensors}
+    for matrix in table.matrices():
+        row = 0
+        for piece in matrix.pieces:
+            length = piece.rows[1] - piece.rows[0]
+            if piece.rows[0] != row or length != piece.tensor_rows[1] - piece.tensor_rows[0] or piece.tensor is None:
+                raise ValueError(f"{matrix.key}: row {row} is not covered once")
+            row = piece.rows[1]
+            held[piece.tensor].append((piece.tensor_rows, None))
+        if row != matrix.shape[0]:
+            raise ValueError(f"{matrix.key}: {row} of {matrix.shape[0]} rows are covered")
+    for name, boxes in held.items():
+        if len(boxes) != len(set(boxes)):
+            raise ValueError(f"{name}: rows belong to two Megatron tensors")
+        check_tiling(name, table.tensors[name], boxes)

@@ -1,27 +1,26 @@
-"""The vocabulary of a weight table: which HF tensors make up which Megatron parameter, and how."""
+"""The vocabulary of a weight table: which HF tensors make up which Megatron tensor, and how."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Layout = Literal["copy", "concat", "qkv", "vocab"]
-"""How the rows of the HF tensors are arranged in the Megatron parameter.
+Layout = Literal["copy", "concat", "qkv"]
+"""How the rows of the HF tensors are arranged in the Megatron tensor.
 
 ``copy``: one HF tensor, row for row.
-``concat``: the HF tensors one after another; each of them is sharded by itself (gate and up of SwiGLU).
-``qkv``: per query group its query heads, then its key head, then its value head.
-``vocab``: one HF tensor, row for row, then rows of zeros up to a multiple of the tensor-parallel size.
+``concat``: the HF tensors one after another (gate and up of SwiGLU).
+``qkv``: per key-value head its query heads, then its key head, then its value head.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One HF tensor. ``{i}`` in the name is the global layer index; ``shape`` names sizes of ``Architecture.dims``.
+    """One HF tensor.
 
-    ``tied`` names the HF tensor that stands in for this one when the model ties its word embeddings; the tensor itself
-    is then no part of the model.
+    In the name ``{body}`` stands for the architecture's prefix, ``{i}`` for the layer and ``{e}`` for the expert.
+    ``shape`` names sizes (`sizes.sizes`). ``tied`` names the tensor that stands in for this one when the model ties its
+    word embeddings; the tensor itself is then no part of the model.
     """
 
     name: str
@@ -31,20 +30,45 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One Megatron parameter.
+    """One Megatron tensor of a ``torch_dist`` checkpoint.
 
     Attributes:
-        names: its name under each of Megatron's layer specs (the local spec first, then Transformer Engine's where it
-            fuses a norm into the following linear); ``{i}`` is the global layer index.
+        key: its key, layers by number: ``decoder.layers.{i}.…``. A rule whose leaves name ``{e}`` describes one expert
+            of a tensor that stacks all of them.
         leaves: the HF tensors it is made of.
         layout: see ``Layout``.
-        shard: the axis that tensor parallelism splits; ``None`` = every tensor-parallel rank holds all of it.
+        aliases: keys under which other layer specs of Megatron look for the same content.
+        vocabulary: rows may be followed by rows of padding, which hold zeros.
+        float32: kept in float32 whatever the type of the model.
     """
 
-    names: tuple[str, ...]
+    key: str
     leaves: tuple[Leaf, ...]
     layout: Layout = "copy"
-    shard: Literal[0, 1] | None = None
+    aliases: tuple[str, ...] = ()
+    vocabulary: bool = False
+    float32: bool = False
+
+
+REQUIRED: Any = object()
+"""The default of a ``Field`` that must be in ``config.json``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One field of ``config.json`` that is an attribute of `model.Model`.
+
+    Attributes:
+        name: its name in ``config.json``; the form that is written.
+        to: attribute of ``Model``.
+        default: its value where the file does not have it.
+        also: names that other versions of transformers give it.
+    """
+
+    name: str
+    to: str
+    default: Any = REQUIRED
+    also: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +76,30 @@ class Architecture:
     """One model family as data.
 
     Attributes:
-        dims: raw ``config.json`` → named sizes; must give ``layers``, ``vocab``, ``groups`` (query groups) and ``head``
-            (rows per head). Raises UserError for a variant that the rules do not describe.
-        before, layer, after: rules in the order of the HF checkpoint.
-        inert: regular expressions of HF tensors that may be in the files and are not weights of the model.
+        model_types: values of ``model_type`` in ``config.json``.
+        fields: of ``config.json``, see ``Field``.
+        given: attributes of ``Model`` that are the same in the whole family.
+        fixed: fields that change the computation and have one supported value, also the one that absence means; in
+            brackets: the field is a list, and each item has that value.
+        ignored: further fields that do not change what the model computes.
+        text: field of ``config.json`` that holds the language model's own configuration.
+        body, head: prefix of the decoder's tensors and name of the output layer.
+        carried: regular expressions of tensors that Megatron does not hold: stale buffers, vision towers. They are
+            copied byte for byte.
+        moe: how ``config.json`` says which layers have experts, see `hf_config`.
+        partial_rotary: ``partial_rotary_factor`` says how much of a head is rotated; else all of it is.
+        rotary_fraction: the part of a head that is rotated, where ``config.json`` does not say it.
     """
 
-    dims: Callable[[Mapping[str, Any]], dict[str, int]]
-    before: tuple[Rule, ...]
-    layer: tuple[Rule, ...]
-    after: tuple[Rule, ...]
-    inert: tuple[str, ...] = ()
+    model_types: tuple[str, ...]
+    fields: tuple[Field, ...]
+    given: dict[str, Any] = field(default_factory=dict)
+    fixed: dict[str, Any] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+    text: str | None = None
+    body: str = "model."
+    head: str = "lm_head.weight"
+    carried: tuple[str, ...] = ()
+    moe: Literal["none", "first_dense", "every_nth"] = "none"
+    partial_rotary: bool = False
+    rotary_fraction: float = 1.0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +12,11 @@ import torch
 from torch import nn
 
 from megatron_fleet.weights.communicator import Alone, Communicator
-from megatron_fleet.weights.load import global_parameters, local_pieces
-from megatron_fleet.weights.mapping import Piece, WeightTable, check_tiling
+from megatron_fleet.weights.mapping import Span, WeightTable, check_tiling
+from megatron_fleet.weights.shards import LocalTensor, local_tensors
+
+Box = tuple[Span, Span | None]
+"""Rows and columns (``None`` = all) of an HF tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,163 +33,194 @@ class ParamMeta:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
-    """Which part of the model this rank holds.
+class Place:
+    """Where this rank stands among the others.
 
     Attributes:
-        tp_rank, tp_size: place in the tensor-parallel group.
-        replica: data-parallel (and context-parallel) index; equal tp and pp places of all replicas hold equal weights.
-        model: the ranks that together hold one whole model (tensor × pipeline).
+        replica: data-parallel (and context-parallel) index; ranks of equal tensor and pipeline place hold equal dense
+            weights in all replicas.
+        model: the ranks that together hold one whole model.
     """
 
-    tp_rank: int = 0
-    tp_size: int = 1
     replica: int = 0
     model: Communicator = field(default_factory=Alone)
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A piece with its owner: the rank of the ``model`` communicator whose parameter it is cut from."""
+    """A box of an HF tensor with its owner.
+
+    Attributes:
+        owner: rank of the ``model`` communicator.
+        local, rows: the owner's local tensor (its number) and the rows of it.
+    """
 
     owner: int
-    parameter: str
-    piece: Piece
+    box: Box
+    local: int
+    rows: Span
 
     def shape(self, tensor_shape: tuple[int, ...]) -> tuple[int, ...]:
-        rows = self.piece.rows[1] - self.piece.rows[0]
-        cols = self.piece.tensor_cols
-        return (rows, *((cols[1] - cols[0],) if cols else tensor_shape[1:]))
+        rows, cols = self.box
+        return (rows[1] - rows[0], *((cols[1] - cols[0],) if cols else tensor_shape[1:]))
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
         """The place of this part inside the whole HF tensor."""
-        rows = tensor[slice(*self.piece.tensor_rows)]
-        return rows if self.piece.tensor_cols is None else rows[:, slice(*self.piece.tensor_cols)]
+        rows = tensor[slice(*self.box[0])]
+        return rows if self.box[1] is None else rows[:, slice(*self.box[1])]
 
 
 class MegatronWeightSource:
     """vLLM's structural ``WeightSource`` over Megatron shards, and a gather-free writer.
 
-    The order of tensors is the HF checkpoint's, grouped by layer, equal on every rank and in every pass. Each element
-    has exactly one owner: of ranks that hold equal copies (norms under tensor parallelism, a tied head on the last
-    pipeline stage) the first one.
+    The order of tensors is equal on every rank and in every pass: what precedes the layers, layer after layer (those
+    for prediction too), the rest. Each element has exactly one owner: of ranks that hold equal copies (norms under
+    tensor parallelism, a tied head on the last pipeline stage) the first one.
     """
 
     def __init__(
-        self, model_chunks: Sequence[nn.Module], hf_config: Mapping[str, Any], *, dtype: torch.dtype, shard: Shard
+        self, model_chunks: Sequence[nn.Module], hf_config: Mapping[str, Any], *, dtype: torch.dtype, place: Place
     ) -> None:
-        """Collective over ``shard.model``.
+        """Collective over ``place.model``. Megatron's process groups must exist.
 
         Args:
             model_chunks: this rank's GPTModel chunks, unwrapped; parameters are read anew in every pass.
             hf_config: raw ``config.json``.
-            dtype: of the tensors yielded and written; parameters are cast.
+            dtype: of the tensors yielded and written; parameters are cast. What the weight table keeps in float32
+                (the router's biases) stays so.
 
         Raises:
             UserError: model and configuration do not fit.
             ValueError: the ranks together do not hold every tensor exactly once.
         """
-        self.shard = shard
-        self._dtype = dtype
-        self._table = WeightTable(hf_config)
-        self._parameters = global_parameters(model_chunks)
-        self._device = next((p.device for p in self._parameters.values()), torch.device("cpu"))
-        own = {
-            name: local_pieces(self._table, name, p, shard.tp_rank, shard.tp_size)
-            for name, p in self._parameters.items()
+        self.place = place
+        with_prediction = any(getattr(chunk, "mtp_process", False) for chunk in model_chunks)
+        with_prediction = any(place.model.all_gather(with_prediction))
+        self._table = WeightTable(hf_config, prediction=with_prediction)
+        self._local = local_tensors(model_chunks, self._table)
+        self._device = next((t.view().device for t in self._local), torch.device("cpu"))
+        self._parts = self._assign(place.model.all_gather(_held(self._local)))
+        float32 = {p.tensor for m in self._table.matrices() if m.rule.float32 for p in m.pieces}
+        self._groups = layer_groups(self._table.tensors)
+        self._metadata = {
+            name: ParamMeta(name, torch.float32 if name in float32 else dtype, self._table.tensors[name])
+            for group in self._groups
+            for name in group
         }
-        self._parts = self._assign(shard.model.all_gather(own))
 
     def metadata(self) -> list[ParamMeta]:
         """The whole model on every rank, in the order of iteration."""
-        return [ParamMeta(name, self._dtype, shape) for name, shape in self._table.tensors.items()]
+        return list(self._metadata.values())
 
     def groups(self) -> list[list[str]]:
         """Names in order, cut where the transformer layer changes: the unit of gathering."""
-        groups: dict[str, list[str]] = {}
-        for name in self._table.tensors:
-            before, layers, after = name.partition(".layers.")
-            groups.setdefault(f"{before}{layers}{after.split('.')[0]}" if layers else name, []).append(name)
-        return list(groups.values())
+        return self._groups
+
+    def held_names(self) -> None:
+        """Every rank yields every tensor, which vLLM's protocol says by ``None``."""
+        return
+
+    def iter_groups(self) -> Iterator[tuple[list[str], list[torch.Tensor]]]:
+        """Names and whole tensors, one group at a time; see `__iter__`."""
+        for group in self._groups:
+            yield group, self._gather([self._metadata[name] for name in group])
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (HF name, whole tensor) on every rank; a fresh pass each time.
 
-        Collective over ``shard.model``: its ranks iterate in lockstep. One layer exists at a time, on the device of the
-        model; one broadcast per layer and owner.
+        Collective over ``place.model``: its ranks iterate in lockstep. One layer exists at a time, on the device of the
+        model; one broadcast per layer, type and owner.
         """
-        for names in self.groups():
-            yield from zip(names, self._gather(names), strict=True)
+        for names, tensors in self.iter_groups():
+            yield from zip(names, tensors, strict=True)
 
     @torch.no_grad()
-    def write_local(self, buffer: torch.Tensor, offsets: Mapping[str, int]) -> None:
-        """Write the elements that this rank owns into a buffer of whole tensors. No communication.
+    def write_local(self, out: Mapping[str, torch.Tensor]) -> None:
+        """Write the elements that this rank owns into whole tensors, cast to their type. No communication.
 
         Args:
-            buffer: uint8 ``[bytes]`` in host memory, shared by the ranks.
-            offsets: byte offset of every HF tensor, aligned to its dtype.
+            out: HF name → a tensor of its whole shape, in memory that the ranks share; names may be left out.
         """
-        for name, shape in self._table.tensors.items():
-            whole: torch.Tensor | None = None
+        for name, whole in out.items():
             for part in self._parts[name]:
-                if part.owner == self.shard.model.rank:
-                    if whole is None:
-                        whole = view_in(buffer, offsets[name], self._dtype, shape)
-                    part.view(whole).copy_(self._local(part))
+                if part.owner == self.place.model.rank:
+                    part.view(whole).copy_(self._values(part))
 
     @torch.no_grad()
-    def _gather(self, names: list[str]) -> list[torch.Tensor]:
-        shapes = self._table.tensors
-        whole = [torch.empty(shapes[n], dtype=self._dtype, device=self._device) for n in names]
-        by_owner: dict[int, list[tuple[int, _Part]]] = {}
-        for k, name in enumerate(names):
-            for part in self._parts[name]:
-                by_owner.setdefault(part.owner, []).append((k, part))
-        for owner, parts in sorted(by_owner.items()):
+    def _gather(self, group: list[ParamMeta]) -> list[torch.Tensor]:
+        whole = [torch.empty(meta.shape, dtype=meta.dtype, device=self._device) for meta in group]
+        by_owner: dict[tuple[int, str], list[tuple[int, _Part]]] = {}
+        for k, meta in enumerate(group):
+            for part in self._parts[meta.name]:
+                by_owner.setdefault((part.owner, str(meta.dtype)), []).append((k, part))
+        for (owner, _), parts in sorted(by_owner.items(), key=lambda item: item[0]):
             sizes = [math.prod(part.shape(whole[k].shape)) for k, part in parts]
-            flat = torch.empty(sum(sizes), dtype=self._dtype, device=self._device)
+            flat = torch.empty(sum(sizes), dtype=whole[parts[0][0]].dtype, device=self._device)
             chunks = flat.split(sizes)
-            if owner == self.shard.model.rank:
+            if owner == self.place.model.rank:
                 for chunk, (_, part) in zip(chunks, parts, strict=True):
-                    local = self._local(part)
+                    local = self._values(part)
                     chunk.view(local.shape).copy_(local)
-            self.shard.model.broadcast(flat, owner)
+            self.place.model.broadcast(flat, owner)
             for chunk, (k, part) in zip(chunks, parts, strict=True):
                 place = part.view(whole[k])
                 place.copy_(chunk.view(place.shape))
         return whole
 
-    def _local(self, part: _Part) -> torch.Tensor:
-        return self._parameters[part.parameter][slice(*part.piece.rows)]
+    def _values(self, part: _Part) -> torch.Tensor:
+        return self._local[part.local].view()[slice(*part.rows)]
 
-    def _assign(self, ranks: list[dict[str, tuple[Piece, ...]]]) -> dict[str, list[_Part]]:
+    def _assign(self, ranks: list[list[tuple[str, Box, int, Span]]]) -> dict[str, list[_Part]]:
         """Give every element its owner, and check that the ranks hold the model completely."""
-        parts: dict[str, dict[Any, _Part]] = {name: {} for name in self._table.tensors}
+        parts: dict[str, dict[Box, _Part]] = {name: {} for name in self._table.tensors}
         for owner, held in enumerate(ranks):
-            for parameter, pieces in held.items():
-                for piece in pieces:
-                    if piece.tensor is not None:
-                        box = (piece.tensor_rows, piece.tensor_cols)
-                        parts[piece.tensor].setdefault(box, _Part(owner, parameter, piece))
+            for tensor, box, local, rows in held:
+                parts[tensor].setdefault(box, _Part(owner, box, local, rows))
         for name, boxes in parts.items():
             check_tiling(name, self._table.tensors[name], boxes)
         return {name: list(boxes.values()) for name, boxes in parts.items()}
 
 
-def view_in(buffer: torch.Tensor, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """The tensor of ``dtype`` and ``shape`` that lies at byte ``offset`` of a uint8 buffer; no copy."""
-    return buffer[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
+def _held(local: list[LocalTensor]) -> list[tuple[str, Box, int, Span]]:
+    """HF tensor, box of it, number of the local tensor that has it, rows there: all that this rank holds."""
+    return [
+        (piece.tensor, (piece.tensor_rows, target.cols), k, piece.rows)
+        for k, target in enumerate(local)
+        for piece in target.matrix.restrict(target.rows)
+        if piece.tensor is not None
+    ]
 
 
-def megatron_shard() -> Shard:
+def layer_groups(names: Iterable[str]) -> list[list[str]]:
+    """HF names by transformer layer: what precedes the first layer, each layer, the rest.
+
+    As ``layerwise_groups`` of vLLM 0.32 (``distributed/weight_transfer/base.py``) does it, with which its engines
+    number the groups.
+    """
+    before: list[str] = []
+    after: list[str] = []
+    layers: dict[tuple[str, int], list[str]] = {}
+    for name in names:
+        match = re.match(r"(.*?)\.(\d+)\.", name)
+        if match is not None:
+            layers.setdefault((match[1], int(match[2])), []).append(name)
+        else:
+            (after if layers else before).append(name)
+    stacks = list(dict.fromkeys(stack for stack, _ in layers))
+    ordered = sorted(layers, key=lambda key: (stacks.index(key[0]), key[1]))
+    return [group for group in (before, *(layers[key] for key in ordered), after) if group]
+
+
+def megatron_place() -> Place:
     """This rank's place, from Megatron's initialised process groups."""
     from megatron.core import parallel_state
 
     from megatron_fleet.weights.communicator import TorchCommunicator
 
-    return Shard(
-        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-        tp_size=parallel_state.get_tensor_model_parallel_world_size(),
+    if parallel_state.get_expert_model_parallel_world_size() > 1:
+        # Experts are spread over data-parallel ranks: no smaller group is sure to hold a whole model.
+        return Place(model=TorchCommunicator())
+    return Place(
         replica=parallel_state.get_data_parallel_rank(with_context_parallel=True),
         model=TorchCommunicator(parallel_state.get_model_parallel_group()),
     )

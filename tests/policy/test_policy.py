@@ -69,8 +69,9 @@ def test_logprobs_equal_transformers(make_policy, tmp_path, tied, dialect):
                 parameter.add_(0.2 * torch.randn_like(parameter))
     folder = tmp_path / "hf"
     hf.save_pretrained(folder)
-    rope = {"rope_theta": 50000.0} if dialect == "v4" else {}
-    rope |= {"rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}} if dialect == "v5" else {}
+    rope: dict = {"rope_theta": 50000.0}
+    if dialect == "v5":
+        rope = {"rope_theta": None, "rope_parameters": {"rope_type": "default", **rope}}
     content = {k: v for k, v in config.to_dict().items() if not k.startswith("rope")} | rope
     write_config(folder, **content)
     hf = transformers.Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -8,22 +8,37 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from weight_fixtures import random_tensors, run_ranks, stage_chunks, tiny_config, write_folder  # noqa: E402
+from weight_fixtures import (  # noqa: E402
+    megatron_groups,
+    random_tensors,
+    run_ranks,
+    stage_chunks,
+    tiny_config,
+    write_folder,
+)
 
 from megatron_fleet.config.errors import UserError  # noqa: E402
 from megatron_fleet.weights import export as export_module  # noqa: E402
 from megatron_fleet.weights.communicator import Alone  # noqa: E402
 from megatron_fleet.weights.export import export_hf  # noqa: E402
-from megatron_fleet.weights.hf_folder import check_hf_folder  # noqa: E402
+from megatron_fleet.weights.hf_model import open_model  # noqa: E402
 from megatron_fleet.weights.load import load_hf  # noqa: E402
-from megatron_fleet.weights.source import MegatronWeightSource, Shard  # noqa: E402
+from megatron_fleet.weights.source import MegatronWeightSource, Place  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("groups")
+
+
+@pytest.fixture(scope="module")
+def groups():
+    with megatron_groups():
+        yield
 
 
 def make_source(folder, config, comm=None, tp=1, dtype=torch.float32):
     comm = comm or Alone()
-    chunks = stage_chunks(config, tp, comm.rank // tp, comm.size // tp)
-    load_hf(chunks, folder, tp_rank=comm.rank % tp, tp_size=tp)
-    return MegatronWeightSource(chunks, config, dtype=dtype, shard=Shard(comm.rank % tp, tp, 0, comm))
+    chunks = stage_chunks(config, (comm.rank % tp, tp), comm.rank // tp, comm.size // tp)
+    load_hf(chunks, folder)
+    return MegatronWeightSource(chunks, config, dtype=dtype, place=Place(0, comm))
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -57,7 +72,7 @@ def test_large_models_are_sharded_with_an_index(tmp_path):
     assert len(files) > 1
     assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
     assert all(p.stat().st_size < 44_000 for p in (tmp_path / "out").glob("*.safetensors"))
-    check_hf_folder(tmp_path / "out")
+    open_model(tmp_path / "out")
     assert {p.stat().st_mode & 0o777 for p in (tmp_path / "out").glob("*.safetensors")} == {0o644}
     assert {n: torch.equal(t, tensors[n]) for n, t in make_source(tmp_path / "out", config)} == dict.fromkeys(
         tensors, True

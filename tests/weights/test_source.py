@@ -6,19 +6,33 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from weight_fixtures import random_tensors, run_ranks, stage_chunks, tiny_config, write_folder  # noqa: E402
+from weight_fixtures import (  # noqa: E402
+    megatron_groups,
+    random_tensors,
+    run_ranks,
+    stage_chunks,
+    tiny_config,
+    write_folder,
+)
 
 from megatron_fleet.weights.load import load_hf  # noqa: E402
-from megatron_fleet.weights.publish import place  # noqa: E402
-from megatron_fleet.weights.source import MegatronWeightSource, Shard, view_in  # noqa: E402
+from megatron_fleet.weights.shared_buffer import SharedLayout, view_in  # noqa: E402
+from megatron_fleet.weights.source import MegatronWeightSource, Place, layer_groups  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("groups")
 LAYOUTS = [(tp, pp) for tp in (1, 2, 4) for pp in (1, 2)]
 
 
+@pytest.fixture(scope="module")
+def groups():
+    with megatron_groups():
+        yield
+
+
 def make_source(folder, config, comm, tp, pp, dtype=torch.float32, model_dtype=torch.float32):
-    chunks = stage_chunks(config, tp, comm.rank // tp, pp, dtype=model_dtype)
-    load_hf(chunks, folder, tp_rank=comm.rank % tp, tp_size=tp)
-    return MegatronWeightSource(chunks, config, dtype=dtype, shard=Shard(comm.rank % tp, tp, 0, comm))
+    chunks = stage_chunks(config, (comm.rank % tp, tp), comm.rank // tp, pp, model_dtype)
+    load_hf(chunks, folder)
+    return MegatronWeightSource(chunks, config, dtype=dtype, place=Place(0, comm))
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -47,24 +61,26 @@ def test_round_trip_is_bit_identical_on_every_rank(tmp_path, tp, pp, tied):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("tp", "pp"), LAYOUTS)
-def test_write_local_fills_the_buffer_without_overlap(tmp_path, tp, pp, tied):
+def test_write_local_fills_the_memory_without_overlap(tmp_path, tp, pp, tied):
     config = tiny_config(tie_word_embeddings=tied)
     tensors = random_tensors(config)
     folder = write_folder(tmp_path / "hf", config, tensors)
 
     def body(comm):
         source = make_source(folder, config, comm, tp, pp)
-        offsets, size = place(source.metadata())
-        buffer = torch.zeros(size, dtype=torch.uint8)
-        source.write_local(buffer, offsets)
-        return buffer, offsets
+        layout = SharedLayout([source.metadata()], 1)
+        memory = torch.zeros(layout.nbytes, dtype=torch.uint8)
+        source.write_local({slot.meta.name: view_in(memory, slot.offset, slot.meta) for slot in layout.buckets[0]})
+        return memory, layout
 
     results = run_ranks(tp * pp, body)
-    buffers = [buffer for buffer, _ in results]
-    assert (torch.stack([b != 0 for b in buffers]).sum(0) <= 1).all()
-    whole = torch.stack(buffers).sum(0, dtype=torch.uint8)
-    for name, tensor in tensors.items():
-        assert torch.equal(view_in(whole, results[0][1][name], torch.float32, tensor.shape), tensor), name
+    memories = [memory for memory, _ in results]
+    assert (torch.stack([m != 0 for m in memories]).sum(0) <= 1).all()
+    whole = torch.stack(memories).sum(0, dtype=torch.uint8)
+    slots = results[0][1].buckets[0]
+    assert [slot.meta.name for slot in slots] == list(tensors)
+    for slot in slots:
+        assert torch.equal(view_in(whole, slot.offset, slot.meta), tensors[slot.meta.name]), slot.meta.name
 
 
 def test_every_pass_reads_the_parameters_anew(tmp_path):
@@ -72,20 +88,38 @@ def test_every_pass_reads_the_parameters_anew(tmp_path):
     folder = write_folder(tmp_path / "hf", config, random_tensors(config))
 
     def body(comm):
-        source = make_source(folder, config, comm, 1, 1)
-        with torch.no_grad():
-            source._parameters["decoder.final_layernorm.weight"].fill_(3)
+        chunks = stage_chunks(config, (0, 1), 0, 1)
+        load_hf(chunks, folder)
+        source = MegatronWeightSource(chunks, config, dtype=torch.float32, place=Place(0, comm))
+        norm = chunks[0].of("decoder.final_layernorm.weight")
+        norm.data = torch.full_like(norm, 3)  # moved, as data-parallel wrappers and offloading do
         return dict(source)["model.norm.weight"]
 
     (norm,) = run_ranks(1, body)
     assert (norm == 3).all()
 
 
-def test_groups_are_the_layers(tmp_path):
+def test_groups_are_the_layers_in_order(tmp_path):
     config = tiny_config()
     folder = write_folder(tmp_path / "hf", config, random_tensors(config))
-    (groups,) = run_ranks(1, lambda comm: make_source(folder, config, comm, 1, 1).groups())
-    assert [len(g) for g in groups] == [1, 11, 11, 11, 11, 1, 1]
+    (source,) = run_ranks(1, lambda comm: make_source(folder, config, comm, 1, 1))
+    assert [len(g) for g in source.groups()] == [1, 11, 11, 11, 11, 2]
+    assert [name for group in source.groups() for name in group] == [m.name for m in source.metadata()]
+    assert [(names, len(tensors)) for names, tensors in source.iter_groups()] == [(g, len(g)) for g in source.groups()]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["model.embed_tokens.weight", "model.layers.0.a", "model.layers.1.a", "model.norm.weight", "lm_head.weight"],
+        ["m.embed", "m.layers.0.a", "m.layers.0.mlp.experts.7.up", "m.norm", "lm_head", "m.layers.1.eh_proj"],
+        ["v.blocks.1.a", "proj.weight", "v.blocks.0.a", "m.embed", "m.layers.10.a", "m.layers.2.a", "m.norm"],
+        ["only"],
+    ],
+)
+def test_groups_are_numbered_as_vllm_does(names):
+    base = pytest.importorskip("vllm.distributed.weight_transfer.base")
+    assert layer_groups(names) == base.layerwise_groups(names)
 
 
 def test_a_missing_stage_is_refused_on_every_rank(tmp_path):
@@ -93,9 +127,9 @@ def test_a_missing_stage_is_refused_on_every_rank(tmp_path):
     folder = write_folder(tmp_path / "hf", config, random_tensors(config))
 
     def body(comm):
-        chunks = stage_chunks(config, 1, 0, 2)
-        load_hf(chunks, folder, tp_rank=0, tp_size=1)
-        return MegatronWeightSource(chunks, config, dtype=torch.float32, shard=Shard(model=comm))
+        chunks = stage_chunks(config, (0, 1), 0, 2)
+        load_hf(chunks, folder)
+        return MegatronWeightSource(chunks, config, dtype=torch.float32, place=Place(model=comm))
 
     for result in run_ranks(2, body):
         assert isinstance(result, ValueError)

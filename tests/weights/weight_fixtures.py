@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,14 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from megatron_fleet.config.schema import Parallel
+from megatron_fleet.policy.megatron import parallel
 from megatron_fleet.weights.mapping import WeightTable
+
+# isort: split
+# After our own package, which makes Megatron-Core importable here.
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
 
 def tiny_config(**over: Any) -> dict[str, Any]:
@@ -60,45 +68,93 @@ def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, torch.
 
 
 class MegatronShaped(nn.Module):
-    """A chunk with the parameter names, shapes and layer numbers of GPTModel, filled with NaN."""
+    """A chunk with the parameters of GPTModel on tensor-parallel rank ``tp[0]`` of ``tp[1]``, filled with NaN.
+
+    It describes them as Megatron does: layers stacked, the halves of SwiGLU by themselves, the vocabulary padded.
+    """
 
     def __init__(
-        self,
-        config: dict[str, Any],
-        layers: range,
-        first: bool,
-        last: bool,
-        tp_size: int,
-        spec: int,
-        dtype: torch.dtype,
+        self, config: dict[str, Any], layers: range, first: bool, last: bool, tp: tuple[int, int], dtype: torch.dtype
     ) -> None:
         super().__init__()
-        table = WeightTable(config)
-        padded = -(-config["vocab_size"] // tp_size) * tp_size + 2 * tp_size
-        for name in table.parameters(layers, first, last, spec):
-            shape = table.local_shape(name, tp_size, padded if table.is_vocabulary(name) else None)
-            path = name.split(".")
-            if "layers" in path:
-                at = path.index("layers") + 1
-                number = int(path[at])
-                path[at] = str(number - layers.start)
-            module: nn.Module = self
-            for k, part in enumerate(path[:-1]):
-                if part not in dict(module.named_children()):
-                    module.add_module(part, nn.Module())
-                module = module.get_submodule(part)
-                if k and path[k - 1] == "layers":
-                    module.layer_number = number + 1
-            module.register_parameter(path[-1], nn.Parameter(torch.full(shape, float("nan"), dtype=dtype)))
+        self._tp, self._count, self._dtype = tp, config["num_hidden_layers"], dtype
+        self._described: list[tuple[str, nn.Parameter, int | None, int | None]] = []
+        hidden, ffn, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+        q, kv = (config[f"num_{x}_heads"] * head for x in ("attention", "key_value"))
+        padded = -(-config["vocab_size"] // tp[1]) * tp[1] + 2 * tp[1]
+        tied = config["tie_word_embeddings"]
+        if first:
+            self._add("embedding.word_embeddings.weight", (padded, hidden), 0)
+        for layer in layers:
+            self._add("self_attention.linear_qkv.layer_norm_weight", (hidden,), None, layer)
+            self._add("self_attention.linear_qkv.weight", (q + 2 * kv, hidden), 0, layer)
+            self._add("self_attention.q_layernorm.weight", (head,), None, layer)
+            self._add("self_attention.k_layernorm.weight", (head,), None, layer)
+            self._add("self_attention.linear_proj.weight", (hidden, q), 1, layer)
+            self._add("mlp.linear_fc1.layer_norm_weight", (hidden,), None, layer)
+            self._add("mlp.linear_fc1.weight", (2 * ffn, hidden), 0, layer)
+            self._add("mlp.linear_fc2.weight", (hidden, ffn), 1, layer)
+        if last:
+            self._add("decoder.final_layernorm.weight", (hidden,), None)
+            if not tied:
+                self._add("output_layer.weight", (padded, hidden), 0)
+            elif not first:  # Megatron calls the last stage's copy by the name of the embedding
+                self._add("embedding.word_embeddings.weight", (padded, hidden), 0)
+
+    def _add(self, key: str, shape: tuple[int, ...], shard: int | None, layer: int | None = None) -> None:
+        local = [n // self._tp[1] if axis == shard else n for axis, n in enumerate(shape)]
+        parameter = nn.Parameter(torch.full(local, float("nan"), dtype=self._dtype))
+        self.register_parameter(f"{key}.{layer}".replace(".", "_"), parameter)
+        self._described.append((key, parameter, shard, layer))
+
+    def of(self, key: str, layer: int | None = None) -> nn.Parameter:
+        """The parameter of a key without its layer."""
+        return next(p for k, p, _, i in self._described if (k, i) == (key, layer))
+
+    def described(self) -> list[tuple[str, int | None, nn.Parameter]]:
+        """Key, layer, parameter."""
+        return [(key, layer, p) for key, p, _, layer in self._described]
+
+    def sharded_state_dict(self, metadata: dict[str, Any]) -> dict[str, Any]:
+        assert metadata["singleton_local_shards"] is False
+        out: dict[str, Any] = {}
+        for key, parameter, shard, layer in self._described:
+            lead = () if layer is None else ((0, layer, self._count),)
+            offsets = () if shard is None else ((shard + len(lead), *self._tp),)
+            name = key if layer is None else f"decoder.layers.{key}"
+            tensor = ShardedTensor.from_rank_offsets(
+                name, parameter, *lead, *offsets, prepend_axis_num=len(lead), allow_shape_mismatch="embed" in key
+            )
+            fused = key == "mlp.linear_fc1.weight"
+            out[f"{name}.{layer}"] = apply_swiglu_sharded_factory(tensor, lead) if fused else tensor
+        return out
 
 
 def stage_chunks(
-    config: dict[str, Any], tp_size: int, pp_rank: int, pp_size: int, spec: int = 0, dtype: torch.dtype = torch.float32
+    config: dict[str, Any], tp: tuple[int, int], pp_rank: int, pp_size: int, dtype: torch.dtype = torch.float32
 ) -> list[nn.Module]:
-    """The chunks of one rank: a pipeline stage of consecutive layers."""
+    """The chunks of one rank (tensor-parallel rank and size): a pipeline stage of consecutive layers."""
     n = config["num_hidden_layers"] // pp_size
     layers = range(pp_rank * n, (pp_rank + 1) * n)
-    return [MegatronShaped(config, layers, pp_rank == 0, pp_rank == pp_size - 1, tp_size, spec, dtype)]
+    return [MegatronShaped(config, layers, pp_rank == 0, pp_rank == pp_size - 1, tp, dtype)]
+
+
+@contextmanager
+def megatron_groups() -> Iterator[None]:
+    """Megatron's process groups of a world of one, which descriptions of a model ask for."""
+    parallel.initialise(Parallel(), seed=0)
+    try:
+        yield
+    finally:
+        parallel.shutdown()
+
+
+class Silence:
+    """A progress that nobody watches."""
+
+    def start(self, what: str, total: int, done: int = 0) -> None: ...
+
+    def advance(self, nbytes: int) -> None: ...
 
 
 class ThreadCommunicator:

@@ -23,7 +23,7 @@ from megatron_fleet.weights import export
 from megatron_fleet.weights.communicator import TorchCommunicator
 from megatron_fleet.weights.hf_folder import read_config
 from megatron_fleet.weights.load import load_hf
-from megatron_fleet.weights.source import MegatronWeightSource, megatron_shard
+from megatron_fleet.weights.source import MegatronWeightSource, megatron_place
 
 
 class MegatronPolicy:
@@ -71,12 +71,7 @@ class MegatronPolicy:
             std = self.hf_config.get("initializer_range", 0.02)
             fill_random(self.model_chunks, std, self._config.run.seed, self.hf_config["vocab_size"])
         else:
-            load_hf(
-                self.model_chunks,
-                self._config.model.path,
-                tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-                tp_size=parallel_state.get_tensor_model_parallel_world_size(),
-            )
+            load_hf(self.model_chunks, self._config.model.path)
 
     def _pack(self, rows: Rows) -> list[PackedRow]:
         return [pack_row(row, self._settings.row_tokens) for row in rows]
@@ -130,7 +125,7 @@ class MegatronPolicy:
 
     def weight_source(self) -> MegatronWeightSource:
         """The live weights as HF tensors; collective. It reads the parameters anew in every pass, so make it once."""
-        return MegatronWeightSource(self.model_chunks, self.hf_config, dtype=self._dtype, shard=megatron_shard())
+        return MegatronWeightSource(self.model_chunks, self.hf_config, dtype=self._dtype, place=megatron_place())
 
     def export_hf(self, path: Path) -> None:
         """Write the present weights as an HF folder beside the model's own tokenizer and config files; collective."""

@@ -1,0 +1,11 @@
+"""Llama 3, 3.1, 3.2 (text) and 3.3."""
+
+from megatron_fleet.weights.architectures.fields import BASE, GROUPED_QUERY, STALE_FREQUENCIES
+from megatron_fleet.weights.rules import Architecture, Field
+
+ARCHITECTURE = Architecture(
+    model_types=("llama",),
+    fields=(*BASE, Field("num_key_value_heads", "groups", default=None), *GROUPED_QUERY[1:]),
+    fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    carried=(STALE_FREQUENCIES,),
+)

@@ -1,0 +1,13 @@
+"""Qwen2 and Qwen2.5, dense: grouped-query attention with biases on query, key and value."""
+
+from megatron_fleet.weights.architectures.fields import BASE, DENSE_FIXED, GROUPED_QUERY, STALE_FREQUENCIES, WINDOW
+from megatron_fleet.weights.rules import Architecture
+
+ARCHITECTURE = Architecture(
+    model_types=("qwen2",),
+    fields=(*BASE, *GROUPED_QUERY),
+    given={"qkv_bias": True},
+    fixed={**DENSE_FIXED, "use_mrope": False},
+    ignored=WINDOW,
+    carried=(STALE_FREQUENCIES,),
+)

@@ -1,0 +1,216 @@
+"""An HF model folder read against its weight table: what every tensor of the model is stored as."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.storage.folder import Folder
+from megatron_fleet.weights.floats import FLOATS
+from megatron_fleet.weights.hf_config import architecture_of, text_config
+from megatron_fleet.weights.hf_folder import StoredTensor, as_folder, read_config, read_headers
+from megatron_fleet.weights.mapping import WeightTable
+
+BLOCK = 128
+"""Side of the square that shares one scale in FP8 checkpoints."""
+GROUP = 32
+"""Consecutive inputs that share one scale in INT4 checkpoints."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """Stored as it is, in one of ``FLOATS``."""
+
+    stored: StoredTensor
+
+    @property
+    def parts(self) -> tuple[StoredTensor, ...]:
+        return (self.stored,)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8:
+    """E4M3 codes ``[r, c]`` and float32 scales ``[⌈r/128⌉, ⌈c/128⌉]``: value = code × scale."""
+
+    codes: StoredTensor
+    scales: StoredTensor
+
+    @property
+    def parts(self) -> tuple[StoredTensor, ...]:
+        return (self.codes, self.scales)
+
+
+@dataclass(frozen=True, slots=True)
+class Int4:
+    """compressed-tensors ``pack-quantized``: I32 ``[r, c/8]``, eight codes + 8 each, and BF16 scales ``[r, c/32]``."""
+
+    packed: StoredTensor
+    scales: StoredTensor
+    shape: StoredTensor
+
+    @property
+    def parts(self) -> tuple[StoredTensor, ...]:
+        return (self.packed, self.scales, self.shape)
+
+
+Encoding = Plain | Fp8 | Int4
+
+
+@dataclass(frozen=True, slots=True)
+class HfModel:
+    """A folder whose headers fit its ``config.json``.
+
+    Attributes:
+        config: raw ``config.json``.
+        stored: every tensor of the files.
+        encodings: how each tensor of ``table.tensors`` is stored.
+        carried: names of tensors in the files that Megatron does not hold, see `WeightTable.is_carried`.
+    """
+
+    folder: Folder
+    config: dict[str, Any]
+    table: WeightTable
+    stored: Mapping[str, StoredTensor]
+    encodings: Mapping[str, Encoding]
+    carried: tuple[str, ...]
+
+
+def open_model(hf_dir: Folder | Path | str, *, prediction: bool = True) -> HfModel:
+    """Read config and headers, and check that the folder holds exactly the tensors of its model.
+
+    Prediction layers that ``config.json`` announces and the files lack altogether are no part of the model.
+
+    Args:
+        prediction: ``False`` = they are none either way, and are carried.
+
+    Raises:
+        UserError: naming file, tensor, expected and actual shape (or type) of the first disagreement.
+    """
+    folder = as_folder(hf_dir)
+    config = read_config(folder)
+    stored = read_headers(folder)
+    _check_quantization(folder, config)
+    return check_stored(folder, config, make_table(config, stored, prediction), stored)
+
+
+def make_table(config: Mapping[str, Any], names: Iterable[str], prediction: bool = True) -> WeightTable:
+    """The table of a model whose files have tensors of these names, see `open_model`."""
+    table = WeightTable(config)
+    if table.model.mtp and not (prediction and table.has_prediction(names)):
+        return WeightTable(config, prediction=False)
+    return table
+
+
+def check_stored(
+    folder: Folder, config: dict[str, Any], table: WeightTable, stored: Mapping[str, StoredTensor]
+) -> HfModel:
+    """`open_model` on headers already read."""
+    where = folder.url
+    encodings = {name: _encoding(where, name, shape, stored) for name, shape in table.tensors.items()}
+    used = {id(part) for encoding in encodings.values() for part in encoding.parts}
+    carried = []
+    for name, entry in stored.items():
+        if id(entry) in used:
+            continue
+        if name in table.repeated:
+            _expect(where, name, entry, table.tensors[table.repeated[name]], FLOATS)
+        elif table.is_carried(name):
+            carried.append(name)
+        else:
+            raise UserError(
+                f"{where}/{entry.file}: tensor {name} is no part of the model that config.json describes; use the "
+                f"config.json that belongs to the weights."
+            )
+    return HfModel(folder, config, table, stored, encodings, tuple(carried))
+
+
+def _encoding(where: str, name: str, shape: tuple[int, ...], stored: Mapping[str, StoredTensor]) -> Encoding:
+    """How a tensor is stored: what its parts are called says it, never a list in ``config.json``."""
+    base = name.removesuffix(".weight")
+    if f"{base}.weight_packed" in stored:
+        packed, scales, declared = (
+            _part(where, name, f"{base}.weight_{part}", stored) for part in ("packed", "scale", "shape")
+        )
+        if len(shape) != 2 or shape[1] % GROUP:
+            raise UserError(
+                f"{where}/{packed.file}: {name} has shape {list(shape)}, which INT4 groups of 32 do not divide; use "
+                f"another release of the model."
+            )
+        _expect(where, f"{base}.weight_packed", packed, (shape[0], shape[1] // 8), ("I32",))
+        _expect(where, f"{base}.weight_scale", scales, (shape[0], shape[1] // GROUP), ("BF16",))
+        _expect(where, f"{base}.weight_shape", declared, (2,), ("I32", "I64"))
+        if name in stored:
+            raise UserError(
+                f"{where}/{stored[name].file}: {name} is stored as a whole and as INT4; remove one of them."
+            )
+        return Int4(packed, scales, declared)
+    found = _part(where, name, name, stored)
+    if found.dtype == "F8_E4M3" and len(shape) == 2:
+        scales = _part(where, name, f"{base}.weight_scale_inv", stored)
+        _expect(where, name, found, shape, ("F8_E4M3",))
+        blocks = tuple(math.ceil(n / BLOCK) for n in shape)
+        _expect(where, f"{base}.weight_scale_inv", scales, blocks, ("F32",))
+        return Fp8(found, scales)
+    _expect(where, name, found, shape, FLOATS)
+    return Plain(found)
+
+
+def _part(where: str, name: str, part: str, stored: Mapping[str, StoredTensor]) -> StoredTensor:
+    if part not in stored:
+        of = "" if part == name else f" of {name}"
+        raise UserError(f"{where}: tensor {part}{of} is missing; use the files that belong to config.json.")
+    return stored[part]
+
+
+def _expect(where: str, name: str, found: StoredTensor, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
+    if found.shape != shape:
+        raise UserError(
+            f"{where}/{found.file}: tensor {name} has shape {list(found.shape)}; config.json asks for {list(shape)}."
+        )
+    if found.dtype not in dtypes:
+        raise UserError(f"{where}/{found.file}: tensor {name} is stored as {found.dtype}; use {' or '.join(dtypes)}.")
+
+
+def _check_quantization(folder: Folder, config: dict[str, Any]) -> None:
+    """Refuse quantised forms other than the two that are decoded."""
+    for part in (config, text_config(config, architecture_of(config))):
+        for name in ("quantization_config", "compression_config"):
+            declared = part.get(name)
+            if declared:
+                _check_declared(f"{folder.url}/config.json: {name}", declared)
+
+
+def _check_declared(where: str, declared: Any) -> None:
+    if not isinstance(declared, dict):
+        raise UserError(f"{where} is no JSON object; use the config.json that belongs to the weights.")
+    method = declared.get("quant_method")
+    if method == "fp8":
+        if declared.get("weight_block_size") != [BLOCK, BLOCK]:
+            raise UserError(
+                f"{where}.weight_block_size={declared.get('weight_block_size')} is not supported, only "
+                f"{[BLOCK, BLOCK]}; use another release of the model."
+            )
+    elif method == "compressed-tensors":
+        groups = declared.get("config_groups")
+        if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
+            raise UserError(
+                f"{where}.config_groups is no JSON object; use the config.json that belongs to the weights."
+            )
+        wanted = {"num_bits": 4, "type": "int", "group_size": GROUP, "symmetric": True}
+        for name, group in groups.items():
+            weights = group.get("weights") or {}
+            wrong = [key for key, value in wanted.items() if weights.get(key) != value]
+            if wrong:
+                raise UserError(
+                    f"{where}.config_groups.{name}.weights.{wrong[0]}={weights.get(wrong[0])!r} is not supported, only "
+                    f"{wanted[wrong[0]]!r}; use another release of the model."
+                )
+    else:
+        raise UserError(
+            f"{where}.quant_method={method!r} is not supported, only 'fp8' and 'compressed-tensors'; use another "
+            f"release of the model."
+        )

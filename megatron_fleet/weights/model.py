@@ -1,0 +1,104 @@
+"""What a model computes, apart from any framework's spelling of it. Pure data: no torch, no Megatron."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary position embedding.
+
+    Attributes:
+        theta: base of the frequencies.
+        kind: ``default``; ``yarn`` (Peng et al. 2023, arXiv:2309.00071); ``llama3`` (Llama 3.1's frequency bands).
+        factor: context extension; 1 for ``default``.
+        original_context: tokens that the model was trained on before the extension; ``None`` for ``default``.
+        beta_fast, beta_slow: YaRN's ramp, in rotations over the original context.
+        mscale, mscale_all_dim: DeepSeek's attention scale of YaRN; ``None`` where the configuration has none and YaRN's
+            own temperature, 0.1 · ln(factor) + 1, applies.
+        low_freq_factor, high_freq_factor: bounds of Llama 3's bands.
+    """
+
+    theta: float
+    kind: Literal["default", "yarn", "llama3"] = "default"
+    factor: float = 1.0
+    original_context: int | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """The language model of a checkpoint.
+
+    Attributes:
+        layers, hidden, vocab, ffn, context: transformer layers, width, vocabulary, width of a dense feed-forward layer,
+            longest context in tokens (``None``: not known; nothing computed depends on it).
+        tied: the head is the word embedding.
+        heads: query heads.
+        groups, head: key-value heads and width of a head (grouped-query attention).
+        qkv_bias, qk_norm, rotary_fraction: biases of the query, key and value projections; RMS norms of query and key
+            (for latent attention: of the compressed query and key-value); the part of a head that is rotated.
+        kv_lora, q_lora, nope, rotated, value: multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): ranks of the
+            compressed key-value and query, widths of a head without and with rotation and of its value.
+            ``kv_lora=None`` means grouped-query attention; ``q_lora=None`` an uncompressed query.
+        experts, experts_per_token, expert_ffn: routed experts (0 = none), how many a token takes, width of one.
+        shared_ffn: width of all shared experts together; 0 = none.
+        moe_layers: per layer whether it has experts; empty without experts.
+        router_score, router_bias, renormalise, routing_scale: how scores are made from router logits; a bias per expert
+            that takes part in the choice alone; whether chosen scores are divided by their sum; a factor on them.
+        expert_groups, top_groups: group-limited routing; 1 and 1 = none.
+        mtp: multi-token prediction layers behind the model.
+    """
+
+    layers: int
+    hidden: int
+    vocab: int
+    ffn: int
+    context: int | None
+    heads: int
+    norm_eps: float
+    rope: Rope
+    tied: bool = False
+    groups: int | None = None
+    head: int | None = None
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    rotary_fraction: float = 1.0
+    kv_lora: int | None = None
+    q_lora: int | None = None
+    nope: int | None = None
+    rotated: int | None = None
+    value: int | None = None
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_ffn: int = 0
+    shared_ffn: int = 0
+    moe_layers: tuple[bool, ...] = ()
+    router_score: Literal["softmax", "sigmoid"] = "softmax"
+    router_bias: bool = False
+    renormalise: bool = True
+    routing_scale: float = 1.0
+    expert_groups: int = 1
+    top_groups: int = 1
+    mtp: int = 0
+
+    @property
+    def latent(self) -> bool:
+        """Whether attention is multi-head latent attention."""
+        return self.kv_lora is not None
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has experts; a prediction layer is like the last one."""
+        return bool(self.moe_layers) and self.moe_layers[min(layer, self.layers - 1)]
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all layers are of one kind; Megatron then stacks them into one tensor per parameter."""
+        return len(set(self.moe_layers)) <= 1

@@ -1,0 +1,94 @@
+"""This rank's part of a Megatron model, as rows and columns of the matrices of the weight table.
+
+Megatron itself says which part: ``sharded_state_dict`` gives key, offset and shape of every local tensor under any
+tensor, pipeline (virtual or not), expert and expert-tensor parallelism and for any layer spec. Nothing here knows how
+a run is parallel. Read from Megatron-Core 0.16 to 0.19: ``dist_checkpointing/mapping.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.weights.mapping import Matrix, Span, WeightTable
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTensor:
+    """``matrix[rows, cols]`` as it lies in a parameter of this rank.
+
+    Attributes:
+        rows: of the matrix; rows behind its last are padding.
+        cols: ``None`` = all, and for 1-d matrices.
+    """
+
+    matrix: Matrix
+    rows: Span
+    cols: Span | None
+    _parameter: torch.Tensor
+    _geometry: tuple[tuple[int, ...], tuple[int, ...], int]
+
+    def view(self) -> torch.Tensor:
+        """The local values, without gradient; writing to it changes the parameter.
+
+        Made anew from the parameter, because data-parallel wrappers and offloading move a parameter's memory.
+        """
+        return self._parameter.detach().as_strided(*self._geometry)
+
+
+def local_tensors(model_chunks: Sequence[nn.Module], table: WeightTable) -> list[LocalTensor]:
+    """Everything that this rank holds of the model. Megatron's process groups must exist.
+
+    Args:
+        model_chunks: this rank's GPTModel chunks, unwrapped.
+
+    Raises:
+        UserError: model and table do not fit.
+    """
+    return [_place(entry, parameter, table) for chunk in model_chunks for entry, parameter in _sharded_tensors(chunk)]
+
+
+def _sharded_tensors(chunk: nn.Module) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Megatron's descriptions of the local tensors, each with the parameter (or buffer) whose memory it is."""
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    metadata = {"dp_cp_group": group, "singleton_local_shards": False}
+    described: Any = chunk
+    for entry in described.sharded_state_dict(metadata=metadata).values():
+        if isinstance(entry, ShardedTensorFactory):
+            built = entry.build()
+            for part in built if isinstance(built, list) else built.values():
+                yield part, entry.data
+        elif isinstance(entry, ShardedTensor):
+            assert entry.data is not None  # the description of a live model
+            yield entry, entry.data
+
+
+def _place(entry: Any, parameter: torch.Tensor, table: WeightTable) -> LocalTensor:
+    lead = entry.prepend_axis_num
+    matrix = table.find(entry.key, tuple(entry.global_offset[:lead]))
+    data, offset = entry.data, entry.global_offset[lead:]
+    expected, whole = matrix.shape, tuple(entry.global_shape[lead:])
+    padded = matrix.rule.vocabulary and whole[0] >= expected[0] and whole[1:] == expected[1:]
+    if whole != expected and not padded:
+        raise UserError(
+            f"Megatron tensor {matrix.key} has shape {list(whole)}; config.json asks for {list(expected)}: the model "
+            f"was built from another configuration."
+        )
+    rows = (offset[0], offset[0] + data.shape[0])
+    cols = (offset[1], offset[1] + data.shape[1]) if data.dim() == 2 else None
+    start = data.storage_offset()
+    return LocalTensor(
+        matrix,
+        rows,
+        None if cols is None or cols == (0, expected[1]) else cols,
+        parameter,
+        (tuple(data.shape), data.stride(), start),
+    )

@@ -1,0 +1,84 @@
+"""Every family through Megatron: its logits are those of transformers in every layout, and the way back is exact."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron_fleet.policy.megatron")
+pytest.importorskip("transformers")
+
+import torch
+from tiny_models import FAMILIES, make, reference_logits
+from weight_fixtures import Silence
+
+from megatron_fleet.weights.convert.execute import Share, execute
+from megatron_fleet.weights.convert.to_hf import plan_to_hf
+from megatron_fleet.weights.convert.to_megatron import plan_to_megatron
+from megatron_fleet.weights.hf_model import open_model
+
+WORLD = 4
+LENGTHS = (24, 17)
+LAYOUTS_OF_DENSE, LAYOUTS_OF_EXPERTS = 5, 8
+DENSE = {"qwen2", "qwen2_tied", "qwen3", "qwen3_tied", "qwen3_yarn", "llama3", "qwen3_vl"}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """All families converted, loaded and saved by four Megatron ranks; the folder of what they leave."""
+    folder = tmp_path_factory.mktemp("families")
+    for family in FAMILIES:
+        hf = make(family, folder / family / "hf")
+        convert(plan_to_megatron(open_model(hf)), folder / family / "megatron")
+        ids = torch.randint(0, 515, (sum(LENGTHS),), generator=torch.Generator().manual_seed(5))
+        logits = torch.cat([reference_logits(hf, part[None])[0] for part in ids.split(LENGTHS)])
+        torch.save({"ids": ids, "logits": logits}, folder / family / "reference.pt")
+    start_ranks(folder)
+    return folder
+
+
+def convert(plan, out: Path) -> None:
+    assert execute(plan, str(out), 2, Share(), Silence())
+
+
+def start_ranks(folder: Path) -> None:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    script = Path(__file__).with_name("family_ranks.py")
+    world = {"WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    ranks = []
+    for rank in range(WORLD):
+        with (folder / f"{rank}.log").open("w") as log:
+            command = [sys.executable, script, folder, ",".join(FAMILIES)]
+            env = os.environ | world | {"RANK": str(rank)}
+            ranks.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
+    try:
+        codes = [rank.wait(840) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    logs = [(folder / f"{rank}.log").read_text() for rank in range(WORLD)]
+    assert codes == [0] * WORLD, "\n".join(log[-3000:] for log in logs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_transformers_in_every_layout(run, family):
+    passed = [line for line in (run / "0.log").read_text().splitlines() if line.startswith(f"passed {family} ")]
+    assert len(passed) == (LAYOUTS_OF_DENSE if family in DENSE else LAYOUTS_OF_EXPERTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_megatron_saves_becomes_the_source_again(run, tmp_path, family):
+    source = run / family / "hf"
+    convert(plan_to_hf(run / family / "saved", source), tmp_path / "back")
+    # The model that was trained had no prediction layers: theirs are the source's, byte for byte.
+    for file in source.iterdir():
+        assert (tmp_path / "back" / file.name).read_bytes() == file.read_bytes(), file.name
