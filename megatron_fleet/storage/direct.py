@@ -52,14 +52,15 @@ def new_scratch() -> memoryview:
 class InputFile:
     """An open file; closed when nothing refers to it any more, so that no thread's read loses its descriptor."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, cached: bool = False) -> None:
+        """``cached``: read through the page cache, for files that other processes of this machine read too."""
         self._fds: list[int] = []
         for _ in range(2):
             self._fds.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
         self._cached, self._uncached = self._fds
         # Weights are read in the order of the model, not of the file: reading ahead would be wasted.
         os.posix_fadvise(self._cached, 0, 0, os.POSIX_FADV_RANDOM)
-        self._direct = set_direct(self._uncached, on=True)
+        self._direct = not cached and set_direct(self._uncached, on=True)
 
     def __del__(self) -> None:
         for fd in self._fds:

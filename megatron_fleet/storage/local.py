@@ -27,10 +27,11 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class LocalFolder:
     """``Folder`` on a local or network file system. The folder is made when something is written into it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, cached: bool = False) -> None:
+        """``cached``: see `open.open_folder`."""
         self.path = path
         self.url = str(path)
-        self._files = functools.lru_cache(maxsize=OPEN_FILES)(InputFile)
+        self._files = functools.lru_cache(maxsize=OPEN_FILES)(functools.partial(InputFile, cached=cached))
         self._thread = threading.local()
 
     def join(self, name: str) -> str:

@@ -10,15 +10,18 @@ from megatron_fleet.storage.local import LocalFolder
 from megatron_fleet.storage.staging import LocalStaging, S3Staging, Staging
 
 
-def open_folder(url: str | Path) -> Folder:
+def open_folder(url: str | Path, *, cached: bool = False) -> Folder:
     """The folder at an address; it need not exist. boto3 is imported for ``s3://`` only.
+
+    Args:
+        cached: read local files through the page cache, because other processes of this machine read the same ones.
 
     Raises:
         UserError: another scheme, or an S3 address without a bucket.
     """
     remote = _split_s3(url)
     if remote is None:
-        return LocalFolder(Path(url))
+        return LocalFolder(Path(url), cached)
     from megatron_fleet.storage.s3 import S3Folder
 
     return S3Folder(*remote)

@@ -86,13 +86,13 @@ class LocalStaging:
                 if not self._final.exists():
                     raise
         self._check_published(data)
+        # Another process may have begun a file between the sweep and the rename.
+        _sweep(self._final)
         shutil.rmtree(self._partial, ignore_errors=True)
 
     def _publish(self, data: bytes) -> None:
         parent = self._final.parent
-        for path in self._partial.rglob("*"):
-            if is_unfinished(path.name):
-                path.unlink(missing_ok=True)
+        _sweep(self._partial)
         # Not in the folder, which another process may sweep or rename under our hands.
         beside = parent / f"{self._final.name}.{Path(self._marker).name}"
         remove_unfinished(parent, beside.name)
@@ -107,6 +107,13 @@ class LocalStaging:
 
     def _foreign(self) -> UserError:
         return UserError(f"{self.url}: something else is there already; remove it or choose another place.")
+
+
+def _sweep(folder: Path) -> None:
+    """Remove unfinished files."""
+    for path in folder.rglob("*"):
+        if is_unfinished(path.name):
+            path.unlink(missing_ok=True)
 
 
 class S3Staging:

@@ -163,3 +163,17 @@ open_folder(sys.argv[1]).write("file", b"x"), open_staging(sys.argv[1], "marker"
 print(sorted({name.split(".")[0] for name in sys.modules} & {"boto3", "botocore", "torch", "numpy"}))
 """
     assert python(program, tmp_path).communicate(timeout=60)[0] == "[]\n"
+
+
+def test_files_that_others_read_too_come_through_the_page_cache(tmp_path):
+    data = os.urandom(3 << 20)
+    (tmp_path / "f").write_bytes(data)
+    for cached in (False, True):
+        with (tmp_path / "f").open("rb") as f:
+            os.fsync(f.fileno())
+            os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        buffer = aligned_buffer(len(data))
+        open_folder(tmp_path, cached=cached).read_into("f", 0, buffer)
+        assert buffer == data
+        if has_direct(tmp_path):
+            assert (cached_bytes(tmp_path / "f", 0, len(data)) > 0) == cached

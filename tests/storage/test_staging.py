@@ -14,6 +14,7 @@ import pytest
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.storage.folder import aligned_buffer
+from megatron_fleet.storage import staging as staging_module
 from megatron_fleet.storage.open import open_folder, open_staging
 
 MARKER = "index.json"
@@ -105,6 +106,7 @@ import os, sys
 from pathlib import Path
 from megatron_fleet.storage import staging as module
 from megatron_fleet.storage.folder import aligned_buffer
+from megatron_fleet.storage import staging as staging_module
 from megatron_fleet.storage.open import open_staging
 url, moment = sys.argv[1:]
 staging = open_staging(url, "index.json")
@@ -181,3 +183,17 @@ def test_a_store_that_does_not_list_uploads_is_published_to_all_the_same(s3_url,
     staging.publish(b"{}")
     assert staging.exists()
     assert "uploads, if any, stay in the store: the store denies the access" in caplog.text
+
+
+def test_what_another_process_began_meanwhile_does_not_stay(tmp_path, monkeypatch):
+    staging = open_staging(tmp_path / "out", "marker")
+    staging.folder.write("a", b"x")
+    write = staging_module.write_atomically
+
+    def late(path, data, beside):
+        (path.parent / ".b.1234.partial").write_bytes(b"begun by another")
+        write(path, data, beside)
+
+    monkeypatch.setattr(staging_module, "write_atomically", late)
+    staging.publish(b"done")
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["a", "marker"]
