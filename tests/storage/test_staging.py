@@ -13,8 +13,8 @@ from threading import Barrier
 import pytest
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.storage.folder import aligned_buffer
 from megatron_fleet.storage import staging as staging_module
+from megatron_fleet.storage.folder import aligned_buffer
 from megatron_fleet.storage.open import open_folder, open_staging
 
 MARKER = "index.json"
