@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from megatron_fleet import __version__
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.weights.convert.commands import add_commands
 
 if TYPE_CHECKING:
     from megatron_fleet.config.schema import Config
@@ -85,6 +86,9 @@ def _parser() -> argparse.ArgumentParser:
     inspect = tasks.add_parser("inspect", help="check a task file and count what is in it")
     inspect.add_argument("file", type=str, help="a file, or `embedded`")
     inspect.set_defaults(run=_inspect_tasks)
+
+    convert = commands.add_parser("convert", help="checkpoints: HF folders to Megatron's format and back")
+    add_commands(convert)
 
     model = commands.add_parser("model", help="models").add_subparsers(required=True, metavar="command")
     tiny = model.add_parser("make-tiny", help="remake the tiny model of assets/tiny", add_help=False)

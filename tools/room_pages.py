@@ -19,6 +19,8 @@ MODULES = {
 }
 """``room/module`` (a package: ``room``) → its file."""
 ROOMS = sorted({name.split("/")[0] for name in MODULES})
+LARGE_ROOM = 20
+"""Modules that a picture can show one by one."""
 HEAD = "Generated from the code by `python tools/room_pages.py`; do not edit.\n"
 
 
@@ -52,18 +54,28 @@ def room_of(name: str) -> str:
 
 
 def picture(room: str) -> str:
-    """The room's modules and their imports; other rooms as rounded boxes (``config`` serves all and is left out)."""
-    inside = [name for name in MODULES if room_of(name) == room]
+    """The room's modules and their imports; other rooms as rounded boxes (``config`` serves all and is left out).
+
+    The modules of a folder inside a large room are drawn as one box.
+    """
+    names = [name for name in MODULES if room_of(name) == room]
+
+    def box(name: str) -> str:
+        parts = name.split("/")
+        return "/".join(parts[:2]) if len(parts) > 2 and len(names) > LARGE_ROOM else name
+
+    inside = {box(name) for name in names}
     arrows = set()
-    for name in inside:
+    for name in names:
         for target in imports(name):
             if room_of(target) == room:
-                arrows.add((name, target))
+                arrows.add((box(name), box(target)))
             elif room_of(target) != "config":
-                arrows.add((name, room_of(target)))
+                arrows.add((box(name), room_of(target)))
+    arrows = {(a, b) for a, b in arrows if a != b}
     shown = {end for arrow in arrows for end in arrow} | {name for name in inside if "/" in name}
-    nodes = [f'  {_id(n)}["{n.removeprefix(room + "/")}"]' for n in sorted(shown & set(inside))]
-    nodes += [f'  {_id(n)}(["{n}"])' for n in sorted(shown - set(inside))]
+    nodes = [f'  {_id(n)}["{n.removeprefix(room + "/")}"]' for n in sorted(shown & inside)]
+    nodes += [f'  {_id(n)}(["{n}"])' for n in sorted(shown - inside)]
     return _mermaid(nodes, arrows)
 
 

@@ -57,7 +57,7 @@ np.savez(out, **result)
 """
 
 
-CONVERTER = Path(__file__).parents[2] / "tools" / "convert" / "megatron_to_hf.py"
+CONVERTER = Path(__file__).parents[2] / "tools" / "convert" / "to_hf.py"
 
 
 def convert(*arguments):
@@ -99,6 +99,7 @@ def test_the_on_policy_ratio_is_exactly_one(first):
 
 def test_a_damaged_checkpoint_is_not_converted(first, tmp_path):
     shutil.copytree(first.out / "checkpoints" / "step_000002", tmp_path / "run" / "checkpoints" / "step_000002")
+    shutil.copyfile(first.out / "config.json", tmp_path / "run" / "config.json")
     shards = tmp_path / "run" / "checkpoints" / "step_000002" / "__0_0.distcp"
     with shards.open("r+b") as file:
         file.seek(5000)

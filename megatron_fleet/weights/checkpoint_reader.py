@@ -1,0 +1,235 @@
+"""Rows of HF tensors out of a Megatron ``torch_dist`` checkpoint, however it was sharded when it was written."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.storage.folder import Folder, aligned_buffer
+from megatron_fleet.weights.floats import FLOATS, cast, numpy_type, widest
+from megatron_fleet.weights.hf_folder import INDEX, ITEM_BYTES, SINGLE, as_folder
+from megatron_fleet.weights.mapping import Matrix, Piece, Span, WeightTable, stack_key
+from megatron_fleet.weights.torch_dist.container import HEAD_BYTES, data_span
+from megatron_fleet.weights.torch_dist.folder import locate
+from megatron_fleet.weights.torch_dist.index import CheckpointIndex, Chunk, StoredTensor, read_index
+
+Lead = tuple[int, ...]
+
+
+class Checkpoint:
+    """An opened checkpoint.
+
+    Attributes:
+        folder: the address that was given.
+        path: of the checkpoint inside it: ``release/``, ``iter_0000100/`` or nothing.
+        url: of the checkpoint itself.
+        sizes: name → bytes of its files.
+    """
+
+    def __init__(self, place: Folder | Path | str) -> None:
+        """Read the index. Raises UserError when there is no whole ``torch_dist`` checkpoint."""
+        self.folder = as_folder(place)
+        sizes = self.folder.sizes()
+        if INDEX in sizes or SINGLE in sizes:
+            raise UserError(f"{self.folder.url}: is an HF folder; give the folder of a Megatron checkpoint.")
+        inside = locate(self.folder.read, sizes, self.folder.url)
+        self.path = f"{inside}/" if inside else ""
+        self.sizes = {name.removeprefix(self.path): n for name, n in sizes.items() if name.startswith(self.path)}
+        self.url = f"{self.folder.url}/{inside}" if inside else self.folder.url
+        self.index: CheckpointIndex = read_index(self.read, self.sizes, self.url)
+
+    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
+        """Bytes of one of its files; all from ``offset`` on without a length."""
+        return self.folder.read(self.path + name, offset, length)
+
+
+class StoredMatrices:
+    """Where the matrices of a weight table lie in a checkpoint. Immutable, so readers of several threads share it."""
+
+    def __init__(self, checkpoint: Checkpoint, table: WeightTable) -> None:
+        """Find every matrix.
+
+        Raises:
+            UserError: one is missing or has another shape, or the checkpoint holds weights that are no part of the
+                model.
+        """
+        self.checkpoint, self.table = checkpoint, table
+        self._by_lead: dict[str, dict[Lead, list[Chunk]]] = {}
+        self._tensors: dict[str, StoredTensor] = {}
+        self._sources: dict[str, list[tuple[Matrix, Piece, str, Lead]]] = {name: [] for name in table.tensors}
+        for matrix in table.matrices():
+            key, lead = self._locate(matrix)
+            for piece in matrix.pieces:
+                assert piece.tensor is not None  # a matrix without padding
+                self._sources[piece.tensor].append((matrix, piece, key, lead))
+        self._refuse_unknown()
+
+    def dtype(self, tensor: str) -> str:
+        """Type of an HF tensor's values in the checkpoint; float32 when its parts differ."""
+        return widest([self._tensors[key].dtype for _, _, key, _ in self._sources[tensor]])
+
+    def pieces(self, tensor: str, rows: Span) -> list[tuple[Span, str, Lead, Span]]:
+        """What rows of an HF tensor are: (rows, counted from the first; key; leading indices; rows of the matrix)."""
+        out = []
+        for _, piece, key, lead in self._sources[tensor]:
+            a, b = max(rows[0], piece.tensor_rows[0]), min(rows[1], piece.tensor_rows[1])
+            if a < b:
+                start = piece.rows[0] + a - piece.tensor_rows[0]
+                out.append(((a - rows[0], b - rows[0]), key, lead, (start, start + b - a)))
+        return out
+
+    def chunks(self, key: str, lead: Lead) -> list[Chunk]:
+        """The chunks that hold a matrix."""
+        return self._by_lead[key][lead]
+
+    def stored_dtype(self, key: str) -> str:
+        return self._tensors[key].dtype
+
+    def _locate(self, matrix: Matrix) -> tuple[str, Lead]:
+        """The key and leading indices under which a matrix is stored, in whatever form the writer chose."""
+        expert = () if matrix.expert is None else (matrix.expert,)
+        for numbered in (matrix.key, *matrix.aliases):
+            stacked, layer = stack_key(numbered)
+            for key, lead in ((numbered, expert), (stacked, (layer, *expert) if layer is not None else None)):
+                stored = self.checkpoint.index.tensors.get(key)
+                if stored is not None and lead is not None and len(stored.shape) == len(lead) + len(matrix.shape):
+                    self._check(key, stored, matrix, lead)
+                    return key, lead
+        raise UserError(f"{self.checkpoint.url}: tensor {matrix.key} is missing; config.json asks for it.")
+
+    def _check(self, key: str, stored: StoredTensor, matrix: Matrix, lead: Lead) -> None:
+        where, found = self.checkpoint.url, stored.shape[len(lead) :]
+        experts = () if matrix.expert is None else (self.table.model.experts,)
+        counts = (self.table.model.layers, *experts) if len(lead) > len(experts) else experts
+        padded = matrix.rule.vocabulary and found[1:] == matrix.shape[1:] and found[0] >= matrix.shape[0]
+        if (found != matrix.shape and not padded) or stored.shape[: len(lead)] != counts:
+            raise UserError(
+                f"{where}: tensor {key} has shape {list(stored.shape)}; config.json asks for "
+                f"{[*counts, *matrix.shape]}."
+            )
+        if stored.dtype not in FLOATS:
+            raise UserError(f"{where}: tensor {key} is stored as {stored.dtype}; only {', '.join(FLOATS)} can be read.")
+        if key not in self._by_lead:
+            self._tensors[key] = stored
+            grouped: dict[Lead, list[Chunk]] = {}
+            for chunk in stored.chunks:
+                spans = (range(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes[: len(lead)], strict=False))
+                for index in itertools.product(*spans):
+                    grouped.setdefault(index, []).append(chunk)
+            self._by_lead[key] = grouped
+
+    def _refuse_unknown(self) -> None:
+        """Every weight of the checkpoint has a place in the model."""
+        for key in self.checkpoint.index.tensors:
+            if key in self._tensors or key.startswith("rng_state"):
+                continue
+            known = self._by_lead.keys() & set(self._aliases_of(key))
+            if not known:
+                raise UserError(
+                    f"{self.checkpoint.url}: tensor {key} is no part of the model that config.json describes; use the "
+                    f"config.json that belongs to the checkpoint."
+                )
+
+    def _aliases_of(self, key: str) -> list[str]:
+        """The other keys of what a key names; the same content is stored under several."""
+        stacked = stack_key(key)[0] == key and key.startswith("decoder.layers.")
+        lead: Lead = (0,) if stacked else ()
+        if ".experts.experts." in key:
+            lead = (*lead, 0)
+        try:
+            matrix = self.table.find(key, lead)
+        except UserError:
+            return []
+        names = (matrix.key, *matrix.aliases)
+        return [*names, *(stack_key(name)[0] for name in names)]
+
+
+class CheckpointReader:
+    """Reads rows of HF tensors. Not for several threads at once: its buffers are used again."""
+
+    def __init__(self, matrices: StoredMatrices) -> None:
+        self._matrices = matrices
+        self._folder, self._path = matrices.checkpoint.folder, matrices.checkpoint.path
+        self._buffers: dict[str, memoryview] = {}
+        self._starts: dict[Chunk, int] = {}
+
+    def dtype(self, tensor: str) -> str:
+        """Type of the rows, in safetensors' spelling."""
+        return self._matrices.dtype(tensor)
+
+    def read_rows(self, tensor: str, rows: Span) -> npt.NDArray[Any]:
+        """Rows ``[n]`` or ``[n, columns]``: float32, or the bits of 16-bit floats. Valid until the next call."""
+        shape = (rows[1] - rows[0], *self._matrices.table.tensors[tensor][1:])
+        view = self._buffer("rows", math.prod(shape) * ITEM_BYTES[self.dtype(tensor)])
+        self.read_into(tensor, rows, view)
+        return np.frombuffer(view, numpy_type(self.dtype(tensor))).reshape(shape)
+
+    def read_into(self, tensor: str, rows: Span, view: memoryview) -> None:
+        """`read_rows` into memory of exactly their size."""
+        dtype = self.dtype(tensor)
+        shape = (rows[1] - rows[0], *self._matrices.table.tensors[tensor][1:])
+        out = np.frombuffer(view, numpy_type(dtype)).reshape(shape)
+        for (first, last), key, lead, inside in self._matrices.pieces(tensor, rows):
+            stored = self._matrices.stored_dtype(key)
+            for chunk in self._matrices.chunks(key, lead):
+                self._copy(out[first:last], dtype, chunk, lead, inside, stored)
+
+    def _copy(self, out: npt.NDArray[Any], dtype: str, chunk: Chunk, lead: Lead, rows: Span, stored: str) -> None:
+        """Copy what a chunk holds of the rows of a matrix into ``out``, whose values are ``dtype``."""
+        n = len(lead)
+        top, height = chunk.offsets[n], chunk.sizes[n]
+        a, b = max(rows[0], top), min(rows[1], top + height)
+        if a >= b:
+            return
+        width = math.prod(chunk.sizes[n + 1 :])
+        row_bytes = width * ITEM_BYTES[stored]
+        before = 0
+        for index, offset, size in zip(lead, chunk.offsets, chunk.sizes, strict=False):
+            before = before * size + index - offset
+        start = self._start(chunk, stored) + (before * height + a - top) * row_bytes
+        place = out[a - rows[0] : b - rows[0]]
+        if stored == dtype and width == math.prod(out.shape[1:]):
+            self._folder.read_into(self._path + chunk.file, start, place.data.cast("B"))
+            return
+        view = self._buffer("chunk", (b - a) * row_bytes)
+        self._folder.read_into(self._path + chunk.file, start, view)
+        values = cast(np.frombuffer(view, numpy_type(stored)), stored, dtype)
+        if out.ndim == 1:
+            place[:] = values
+        else:
+            left = chunk.offsets[n + 1]
+            place[:, left : left + width] = values.reshape(b - a, width)
+
+    def _start(self, chunk: Chunk, dtype: str) -> int:
+        """Where the data of a chunk begin in its file. Raises UserError when something else is stored there."""
+        if chunk not in self._starts:
+            if len(self._starts) > 4096:
+                self._starts.clear()
+            name = self._path + chunk.file
+            where = f"{self._folder.url}/{name}"
+            head = bytearray(min(HEAD_BYTES, chunk.length))
+            self._folder.read_into(name, chunk.offset, memoryview(head))
+            span = data_span(bytes(head), chunk.length, where)
+            if span.dtype != dtype or _long_axes(span.shape) != _long_axes(chunk.sizes):
+                raise UserError(
+                    f"{where}: holds {span.dtype} {list(span.shape)} at byte {chunk.offset}, where .metadata promises "
+                    f"{dtype} {list(chunk.sizes)}; save or copy the checkpoint again."
+                )
+            self._starts[chunk] = chunk.offset + span.offset
+        return self._starts[chunk]
+
+    def _buffer(self, name: str, nbytes: int) -> memoryview:
+        if len(self._buffers.get(name, b"")) < nbytes:
+            self._buffers[name] = aligned_buffer(nbytes)
+        return self._buffers[name][:nbytes]
+
+
+def _long_axes(shape: tuple[int, ...]) -> list[int]:
+    """A shape apart from axes of length 1, which writers put in front for layers and experts."""
+    return [n for n in shape if n != 1]

@@ -1,0 +1,242 @@
+"""The bytes of output files, made on demand from a source: copied, decoded, gathered, cast or quantised."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.storage.folder import Folder
+from megatron_fleet.weights.floats import cast
+from megatron_fleet.weights.hf_folder import ITEM_BYTES
+from megatron_fleet.weights.hf_model import BLOCK, GROUP
+from megatron_fleet.weights.mapping import Span
+from megatron_fleet.weights.quant import fp8, int4
+
+STEP_BYTES = 4 << 20
+"""Bytes of source rows that are in memory at one time; quantising FP8 takes whole blocks of rows."""
+
+
+class RowReader(Protocol):
+    """Rows of HF tensors as floats: `HfReader` and `CheckpointReader`."""
+
+    def dtype(self, tensor: str) -> str: ...
+
+    def read_rows(self, tensor: str, rows: Span) -> npt.NDArray[Any]: ...
+
+
+_T = TypeVar("_T", covariant=True)
+
+
+class PerThread(Generic[_T]):
+    """One object for each thread that asks; readers use their buffers again."""
+
+    def __init__(self, make: Callable[[], _T]) -> None:
+        self._make, self._local = make, threading.local()
+
+    def __call__(self) -> _T:
+        if not hasattr(self._local, "value"):
+            self._local.value = self._make()
+        return self._local.value
+
+
+@dataclass(frozen=True, slots=True)
+class FileRange:
+    """``nbytes`` of a file, as they are."""
+
+    folder: Folder
+    file: str
+    offset: int
+    nbytes: int
+
+    def fill(self, start: int, out: memoryview) -> None:
+        self.folder.read_into(self.file, self.offset + start, out)
+
+
+class Rows:
+    """Rows made one block at a time by a function; what subclasses know is how."""
+
+    __slots__ = ("_count", "_granule", "_row_bytes")
+
+    def __init__(self, count: int, row_bytes: int, granule: int = 1) -> None:
+        """``granule``: rows that must be made together."""
+        self._count, self._row_bytes, self._granule = count, row_bytes, granule
+
+    @property
+    def nbytes(self) -> int:
+        return self._count * self._row_bytes
+
+    def make(self, rows: Span) -> npt.NDArray[Any]:
+        """The rows. ``rows`` begin at a multiple of the granule."""
+        raise NotImplementedError
+
+    def source_row_bytes(self) -> int:
+        """Bytes read for one row, to bound what is in memory."""
+        return self._row_bytes
+
+    def fill(self, start: int, out: memoryview) -> None:
+        granule, width, end = self._granule, self._row_bytes, start + len(out)
+        step = max(1, STEP_BYTES // max(1, self.source_row_bytes()) // granule) * granule
+        row, needed = start // width // granule * granule, -(-end // width)
+        while row < needed:
+            last = min(row + step, self._count, -(-needed // granule) * granule)
+            made = np.ascontiguousarray(self.make((row, last))).reshape(-1).view(np.uint8)
+            a, b = max(start, row * width), min(end, last * width)
+            out[a - start : b - start] = made[a - row * width : b - row * width].data
+            row = last
+
+
+class TensorRows(Rows):
+    """Rows of an HF tensor as floats of a type."""
+
+    __slots__ = ("_dtype", "_first", "_readers", "_tensor")
+
+    def __init__(self, readers: PerThread[RowReader], tensor: str, rows: Span, columns: int, dtype: str) -> None:
+        super().__init__(rows[1] - rows[0], columns * ITEM_BYTES[dtype])
+        self._readers, self._tensor, self._first, self._dtype = readers, tensor, rows[0], dtype
+
+    def make(self, rows: Span) -> npt.NDArray[Any]:
+        reader = self._readers()
+        values = reader.read_rows(self._tensor, (self._first + rows[0], self._first + rows[1]))
+        return cast(values, reader.dtype(self._tensor), self._dtype)
+
+
+def _bfloat16(readers: PerThread[RowReader], tensor: str, rows: Span) -> npt.NDArray[np.uint16]:
+    reader = readers()
+    return cast(reader.read_rows(tensor, rows), reader.dtype(tensor), "BF16")
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """Where the scales lie that a tensor was once quantised with."""
+
+    folder: Folder
+    file: str
+    offset: int
+    shape: tuple[int, ...]
+
+    def rows(self, rows: Span, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        row_bytes = math.prod(self.shape[1:]) * np.dtype(dtype).itemsize
+        view = memoryview(bytearray((rows[1] - rows[0]) * row_bytes))
+        self.folder.read_into(self.file, self.offset + rows[0] * row_bytes, view)
+        return np.frombuffer(view, dtype).reshape(rows[1] - rows[0], *self.shape[1:])
+
+
+class Int4Weights:
+    """A tensor quantised to INT4 groups of 32: scales are those of the source wherever they still hold the weights."""
+
+    def __init__(self, readers: PerThread[RowReader], tensor: str, shape: tuple[int, ...], hint: Hint | None) -> None:
+        self.readers, self.tensor, self.shape, self.hint = readers, tensor, shape, hint
+
+    def quantise(self, rows: Span) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint16]]:
+        """Weights and scales. Raises UserError for a weight that is no number."""
+        weights = _bfloat16(self.readers, self.tensor, rows)
+        hint = None if self.hint is None else self.hint.rows(rows, np.uint16)
+        scales, exact = int4.choose_scales(weights, hint)
+        if not exact.all() and ((scales[~exact] & 0x7F80) == 0x7F80).any():
+            raise _not_finite(self.tensor)
+        return weights, scales
+
+
+class Int4Codes(Rows):
+    """``weight_packed``."""
+
+    __slots__ = ("_weights",)
+
+    def __init__(self, weights: Int4Weights) -> None:
+        super().__init__(weights.shape[0], weights.shape[1] // 2)
+        self._weights = weights
+
+    def source_row_bytes(self) -> int:
+        return self._weights.shape[1] * 2
+
+    def make(self, rows: Span) -> npt.NDArray[Any]:
+        weights, scales = self._weights.quantise(rows)
+        packed = np.empty((rows[1] - rows[0], self._weights.shape[1] // 8), np.int32)
+        int4.quantize(weights, scales, packed)
+        return packed
+
+
+class Int4Scales(Rows):
+    """``weight_scale``."""
+
+    __slots__ = ("_weights",)
+
+    def __init__(self, weights: Int4Weights) -> None:
+        super().__init__(weights.shape[0], weights.shape[1] // GROUP * 2)
+        self._weights = weights
+
+    def source_row_bytes(self) -> int:
+        return self._weights.shape[1] * 2
+
+    def make(self, rows: Span) -> npt.NDArray[Any]:
+        return self._weights.quantise(rows)[1]
+
+
+class Fp8Weights:
+    """A tensor quantised to E4M3 with a scale for each 128×128 block, those of the source where they still hold it."""
+
+    def __init__(
+        self, readers: PerThread[RowReader], tensor: str, shape: tuple[int, ...], hint: Hint | None, power_of_two: bool
+    ) -> None:
+        self.readers, self.tensor, self.shape, self.hint = readers, tensor, shape, hint
+        self._power_of_two = power_of_two
+
+    def quantise(self, blocks: Span) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.float32]]:
+        """Weights and scales of some rows of blocks. Raises UserError for a weight that is no number."""
+        rows = blocks[0] * BLOCK, min(blocks[1] * BLOCK, self.shape[0])
+        weights = _bfloat16(self.readers, self.tensor, rows)
+        if self.hint is None:
+            scales = fp8.block_scales(weights, power_of_two=self._power_of_two)
+        else:
+            hint = self.hint.rows(blocks, np.float32)
+            scales, _ = fp8.choose_scales(weights, hint, power_of_two=self._power_of_two)
+        if not np.isfinite(scales).all():
+            raise _not_finite(self.tensor)
+        return weights, scales
+
+
+class Fp8Codes(Rows):
+    """``weight`` in E4M3."""
+
+    __slots__ = ("_weights",)
+
+    def __init__(self, weights: Fp8Weights) -> None:
+        super().__init__(weights.shape[0], weights.shape[1], granule=BLOCK)
+        self._weights = weights
+
+    def source_row_bytes(self) -> int:
+        return self._weights.shape[1] * 2
+
+    def make(self, rows: Span) -> npt.NDArray[Any]:
+        weights, scales = self._weights.quantise((rows[0] // BLOCK, -(-rows[1] // BLOCK)))
+        codes = np.empty(weights.shape, np.uint8)
+        fp8.quantize(weights, scales, codes)
+        return codes
+
+
+class Fp8Scales(Rows):
+    """``weight_scale_inv``; a row of it is a row of blocks."""
+
+    __slots__ = ("_weights",)
+
+    def __init__(self, weights: Fp8Weights) -> None:
+        rows, columns = fp8.scale_shape(*weights.shape)
+        super().__init__(rows, columns * 4)
+        self._weights = weights
+
+    def source_row_bytes(self) -> int:
+        return self._weights.shape[1] * 2 * BLOCK
+
+    def make(self, rows: Span) -> npt.NDArray[Any]:
+        return self._weights.quantise(rows)[1]
+
+
+def _not_finite(tensor: str) -> UserError:
+    return UserError(f"{tensor}: holds NaN or infinity, which no quantised form has; was the training run healthy?")

@@ -1,0 +1,225 @@
+"""Carry out a plan: several threads, bounded memory, resumable, finished atomically."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import queue
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.storage.folder import PART, FileWriter, Folder, aligned_buffer
+from megatron_fleet.storage.open import open_folder, open_staging
+from megatron_fleet.storage.staging import Staging
+from megatron_fleet.weights.convert.plan import JOURNAL, Checksum, OutputFile, Plan, windows
+
+ATTEMPTS = 5
+"""Of completing a folder that others are completing too."""
+
+
+class Progress(Protocol):
+    """Told what is being done and, byte by byte, how far it is."""
+
+    def start(self, what: str, total: int, done: int = 0) -> None: ...
+
+    def advance(self, nbytes: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Part ``index`` of ``count`` of a conversion's files; several machines may each do one."""
+
+    index: int = 0
+    count: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Share:
+        """``2/8``: the second of eight. Raises UserError."""
+        index, slash, count = text.partition("/")
+        if not (slash and index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
+            raise UserError(f"--shard {text}: give I/N with 1 ≤ I ≤ N, for example 1/8.")
+        return cls(int(index) - 1, int(count))
+
+
+def execute(plan: Plan, out: str, workers: int, share: Share, progress: Progress) -> bool:
+    """Write a plan's files to a folder that appears whole or not at all.
+
+    Files that an earlier run of the same plan finished are not made again. Whichever run finds all files finished
+    completes the folder, so runs on several machines need not know of each other; several may even do the same share.
+
+    Args:
+        out: local path or ``s3://`` address; must not exist.
+        workers: threads; each needs about 30 MB, more where rows are very wide.
+
+    Returns:
+        Whether the output is complete; ``False`` when other shares are still to be done.
+
+    Raises:
+        UserError: ``out`` exists, another conversion into it is unfinished, the source is not what its manifest says,
+            or a disk or store refuses.
+    """
+    staging = open_staging(out, plan.marker)
+    if is_complete(staging, plan):
+        return True
+    for attempt in range(ATTEMPTS):
+        try:
+            return _execute(staging, plan, workers, share, progress)
+        except UserError:
+            # Another process that finishes the folder takes it away from under this one.
+            finishing = _all_finished(staging, plan) and attempt + 1 < ATTEMPTS
+            if is_complete(staging, plan):
+                break
+            if not finishing:
+                raise
+            time.sleep(0.1 * attempt)
+    staging.publish(plan.marker_data)
+    return True
+
+
+def _all_finished(staging: Staging, plan: Plan) -> bool:
+    finished = staging.folder.sizes()
+    return all(finished.get(file.name) == file.size for file in plan.files)
+
+
+def _execute(staging: Staging, plan: Plan, workers: int, share: Share, progress: Progress) -> bool:
+    claim(staging, plan)
+    check_sources(plan.checksums[share.index :: share.count], workers, progress)
+    finished = staging.folder.sizes()
+    mine = plan.files[share.index :: share.count]
+    done = sum(file.size for file in mine if finished.get(file.name) == file.size)
+    progress.start(staging.url, sum(file.size for file in mine), done)
+    for file in mine:
+        if staging.exists():
+            break
+        if finished.get(file.name) != file.size:
+            write_file(staging.folder, file, workers, progress)
+    if not _all_finished(staging, plan) and not staging.exists():
+        return False
+    if not staging.exists():
+        claim(staging, plan)
+        for name, data in plan.small.items():
+            staging.folder.write(name, data)
+    staging.publish(plan.marker_data)
+    return True
+
+
+def is_complete(staging: Staging, plan: Plan) -> bool:
+    """Whether this very conversion is finished already. Raises UserError when something else is in its place."""
+    if not staging.exists():
+        return False
+    with suppress(UserError, ValueError, KeyError, TypeError):
+        if json.loads(open_folder(staging.url).read(JOURNAL))["fingerprint"] == plan.fingerprint():
+            return True
+    raise UserError(f"{staging.url}: exists already; name another folder or remove it.")
+
+
+def claim(staging: Staging, plan: Plan) -> None:
+    """Write the journal, or check that the one that is there is of this plan.
+
+    Raises:
+        UserError: another conversion is unfinished there, or files that are of none.
+    """
+    fingerprint = plan.fingerprint()
+    sizes = staging.folder.sizes()
+    if JOURNAL not in sizes:
+        if sizes:
+            raise UserError(
+                f"{staging.folder.url}: holds {next(iter(sizes))} already; name another folder or remove it."
+            )
+        journal = {"source": plan.source, "fingerprint": fingerprint, **plan.identity}
+        staging.folder.write(JOURNAL, (json.dumps(journal, indent=2) + "\n").encode())
+        return
+    try:
+        found = json.loads(staging.folder.read(JOURNAL))
+        same, source = found["fingerprint"] == fingerprint, found["source"]
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{staging.folder.join(JOURNAL)}: malformed; remove {staging.folder.url}.") from None
+    if not same:
+        raise UserError(
+            f"{staging.folder.url}: an unfinished conversion of {source} with other settings or another source is "
+            f"there; remove it, or finish it with its own command."
+        )
+
+
+def check_sources(checksums: Sequence[Checksum], workers: int, progress: Progress) -> None:
+    """Compare files with their SHA-256. Raises UserError for the first one that differs."""
+    if not checksums:
+        return
+    progress.start("checking the source", sum(c.nbytes for c in checksums))
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(lambda c: _check_source(c, progress), checksums))
+
+
+def _check_source(expected: Checksum, progress: Progress) -> None:
+    digest = hashlib.sha256()
+    buffer = aligned_buffer(min(PART, expected.nbytes))
+    for offset, length in windows(expected.nbytes, PART):
+        expected.folder.read_into(expected.name, offset, buffer[:length])
+        digest.update(buffer[:length])
+        progress.advance(length)
+    if digest.hexdigest() != expected.sha256:
+        raise UserError(
+            f"{expected.folder.join(expected.name)}: is damaged, its SHA-256 is not that of the checkpoint's manifest; "
+            f"use another checkpoint."
+        )
+
+
+def write_file(folder: Folder, file: OutputFile, workers: int, progress: Progress) -> None:
+    """Make one file with several threads."""
+    writer = folder.create(file.name, file.size)
+    try:
+        _fill(writer, file, workers, progress)
+        writer.commit()
+    except BaseException:
+        writer.abort()
+        raise
+
+
+def _fill(writer: FileWriter, file: OutputFile, workers: int, progress: Progress) -> None:
+    todo: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+    parts = list(windows(file.size, writer.part))
+    for window in parts:
+        todo.put(window)
+    errors: list[BaseException] = []
+    stop = threading.Event()
+
+    def work() -> None:
+        buffer = aligned_buffer(min(writer.part, file.size))
+        try:
+            for offset, length in _drain(todo, stop):
+                file.fill(offset, buffer[:length])
+                writer.write_at(offset, buffer[:length])
+                progress.advance(length)
+        except BaseException as error:
+            errors.append(error)
+            stop.set()
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(workers, len(parts)))]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    except BaseException:
+        # Ctrl-C: nobody may be writing any more when the file is given up.
+        stop.set()
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
+        raise
+    if errors:
+        raise errors[0]
+
+
+def _drain(todo: queue.SimpleQueue[tuple[int, int]], stop: threading.Event) -> Iterator[tuple[int, int]]:
+    while not stop.is_set():
+        try:
+            yield todo.get_nowait()
+        except queue.Empty:
+            return

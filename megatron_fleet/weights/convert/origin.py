@@ -1,0 +1,97 @@
+"""What is known of a checkpoint from where it lies: the template that it keeps, the run that it belongs to."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.storage.folder import Folder
+from megatron_fleet.storage.open import open_folder
+from megatron_fleet.weights.checkpoint_reader import Checkpoint
+from megatron_fleet.weights.convert.plan import Checksum
+from megatron_fleet.weights.convert.template import KEPT, LAYOUT, Template, open_template
+
+RUN_CONFIG = "config.json"
+MANIFEST = "manifest.json"
+"""The checkpoints of a run of this project have one; it lists their files with sizes and SHA-256."""
+
+
+def above(url: str, levels: int) -> str:
+    """The folder so many levels above an address."""
+    for _ in range(levels):
+        url = url.rstrip("/").rpartition("/")[0] if "://" in url else os.path.dirname(os.path.abspath(url))
+    return url
+
+
+def kept_template(checkpoint: Checkpoint) -> Folder | None:
+    """The ``hf/`` that a conversion left beside a checkpoint's weights; ``None`` when there is none."""
+    for url in (checkpoint.folder.url, above(checkpoint.folder.url, 1)):
+        folder = open_folder(f"{url.rstrip('/')}/{KEPT}")
+        if LAYOUT in folder.sizes():
+            return folder
+    return None
+
+
+def find_template(checkpoint: Checkpoint, given: Folder | Path | str | None) -> Template:
+    """What says which model a checkpoint is: ``given``, what the checkpoint keeps, or the model of its run.
+
+    Raises:
+        UserError: none of them is there, or it is no HF folder.
+    """
+    prediction = any(key.startswith("mtp.") for key in checkpoint.index.tensors)
+    if given is not None:
+        return open_template(given, prediction=prediction)
+    kept = kept_template(checkpoint)
+    if kept is not None:
+        return open_template(kept, prediction=prediction)
+    path = _model_of_run(checkpoint)
+    if path and open_folder(path).sizes():
+        return open_template(path, prediction=prediction)
+    began = f" ({path}, which its run began with, is not there)" if path else ""
+    raise UserError(
+        f"{checkpoint.url}: does not say which model it is{began}; give --template with the HF folder that training "
+        f"began with."
+    )
+
+
+def _model_of_run(checkpoint: Checkpoint) -> str | None:
+    """``model.path`` of the resolved configuration two levels above a run's ``checkpoints/step_…``."""
+    if MANIFEST not in checkpoint.sizes:
+        return None
+    folder = open_folder(above(checkpoint.url, 2))
+    try:
+        path = json.loads(folder.read(RUN_CONFIG))["model"]["path"]
+    except (UserError, ValueError, KeyError, TypeError):
+        return None
+    return path if isinstance(path, str) else None
+
+
+def checksums(checkpoint: Checkpoint) -> tuple[Checksum, ...]:
+    """What the manifest of a run's checkpoint says of its files; nothing where there is none.
+
+    Raises:
+        UserError: the manifest cannot be read, or a file is missing or has another size.
+    """
+    if MANIFEST not in checkpoint.sizes:
+        return ()
+    where = f"{checkpoint.url}/{MANIFEST}"
+    try:
+        files = json.loads(checkpoint.read(MANIFEST))["files"]
+        listed = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise UserError(f"{where}: malformed; use another checkpoint.") from None
+    for name, (nbytes, _) in listed.items():
+        if name not in checkpoint.sizes:
+            raise UserError(
+                f"{checkpoint.url}/{name}: is missing although {MANIFEST} lists it; use another checkpoint."
+            )
+        if checkpoint.sizes[name] != nbytes:
+            raise UserError(
+                f"{checkpoint.url}/{name}: has {checkpoint.sizes[name]} bytes, {MANIFEST} says {nbytes}; use another "
+                f"checkpoint."
+            )
+    return tuple(
+        Checksum(checkpoint.folder, checkpoint.path + name, nbytes, sha256) for name, (nbytes, sha256) in listed.items()
+    )

@@ -1,0 +1,73 @@
+"""A line that says how far a conversion is: bytes, bytes per second, time left."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from typing import TextIO
+
+INTERVAL_S = 10.0
+"""Between two lines where nobody watches, as in the log of a batch job."""
+
+
+class ProgressLine:
+    """Redraws one line on a terminal, and now and then adds one elsewhere. Threads may advance it.
+
+    Used by ``with``, which ends the line.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._what, self._stream = "", stream or sys.stderr
+        self._watched = self._stream.isatty()
+        self._lock = threading.Lock()
+        self._total = self._done = self._before = 0
+        self._started = self._shown = time.monotonic()
+
+    def __enter__(self) -> ProgressLine:
+        return self
+
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        self._end(whole=failed is None)
+
+    def start(self, what: str, total: int, done: int = 0) -> None:
+        """Begin. ``done``: bytes of ``total`` that an earlier run made."""
+        self._end(whole=True)
+        with self._lock:
+            self._what, self._total, self._done, self._before = what, total, done, done
+            self._started = self._shown = time.monotonic()
+
+    def advance(self, nbytes: int) -> None:
+        """Count bytes."""
+        with self._lock:
+            self._done += nbytes
+            now = time.monotonic()
+            if now - self._shown >= (0.1 if self._watched else INTERVAL_S):
+                self._shown = now
+                self._show(now)
+
+    def _end(self, whole: bool) -> None:
+        """The last state of what was begun, and the end of its line; after a failure only the latter."""
+        with self._lock:
+            if not self._what:
+                return
+            if whole:
+                self._show(time.monotonic())
+            if self._watched:
+                print(file=self._stream, flush=True)
+            self._what = ""
+
+    def _show(self, now: float) -> None:
+        seconds = max(now - self._started, 1e-9)
+        rate = (self._done - self._before) / seconds
+        left = f"{(self._total - self._done) / rate:.0f} s left" if rate else ""
+        share = 100 * self._done / self._total if self._total else 100
+        unit, name = (1e9, "GB") if self._total >= 1e9 else (1e6, "MB")
+        text = (
+            f"{self._what}: {self._done / unit:.2f} of {self._total / unit:.2f} {name} ({share:.0f} %), "
+            f"{rate / unit:.2f} {name}/s, {left if self._done < self._total else f'{seconds:.1f} s'}"
+        )
+        if self._watched:
+            print(f"\r\x1b[2K{text}", end="", file=self._stream, flush=True)
+        else:
+            print(text, file=self._stream, flush=True)

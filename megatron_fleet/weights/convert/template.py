@@ -1,0 +1,169 @@
+"""What makes the way back from Megatron exact: how the files of an HF folder are laid out, and what Megatron has not.
+
+A converted checkpoint keeps it beside its weights in ``hf/``: config, tokenizer and the like; the header of every
+safetensors file; and the bytes of the tensors that Megatron does not hold: vision towers, stale buffers, and the scales
+of quantised weights. An HF folder itself serves as well.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.storage.folder import Folder
+from megatron_fleet.storage.open import open_folder
+from megatron_fleet.weights.convert.content import FileRange
+from megatron_fleet.weights.convert.plan import JOURNAL, Bytes, OutputFile
+from megatron_fleet.weights.hf_folder import (
+    INDEX,
+    StoredTensor,
+    as_folder,
+    companions,
+    parse_header,
+    read_config,
+    read_header,
+    read_header_bytes,
+)
+from megatron_fleet.weights.hf_model import Fp8, HfModel, Int4, check_stored, make_table, open_model
+
+KEPT = "hf/"
+"""Where a converted checkpoint has it."""
+LAYOUT = "safetensors_layout.json"
+CARRIED_BYTES = 4 << 30
+"""Most bytes of a file of carried tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """How an HF folder looks.
+
+    Attributes:
+        model: its tensors as its headers declare them; the data need not be there.
+        headers: file → length and JSON of the header, the bytes before the data.
+        carried: tensor → folder and place of its bytes.
+        companions: small files by name, the index among them.
+    """
+
+    model: HfModel
+    headers: Mapping[str, bytes]
+    carried: Mapping[str, tuple[Folder, StoredTensor]]
+    companions: Mapping[str, bytes]
+
+
+def open_template(place: Folder | Path | str, *, prediction: bool = True) -> Template:
+    """An HF folder, a converted checkpoint or its ``hf/``.
+
+    Args:
+        prediction: whether the checkpoint has the model's prediction layers; else the template's are carried.
+
+    Raises:
+        UserError: it is neither.
+    """
+    folder = as_folder(place)
+    sizes = folder.sizes()
+    if LAYOUT in sizes:
+        return _open_layout(folder, sizes, prediction)
+    if KEPT + LAYOUT in sizes:
+        return open_template(open_folder(f"{folder.url.rstrip('/')}/{KEPT}"), prediction=prediction)
+    return template_of(open_model(folder, prediction=prediction))
+
+
+def template_of(model: HfModel) -> Template:
+    """An HF folder that is open already."""
+    folder, sizes = model.folder, model.folder.sizes()
+    files = sorted({stored.file for stored in model.stored.values()})
+    headers = {name: read_header_bytes(folder, name, sizes[name]) for name in files}
+    small = {name: data for name, data in companions(folder).items() if name != JOURNAL}
+    if INDEX in sizes:
+        small[INDEX] = folder.read(INDEX)
+    carried = {name: (folder, model.stored[name]) for name in _not_in_megatron(model)}
+    return Template(model, headers, carried, small)
+
+
+def _open_layout(folder: Folder, sizes: Mapping[str, int], prediction: bool) -> Template:
+    headers, files = _read_layout(folder)
+    stored = {name: entry for file, header in headers.items() for name, entry in parse_header(file, header).items()}
+    carried: dict[str, tuple[Folder, StoredTensor]] = {}
+    for name in files:
+        if name not in sizes:
+            raise UserError(f"{folder.url}/{name}: missing although {LAYOUT} lists it; copy the checkpoint again.")
+        carried |= {tensor: (folder, entry) for tensor, entry in read_header(folder, name, sizes[name]).items()}
+    config = read_config(folder)
+    model = check_stored(folder, config, make_table(config, stored, prediction), stored)
+    skip = {LAYOUT, *files}
+    small = {name: folder.read(name) for name in sizes if name not in skip and "/" not in name}
+    return Template(model, headers, carried, small)
+
+
+def _read_layout(folder: Folder) -> tuple[dict[str, bytes], list[str]]:
+    """Headers by file, and the files of carried tensors."""
+    try:
+        layout = json.loads(folder.read(LAYOUT))
+        headers = {str(name): base64.b64decode(text, validate=True) for name, text in layout["headers"].items()}
+        for name, header in headers.items():
+            parse_header(name, header)
+        return headers, [str(name) for name in layout["carried"]]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        raise UserError(f"{folder.url}/{LAYOUT}: malformed ({e}); copy the checkpoint again.") from None
+
+
+def _not_in_megatron(model: HfModel) -> list[str]:
+    """Carried tensors, and the scales of quantised ones."""
+    names = {id(stored): name for name, stored in model.stored.items()}
+    scales = [
+        names[id(part)]
+        for encoding in model.encodings.values()
+        if isinstance(encoding, Fp8 | Int4)
+        for part in encoding.parts[1:]
+    ]
+    return [*model.carried, *scales]
+
+
+def plan_template(model: HfModel) -> tuple[list[OutputFile], dict[str, bytes]]:
+    """Big and small files of ``hf/`` for a folder."""
+    template = template_of(model)
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name in sorted(template.carried, key=lambda n: (template.carried[n][1].file, template.carried[n][1].offset)):
+        nbytes = template.carried[name][1].nbytes
+        if groups[-1] and size + nbytes > CARRIED_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += nbytes
+    files = [
+        _carried_file(f"carried-{k:05d}.safetensors", names, template) for k, names in enumerate(groups, 1) if names
+    ]
+    layout = {
+        "headers": {name: base64.b64encode(data).decode() for name, data in template.headers.items()},
+        "carried": [file.name for file in files],
+    }
+    return files, {**template.companions, LAYOUT: json.dumps(layout).encode()}
+
+
+def _carried_file(name: str, tensors: list[str], template: Template) -> OutputFile:
+    entries: dict[str, Any] = {}
+    at = 0
+    for tensor in tensors:
+        _, stored = template.carried[tensor]
+        span = [at, at + stored.nbytes]
+        entries[tensor] = {"dtype": stored.dtype, "shape": list(stored.shape), "data_offsets": span}
+        at += stored.nbytes
+    file = OutputFile(name)
+    file.append(Bytes(safetensors_header(entries)))
+    for tensor in tensors:
+        folder, stored = template.carried[tensor]
+        file.append(FileRange(folder, stored.file, stored.offset, stored.nbytes))
+    return file
+
+
+def safetensors_header(entries: Mapping[str, Any]) -> bytes:
+    """Length and JSON of a safetensors header, padded to a multiple of 8 as the format's own writer does."""
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

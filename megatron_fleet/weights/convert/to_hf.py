@@ -1,0 +1,243 @@
+"""Plan: Megatron ``torch_dist`` checkpoint → HF folder, laid out and quantised as a template is."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.storage.folder import Folder
+from megatron_fleet.weights.checkpoint_reader import Checkpoint, CheckpointReader, StoredMatrices
+from megatron_fleet.weights.convert.content import (
+    FileRange,
+    Fp8Codes,
+    Fp8Scales,
+    Fp8Weights,
+    Hint,
+    Int4Codes,
+    Int4Scales,
+    Int4Weights,
+    PerThread,
+    TensorRows,
+)
+from megatron_fleet.weights.convert.origin import checksums, find_template
+from megatron_fleet.weights.convert.plan import Bytes, Content, OutputFile, Plan
+from megatron_fleet.weights.convert.template import Template, safetensors_header
+from megatron_fleet.weights.hf_config import architecture_of, text_config
+from megatron_fleet.weights.hf_folder import INDEX, ITEM_BYTES, SINGLE, StoredTensor, parse_header
+from megatron_fleet.weights.hf_model import Encoding, Int4, Plain
+
+SHARD_BYTES = 5_000_000_000
+"""Largest safetensors file of a new layout, the size the hub's own tools use."""
+DTYPE_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+MARKER = "config.json"
+
+
+def plan_to_hf(place: Folder | Path | str, template: Folder | Path | str | None, dtype: str | None = None) -> Plan:
+    """The conversion of a checkpoint.
+
+    Args:
+        template: HF folder of the model; ``None``: what the checkpoint keeps of the one it came from, or the folder
+            that its run began with.
+        dtype: ``None`` reproduces the template's files, types and quantised forms; ``BF16``, ``F16`` or ``F32`` stores
+            all weights but routers' biases as that type, in files of 5 GB.
+
+    Raises:
+        UserError: checkpoint and template do not fit, or there is no template.
+    """
+    checkpoint = Checkpoint(place)
+    found = find_template(checkpoint, template)
+    matrices = StoredMatrices(checkpoint, found.model.table)
+    readers = PerThread(lambda: CheckpointReader(matrices))
+    small = {name: data for name, data in found.companions.items() if name != MARKER}
+    if dtype is None:
+        contents = _TemplateContents(found, readers)
+        files = [_file(name, header, contents.get) for name, header in sorted(found.headers.items())]
+        config = found.companions[MARKER]
+    else:
+        files, index = _new_layout(found, readers, dtype)
+        small = {name: data for name, data in small.items() if name != INDEX} | index
+        config = _plain_config(found, dtype)
+    identity = {"to": "hf", "dtype": dtype or "template", "source_sha256": _digest(checkpoint, found)}
+    return Plan(files, small, MARKER, config, identity, checkpoint.url, checksums(checkpoint))
+
+
+def _digest(checkpoint: Checkpoint, template: Template) -> str:
+    digest = hashlib.sha256()
+    for key, tensor in sorted(checkpoint.index.tensors.items()):
+        digest.update(f"{key} {tensor}\n".encode())
+    for name, header in sorted(template.headers.items()):
+        digest.update(name.encode() + header)
+    return digest.hexdigest()
+
+
+def _file(name: str, header: bytes, content: Callable[[str, StoredTensor], Content]) -> OutputFile:
+    """A safetensors file whose header is given."""
+    file = OutputFile(name)
+    file.append(Bytes(header))
+    for tensor, stored in parse_header(name, header).items():
+        made = content(tensor, stored)
+        assert made.nbytes == stored.nbytes, tensor
+        file.append(made)
+    return file
+
+
+class CopiedRows(TensorRows):
+    """A whole tensor that the checkpoint has in the type that is wanted: its rows are read to where they go."""
+
+    __slots__ = ("_checkpoint",)
+
+    def __init__(self, readers: PerThread[CheckpointReader], tensor: str, count: int, columns: int, dtype: str) -> None:
+        super().__init__(readers, tensor, (0, count), columns, dtype)
+        self._checkpoint = readers
+
+    def fill(self, start: int, out: memoryview) -> None:
+        width, end = self._row_bytes, start + len(out)
+        first, last = -(-start // width), end // width
+        if first >= last:
+            super().fill(start, out)
+            return
+        a, b = first * width - start, last * width - start
+        super().fill(start, out[:a])
+        self._checkpoint().read_into(self._tensor, (first, last), out[a:b])
+        super().fill(last * width, out[b:])
+
+
+class _TemplateContents:
+    """What each tensor of a template's files consists of."""
+
+    def __init__(self, template: Template, readers: PerThread[CheckpointReader]) -> None:
+        self._template, self._readers = template, readers
+        self._table = template.model.table
+        self._parts = self._find_parts(template.model.encodings)
+
+    def get(self, name: str, stored: StoredTensor) -> Content:
+        """Content of one stored tensor. Raises UserError when neither checkpoint nor template has it."""
+        if name in self._parts:
+            return self._parts[name]()
+        if name in self._table.repeated:
+            return self.rows(self._table.repeated[name], stored.dtype)
+        if name in self._template.carried:
+            folder, place = self._template.carried[name]
+            return FileRange(folder, place.file, place.offset, place.nbytes)
+        raise UserError(f"{self._template.model.folder.url}: the bytes of tensor {name} are missing; give --template.")
+
+    def _find_parts(self, encodings: Mapping[str, Encoding]) -> dict[str, Callable[[], Content]]:
+        """Stored tensor → how to make its content."""
+        names = {id(stored): name for name, stored in self._template.model.stored.items()}
+        parts: dict[str, Callable[[], Content]] = {}
+        for tensor, encoding in encodings.items():
+            if isinstance(encoding, Plain):
+                parts[tensor] = partial(self.rows, tensor, encoding.stored.dtype)
+                continue
+            codes, scales = (names[id(part)] for part in encoding.parts[:2])
+            if isinstance(encoding, Int4):
+                int4 = Int4Weights(self._readers, tensor, self._table.tensors[tensor], self._hint(scales))
+                parts |= {codes: partial(Int4Codes, int4), scales: partial(Int4Scales, int4)}
+            else:
+                power_of_two = _power_of_two(self._template.model.config)
+                fp8 = Fp8Weights(self._readers, tensor, self._table.tensors[tensor], self._hint(scales), power_of_two)
+                parts |= {codes: partial(Fp8Codes, fp8), scales: partial(Fp8Scales, fp8)}
+        return parts
+
+    def rows(self, tensor: str, dtype: str) -> TensorRows:
+        """A whole tensor as floats."""
+        shape = self._table.tensors[tensor]
+        if self._readers().dtype(tensor) == dtype:
+            return CopiedRows(self._readers, tensor, shape[0], math.prod(shape[1:]), dtype)
+        return TensorRows(self._readers, tensor, (0, shape[0]), math.prod(shape[1:]), dtype)
+
+    def _hint(self, scales: str) -> Hint | None:
+        if scales not in self._template.carried:
+            return None
+        folder, place = self._template.carried[scales]
+        return Hint(folder, place.file, place.offset, place.shape)
+
+
+def _power_of_two(config: Mapping[str, Any]) -> bool:
+    text = text_config(config, architecture_of(config))
+    declared = config.get("quantization_config") or text.get("quantization_config") or {}
+    return declared.get("scale_fmt") == "ue8m0"
+
+
+def _new_layout(
+    template: Template, readers: PerThread[CheckpointReader], dtype: str
+) -> tuple[list[OutputFile], dict[str, bytes]]:
+    """All weights as one type, carried tensors as they are, in files of at most ``SHARD_BYTES``."""
+    contents = _TemplateContents(template, readers)
+    table = template.model.table
+    types = dict.fromkeys(table.tensors, dtype) | _kept_types(template)
+    tensors: dict[str, tuple[str, tuple[int, ...], Content]] = {
+        name: (types[name], shape, contents.rows(name, types[name])) for name, shape in table.tensors.items()
+    }
+    stored_copies = (name for name in table.repeated if name in template.model.stored)
+    tensors |= {
+        name: (dtype, table.tensors[table.repeated[name]], contents.rows(table.repeated[name], dtype))
+        for name in stored_copies
+    }
+    for name in template.model.carried:
+        stored = template.model.stored[name]
+        tensors[name] = (stored.dtype, stored.shape, contents.get(name, stored))
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, (_, _, content) in tensors.items():
+        if groups[-1] and size + content.nbytes > SHARD_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += content.nbytes
+    count = len(groups)
+    names = [SINGLE] if count == 1 else [f"model-{k:05d}-of-{count:05d}.safetensors" for k in range(1, count + 1)]
+    files = [_plain_file(name, group, tensors) for name, group in zip(names, groups, strict=True)]
+    if count == 1:
+        return files, {}
+    weight_map = {tensor: name for name, group in zip(names, groups, strict=True) for tensor in group}
+    total = sum(content.nbytes for _, _, content in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    return files, {INDEX: (json.dumps(index, indent=2) + "\n").encode()}
+
+
+def _kept_types(template: Template) -> dict[str, str]:
+    """Tensors that stay as the template has them: a router's bias of another precision chooses other experts."""
+    return {
+        piece.tensor: encoding.stored.dtype
+        for matrix in template.model.table.matrices()
+        if matrix.rule.float32
+        for piece in matrix.pieces
+        if piece.tensor is not None and isinstance(encoding := template.model.encodings[piece.tensor], Plain)
+    }
+
+
+def _plain_file(name: str, group: list[str], tensors: Mapping[str, tuple[str, tuple[int, ...], Content]]) -> OutputFile:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    # Wide types first keeps every tensor aligned to its type.
+    ordered = sorted(group, key=lambda n: -ITEM_BYTES[tensors[n][0]])
+    for tensor in ordered:
+        dtype, shape, content = tensors[tensor]
+        entries[tensor] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + content.nbytes]}
+        at += content.nbytes
+    file = OutputFile(name)
+    file.append(Bytes(safetensors_header(entries)))
+    for tensor in ordered:
+        file.append(tensors[tensor][2])
+    return file
+
+
+def _plain_config(template: Template, dtype: str) -> bytes:
+    """``config.json`` for weights of one type that are not quantised."""
+    config = json.loads(template.companions[MARKER])
+    text = architecture_of(config).text
+    for part in (config, config[text] if text else {}):
+        part.pop("quantization_config", None)
+        for key in ("dtype", "torch_dtype"):
+            if key in part:
+                part[key] = DTYPE_NAMES[dtype]
+    if "dtype" not in config and "torch_dtype" not in config:
+        config["torch_dtype"] = DTYPE_NAMES[dtype]
+    return (json.dumps(config, indent=2) + "\n").encode()

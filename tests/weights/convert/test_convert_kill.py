@@ -1,0 +1,110 @@
+"""Killed at any moment, a conversion is taken up again and ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import time
+
+import pytest
+
+pytest.importorskip("torch")
+
+import numpy as np
+from convert_helpers import command, files, mfleet
+from tiny_configs import raw_config
+
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.weights.convert.inspect import inspect
+from megatron_fleet.weights.convert.template import safetensors_header
+from megatron_fleet.weights.convert.verify import open_side
+from megatron_fleet.weights.mapping import WeightTable
+
+KILLS = 50
+FEW_FILES = """
+import sys
+from megatron_fleet import cli
+from megatron_fleet.weights.convert import to_megatron
+to_megatron.FILE_BYTES = 4 << 20
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def write_model(folder, vocab=12_000, width=512, layers=6):
+    """A Qwen3 of random bytes, tens of megabytes in files of a few."""
+    folder.mkdir()
+    config = raw_config("qwen3", "v4") | {
+        "vocab_size": vocab,
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": layers,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
+    tensors = WeightTable(config).tensors
+    random_bytes = np.random.default_rng(0)
+    groups = [list(tensors)[k::5] for k in range(5)]
+    weight_map = {}
+    for k, names in enumerate(groups):
+        name, at, entries = f"model-{k + 1:05d}-of-00005.safetensors", 0, {}
+        for tensor in names:
+            size = 2 * int(np.prod(tensors[tensor]))
+            span = [at, at + size]
+            entries[tensor] = {"dtype": "BF16", "shape": list(tensors[tensor]), "data_offsets": span}
+            at += size
+            weight_map[tensor] = name
+        (folder / name).write_bytes(safetensors_header(entries) + random_bytes.bytes(at))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+def not_accepted(place):
+    """Neither side of the tools takes what is there for a model or a checkpoint."""
+    for look in (inspect, open_side):
+        with pytest.raises(UserError):
+            look(str(place))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("direction", ["to-megatron", "to-hf"])
+def test_kill_and_run_again(direction, tmp_path):
+    source = write_model(tmp_path / "hf")
+    if direction == "to-hf":
+        assert mfleet("to-megatron", source, tmp_path / "mg", program=FEW_FILES).returncode == 0
+        source = tmp_path / "mg"
+    started = time.monotonic()
+    assert mfleet(direction, source, tmp_path / "whole", program=FEW_FILES).returncode == 0
+    duration = time.monotonic() - started
+    expected = files(tmp_path / "whole")
+    moments = random.Random(direction)
+    unfinished = resumed = 0
+    out = tmp_path / "out"
+    for _ in range(KILLS // 2):
+        process = subprocess.Popen(
+            command(direction, source, out, program=FEW_FILES), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        )
+        time.sleep(moments.uniform(0, duration))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        if out.exists():
+            assert files(out) == expected
+        else:
+            unfinished += 1
+            partial = tmp_path / ".out.partial"
+            resumed += partial.exists() and len(list(partial.rglob("*"))) > 2
+            not_accepted(out)
+        done = mfleet(direction, source, out, program=FEW_FILES)
+        assert (done.returncode, done.stdout) == (0, f"{out}: complete\n"), done.stderr
+        assert files(out) == expected
+        assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(".")) == []
+        clear(out)
+    # The moments were spread well enough to mean something.
+    assert unfinished > KILLS // 4 and resumed > 2
+
+
+def clear(folder):
+    import shutil
+
+    shutil.rmtree(folder)

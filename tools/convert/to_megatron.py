@@ -1,0 +1,8 @@
+"""`mfleet convert to-megatron` as a script."""
+
+import sys
+
+from megatron_fleet.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["convert", "to-megatron", *sys.argv[1:]]))
