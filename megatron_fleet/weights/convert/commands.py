@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import os
@@ -123,6 +124,7 @@ def _to_megatron(args: argparse.Namespace) -> int:
     from megatron_fleet.weights.convert.to_megatron import plan_to_megatron
     from megatron_fleet.weights.hf_model import open_model
 
+    gc.disable()  # see _to_hf
     numbered = {"auto": None, "stacked": False, "numbered": True}[args.layer_keys]
     return _run(plan_to_megatron(open_model(args.hf_dir), numbered), args)
 
@@ -130,6 +132,8 @@ def _to_megatron(args: argparse.Namespace) -> int:
 def _to_hf(args: argparse.Namespace) -> int:
     from megatron_fleet.weights.convert.to_hf import DTYPE_NAMES, plan_to_hf
 
+    # A plan is up to a million small objects that all stay: looking for cycles among them takes as long as making them.
+    gc.disable()
     dtype = {name: stored for stored, name in DTYPE_NAMES.items()}.get(args.dtype)
     return _run(plan_to_hf(args.checkpoint, args.template, dtype), args)
 

@@ -72,7 +72,9 @@ def execute(plan: Plan, out: str, workers: int, share: Share, progress: Progress
             return _execute(staging, plan, workers, share, progress)
         except UserError:
             # Another process that finishes the folder takes it away from under this one.
-            finishing = _all_finished(staging, plan) and attempt + 1 < ATTEMPTS
+            finishing = False
+            with suppress(UserError):
+                finishing = _all_finished(staging, plan) and attempt + 1 < ATTEMPTS
             if is_complete(staging, plan):
                 break
             if not finishing:

@@ -10,6 +10,7 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.storage.folder import Folder
 from megatron_fleet.storage.open import open_folder
 from megatron_fleet.weights.checkpoint_reader import Checkpoint
+from megatron_fleet.weights.convert.from_arguments import template_from_arguments
 from megatron_fleet.weights.convert.plan import Checksum
 from megatron_fleet.weights.convert.template import KEPT, LAYOUT, Template, open_template
 
@@ -35,7 +36,8 @@ def kept_template(checkpoint: Checkpoint) -> Folder | None:
 
 
 def find_template(checkpoint: Checkpoint, given: Folder | Path | str | None) -> Template:
-    """What says which model a checkpoint is: ``given``, what the checkpoint keeps, or the model of its run.
+    """What says which model a checkpoint is: ``given``, what the checkpoint keeps, the model of its run, or the
+    arguments of Megatron-LM.
 
     Raises:
         UserError: none of them is there, or it is no HF folder.
@@ -50,6 +52,12 @@ def find_template(checkpoint: Checkpoint, given: Folder | Path | str | None) -> 
     if path and open_folder(path).sizes():
         return open_template(path, prediction=prediction)
     began = f" ({path}, which its run began with, is not there)" if path else ""
+    try:
+        arguments = template_from_arguments(checkpoint)
+        if arguments is not None:
+            return arguments
+    except UserError as error:
+        began = began or f" ({str(error).rstrip('.')})"
     raise UserError(
         f"{checkpoint.url}: does not say which model it is{began}; give --template with the HF folder that training "
         f"began with."

@@ -28,6 +28,7 @@ from megatron_fleet.weights.convert.content import (
 from megatron_fleet.weights.convert.origin import checksums, find_template
 from megatron_fleet.weights.convert.plan import Bytes, Content, OutputFile, Plan
 from megatron_fleet.weights.convert.template import Template, safetensors_header
+from megatron_fleet.weights.floats import widest
 from megatron_fleet.weights.hf_config import architecture_of, text_config
 from megatron_fleet.weights.hf_folder import INDEX, ITEM_BYTES, SINGLE, StoredTensor, parse_header
 from megatron_fleet.weights.hf_model import Encoding, Int4, Plain
@@ -44,7 +45,8 @@ def plan_to_hf(place: Folder | Path | str, template: Folder | Path | str | None,
     Args:
         template: HF folder of the model; ``None``: what the checkpoint keeps of the one it came from, or the folder
             that its run began with.
-        dtype: ``None`` reproduces the template's files, types and quantised forms; ``BF16``, ``F16`` or ``F32`` stores
+        dtype: ``None`` reproduces the template's files, types and quantised forms, or keeps the checkpoint's type where
+            the template says nothing of files; ``BF16``, ``F16`` or ``F32`` stores
             all weights but routers' biases as that type, in files of 5 GB.
 
     Raises:
@@ -55,6 +57,8 @@ def plan_to_hf(place: Folder | Path | str, template: Folder | Path | str | None,
     matrices = StoredMatrices(checkpoint, found.model.table)
     readers = PerThread(lambda: CheckpointReader(matrices))
     small = {name: data for name, data in found.companions.items() if name != MARKER}
+    if dtype is None and not found.headers:
+        dtype = widest([matrices.dtype(tensor) for tensor in found.model.table.tensors])
     if dtype is None:
         contents = _TemplateContents(found, readers)
         files = [_file(name, header, contents.get) for name, header in sorted(found.headers.items())]
@@ -204,13 +208,9 @@ def _new_layout(
 
 def _kept_types(template: Template) -> dict[str, str]:
     """Tensors that stay as the template has them: a router's bias of another precision chooses other experts."""
-    return {
-        piece.tensor: encoding.stored.dtype
-        for matrix in template.model.table.matrices()
-        if matrix.rule.float32
-        for piece in matrix.pieces
-        if piece.tensor is not None and isinstance(encoding := template.model.encodings[piece.tensor], Plain)
-    }
+    kept = {p.tensor for matrix in template.model.table.matrices() if matrix.rule.float32 for p in matrix.pieces}
+    encodings = ((name, template.model.encodings.get(name)) for name in kept if name is not None)
+    return {name: e.stored.dtype if isinstance(e, Plain) else "F32" for name, e in encodings}
 
 
 def _plain_file(name: str, group: list[str], tensors: Mapping[str, tuple[str, tuple[int, ...], Content]]) -> OutputFile:

@@ -107,11 +107,13 @@ def write_foreign(
     ranks: int = 2,
     padding: int = 0,
     common_object: bool = False,
+    arguments: Mapping[str, Any] | None = None,
 ) -> Path:
     """A run folder as Megatron-LM leaves it: tensors cut for ``ranks`` tensor-parallel ranks, optimizer, objects.
 
     Args:
         padding: rows of garbage behind the vocabulary.
+        arguments: of Megatron-LM, that the checkpoint keeps; ``None`` = too few to tell the model.
         common_object: the common state as Megatron-Core 0.19 keeps it, not in ``common.pt``.
     """
     state: dict[str, Any] = {}
@@ -122,7 +124,8 @@ def write_foreign(
         state[f"optimizer.state.exp_avg.{key}"] = torch.zeros(3)
     for name in ("rng_state/shard_0.0_1.1", "decoder.layers.0.self_attention.linear_qkv._extra_state/shard_0_1"):
         state[name] = _saved({"any": "thing"})
-    args = argparse.Namespace(num_layers=4, hidden_size=96, tensor_model_parallel_size=ranks, lr=1e-5, fp8=None)
+    arguments = arguments or {"num_layers": 4, "hidden_size": 96}
+    args = argparse.Namespace(tensor_model_parallel_size=ranks, lr=1e-5, fp8=None, **arguments)
     common = {"args": args, "checkpoint_version": 3.0, "iteration": 100, "opt_param_scheduler": {"max_lr": 1e-5}}
     if common_object:
         state["common_state/shard_0_1"] = _saved([common])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import itertools
 import json
+import signal
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -221,6 +223,27 @@ def fail_for(self, made, rows):
     if self is made:
         raise UserError("no room.")
     return self.whole[slice(*rows)]
+
+
+def test_ctrl_c_stops_in_the_middle_of_a_file(small_parts, tmp_path):
+    class Slow(Made):
+        def make(self, rows):
+            if not self.asked:
+                signal.raise_signal(signal.SIGINT)
+            time.sleep(0.01)
+            return super().make(rows)
+
+    file = OutputFile("f")
+    slow = Slow(100, 8192, 1, 8192)
+    file.append(slow)
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            execute.write_file(open_folder(tmp_path), file, 2, Silence())
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    assert len(slow.asked) < 20
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_full_disk(small_parts, tmp_path, monkeypatch):

@@ -115,7 +115,8 @@ def test_a_weight_that_is_no_number_is_named(made, refused, tmp_path):
 def test_without_a_template_it_says_what_to_do(made, refused, tmp_path):
     root = write_foreign(tmp_path / "run", megatron_tensors(made("qwen3"), False))
     said = refused("to-hf", root, tmp_path / "out")
-    assert said.startswith(f"{root}/iter_0000100: does not say which model it is; give --template")
+    assert said.startswith(f"{root}/iter_0000100: does not say which model it is (checkpoint argument ")
+    assert "give --template with the HF folder" in said
 
 
 def test_the_template_may_be_a_converted_checkpoint(made, convert, tmp_path):

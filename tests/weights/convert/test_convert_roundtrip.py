@@ -13,6 +13,7 @@ from convert_helpers import change, files, megatron_tensors  # noqa: E402
 from safetensors import safe_open  # noqa: E402
 from tiny_models import FAMILIES, make, stored_tensors  # noqa: E402
 
+from megatron_fleet.storage import local  # noqa: E402
 from megatron_fleet.weights.torch_dist.folder import TRACKER  # noqa: E402
 
 
@@ -51,7 +52,7 @@ def test_types_that_differ_between_layers_and_tensors(copied, convert, tmp_path)
     source = copied("qwen3")
 
     def widen(name, tensor):
-        return tensor.float() if "norm" in name or name.startswith("model.layers.1.mlp") else None
+        return tensor.float() * 1.001 if "norm" in name or name.startswith("model.layers.1.mlp") else None
 
     change(source, widen)
     assert there_and_back(convert, source, tmp_path) == files(source)
@@ -82,13 +83,16 @@ def test_a_tied_head_that_is_stored_all_the_same(copied, convert, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "numbered"), [("qwen3_moe", False), ("qwen3_moe", True), ("kimi_k25", True), ("deepseek_v3_mtp", True)]
+    ("family", "numbered"),
+    [("qwen3_moe", False), ("qwen3_moe", True), ("kimi_k25", True), ("deepseek_v3_mtp", True), ("moonlight", True)],
 )
 def test_torch_reads_what_megatron_would_have_saved(family, numbered, made, convert, tmp_path):
     options = ("--layer-keys", "numbered" if numbered else "stacked")
     assert convert("to-megatron", made(family), tmp_path / "mg", *options)[0] == 0
     assert (tmp_path / "mg" / TRACKER).read_text() == "release"
     expected = megatron_tensors(made(family), numbered)
+    written = dcp.FileSystemReader(tmp_path / "mg" / "release").read_metadata().state_dict_metadata
+    assert {key: written[key].properties.dtype for key in expected} == {key: t.dtype for key, t in expected.items()}
     found = {key: torch.full_like(tensor, float("nan")) for key, tensor in expected.items()}
     dcp.load(found, checkpoint_id=tmp_path / "mg" / "release", no_dist=True)
     assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
@@ -102,9 +106,13 @@ def test_how_the_checkpoint_is_cut_does_not_matter(chunk, made, convert, tmp_pat
     monkeypatch.setattr(to_megatron, "FILE_BYTES", 150_000)
     monkeypatch.setattr(template, "CARRIED_BYTES", 30_000)
     monkeypatch.setattr(content, "STEP_BYTES", 300)
+    monkeypatch.setattr(local, "PART", 8192)
     assert there_and_back(convert, made("kimi_k25"), tmp_path) == files(made("kimi_k25"))
     assert len(list((tmp_path / "mg" / "release").glob("*.distcp"))) > 3
-    assert len(list((tmp_path / "mg" / "hf").glob("carried-*"))) > 1
+    carried = list((tmp_path / "mg" / "hf").glob("carried-*"))
+    assert len(carried) > 1
+    # Data begin aligned, as in files of the format's own writer.
+    assert [int.from_bytes(file.read_bytes()[:8], "little") % 8 for file in carried] == [0] * len(carried)
 
 
 def test_a_converted_folder_converts_again(made, convert, tmp_path):

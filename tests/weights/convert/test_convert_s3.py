@@ -130,3 +130,20 @@ def test_a_run_on_s3_finds_its_model(url, made, convert, tmp_path):
     run = upload(tmp_path / "mine", f"{url}/mine")
     assert convert("to-hf", f"{run}/checkpoints/step_000003", tmp_path / "out")[0] == 0
     assert files(tmp_path / "out") == files(made("qwen3"))
+
+
+def test_ranks_load_straight_from_the_store(tmp_path, url):
+    pytest.importorskip("megatron_fleet.policy.megatron")
+    from weight_fixtures import megatron_groups, random_tensors, stage_chunks, tiny_config, write_folder
+
+    from megatron_fleet.weights.load import load_hf
+
+    hf = write_folder(tmp_path / "hf", tiny_config(), random_tensors(tiny_config()), files=3)
+    store = open_folder(url)
+    for file in hf.iterdir():
+        store.write(file.name, file.read_bytes())
+    with megatron_groups():
+        here, there = (stage_chunks(tiny_config(), (1, 2), 0, 2) for _ in range(2))
+        assert load_hf(here, hf) == load_hf(there, url)
+    for (name, _, expected), (_, _, found) in zip(here[0].described(), there[0].described(), strict=True):
+        assert torch.equal(found, expected), name
