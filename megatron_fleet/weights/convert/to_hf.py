@@ -58,7 +58,8 @@ def plan_to_hf(place: Folder | Path | str, template: Folder | Path | str | None,
     readers = PerThread(lambda: CheckpointReader(matrices))
     small = {name: data for name, data in found.companions.items() if name != MARKER}
     if dtype is None and not found.headers:
-        dtype = widest([matrices.dtype(tensor) for tensor in found.model.table.tensors])
+        plain = found.model.table.tensors.keys() - _kept_types(found)
+        dtype = widest([matrices.dtype(tensor) for tensor in plain])
     if dtype is None:
         contents = _TemplateContents(found, readers)
         files = [_file(name, header, contents.get) for name, header in sorted(found.headers.items())]
