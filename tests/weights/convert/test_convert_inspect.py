@@ -13,6 +13,9 @@ from convert_helpers import megatron_tensors, write_foreign  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 from tiny_models import stored_tensors  # noqa: E402
 
+from megatron_fleet.weights.convert.inspect import _checkpoint_rows  # noqa: E402
+from megatron_fleet.weights.torch_dist.index import StoredTensor  # noqa: E402
+
 
 def as_json(convert, *arguments):
     code, out, _ = convert("inspect", *arguments, "--json")
@@ -123,6 +126,11 @@ def test_types_that_no_model_has(convert, tmp_path):
         "a": ("F32", 4),
     }
     assert convert("inspect", root)[0] == 0
+
+
+def test_tensors_without_elements_are_no_aliases():
+    empty = {key: StoredTensor("F32", (0,), ()) for key in "ab"}
+    assert [row[3] for row in _checkpoint_rows(empty)] == ["weight", "weight"]
 
 
 def test_an_unfinished_conversion_is_refused(made, refused, tmp_path):

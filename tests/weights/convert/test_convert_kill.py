@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -23,11 +24,19 @@ from megatron_fleet.weights.convert.verify import open_side
 from megatron_fleet.weights.mapping import WeightTable
 
 KILLS = 50
-FEW_FILES = """
-import sys
+SEVERAL_FILES = """
+import sys, time
 from megatron_fleet import cli
+from megatron_fleet.storage import local
 from megatron_fleet.weights.convert import to_megatron
 to_megatron.FILE_BYTES = 4 << 20
+# Slow enough that most moments fall between the first byte and the last.
+local.PART = 1 << 20
+write_at = local.LocalWriter.write_at
+def slow(*arguments):
+    time.sleep(0.03)
+    write_at(*arguments)
+local.LocalWriter.write_at = slow
 sys.exit(cli.main(sys.argv[1:]))
 """
 
@@ -72,10 +81,10 @@ def not_accepted(place):
 def test_kill_and_run_again(direction, tmp_path):
     source = write_model(tmp_path / "hf")
     if direction == "to-hf":
-        assert mfleet("to-megatron", source, tmp_path / "mg", program=FEW_FILES).returncode == 0
+        assert mfleet("to-megatron", source, tmp_path / "mg", program=SEVERAL_FILES).returncode == 0
         source = tmp_path / "mg"
     started = time.monotonic()
-    assert mfleet(direction, source, tmp_path / "whole", program=FEW_FILES).returncode == 0
+    assert mfleet(direction, source, tmp_path / "whole", program=SEVERAL_FILES).returncode == 0
     duration = time.monotonic() - started
     expected = files(tmp_path / "whole")
     moments = random.Random(direction)
@@ -83,7 +92,7 @@ def test_kill_and_run_again(direction, tmp_path):
     out = tmp_path / "out"
     for _ in range(KILLS // 2):
         process = subprocess.Popen(
-            command(direction, source, out, program=FEW_FILES), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+            command(direction, source, out, program=SEVERAL_FILES), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
         )
         time.sleep(moments.uniform(0, duration))
         process.send_signal(signal.SIGKILL)
@@ -95,16 +104,10 @@ def test_kill_and_run_again(direction, tmp_path):
             partial = tmp_path / ".out.partial"
             resumed += partial.exists() and len(list(partial.rglob("*"))) > 2
             not_accepted(out)
-        done = mfleet(direction, source, out, program=FEW_FILES)
+        done = mfleet(direction, source, out, program=SEVERAL_FILES)
         assert (done.returncode, done.stdout) == (0, f"{out}: complete\n"), done.stderr
         assert files(out) == expected
         assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(".")) == []
-        clear(out)
+        shutil.rmtree(out)
     # The moments were spread well enough to mean something.
-    assert unfinished > KILLS // 4 and resumed > 2
-
-
-def clear(folder):
-    import shutil
-
-    shutil.rmtree(folder)
+    assert unfinished > KILLS // 4 and resumed > KILLS // 10

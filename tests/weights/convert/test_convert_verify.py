@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
@@ -59,19 +60,31 @@ def test_tolerance_is_of_weights(made, copied, convert):
     assert convert("verify", made("qwen3"), other, "--tolerance", "nan")[0] == 2
 
 
+def of_type(dtype):
+    """An edit that stores one tensor in a type."""
+    return lambda name, tensor: tensor.to(dtype) if name == DOWN else None
+
+
+TYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("tolerance", [0, 0.5])
-def test_nan_equals_itself_and_nothing_else(tolerance, made, copied, convert, tmp_path):
+def test_nan_equals_itself_and_nothing_else(tolerance, dtype, made, copied, convert, tmp_path):
     one, two = copied("qwen3"), made("qwen3")
+    change(one, of_type(dtype))
     change(one, once(DOWN, put(float("nan"), 5, 7)))
-    assert convert("verify", one, one, "--tolerance", tolerance)[0] == 0
-    code, out, _ = convert("verify", one, two, "--tolerance", tolerance)
-    assert code == 1 and "first at [5, 7]: nan and " in out
+    same = convert("verify", one, shutil.copytree(one, tmp_path / "same"), "--tolerance", tolerance)
+    assert same[0] == 0
+    for sides in ((one, two), (two, one)):
+        code, out, _ = convert("verify", *sides, "--tolerance", tolerance)
+        assert code == 1 and "first at [5, 7]: " in out and "nan" in out
 
 
-def test_signs_of_zero_differ(made, copied, convert, tmp_path):
-    import shutil
-
+@pytest.mark.parametrize("dtype", TYPES)
+def test_signs_of_zero_differ(dtype, copied, convert, tmp_path):
     plus = copied("qwen3")
+    change(plus, of_type(dtype))
     change(plus, once(DOWN, put(0.0, 5, 7)))
     minus = shutil.copytree(plus, tmp_path / "minus")
     change(minus, once(DOWN, put(-0.0, 5, 7)))
@@ -161,6 +174,14 @@ def test_hashes_stand_for_a_folder(family, made, copied, convert, refused, tmp_p
     assert "cannot be written" in refused("inspect", other, "--hashes", tmp_path / "no" / "folder.json")
 
 
+def test_equal_bits_of_another_type_have_another_hash(made, copied, convert, tmp_path):
+    other = copied("qwen3")
+    change(other, lambda name, tensor: tensor.view(torch.float16) if name == DOWN else None)
+    convert("inspect", made("qwen3"), "--hashes", tmp_path / "hashes.json")
+    code, out, _ = convert("verify", other, tmp_path / "hashes.json")
+    assert (code, out.splitlines()[0]) == (1, f"{DOWN}: has another hash")
+
+
 def test_a_changed_byte_of_a_checkpoint_is_found(made, convert, tmp_path):
     convert("to-megatron", made("qwen3"), tmp_path / "mg")
     data = tmp_path / "mg" / "release" / "__0_0.distcp"
@@ -177,11 +198,9 @@ def test_small_blocks_give_the_same_answer(made, copied, convert, monkeypatch):
     from megatron_fleet.weights.convert import verify
 
     other = copied("kimi_k25")
-    change(
-        other,
-        lambda name, tensor: tensor.clone().fill_(1) if name in (VISION, "language_model.model.norm.weight") else None,
-    )
+    for name in (VISION, "language_model.model.norm.weight"):
+        change(other, once(name, put(9.0, -1)))
     whole = convert("verify", made("kimi_k25"), other)
     monkeypatch.setattr(verify, "STEP_BYTES", 100)
     assert convert("verify", made("kimi_k25"), other)[:2] == whole[:2]
-    assert whole[0] == 1
+    assert whole[0] == 1 and len(whole[1].splitlines()) == 3
