@@ -221,12 +221,15 @@ def _open_temporary(path: Path) -> tuple[Path, int]:
     while True:
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{UNFINISHED}")
         fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        # A file system without locks cannot tell the living from the dead either: nothing is removed there.
-        with suppress(OSError):
+        try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(fd).st_nlink:
+            taken = False
+        except OSError as e:
+            # A file system without locks cannot tell the living from the dead either: nothing is removed there.
+            taken = isinstance(e, BlockingIOError)
+        if not taken and os.fstat(fd).st_nlink:
             return temporary, fd
-        # Another process took it for a dead writer's before it was locked.
+        # Another process took it for a dead writer's before it was locked: has removed it, or is about to.
         os.close(fd)
 
 
