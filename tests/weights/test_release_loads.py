@@ -1,7 +1,7 @@
 """Converted checkpoints load with Transformer Engine's layer specification and Megatron's local one.
 
 Other releases than the installed one: put the folder of an unpacked wheel first on PYTHONPATH and run
-``release_loads.py`` by hand. 0.16.1, 0.17.1, 0.18.2 and 0.19.2 load all of them but Moonlight in 0.19, which is refused.
+``release_loads.py`` by hand. 0.16.1, 0.17.1, 0.18.2 and 0.19.2 load all of them, but 0.19 refuses Moonlight.
 """
 
 from __future__ import annotations
