@@ -60,7 +60,8 @@ def train(config: Config, policy: MegatronPolicy, driver: Driver | None, ranks: 
     source = MegatronWeightSource(
         policy.model_chunks, policy.hf_config, dtype=getattr(torch, config.model.dtype), place=megatron_place()
     )
-    with closing(make_publisher(source, driver and driver.rollout.weight_client(), world, device())) as publisher:
+    client = driver and driver.rollout.weight_client()
+    with closing(make_publisher(source, client, world, device(), config.model.path)) as publisher:
         publisher.publish(step)
         if step == 0 and config.eval.at_start:
             ranks.share(driver and driver.evaluate_before)

@@ -57,7 +57,7 @@ class Restarts:
 
 class EngineSlot:
     """One engine replica: ``make`` creates its actor. After ``start`` the slot replaces a dead one by itself, on the
-    same address and with the weights last settled."""
+    same address. The new one answers nothing before it has the weights last settled."""
 
     def __init__(self, name: str, log: str, make: Callable[[], Any], start_timeout_s: float):
         self.restarts = Restarts(name, log)
@@ -68,7 +68,9 @@ class EngineSlot:
         self._actor: Any = None
         self._updating: Any = None
         self._weights: Weights | None = None
-        self._version = 0
+        self._version: int | None = None
+        self._settled = asyncio.Event()
+        self._settled.set()
         self._serving = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
         self._reason = ""
@@ -83,6 +85,7 @@ class EngineSlot:
         """Load the model. Raises RolloutFailed when it cannot."""
         try:
             await _within(self._actor.start.remote(), self._start_timeout_s)
+            await _within(self._actor.serve.remote(), CALL_TIMEOUT_S)
         except (RayError, TimeoutError) as error:
             raise RolloutFailed(f"{self._name} did not start: {_brief(error)}. Its log is {self._log}.") from error
         self._serving.set()
@@ -100,12 +103,13 @@ class EngineSlot:
 
     async def check(self) -> None:
         """Learn now, not at the next look of the watcher, whether the engine still serves."""
+        actor = self._actor
         if self._serving.is_set():
             try:
-                if not await _within(self._actor.usable.remote(), CALL_TIMEOUT_S):
+                if not await _within(actor.usable.remote(), CALL_TIMEOUT_S):
                     self._serving.clear()
             except (RayActorError, TimeoutError) as error:
-                self._lose(error)
+                self._lose(actor, error)
 
     async def call(self, method: str, *args: Any, timeout_s: float) -> Any:
         """Call the actor; when the engine is lost under the call, call the next one. For calls that bear repeating.
@@ -116,10 +120,11 @@ class EngineSlot:
         """
         while True:
             await self.serving()
+            actor = self._actor
             try:
-                return await _within(getattr(self._actor, method).remote(*args), timeout_s)
+                return await _within(getattr(actor, method).remote(*args), timeout_s)
             except (RayActorError, TimeoutError) as error:
-                self._lose(error)
+                self._lose(actor, error)
             except RayTaskError:
                 await self.check()
                 if self._serving.is_set():
@@ -128,25 +133,29 @@ class EngineSlot:
     async def update(self, method: str, *args: Any, timeout_s: float) -> None:
         """One verb of a weight update. An engine that fails one is lost, and takes no part until ``settle``."""
         if method == "start_update":
+            self._settled.clear()
             self._updating = self._actor if self._serving.is_set() else None
-        if method != "init_weight_transfer" and self._updating is not self._actor:
+        actor = self._actor
+        if method != "init_weight_transfer" and self._updating is not actor:
             return
         try:
-            await _within(getattr(self._actor, method).remote(*args), timeout_s)
+            await _within(getattr(actor, method).remote(*args), timeout_s)
             if method == "finish_update":
                 (self._version,) = args
         except (RayError, TimeoutError) as error:
-            self._lose(error)
+            self._lose(actor, error)
 
     async def settle(self, weights: Weights) -> None:
         """From now on these are the weights of the slot; returns when the engine serves with them."""
         self._weights = weights
+        self._settled.set()
         await self.serving()
         while self._version != weights.version:
+            actor = self._actor
             try:
                 await self._catch_up()
             except (RayError, TimeoutError) as error:
-                self._lose(error)
+                self._lose(actor, error)
             await self.serving()
 
     async def close(self) -> None:
@@ -157,7 +166,10 @@ class EngineSlot:
                 await _within(self._actor.shutdown.remote(), CLOSE_TIMEOUT_S)
             ray.kill(self._actor)
 
-    def _lose(self, error: BaseException) -> None:
+    def _lose(self, actor: Any, error: BaseException) -> None:
+        """A call failed. It may have taken so long that another engine is in the place already, which lives."""
+        if actor is not self._actor:
+            return
         self._serving.clear()
         self._reason = _brief(error)
         ray.kill(self._actor)
@@ -182,17 +194,30 @@ class EngineSlot:
             try:
                 await self.listen()
                 await _within(self._actor.start.remote(), self._start_timeout_s)
-                self._version = 0
-                await self._catch_up()
+                self._version = None
+                await self._take_settled()
+                await _within(self._actor.serve.remote(), CALL_TIMEOUT_S)
                 return
             except (RayError, TimeoutError) as error:
                 reason = _brief(error)
 
+    async def _take_settled(self) -> None:
+        """An engine comes up with the weights of the start; give it the newest. An update under way goes first: what
+        the older ones are taken from is being overwritten."""
+        while True:
+            await self._settled.wait()
+            if self._weights is None or self._weights.version == self._version:
+                return
+            await self._catch_up()
+
     async def _catch_up(self) -> None:
-        """An engine comes up with the weights of the start; give it those of now."""
         weights = self._weights
-        if weights is None:
-            return
+        assert weights is not None  # both callers have looked
+        if not weights.lasting:
+            raise RolloutFailed(
+                f"{self._name} was lost and version {weights.version} of the weights cannot be sent a second time; go "
+                f"on from the newest checkpoint. Its log is {self._log}."
+            )
         actor = self._actor
         steps = [(actor.init_weight_transfer, weights.init_info), (actor.start_update,)]
         steps += [(actor.update_weights, chunk) for chunk in weights.chunks]

@@ -24,7 +24,7 @@ from megatron_fleet.config.schema import Config
 from megatron_fleet.rollout.engine_server import EngineServer
 from megatron_fleet.rollout.logs import write_output_to
 from megatron_fleet.rollout.prefix_sharing import BLOCK, AttentionTiles, PrefixSharing
-from megatron_fleet.weights.vllm_shm import DIE_WITH_PARENT
+from megatron_fleet.weights.vllm_shm import BACKEND, DIE_WITH_PARENT
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -86,7 +86,7 @@ class EngineActor:
         self._tokens = self._requests = 0
 
     async def listen(self, port: int) -> str:
-        """Bind the socket and return its address; requests wait until ``start`` is through."""
+        """Bind the socket and return its address; requests wait until ``serve``."""
         return await self._server.listen(port)
 
     async def start(self) -> None:
@@ -98,6 +98,9 @@ class EngineActor:
         if current_platform.is_cpu() and self._config.run.deterministic:
             self._sharing = PrefixSharing(_attention_tiles(self._llm.model_config))
         await self._llm.update_weight_version("0")
+
+    async def serve(self) -> None:
+        """Answer requests, with the weights that are there now."""
         self._server.open()
 
     def _engine_args(self) -> Any:
@@ -123,7 +126,7 @@ class EngineActor:
             kv_cache_memory_bytes=kv_cache,
             enable_prefix_caching=True,
             logprobs_mode="processed_logprobs",
-            weight_transfer_config={"backend": "fleet_shm" if cpu else "ipc"},
+            weight_transfer_config={"backend": BACKEND if cpu else "ipc"},
             disable_log_stats=True,
         )
 
@@ -198,17 +201,26 @@ class EngineActor:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         async with self._updating():
+            await self._check_paused()
             await self._llm.update_weights(WeightTransferUpdateRequest(update_info))
 
     async def finish_update(self, version: int) -> None:
         """Complete the update, stamp everything sampled from now on with ``version``, go on."""
         async with self._updating():
+            await self._check_paused()
             await self._llm.finish_weight_update(str(version))
             await self._llm.resume_generation()
+
+    async def _check_paused(self) -> None:
+        """A request that runs while parameters have no values would take the engine down."""
+        if not await self._llm.is_paused():
+            raise RuntimeError("a weight update without start_update")
 
     @contextlib.asynccontextmanager
     async def _updating(self) -> AsyncIterator[None]:
         """Whatever fails in an update leaves half a model: the engine then refuses everything, and is replaced."""
+        if self._unusable is not None:
+            raise RuntimeError(self._unusable)
         try:
             async with asyncio.timeout(self._config.rollout.engine.update_timeout_s):
                 yield

@@ -177,7 +177,8 @@ class RolloutManager:
     async def finish_update(self, version: int) -> None:
         """Complete the update on every engine. Raises RolloutFailed unless all of them have it."""
         await self._on_engines("finish_update", version)
-        weights = Weights(self._init_info, self._chunks, version)
+        # Shared memory keeps a version; CUDA IPC sends it through a buffer that is used again at once.
+        weights = Weights(self._init_info, self._chunks, version, lasting=not self._place.cuda)
         await asyncio.gather(*(engine.settle(weights) for engine in self._engines))
 
     async def _on_engines(self, method: str, *args: Any) -> None:

@@ -54,14 +54,19 @@ def children_environment(run_id: str) -> Iterator[None]:
         del os.environ[MARK]
 
 
+def authenticate() -> None:
+    """Give Ray a token for this process's cluster; without one it writes one into the home directory for all later
+    runs. Call before ``ray`` is imported, which reads it."""
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+
+
 def start(folder: Path) -> None:
     """Join the cluster at RAY_ADDRESS, or start one in this process's care. Call within ``children_environment``."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     address = os.environ.get("RAY_ADDRESS")
     if address is None:
-        # Read when ray is imported; without it Ray writes a token into the home directory for all later runs.
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        authenticate()
     import ray
 
     common = {"log_to_driver": False, "namespace": "megatron_fleet", "logging_level": "warning"}

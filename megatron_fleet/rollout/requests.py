@@ -79,10 +79,14 @@ class RolloutStats:
     restarts: int
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Weights:
-    """A published version: everything an engine needs to take it again."""
+    """A published version: everything an engine needs to take it again.
+
+    ``lasting``: whether what it is taken from stays as it is until the next version.
+    """
 
     init_info: dict[str, Any]
     chunks: list[dict[str, Any]]
     version: int
+    lasting: bool

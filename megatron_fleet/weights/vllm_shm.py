@@ -1,7 +1,7 @@
-"""``fleet_shm``: weights reach vLLM through one shared-memory file.
+"""``fleet_shm``: weights reach vLLM through shared memory.
 
-The trainer keeps a file in shared memory, writes HF-named tensors into it and sends only names, shapes and offsets.
-Every vLLM worker maps the same file, so nothing is copied on the way, whatever the engine's tensor parallelism.
+The trainer writes HF-named tensors into memory of its own and sends only their names and shapes, once. Every vLLM
+worker maps the same memory, so nothing is copied on the way, whatever the engine's tensor parallelism.
 
 vLLM finds the backend through the ``vllm.general_plugins`` entry point (``register``), which it loads in every process
 of an engine; registering in the parent alone would be lost, because engine processes are spawned, not forked.
@@ -14,16 +14,8 @@ import ctypes
 import multiprocessing
 import os
 import signal
-import zlib
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
 
 BACKEND = "fleet_shm"
-ALIGNMENT = 256
-"""Offsets in the file are multiples of this many bytes, so that any dtype can be viewed in place."""
 
 DIE_WITH_PARENT = "MEGATRON_FLEET_DIE_WITH_PARENT"
 """Environment variable that a run sets for its engines, see ``register``."""
@@ -51,8 +43,3 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it died before the kernel was told
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def checksum(buffer: bytes | memoryview | npt.NDArray[np.uint8]) -> int:
-    """CRC-32 of a tensor's bytes, as ``update_info["checksums"]`` carries it."""
-    return zlib.crc32(buffer)  # type: ignore[arg-type]  # NumPy's stubs leave out the buffer protocol before 3.12

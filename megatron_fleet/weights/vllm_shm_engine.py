@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -15,43 +14,39 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from megatron_fleet.weights.vllm_shm import checksum
+from megatron_fleet.weights.hf_folder import INDEX, SINGLE
+from megatron_fleet.weights.hf_model import open_model
+from megatron_fleet.weights.shared_buffer import SUMMED, Board, SharedLayout, checksum, map_memory, view_in
 
 
 @dataclass
 class ShmInitInfo(WeightTransferInitInfo):
-    """``path``: the shared file; ``nbytes``: its size."""
+    """The shared memory: ``path`` to map and what `SharedLayout.describe` says of it."""
 
     path: str
-    nbytes: int
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    buckets: list[int]
+    writers: int
+    scratch_bytes: int
 
 
 @dataclass
 class ShmUpdateInfo(WeightTransferUpdateInfo):
-    """Where each HF-named tensor lies in the file; lists of equal length.
+    """``round``: the attempt to publish whose tensors are loaded; its writers need not be through yet."""
 
-    Attributes:
-        names: HF checkpoint names.
-        dtype_names: torch dtype names without ``torch.``, as stored in the file.
-        shapes: shapes of the whole, unsharded tensors.
-        offsets: bytes from the start of the file.
-        checksums: CRC-32 per tensor; ``None`` skips the check.
-    """
-
-    names: list[str]
-    dtype_names: list[str]
-    shapes: list[list[int]]
-    offsets: list[int]
-    checksums: list[int] | None = None
+    round: int
 
 
 class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
-    """Reads tensors from the mapped file into the model through vLLM's own layerwise reload.
+    """Loads tensors from mapped memory, bucket by bucket as they become ready, through vLLM's own layerwise reload.
 
-    The file must not change between ``start_weight_update`` and ``finish_weight_update``: loaders keep references
-    to the mapping until their layer is complete.
+    Nothing of a bucket is loaded before its checksums agree. Any failure leaves the model unusable, never mixed: vLLM
+    then holds parameters without values, and whoever drives it must not let it go on.
     """
 
     init_info_cls = ShmInitInfo
@@ -59,57 +54,75 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self._buffer: torch.Tensor | None = None
-        self._received: set[str] = set()
+        self._memory: torch.Tensor | None = None
+        self._loaded: int | None = None
 
     def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
-        """Map the file. A second call maps anew, for a file that was made again under the same or another name."""
-        self._buffer = torch.from_file(init_info.path, shared=True, size=init_info.nbytes, dtype=torch.uint8)
+        """Map the memory; a second call maps anew.
+
+        Raises:
+            ValueError: it does not hold the whole checkpoint. A layer that receives only some of its tensors would
+                keep uninitialised memory without an error.
+        """
+        described = asdict(init_info)
+        path = described.pop("path")
+        self._layout = SharedLayout.parse(**described)
+        missing = _checkpoint_names(Path(self.model_config.model)) - set(init_info.names)
+        if missing:
+            raise ValueError(f"fleet_shm: the update lacks {len(missing)} tensors, first {min(missing)!r}")
+        self._memory = map_memory(path, self._layout.nbytes)
+        self._board = Board(self._memory, len(self._layout.buckets), self._layout.writers)
 
     def start_weight_update(self) -> None:
-        if self._buffer is None:
+        if self._memory is None:
             raise RuntimeError("fleet_shm: weight update before init_weight_transfer_engine")
-        self._received = set()
+        self._loaded = None
         if self.device.type == "cpu":
             _forget_moe_kernels(self.model)
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: ShmUpdateInfo) -> None:
-        """Load one chunk. Raises ValueError for a tensor outside the file or with a wrong checksum."""
-        self.model.load_weights(self._tensors(update_info))
-        self._received.update(update_info.names)
+        """Load all buckets of a round, waiting for each. Checksums run ahead of loading, in a thread.
+
+        Raises:
+            ValueError: a checksum differs.
+            RoundLost: the trainer gave the round up, or has begun another one.
+        """
+        buckets = range(len(self._layout.buckets))
+        with ThreadPoolExecutor(1) as pool, disable_mtp_completeness_check():
+            checks = [pool.submit(self._check, bucket, update_info.round) for bucket in buckets]
+            try:
+                for bucket, check in zip(buckets, checks, strict=True):
+                    check.result()
+                    self.model.load_weights(self._tensors(bucket))
+            finally:
+                pool.shutdown(cancel_futures=True)
+        self._loaded = update_info.round
 
     def finish_weight_update(self) -> None:
-        """Complete the layers. Raises ValueError when the update did not cover the whole checkpoint.
-
-        A layer that received only some of its tensors would otherwise keep uninitialised memory without an error.
-        """
-        missing = _checkpoint_names(Path(self.model_config.model), self._tied()) - self._received
-        if missing:
-            raise ValueError(f"fleet_shm: the update lacks {len(missing)} tensors, first {min(missing)!r}")
+        """Complete the layers. Raises RuntimeError when nothing was received, or it was overwritten meanwhile."""
+        if self._loaded is None:
+            raise RuntimeError("fleet_shm: finish_weight_update without the tensors of a round")
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             _repack_lm_heads(self.model)
+        self._board.check_current(self._loaded)
 
     def shutdown(self) -> None:
-        self._buffer = None
+        self._memory = None
 
-    def _tied(self) -> bool:
-        return bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
+    def _check(self, bucket: int, number: int) -> None:
+        assert self._memory is not None  # the caller has looked
+        self._board.wait(SUMMED, bucket, number)
+        for writer in range(self._layout.writers):
+            start, end = self._layout.piece(bucket, writer)
+            if checksum(self._memory[start:end]) != self._board.checksums[bucket, writer]:
+                raise ValueError(f"fleet_shm: checksum of bucket {bucket} differs, bytes {start} to {end}")
 
-    def _tensors(self, info: ShmUpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
-        assert self._buffer is not None  # the caller has looked
-        sums: Sequence[int | None] = info.checksums or [None] * len(info.names)
-        for name, dtype_name, shape, offset, expected in zip(
-            info.names, info.dtype_names, info.shapes, info.offsets, sums, strict=True
-        ):
-            dtype = getattr(torch, dtype_name)
-            raw = self._buffer[offset : offset + math.prod(shape) * dtype.itemsize]
-            if len(raw) != math.prod(shape) * dtype.itemsize:
-                raise ValueError(f"fleet_shm: {name!r} reaches beyond the shared file")
-            if expected is not None and checksum(raw.numpy()) != expected:
-                raise ValueError(f"fleet_shm: checksum of {name!r} differs, the file was written during the update")
-            yield name, raw.view(dtype).view(shape)
+    def _tensors(self, bucket: int) -> Iterator[tuple[str, torch.Tensor]]:
+        assert self._memory is not None  # the caller has looked
+        for slot in self._layout.buckets[bucket]:
+            yield slot.meta.name, view_in(self._memory, slot.offset, slot.meta)
 
 
 def _forget_moe_kernels(model: torch.nn.Module) -> None:
@@ -129,12 +142,10 @@ def _repack_lm_heads(model: torch.nn.Module) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
-def _checkpoint_names(folder: Path, tied: bool) -> set[str]:
-    """Weights of the HF folder the engine started from; empty when it holds no safetensors (dummy weights)."""
-    names: set[str] = set()
-    for file in folder.glob("*.safetensors"):
-        with file.open("rb") as stream:
-            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-        # Old folders store the rotary frequencies too, which are no weights: no table has them, vLLM skips them.
-        names |= {name for name in header if name != "__metadata__" and not name.endswith(".rotary_emb.inv_freq")}
-    return names - {"lm_head.weight"} if tied else names
+def _checkpoint_names(folder: Path) -> set[str]:
+    """What the folder that the engine started from stores of its language model, prediction layers aside; nothing when
+    it holds no safetensors (dummy weights)."""
+    if not (folder / SINGLE).exists() and not (folder / INDEX).exists():
+        return set()
+    model = open_model(folder, prediction=False)
+    return {name for name in model.stored if name not in model.carried and name not in model.table.repeated}

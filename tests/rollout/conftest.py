@@ -7,6 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_fleet.rollout import ray_local
+
+# Test modules import ray, which settles the token of every cluster of this process.
+ray_local.authenticate()
+
 
 @pytest.fixture(scope="session")
 def episode_python() -> Path:

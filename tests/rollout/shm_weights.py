@@ -1,33 +1,43 @@
-"""Puts the tensors of an HF folder into a shared file, as the trainer does."""
+"""Publishes the tensors of an HF folder, as the trainer does."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from safetensors.numpy import load_file
+import torch
+from safetensors.torch import load_file
 
-from megatron_fleet.weights.vllm_shm import ALIGNMENT, checksum
+from megatron_fleet.weights.communicator import Alone
+from megatron_fleet.weights.publish_shm import ShmPublisher
+from megatron_fleet.weights.source import ParamMeta, Place, layer_groups
 
 
-def write_shared(file: Path, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns ``init_info`` and ``update_info``."""
-    tensors = load_file(folder / "model.safetensors")
-    offsets, end = [], 0
-    for tensor in tensors.values():
-        offsets.append(-(-end // ALIGNMENT) * ALIGNMENT)
-        end = offsets[-1] + tensor.nbytes
-    if not file.exists():
-        file.write_bytes(bytes(end))
-    buffer = np.memmap(file, np.uint8, "r+")
-    for tensor, offset in zip(tensors.values(), offsets, strict=True):
-        buffer[offset : offset + tensor.nbytes] = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
-    update = {
-        "names": list(tensors),
-        "dtype_names": [str(t.dtype) for t in tensors.values()],
-        "shapes": [list(t.shape) for t in tensors.values()],
-        "offsets": offsets,
-        "checksums": [checksum(np.ascontiguousarray(t)) for t in tensors.values()],
-    }
-    return {"path": str(file), "nbytes": end}, update
+class FolderWeights:
+    """A sharded source of one rank that has all of ``folder``, which may be set anew between two versions."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.place = folder, Place()
+        self.before_write: Any = None
+
+    def metadata(self) -> list[ParamMeta]:
+        return [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in self._tensors().items()]
+
+    def groups(self) -> list[list[str]]:
+        return layer_groups(sorted(self._tensors(), key=lambda name: "layers." not in name))
+
+    def write_local(self, out: Mapping[str, torch.Tensor]) -> None:
+        if self.before_write is not None:
+            self.before_write()
+        tensors = self._tensors()
+        for name, whole in out.items():
+            whole.copy_(tensors[name])
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return load_file(self.folder / "model.safetensors")
+
+
+def folder_publisher(folder: Path, client: Any) -> tuple[FolderWeights, ShmPublisher]:
+    source = FolderWeights(folder)
+    return source, ShmPublisher(source, client, Alone())

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from rollout_config import rollout_config
-from shm_weights import write_shared
+from shm_weights import folder_publisher
 from tiny_model import greedy_continuation, write_tiny_model
 
 from megatron_fleet.agents.engine import EngineLost, SamplingParams
@@ -34,10 +34,11 @@ def sampled(temperature: float = 1.0, tokens: int = 24, seed: int | None = 1, st
 
 
 class Rollout:
-    """The service under test, its two models and the shared file."""
+    """The service under test, its two models and what publishes them."""
 
-    def __init__(self, service: RolloutService, models: dict[str, Path], shared: Path):
-        self.service, self.models, self.shared = service, models, shared
+    def __init__(self, service: RolloutService, models: dict[str, Path]):
+        self.service, self.models = service, models
+        self.source, self.publisher = folder_publisher(models["a"], service.weight_client())
         self.version = 0
 
     def generate(self, prompts, params, sessions=None):
@@ -53,14 +54,9 @@ class Rollout:
         return [g.token_ids.tolist() for g in self.generate(PROMPTS, [sampled(0.0)] * len(PROMPTS))]
 
     def publish(self, name: str) -> None:
-        init, update = write_shared(self.shared, self.models[name])
-        client = self.service.weight_client()
-        if self.version == 0:
-            client.init_weight_transfer_engine(init)
+        self.source.folder = self.models[name]
         self.version += 1
-        client.start_weight_update()
-        client.update_weights(update)
-        client.finish_weight_update(str(self.version))
+        self.publisher.publish(self.version)
 
     def collect(self, tasks: int = 4, samples: int = 4, seed: int = 0, on_progress=None):
         rows = load_tasks(SHIPPED_TASKS)[:tasks]
@@ -71,12 +67,10 @@ class Rollout:
 def rollout(tmp_path_factory, episode_python):
     folder = tmp_path_factory.mktemp("rollout")
     models = {name: write_tiny_model(folder / name, seed) for name, seed in (("a", 1), ("b", 2))}
-    shared = Path(f"/dev/shm/mfleet-test-{os.getpid()}")
-    try:
-        with RolloutService(rollout_config(models["a"]), folder, episode_python) as service:
-            yield Rollout(service, models, shared)
-    finally:
-        shared.unlink(missing_ok=True)
+    with RolloutService(rollout_config(models["a"]), folder, episode_python) as service:
+        rollout = Rollout(service, models)
+        yield rollout
+        rollout.publisher.close()
 
 
 def test_sampling_gives_tokens_their_logprobs_and_their_version(rollout):
@@ -214,24 +208,6 @@ def test_a_killed_worker_is_replaced_and_its_episodes_played_again(rollout):
     killer.join()
     assert result.accounting.known == 64 and result.accounting.aborted > 0
     assert rollout.service.stats().restarts == before + 1
-
-
-def test_a_torn_update_is_repeated_on_a_fresh_engine(rollout):
-    init, update = write_shared(rollout.shared, rollout.models["a"])
-    client, restarts = rollout.service.weight_client(), rollout.service.stats().restarts
-    with rollout.shared.open("r+b") as file:  # as if the trainer wrote on while the engine read
-        file.seek(update["offsets"][1])
-        file.write(b"\xff\xff\xff")
-    mend = threading.Timer(1.0, write_shared, (rollout.shared, rollout.models["a"]))
-    mend.start()
-    rollout.version += 1
-    client.start_weight_update()
-    client.update_weights(update)
-    client.finish_weight_update(str(rollout.version))
-    mend.join()
-    assert rollout.greedy() == greedy_continuation(rollout.models["a"], PROMPTS, 24)
-    assert rollout.service.stats().restarts == restarts + 1
-    del init
 
 
 def _processes(name: str) -> list[int]:

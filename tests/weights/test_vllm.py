@@ -15,12 +15,12 @@ pytest.importorskip("vllm")
 
 import torch  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
-from weight_fixtures import stage_chunks, tiny_config  # noqa: E402
+from weight_fixtures import megatron_groups, stage_chunks, tiny_config  # noqa: E402
 
 from megatron_fleet.weights.communicator import Alone  # noqa: E402
 from megatron_fleet.weights.load import load_hf  # noqa: E402
-from megatron_fleet.weights.publish import ShmPublisher  # noqa: E402
-from megatron_fleet.weights.source import MegatronWeightSource, Shard  # noqa: E402
+from megatron_fleet.weights.publish_shm import ShmPublisher  # noqa: E402
+from megatron_fleet.weights.source import MegatronWeightSource, Place  # noqa: E402
 
 PROMPTS = [[1, 2, 3], [40, 41, 42, 43, 44, 45], [99, 7]]
 TOKENS = 24
@@ -29,12 +29,12 @@ TOKENS = 24
 class EngineProcess:
     """The weight client of a `vllm_process.py`."""
 
-    def __init__(self, folder: Path, log: Path) -> None:
+    def __init__(self, folder: Path, log: Path, dtype: str = "float32") -> None:
         script = Path(__file__).with_name("vllm_process.py")
         answers, end = os.pipe()
         with log.open("w") as stream:
             self._process = subprocess.Popen(
-                [sys.executable, script, folder, str(end)],
+                [sys.executable, script, folder, str(end), dtype],
                 stdin=subprocess.PIPE,
                 stdout=stream,
                 stderr=stream,
@@ -69,6 +69,12 @@ class EngineProcess:
         self._answers.close()
 
 
+@pytest.fixture(scope="module")
+def groups():
+    with megatron_groups():
+        yield
+
+
 def make_model(folder: Path, seed: int, tied: bool):
     torch.manual_seed(seed)
     sizes = tiny_config(
@@ -97,6 +103,7 @@ def store_rotary_frequencies(file: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("groups")
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_engine_speaks_with_the_published_weights(tmp_path, tied):
     before, after = (greedy(make_model(tmp_path / name, seed, tied)) for seed, name in enumerate("ab"))
@@ -106,13 +113,13 @@ def test_the_engine_speaks_with_the_published_weights(tmp_path, tied):
     try:
         assert engine.ask("generate", PROMPTS, TOKENS) == before, (tmp_path / "engine.log").read_text()[-3000:]
         config = json.loads((tmp_path / "a" / "config.json").read_text())
-        chunks = stage_chunks(config, 1, 0, 1)
-        load_hf(chunks, tmp_path / "b", tp_rank=0, tp_size=1)
-        source = MegatronWeightSource(chunks, config, dtype=torch.float32, shard=Shard())
+        chunks = stage_chunks(config, (0, 1), 0, 1)
+        load_hf(chunks, tmp_path / "b")
+        source = MegatronWeightSource(chunks, config, dtype=torch.float32, place=Place())
         publisher = ShmPublisher(source, engine, Alone())
         publisher.publish(1)
         assert engine.ask("generate", PROMPTS, TOKENS) == after
-        load_hf(chunks, tmp_path / "a", tp_rank=0, tp_size=1)
+        load_hf(chunks, tmp_path / "a")
         publisher.publish(2)
         assert engine.ask("generate", PROMPTS, TOKENS) == before
         publisher.close()

@@ -1,6 +1,6 @@
 """A vLLM engine in a process of its own, obeying JSON lines: ["rpc", method, args…] or ["generate", prompts, tokens].
 
-Arguments: HF folder, file descriptor to answer on (stdout belongs to vLLM's log).
+Arguments: HF folder, file descriptor to answer on (stdout belongs to vLLM's log), dtype.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if __name__ == "__main__":
 
     engine = LLM(
         sys.argv[1],
-        dtype="float32",
+        dtype=sys.argv[3],
         enforce_eager=True,
         max_model_len=128,
         max_num_seqs=4,
