@@ -1,4 +1,4 @@
-"""Every dense family that the policy trains: log-probs of packed rows are transformers', a step raises the objective."""
+"""Every dense family that is trained: log-probs of packed rows are those of transformers, a step raises the objective."""
 
 from __future__ import annotations
 
