@@ -1,4 +1,4 @@
-"""Every dense family that is trained: log-probs of packed rows are those of transformers, a step raises the objective."""
+"""Dense families in training: log-probs of packed rows are those of transformers, a step raises the objective."""
 
 from __future__ import annotations
 
