@@ -11,7 +11,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, final
 
+import numpy as np
+
 from megatron_fleet.algorithms.batch import Batch, build_data, split_batch
+from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
 from megatron_fleet.data.loader import load_tasks
@@ -20,6 +23,7 @@ from megatron_fleet.data.split import split
 from megatron_fleet.data.task import Task
 from megatron_fleet.policy.base import LossReport, OptimReport, Rows
 from megatron_fleet.policy.pack import plan_rows
+from megatron_fleet.probe import compare
 from megatron_fleet.records import Records
 from megatron_fleet.rollout.requests import CollectRequest, CollectResult
 from megatron_fleet.rollout.service import RolloutService
@@ -40,6 +44,7 @@ class Driver:
         self._rollout: CollectResult | None = None
         self._batch: Batch | None = None
         self._records: Records | None = None
+        self._probes: dict[int, float] = {}
         self.rollout = rollout
 
     def begin(self, state: Mapping[str, Any] | None, started: float) -> None:
@@ -94,12 +99,18 @@ class Driver:
         groups = self._rollout.groups
         losses, optims = [r[0] for r in reports], [r[1] for r in reports]
         seconds = {"generate": self._rollout.seconds, **seconds}
-        metrics = step_metrics(groups, self._batch, losses, optims, seconds, weight_version=step)
+        metrics = step_metrics(groups, self._batch, losses, optims, seconds, step, self._probes.pop(step, None))
         metrics |= attempt_metrics(asdict(self._rollout.accounting), "accounting")
         self.records.trajectories(step, groups, "step")
         if evaluate:
             metrics |= self._evaluate(step)
         self.records.step(step, metrics)
+
+    def check_engines(self, version: int, data: Sequence[Datum], expected: Sequence[np.ndarray]) -> None:
+        """Compare every engine with the trainer's log-probs of ``data``, see `probe.compare`."""
+        scores = self.rollout.score([datum.token_ids for datum in data])
+        tolerance = self._config.rollout.engine.probe_tolerance
+        self._probes[version] = compare(expected, scores, tolerance, version)
 
     def evaluate_before(self) -> None:
         """Evaluate the initial weights; recorded as step 0."""

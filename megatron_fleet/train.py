@@ -22,6 +22,7 @@ from megatron_fleet.platform.device import device
 from megatron_fleet.policy.base import LossReport, OptimReport, Rows
 from megatron_fleet.policy.megatron.policy import MegatronPolicy
 from megatron_fleet.policy.schedule import lr_at
+from megatron_fleet.probe import probe_data
 from megatron_fleet.weights.communicator import TorchCommunicator
 from megatron_fleet.weights.export import export_hf
 from megatron_fleet.weights.publish import make_publisher
@@ -63,6 +64,7 @@ def train(config: Config, policy: MegatronPolicy, driver: Driver | None, ranks: 
     client = driver and driver.rollout.weight_client()
     with closing(make_publisher(source, client, world, device(), config.model.path)) as publisher:
         publisher.publish(step)
+        probe(config, policy, driver, ranks, step)
         if step == 0 and config.eval.at_start:
             ranks.share(driver and driver.evaluate_before)
         while step < config.run.steps:
@@ -73,6 +75,7 @@ def train(config: Config, policy: MegatronPolicy, driver: Driver | None, ranks: 
             step += 1
             with clock.phase("sync_weights"):
                 publisher.publish(step)
+                probe(config, policy, driver, ranks, step)
             evaluate = evaluation_due(config, step)
             ranks.share(driver and driver.finish_step, step, reports, clock.read(), evaluate)
             if checkpoint_due(config, step):
@@ -80,6 +83,15 @@ def train(config: Config, policy: MegatronPolicy, driver: Driver | None, ranks: 
     if config.checkpoint.export_hf:
         export_hf(source, config.model.path, Path(config.run.out) / "hf", world=world)
     ranks.share(driver and driver.finish)
+
+
+def probe(config: Config, policy: MegatronPolicy, driver: Driver | None, ranks: Exchange, version: int) -> None:
+    """Compare log-probs of a few tokens on every engine with the policy's, when it is due."""
+    interval = config.rollout.engine.probe_interval
+    if interval and version % interval == 0:
+        data = probe_data(policy.hf_config["vocab_size"], config.policy.row_tokens)
+        (expected,) = policy.forward([data], temperature=1.0)
+        ranks.share(driver and driver.check_engines, version, data, expected)
 
 
 def update(config: Config, policy: MegatronPolicy, updates: Sequence[Rows], step: int) -> Reports:

@@ -107,6 +107,10 @@ class Engine(Section):
     start_timeout_s: float = Field(300, gt=0, description="Deadline of an engine's start.")
     request_timeout_s: float = Field(120, gt=0, description="Deadline of one turn's generation.")
     update_timeout_s: float = Field(120, gt=0, description="Deadline of a weight update.")
+    probe_interval: int = Field(
+        0, ge=0, description="Updates between two comparisons of a few log-probs with the trainer's; 0: never."
+    )
+    probe_tolerance: float = Field(0.1, gt=0, description="Mean difference of these log-probs that ends the run, nats.")
 
 
 class Rollout(Section):

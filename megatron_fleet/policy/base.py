@@ -43,8 +43,13 @@ class OptimReport:
 class Policy(Protocol):
     """SPMD: every rank calls every method, in the same order, with its own data-parallel share."""
 
-    def forward(self, rows: Rows, which: Literal["current", "reference"] = "current") -> list[list[np.ndarray]]:
-        """Log-probs (float32 ``[T]``, 0 where ``mask`` is 0) in the shape of ``rows``, on every rank. No gradient."""
+    def forward(
+        self, rows: Rows, which: Literal["current", "reference"] = "current", temperature: float | None = None
+    ) -> list[list[np.ndarray]]:
+        """Log-probs (float32 ``[T]``, 0 where ``mask`` is 0) in the shape of ``rows``, on every rank. No gradient.
+
+        ``temperature``: ``None`` = that of the sampling.
+        """
         ...
 
     def forward_backward(self, rows: Rows, loss: LossFn) -> LossReport:

@@ -157,10 +157,11 @@ class RolloutManager:
     async def progress(self) -> Progress:
         return self._collection.progress() if self._collection is not None else Progress(0, 0, 0)
 
-    async def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Log-probs of ``sequences`` (int32 ``[T]`` each) by the first engine: see ``EngineActor.score``."""
+    async def score(self, sequences: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
+        """Log-probs of ``sequences`` (int32 ``[T]`` each) by every engine: see ``EngineActor.score``."""
         timeout_s = self._config.rollout.engine.request_timeout_s
-        return await self._engines[0].call("score", list(sequences), timeout_s=timeout_s)
+        calls = (engine.call("score", list(sequences), timeout_s=timeout_s) for engine in self._engines)
+        return list(await asyncio.gather(*calls))
 
     async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
         self._init_info = init_info

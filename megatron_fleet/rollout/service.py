@@ -127,8 +127,8 @@ class RolloutService:
                 trajectory.check()
         return result
 
-    def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Engine log-probs of ``sequences`` (int32 ``[T]``) at temperature 1: float32 ``[T]``, 0 at position 0."""
+    def score(self, sequences: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
+        """Log-probs of ``sequences`` (int32 ``[T]``) by every engine, at temperature 1: float32 ``[T]``, first 0."""
         self.wait_ready()
         return self._get(self._manager.score.remote(list(sequences)), self._config.rollout.engine.request_timeout_s)
 

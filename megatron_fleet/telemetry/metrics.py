@@ -32,6 +32,7 @@ def step_metrics(
     optims: Sequence[OptimReport],
     seconds: Mapping[str, float],
     weight_version: int,
+    probe: float | None = None,
 ) -> dict[str, float]:
     """All metrics of one training step.
 
@@ -40,6 +41,7 @@ def step_metrics(
         reports, optims: one per optimizer step, in order; empty when there was nothing to train on.
         seconds: duration of each phase; ``generate`` gives the token rate.
         weight_version: the version published at the end of the step.
+        probe: how far engines were from the trainer then; ``None`` = nobody looked.
     """
     return {
         **rollout_metrics(groups),
@@ -47,6 +49,7 @@ def step_metrics(
         **policy_metrics(reports, optims),
         **timing_metrics(groups, seconds),
         "policy/weight_version": weight_version,
+        **({} if probe is None else {"policy/probe_difference": probe}),
     }
 
 

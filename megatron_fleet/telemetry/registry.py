@@ -136,6 +136,7 @@ _POLICY = {
     "ppo_clip_ratio_dual": "Share of trained tokens with negative advantage and π/π_old > dual_clip.",
     "mismatch_kl": "KL(μ‖π), engine against trainer: mean of ρ − 1 − log ρ, ρ = π/μ, first update only (k3, ≥ 0).",
     "mismatch_kl_k1": "KL(μ‖π): mean of log μ − log π, first update only (k1).",
+    "probe_difference": "Mean |log π_engine − log π_trainer| over the probe's tokens, worst engine; only when probed.",
     "rollout_train_prob_diff_mean": "Mean of μ/π over trained tokens, first update only: a ratio, 1 when they agree.",
     "rollout_train_prob_diff_std": "Population standard deviation of μ/π over trained tokens, first update only.",
     "packing_efficiency": "Tokens of the sequences divided by token capacity of the rows they were packed into.",

@@ -151,12 +151,14 @@ def test_a_killed_run_ends_like_the_undisturbed_one(first, tmp_path):
 
 @pytest.mark.parametrize("layout", ["tensor2", "pipeline2", "data2"])
 def test_two_ranks_take_the_same_first_step_as_one(first, tmp_path, layout):
-    run = Run(tmp_path / layout, (f"parallel={layout}", "run.steps=1", "eval=none"))
+    run = Run(tmp_path / layout, (f"parallel={layout}", "run.steps=1", "eval=none", "rollout.engine.probe_interval=1"))
     run.finish()
     one, two = first.metrics()[1], run.metrics()[0]
     for name in ("policy/final_loss", "policy/grad_norm", "policy/policy_entropy"):
         assert two[name] == pytest.approx(one[name], rel=1e-5, abs=1e-7), name
     assert two["policy/ratio_mean"] == 1.0
+    # After the update engines compute what the trainer does.
+    assert 0 < two["policy/probe_difference"] < 1e-3
     run.assert_nothing_left()
     done = convert(run.out / "checkpoints" / "step_000001", tmp_path / "hf")
     assert done.returncode == 0, done.stderr

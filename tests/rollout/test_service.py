@@ -79,7 +79,7 @@ def test_sampling_gives_tokens_their_logprobs_and_their_version(rollout):
         assert (len(result.token_ids), result.finish_reason) == (24, "length")
         assert result.versions == ((0, 0, 24),)
         assert np.all(result.logprobs < 0)
-    scores = rollout.service.score(
+    (scores,) = rollout.service.score(
         [np.array([*p, *r.token_ids], np.int32) for p, r in zip(PROMPTS, results, strict=True)]
     )
     for prompt, result, score in zip(PROMPTS, results, scores, strict=True):
@@ -99,7 +99,7 @@ def test_a_stop_token_is_part_of_the_answer(rollout):
 
 def test_logprobs_are_those_of_the_temperature(rollout):
     (result,) = rollout.generate(PROMPTS[:1], [sampled(temperature=0.5)])
-    (score,) = rollout.service.score([np.array([*PROMPTS[0], *result.token_ids], np.int32)])
+    ((score,),) = rollout.service.score([np.array([*PROMPTS[0], *result.token_ids], np.int32)])
     # At half the temperature sampled tokens are likelier than at one, on average by far more than rounding.
     assert result.logprobs.mean() > score[len(PROMPTS[0]) :].mean() + 0.05
 

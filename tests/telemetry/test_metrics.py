@@ -176,7 +176,7 @@ def test_attempts():
 
 def test_every_name_is_registered_once():
     full = [report(18.0, nll=1.0)]
-    names = one_step(reports=full).keys() | eval_metrics(step_groups(), step_groups()).keys()
+    names = one_step(reports=full, probe=0.25).keys() | eval_metrics(step_groups(), step_groups()).keys()
     names = {*names, *attempt_metrics(ATTEMPTS, "accounting"), *attempt_metrics(ATTEMPTS, "eval/all")}
     for name in names:
         matching = [m.pattern for m in registry.METRICS if m.matches(name)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -80,21 +81,24 @@ class MegatronPolicy:
         """Keep the present weights, in host memory, as the reference policy."""
         self._reference = Reference(self.model_chunks)
 
-    def forward(self, rows: Rows, which: Literal["current", "reference"] = "current") -> list[list[np.ndarray]]:
+    def forward(
+        self, rows: Rows, which: Literal["current", "reference"] = "current", temperature: float | None = None
+    ) -> list[list[np.ndarray]]:
         """See `Policy.forward`.
 
         Raises:
             ValueError: ``reference`` without an earlier `keep_reference`.
         """
+        settings = self._settings if temperature is None else replace(self._settings, temperature=temperature)
         if which == "current":
-            return self._logprobs(rows)
+            return self._logprobs(rows, settings)
         if self._reference is None:
             raise ValueError("no reference weights: keep_reference() was not called")
         with self._reference.in_place():
-            return self._logprobs(rows)
+            return self._logprobs(rows, settings)
 
-    def _logprobs(self, rows: Rows) -> list[list[np.ndarray]]:
-        values = step.run_logprobs(self._wrapped, self._pack(rows), self._settings)
+    def _logprobs(self, rows: Rows, settings: step.Settings) -> list[list[np.ndarray]]:
+        values = step.run_logprobs(self._wrapped, self._pack(rows), settings)
         arrays = step.share_from_last_stage([[v.cpu().numpy() for v in values]])
         return [unpack_trained(row, array) for row, array in zip(rows, arrays, strict=True)]
 
