@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -59,7 +60,7 @@ class FileRange:
         self.folder.read_into(self.file, self.offset + start, out)
 
 
-class Rows:
+class Rows(ABC):
     """Rows made one block at a time by a function; what subclasses know is how."""
 
     __slots__ = ("_count", "_granule", "_row_bytes")
@@ -72,9 +73,9 @@ class Rows:
     def nbytes(self) -> int:
         return self._count * self._row_bytes
 
+    @abstractmethod
     def make(self, rows: Span) -> npt.NDArray[Any]:
         """The rows. ``rows`` begin at a multiple of the granule."""
-        raise NotImplementedError
 
     def source_row_bytes(self) -> int:
         """Bytes read for one row, to bound what is in memory."""
