@@ -9,7 +9,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from weight_fixtures import (  # noqa: E402
-    megatron_groups,
     random_tensors,
     run_ranks,
     stage_chunks,
@@ -26,12 +25,6 @@ from megatron_fleet.weights.load import load_hf  # noqa: E402
 from megatron_fleet.weights.source import MegatronWeightSource, Place  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("groups")
-
-
-@pytest.fixture(scope="module")
-def groups():
-    with megatron_groups():
-        yield
 
 
 def make_source(folder, config, comm=None, tp=1, dtype=torch.float32):

@@ -6,18 +6,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from weight_fixtures import megatron_groups, random_tensors, stage_chunks, tiny_config, write_folder  # noqa: E402
+from weight_fixtures import random_tensors, stage_chunks, tiny_config, write_folder  # noqa: E402
 
 from megatron_fleet.config.errors import UserError  # noqa: E402
 from megatron_fleet.weights.load import load_hf  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("groups")
-
-
-@pytest.fixture(scope="module")
-def groups():
-    with megatron_groups():
-        yield
 
 
 def reference_shard(config, tensors, key, layer, tp_rank, tp_size, rows):

@@ -12,7 +12,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from weight_fixtures import (  # noqa: E402
-    megatron_groups,
     random_tensors,
     run_ranks,
     stage_chunks,
@@ -38,12 +37,6 @@ from megatron_fleet.weights.shared_buffer import (  # noqa: E402
 from megatron_fleet.weights.source import MegatronWeightSource, ParamMeta, Place  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("groups")
-
-
-@pytest.fixture(scope="module")
-def groups():
-    with megatron_groups():
-        yield
 
 
 class RecordingClient:
@@ -284,6 +277,7 @@ OWNER = """
 import os, sys, time, torch
 sys.path.insert(0, {tests!r})
 from test_publish import *
+from weight_fixtures import megatron_groups
 with megatron_groups():
     source, publisher = start_publisher({folder!r}, tiny_config(), Alone(), RecordingClient(), 1, 1)
     publisher.publish(1)

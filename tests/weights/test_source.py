@@ -7,7 +7,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from weight_fixtures import (  # noqa: E402
-    megatron_groups,
     random_tensors,
     run_ranks,
     stage_chunks,
@@ -21,12 +20,6 @@ from megatron_fleet.weights.source import MegatronWeightSource, Place, layer_gro
 
 pytestmark = pytest.mark.usefixtures("groups")
 LAYOUTS = [(tp, pp) for tp in (1, 2, 4) for pp in (1, 2)]
-
-
-@pytest.fixture(scope="module")
-def groups():
-    with megatron_groups():
-        yield
 
 
 def make_source(folder, config, comm, tp, pp, dtype=torch.float32, model_dtype=torch.float32):

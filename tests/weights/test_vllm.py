@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 
 import torch  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
-from weight_fixtures import megatron_groups, stage_chunks, tiny_config  # noqa: E402
+from weight_fixtures import stage_chunks, tiny_config  # noqa: E402
 
 from megatron_fleet.weights.communicator import Alone  # noqa: E402
 from megatron_fleet.weights.load import load_hf  # noqa: E402
@@ -67,12 +67,6 @@ class EngineProcess:
         self._process.kill()
         self._process.wait()
         self._answers.close()
-
-
-@pytest.fixture(scope="module")
-def groups():
-    with megatron_groups():
-        yield
 
 
 def make_model(folder: Path, seed: int, tied: bool):
