@@ -1,13 +1,13 @@
-"""Losses against scalar Python written from the papers, finite differences, and the single-forward identity."""
+"""What surrounds the policy term: KL, entropy, the single-forward identity, cross-entropy, metrics."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from megatron_fleet.algorithms.losses import LossInputs, finalize_metrics, make_loss, sft_loss  # noqa: E402
-from megatron_fleet.config.errors import UserError  # noqa: E402
 from megatron_fleet.config.schema import Algorithm  # noqa: E402
 
 N = 64
@@ -27,37 +27,11 @@ def inputs(proximal: bool = True, reference: bool = False, dtype: "torch.dtype" 
         mask=torch.full((N,), 1 / N, dtype=dtype),
         weights=normal(1) / N,
         behaviour=logprobs + normal(0.01),
+        sequence=torch.zeros(N, dtype=torch.int64),
+        sequences=1,
         proximal=logprobs + normal(0.6) if proximal else None,
         reference=logprobs + normal(0.6) if reference else None,
     )
-
-
-def scalar_ppo(x: LossInputs, algo: Algorithm) -> float:
-    """PPO as a case distinction over single tokens, dual clip included."""
-    total = 0.0
-    for logprob, proximal, weight in zip(x.logprobs.tolist(), x.proximal.tolist(), x.weights.tolist(), strict=True):
-        ratio = math.exp(logprob - proximal)
-        if weight >= 0:
-            used = min(ratio, 1 + algo.clip_high)
-        else:
-            used = max(ratio, 1 - algo.clip_low)
-            if algo.dual_clip is not None:
-                used = min(used, algo.dual_clip)
-        total -= used * weight
-    return total
-
-
-@pytest.mark.parametrize("algo", [Algorithm(), Algorithm(clip_low=0.1, clip_high=0.4, dual_clip=1.5)])
-def test_ppo_equals_the_scalar_version(algo):
-    x = inputs()
-    loss, sums = make_loss(algo)(x)
-    assert loss.item() == pytest.approx(scalar_ppo(x, algo), rel=1e-12)
-    ratios = (x.logprobs - x.proximal).exp().tolist()
-    pairs = list(zip(ratios, x.weights.tolist(), strict=True))
-    assert sums["clipped_low"] == sum(r < 1 - algo.clip_low and w < 0 for r, w in pairs) > 0
-    assert sums["clipped_high"] == sum(r > 1 + algo.clip_high and w > 0 for r, w in pairs) > 0
-    assert sums["clipped_dual"] == sum(algo.dual_clip is not None and r > algo.dual_clip and w < 0 for r, w in pairs)
-    assert (sums["clipped_dual"] > 0) == (algo.dual_clip is not None)
 
 
 @pytest.mark.parametrize("dual_clip", [None, 1.5])
@@ -67,7 +41,7 @@ def test_gradients_equal_finite_differences(dual_clip, estimator):
     loss = make_loss(Algorithm(dual_clip=dual_clip, kl={"coef": 0.3, "estimator": estimator}))
 
     def value(logprobs: torch.Tensor) -> torch.Tensor:
-        return loss(LossInputs(logprobs, x.entropy, x.mask, x.weights, x.behaviour, x.proximal, x.reference))[0]
+        return loss(replace(x, logprobs=logprobs))[0]
 
     assert torch.autograd.gradcheck(value, x.logprobs)
 
@@ -106,33 +80,43 @@ def test_the_kl_term_is_added_and_has_a_gradient(estimator):
     torch.testing.assert_close(difference, 0.5 * per_token / N)
 
 
-def test_loss_and_sums_add_up_over_micro_batches():
-    loss = make_loss(Algorithm(kl={"coef": 0.1}))
-    x = inputs(reference=True)
-    whole, whole_sums = loss(x)
-    parts = []
-    for rows in (slice(0, 5), slice(5, 5), slice(5, N)):  # an empty micro-batch too
-        fields = (x.logprobs, x.entropy, x.mask, x.weights, x.behaviour, x.proximal, x.reference)
-        parts.append(loss(LossInputs(*(f[rows] for f in fields))))
-    assert sum(p[0] for p in parts).item() == pytest.approx(whole.item())
-    for name, total in whole_sums.items():
-        assert sum(p[1][name] for p in parts).item() == pytest.approx(total.item(), abs=1e-9), name
-        assert total.dim() == 0 and not total.requires_grad
+def test_the_entropy_bonus_has_a_gradient_through_the_entropy_alone():
+    plain, with_bonus = inputs(), inputs()
+    with_bonus.entropy.requires_grad_()
+    without, sums_without = make_loss(Algorithm())(plain)
+    total, sums = make_loss(Algorithm(entropy_coef=0.25))(with_bonus)
+    without.backward()
+    total.backward()
+    mean = sum(with_bonus.entropy.tolist()) / N
+    assert total.item() == pytest.approx(without.item() - 0.25 * mean)
+    assert sums["entropy_loss"].item() == pytest.approx(-0.25 * mean)
+    assert sums["policy_loss"] == without and "entropy_loss" not in sums_without
+    torch.testing.assert_close(with_bonus.entropy.grad, torch.full((N,), -0.25 / N, dtype=torch.float64))
+    assert torch.equal(with_bonus.logprobs.grad, plain.logprobs.grad)
+    metrics = finalize_metrics({name: value.item() for name, value in sums.items()})
+    assert metrics["policy/entropy_loss"] == sums["entropy_loss"]
 
 
-def test_ratios_beyond_all_bounds_stay_finite():
-    x = inputs(dtype=torch.float32)
-    x.proximal = x.logprobs.detach() - 1000
-    x.weights[0] = 0.0
-    loss, _ = make_loss(Algorithm())(x)
-    loss.backward()
-    assert torch.isfinite(loss) and torch.isfinite(x.logprobs.grad).all()
+def test_clip_metrics_are_shares_of_tokens():
+    x = inputs()
+    sums = make_loss(Algorithm(dual_clip=1.5))(x)[1]
+    metrics = finalize_metrics({name: value.item() for name, value in sums.items()})
+    sides = [metrics[f"policy/ppo_clip_ratio_{side}"] for side in ("low", "high", "dual")]
+    ratios, advantages = (x.logprobs - x.proximal).exp(), x.weights
+    by_hand = [
+        ((ratios < 0.8) & (advantages < 0)).double().mean().item(),
+        ((ratios > 1.2) & (advantages > 0)).double().mean().item(),
+        ((ratios > 1.5) & (advantages < 0)).double().mean().item(),
+    ]
+    assert sides == pytest.approx(by_hand) and all(sides)
+    assert metrics["policy/ppo_clip_ratio"] == pytest.approx(sum(sides))
+    assert metrics["policy/ratio_mean"] == pytest.approx(ratios.mean().item())
 
 
 def test_mismatch_metrics_by_hand():
     pi, mu = torch.tensor([0.5, 0.2]), torch.tensor([0.4, 0.4])
     one = torch.ones(2)
-    _, sums = make_loss(Algorithm())(LossInputs(pi.log(), one, one, one, mu.log()))
+    _, sums = make_loss(Algorithm())(LossInputs(pi.log(), one, one, one, mu.log(), one.long(), 2))
     metrics = finalize_metrics({name: value.item() for name, value in sums.items()})
     assert metrics["policy/mismatch_kl_k1"] == pytest.approx((math.log(0.4 / 0.5) + math.log(0.4 / 0.2)) / 2, rel=1e-5)
     assert metrics["policy/mismatch_kl"] == pytest.approx(
@@ -148,7 +132,7 @@ def test_a_tiny_spread_of_the_mismatch_survives_float32():
     mu = torch.full((n,), -1.0)
     pi = mu + 1e-4 * torch.tensor([1.0, -1.0]).repeat(n // 2)
     one = torch.ones(n)
-    _, sums = make_loss(Algorithm())(LossInputs(pi, one, one, one, mu))
+    _, sums = make_loss(Algorithm())(LossInputs(pi, one, one, one, mu, one.long(), 2))
     metrics = finalize_metrics({name: value.item() for name, value in sums.items()})
     assert metrics["policy/rollout_train_prob_diff_std"] == pytest.approx(1e-4, rel=2e-3)
     assert metrics["policy/mismatch_kl"] == pytest.approx(0.5e-8, rel=0.2)
@@ -159,17 +143,10 @@ def test_sft_is_cross_entropy():
     tokens = torch.tensor([3, 0, 10, 7, 7])
     logprobs = torch.log_softmax(logits, -1)[torch.arange(5), tokens]
     fifth, zero = torch.full((5,), 0.2), torch.zeros(5)
-    loss, sums = sft_loss(LossInputs(logprobs, zero, fifth, fifth, zero))
+    loss, sums = sft_loss(LossInputs(logprobs, zero, fifth, fifth, zero, zero.long(), 1))
     assert loss.item() == pytest.approx(torch.nn.functional.cross_entropy(logits, tokens).item(), rel=1e-6)
     assert finalize_metrics({k: v.item() for k, v in sums.items()})["policy/nll"] == pytest.approx(loss.item())
 
 
 def test_no_trained_token_has_no_means():
     assert finalize_metrics({"tokens": 0.0, "entropy": 0.0}) == {}
-
-
-def test_bad_requests_are_refused():
-    with pytest.raises(ValueError, match="reference"):
-        make_loss(Algorithm(kl={"coef": 0.1}))(inputs())
-    with pytest.raises(UserError, match=r"algorithm\.loss: 'gspo' is unknown, use one of ppo_clip"):
-        make_loss(Algorithm.model_construct(loss="gspo"))

@@ -1,0 +1,77 @@
+"""What every loss is given and what it gives back, and sums over the sequences of a row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from megatron_fleet.algorithms.kl import MAX_LOG_RATIO
+
+
+@dataclass(slots=True)
+class LossInputs:
+    """Per-token inputs of a loss at the ``A`` trained positions of one micro-batch; float32 ``[A]`` unless said.
+
+    All trained positions of a sequence are in one micro-batch, so sums over a sequence need no communication.
+
+    Attributes:
+        logprobs: log π, with gradient.
+        entropy: entropy of π in nats, with gradient.
+        mask: the normaliser, above 0 and equal at all positions of a sequence.
+        weights: advantage × normaliser.
+        behaviour: log μ.
+        sequence: int64 ``[A]``, below ``sequences``: which sequence of the row a position belongs to.
+        sequences: sequences in the row; some may have no trained position.
+        proximal: log π_old; ``None`` = the single-forward on-policy case, π_old := stop-grad(π).
+        reference: log π_ref; ``None`` when there is no KL term.
+    """
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+    mask: torch.Tensor
+    weights: torch.Tensor
+    behaviour: torch.Tensor
+    sequence: torch.Tensor
+    sequences: int
+    proximal: torch.Tensor | None = None
+    reference: torch.Tensor | None = None
+
+    def old_logprobs(self) -> torch.Tensor:
+        """log π_old, without gradient."""
+        return self.logprobs.detach() if self.proximal is None else self.proximal
+
+    def sequence_sums(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums of ``values`` ``[A]`` over each sequence, ``[sequences]``, in the type of ``values``; no gradient."""
+        # Atomic additions on CUDA come in any order; in float64 the order is lost in the rounding.
+        sums = torch.zeros(self.sequences, dtype=torch.float64, device=values.device)
+        return sums.index_add_(0, self.sequence, values.detach().double()).to(values.dtype)
+
+    def sequence_counts(self) -> torch.Tensor:
+        """Trained positions of each sequence, ``[sequences]``."""
+        return self.sequence_sums(torch.ones_like(self.mask))
+
+    def at_positions(self, per_sequence: torch.Tensor) -> torch.Tensor:
+        """Values ``[sequences]`` at each trained position of their sequence, ``[A]``."""
+        return per_sequence[self.sequence]
+
+    def sequence_means(self, values: torch.Tensor) -> torch.Tensor:
+        """At each position ``[A]`` the mean of ``values`` ``[A]`` over the trained positions of its sequence."""
+        return self.at_positions(self.sequence_sums(values) / self.sequence_counts())
+
+
+LossResult = tuple[torch.Tensor, dict[str, torch.Tensor]]
+"""The SUM of the loss over positions (scalar, with gradient) and named metric sums (0-d tensors, no gradient)."""
+
+LossFn = Callable[[LossInputs], LossResult]
+
+
+def bounded_log_ratio(above: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
+    """log(above / below) of two log-probs ``[A]``, clamped so that its exponential is finite in float32."""
+    return (above - below).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def count(where: torch.Tensor) -> torch.Tensor:
+    """How many entries of a bool tensor are true: float32, 0-d."""
+    return where.sum(dtype=torch.float32)
