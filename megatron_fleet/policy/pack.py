@@ -1,4 +1,4 @@
-"""Sequences into rows of one fixed token capacity: the plan, and the tensors of a row."""
+"""The tensors of a packed row."""
 
 from __future__ import annotations
 
@@ -9,126 +9,101 @@ import numpy as np
 import torch
 
 from megatron_fleet.algorithms.datum import Datum
-from megatron_fleet.config.errors import UserError
-
-LINEAR_COST_TOKENS = 4096
-"""Context at which attention costs as much as the rest of a token: about 4-6 × hidden size for today's models. It only
-weighs ranks against each other, so a rough value does."""
+from megatron_fleet.policy.pack_plan import round_up
 
 
-def _aligned(length: int, align: int) -> int:
-    return -(-length // align) * align
-
-
-def plan_rows(lengths: Sequence[int], dp: int, capacity: int, align: int = 1) -> list[list[list[int]]]:
-    """Distribute sequences over data-parallel ranks and pack each rank's share into rows.
-
-    Longest first: each sequence goes to the rank with the least estimated FLOPs (so the ranks finish together), then
-    first-fit-decreasing packs a rank's sequences into rows. Ranks with fewer rows get empty ones: every rank runs the
-    same number of micro-batches.
-
-    Args:
-        lengths: tokens of each sequence.
-        dp: number of data-parallel ranks.
-        capacity: tokens of a row.
-        align: each sequence takes a multiple of this many tokens.
-
-    Returns:
-        rank → rows → indices into ``lengths``; every index exactly once. At least one row per rank.
-
-    Raises:
-        UserError: a sequence is longer than a row.
-    """
-    for index, length in enumerate(lengths):
-        if _aligned(length, align) > capacity:
-            raise UserError(
-                f"policy.row_tokens={capacity} is too small for sequence {index} of {length} tokens; raise it to at "
-                f"least {_aligned(length, align)} or lower rollout.max_context."
-            )
-    cost = [0.0] * dp
-    rows: list[list[list[int]]] = [[] for _ in range(dp)]
-    room: list[list[int]] = [[] for _ in range(dp)]
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        rank = min(range(dp), key=cost.__getitem__)
-        cost[rank] += lengths[index] * (1 + lengths[index] / LINEAR_COST_TOKENS)
-        need = _aligned(lengths[index], align)
-        row = next((r for r, free in enumerate(room[rank]) if free >= need), None)
-        if row is None:
-            rows[rank].append([])
-            room[rank].append(capacity)
-            row = -1
-        rows[rank][row].append(index)
-        room[rank][row] -= need
-    most = max(1, *(len(r) for r in rows))
-    return [r + [[] for _ in range(most - len(r))] for r in rows]
+def row_width(lengths: Sequence[int], sequence_align: int = 1, row_align: int = 1) -> int:
+    """Tokens that a row of sequences of these lengths is processed as; an empty row is one ``row_align`` wide."""
+    return round_up(max(1, sum(round_up(length, sequence_align) for length in lengths)), row_align)
 
 
 @dataclass(slots=True)
 class PackedRow:
-    """One micro-batch of ``P`` = capacity tokens. Index ``i`` of the row predicts token ``i + 1`` of its sequence.
+    """One micro-batch of ``P`` tokens. Index ``i`` of the row predicts token ``i + 1`` of its sequence.
+
+    Invariants: ``sum(lengths) + filler == P``; ``sequence`` never falls; ``real`` is true at ``real_tokens`` places,
+    among them every place of ``trained`` and the one behind it.
 
     Attributes:
-        tokens: int64 ``[P]``; 0 in the filler.
-        positions: int64 ``[P]``, place of each token in its sequence.
-        lengths: tokens of each sequence in the row, alignment included.
+        tokens: int64 ``[P]``; 0 where nothing is real.
+        positions: int64 ``[P]``, place of each token in its sequence; goes on through its alignment, starts anew in the
+            filler.
+        real: bool ``[P]``: a token of a sequence, neither alignment nor filler.
+        lengths: tokens of each sequence in the row, alignment included; a sequence without tokens has no entry.
         filler: tokens behind them.
         trained: int64 ``[A]``, indices into the row that predict a trained token.
         targets: int64 ``[A]``, the tokens they predict.
+        sequence: int64 ``[A]``, which of the row's sequences they belong to.
         mask, weights, behaviour, proximal, reference: float32 ``[A]``, the `Datum` fields of these tokens.
         real_tokens: tokens that belong to sequences.
+        routing: where a sequence begins in the row and its ``Datum.routing``, for those that have one.
     """
 
     tokens: torch.Tensor
     positions: torch.Tensor
+    real: torch.Tensor
     lengths: tuple[int, ...]
     filler: int
     trained: torch.Tensor
     targets: torch.Tensor
+    sequence: torch.Tensor
     mask: torch.Tensor
     weights: torch.Tensor
     behaviour: torch.Tensor
     proximal: torch.Tensor | None
     reference: torch.Tensor | None
     real_tokens: int
+    routing: tuple[tuple[int, np.ndarray], ...]
 
 
-def pack_row(row: Sequence[Datum], capacity: int, align: int = 1) -> PackedRow:
+def pack_row(row: Sequence[Datum], width: int, sequence_align: int = 1) -> PackedRow:
     """Lay the sequences of a row one behind the other and collect their trained positions, in order.
+
+    Args:
+        width: tokens of the row, `row_width` of its sequences or more.
+        sequence_align: each sequence takes a multiple of this many tokens.
 
     Raises:
         ValueError: the sequences do not fit, a first token is trained, or only some carry proximal or reference
             log-probs.
     """
-    tokens = np.zeros(capacity, np.int64)
-    positions = np.zeros(capacity, np.int64)
-    trained, lengths, start = [], [], 0
+    tokens, positions, real = np.zeros(width, np.int64), np.zeros(width, np.int64), np.zeros(width, np.bool_)
+    trained, lengths, routing, start = [], [], [], 0
     for datum in row:
-        n, width = len(datum), _aligned(len(datum), align)
-        if start + width > capacity:
-            raise ValueError(f"a row of {capacity} tokens cannot hold {[len(d) for d in row]}")
+        n, taken = len(datum), round_up(len(datum), sequence_align)
+        if start + taken > width:
+            raise ValueError(f"a row of {width} tokens cannot hold {[len(d) for d in row]}")
         if n and datum.mask[0]:
             raise ValueError("the first token of a sequence has no prediction and cannot be trained")
         tokens[start : start + n] = datum.token_ids
-        positions[start : start + width] = np.arange(width)
+        positions[start : start + taken] = np.arange(taken)
+        real[start : start + n] = True
         trained.append(start + np.flatnonzero(datum.mask) - 1)
-        if width:
-            lengths.append(width)
-        start += width
-    positions[start:] = np.arange(capacity - start)
+        if datum.routing is not None:
+            if len(datum.routing) != n:
+                raise ValueError(f"a sequence of {n} tokens with the experts of {len(datum.routing)}")
+            routing.append((start, datum.routing))
+        if taken:
+            lengths.append(taken)
+        start += taken
+    positions[start:] = np.arange(width - start)
     index = np.concatenate(trained) if trained else np.zeros(0, np.int64)
     return PackedRow(
         tokens=torch.from_numpy(tokens),
         positions=torch.from_numpy(positions),
+        real=torch.from_numpy(real),
         lengths=tuple(lengths),
-        filler=capacity - start,
+        filler=width - start,
         trained=torch.from_numpy(index),
         targets=torch.from_numpy(tokens[index + 1]),
+        sequence=torch.from_numpy(np.repeat(np.arange(len(row)), [len(places) for places in trained])),
         mask=_at_trained(row, [d.mask for d in row]),
         weights=_at_trained(row, [d.weights for d in row]),
         behaviour=_at_trained(row, [d.behaviour_logprobs for d in row]),
         proximal=_optional(row, [d.proximal_logprobs for d in row], "proximal"),
         reference=_optional(row, [d.reference_logprobs for d in row], "reference"),
         real_tokens=sum(len(d) for d in row),
+        routing=tuple(routing),
     )
 
 

@@ -1,4 +1,4 @@
-"""Packing: the plan's promises, and the tensors of a row."""
+"""The tensors of a packed row."""
 
 from __future__ import annotations
 
@@ -7,50 +7,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hypothesis import given  # noqa: E402
+from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from megatron_fleet.algorithms.datum import Datum  # noqa: E402
-from megatron_fleet.config.errors import UserError  # noqa: E402
-from megatron_fleet.policy.pack import pack_row, plan_rows, unpack_trained  # noqa: E402
-
-
-@given(
-    lengths=st.lists(st.integers(1, 512), max_size=60),
-    dp=st.integers(1, 8),
-    align=st.sampled_from([1, 2, 16, 128]),
-)
-def test_plan_keeps_its_promises(lengths, dp, align):
-    capacity = 512
-    plan = plan_rows(lengths, dp, capacity, align)
-    assert len(plan) == dp
-    assert len({len(rows) for rows in plan}) == 1 and len(plan[0]) >= 1
-    placed = [i for rows in plan for row in rows for i in row]
-    assert sorted(placed) == list(range(len(lengths)))
-    for rows in plan:
-        for row in rows:
-            assert sum(-(-lengths[i] // align) * align for i in row) <= capacity
-    # First-fit: no rank opens a row while two of its rows would fit into one.
-    for rows in plan:
-        used = sorted(sum(-(-lengths[i] // align) * align for i in row) for row in rows if row)
-        assert len(used) < 2 or used[0] + used[1] > capacity
-    assert plan == plan_rows(lengths, dp, capacity, align)
-
-
-@given(lengths=st.lists(st.integers(1, 512), min_size=1, max_size=60), dp=st.integers(1, 8))
-def test_ranks_are_balanced_by_cost(lengths, dp):
-    """Longest-first to the least loaded: no two ranks differ by more than the costliest sequence."""
-
-    def cost(n):
-        return n * (1 + n / 4096)
-
-    loads = [sum(cost(lengths[i]) for row in rows for i in row) for rows in plan_rows(lengths, dp, 512)]
-    assert max(loads) - min(loads) <= cost(max(lengths)) + 1e-6
-
-
-def test_too_long_sequence_is_refused_with_advice():
-    with pytest.raises(UserError, match=r"policy\.row_tokens=64.*sequence 1 of 70 tokens.*at least 80"):
-        plan_rows([10, 70], dp=2, capacity=64, align=16)
+from megatron_fleet.policy.pack import pack_row, row_width, unpack_trained  # noqa: E402
 
 
 def datum(tokens, mask, reference=None):
@@ -66,24 +27,64 @@ def datum(tokens, mask, reference=None):
 
 
 def test_row_predicts_each_trained_token_from_the_one_before():
-    row = pack_row([datum([5, 6, 7], [0, 0.5, 0.5]), datum([8, 9, 10, 11], [0, 0, 0, 0.25])], capacity=12, align=4)
+    row = pack_row([datum([5, 6, 7], [0, 0.5, 0.5]), datum([8, 9, 10, 11], [0, 0, 0, 0.25])], 12, sequence_align=4)
     assert row.tokens.tolist() == [5, 6, 7, 0, 8, 9, 10, 11, 0, 0, 0, 0]
     assert row.positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3]
+    assert row.real.tolist() == [True] * 3 + [False] + [True] * 4 + [False] * 4
     assert (row.lengths, row.filler, row.real_tokens) == ((4, 4), 4, 7)
     assert row.trained.tolist() == [0, 1, 6]
     assert row.targets.tolist() == [6, 7, 11]
+    assert row.sequence.tolist() == [0, 0, 1]
     assert row.mask.tolist() == [0.5, 0.5, 0.25]
     assert row.weights.tolist() == [0.5, 1.0, 0.75]
     assert row.behaviour.tolist() == [-0.5, -1.0, -0.75]
     assert row.proximal is None and row.reference is None
 
 
+lengths_of_trained = st.integers(0, 20).flatmap(
+    lambda n: st.tuples(st.just(n), st.sets(st.integers(1, max(1, n - 1)), max_size=0 if n < 2 else n - 1))
+)
+
+
+@given(rows=st.lists(lengths_of_trained, max_size=6), sequence_align=st.sampled_from([1, 4]), wider=st.integers(0, 9))
+@settings(deadline=None)
+def test_a_row_keeps_its_promises(rows, sequence_align, wider):
+    """Every field, token by token, from the sequences themselves."""
+    data = [
+        datum(list(range(100 * i, 100 * i + n)), [float(t in mask) for t in range(n)])
+        for i, (n, mask) in enumerate(rows)
+    ]
+    width = row_width([len(d) for d in data], sequence_align, 16) + wider
+    row = pack_row(data, width, sequence_align)
+    assert {len(x) for x in (row.tokens, row.positions, row.real)} == {width} == {sum(row.lengths) + row.filler}
+    assert all(length % sequence_align == 0 for length in row.lengths)
+    assert row.real.sum() == row.real_tokens == sum(map(len, data))
+    assert row.tokens[row.real].tolist() == [t for d in data for t in d.token_ids]
+    assert row.positions[row.real].tolist() == [t for d in data for t in range(len(d))]
+    assert not row.tokens[~row.real].any()
+    expected = [(i, 100 * i + t) for i, (_, mask) in enumerate(rows) for t in sorted(mask)]
+    assert list(zip(row.sequence.tolist(), row.targets.tolist(), strict=True)) == expected
+    assert row.tokens[row.trained + 1].tolist() == row.targets.tolist()
+    assert row.real[row.trained].all() and row.real[row.trained + 1].all()
+    assert {x.dtype for x in (row.tokens, row.positions, row.trained, row.targets, row.sequence)} == {torch.int64}
+    assert row.real.dtype == torch.bool
+
+
+def test_a_row_is_as_wide_as_it_must_be():
+    assert row_width([3, 4]) == 7
+    assert row_width([3, 4, 8], sequence_align=4) == 16
+    assert row_width([3, 4, 9], sequence_align=4, row_align=32) == 32
+    assert row_width([30, 3], sequence_align=4, row_align=32) == 64
+    assert row_width([], sequence_align=4, row_align=32) == row_width([0], 4, 32) == 32
+    assert row_width([]) == 1
+
+
 def test_empty_row_has_every_optional_field():
     """A loss with a KL term must work on the empty rows that even out the ranks."""
-    row = pack_row([], capacity=8)
-    assert row.lengths == () and row.filler == 8
+    row = pack_row([], 8)
+    assert row.lengths == () and row.filler == 8 and not row.real.any()
     assert row.proximal is not None and row.reference is not None
-    assert len(row.trained) == len(row.reference) == 0
+    assert len(row.trained) == len(row.reference) == len(row.sequence) == 0
 
 
 def test_unpack_is_the_inverse_of_pack():
@@ -95,8 +96,8 @@ def test_unpack_is_the_inverse_of_pack():
 
 def test_broken_rows_are_refused():
     with pytest.raises(ValueError, match="cannot hold"):
-        pack_row([datum([1, 2, 3], [0, 0, 1])], capacity=2)
+        pack_row([datum([1, 2, 3], [0, 0, 1])], width=2)
     with pytest.raises(ValueError, match="first token"):
-        pack_row([datum([1, 2], [1, 0])], capacity=4)
+        pack_row([datum([1, 2], [1, 0])], width=4)
     with pytest.raises(ValueError, match="only 1 of 2"):
-        pack_row([datum([1, 2], [0, 1], np.zeros(2, np.float32)), datum([1, 2], [0, 1])], capacity=4)
+        pack_row([datum([1, 2], [0, 1], np.zeros(2, np.float32)), datum([1, 2], [0, 1])], width=4)

@@ -1,0 +1,158 @@
+"""Items into groups whose costs are as equal as possible."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+
+GOOD_ENOUGH = 1e-3
+"""A costliest group this little above the mean is left alone: a step's time varies by more."""
+SEARCH_PAIRS = 1_000_000
+"""Exchanges of two items that the search may weigh up: about 10 ms."""
+MULTIFIT_ROUNDS = 12
+"""They settle the limit to within 1 / 4096 of the first one."""
+ROUNDING = 1e-9
+"""Relative errors of a sum of costs are smaller."""
+
+
+def balance(costs: Sequence[float], groups: int) -> list[list[int]]:
+    """Partition items so that the costliest group costs little. Deterministic.
+
+    Differencing, then exchanges of items. Where that leaves a costliest group of several items above `GOOD_ENOUGH`,
+    MULTIFIT and exchanges are tried as well: with few items per group it often finds less.
+
+    Args:
+        costs: of each item, not negative.
+
+    Returns:
+        ``groups`` lists of indices into ``costs``, some maybe empty; every index exactly once. Unless the costliest
+        group costs at most 1 + `GOOD_ENOUGH` of the mean (or a search ran out of `SEARCH_PAIRS`), no move of one item
+        and no exchange of two makes it cheaper without making another as costly.
+    """
+    if groups == 1:
+        return [list(range(len(costs)))]
+    array = np.asarray(costs, np.float64)
+    found = exchange(karmarkar_karp(costs, groups), array)
+    loads = _loads(found, array)
+    worst = int(loads.argmax())
+    if loads[worst] <= (1 + GOOD_ENOUGH) * loads.mean() or len(found[worst]) == 1:
+        return found
+    other = exchange(multifit(costs, groups), array)
+    return min(found, other, key=lambda partition: _loads(partition, array).max())
+
+
+def _loads(partition: Sequence[Sequence[int]], costs: np.ndarray) -> np.ndarray:
+    return np.array([costs[list(items)].sum() for items in partition])
+
+
+Parts = list[tuple[float, Any]]
+"""A partial solution: the non-empty groups, costliest first, each as its cost and its items: an index, or a pair of
+nested items."""
+
+
+def karmarkar_karp(costs: Sequence[float], groups: int) -> list[list[int]]:
+    """The largest differencing method for several groups (Karmarkar & Karp 1982; for k groups Michiels et al. 2003).
+
+    It begins with one partial solution per item. The two in which costliest and cheapest group differ most become one:
+    the costliest group of either joins the cheapest of the other, and so on.
+    """
+    singles = sorted(range(len(costs)), key=lambda i: (costs[i], -i))
+    others: list[tuple[float, int, Parts]] = []
+
+    def most_different() -> Parts:
+        if others and (not singles or -others[0][0] >= costs[singles[-1]]):
+            return heapq.heappop(others)[2]
+        index = singles.pop()
+        return [(costs[index], index)]
+
+    for serial in range(len(costs) - 1):
+        parts = _join(most_different(), most_different(), groups)
+        difference = parts[0][0] - (parts[-1][0] if len(parts) == groups else 0.0)
+        heapq.heappush(others, (-difference, serial, parts))
+    last = most_different() if costs else []
+    return [_items(tree) for _, tree in last] + [[] for _ in range(groups - len(last))]
+
+
+def _join(a: Parts, b: Parts, groups: int) -> Parts:
+    """Both partial solutions as one: costliest groups of ``a`` with cheapest of ``b``."""
+    alone = groups - len(b)
+    if len(a) <= alone:
+        joined = a + b
+    else:
+        cheap_first = b[::-1]
+        meeting = [(x + y, (s, t)) for (x, s), (y, t) in zip(a[alone:], cheap_first, strict=False)]
+        joined = a[:alone] + meeting + cheap_first[len(meeting) :]
+    joined.sort(key=itemgetter(0), reverse=True)
+    return joined
+
+
+def _items(tree: Any) -> list[int]:
+    found, pending = [], [tree]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, tuple):
+            pending.extend(node)
+        else:
+            found.append(node)
+    return sorted(found)
+
+
+def multifit(costs: Sequence[float], groups: int) -> list[list[int]]:
+    """First-fit-decreasing into groups that may cost so much, and a search for how little that may be (Coffman, Garey
+    & Johnson 1978)."""
+    order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
+    low, high = max(sum(costs) / groups, *costs), 2 * max(sum(costs) / groups, *costs)
+    best = _first_fit(costs, order, groups, high)
+    for _ in range(MULTIFIT_ROUNDS):
+        middle = (low + high) / 2
+        found = _first_fit(costs, order, groups, middle)
+        if found:
+            best, high = found, middle
+        else:
+            low = middle
+    return best
+
+
+def _first_fit(costs: Sequence[float], order: Sequence[int], groups: int, limit: float) -> list[list[int]]:
+    """Each item into the first group that then costs at most ``limit``; nothing when one fits nowhere."""
+    loads: list[float] = [0.0] * groups
+    partition: list[list[int]] = [[] for _ in range(groups)]
+    for index in order:
+        group = next((g for g, load in enumerate(loads) if load + costs[index] <= limit), None)
+        if group is None:
+            return []
+        loads[group] += costs[index]
+        partition[group].append(index)
+    return partition
+
+
+def exchange(partition: list[list[int]], costs: np.ndarray) -> list[list[int]]:
+    """While it lowers the costliest group: take the best exchange of one of its items for one or none of another's.
+
+    ``partition`` is changed and returned.
+    """
+    loads = _loads(partition, costs)
+    weighed = 0
+    while loads.max() > (1 + GOOD_ENOUGH) * loads.mean() and weighed < SEARCH_PAIRS:
+        worst = int(loads.argmax())
+        rest = [group for group in range(len(partition)) if group != worst]
+        # The last of each group's candidates is no item: a move.
+        offered = [item for group in rest for item in (*partition[group], -1)]
+        owner = np.repeat(rest, [len(partition[group]) + 1 for group in rest])
+        gain = costs[partition[worst]][:, None] - np.where(np.array(offered) < 0, 0.0, costs[offered])
+        higher = np.maximum(loads[worst] - gain, loads[owner] + gain)
+        weighed += higher.size
+        given, taken = np.unravel_index(higher.argmin(), higher.shape)
+        if higher[given, taken] >= loads[worst] * (1 - ROUNDING):
+            break
+        other = int(owner[taken])
+        partition[other].append(partition[worst].pop(given))
+        if offered[taken] >= 0:
+            partition[other].remove(offered[taken])
+            partition[worst].append(offered[taken])
+        loads[[worst, other]] = _loads([partition[worst], partition[other]], costs)
+    return partition
