@@ -1,9 +1,10 @@
 """One training step against bare Megatron-Core on the same packed tokens. Prints one line of JSON.
 
 ``ratio`` is our step time ÷ that of Megatron's own GPTModel with its cross-entropy loss: same layers, same schedule,
-same optimizer, same rows. Steps of the two alternate, so that a busy machine disturbs both alike.
+same optimizer, same rows. Steps of the two alternate, so that a busy machine disturbs both alike. ``host_ms_per_row``
+is what a row costs outside the model: packing, arguments, loss inputs, and with CUDA their way to the device.
 
-    python benchmarks/train_step.py [--threads 2] [--trained 0.5] [--steps 15]
+    python benchmarks/train_step.py [--family dense|moe] [--threads 2] [--trained 0.5] [--rows 1] [--steps 15]
 """
 
 from __future__ import annotations
@@ -44,10 +45,18 @@ HF_CONFIG = {
     "rope_theta": 1e6,
     "tie_word_embeddings": True,
 }
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "norm_topk_prob": True,
+}
+FAMILIES = {"dense": HF_CONFIG, "moe": HF_CONFIG | EXPERTS}
 
 
-def make_config(folder: str, row_tokens: int, threads: int) -> Config:
-    (Path(folder) / "config.json").write_text(json.dumps(HF_CONFIG))
+def make_config(folder: str, family: str, row_tokens: int, threads: int) -> Config:
+    (Path(folder) / "config.json").write_text(json.dumps(FAMILIES[family]))
     tree = {
         "run": {"name": "benchmark", "out": folder, "steps": 1},
         "model": {"path": folder, "dtype": "bfloat16" if torch.cuda.is_available() else "float32"},
@@ -76,19 +85,21 @@ def make_row(row_tokens: int, trained: float) -> list[Datum]:
     return row
 
 
-def bare_step(config: Config, row: PackedRow) -> Callable[[], None]:
+def bare_step(config: Config, family: str, row: PackedRow, rows: int) -> Callable[[], None]:
     """A step of Megatron's own GPTModel: cross-entropy at every position, masked."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     dtype = getattr(torch, config.model.dtype)
-    model = build.build_chunk(HF_CONFIG, config.parallel, dtype, config.policy.row_tokens, model_class=GPTModel)
+    (model,) = build.build_chunks(
+        FAMILIES[family], config.parallel, dtype, config.policy.row_tokens, model_class=GPTModel
+    )
     fill_random([model], 0.02, 0, HF_CONFIG["vocab_size"])
     chunks = [optimizer.wrap(model)]
     adam = optimizer.build(chunks, config.policy.optimizer, dtype)
     where = next(model.parameters()).device
     tokens, positions = row.tokens[None].to(where), row.positions[None].to(where)
-    labels = tokens.roll(-1, 1)
+    labels, params = tokens.roll(-1, 1), step.row_params(row, where)
     mask = torch.zeros_like(tokens[0], dtype=torch.float32)
     mask[row.trained.to(where)] = row.mask.to(where)
 
@@ -97,15 +108,15 @@ def bare_step(config: Config, row: PackedRow) -> Callable[[], None]:
         return total, torch.tensor(0, dtype=torch.int32, device=where), {"loss": total.detach()}
 
     def forward_step(_: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
-        return chunk(tokens, positions, None, labels=labels, packed_seq_params=step.row_params(row, where)), loss
+        return chunk(tokens, positions, None, labels=labels, packed_seq_params=params), loss
 
     def run() -> None:
         get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=None,
             model=chunks[0],
-            num_microbatches=1,
-            seq_length=config.policy.row_tokens,
+            num_microbatches=rows,
+            seq_length=len(row.tokens),
             micro_batch_size=1,
         )
         optimizer.step(chunks, adam, 1e-4, 1.0)
@@ -113,9 +124,23 @@ def bare_step(config: Config, row: PackedRow) -> Callable[[], None]:
     return run
 
 
-def our_step(policy: MegatronPolicy, row: list[Datum]) -> None:
-    policy.forward_backward([row], make_loss(Algorithm()))
+def our_step(policy: MegatronPolicy, row: list[Datum], rows: int) -> None:
+    policy.forward_backward([row] * rows, make_loss(Algorithm()))
     policy.optim_step(1e-4)
+
+
+def host_ms(policy: MegatronPolicy, row: list[Datum]) -> float:
+    """Milliseconds that a row costs beside the model, the median of many."""
+    settings = step.Settings(1.0, 1024)
+    where = next(policy.model_chunks[0].parameters()).device
+
+    def prepare() -> None:
+        packed = pack_row(row, sum(map(len, row)))
+        step.model_inputs(packed, policy.model_chunks[0], settings, where)
+        zeros = torch.zeros(len(packed.trained), device=where)
+        step.loss_inputs(packed, (zeros, zeros))
+
+    return 1e3 * statistics.median(timed(prepare) for _ in range(50))
 
 
 def timed(function: Callable[[], None]) -> float:
@@ -128,19 +153,22 @@ def timed(function: Callable[[], None]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--family", choices=sorted(FAMILIES), default="dense")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--row-tokens", type=int, default=4096)
+    parser.add_argument("--rows", type=int, default=1, help="micro-batches of a step")
     parser.add_argument("--trained", type=float, default=0.5, help="share of positions with a loss")
     parser.add_argument("--steps", type=int, default=15)
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     with tempfile.TemporaryDirectory() as folder:
-        config = make_config(folder, args.row_tokens, args.threads)
+        config = make_config(folder, args.family, args.row_tokens, args.threads)
         policy = MegatronPolicy(config, init="random")
         row = make_row(args.row_tokens, args.trained)
+        width = sum(map(len, row))
         contenders = {
-            "ours": partial(our_step, policy, row),
-            "bare": bare_step(config, pack_row(row, args.row_tokens)),
+            "ours": partial(our_step, policy, row, args.rows),
+            "bare": bare_step(config, args.family, pack_row(row, width), args.rows),
         }
         times: dict[str, list[float]] = {name: [] for name in contenders}
         for repeat in range(args.steps + 3):
@@ -153,11 +181,14 @@ def main() -> None:
             "benchmark": "train_step",
             "ratio": round(medians["ours"] / medians["bare"], 4),
             "ratio_fastest": round(min(times["ours"]) / min(times["bare"]), 4),
-            "tokens_per_s": round(args.row_tokens / medians["ours"]),
+            "family": args.family,
+            "tokens_per_s": round(width * args.rows / medians["ours"]),
             "step_ms": round(1e3 * medians["ours"], 2),
             "bare_step_ms": round(1e3 * medians["bare"], 2),
+            "host_ms_per_row": round(host_ms(policy, row), 3),
             "trained": args.trained,
-            "row_tokens": args.row_tokens,
+            "rows": args.rows,
+            "row_tokens": width,
             "parameters": sum(p.numel() for p in policy.model_chunks[0].parameters()),
             "threads": args.threads,
             "dtype": config.model.dtype,

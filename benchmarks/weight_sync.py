@@ -171,7 +171,7 @@ def rank_process(rank: int, port: int, folder: Path, repeats: int, control: Conn
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     from megatron_fleet.platform import device
     from megatron_fleet.policy.megatron import parallel
-    from megatron_fleet.policy.megatron.build import build_chunk
+    from megatron_fleet.policy.megatron.build import build_chunks
     from megatron_fleet.weights import publish_shm
     from megatron_fleet.weights.communicator import TorchCommunicator
     from megatron_fleet.weights.load import load_hf
@@ -181,7 +181,7 @@ def rank_process(rank: int, port: int, folder: Path, repeats: int, control: Conn
     layout = Parallel(tensor=RANKS)
     parallel.initialise(layout, seed=0)
     config = json.loads((folder / "config.json").read_text())
-    chunk = build_chunk(config, layout, torch.bfloat16, row_tokens=256)
+    (chunk,) = build_chunks(config, layout, torch.bfloat16, row_tokens=256)
     load_hf([chunk], folder)
     world = TorchCommunicator()
     source = MegatronWeightSource([chunk], config, dtype=torch.bfloat16, place=megatron_place())

@@ -1,46 +1,10 @@
-"""Can this model be trained, and in this layout? Pure functions of ``config.json`` and the parallel sizes."""
+"""Sizes that follow from a layout. Pure functions; what a layout forbids is in ``policy.validate``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.schema import Parallel
-from megatron_fleet.weights.hf_config import read_model
-from megatron_fleet.weights.megatron_config import megatron_arguments
-
-
-def check_layout(hf_config: Mapping[str, Any], parallel: Parallel) -> None:
-    """Refuse what cannot be built: an unknown architecture, or sizes that the layout does not divide.
-
-    Raises:
-        UserError: the first problem found, with advice.
-    """
-    model = read_model(hf_config)
-    if model.experts or model.latent:
-        raise UserError(
-            f"config.json: model_type={hf_config['model_type']!r} can be converted but not trained yet; train a dense "
-            f"model with grouped-query attention (Qwen2, Qwen3, Llama 3)."
-        )
-    megatron_arguments(model)
-    for field, value, axis, size in (
-        ("num_attention_heads", model.heads, "tensor", parallel.tensor),
-        ("num_key_value_heads", model.groups or model.heads, "tensor", parallel.tensor),
-        ("intermediate_size", model.ffn, "tensor", parallel.tensor),
-        ("num_hidden_layers", model.layers, "pipeline", parallel.pipeline),
-    ):
-        if value % size:
-            fitting = ", ".join(str(n) for n in range(1, size) if value % n == 0)
-            raise UserError(
-                f"parallel.{axis}={size} does not divide {field}={value} of the model's config.json; choose one of "
-                f"{fitting}."
-            )
-    if model.vocab < parallel.tensor**2:
-        raise UserError(
-            f"parallel.tensor={parallel.tensor} is too large for vocab_size={model.vocab} of the model's config.json: "
-            f"a rank would hold padding alone; lower it."
-        )
+from megatron_fleet.config.schema import Parallel, Precision
+from megatron_fleet.policy.precision import token_alignment
 
 
 def padded_vocab_size(vocab_size: int, tensor: int) -> int:
@@ -48,6 +12,47 @@ def padded_vocab_size(vocab_size: int, tensor: int) -> int:
     return -(-vocab_size // tensor) * tensor
 
 
-def row_alignment(parallel: Parallel) -> int:
-    """``policy.row_tokens`` must be a multiple of this: sequence parallelism cuts rows into ``tensor`` slices."""
-    return parallel.tensor
+def sequence_alignment(parallel: Parallel) -> int:
+    """Each sequence of a row takes a multiple of this many tokens: context parallelism cuts it into 2 × context parts,
+    of which each rank gets one from the front and its mirror image from the back."""
+    return 2 * parallel.context if parallel.context > 1 else 1
+
+
+def row_alignment(parallel: Parallel, precision: Precision) -> int:
+    """The width of a row is a multiple of this: each context rank's part is cut once more into ``tensor`` slices, and
+    what is left must suit the precision."""
+    slices = parallel.tensor if parallel.sequence_parallel else 1
+    return token_alignment(precision) * slices * sequence_alignment(parallel)
+
+
+def layers_of_stages(layers: int, parallel: Parallel) -> list[int]:
+    """Transformer layers of each pipeline rank, all its virtual pieces together.
+
+    Raises:
+        UserError: the layers cannot be shared out as ``parallel`` says.
+    """
+    p = parallel
+    ends = {"first_stage_layers": p.first_stage_layers, "last_stage_layers": p.last_stage_layers}
+    given = [n for n in ends.values() if n is not None]
+    between, rest = p.pipeline - len(given), layers - sum(given)
+    if given and p.pipeline == 1:
+        raise UserError(
+            f"parallel.{next(k for k, v in ends.items() if v)} has no effect with parallel.pipeline=1; remove it."
+        )
+    if (between == 0 and rest) or (between and (rest < between or rest % between)):
+        fitting = ", ".join(str(n) for n in range(1, layers + 1) if layers % n == 0)
+        raise UserError(
+            f"parallel.pipeline={p.pipeline} with first_stage_layers={p.first_stage_layers} and last_stage_layers="
+            f"{p.last_stage_layers} leaves {rest} of num_hidden_layers={layers} of the model's config.json for "
+            f"{between} ranks; choose sizes that share them evenly (without uneven ends: parallel.pipeline one of "
+            f"{fitting})."
+        )
+    stages = [rest // between if between else 0] * p.pipeline
+    stages[0] = p.first_stage_layers or stages[0]
+    stages[-1] = p.last_stage_layers or stages[-1]
+    for count in stages:
+        if count % p.virtual:
+            raise UserError(
+                f"parallel.virtual={p.virtual} does not divide the {count} layers of a pipeline rank; choose a divisor."
+            )
+    return stages

@@ -217,7 +217,9 @@ def megatron_place() -> Place:
 
     from megatron_fleet.weights.communicator import TorchCommunicator
 
-    if parallel_state.get_expert_model_parallel_world_size() > 1:
+    tensor = parallel_state.get_tensor_model_parallel_world_size()
+    split = parallel_state.get_expert_tensor_parallel_world_size() != tensor
+    if parallel_state.get_expert_model_parallel_world_size() > 1 or split:
         # Experts are spread over data-parallel ranks: no smaller group is sure to hold a whole model.
         return Place(model=TorchCommunicator())
     return Place(

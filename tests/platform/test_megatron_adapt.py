@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -61,10 +62,13 @@ def test_what_is_adapted_follows_the_host(monkeypatch):
     from megatron_fleet.platform.megatron import adapt
 
     transformer, router = "megatron.core.transformer", "megatron.core.transformer.moe.router"
-    modules = {router, f"{transformer}.moe.moe_utils", f"{transformer}.multi_latent_attention"}
-    optimizer = {"megatron.core.optimizer", "megatron.core.optimizer.distrib_optimizer"}
+    hybrid = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer"
+    everywhere = {router, hybrid, "megatron.core.optimizer.distrib_optimizer"}
+    modules = everywhere | {f"{transformer}.moe.moe_utils", f"{transformer}.multi_latent_attention"}
+    modules |= {"megatron.core.tensor_parallel.random"}
+    optimizer = {f"megatron.core.optimizer{part}" for part in ("", ".optimizer_config")}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for installed, patched in ((None, modules | optimizer), ("apex", modules), ("transformer_engine", {router})):
+    for installed, patched in ((None, modules | optimizer), ("apex", modules), ("transformer_engine", everywhere)):
         monkeypatch.setattr(adapt.importlib.util, "find_spec", lambda name, there=installed: name == there or None)
         assert adapt.needed_patches().keys() == patched
 
@@ -106,7 +110,7 @@ def test_packed_attention_is_attention_of_each_sequence():
     lengths, filler = (5, 9, 1), 3
     q = torch.randn(18, 4, 8, requires_grad=True)
     k, v = (torch.randn(18, 2, 8, requires_grad=True) for _ in range(2))
-    core = attention.PackedAttention(None, 1)
+    core = attention.PackedAttention(SimpleNamespace(context_parallel_size=1), 1)
     out = core(q, k, v, packed_seq_params=attention.RowParams(lengths=lengths, filler=filler))
     assert out.shape == (18, 32) and not out[15:].any()
     start = 0
@@ -147,13 +151,13 @@ def test_norm_and_its_gradients(shape):
 
 
 def test_swiglu_and_its_gradient():
-    from megatron_fleet.platform.megatron.layers import swiglu
+    from megatron_fleet.platform.megatron.layers import SwiGLU
 
     torch.manual_seed(0)
     x, factor = torch.randn(6, 1, 10, requires_grad=True), torch.randn(6, 1, 5)
     gate, up = x.chunk(2, -1)
     expected = torch.nn.functional.silu(gate) * up
-    got = swiglu(x)
+    got = SwiGLU()(x)
     torch.testing.assert_close(got, expected)
     (a,), (b,) = (torch.autograd.grad((y * factor).sum(), x) for y in (got, expected))
     torch.testing.assert_close(a, b)

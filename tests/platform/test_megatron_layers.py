@@ -120,7 +120,8 @@ def test_value_heads_may_be_narrower_than_keys():
 
     torch.manual_seed(0)
     q, k, v = torch.randn(8, 3, 10), torch.randn(8, 3, 10), torch.randn(8, 3, 4)
-    out = PackedAttention(None, 1, softmax_scale=0.5)(q, k, v, packed_seq_params=RowParams(lengths=(5, 2), filler=1))
+    core = PackedAttention(SimpleNamespace(context_parallel_size=1), 1, softmax_scale=0.5)
+    out = core(q, k, v, packed_seq_params=RowParams(lengths=(5, 2), filler=1))
     assert out.shape == (8, 12) and not out[7:].any()
     for piece in (slice(0, 5), slice(5, 7)):
         scores = torch.einsum("qhd,khd->hqk", q[piece], k[piece]) * 0.5

@@ -14,14 +14,24 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from policy_fixtures import make_batch, make_config
+from policy_fixtures import ROW_TOKENS, make_batch, make_config
 from torch.distributed import distributed_c10d
 
 from megatron_fleet.algorithms.losses import make_loss
-from megatron_fleet.config.schema import Algorithm, Parallel
+from megatron_fleet.config.schema import Algorithm, Correction, Parallel, Precision
+from megatron_fleet.policy.base import LossReport
+from megatron_fleet.policy.layout import row_alignment, sequence_alignment
 from megatron_fleet.policy.megatron.init import parameter_shards
 from megatron_fleet.policy.megatron.policy import MegatronPolicy
-from megatron_fleet.policy.pack import plan_rows
+from megatron_fleet.policy.pack_plan import plan_rows
+from megatron_fleet.train import with_logprobs
+
+LOSSES = {
+    # What looks at whole sequences, which context parallelism spreads over ranks.
+    "dense": Algorithm(loss="gspo", correction=Correction(kind="sequence_tis"), entropy_coef=0.01),
+    "tied": Algorithm(),
+    "sparse": Algorithm(loss="cispo", correction=Correction(kind="icepop")),
+}
 
 
 def dump(policy: MegatronPolicy) -> list[tuple[Any, ...]]:
@@ -36,9 +46,11 @@ def run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     parallel = Parallel(**job["parallel"])
     policy = MegatronPolicy(make_config(folder / job["model"], parallel), init="random")
     batch = make_batch()
-    plan = plan_rows([len(d) for d in batch], policy.dp_size, policy._settings.row_tokens)[policy.dp_rank]
+    lengths = [len(d) for d in batch]
+    aligns = sequence_alignment(parallel), row_alignment(parallel, Precision())
+    plan = plan_rows(lengths, policy.dp_size, ROW_TOKENS, lengths, *aligns)[policy.dp_rank]
     rows = [[batch[i] for i in row] for row in plan]
-    loss = make_loss(Algorithm())
+    loss = make_loss(LOSSES[job["model"]])
     out: dict[str, Any] = {"rank_rows": plan, "reports": []}
     if "load" in job:
         policy.load_state(folder / job["load"])
@@ -57,6 +69,7 @@ def run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         out["reference_logprobs"] = policy.forward(rows, "reference")
         out["after_reference"] = dump(policy)
         _poison(policy, rows, out)
+        out["old_policy"] = _old_policy(policy, rows)
     return out
 
 
@@ -71,6 +84,12 @@ def _poison(policy: MegatronPolicy, rows: list[list[Any]], out: dict[str, Any]) 
     out["after_poison"] = dump(policy)
     policy.forward_backward(rows, make_loss(Algorithm()))
     out["after_poison_step"] = policy.optim_step(1e-3)
+
+
+def _old_policy(policy: MegatronPolicy, rows: list[list[Any]]) -> LossReport:
+    """Several updates per batch: π_old from a pass of its own, against what the first update computes itself."""
+    old = with_logprobs(rows, "proximal_logprobs", policy.forward(rows))
+    return policy.forward_backward(old, make_loss(Algorithm()))
 
 
 def leave_groups() -> None:

@@ -1,4 +1,4 @@
-"""Dense families in training: log-probs of packed rows are those of transformers, a step raises the objective."""
+"""Families in training: log-probs of packed rows are those of transformers, a step raises the objective."""
 
 from __future__ import annotations
 
@@ -17,17 +17,28 @@ from policy_fixtures import make_batch, make_config
 from megatron_fleet.algorithms.losses import make_loss
 from megatron_fleet.config.schema import Algorithm
 from megatron_fleet.policy.megatron.policy import MegatronPolicy
+from megatron_fleet.weights.hf_config import read_model
 
 sys.path.append(str(Path(__file__).parents[1] / "weights"))
 from tiny_models import make, raw_config, reference_logits
 
-DENSE = ("qwen2", "qwen2_tied", "qwen3", "qwen3_tied", "qwen3_yarn", "llama3")
+TRAINED = ("qwen2", "qwen2_tied", "qwen3", "qwen3_tied", "qwen3_yarn", "llama3")
+TRAINED += (
+    "qwen3_moe",
+    "glm4_moe",
+    "deepseek_v3",
+    "deepseek_v3_fp8",
+    "moonlight",
+    "kimi_k2",
+    "kimi_k2_thinking",
+    "kimi_k25",
+)
 
 
-@pytest.mark.parametrize("family", DENSE)
-def test_a_dense_family_is_trained_as_it_is(tmp_path, family):
+@pytest.mark.parametrize("family", TRAINED)
+def test_a_family_is_trained_as_it_is(tmp_path, family):
     folder = make(family, tmp_path / family)
-    vocab = raw_config(family, "v5")["vocab_size"]
+    vocab = read_model(raw_config(family, "v5")).vocab
     batch = make_batch(count=4, vocab_size=vocab)
     policy = MegatronPolicy(make_config(folder))
     try:

@@ -82,14 +82,8 @@ def initialise(layout: Layout) -> None:
 
 
 def build(model: Model, layout: Layout) -> list[GPTModel]:
-    config = transformer_config(
-        model,
-        Parallel(tensor=layout.tp, pipeline=layout.pp),
-        torch.float32,
-        virtual_pipeline_model_parallel_size=layout.vpp,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp,
-    )
+    sizes = {"virtual": layout.vpp or 1, "expert": layout.ep, "expert_tensor": layout.etp}
+    config = transformer_config(model, Parallel(tensor=layout.tp, pipeline=layout.pp, **sizes), torch.float32)
     stages = [None] if layout.vpp is None else range(layout.vpp)
     chunks = [build_stage(model, config, ROW, GPTModel, stage) for stage in stages]
     forget(chunks)

@@ -14,7 +14,7 @@ from weight_fixtures import random_tensors, tiny_config, write_folder
 from megatron_fleet.config.schema import Parallel
 from megatron_fleet.platform import device
 from megatron_fleet.policy.megatron import parallel
-from megatron_fleet.policy.megatron.build import build_chunk
+from megatron_fleet.policy.megatron.build import build_chunks
 from megatron_fleet.weights.communicator import TorchCommunicator
 from megatron_fleet.weights.export import export_hf
 from megatron_fleet.weights.load import load_hf
@@ -39,7 +39,7 @@ def check(folder: Path, layout: Parallel, tied: bool) -> None:
     if world.rank == 0:
         write_folder(folder / tag, config, tensors)
     dist.barrier()
-    chunk = build_chunk(config, layout, torch.bfloat16, row_tokens=256)
+    (chunk,) = build_chunks(config, layout, torch.bfloat16, row_tokens=256)
     load_hf([chunk], folder / tag)
     source = MegatronWeightSource([chunk], config, dtype=torch.bfloat16, place=megatron_place())
     gathered = dict(source)

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_configs import FAMILIES, Config, raw_config
 
-__all__ = ["FAMILIES", "dequantise", "make", "raw_config", "reference_logits", "stored_tensors"]
+__all__ = ["FAMILIES", "dequantise", "make", "raw_config", "reference_logits", "reference_model", "stored_tensors"]
 
 TOKENIZER = Path(__file__).parents[2] / "assets" / "tiny"
 FILES = 3
@@ -74,7 +74,12 @@ def dequantise(stored: Tensors) -> Tensors:
 
 @torch.no_grad()
 def reference_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
-    """Logits ``[B, T, V]`` float32 of token ids ``[B, T]``, computed by ``transformers`` in float32.
+    """Logits ``[B, T, V]`` float32 of token ids ``[B, T]``, computed by ``transformers`` in float32."""
+    return reference_model(folder)(ids).logits.float()
+
+
+def reference_model(folder: Path) -> torch.nn.Module:
+    """The model of a folder in ``transformers``, float32, for inference.
 
     Every stored tensor must be used, except those of multi-token prediction, of Kimi's vision parts and the stale
     rotary frequencies.
@@ -103,7 +108,7 @@ def reference_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
     )
     wrong = {what: names for what, names in report.items() if names}
     assert not wrong, wrong
-    return model.eval()(ids).logits.float()
+    return model.eval()
 
 
 def _write_json(path: Path, content: Any) -> None:

@@ -8,12 +8,18 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw
 
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
 
 class FusedAdam(torch.optim.Optimizer):
-    """AdamW (Loshchilov & Hutter, 2019) over float32 parameters.
+    """AdamW (Loshchilov & Hutter, 2019) over float32 parameters, or over 16-bit ones with master weights.
 
     Unlike `torch.optim.AdamW`, the step count lives in the parameter group and a parameter's state is exactly
     ``exp_avg`` and ``exp_avg_sq``: Megatron's distributed-optimizer checkpoints rely on it.
+
+    The precision-aware form has the fused one's arguments: moments of a narrower type, which are widened for the step
+    and rounded after it; float32 master weights as state ``master_param``; gradients of another type than their
+    parameters', read from ``decoupled_grad``.
     """
 
     def __init__(
@@ -23,20 +29,52 @@ class FusedAdam(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        master_weights: bool = False,
+        use_decoupled_grad: bool = False,
         **_: Any,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": True}
         super().__init__(params, defaults)
+        self._dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype, "master_param": torch.float32}
+        self._master_weights, self._gradient = master_weights, "decoupled_grad" if use_decoupled_grad else "grad"
 
     def initialize_state(self, param: torch.Tensor, *_: Any) -> None:
         """Zero moments; Megatron calls it before it fills them from a checkpoint."""
-        for name in ("exp_avg", "exp_avg_sq"):
-            self.state[param][name] = torch.zeros_like(param.data, dtype=torch.float32)
+        for name in _MOMENTS:
+            self.state[param][name] = torch.zeros_like(param.data, dtype=self._dtypes[name])
+        if self._master_weights:
+            self.state[param]["master_param"] = param.detach().float()
+
+    def get_unscaled_state(self, param: torch.Tensor, name: str) -> torch.Tensor:
+        """A state in float32, as it is saved."""
+        return self.state[param][name].float()
+
+    def set_scaled_state(self, param: torch.Tensor, name: str, value: torch.Tensor) -> None:
+        """Take over a float32 state, rounded to its own type."""
+        self.state[param][name] = value.detach().to(self._dtypes[name], copy=True)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Torch's own would cast every state to its parameter's type."""
+        super().load_state_dict(state_dict)
+        params = [param for group in self.param_groups for param in group["params"]]
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        for param, number in zip(params, numbers, strict=True):
+            for name, value in state_dict["state"].get(number, {}).items():
+                self.set_scaled_state(param, name, value)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if self._gradient == "decoupled_grad":
+                    param.decoupled_grad = None
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
+            params = [p for p in group["params"] if getattr(p, self._gradient, None) is not None]
             if not group["params"]:
                 continue
             group["step"] = group.get("step", 0) + 1
@@ -48,11 +86,13 @@ class FusedAdam(torch.optim.Optimizer):
 
     def _update(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
         beta1, beta2 = group["betas"]
+        weights = [self.state[p].get("master_param", p) for p in params]
+        moments = {name: [self.state[p][name].float() for p in params] for name in _MOMENTS}
         adamw(
-            params,
-            [p.grad for p in params if p.grad is not None],
-            [self.state[p]["exp_avg"] for p in params],
-            [self.state[p]["exp_avg_sq"] for p in params],
+            weights,
+            [getattr(p, self._gradient).float() for p in params],
+            moments["exp_avg"],
+            moments["exp_avg_sq"],
             [],
             [torch.tensor(float(group["step"] - 1)) for _ in params],
             amsgrad=False,
@@ -63,3 +103,8 @@ class FusedAdam(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
+        for name, values in moments.items():
+            for p, value in zip(params, values, strict=True):
+                self.state[p][name].copy_(value)
+        for p, weight in zip(params, weights, strict=True):
+            p.copy_(weight)

@@ -4,8 +4,8 @@ Megatron-Core names CUDA directly (``torch.cuda.current_device()``, ``device="cu
 gives every ``megatron.core`` module its own ``torch``: a copy whose ``cuda`` answers for the CPU and whose factories
 put CUDA tensors on the CPU. Other libraries of the process keep the real ``torch``. Where Megatron calls a *method* of
 a tensor (``.cuda()``, ``.type()``) the surrounding function runs under `cuda_calls_answered`. Where CUDA exists but
-Transformer Engine does not, only the optimizer, latent attention and experts are adapted. One error of Megatron-Core is
-corrected everywhere.
+Transformer Engine does not, only the optimizer, latent attention and experts are adapted. Two errors of Megatron-Core
+are corrected everywhere.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megatron_fleet.platform.megatron import patches
+from megatron_fleet.platform.megatron import hybrid, patches
 
 _PACKAGE = "megatron.core"
 _FACTORIES = (
@@ -134,6 +134,7 @@ def _patch_jit(module: Any) -> None:
 
 
 def _patch_random(module: Any) -> None:
+    patches.patch_checkpoint(module)
     # Bound at import time from torch.cuda's internals.
     module._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     module._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
@@ -144,9 +145,28 @@ def _patch_optimizer_package(module: Any) -> None:
 
     # Distributed-optimizer checkpoints need the fused optimizer's state layout (step in the group, two moments).
     module.Adam, module.USING_PYTORCH_OPTIMIZER = FusedAdam, False
+    module.is_te_min_version = _no_engine
+
+
+def _no_engine(*_: Any, **__: Any) -> bool:
+    """Whether Transformer Engine is at least of some version; Megatron compares with nothing when there is none."""
+    return False
+
+
+def _patch_optimizer_config(module: Any) -> None:
+    module.is_te_min_version = _no_engine
+    check = module.OptimizerConfig.__post_init__
+
+    def post_init(self: Any) -> None:
+        # Its last check is for Transformer Engine's optimizer; ours has what it looks for.
+        with contextlib.suppress(RuntimeError):
+            check(self)
+
+    module.OptimizerConfig.__post_init__ = post_init
 
 
 def _patch_distributed_optimizer(module: Any) -> None:
+    patches.patch_distributed_optimizer(module)
     from megatron_fleet.platform.megatron.adam import FusedAdam
 
     module.Adam, module.HAVE_APEX_OR_TE, module.USING_TE_OPTIMIZER = FusedAdam, True, True
@@ -168,26 +188,36 @@ def _patch_language_module(module: Any) -> None:
     cls.setup_embeddings_and_output_layer = _answered(cls.setup_embeddings_and_output_layer)
 
 
+def _patch_rotary(module: Any) -> None:
+    module.get_pos_emb_on_this_cp_rank = _answered(module.get_pos_emb_on_this_cp_rank)
+
+
 _EVERYWHERE: dict[str, Callable[[Any], None]] = {
+    "megatron.core.optimizer.distrib_optimizer": patches.patch_distributed_optimizer,
     "megatron.core.transformer.moe.router": patches.patch_router,
+    "megatron.core.optimizer.cpu_offloading.hybrid_optimizer": hybrid.patch_hybrid_optimizer,
 }
 _OPTIMIZER: dict[str, Callable[[Any], None]] = {
     "megatron.core.optimizer": _patch_optimizer_package,
     "megatron.core.optimizer.distrib_optimizer": _patch_distributed_optimizer,
+    "megatron.core.optimizer.optimizer_config": _patch_optimizer_config,
 }
 _WITHOUT_TRANSFORMER_ENGINE: dict[str, Callable[[Any], None]] = {
     **_EVERYWHERE,
+    "megatron.core.tensor_parallel.random": patches.patch_checkpoint,
     "megatron.core.transformer.moe.moe_utils": patches.patch_moe_utils,
     "megatron.core.transformer.multi_latent_attention": patches.patch_latent_attention,
 }
 _WITHOUT_CUDA: dict[str, Callable[[Any], None]] = {
-    **_OPTIMIZER,
     **_WITHOUT_TRANSFORMER_ENGINE,
+    **_OPTIMIZER,
     "megatron.core.jit": _patch_jit,
     "megatron.core.tensor_parallel.random": _patch_random,
+    "megatron.core.models.common.embeddings.rope_utils": _patch_rotary,
     "megatron.core.tensor_parallel.mappings": patches.patch_mappings,
     "megatron.core.transformer.moe.moe_utils": patches.patch_moe_utils_for_cpu,
     "megatron.core.optimizer.optimizer": _patch_optimizer,
+    "megatron.core.optimizer.cpu_offloading.hybrid_optimizer": hybrid.patch_hybrid_optimizer_for_cpu,
     "megatron.core.optimizer.clip_grads": _patch_clip,
     "megatron.core.models.common.language_module.language_module": _patch_language_module,
 }

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import nn
+
+from megatron_fleet.platform.zigzag import local_parts, local_tokens
+
+Attend = Callable[..., torch.Tensor]
 
 
 @dataclass
@@ -17,12 +25,14 @@ class RowParams(PackedSeqParams):
     """Megatron's description of a packed row, with the lengths also on the host.
 
     Attributes:
-        lengths: tokens of each sequence, in order.
+        lengths: tokens of each sequence, in order, over all context-parallel ranks.
         filler: tokens behind them that belong to no sequence.
+        routing: layer number → experts ``[n, k]`` to use again (`policy.megatron.routing`); ``None``: routers choose.
     """
 
     lengths: tuple[int, ...] = ()
     filler: int = 0
+    routing: Mapping[int, torch.Tensor] | None = None
 
 
 class PackedAttention(nn.Module):
@@ -34,6 +44,7 @@ class PackedAttention(nn.Module):
     def __init__(self, config: Any, layer_number: int, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
         super().__init__()
         self.config, self.layer_number, self.scale = config, layer_number, softmax_scale
+        self.ranks = config.context_parallel_size
 
     def forward(
         self,
@@ -45,11 +56,41 @@ class PackedAttention(nn.Module):
         packed_seq_params: RowParams,
         **_: Any,
     ) -> torch.Tensor:
-        """Local query ``[P, heads, d]``, key ``[P, groups, d]``, value ``[P, groups, v]`` → ``[P, heads × v]``."""
-        sizes = [*packed_seq_params.lengths, packed_seq_params.filler]
-        q, k, v = (x.transpose(0, 1).split(sizes, dim=1) for x in (query, key, value))
-        grouped = query.shape[1] != key.shape[1]
-        attend = partial(F.scaled_dot_product_attention, is_causal=True, scale=self.scale, enable_gqa=grouped)
-        out = [attend(a[None], b[None], c[None]) for a, b, c in zip(q[:-1], k[:-1], v[:-1], strict=True)]
-        out.append(query.new_zeros(1, query.shape[1], packed_seq_params.filler, value.shape[2]))
+        """Local query ``[P, heads, d]``, key ``[P, groups, d]``, value ``[P, groups, v]`` → ``[P, heads × v]``.
+
+        With context parallelism ``P`` counts this rank's tokens, laid out as `platform.zigzag` says.
+        """
+        attend = partial(F.scaled_dot_product_attention, scale=self.scale, enable_gqa=query.shape[1] != key.shape[1])
+        if self.ranks == 1:
+            out = self._whole(query, key, value, packed_seq_params, attend)
+        else:
+            out = self._split(query, key, value, packed_seq_params, attend)
+        out.append(query.new_zeros(1, query.shape[1], packed_seq_params.filler // self.ranks, value.shape[2]))
         return torch.cat(out, dim=2)[0].transpose(0, 1).reshape(query.shape[0], -1)
+
+    def _whole(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: RowParams, attend: Attend
+    ) -> list[torch.Tensor]:
+        sizes = [*row.lengths, row.filler]
+        q, k, v = (x.transpose(0, 1).split(sizes, dim=1) for x in (query, key, value))
+        return [
+            attend(a[None], b[None], c[None], is_causal=True) for a, b, c in zip(q[:-1], k[:-1], v[:-1], strict=True)
+        ]
+
+    def _split(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: RowParams, attend: Attend
+    ) -> list[torch.Tensor]:
+        """Queries stay, keys and values of the whole row are gathered (its gradients are summed on the way back)."""
+        group, ranks = parallel_state.get_context_parallel_group(), self.ranks
+        both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=2), group=group)
+        pieces = [*row.lengths, *([row.filler] if row.filler else [])]
+        order = np.concatenate([local_tokens(pieces, ranks, r) for r in range(ranks)])
+        both = both.index_select(0, torch.from_numpy(np.argsort(order)).to(both.device)).transpose(0, 1)
+        k, v = both.split([key.shape[2], value.shape[2]], dim=2)
+        q, out, at = query.transpose(0, 1), [], 0
+        for start, first, end in local_parts(row.lengths, ranks, group.rank()):
+            mask = torch.ones(end - first, end - start, dtype=torch.bool, device=q.device).tril(first - start)
+            here = slice(at, at + end - first)
+            out.append(attend(q[None, :, here], k[None, :, start:end], v[None, :, start:end], attn_mask=mask))
+            at += end - first
+        return out

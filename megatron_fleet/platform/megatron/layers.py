@@ -113,6 +113,16 @@ class _SwiGLU(torch.autograd.Function):
         return of_x
 
 
-def swiglu(x: torch.Tensor) -> torch.Tensor:
-    """silu(gate) · up of ``[…, gate | up]`` (Shazeer 2020, arXiv:2002.05202)."""
-    return _SwiGLU.apply(x)
+class SwiGLU(nn.Module):
+    """silu(gate) · up of ``[…, gate | up]`` (Shazeer 2020, arXiv:2002.05202), with the constructor Megatron expects."""
+
+    def __init__(self, config: TransformerConfig | None = None) -> None:
+        super().__init__()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[…, 2 × n]`` → ``[…, n]``."""
+        return _SwiGLU.apply(x)
+
+    def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+        """Nothing to keep; Megatron asks every module of a feed-forward layer."""
+        return {}

@@ -62,6 +62,51 @@ def patch_moe_utils_for_cpu(module: Any) -> None:
     module.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
 
 
+def patch_distributed_optimizer(module: Any) -> None:
+    """Save the optimizer's state of every bucket, not of places beside it.
+
+    The gathered state leaves out the padding between buckets, and 0.16 to 0.19 read it as if it were there. There are
+    several buckets where word embeddings are tied over pipeline stages: what lies behind them would be saved shifted.
+    """
+    optimizer = module.DistributedOptimizer
+    original: Callable[..., Any] = optimizer.sharded_param_state_fully_reshardable
+
+    def sharded_param_state_fully_reshardable(self: Any, *args: Any, **kwargs: Any) -> Any:
+        gather = self.get_parameter_state_dp_zero
+        self.get_parameter_state_dp_zero = lambda **options: _padded_between_buckets(self, gather(**options))
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            del self.get_parameter_state_dp_zero
+
+    optimizer.sharded_param_state_fully_reshardable = sharded_param_state_fully_reshardable
+
+
+def _padded_between_buckets(optimizer: Any, state: Any) -> Any:
+    """State per buffer and dtype as `get_parameter_state_dp_zero` returns it, laid out like the buffers themselves."""
+    for index, buffer in enumerate(optimizer.buffers if state is not None else ()):
+        for tensors in state[index].values():
+            for name in [name for name, value in tensors.items() if torch.is_tensor(value)]:
+                compact, start = tensors[name], 0
+                tensors[name] = compact.new_zeros(buffer.numel)
+                for bucket in buffer.buckets:
+                    end = start + bucket.numel_unpadded
+                    tensors[name][bucket.offset : bucket.offset + end - start] = compact[start:end]
+                    start = end
+    return state
+
+
+def patch_checkpoint(module: Any) -> None:
+    """Recomputing a norm or latent projection asks Transformer Engine for its FP8 state, in FP8 or not."""
+    original: Callable[..., None] = module.CheckpointWithoutOutput.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.fp8 = False
+
+    module.CheckpointWithoutOutput.__init__ = init
+
+
 def patch_router(module: Any) -> None:
     """Padding ``[T]`` masks rows of the routing map ``[T, E]``; 0.16 and 0.19 would broadcast it over the experts."""
     original: Callable[..., None] = module.TopKRouter._apply_expert_bias

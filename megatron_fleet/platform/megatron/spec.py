@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -23,7 +22,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megatron_fleet.platform.megatron.attention import PackedAttention
-from megatron_fleet.platform.megatron.layers import DuplicatedLinear, RMSNorm, swiglu
+from megatron_fleet.platform.megatron.layers import DuplicatedLinear, RMSNorm, SwiGLU
 
 
 class TorchBackend(LocalSpecProvider):
@@ -35,8 +34,8 @@ class TorchBackend(LocalSpecProvider):
     def core_attention(self) -> type:
         return PackedAttention
 
-    def activation_func(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        return swiglu
+    def activation_func(self) -> type:
+        return SwiGLU
 
 
 def has_transformer_engine() -> bool:

@@ -11,16 +11,18 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megatron_fleet.config.schema import Parallel
+from megatron_fleet.config.schema import Parallel, Recompute
 from megatron_fleet.platform.megatron.spec import has_transformer_engine, layer_spec
-from megatron_fleet.policy.layout import check_layout, padded_vocab_size
+from megatron_fleet.policy.layout import padded_vocab_size
 from megatron_fleet.policy.megatron.model import PolicyModel
 from megatron_fleet.weights.hf_config import read_model
 from megatron_fleet.weights.megatron_config import megatron_arguments
 from megatron_fleet.weights.model import Model
 
 
-def transformer_config(model: Model, parallel: Parallel, dtype: torch.dtype, **more: Any) -> TransformerConfig:
+def transformer_config(
+    model: Model, parallel: Parallel, dtype: torch.dtype, recompute: Recompute = "none", **more: Any
+) -> TransformerConfig:
     """A model's sizes and Megatron's settings for this layout.
 
     Fusions are Transformer Engine's kernels, so they follow it. Losses come pre-scaled, hence
@@ -38,7 +40,13 @@ def transformer_config(model: Model, parallel: Parallel, dtype: torch.dtype, **m
         "bf16": dtype == torch.bfloat16,
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,
-        "sequence_parallel": parallel.tensor > 1,
+        "virtual_pipeline_model_parallel_size": parallel.virtual if parallel.virtual > 1 else None,
+        "num_layers_in_first_pipeline_stage": parallel.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": parallel.last_stage_layers,
+        "sequence_parallel": parallel.sequence_parallel,
+        "context_parallel_size": parallel.context,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": parallel.expert_tensor_size,
         "calculate_per_token_loss": True,
         # Every parameter is filled afterwards, from a checkpoint or by `init.fill_random`. Switching initialisation off
         # instead would leave out the marks by which gradient norms tell shards from copies.
@@ -59,36 +67,45 @@ def transformer_config(model: Model, parallel: Parallel, dtype: torch.dtype, **m
     if model.experts:
         settings |= {"moe_grouped_gemm": fused, "moe_token_dispatcher_type": "alltoall", "moe_permute_fusion": fused}
     cls = MLATransformerConfig if model.latent else TransformerConfig
-    config = cls(**arguments.config | settings | more)
+    config = cls(**arguments.config | settings | _recompute(recompute) | more)
     for name, value in arguments.attributes.items():
         setattr(config, name, value)
     return config
+
+
+def _recompute(recompute: Recompute) -> dict[str, Any]:
+    if recompute == "none":
+        return {}
+    if recompute == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return {"recompute_granularity": "selective", "recompute_modules": list(recompute)}
 
 
 def _leave(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def build_chunk(
+def build_chunks(
     hf: Mapping[str, Any],
     parallel: Parallel,
     dtype: torch.dtype,
     row_tokens: int,
+    recompute: Recompute = "none",
     model_class: type[GPTModel] = PolicyModel,
-) -> GPTModel:
-    """This rank's pipeline stage, on its device, with uninitialised parameters. Process groups must exist.
+    **more: Any,
+) -> list[GPTModel]:
+    """This rank's pieces of the stack, on its device, with uninitialised parameters. Process groups must exist.
 
     Args:
-        hf: content of ``config.json``.
+        hf: content of ``config.json``; `policy.validate.validate` has accepted it.
         row_tokens: capacity of a packed row, an upper bound of every position.
         model_class: GPTModel or a subclass; benchmarks build Megatron's own.
-
-    Raises:
-        UserError: the model is unknown or does not fit the layout.
+        more: see `transformer_config`.
     """
-    check_layout(hf, parallel)
     model = read_model(hf)
-    return build_stage(model, transformer_config(model, parallel, dtype), row_tokens, model_class)
+    config = transformer_config(model, parallel, dtype, recompute, **more)
+    pieces = range(parallel.virtual) if parallel.virtual > 1 else [None]
+    return [build_stage(model, config, row_tokens, model_class, piece) for piece in pieces]
 
 
 def build_stage(
@@ -98,7 +115,7 @@ def build_stage(
     model_class: type[GPTModel] = PolicyModel,
     virtual_stage: int | None = None,
 ) -> GPTModel:
-    """`build_chunk` with Megatron's configuration given; ``virtual_stage``: index of this chunk on the rank."""
+    """One piece, with Megatron's configuration given; ``virtual_stage``: its index on the rank, ``None`` = the only."""
     ends = {"ignore_virtual": False, "vp_stage": virtual_stage}
     stage = model_class(
         config=config,

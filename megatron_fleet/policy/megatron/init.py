@@ -25,11 +25,14 @@ def parameter_shards(model_chunks: Sequence[MegatronModule]) -> Iterator[Sharded
 
 @torch.no_grad()
 def fill_random(model_chunks: Sequence[MegatronModule], std: float, seed: int, vocab_size: int) -> None:
-    """Normal(0, std) matrices, norms of one, zero vocabulary padding."""
+    """Normal(0, std) matrices, norms of one, zero vocabulary padding and expert biases."""
     for shard in parameter_shards(model_chunks):
         shape = list(shard.global_shape)
         if "norm" in shard.key:
             shard.data.fill_(1.0)
+            continue
+        if shard.key.endswith("expert_bias"):
+            shard.data.zero_()
             continue
         padded = "word_embeddings" in shard.key or "output_layer" in shard.key
         if padded:

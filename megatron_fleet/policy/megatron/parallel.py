@@ -18,19 +18,24 @@ def initialise(parallel: Parallel, seed: int) -> None:
     build Megatron's groups.
 
     Raises:
-        UserError: the world size is not tensor × pipeline × data.
+        UserError: the world size is not tensor × pipeline × context × data.
     """
     if not dist.is_initialized():
         _join()
-    world = parallel.tensor * parallel.pipeline * parallel.data
+    world = parallel.world_size
     if dist.get_world_size() != world:
         raise UserError(
             f"parallel.tensor={parallel.tensor} × parallel.pipeline={parallel.pipeline} × "
-            f"parallel.data={parallel.data} needs {world} processes, {dist.get_world_size()} were started; change one."
+            f"parallel.context={parallel.context} × parallel.data={parallel.data} needs {world} processes, "
+            f"{dist.get_world_size()} were started; change one."
         )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual if parallel.virtual > 1 else None,
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor_size,
         create_gloo_process_groups=False,
     )
     model_parallel_cuda_manual_seed(seed)

@@ -16,7 +16,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_fleet.algorithms.losses import LossFn, LossInputs
 from megatron_fleet.platform.device import device
 from megatron_fleet.platform.megatron.attention import RowParams
+from megatron_fleet.platform.zigzag import local_tokens
 from megatron_fleet.policy.megatron.model import LogprobQuery
+from megatron_fleet.policy.megatron.routing import row_experts
 from megatron_fleet.policy.pack import PackedRow
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
@@ -25,9 +27,8 @@ Outputs = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What every pass needs: row capacity ``P``, the sampling temperature, positions per log-prob chunk."""
+    """What every pass needs: the sampling temperature and the positions per log-prob chunk."""
 
-    row_tokens: int
     temperature: float
     chunk: int
 
@@ -84,6 +85,8 @@ def loss_inputs(row: PackedRow, outputs: Outputs) -> LossInputs:
         mask=row.mask.to(where),
         weights=row.weights.to(where),
         behaviour=row.behaviour.to(where),
+        sequence=row.sequence.to(where),
+        sequences=int(row.sequence[-1]) + 1 if len(row.sequence) else 0,
         **optional,
     )
 
@@ -96,27 +99,55 @@ def _run(
     forward_only: bool,
 ) -> list[Any]:
     where = device()
+    # With several stages all rows have one width (`MegatronPolicy` sees to it); else only its presence matters.
+    width = len(rows[0].tokens)
 
     def forward_step(data: Iterator[PackedRow], model: Any) -> tuple[Any, Callable[..., Any]]:
         row = next(data)
-        output = model(
-            row.tokens[None].to(where),
-            row.positions[None].to(where),
-            None,
-            labels=LogprobQuery(row.trained.to(where), row.targets.to(where), settings.temperature, settings.chunk),
-            packed_seq_params=row_params(row, where),
-        )
-        return output, partial(_three, finish, row)
+        return model(**model_inputs(row, model, settings, where)), partial(_three, finish, row)
 
+    several = len(chunks) > 1
     return get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iter(rows),
-        model=chunks[0],
+        data_iterator=[iter(rows) for _ in chunks] if several else iter(rows),
+        model=list(chunks) if several else chunks[0],
         num_microbatches=len(rows),
-        seq_length=settings.row_tokens,
+        seq_length=width,
         micro_batch_size=1,
         forward_only=forward_only,
     )
+
+
+def model_inputs(row: PackedRow, model: Any, settings: Settings, where: torch.device) -> dict[str, Any]:
+    """Arguments of `PolicyModel.forward` for this context-parallel rank's tokens of a row."""
+    params = row_params(row, where)
+    ranks = parallel_state.get_context_parallel_world_size()
+    places, positions = torch.arange(len(row.trained)), row.trained
+    tokens, row_positions, real = row.tokens, row.positions, row.real
+    mine = None
+    if ranks > 1:
+        pieces = [*row.lengths, *([row.filler] if row.filler else [])]
+        mine = torch.from_numpy(local_tokens(pieces, ranks, parallel_state.get_context_parallel_rank()))
+        here = torch.full_like(row.tokens, -1)
+        here[mine] = torch.arange(len(mine))
+        places = torch.nonzero(here[row.trained] >= 0)[:, 0]
+        positions = here[row.trained[places]]
+        tokens, row_positions, real = tokens[mine], row_positions[mine], real[mine]
+    params.routing = row_experts(row, model, mine, where)
+    return {
+        "input_ids": tokens[None].to(where),
+        "position_ids": row_positions[None].to(where),
+        "query": LogprobQuery(
+            positions=positions.to(where),
+            targets=row.targets[places].to(where),
+            places=places.to(where),
+            count=len(row.trained),
+            temperature=settings.temperature,
+            chunk=settings.chunk,
+        ),
+        "packed_seq_params": params,
+        "padding": ~real[None].to(where),
+    }
 
 
 def _three(finish: Callable[..., Any], row: PackedRow, outputs: Outputs) -> tuple[torch.Tensor, torch.Tensor, Any]:

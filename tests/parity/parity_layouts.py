@@ -1,0 +1,121 @@
+"""Which models are trained in which layouts, and on what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_fleet.algorithms.datum import Datum
+from megatron_fleet.algorithms.losses import LossInputs, LossResult
+from megatron_fleet.config.schema import Config
+
+MODELS = {
+    "qwen3": "Qwen3",
+    "qwen3_tied": "Qwen3, tied",
+    "qwen3_moe": "Qwen3-MoE",
+    "deepseek_v3": "DeepSeek-V3",
+}
+SPARSE = ("qwen3_moe", "deepseek_v3")
+STEPS = 10
+LR, EPS, WEIGHT_DECAY, CLIP, TEMPERATURE, ENTROPY = 1e-3, 1e-5, 0.01, 1.0, 0.8, 0.01
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A column of the table.
+
+    Attributes:
+        world: processes.
+        parallel: keys of ``config.parallel``.
+        recompute: ``config.policy.recompute``.
+        packed: several sequences to a row; otherwise each has its own.
+        models: those it makes sense for.
+    """
+
+    name: str
+    world: int = 1
+    parallel: dict[str, Any] = field(default_factory=dict)
+    recompute: Any = "none"
+    packed: bool = True
+    models: tuple[str, ...] = tuple(MODELS)
+
+
+DENSE = ("qwen3", "qwen3_tied")
+SINGLE = Layout("1 process")
+LAYOUTS = [
+    SINGLE,
+    Layout("one sequence per row", packed=False),
+    Layout("recompute full", recompute="full"),
+    Layout("recompute parts", recompute=["core_attn", "layernorm", "mlp"], models=DENSE),
+    Layout("recompute parts, moe", recompute=["core_attn", "moe"], models=SPARSE),
+    Layout("recompute up-projections", recompute=["mla_up_proj", "shared_experts"], models=("deepseek_v3",)),
+    Layout("TP2", 2, {"tensor": 2, "sequence": False}, models=DENSE),
+    Layout("TP2+SP", 2, {"tensor": 2}),
+    Layout("PP2", 2, {"pipeline": 2}),
+    Layout("PP2 uneven", 2, {"pipeline": 2, "first_stage_layers": 1}),
+    Layout("PP2+VPP2", 2, {"pipeline": 2, "virtual": 2}),
+    Layout("CP2", 2, {"context": 2}),
+    Layout("DP2", 2, {"data": 2}),
+    Layout("EP2", 2, {"data": 2, "expert": 2}, models=SPARSE),
+    Layout("CP2×EP2", 2, {"context": 2, "expert": 2}, models=SPARSE),
+    Layout("TP2×PP2", 4, {"tensor": 2, "pipeline": 2}),
+    Layout("TP2×CP2", 4, {"tensor": 2, "context": 2}),
+    Layout("CP2×PP2+VPP2", 4, {"context": 2, "pipeline": 2, "virtual": 2}, recompute="full"),
+    Layout("EP2×PP2", 4, {"data": 2, "pipeline": 2, "expert": 2}, models=SPARSE),
+    Layout("EP2×ETP2×TP2", 4, {"tensor": 2, "data": 2, "expert": 2, "expert_tensor": 2}, models=SPARSE),
+    Layout("TP2×PP2×CP2", 8, {"tensor": 2, "pipeline": 2, "context": 2}, models=DENSE),
+    Layout("TP2×PP2×CP2×EP2", 8, {"tensor": 2, "pipeline": 2, "context": 2, "expert": 2}, models=SPARSE),
+]
+
+
+def batch() -> list[Datum]:
+    """Eight sequences of 17 to 60 tokens, advantages of both signs, a token-mean normaliser."""
+    rng = np.random.default_rng(3)
+    data = []
+    for n in (60, 51, 45, 38, 33, 26, 20, 17):
+        mask = np.zeros(n, np.float32)
+        mask[n // 3 : n // 2] = 1
+        mask[-n // 4 :] = 1
+        weights = mask * np.float32(rng.normal())
+        data.append(Datum(rng.integers(0, 515, n).astype(np.int32), mask, weights, np.zeros(n, np.float32)))
+    trained = sum(int(d.mask.sum()) for d in data)
+    for datum in data:
+        datum.mask /= trained
+        datum.weights /= trained
+    return data
+
+
+def objective(logprobs: torch.Tensor, entropy: torch.Tensor, mask: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Policy gradient with an entropy bonus: unlike a ratio's, its value moves with every log-prob."""
+    return -(weights * logprobs).sum() - ENTROPY * (mask * entropy).sum()
+
+
+def loss(x: LossInputs) -> LossResult:
+    return objective(x.logprobs, x.entropy, x.mask, x.weights), {"tokens": x.mask.new_tensor(float(len(x.mask)))}
+
+
+def config(model: Path, layout: Layout) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"name": "parity", "out": str(model), "steps": STEPS, "seed": 5},
+            "model": {"path": str(model), "dtype": "float32"},
+            "parallel": layout.parallel,
+            "policy": {
+                "row_tokens": 128,
+                "logprob_chunk": 50,
+                "recompute": layout.recompute,
+                "optimizer": {"lr": LR, "eps": EPS, "weight_decay": WEIGHT_DECAY, "clip_grad": CLIP},
+            },
+            "rollout": {
+                "prompts_per_step": 2,
+                "samples_per_prompt": 2,
+                "max_context": 64,
+                "sampling": {"temperature": TEMPERATURE, "max_tokens_per_turn": 16, "max_turns": 2},
+            },
+            "data": {"tasks": "embedded"},
+        }
+    )

@@ -1,0 +1,66 @@
+"""One rank of the parity runs: every model in every layout of its world size. Argument: the folder of the runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from parity_layouts import LAYOUTS, LR, MODELS, STEPS, Layout, batch, config, loss
+
+from megatron_fleet.policy.megatron.policy import MegatronPolicy
+
+# isort: split
+from megatron.core import parallel_state
+from torch.distributed import distributed_c10d
+
+
+def rows_of(layout: Layout, policy: MegatronPolicy) -> list[list[int]]:
+    """Fixed rows of two sequences, or of one, dealt out to the data-parallel ranks."""
+    rows = [[0, 7], [1, 6], [2, 5], [3, 4]] if layout.packed else [[i] for i in range(8)]
+    return rows[policy.dp_rank :: policy.dp_size]
+
+
+def train(layout: Layout, model: Path) -> dict[str, Any]:
+    policy = MegatronPolicy(config(model, layout))
+    data = batch()
+    indices = rows_of(layout, policy)
+    rows = [[data[i] for i in row] for row in indices]
+    out: dict[str, Any] = {"rows": indices, "first": policy.forward(rows), "losses": [], "norms": []}
+    for _ in range(STEPS):
+        out["losses"].append(policy.forward_backward(rows, loss).loss)
+        out["norms"].append(policy.optim_step(LR).grad_norm)
+    # The live export names parameters as the model's folder does, whatever the layout.
+    out["parameters"] = {name: tensor.clone() for name, tensor in policy.weight_source()}
+    return out
+
+
+def leave_groups() -> None:
+    parallel_state.destroy_model_parallel()
+    dist.barrier()
+    for group in [g for g in distributed_c10d._world.pg_map if g is not dist.group.WORLD]:
+        dist.destroy_process_group(group)
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    world = int(os.environ["WORLD_SIZE"])
+    for layout in [x for x in LAYOUTS if x.world == world]:
+        for model in layout.models:
+            began = time.monotonic()
+            result = train(layout, folder / model)
+            torch.save(result, folder / f"{model} {layout.name}.{dist.get_rank()}.pt")
+            leave_groups()
+            if dist.get_rank() == 0:
+                print(f"{MODELS[model]}, {layout.name}: {time.monotonic() - began:.1f} s", flush=True)
+    dist.barrier()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,133 @@
+"""All parity runs, and how far each is from one process and from ``transformers``."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from parity_layouts import LAYOUTS, MODELS, SINGLE, Layout
+from parity_reference import train_reference
+
+sys.path.append(str(Path(__file__).parents[1] / "weights"))
+from tiny_models import make
+
+TIMEOUT_S = 900
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Relative differences, the greatest over sequences or steps.
+
+    Attributes:
+        logprob: mean |Δ| ÷ mean |log-prob|, before the first step.
+        loss, norm: of the first step.
+        later_loss, later_norm: over all steps.
+        parameters: greatest |Δ| after the last step (absolute).
+        moved: how far the parameters came in these steps, greatest and mean (absolute): what ``parameters`` is seen
+            against.
+    """
+
+    logprob: float
+    loss: float
+    norm: float
+    later_loss: float
+    later_norm: float
+    parameters: float
+    moved: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model in one layout; ``single`` is against one process, ``transformers`` against that library."""
+
+    model: str
+    layout: str
+    single: Difference
+    transformers: Difference
+
+
+def run_all(folder: Path, models: tuple[str, ...] = tuple(MODELS)) -> list[Row]:
+    """Train every model in every layout, and by ``transformers``; files go into ``folder``."""
+    started = {model: dict_of(make(model, folder / model, dtype=torch.float32)) for model in models}
+    reference = {model: train_reference(folder / model) for model in models}
+    for world in sorted({layout.world for layout in LAYOUTS}):
+        start_ranks(folder, world)
+    rows = []
+    for model in models:
+        single = gathered(folder, model, SINGLE)
+        for layout in [x for x in LAYOUTS if model in x.models]:
+            got = single if layout is SINGLE else gathered(folder, model, layout)
+            against = [difference(got, other, started[model]) for other in (single, reference[model])]
+            rows.append(Row(model, layout.name, *against))
+    return rows
+
+
+def dict_of(folder: Path) -> dict[str, torch.Tensor]:
+    from tiny_models import stored_tensors
+
+    return stored_tensors(folder)
+
+
+def start_ranks(folder: Path, world: int) -> None:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    script = Path(__file__).with_name("parity_ranks.py")
+    ranks = []
+    for rank in range(world):
+        env = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        with (folder / f"{world}.{rank}.log").open("w") as log:
+            ranks.append(subprocess.Popen([sys.executable, script, folder], env=env, stdout=log, stderr=log))
+    try:
+        codes = [rank.wait(TIMEOUT_S) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    logs = [(folder / f"{world}.{rank}.log").read_text()[-3000:] for rank in range(world)]
+    assert codes == [0] * world, "\n".join(logs)
+
+
+def gathered(folder: Path, model: str, layout: Layout) -> dict[str, Any]:
+    """The results of a layout's ranks as one; what several ranks know must agree to the bit."""
+    ranks = [torch.load(folder / f"{model} {layout.name}.{r}.pt", weights_only=False) for r in range(layout.world)]
+    first: dict[int, np.ndarray] = {}
+    for rank in ranks:
+        assert rank["losses"] == ranks[0]["losses"] and rank["norms"] == ranks[0]["norms"], (model, layout.name)
+        for row, values in zip(rank["rows"], rank["first"], strict=True):
+            for index, value in zip(row, values, strict=True):
+                assert index not in first or np.array_equal(first[index], value), (model, layout.name, index)
+                first[index] = value
+        for name, value in rank["parameters"].items():
+            assert torch.equal(value, ranks[0]["parameters"][name]), (model, layout.name, name)
+    return ranks[0] | {"first": [first[i] for i in range(len(first))]}
+
+
+def difference(got: dict[str, Any], other: dict[str, Any], started: dict[str, torch.Tensor]) -> Difference:
+    a, b = np.concatenate(got["first"]), np.concatenate(other["first"])
+    losses, norms = relative(got["losses"], other["losses"]), relative(got["norms"], other["norms"])
+    assert got["parameters"].keys() <= other["parameters"].keys()
+    apart = max(float((x - other["parameters"][k].float()).abs().max()) for k, x in got["parameters"].items())
+    moves = [(x - started[k].float()).abs() for k, x in got["parameters"].items()]
+    moved = max(float(m.max()) for m in moves), float(torch.cat([m.flatten() for m in moves]).mean())
+    logprob = float(np.abs(a - b).mean() / np.abs(b).mean())
+    return Difference(logprob, losses[0], norms[0], max(losses), max(norms), apart, moved)
+
+
+def relative(got: list[float], other: list[float]) -> list[float]:
+    return [abs(a - b) / abs(b) for a, b in zip(got, other, strict=True)]
+
+
+if __name__ == "__main__":
+    out = Path(sys.argv[1])
+    out.mkdir(parents=True, exist_ok=True)
+    for row in run_all(out):
+        print(json.dumps(asdict(row)))

@@ -1,0 +1,38 @@
+"""Every layout trains as one process does, and one process as ``transformers``. docs/parity.md is this table."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("megatron_fleet.policy.megatron")
+pytest.importorskip("transformers")
+
+from parity_layouts import LAYOUTS, MODELS
+from parity_page import table
+from parity_runs import Row, run_all
+
+EQUAL, AFTER_STEPS = 1e-5, 1e-4
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory) -> dict[tuple[str, str], Row]:
+    found = run_all(tmp_path_factory.mktemp("parity"))
+    print(table(found))
+    return {(row.model, row.layout): row for row in found}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("other", ["single", "transformers"])
+@pytest.mark.parametrize(("model", "layout"), [(m, x.name) for x in LAYOUTS for m in x.models])
+def test_equal(rows, model, layout, other):
+    found = getattr(rows[model, layout], other)
+    assert max(found.logprob, found.loss, found.norm) <= EQUAL, found
+    assert max(found.later_loss, found.later_norm, found.parameters) <= AFTER_STEPS, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_there_was_something_to_tell_apart(rows, model):
+    """The parameters moved a hundred times further than they may differ, most of them."""
+    greatest, mean = rows[model, "1 process"].transformers.moved
+    assert greatest > 50 * AFTER_STEPS and mean > 20 * AFTER_STEPS
