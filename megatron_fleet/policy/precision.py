@@ -1,0 +1,163 @@
+"""What FP8 and the optimizer's variants ask of model, layout and machine. Nothing here imports torch by itself."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from importlib import metadata
+
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.schema import Config, Parallel, Precision
+from megatron_fleet.weights.model import Model
+
+_BLOCK = 128
+"""Values per scale of the blockwise recipe, along tokens and along both sides of a weight."""
+_GEMM = 16
+"""What cuBLAS asks of both sides of an FP8 matrix."""
+_OLDEST_ENGINE = {"fp8_delayed": (1, 7), "fp8_tensorwise": (2, 2), "fp8_blockwise": (2, 3)}
+"""Transformer Engine's first release with each recipe, as Megatron-Core's ``fp8_utils`` has it."""
+_PRECISION_AWARE_ENGINE = (2, 1)
+
+
+def token_alignment(precision: Precision) -> int:
+    """Tokens that each rank computes on in one row must be a multiple of this.
+
+    FP8 products want 16; blockwise, 128: the gradient of a weight sums over tokens in blocks of that many.
+    """
+    if not precision.fp8:
+        return 1
+    return _BLOCK if precision.recipe == "fp8_blockwise" else _GEMM
+
+
+def check_precision(model: Model, parallel: Parallel, precision: Precision) -> None:
+    """Refuse an FP8 recipe that this model's layers, cut as ``parallel`` says, do not fit.
+
+    Raises:
+        UserError: the first problem found, with advice.
+    """
+    if not precision.fp8:
+        return
+    for name, width, whole in _widths(model, parallel):
+        # A block that straddles the cut would get other scales than it has in a checkpoint, and vLLM refuses it.
+        unit = _BLOCK if precision.recipe == "fp8_blockwise" and not whole else _GEMM
+        if width % unit:
+            raise UserError(
+                f"precision.recipe={precision.recipe} needs matrices whose sides are multiples of {unit} on each rank, "
+                f"and {name} is {width}; lower parallel.tensor or parallel.expert_tensor, or choose another recipe."
+            )
+    out = precision.bf16_layers_at_start + precision.bf16_layers_at_end
+    if out >= model.layers:
+        raise UserError(
+            f"precision.bf16_layers_at_start + bf16_layers_at_end = {out} leave none of the model's {model.layers} "
+            f"layers in FP8; lower them or set precision.recipe=model_dtype."
+        )
+    most = model.layers // parallel.pipeline
+    for key in ("bf16_layers_at_start", "bf16_layers_at_end"):
+        if getattr(precision, key) > most:
+            raise UserError(
+                f"precision.{key}={getattr(precision, key)} is more than the {most} layers of a pipeline rank; lower "
+                f"it or parallel.pipeline."
+            )
+
+
+def _widths(model: Model, parallel: Parallel) -> list[tuple[str, int, bool]]:
+    """Name, size on one rank, and whether it is not cut: the sides of the matrices that FP8 layers multiply by."""
+    tensor, experts = parallel.tensor, parallel.expert_tensor_size
+    found = [("hidden_size", model.hidden, True)]
+    if model.latent:
+        nope, rotated, value = (size or 0 for size in (model.nope, model.rotated, model.value))
+        found += [
+            ("the compressed query", model.q_lora or 0, True),
+            ("the compressed key and value", (model.kv_lora or 0) + rotated, True),
+            ("the queries", model.heads * (nope + rotated) // tensor, False),
+            ("the keys and values", model.heads * (nope + value) // tensor, False),
+            ("the attention's output", model.heads * value // tensor, False),
+        ]
+    else:
+        head = model.head or model.hidden // model.heads
+        groups = model.groups or model.heads
+        found += [
+            ("queries, keys and values together", (model.heads + 2 * groups) * head // tensor, False),
+            ("the attention's output", model.heads * head // tensor, False),
+        ]
+    found += [
+        ("intermediate_size", model.ffn // tensor, False),
+        ("the shared experts' width", model.shared_ffn // tensor, False),
+        ("moe_intermediate_size", model.expert_ffn // experts, False),
+    ]
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What decides which recipes run here.
+
+    Attributes:
+        capability: of the CUDA device, (9, 0) for an H100; ``None`` without one.
+        cuda: version that torch was built for.
+        engine: version of Transformer Engine; ``None`` where it is not installed.
+    """
+
+    capability: tuple[int, int] | None = None
+    cuda: tuple[int, ...] = ()
+    engine: tuple[int, ...] | None = None
+
+
+def machine_problem(config: Config, machine: Machine) -> str | None:
+    """Why this machine cannot train so, with advice; ``None`` when it can."""
+    recipe = config.precision.recipe
+    if config.precision.fp8:
+        asked, oldest = f"precision.recipe={recipe}", _OLDEST_ENGINE[recipe]
+        if machine.capability is None:
+            return f"{asked} needs a CUDA device, and there is none here; set precision.recipe=model_dtype."
+        if machine.capability < (8, 9):
+            return (
+                f"{asked} needs compute capability 8.9 or above, and this GPU has {_dotted(machine.capability)}; set "
+                f"precision.recipe=model_dtype."
+            )
+        if recipe == "fp8_blockwise" and (machine.capability[0] != 9 or machine.cuda < (12, 9)):
+            return (
+                f"{asked} needs a Hopper GPU (compute capability 9.0) and CUDA 12.9, here are "
+                f"{_dotted(machine.capability)} and {_dotted(machine.cuda)}; choose fp8_tensorwise or update CUDA."
+            )
+    elif config.policy.optimizer.moments != "float32" and machine.capability is not None:
+        asked, oldest = f"policy.optimizer.moments={config.policy.optimizer.moments}", _PRECISION_AWARE_ENGINE
+    else:
+        return None
+    if machine.engine is None or machine.engine < oldest:
+        here = "it is not installed" if machine.engine is None else f"here is {_dotted(machine.engine)}"
+        return f"{asked} needs Transformer Engine {_dotted(oldest)} or newer, and {here}; install it or change the key."
+    return None
+
+
+def this_machine() -> Machine:
+    """The device of this process and the libraries that it would use."""
+    import torch
+
+    try:
+        engine: tuple[int, ...] | None = _numbers(metadata.version("transformer-engine"))
+    except metadata.PackageNotFoundError:
+        engine = None
+    if not torch.cuda.is_available():
+        return Machine(engine=engine)
+    return Machine(torch.cuda.get_device_capability(), _numbers(torch.version.cuda or ""), engine)
+
+
+def check_machine(config: Config) -> None:
+    """Refuse a precision that cannot run here. Imports torch if there is something to look at.
+
+    Raises:
+        UserError: the device, CUDA or Transformer Engine that it needs is missing.
+    """
+    if not config.precision.fp8 and config.policy.optimizer.moments == "float32":
+        return
+    if problem := machine_problem(config, this_machine()):
+        raise UserError(problem)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))

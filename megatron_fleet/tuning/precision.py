@@ -1,0 +1,232 @@
+"""`mfleet tune precision`: every precision that can run here on a few layers of the model, timed and compared."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_fleet.config.schema import Config, Parallel, Precision
+from megatron_fleet.policy.precision import Machine, machine_problem, this_machine
+
+ROUNDS = 2
+"""Times that every candidate's turn comes, forwards and then backwards, so that a busy machine disturbs all alike."""
+RECIPES = ("fp8_tensorwise", "fp8_blockwise", "fp8_delayed")
+ROW_UNIT = 128
+"""Rows are widened to what the most demanding recipe takes, so that all compute the same."""
+
+
+@dataclass(slots=True)
+class Row:
+    """A candidate and what was found.
+
+    Attributes:
+        settings: overrides that choose it.
+        problem: why it did not run; then there are no figures.
+        seconds: of each timed step.
+        peak_bytes: device memory on CUDA, growth of the process on CPU.
+        mean, most: mean and largest absolute difference of log-probs from the reference, nats.
+        kl: mean of exp(d) − 1 − d over the tokens, d = log-prob − that of the reference (k3; Schulman 2020).
+    """
+
+    name: str
+    settings: tuple[str, ...]
+    problem: str | None = None
+    seconds: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+    mean: float | None = None
+    most: float | None = None
+    kl: float | None = None
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    def clearly_below(self, other: Row) -> bool:
+        """Faster beyond the noise: each median lies outside the other's range."""
+        return self.median < min(other.seconds) and max(self.seconds) < other.median
+
+
+@dataclass(slots=True)
+class Report:
+    """What was measured.
+
+    Attributes:
+        weights: whether they were the checkpoint's; random ones say nothing about log-probs.
+        tokens: of one step.
+    """
+
+    device: str
+    layers: int
+    tokens: int
+    weights: bool
+    rows: list[Row]
+
+    @property
+    def reference(self) -> Row:
+        return self.rows[0]
+
+    def recommendation(self) -> str:
+        """One sentence or two: which is fastest, by how much, and how far it moves log-probs."""
+        ran = [row for row in self.rows if row.problem is None]
+        if self.reference not in ran:
+            return f"{self.reference.name} itself did not run, so there is nothing to compare with."
+        if len(ran) == 1:
+            return f"Only {self.reference.name} can run here."
+        best = min(ran, key=lambda row: row.median)
+        gain = self.reference.median / best.median
+        if best is self.reference or not best.clearly_below(self.reference):
+            return f"Stay with {self.reference.name}: nothing else is faster beyond the spread of the steps."
+        told = f"{best.name} is {gain:.2f} times as fast as {self.reference.name} ({' '.join(best.settings)})"
+        if not self.weights:
+            return f"{told}; how far it moves log-probs, random weights do not tell: name a model.path with weights."
+        return f"{told} and moves log-probs by {best.mean:.4f} nats on average in {self.layers} layers."
+
+
+def candidates(config: Config, machine: Machine) -> list[tuple[Row, Config]]:
+    """The reference first: float32 on a CPU, bfloat16 on a GPU. What cannot run here says why."""
+    plain = ["float32"] if machine.capability is None else []
+    out = [_candidate(config, dtype, "model_dtype") for dtype in (*plain, "bfloat16")]
+    out += [_candidate(config, "bfloat16", recipe) for recipe in RECIPES]
+    for row, its in out:
+        row.problem = machine_problem(its, machine)
+    return out
+
+
+def _candidate(config: Config, dtype: str, recipe: str) -> tuple[Row, Config]:
+    fp8 = recipe != "model_dtype"
+    settings = [f"model.dtype={dtype}", *([f"precision.recipe={recipe}"] if fp8 else [])]
+    tree = config.model_dump()
+    tree["model"]["dtype"] = dtype
+    tree["precision"] = Precision.model_validate({"recipe": recipe}).model_dump()
+    tree["parallel"] = Parallel().model_dump()
+    tree["policy"]["optimizer"] |= {"moments": "float32", "offload_fraction": 0.0}
+    tree["policy"]["row_tokens"] = -(-config.policy.row_tokens // ROW_UNIT) * ROW_UNIT
+    return Row(recipe if fp8 else dtype, tuple(settings)), Config.model_validate(tree)
+
+
+def tune(config: Config, layers: int, repeats: int, advance: Callable[[], None]) -> Report:
+    """Measure all candidates, one process after the other on one device.
+
+    Args:
+        layers: of the model, its first; with its real widths.
+        repeats: timed steps of a candidate in each of ``ROUNDS``.
+        advance: called `trials` times.
+
+    Raises:
+        UserError: the model cannot be read.
+    """
+    from megatron_fleet.tuning.truncate import truncate
+    from megatron_fleet.weights.hf_config import read_model
+    from megatron_fleet.weights.hf_folder import read_config
+
+    found = candidates(config, this_machine())
+    report = Report("", layers, found[0][1].policy.row_tokens, False, [row for row, _ in found])
+    with tempfile.TemporaryDirectory(prefix="mfleet-tune-") as scratch:
+        model = Path(scratch, "model")
+        model.mkdir()
+        report.weights = truncate(config.model.path, layers, model)
+        report.layers = read_model(read_config(model)).layers
+        logprobs: dict[str, np.ndarray] = {}
+        for turn in range(ROUNDS):
+            for row, its in found if turn % 2 == 0 else reversed(found):
+                if row.problem is None:
+                    its = its.model_copy(update={"model": its.model.model_copy(update={"path": str(model)})})
+                    _trial(Path(scratch), row, its, report, repeats, logprobs)
+                advance()
+    for row in report.rows:
+        if row.name in logprobs and report.reference.name in logprobs:
+            _compare(row, logprobs[row.name], logprobs[report.reference.name])
+    return report
+
+
+def trials(config: Config) -> int:
+    """How often `tune` advances."""
+    return ROUNDS * len(candidates(config, this_machine()))
+
+
+def _trial(
+    scratch: Path, row: Row, config: Config, report: Report, repeats: int, logprobs: dict[str, np.ndarray]
+) -> None:
+    folder = Path(tempfile.mkdtemp(dir=scratch))
+    init = "hf" if report.weights else "random"
+    request = {"config": config.model_dump(mode="json"), "init": init, "repeats": repeats}
+    (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
+    command = [sys.executable, "-m", "megatron_fleet.tuning.trial", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    if not (folder / "result.json").is_file():
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        row.problem = f"its process ended with status {done.returncode}: {last}"
+        return
+    result: dict[str, Any] = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    row.problem = result.get("problem")
+    if row.problem is None:
+        row.seconds += result["seconds"]
+        row.peak_bytes = max(row.peak_bytes, result["peak_bytes"])
+        report.device = result["device"]
+        logprobs.setdefault(row.name, np.load(folder / "logprobs.npy"))
+
+
+def _compare(row: Row, values: np.ndarray, reference: np.ndarray) -> None:
+    difference = values.astype(np.float64) - reference
+    row.mean, row.most = float(np.abs(difference).mean()), float(np.abs(difference).max())
+    row.kl = float((np.expm1(difference) - difference).mean())
+
+
+def to_json(report: Report) -> str:
+    """Everything as one JSON object."""
+    rows = [asdict(row) | {"median": row.median if row.seconds else None} for row in report.rows]
+    content = asdict(report) | {"rows": rows, "reference": report.reference.name}
+    return json.dumps(content | {"recommendation": report.recommendation()}, indent=2)
+
+
+def to_text(report: Report) -> str:
+    """A table of the candidates and sentences."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{report.layers} layers, {report.tokens} tokens a step, {report.device}")
+    for column in ("", "step ms", "range", "speed", "peak GiB", "mean |Δ|", "max |Δ|", "KL"):
+        table.add_column(column, justify="right" if column else "left")
+    for row in report.rows:
+        if row.problem is None:
+            table.add_row(*_cells(row, report))
+    console = Console(width=120, color_system=None)
+    with console.capture() as captured:
+        console.print(table)
+    lines = [captured.get().rstrip()] if any(row.seconds for row in report.rows) else []
+    lines += [f"{row.name}: {row.problem}" for row in report.rows if row.problem]
+    source = "the model's own" if report.weights else "random, so differences of log-probs mean nothing"
+    return "\n".join(
+        [*lines, f"Weights are {source}; Δ are nats from {report.reference.name}.", report.recommendation()]
+    )
+
+
+def _cells(row: Row, report: Report) -> Sequence[str]:
+    def nats(value: float | None) -> str:
+        return "" if value is None else f"{value:.2g}"
+
+    speed = f"{report.reference.median / row.median:.2f}" if report.reference.seconds else ""
+    span = f"{1e3 * min(row.seconds):.1f}-{1e3 * max(row.seconds):.1f}"
+    figures = (f"{1e3 * row.median:.1f}", span, speed, f"{row.peak_bytes / 2**30:.2f}")
+    return (row.name, *figures, nats(row.mean), nats(row.most), nats(row.kl))
+
+
+def main(config: Config, layers: int, repeats: int, as_json: bool) -> int:
+    """Measure with a progress bar on stderr and print what came out."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("precision", total=trials(config))
+        report = tune(config, layers, repeats, lambda: progress.advance(bar))
+    print(to_json(report) if as_json else to_text(report))
+    return 0

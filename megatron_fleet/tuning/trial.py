@@ -1,0 +1,101 @@
+"""One candidate of `tuning.precision` in a process of its own: ``python -m megatron_fleet.tuning.trial FOLDER``.
+
+``FOLDER/request.json`` says what to do; ``FOLDER/result.json`` and ``logprobs.npy`` get what came out.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_fleet.algorithms.datum import Datum
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.schema import Config
+
+WARM_UP = 2
+"""Steps before the timed ones: memory is taken and kernels are chosen."""
+LR = 1e-6
+
+
+def main(folder: Path) -> int:
+    """Run the trial. A failure that has a reason is a result too."""
+    request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
+    try:
+        result, logprobs = measure(Config.model_validate(request["config"]), request["init"], request["repeats"])
+        np.save(folder / "logprobs.npy", logprobs)
+    except UserError as error:
+        result = {"problem": str(error)}
+    except Exception as error:
+        # Out of memory and errors of kernels have types of their own; the first line says what it was.
+        first = (str(error).strip().splitlines() or ["no message"])[0]
+        result = {"problem": f"{type(error).__name__}: {first}"}
+    (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
+    return 0
+
+
+def measure(config: Config, init: Any, repeats: int) -> tuple[dict[str, Any], np.ndarray]:
+    """Seconds of each step (forward, backward, optimizer), peak bytes, and log-probs float32 ``[N]`` before the first.
+
+    Args:
+        init: see `MegatronPolicy`.
+    """
+    import torch
+
+    from megatron_fleet.algorithms.losses import sft_loss
+    from megatron_fleet.policy.megatron.policy import MegatronPolicy
+
+    cuda = torch.cuda.is_available()
+    before = _resident()
+    policy = MegatronPolicy(config, init=init)
+    row = random_row(config.policy.row_tokens, config.rollout.max_context, vocabulary(policy.hf_config))
+    (values,) = policy.forward([row])
+    logprobs = np.concatenate([found[datum.mask != 0] for datum, found in zip(row, values, strict=True)])
+    seconds = []
+    for _ in range(WARM_UP + repeats):
+        start = time.perf_counter()
+        policy.forward_backward([row], sft_loss)
+        policy.optim_step(LR)
+        if cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    peak = torch.cuda.max_memory_allocated() if cuda else _resident() - before
+    name = torch.cuda.get_device_name() if cuda else f"CPU, {config.policy.threads} threads"
+    policy.close()
+    return {"seconds": seconds[WARM_UP:], "peak_bytes": peak, "device": name}, logprobs.astype(np.float32)
+
+
+def vocabulary(hf_config: dict[str, Any]) -> int:
+    """Number of tokens of the language model of a raw ``config.json``."""
+    from megatron_fleet.weights.hf_config import read_model
+
+    return read_model(hf_config).vocab
+
+
+def random_row(tokens: int, longest: int, vocab: int) -> Sequence[Datum]:
+    """A row of ``tokens`` random tokens in sequences of at most ``longest``, all trained but the first of each; the
+    weights are the reciprocal of their number."""
+    rng = np.random.default_rng(0)
+    lengths = [longest] * (tokens // longest) + ([tokens % longest] if tokens % longest > 1 else [])
+    trained = sum(lengths) - len(lengths)
+    row = []
+    for length in lengths:
+        mask = np.full(length, 1 / trained, np.float32)
+        mask[0] = 0
+        row.append(Datum(rng.integers(0, vocab, length).astype(np.int32), mask, mask, np.zeros_like(mask)))
+    return row
+
+
+def _resident() -> int:
+    """The most bytes that this process has held at one time."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
