@@ -19,12 +19,15 @@ class TrajectoryBuilder:
         ids: all token ids so far.
         messages: the conversation as text, for records and verifiers.
         metrics: counters and seconds; the loop adds to them.
+        routed: tokens from the start whose experts are known; the next request asks for those behind them.
     """
 
     def __init__(self) -> None:
         self.ids: list[int] = []
         self.messages: list[dict[str, Any]] = []
         self.metrics: dict[str, float] = {}
+        self.routed = 0
+        self._routing: list[np.ndarray] = []
         self._spans: list[Span] = []
         self._actions: list[tuple[int, np.ndarray]] = []
         self._turn = 0
@@ -46,12 +49,22 @@ class TrajectoryBuilder:
         self._append("observation", ids, self._turn - 1)
 
     def add_action(self, generation: Generation) -> None:
-        """One sampled turn. Raises ValueError when its log-probs or versions do not cover its tokens."""
+        """One sampled turn, asked for with ``routing_start`` = ``routed`` or without.
+
+        Raises:
+            ValueError: its log-probs or versions do not cover its tokens, or it tells experts of tokens that were no
+                input.
+        """
         n, start = len(generation.token_ids), len(self.ids)
         edges = [0, *(end for _, _, end in generation.versions)]
         starts = [s for _, s, _ in generation.versions]
         if len(generation.logprobs) != n or edges[-1] != n or starts != edges[:-1]:
             raise ValueError(f"the engine's log-probs or weight versions do not cover its {n} tokens")
+        if generation.routing is not None:
+            self.routed += len(generation.routing)
+            if self.routed >= start + n:
+                raise ValueError(f"the engine tells experts of {self.routed} tokens, but only {start + n - 1} were fed")
+            self._routing.append(generation.routing)
         self._actions.append((start, generation.logprobs))
         for version, a, b in generation.versions:
             if a < b:
@@ -90,9 +103,16 @@ class TrajectoryBuilder:
             reward_reason=reason,
             outcome=outcome,
             final_answer=final_answer,
+            routing=self._all_routing(total),
             metrics=self.metrics,
             messages=self.messages,
         )
+
+    def _all_routing(self, total: int) -> np.ndarray | None:
+        if not self._routing:
+            return None
+        told = np.concatenate(self._routing)
+        return np.concatenate([told, np.zeros((total - len(told), *told.shape[1:]), told.dtype)])
 
     def _append(self, kind: str, ids: Sequence[int], turn: int) -> None:
         if ids:

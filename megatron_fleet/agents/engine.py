@@ -15,12 +15,19 @@ class EngineLost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """One request's sampling. ``temperature`` 0 is greedy. ``seed`` makes the sample reproducible."""
+    """One request's sampling.
+
+    Attributes:
+        temperature: 0 is greedy.
+        seed: makes the sample reproducible.
+        routing_start: first token, counted from the start of the prompt, whose experts are asked for; ``None``: none.
+    """
 
     temperature: float
     max_tokens: int
     stop_token_ids: tuple[int, ...]
     seed: int | None = None
+    routing_start: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +39,16 @@ class Generation:
         logprobs: float32 ``[A]``, log μ at the request's temperature.
         finish_reason: ``stop``, ``length`` or ``abort``.
         versions: ``(weight version, start, end)`` over ``[0, A)``.
+        routing: uint8 or int16 ``[R, layers, k]`` (see ``Trajectory.routing``), the experts of the tokens from
+            ``routing_start`` on, in order. The last sampled token was no input, so R ends before it, or earlier.
+            ``None``: the engine has nothing to tell.
     """
 
     token_ids: np.ndarray
     logprobs: np.ndarray
     finish_reason: str
     versions: tuple[tuple[int, int, int], ...]
+    routing: np.ndarray | None = None
 
 
 class Engine(Protocol):

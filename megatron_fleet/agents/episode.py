@@ -37,7 +37,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EpisodeSettings:
-    """Limits of an episode; the fields of the same names in the configuration define them."""
+    """Limits of an episode; the fields of the same names in the configuration define them.
+
+    Attributes:
+        routing: keep the experts of each token.
+    """
 
     max_context: int
     max_tokens_per_turn: int
@@ -47,6 +51,7 @@ class EpisodeSettings:
     temperature: float
     episode_timeout_s: float
     verify_timeout_s: float
+    routing: bool = False
 
     @classmethod
     def from_config(cls, rollout: Rollout, env: Env) -> EpisodeSettings:
@@ -59,6 +64,7 @@ class EpisodeSettings:
             temperature=rollout.sampling.temperature,
             episode_timeout_s=rollout.episode_timeout_s,
             verify_timeout_s=env.verify_timeout_s,
+            routing=rollout.engine.routing_replay,
         )
 
 
@@ -191,7 +197,9 @@ class _Play:
 
     async def _generate(self, turn: int, max_tokens: int) -> Generation:
         seed = None if self.seed is None else stable_seed(self.seed, turn)
-        params = SamplingParams(self.settings.temperature, max_tokens, self.renderer.stop_token_ids, seed)
+        routing_start = self.builder.routed if self.settings.routing else None
+        stop = self.renderer.stop_token_ids
+        params = SamplingParams(self.settings.temperature, max_tokens, stop, seed, routing_start)
         with _timed(self.builder, "generate_s"):
             generation = await self.engine.generate(self.builder.ids, params, self.session)
         self.builder.add_action(generation)

@@ -58,6 +58,9 @@ class Trajectory:
         action_mask: bool ``[T]``, true where the policy sampled the token.
         behaviour_logprobs: float32 ``[T]``, log μ(token) at the sampling temperature; 0 where ``action_mask`` is false.
         spans: cover ``[0, T)`` without gaps, in order.
+        routing: uint8 or int16 ``[T, layers, k]`` for a mixture of experts whose routing is replayed, else ``None``:
+            the experts that each layer of the engine sent token t *as an input* to. A token takes k ≥ 2 different
+            experts, so equal ids (zeros: the last token, dense layers, what the engine did not tell) mean "not known".
         reward: ``None`` = unknown; see design rule "unknown never enters group statistics or the loss".
         reward_reason: one short sentence from the verifier or from whatever prevented it.
         metrics: numbers of this episode (turns, tool_calls, tool_errors, parse_errors, seconds…).
@@ -76,6 +79,7 @@ class Trajectory:
     reward_reason: str
     outcome: Outcome
     final_answer: str | None = None
+    routing: np.ndarray | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     messages: list[dict[str, Any]] = field(default_factory=list)
 
@@ -84,6 +88,8 @@ class Trajectory:
         n = len(self.token_ids)
         if not (len(self.action_mask) == len(self.behaviour_logprobs) == n):
             raise ValueError(f"trajectory {self.task_key}#{self.sample}: array lengths differ")
+        if self.routing is not None and len(self.routing) != n:
+            raise ValueError(f"trajectory {self.task_key}#{self.sample}: experts of {len(self.routing)} of {n} tokens")
         edges = [0] + [s.end for s in self.spans]
         if edges[-1] != n or any(s.start != e for s, e in zip(self.spans, edges, strict=False)):
             raise ValueError(f"trajectory {self.task_key}#{self.sample}: spans do not cover the tokens")

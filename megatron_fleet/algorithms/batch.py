@@ -125,6 +125,7 @@ def _unscaled_datum(trajectory: Trajectory) -> Datum:
         mask=mask,
         weights=np.zeros_like(mask),
         behaviour_logprobs=np.where(mask > 0, trajectory.behaviour_logprobs, 0.0).astype(np.float32),
+        routing=trajectory.routing,
     )
 
 

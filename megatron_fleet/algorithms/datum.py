@@ -21,6 +21,8 @@ class Datum:
         proximal_logprobs: float32 ``[T]``, log π_old; ``None`` = the single-forward on-policy case,
             π_old := stop-grad(π).
         reference_logprobs: float32 ``[T]``, log π_ref; ``None`` = no KL term.
+        routing: uint8 or int16 ``[T, layers, k]``, experts to use again (see ``Trajectory.routing``); the only field
+            that speaks of token t as an input. ``None`` = the router chooses.
     """
 
     token_ids: np.ndarray
@@ -29,6 +31,7 @@ class Datum:
     behaviour_logprobs: np.ndarray
     proximal_logprobs: np.ndarray | None = None
     reference_logprobs: np.ndarray | None = None
+    routing: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -107,6 +107,7 @@ class Collection:
             step=request.step,
             temperature=request.temperature,
             seed=self._seed(group),
+            trained=request.purpose == "train",
         )
 
     def _seed(self, group: int) -> int | None:

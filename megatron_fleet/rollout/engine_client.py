@@ -83,7 +83,7 @@ class _Replica:
             writer = await self._connected()
             ids, stop = wire.ids_to_bytes(prompt_ids), params.stop_token_ids
             frame = (number, session, ids, params.temperature, params.max_tokens, stop, params.seed)
-            writer.write(wire.pack("generate", *frame))
+            writer.write(wire.pack("generate", *frame, params.routing_start))
             return await answer
         except asyncio.CancelledError:
             if writer is not None and not writer.is_closing():
@@ -124,9 +124,10 @@ class _Replica:
         if answer is None or answer.done():
             return  # cancelled meanwhile
         if kind == "done":
-            ids, logprobs, reason, versions = rest
+            ids, logprobs, reason, versions, routing = rest
             spans = tuple((int(v), int(start), int(end)) for v, start, end in versions)
-            answer.set_result(Generation(wire.bytes_to_ids(ids), wire.bytes_to_floats(logprobs), reason, spans))
+            arrays = wire.bytes_to_ids(ids), wire.bytes_to_floats(logprobs)
+            answer.set_result(Generation(*arrays, reason, spans, wire.list_to_routing(routing)))
         elif kind == "lost":
             answer.set_exception(EngineLost(rest[0]))
         else:

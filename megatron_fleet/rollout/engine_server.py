@@ -63,8 +63,8 @@ class EngineServer:
 
     def _dispatch(self, frame: list[Any], writer: asyncio.StreamWriter, running: dict[int, asyncio.Task]) -> None:
         match frame:
-            case ["generate", int(number), str(session), bytes(prompt), temperature, max_tokens, stop, seed]:
-                params = SamplingParams(temperature, max_tokens, tuple(stop), seed)
+            case ["generate", int(number), str(session), bytes(prompt), temperature, max_tokens, stop, seed, start]:
+                params = SamplingParams(temperature, max_tokens, tuple(stop), seed, start)
                 request = (wire.bytes_to_ids(prompt).tolist(), params, session)
                 task = asyncio.create_task(self._answer(number, request, writer))
                 running[number] = task
@@ -82,7 +82,8 @@ class EngineServer:
             await self._open.wait()
             result = await self._generate(*request)
             ids, logprobs = wire.ids_to_bytes(result.token_ids), wire.floats_to_bytes(result.logprobs)
-            writer.write(wire.pack("done", number, ids, logprobs, result.finish_reason, result.versions))
+            routing = wire.routing_to_list(result.routing)
+            writer.write(wire.pack("done", number, ids, logprobs, result.finish_reason, result.versions, routing))
         except ValueError as error:
             writer.write(wire.pack("refused", number, str(error)))
         except Exception as error:  # the client must hear of it, whatever it is, or it would wait for its deadline

@@ -40,6 +40,7 @@ class EpisodeSpec:
         temperature: 0 is greedy.
         seed: of the run; ``None`` leaves sampling unseeded.
         attempt: 0, then +1 for each retry, which gets different seeds.
+        trained: a policy may learn from it; what only training needs is not kept otherwise.
     """
 
     task: Task
@@ -49,6 +50,7 @@ class EpisodeSpec:
     temperature: float
     seed: int | None = None
     attempt: int = 0
+    trained: bool = True
 
 
 @dataclass(slots=True)

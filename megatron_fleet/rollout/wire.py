@@ -3,16 +3,17 @@
 Frames are lists whose first item is the kind. Client to engine, the first frame being ``hello``::
 
     ["hello", token]
-    ["generate", id, session, prompt ids, temperature, max_tokens, stop ids, seed]
+    ["generate", id, session, prompt ids, temperature, max_tokens, stop ids, seed, routing_start]
     ["cancel", id]
 
 Engine to client, in any order of ``id``::
 
-    ["done", id, token ids, logprobs, finish_reason, [[version, start, end], ...]]
+    ["done", id, token ids, logprobs, finish_reason, [[version, start, end], ...], routing]
     ["refused", id, reason]     the request can never be served
     ["lost", id, reason]        the engine cannot serve any more
 
-Token ids travel as little-endian int32 bytes, log-probs as float32 bytes. msgpack and not pickle: a frame from a peer
+Token ids travel as little-endian int32 bytes, log-probs as float32 bytes, routing as ``[type, layers, k, bytes]`` or
+nil. msgpack and not pickle: a frame from a peer
 is data, never code.
 """
 
@@ -27,8 +28,8 @@ import msgpack
 import numpy as np
 
 _LENGTH = struct.Struct("<I")
-MAX_FRAME = 64 << 20
-"""Bytes; a longer frame is a broken or foreign peer."""
+MAX_FRAME = 512 << 20
+"""Bytes; a longer frame is a broken or foreign peer. 256 Ki tokens of a model with 61 layers and 8 of 384 experts."""
 
 
 def pack(*frame: Any) -> bytes:
@@ -68,3 +69,19 @@ def floats_to_bytes(values: Sequence[float] | np.ndarray) -> bytes:
 def bytes_to_floats(raw: bytes) -> np.ndarray:
     """float32 ``[N]``, writable."""
     return np.frombuffer(raw, dtype="<f4").astype(np.float32)
+
+
+def routing_to_list(routing: np.ndarray | None) -> list[Any] | None:
+    """uint8 or int16 ``[R, layers, k]`` as a part of a frame."""
+    if routing is None:
+        return None
+    kind = {"uint8": "|u1", "int16": "<i2"}[routing.dtype.name]
+    return [kind, *routing.shape[1:], routing.astype(kind, copy=False).tobytes()]
+
+
+def list_to_routing(part: list[Any] | None) -> np.ndarray | None:
+    """What `routing_to_list` was given, read-only."""
+    if part is None:
+        return None
+    kind, layers, experts, raw = part
+    return np.frombuffer(raw, dtype=kind).reshape(-1, layers, experts)

@@ -68,6 +68,9 @@ class EpisodeWorker:
         await asyncio.gather(*episodes, return_exceptions=True)
 
     async def _play(self, spec: EpisodeSpec) -> Trajectory:
+        settings = dataclasses.replace(
+            self._settings, temperature=spec.temperature, routing=self._settings.routing and spec.trained
+        )
         seed = None
         if spec.seed is not None:
             seed = stable_seed(spec.seed, spec.step, spec.task.key, spec.sample, spec.attempt)
@@ -79,7 +82,7 @@ class EpisodeWorker:
                 make_environment(self._env_config, self._env_url),
                 self._engine,
                 self._renderer,
-                dataclasses.replace(self._settings, temperature=spec.temperature),
+                settings,
                 seed,
                 session=f"{spec.step}/{spec.group}/{spec.sample}/{spec.attempt}/{spec.task.key}",
             )

@@ -13,7 +13,7 @@ from megatron_fleet.agents.engine import EngineLost, Generation
 from megatron_fleet.agents.tokenizer import train_tokenizer
 from megatron_fleet.agents.trajectory import Outcome
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.schema import Env, Rollout, Sampling
+from megatron_fleet.config.schema import Engine, Env, Rollout, Sampling
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.base import EnvLost, Observation, Reward
 from megatron_fleet.rollout import worker as worker_module
@@ -171,3 +171,18 @@ def test_a_folder_without_tokenizer_is_refused(tmp_path, world):
     rollout = Rollout(prompts_per_step=1, samples_per_prompt=2, max_context=2000, sampling=sampling)
     with pytest.raises(UserError, match=r"tokenizer\.json"):
         EpisodeWorker(str(tmp_path), rollout.model_dump(), Env().model_dump(), "http://127.0.0.1:1", [], "secret")
+
+
+async def test_experts_are_asked_for_where_they_are_replayed(folder, world):
+    rollout = Rollout(
+        prompts_per_step=1,
+        samples_per_prompt=2,
+        max_context=2000,
+        sampling=Sampling(max_tokens_per_turn=40, max_turns=3),
+        engine=Engine(routing_replay=True),
+    )
+    worker = EpisodeWorker(
+        str(folder), rollout.model_dump(), Env().model_dump(), "http://127.0.0.1:1", ["127.0.0.1:2"], "secret"
+    )
+    await worker.run([spec("fine"), replace(spec("fine"), trained=False)])
+    assert sorted(params.routing_start is None for _, params in world.requests) == [False, True]
