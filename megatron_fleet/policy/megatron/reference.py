@@ -1,4 +1,4 @@
-"""A frozen copy of the parameters in host memory, put in their place for a pass and taken out again."""
+"""The reference policy: a frozen copy of the parameters, put in their place for a pass, or no adapters for a pass."""
 
 from __future__ import annotations
 
@@ -8,12 +8,29 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
+from megatron_fleet.policy.megatron.lora import Adapters, without
+
+
+class BaseReference:
+    """The model that adapters stand beside. It is there already: nothing is kept."""
+
+    def __init__(self, adapters: Sequence[Adapters]) -> None:
+        self._adapters = adapters
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Inside, the model computes without its adapters."""
+        with without(self._adapters):
+            yield
+
 
 class Reference:
-    """The parameters of this rank's chunks at the time of construction."""
+    """The parameters, and the biases of routers, of this rank's chunks at the time of construction, in host memory."""
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
-        self._parameters = [p for chunk in chunks for p in chunk.parameters()]
+        self._parameters: list[torch.Tensor] = [p for chunk in chunks for p in chunk.parameters()]
+        for chunk in chunks:
+            self._parameters += [b for name, b in chunk.named_buffers() if name.endswith("expert_bias")]
         self._kept = _host_copy(self._parameters)
 
     @contextlib.contextmanager

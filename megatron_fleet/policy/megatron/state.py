@@ -23,9 +23,11 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer
+from megatron.core.transformer.module import MegatronModule
 from torch.distributed import checkpoint as torch_checkpoint
 
 from megatron_fleet.platform.megatron.adapt import cuda_calls_answered
+from megatron_fleet.policy.megatron.lora import Adapters
 
 # The optimizer's state in model space: loads under other tensor, pipeline and data sizes.
 _CONTENT = {
@@ -75,7 +77,7 @@ def load(path: Path, chunks: Sequence[DistributedDataParallel], optimizer: Chain
     with torch.no_grad():
         for index, chunk in enumerate(chunks):
             chunk.module.load_state_dict(state[f"model{index}"], strict=False)
-        optimizer.load_state_dict(state["optimizer"])
+        optimizer.load_state_dict(_regroup(state["optimizer"], optimizer))
 
 
 def _describe(
@@ -84,9 +86,40 @@ def _describe(
     """Every local tensor with its place in the whole model."""
     metadata = dict(_CONTENT, dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True))
     state: dict[str, Any] = {
-        f"model{index}": chunk.module.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(chunks)
+        f"model{index}": _describe_model(chunk.module, metadata) for index, chunk in enumerate(chunks)
     }
     state["optimizer"] = optimizer.sharded_state_dict(
         state if len(chunks) > 1 else state["model0"], is_loading=is_loading, metadata=metadata
     )
     return state
+
+
+def _describe_model(module: MegatronModule, metadata: dict[str, Any]) -> ShardedStateDict:
+    """The model, or its adapters alone: what they stand beside is frozen and comes from ``model.path`` again."""
+    adapters: Adapters | None = getattr(module, "adapters", None)
+    if adapters is None:
+        return module.sharded_state_dict(metadata=metadata)
+    return adapters.describe("adapters.", metadata["dp_cp_group"])
+
+
+def _regroup(loaded: dict[Any, Any], optimizer: ChainedOptimizer) -> dict[Any, Any]:
+    """An optimizer's state from a layout in which experts had an optimizer of their own (``{0: …, 1: …}``, whenever
+    expert > 1) for one in which they have not, or the other way round.
+
+    Tensors came as this layout asked for them. The settings of parameter groups came as they were saved: beside them.
+    """
+    parts, were_apart = optimizer.chained_optimizers, "optimizer" in loaded.get(0, {})
+    if were_apart == (len(parts) > 1):
+        return loaded
+    saved = loaded[0] if were_apart else loaded
+    (first, *_) = saved["optimizer"]["param_groups"]
+    moved = {key: first[key] for key in ("lr", "step") if key in first}
+
+    def settings(part: Any) -> dict[str, Any]:
+        groups = [{k: v for k, v in group.items() if k != "params"} | moved for group in part.optimizer.param_groups]
+        kind = "param_state_sharding_type"
+        return {"optimizer": {"param_groups": groups}, kind: saved[kind]}
+
+    if were_apart:
+        return {key: value for key, value in loaded.items() if not isinstance(key, int)} | settings(parts[0])
+    return {index: loaded[index] | settings(part) for index, part in enumerate(parts)}

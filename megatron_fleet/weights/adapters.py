@@ -1,0 +1,255 @@
+"""Weights as the forward pass sees them (adapters merged, values quantised), and adapters in peft's format.
+
+An adapter of a matrix that stacks HF tensors (query, key and value; gate and up) is exactly one adapter for each of
+them: the same A, and the rows of B that belong to it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import nn
+
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.weights.communicator import Communicator, together
+from megatron_fleet.weights.convert.template import safetensors_header
+from megatron_fleet.weights.mapping import Span, check_tiling
+from megatron_fleet.weights.shards import LocalTensor
+from megatron_fleet.weights.source import Box, MegatronWeightSource, ParamMeta, Place, _Part, layer_groups
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+"""What ``peft`` and vLLM look for in a folder."""
+_PARTIAL = f"{CONFIG}.partial"
+_FILES = (WEIGHTS, CONFIG, _PARTIAL)
+_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+
+View = Callable[[torch.Tensor, Span], torch.Tensor]
+"""Some rows of a parameter ``[n, in]`` and their numbers in it → these rows as they are to be seen outside."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LowRank:
+    """``weight + scale · b · a`` on this rank: frozen parameter ``[out, in]``, adapter ``[out, r]`` and ``[r, in]``.
+
+    Each rank's part of the product is whole: what splits the rows of a matrix splits those of b, what splits its
+    columns splits those of a.
+    """
+
+    weight: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+
+    def merged(self, values: torch.Tensor, rows: Span) -> torch.Tensor:
+        """A `View` of ``weight``: float32, rounded only by who takes it."""
+        product = self.b.detach()[slice(*rows)].float() @ self.a.detach().float()
+        return product.mul_(self.scale).add_(values)
+
+
+class ViewedWeightSource(MegatronWeightSource):
+    """The live model with some parameters seen through views; the parameters themselves stay as they are."""
+
+    def __init__(
+        self,
+        model_chunks: Sequence[nn.Module],
+        hf_config: Mapping[str, Any],
+        *,
+        dtype: torch.dtype,
+        place: Place,
+        views: Mapping[torch.Tensor, View],
+    ) -> None:
+        """See the base class.
+
+        Args:
+            views: by parameter; a parameter without one is taken as it is.
+        """
+        super().__init__(model_chunks, hf_config, dtype=dtype, place=place)
+        self._views = [(views.get(parameter_of(local)), first_row(local)) for local in self._local]
+
+    def _values(self, part: _Part) -> torch.Tensor:
+        view, first = self._views[part.local]
+        values = super()._values(part)
+        return values if view is None else view(values, (first + part.rows[0], first + part.rows[1]))
+
+
+def parameter_of(local: LocalTensor) -> torch.Tensor:
+    """The parameter in whose memory a local tensor lies."""
+    return local._parameter
+
+
+def first_row(local: LocalTensor) -> int:
+    """Number of a local tensor's first row in its parameter."""
+    _, stride, start = local._geometry
+    return (start - local._parameter.storage_offset()) // stride[0]
+
+
+class AdapterSource(MegatronWeightSource):
+    """The adapters under peft's names, ``base_model.model.{HF module}.lora_A.weight`` ``[r, in]`` and
+    ``….lora_B.weight`` ``[out, r]``; gathered like weights, a layer at a time."""
+
+    def __init__(
+        self,
+        model_chunks: Sequence[nn.Module],
+        hf_config: Mapping[str, Any],
+        *,
+        adapters: Sequence[LowRank],
+        rank: int,
+        dtype: torch.dtype,
+        place: Place,
+    ) -> None:
+        """Collective over ``place.model``.
+
+        Args:
+            adapters: this rank's; all ranks of one model together hold each once.
+            rank: r of all of them.
+            dtype: of the tensors yielded.
+        """
+        super().__init__(model_chunks, hf_config, dtype=dtype, place=place)
+        self._tensors = [tensor for low in adapters for tensor in (low.a, low.b)]
+        numbers = {low.weight: 2 * k for k, low in enumerate(adapters)}
+        held = [
+            entry
+            for local in self._local
+            if parameter_of(local) in numbers
+            for entry in _held(local, numbers[parameter_of(local)], rank)
+        ]
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        parts: dict[str, dict[Box, _Part]] = {}
+        for owner, entries in enumerate(place.model.all_gather(held)):
+            for name, tensor, box, number, rows in entries:
+                out, width = self._table.tensors[tensor]
+                self._shapes[name] = (rank, width) if name.endswith("lora_A.weight") else (out, rank)
+                parts.setdefault(name, {}).setdefault(box, _Part(owner, box, number, rows))
+        for name, boxes in parts.items():
+            check_tiling(name, self._shapes[name], boxes)
+        order = {tensor: k for k, tensor in enumerate(self._table.tensors)}
+        names = sorted(parts, key=lambda name: (order[adapted_tensor(name)], name))
+        self._parts = {name: list(parts[name].values()) for name in names}
+        self._metadata = {name: ParamMeta(name, dtype, self._shapes[name]) for name in names}
+        self._groups = layer_groups(names)
+
+    def _values(self, part: _Part) -> torch.Tensor:
+        return self._tensors[part.local].detach()[slice(*part.rows)]
+
+    def modules(self) -> list[str]:
+        """peft's ``target_modules``: last names of the adapted modules, or their whole names where other modules of
+        the model, which are not adapted, have the same last name."""
+        adapted = {adapted_tensor(name).removesuffix(".weight") for name in self._parts}
+        last = {name.rsplit(".", 1)[-1] for name in adapted}
+        all_modules = (name.removesuffix(".weight") for name in self._table.tensors)
+        short = all(name in adapted or name.rsplit(".", 1)[-1] not in last for name in all_modules)
+        return sorted(last if short else adapted)
+
+
+PREFIX = "base_model.model."
+
+
+def adapted_tensor(name: str) -> str:
+    """HF tensor that an adapter's tensor belongs to."""
+    return name.removeprefix(PREFIX).rsplit(".lora_", 1)[0] + ".weight"
+
+
+def _held(local: LocalTensor, number: int, rank: int) -> list[tuple[str, str, Box, int, Span]]:
+    """What this rank has of adapters, by a local tensor of the base weight.
+
+    Name, HF tensor, box, number of the tensor here, rows of it. A's number is ``number``, that of B the next.
+    """
+    first = first_row(local)
+    out: list[tuple[str, str, Box, int, Span]] = []
+    for piece in local.matrix.restrict(local.rows):
+        assert piece.tensor is not None  # linear layers have no padding
+        module = PREFIX + piece.tensor.removesuffix(".weight")
+        rows = (first + piece.rows[0], first + piece.rows[1])
+        out.append((f"{module}.lora_A.weight", piece.tensor, ((0, rank), local.cols), number, (0, rank)))
+        out.append((f"{module}.lora_B.weight", piece.tensor, (piece.tensor_rows, None), number + 1, rows))
+    return out
+
+
+def export_adapters(
+    source: AdapterSource, out: Path | str, *, base: str, rank: int, alpha: float, world: Communicator
+) -> None:
+    """Write ``adapter_model.safetensors`` and ``adapter_config.json`` for ``peft``; collective over ``world``.
+
+    World rank 0 writes, a layer at a time. The configuration comes last: a folder that has one is whole.
+
+    Args:
+        base: where the base model is, as ``base_model_name_or_path``.
+
+    Raises:
+        UserError: ``out`` is a folder of something else; on every rank.
+    """
+    out = Path(out)
+    with together(world):
+        if world.rank == 0:
+            _make_room(out)
+    with together(world):
+        if source.place.replica == 0:
+            _stream(source, out / WEIGHTS if world.rank == 0 else None)
+    with together(world):
+        if world.rank == 0:
+            _write_config(out, base, rank, alpha, source.modules())
+
+
+def _make_room(out: Path) -> None:
+    if out.is_file() or (out.is_dir() and any(p.name not in _FILES for p in out.iterdir())):
+        raise UserError(f"{out}: exists and is no folder of adapters; choose another place for the export.")
+    out.mkdir(parents=True, exist_ok=True)
+    (out / CONFIG).unlink(missing_ok=True)
+
+
+def _stream(source: AdapterSource, path: Path | None) -> None:
+    """Iterate the source on every rank of the replica; write the file where ``path`` is set.
+
+    The source is iterated to its end whatever happens to the disk, because the other ranks do so in lockstep.
+    """
+    error: OSError | None = None
+    file: BinaryIO | None = None
+    try:
+        if path is not None:
+            file = path.open("wb")
+            file.write(safetensors_header(_entries(source.metadata())))
+    except OSError as e:
+        error = e
+    for _, tensor in source:
+        if file is not None and error is None:
+            try:
+                file.write(tensor.contiguous().view(torch.uint8).cpu().numpy().data)
+            except OSError as e:
+                error = e
+    if file is not None:
+        file.close()
+    if error is not None:
+        raise error
+
+
+def _entries(metadata: Sequence[ParamMeta]) -> dict[str, Any]:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for meta in metadata:
+        start, end = end, end + math.prod(meta.shape) * meta.dtype.itemsize
+        entries[meta.name] = {"dtype": _NAMES[meta.dtype], "shape": list(meta.shape), "data_offsets": [start, end]}
+    return entries
+
+
+def _write_config(out: Path, base: str, rank: int, alpha: float, modules: list[str]) -> None:
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "target_modules": modules,
+    }
+    partial = out / _PARTIAL
+    partial.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    partial.rename(out / CONFIG)
