@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
@@ -57,7 +57,11 @@ class Restarts:
 
 class EngineSlot:
     """One engine replica: ``make`` creates its actor. After ``start`` the slot replaces a dead one by itself, on the
-    same address. The new one answers nothing before it has the weights last settled."""
+    same address. The new one answers nothing before it has the weights last settled.
+
+    Between ``sleep`` and ``wake("kv_cache")`` the device is the trainer's: an engine that dies then is replaced when
+    the trainer has left, and takes the weights that were settled meanwhile.
+    """
 
     def __init__(self, name: str, log: str, make: Callable[[], Any], start_timeout_s: float):
         self.restarts = Restarts(name, log)
@@ -72,6 +76,9 @@ class EngineSlot:
         self._settled = asyncio.Event()
         self._settled.set()
         self._serving = asyncio.Event()
+        self._room = asyncio.Event()
+        self._room.set()
+        self._asleep: Any = None
         self._watching: asyncio.Task[None] | None = None
         self._reason = ""
 
@@ -146,17 +153,45 @@ class EngineSlot:
             self._lose(actor, error)
 
     async def settle(self, weights: Weights) -> None:
-        """From now on these are the weights of the slot; returns when the engine serves with them."""
+        """From now on these are the weights of the slot; returns when the engine has them, or is to take them when it
+        comes back."""
         self._weights = weights
         self._settled.set()
-        await self.serving()
-        while self._version != weights.version:
+        while await self._there() and self._version != weights.version:
             actor = self._actor
             try:
                 await self._catch_up()
             except (RayError, TimeoutError) as error:
                 self._lose(actor, error)
+
+    async def _there(self) -> bool:
+        """Wait for the engine, unless it cannot come because the trainer has its device."""
+        if not self._room.is_set():
+            return self._serving.is_set()
+        await self.serving()
+        return True
+
+    async def sleep(self, timeout_s: float) -> str | None:
+        """Make the engine leave its device, see ``EngineActor.sleep``. One that is being replaced is waited for."""
+        await self.serving()
+        self._room.clear()
+        self._asleep = self._actor
+        return await self._change(self._actor, "sleep", timeout_s=timeout_s)
+
+    async def wake(self, part: Literal["weights", "kv_cache"], timeout_s: float) -> None:
+        """Let the engine take memory; with the KV cache it has its device, and this returns when it serves."""
+        if self._asleep is self._actor and self._serving.is_set():
+            await self._change(self._actor, "wake", part, timeout_s=timeout_s)
+        if part == "kv_cache":
+            self._room.set()
             await self.serving()
+
+    async def _change(self, actor: Any, method: str, *args: Any, timeout_s: float) -> Any:
+        """Call an engine that is lost when the call fails."""
+        try:
+            return await _within(getattr(actor, method).remote(*args), timeout_s)
+        except (RayError, TimeoutError) as error:
+            self._lose(actor, error)
 
     async def close(self) -> None:
         if self._watching is not None:
@@ -191,6 +226,7 @@ class EngineSlot:
         while True:
             await self.restarts.pause(reason)
             ray.kill(self._actor)
+            await self._room.wait()
             try:
                 await self.listen()
                 await _within(self._actor.start.remote(), self._start_timeout_s)

@@ -15,7 +15,7 @@ import platform
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -83,6 +83,7 @@ class EngineActor:
         self._sharing: PrefixSharing | None = None
         self._numbers = itertools.count()
         self._unusable: str | None = None
+        self._asleep = False
         self._tokens = self._requests = 0
 
     async def listen(self, port: int) -> str:
@@ -126,13 +127,15 @@ class EngineActor:
             kv_cache_memory_bytes=kv_cache,
             enable_prefix_caching=True,
             logprobs_mode="processed_logprobs",
+            enable_return_routed_experts=engine.routing_replay,
             weight_transfer_config={"backend": BACKEND if cpu else "ipc"},
+            enable_sleep_mode=engine.colocated and current_platform.is_sleep_mode_available(),
             disable_log_stats=True,
         )
 
     async def _generate(self, prompt: list[int], params: SamplingParams, session: str) -> Generation:
         salt = self._sharing.salt(session, len(prompt)) if self._sharing is not None else None
-        output = await self._run(prompt, _vllm_params(params), salt)
+        output = await self._run(prompt, _vllm_params(params, len(prompt)), salt)
         completion = output.outputs[0]
         self._tokens += len(completion.token_ids)
         self._requests += 1
@@ -141,6 +144,7 @@ class EngineActor:
             np.asarray(completion.logprobs.logprobs, np.float32),
             completion.finish_reason,
             tuple((int(span.version), span.start, span.end) for span in completion.weight_versions),
+            None if params.routing_start is None else _routing(completion.routed_experts),
         )
 
     async def _run(self, prompt: list[int], params: VllmParams, salt: str | None = None) -> RequestOutput:
@@ -209,7 +213,29 @@ class EngineActor:
         async with self._updating():
             await self._check_paused()
             await self._llm.finish_weight_update(str(version))
-            await self._llm.resume_generation()
+            if not self._asleep:
+                await self._llm.resume_generation()
+
+    async def sleep(self) -> str | None:
+        """Give up the device: weights and KV cache are lost, requests wait until both are awake.
+
+        Returns:
+            Why no memory was freed, if so: the platform cannot, though everything else is as if it could.
+        """
+        from vllm.platforms import current_platform
+
+        async with self._updating("its falling asleep"):
+            self._asleep = True
+            await self._llm.sleep(level=2)
+        if current_platform.is_sleep_mode_available():
+            return None
+        return f"vLLM frees no memory on platform {current_platform.device_name!r}"
+
+    async def wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        """Take memory for ``part``. Weights first, which then need an update; with the KV cache the engine goes on."""
+        async with self._updating("its waking up"):
+            if await self._llm.wake_up([part]):
+                self._asleep = False
 
     async def _check_paused(self) -> None:
         """A request that runs while parameters have no values would take the engine down."""
@@ -217,7 +243,7 @@ class EngineActor:
             raise RuntimeError("a weight update without start_update")
 
     @contextlib.asynccontextmanager
-    async def _updating(self) -> AsyncIterator[None]:
+    async def _updating(self, what: str = "its weight update") -> AsyncIterator[None]:
         """Whatever fails in an update leaves half a model: the engine then refuses everything, and is replaced."""
         if self._unusable is not None:
             raise RuntimeError(self._unusable)
@@ -225,7 +251,7 @@ class EngineActor:
             async with asyncio.timeout(self._config.rollout.engine.update_timeout_s):
                 yield
         except BaseException as error:
-            self._unusable = f"its weight update failed: {type(error).__name__}: {error}"
+            self._unusable = f"{what} failed: {type(error).__name__}: {error}"
             raise RuntimeError(self._unusable) from error
 
     async def usable(self) -> bool:
@@ -281,7 +307,12 @@ def _attention_tiles(model: Any) -> AttentionTiles:
     )
 
 
-def _vllm_params(params: SamplingParams) -> VllmParams:
+def _routing(experts: np.ndarray | None) -> np.ndarray | None:
+    """vLLM's uint8 or uint16 ``[R, layers, k]`` in the types of ``Generation.routing``."""
+    return experts if experts is None or experts.dtype == np.uint8 else experts.astype(np.int16)
+
+
+def _vllm_params(params: SamplingParams, prompt_tokens: int) -> VllmParams:
     """``ignore_eos`` leaves the stop tokens of the request as the only ones; the model's own would stop unasked."""
     from vllm import SamplingParams as VllmParams
     from vllm.sampling_params import RequestOutputKind
@@ -296,6 +327,7 @@ def _vllm_params(params: SamplingParams) -> VllmParams:
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
+        routed_experts_prompt_start=prompt_tokens if params.routing_start is None else params.routing_start,
     )
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import ray
@@ -181,6 +181,17 @@ class RolloutManager:
         # Shared memory keeps a version; CUDA IPC sends it through a buffer that is used again at once.
         weights = Weights(self._init_info, self._chunks, version, lasting=not self._place.cuda)
         await asyncio.gather(*(engine.settle(weights) for engine in self._engines))
+
+    async def sleep(self) -> str | None:
+        """Make all engines leave their devices; why one freed no memory, if so."""
+        timeout_s = self._config.rollout.engine.update_timeout_s
+        reasons = await asyncio.gather(*(engine.sleep(timeout_s) for engine in self._engines))
+        return next((reason for reason in reasons if reason), None)
+
+    async def wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        """First ``weights``, then ``kv_cache``: all engines serve when that returns. Raises RolloutFailed."""
+        timeout_s = self._config.rollout.engine.update_timeout_s
+        await asyncio.gather(*(engine.wake(part, timeout_s) for engine in self._engines))
 
     async def _on_engines(self, method: str, *args: Any) -> None:
         """Call every engine that is part of the update; one that fails catches up in ``settle``."""

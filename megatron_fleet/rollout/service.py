@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -150,12 +150,31 @@ class RolloutService:
     def weight_client(self) -> WeightClient:
         return WeightClient(self)
 
-    def control(self, method: str, *args: Any) -> None:
-        """One verb of a weight update, on all engines."""
+    def sleep(self) -> str | None:
+        """All engines leave their devices and lose their weights; why one freed no memory, if so.
+
+        Raises:
+            RolloutFailed: an engine was given up.
+        """
+        return self.control("sleep")
+
+    def wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        """Engines take memory for their weights, which then must be published; for the KV cache, and serve again.
+
+        An engine that died while it slept is back, with the weights, when the second returns.
+
+        Raises:
+            RolloutFailed: an engine was given up.
+        """
+        self.control("wake", part)
+
+    def control(self, method: str, *args: Any) -> Any:
+        """One verb of a weight update, or of sleeping, on all engines."""
         self.wait_ready()
         engine = self._config.rollout.engine
         # Finishing may include replacing an engine that failed the update.
-        self._get(getattr(self._manager, method).remote(*args), engine.update_timeout_s + 2 * engine.start_timeout_s)
+        timeout_s = engine.update_timeout_s + 2 * engine.start_timeout_s
+        return self._get(getattr(self._manager, method).remote(*args), timeout_s)
 
     def close(self) -> None:
         """End everything. Idempotent."""
