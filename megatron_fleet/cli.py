@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0 done, 2 bad input (one line says what), 130 Ctrl-C, 1 anything else (one line says where the
-        traceback is); a launched run's own status otherwise.
+        traceback is) and a replay that differs; a launched run's own status otherwise.
     """
     args = _parse(argv)
     try:
@@ -90,6 +90,22 @@ def _parser() -> argparse.ArgumentParser:
     convert = commands.add_parser("convert", help="checkpoints: HF folders to Megatron's format and back")
     add_commands(convert)
 
+    debug = commands.add_parser("debug", help="what went wrong").add_subparsers(required=True, metavar="command")
+    replay = debug.add_parser("replay", help="run a dumped optimizer step again, alone; 0 when it comes out the same")
+    replay.add_argument("--json", action="store_true", help="print everything as JSON")
+    replay.add_argument("dump", type=Path, help="a folder below dumps/ of a run's outputs")
+    replay.add_argument("overrides", nargs="*", help="section.key=value, as parallel.tensor=2 under torchrun")
+    replay.set_defaults(run=_replay)
+
+    measured = commands.add_parser("tune", help="measure choices on this machine")
+    tune = measured.add_subparsers(required=True, metavar="command")
+    precision = tune.add_parser("precision", help="which precision is fastest here, and how far it moves log-probs")
+    precision.add_argument("--layers", type=int, default=2, help="layers of the model to build (default: %(default)s)")
+    precision.add_argument("--repeats", type=int, default=5, help="timed steps per turn (default: %(default)s)")
+    precision.add_argument("--json", action="store_true", help="print everything as JSON")
+    precision.add_argument("overrides", nargs="*", help=OVERRIDES_HELP)
+    precision.set_defaults(run=_tune_precision)
+
     model = commands.add_parser("model", help="models").add_subparsers(required=True, metavar="command")
     tiny = model.add_parser("make-tiny", help="remake the tiny model of assets/tiny", add_help=False)
     tiny.set_defaults(run=_make_tiny, arguments=[])
@@ -98,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _train(args: argparse.Namespace) -> int:
     from megatron_fleet import preflight
+    from megatron_fleet.policy.precision import check_machine
 
     config = _load(args)
     args.out = Path(config.run.out)
@@ -107,6 +124,7 @@ def _train(args: argparse.Namespace) -> int:
 
         print(describe(config))
         return 0
+    check_machine(config)
     if "RANK" in os.environ:
         return _be_rank(config)
     from megatron_fleet.launcher import launch
@@ -162,6 +180,25 @@ def _inspect_tasks(args: argparse.Namespace) -> int:
 
     print(describe(args.file))
     return 0
+
+
+def _replay(args: argparse.Namespace) -> int:
+    from megatron_fleet.debug.replay import main as replay
+
+    return replay(args.dump, args.overrides, args.json)
+
+
+def _tune_precision(args: argparse.Namespace) -> int:
+    from megatron_fleet.config import validate
+    from megatron_fleet.config.load import load
+    from megatron_fleet.tuning.precision import main as tune
+
+    for name in ("layers", "repeats"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name}={getattr(args, name)} must be at least 1.")
+    config = load(args.overrides)
+    validate.check(config)
+    return tune(config, args.layers, args.repeats, args.json)
 
 
 def _make_tiny(args: argparse.Namespace) -> int:

@@ -22,12 +22,16 @@ from megatron_fleet.data.sampler import PromptSampler
 from megatron_fleet.data.split import split
 from megatron_fleet.data.task import Task
 from megatron_fleet.policy.base import LossReport, OptimReport, Rows
-from megatron_fleet.policy.pack import plan_rows
+from megatron_fleet.policy.flops import SequenceCost
+from megatron_fleet.policy.layout import row_alignment, sequence_alignment
+from megatron_fleet.policy.pack_plan import Plan, plan_rows
 from megatron_fleet.probe import compare
 from megatron_fleet.records import Records
 from megatron_fleet.rollout.requests import CollectRequest, CollectResult
 from megatron_fleet.rollout.service import RolloutService
 from megatron_fleet.telemetry.metrics import attempt_metrics, eval_metrics, step_metrics
+from megatron_fleet.weights.hf_config import read_model
+from megatron_fleet.weights.hf_folder import read_config
 
 EVAL_SEED_STEP = 0
 """Evaluations share their sampling seeds, so that two of them differ by the weights alone."""
@@ -45,6 +49,7 @@ class Driver:
         self._batch: Batch | None = None
         self._records: Records | None = None
         self._probes: dict[int, float] = {}
+        self._cost = SequenceCost.of(read_model(read_config(config.model.path)))
         self.rollout = rollout
 
     def begin(self, state: Mapping[str, Any] | None, started: float) -> None:
@@ -81,17 +86,24 @@ class Driver:
         self._batch = build_data(self._rollout.groups, algorithm)
         updates = []
         for data in split_batch(self._batch, self._config.policy.updates_per_batch, algorithm):
-            lengths = [len(datum) for datum in data]
-            plan = plan_rows(lengths, max(data_ranks) + 1, self._config.policy.row_tokens)
+            plan = self._plan(data, max(data_ranks) + 1)
             updates.append([[[data[i] for i in row] for row in rows] for rows in plan])
         self.records.show("training")
         return [[update[rank] for update in updates] for rank in data_ranks]
+
+    def _plan(self, data: Sequence[Datum], dp: int) -> Plan:
+        lengths = [len(datum) for datum in data]
+        trained = [int(np.count_nonzero(datum.mask)) for datum in data]
+        parallel, capacity = self._config.parallel, self._config.policy.row_tokens
+        align, row_align = sequence_alignment(parallel), row_alignment(parallel, self._config.precision)
+        return plan_rows(lengths, dp, capacity, self._cost(lengths, trained), align, row_align)
 
     def finish_step(
         self,
         step: int,
         reports: Sequence[tuple[LossReport, OptimReport]],
         seconds: Mapping[str, float],
+        memory: Mapping[str, float],
         evaluate: bool,
     ) -> None:
         """Write down what step number ``step`` (from 1) did, after evaluating the new weights if asked to."""
@@ -100,7 +112,7 @@ class Driver:
         losses, optims = [r[0] for r in reports], [r[1] for r in reports]
         seconds = {"generate": self._rollout.seconds, **seconds}
         metrics = step_metrics(groups, self._batch, losses, optims, seconds, step, self._probes.pop(step, None))
-        metrics |= attempt_metrics(asdict(self._rollout.accounting), "accounting")
+        metrics |= {**attempt_metrics(asdict(self._rollout.accounting), "accounting"), **memory}
         self.records.trajectories(step, groups, "step")
         if evaluate:
             metrics |= self._evaluate(step)

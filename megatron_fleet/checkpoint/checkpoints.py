@@ -15,13 +15,15 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_fleet.checkpoint.manifest import MANIFEST, fingerprint, list_files, read_manifest, sync_folder, write_json
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.weights.communicator import Communicator, together
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 TRAINER_STATE = "trainer_state.json"
 
@@ -92,18 +94,15 @@ class Checkpoints:
         if self._on_rank_0(lambda: any(c.path == final for c in self._committed())):
             log.warning("%s is committed already and stays as it is", final)
             return Checkpoint(final, step)
-        partial = self._folder / f".{final.name}.partial"
-        try:
-            self._on_rank_0(lambda: _start(partial, trainer_state))
-            with together(self._comm):
-                write_state(partial)
-            self._on_rank_0(lambda: write_json(partial / TRAINER_STATE, trainer_state))
-            manifest = {"format": 1, "step": step, "files": self._fingerprints(partial)}
-            self._on_rank_0(lambda: self._commit(partial, final, manifest))
-        except Exception:
+        # A state that cannot be saved is told before the long part of the save.
+        self._on_rank_0(lambda: json.dumps(trainer_state))
+
+        def write(partial: Path) -> None:
+            write_state(partial)
             if self._comm.rank == 0:
-                shutil.rmtree(partial, ignore_errors=True)
-            raise
+                write_json(partial / TRAINER_STATE, trainer_state)
+
+        save_folder(final, step, write, self._comm)
         self._on_rank_0(self._prune)
         return Checkpoint(final, step)
 
@@ -115,12 +114,7 @@ class Checkpoints:
         return self._on_rank_0(lambda: next(iter(self._committed()), None))
 
     def _on_rank_0(self, call: Callable[[], Any]) -> Any:
-        """``call()`` of rank 0, on every rank; its exception too."""
-        result = None
-        with together(self._comm):
-            if self._comm.rank == 0:
-                result = call()
-        return self._comm.all_gather(result)[0]
+        return on_rank_0(call, self._comm)
 
     def _committed(self) -> list[Checkpoint]:
         """Whole checkpoints, newest first."""
@@ -133,25 +127,6 @@ class Checkpoints:
                     log.warning("skipping checkpoint %s: %s", path.name, e)
         return sorted(found, key=lambda c: c.step, reverse=True)
 
-    def _fingerprints(self, partial: Path) -> dict[str, Any]:
-        """Size and checksum of every file, each flushed to disk; the work shared by the ranks."""
-        mine: dict[str, Any] = {}
-        with together(self._comm):
-            for file in list_files(partial)[self._comm.rank :: self._comm.size]:
-                mine[file.relative_to(partial).as_posix()] = fingerprint(file, flush=True)
-        merged = {name: entry for part in self._comm.all_gather(mine) for name, entry in part.items()}
-        return dict(sorted(merged.items()))
-
-    def _commit(self, partial: Path, final: Path, manifest: dict[str, Any]) -> None:
-        write_json(partial / MANIFEST, manifest)
-        for folder in (partial, *(d for d in partial.rglob("*") if d.is_dir())):
-            sync_folder(folder)
-        if final.exists():
-            # save() found that it fails its manifest: nobody can read it.
-            _remove(final)
-        os.rename(partial, final)
-        sync_folder(self._folder)
-
     def _tidy(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         for stale in self._folder.glob(".step_*"):
@@ -163,10 +138,64 @@ class Checkpoints:
             _remove(old.path)
 
 
-def _start(partial: Path, trainer_state: dict[str, Any]) -> None:
-    json.dumps(trainer_state)  # a state that cannot be saved is told before the long part of the save
+def save_folder(final: Path, step: int, write: Callable[[Path], None], comm: Communicator) -> None:
+    """Write the folder ``final`` whole or not at all: under a hidden name, its manifest last, then one rename.
+
+    Collective over ``comm``, on a file system all ranks see. Until the rename nothing named ``final`` changes; what a
+    killed process leaves is called ``.<name>.partial``.
+
+    Args:
+        write: called on every rank with the folder to write into (``manifest.json`` is taken).
+
+    Raises:
+        Exception: whatever ``write`` raised; the other ranks raise PeerError.
+    """
+    partial = final.with_name(f".{final.name}.partial")
+    try:
+        on_rank_0(lambda: _start(partial), comm)
+        with together(comm):
+            write(partial)
+        manifest = {"format": 1, "step": step, "files": _fingerprints(partial, comm)}
+        on_rank_0(lambda: _commit(partial, final, manifest), comm)
+    except Exception:
+        if comm.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def on_rank_0(call: Callable[[], T], comm: Communicator) -> T:
+    """``call()`` of rank 0, on every rank; its exception too."""
+    result = None
+    with together(comm):
+        if comm.rank == 0:
+            result = call()
+    return comm.all_gather(result)[0]
+
+
+def _start(partial: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
+
+
+def _fingerprints(partial: Path, comm: Communicator) -> dict[str, Any]:
+    """Size and checksum of every file, each flushed to disk; the work shared by the ranks."""
+    mine: dict[str, Any] = {}
+    with together(comm):
+        for file in list_files(partial)[comm.rank :: comm.size]:
+            mine[file.relative_to(partial).as_posix()] = fingerprint(file, flush=True)
+    merged = {name: entry for part in comm.all_gather(mine) for name, entry in part.items()}
+    return dict(sorted(merged.items()))
+
+
+def _commit(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
+    write_json(partial / MANIFEST, manifest)
+    for folder in (partial, *(d for d in partial.rglob("*") if d.is_dir())):
+        sync_folder(folder)
+    if final.exists():
+        # The caller found that it fails its manifest: nobody can read it.
+        _remove(final)
+    os.rename(partial, final)
+    sync_folder(final.parent)
 
 
 def _remove(path: Path) -> None:

@@ -81,7 +81,10 @@ def _kind(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return "one of " + ", ".join(map(str, get_args(annotation)))
     if get_origin(annotation) is tuple:
-        return "[" + ", ".join(map(_kind, get_args(annotation))) + "]"
+        parts = get_args(annotation)
+        if parts[-1] is Ellipsis:
+            return f"list of {_kind(parts[0])}"
+        return "[" + ", ".join(map(_kind, parts)) + "]"
     return " or ".join(map(_kind, get_args(annotation)))
 
 

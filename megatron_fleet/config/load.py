@@ -38,16 +38,35 @@ def load(overrides: Sequence[str] = (), config_dir: Path | None = None) -> Confi
     return _typed(_absolute(_compose([_override(text, folder) for text in overrides], folder)))
 
 
-def load_resolved(path: Path) -> Config:
+def load_resolved(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read a configuration that was resolved before (``<out>/config.json``).
 
+    Args:
+        overrides: ``section.key=value``, the value as JSON or as a word.
+
     Raises:
-        UserError: the file is missing, is no JSON or does not fit the schema.
+        UserError: the file is missing, is no JSON or does not fit the schema; an override names no key.
     """
     try:
-        return _typed(json.loads(path.read_text(encoding="utf-8")))
+        tree = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read as a resolved configuration ({error}).") from error
+    for text in overrides:
+        _replace(tree, text)
+    return _typed(tree)
+
+
+def _replace(tree: dict[str, Any], text: str) -> None:
+    name, equals, value = text.partition("=")
+    if not equals or name not in {leaf.name for leaf in keys.leaves()}:
+        raise UserError(f"Override '{text}': {_unknown(name) if equals else 'write key=value.'}")
+    *sections, key = name.split(".")
+    for section in sections:
+        tree = tree[section]
+    try:
+        tree[key] = value if name in keys.texts() and value != "null" else json.loads(value)
+    except ValueError:
+        tree[key] = value  # a word; the schema judges it
 
 
 def dump_resolved(config: Config) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
@@ -13,8 +13,8 @@ from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.algorithms.losses import LossFn
 
 Rows = Sequence[Sequence[Datum]]
-"""The micro-batches of one data-parallel rank: each row's sequences are packed into one fixed-capacity token row.
-Every rank passes the same number of rows; a rank with less data passes empty rows."""
+"""The micro-batches of one data-parallel rank: the sequences of a row are packed behind each other, at most
+``policy.row_tokens`` tokens. Every rank passes the same number of rows; a rank with less data passes empty ones."""
 
 
 @dataclass(slots=True)
@@ -35,9 +35,25 @@ class LossReport:
 
 @dataclass(slots=True)
 class OptimReport:
+    """One optimizer step, equal on every rank.
+
+    Attributes:
+        grad_norm: before clipping.
+        skipped: the gradient was not finite, or `Inspect` said no; nothing was changed.
+        spike: the norm is far above those of earlier steps; a guarded step tells.
+        skipped_total: steps of the run skipped until here, this one included; a guarded step counts.
+    """
+
     grad_norm: float
     lr: float
     skipped: bool
+    spike: bool = False
+    skipped_total: int = 0
+
+
+Inspect = Callable[[float], bool]
+"""Called on every rank with the gradient norm, after the gradients were summed over ranks and before anything is
+updated; says whether to go on, the same on every rank. With a norm that is not finite the update is skipped anyway."""
 
 
 class Policy(Protocol):
@@ -56,8 +72,8 @@ class Policy(Protocol):
         """Accumulate gradients of the SUM of ``loss`` over the global batch."""
         ...
 
-    def optim_step(self, lr: float) -> OptimReport:
-        """Clip, step, zero the gradients. A non-finite gradient skips the step."""
+    def optim_step(self, lr: float, inspect: Inspect | None = None) -> OptimReport:
+        """Clip, step, zero the gradients. A non-finite gradient skips the step and leaves the state as it was."""
         ...
 
     def save_state(self, path: Path) -> None: ...

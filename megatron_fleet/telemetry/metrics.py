@@ -15,7 +15,7 @@ import numpy as np
 from megatron_fleet.agents.trajectory import Group, Outcome, Trajectory
 from megatron_fleet.algorithms.advantages import is_known
 from megatron_fleet.algorithms.batch import Batch, Fate
-from megatron_fleet.algorithms.losses import finalize_metrics
+from megatron_fleet.algorithms.losses import NORMALISED, finalize_metrics
 from megatron_fleet.telemetry.rewards import reward_metrics
 
 if TYPE_CHECKING:
@@ -110,16 +110,19 @@ def policy_metrics(reports: Sequence[LossReport], optims: Sequence[OptimReport])
     for report in reports:
         for name, value in report.metrics.items():
             sums[name] += value
-    for key in ("policy_loss", "kl_loss"):
+    for key in NORMALISED:
         if key in sums:
             sums[key] /= len(reports)  # each update's loss is already normalised over its own rows
     out = finalize_metrics(sums)
     # Later updates of a batch move π away from μ on purpose; only the first one compares the same weights.
     first = finalize_metrics(reports[0].metrics)
     out |= {name: value for name, value in first.items() if name.startswith(MISMATCH_PREFIXES)}
+    out |= _routing_metrics(reports[0].metrics)
     out["policy/final_loss"] = float(np.mean([r.loss for r in reports]))
     out["policy/policy_update_steps"] = sum(not o.skipped for o in optims)
     out["policy/skipped_steps"] = sum(o.skipped for o in optims)
+    out["policy/skipped_steps_total"] = max((o.skipped_total for o in optims), default=0)
+    out["policy/grad_norm_spikes"] = sum(o.spike for o in optims)
     tokens, padding = sum(r.tokens for r in reports), sum(r.padded_tokens for r in reports)
     if tokens:
         out["policy/packing_efficiency"] = tokens / (tokens + padding)
@@ -129,6 +132,15 @@ def policy_metrics(reports: Sequence[LossReport], optims: Sequence[OptimReport])
     if optims:
         out["policy/policy_lr"] = optims[-1].lr
     return out
+
+
+def _routing_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """Of the first update, which has the weights that the engine had; empty without routing replay."""
+    if "routing_choices" not in sums:
+        return {}
+    choices, possible = sums["routing_choices"], sums["routing_possible"]
+    out = {"policy/routing_replayed": choices / possible} if possible else {}
+    return out | ({"policy/routing_disagreement": sums["routing_disagreed"] / choices} if choices else {})
 
 
 def attempt_metrics(attempts: Mapping[str, int], family: Literal["accounting", "eval/all"]) -> dict[str, float]:

@@ -15,8 +15,10 @@ WILDCARDS = {
     "{outcome}": ("[a-z_]+", "why an episode ended, see `Outcome`"),
     "{phase}": (
         "[a-z_]+",
-        "a phase of the loop: `step`, `generate`, `train`, `sync_weights`, `eval`, `save_checkpoints` …",
+        "a phase of the loop: `step`, `generate`, `train`, `sync_weights`, `eval`, `save_checkpoints` …; when engines "
+        "share the trainer's devices also `offload`, `onload`, `engines_sleep`, `engines_wake`",
     ),
+    "{owner}": ("[a-z]+", "who holds memory: see megatron_fleet/ledger.py"),
 }
 
 
@@ -123,28 +125,42 @@ _LOSS = {
 }
 
 _POLICY = {
-    "final_loss": "The loss that was differentiated: policy_loss + kl_loss, mean over the updates of the batch.",
-    "policy_loss": "The policy term of the loss, mean over the updates of the batch.",
+    "final_loss": "The loss that was differentiated: policy_loss + kl_loss + entropy_loss, mean over the updates.",
+    "policy_loss": "The policy term of the loss, correction included, mean over the updates of the batch.",
     "kl_loss": "algorithm.kl.coef × Σ normaliser × KL estimate, mean over the updates of the batch.",
+    "entropy_loss": "−algorithm.entropy_coef × Σ normaliser × entropy, mean over the updates of the batch.",
     "policy_kl": "Mean over trained tokens of the estimate of KL(π‖π_ref) that algorithm.kl.estimator names.",
     "policy_entropy": "Mean entropy of π at trained tokens, in nats.",
     "nll": "Mean −log π(token) over trained tokens (supervised warm start only).",
-    "ratio_mean": "Mean of π/π_old over trained tokens; exactly 1 with one update per batch.",
-    "ppo_clip_ratio": "Share of trained tokens whose gradient the clip removed: the sum of the three below.",
-    "ppo_clip_ratio_low": "Share of trained tokens with negative advantage and π/π_old < 1 − clip_low.",
-    "ppo_clip_ratio_high": "Share of trained tokens with positive advantage and π/π_old > 1 + clip_high.",
-    "ppo_clip_ratio_dual": "Share of trained tokens with negative advantage and π/π_old > dual_clip.",
+    "ratio_mean": "Mean of the loss's ratio over trained tokens: π/π_old (exactly 1 with one update per batch), its "
+    "geometric mean over the sequence (gspo, gmpo), or π/μ (importance_weighted).",
+    "ppo_clip_ratio": "Share of trained tokens that the bounds of the ratio changed: the sum of those below.",
+    "ppo_clip_ratio_low": "Share of trained tokens with ratio < 1 − clip_low: gradient removed if the advantage is "
+    "negative and not counted otherwise (ppo_clip, gspo, gmpo), weight raised (cispo), left out (importance_weighted).",
+    "ppo_clip_ratio_high": "Share of trained tokens with ratio > 1 + clip_high: gradient removed if the advantage is "
+    "positive and not counted otherwise (ppo_clip, gspo, gmpo), weight cut (cispo), left out (importance_weighted).",
+    "ppo_clip_ratio_dual": "Share of trained tokens with negative advantage and ratio > dual_clip (ppo_clip).",
+    "correction_weight_mean": "Mean over trained tokens of the correction's weight c; 1 when engine and trainer agree.",
+    "correction_tokens": "Share of trained tokens whose weight the correction truncated or set to 0.",
+    "correction_sequences": "Share of sequences with trained tokens in which the correction touched one.",
+    "correction_ess": "Effective sample size (Σc)² / Σc² divided by the trained tokens: 1 when all weigh the same.",
     "mismatch_kl": "KL(μ‖π), engine against trainer: mean of ρ − 1 − log ρ, ρ = π/μ, first update only (k3, ≥ 0).",
     "mismatch_kl_k1": "KL(μ‖π): mean of log μ − log π, first update only (k1).",
     "probe_difference": "Mean |log π_engine − log π_trainer| over the probe's tokens, worst engine; only when probed.",
     "rollout_train_prob_diff_mean": "Mean of μ/π over trained tokens, first update only: a ratio, 1 when they agree.",
     "rollout_train_prob_diff_std": "Population standard deviation of μ/π over trained tokens, first update only.",
-    "packing_efficiency": "Tokens of the sequences divided by token capacity of the rows they were packed into.",
+    "routing_replayed": "Share of tokens × expert layers whose experts were replayed; first update, and only with "
+    "rollout.engine.routing_replay.",
+    "routing_disagreement": "Share of the replayed experts that the trainer's router would not have taken; as above.",
+    "packing_efficiency": "Tokens of the sequences divided by the width of the rows they were packed into.",
     "response_length": "Mean trained tokens per training row.",
     "grad_norm": "Gradient norm before clipping, mean over the updates with a finite one.",
     "policy_lr": "Learning rate of the last update.",
     "policy_update_steps": "Optimizer steps taken.",
-    "skipped_steps": "Optimizer steps skipped because the gradient was not finite.",
+    "skipped_steps": "Optimizer steps skipped because loss or gradient was not finite.",
+    "skipped_steps_total": "The same over the run, resumed parts included.",
+    "grad_norm_spikes": "Optimizer steps whose gradient norm was above policy.safety.spike_factor × the median of the "
+    "last 32; they were taken.",
     "weight_version": "Weight version published at the end of the step.",
 }
 
@@ -166,6 +182,11 @@ METRICS: tuple[Metric, ...] = (
     *_family(("loss/",), _LOSS),
     *_family(("policy/",), _POLICY),
     Metric("timing/{phase}", "Wall-clock seconds of this phase."),
+    Metric(
+        "memory/{phase}/{owner}",
+        "GiB that the owner holds when `train`, `publish` or `roll` begins (temporary: at most during it), on the rank "
+        "that holds most.",
+    ),
     *_family(("eval/{env}/",), _EVAL),
     *_family(("eval/all/",), _ATTEMPTS),
     Metric("eval/all/greedy_episodes", "Number of greedy episodes."),

@@ -207,14 +207,34 @@ def test_report_counts_tokens(make_policy):
     batch = make_batch(count=3, longest=60)
     report = make_policy().forward_backward([batch, []], make_loss(Algorithm()))
     real = sum(len(d) for d in batch)
-    assert (report.tokens, report.padded_tokens) == (real, 2 * 192 - real)
+    # A row is as wide as its sequences, an empty one has one token.
+    assert (report.tokens, report.padded_tokens) == (real, 1)
     assert report.metrics["tokens"] == sum((d.mask != 0).sum() for d in batch)
+
+
+def test_padding_is_zero_in_every_linear_layer(make_policy):
+    """So it is never the largest value, which FP8 scales follow, and its gradient is nothing."""
+    policy, batch = make_policy(), make_batch(count=2, longest=60)
+    policy._align = 64
+    real, seen = sum(len(d) for d in batch), []
+
+    def look(_, inputs, output) -> None:
+        hidden = inputs[0]
+        assert hidden.shape[0] % 64 == 0 and hidden.shape[0] > real
+        assert not hidden[real:].any() and hidden[:real].any()
+        seen.append(output)
+
+    linear = [m for n, m in policy.model_chunks[0].named_modules() if n.split(".")[-1].startswith("linear_")]
+    for module in linear:
+        module.register_forward_hook(look)
+    report = policy.forward_backward([batch], make_loss(Algorithm()))
+    assert len(seen) == len(linear) == 4 * 4 and report.padded_tokens == -real % 64
 
 
 def test_refusals(make_policy):
     with pytest.raises(UserError, match=r"parallel\.tensor=2 .* needs 2 processes, 1 were started"):
         make_policy(parallel=Parallel(tensor=2))
-    with pytest.raises(UserError, match=r"policy\.row_tokens=193 is no multiple of parallel\.tensor=2"):
+    with pytest.raises(UserError, match=r"policy\.row_tokens=193 is no multiple of 2, as the parallel layout"):
         make_policy(parallel=Parallel(tensor=2), row_tokens=193)
     with pytest.raises(ValueError, match="keep_reference"):
         make_policy().forward([[]], "reference")

@@ -13,8 +13,10 @@ from policy_fixtures import make_batch, make_config, write_config
 
 from megatron_fleet.algorithms.losses import make_loss
 from megatron_fleet.config.schema import Config
+from megatron_fleet.guard import StepGuard
 from megatron_fleet.policy.megatron.policy import MegatronPolicy
 from megatron_fleet.train import update, with_logprobs
+from megatron_fleet.weights.communicator import TorchCommunicator
 
 
 @pytest.fixture
@@ -38,6 +40,10 @@ def start(tmp_path):
         alive.pop().close()
 
 
+def guard(config, policy):
+    return StepGuard(config, policy, TorchCommunicator())
+
+
 def batches():
     return [[make_batch(count=2, seed=seed)] for seed in (1, 2)]
 
@@ -59,7 +65,7 @@ def test_several_updates_measure_the_ratio_against_the_policy_before_the_first(s
     expected = np.exp(trained(policy.forward(second), second) - trained(before, second)).mean()
 
     config, policy = start({"updates_per_batch": 2})
-    (one, lr_one), (two, lr_two) = update(config, policy, batches(), step=0)
+    (one, lr_one), (two, lr_two) = update(config, policy, guard(config, policy), batches(), step=0)
     assert one.metrics["ratio"] == one.metrics["tokens"]
     assert two.metrics["ratio"] / two.metrics["tokens"] == pytest.approx(expected, abs=1e-5)
     assert abs(expected - 1) > 1e-4
@@ -70,7 +76,8 @@ def test_the_kl_term_measures_from_the_weights_the_run_began_with(start):
     config, policy = start(algorithm={"kl": {"coef": 0.5, "estimator": "k2"}})
     policy.keep_reference()
     rows = batches()[:1]
-    reports = [update(config, policy, rows, step)[0][0] for step in range(2)]
+    steps = guard(config, policy)
+    reports = [update(config, policy, steps, rows, step)[0][0] for step in range(2)]
     assert reports[0].metrics["kl"] == 0
     assert reports[1].metrics["kl"] > 0
     assert reports[1].metrics["kl_loss"] > 0
