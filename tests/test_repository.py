@@ -34,11 +34,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {"weights", "storage"},
     "policy": {"algorithms", "weights"},
     "rollout": {"agents", "envs", "data", "algorithms", "weights.vllm_shm"},
+    "debug": {"algorithms", "checkpoint", "policy", "weights"},
     "telemetry": {"agents.trajectory", "algorithms", "policy.base"},
+    "tuning": {"algorithms", "policy", "storage", "weights"},
 }
 NOT_IN_EPISODE_ENVIRONMENT = {"torch", "vllm", "transformers", "megatron", "hydra"}
 EPISODE_SIDE = ("data", "envs", "agents", "rollout.worker")
-LIGHT = ("cli", "launcher", "plan", "preflight", "task_summary", "config", "data", "policy.layout")
+LIGHT = ("cli", "launcher", "plan", "preflight", "task_summary", "config", "data", "policy.layout", "policy.precision")
 """Modules whose import must stay quick."""
 
 

@@ -112,7 +112,7 @@ def test_dry_run_tells_processes_and_outputs_and_starts_nothing(model, tmp_path,
     overrides = [f"model.path={model}", "parallel.data=2", "rollout.engine.replicas=2", "logging.plot=false"]
     assert cli.main(["train", "--dry-run", "--out", str(out), "experiment=quickstart", *overrides]) == 0
     text = capsys.readouterr().out
-    assert "ranks: 2 (tensor 1 × pipeline 1 × data 2)" in text
+    assert "ranks: 2 (tensor 1 × pipeline 1 × context 1 × data 2)" in text
     assert "engines: 2" in text
     assert "metrics.jsonl" in text
     assert "curve.png" not in text

@@ -1,6 +1,7 @@
 """Overrides become a typed tree, or one sentence that says what to do."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -143,3 +144,22 @@ def test_damaged_resolved_file_is_refused(tmp_path, damage):
     (tmp_path / "c.json").write_text(damage)
     with pytest.raises(UserError):
         load_resolved(tmp_path / "c.json")
+
+
+def test_a_resolved_configuration_takes_overrides(tmp_path):
+    config = load(["experiment=quickstart"])
+    (tmp_path / "c.json").write_text(dump_resolved(config))
+    changed = load_resolved(tmp_path / "c.json", ["parallel.data=3", "run.name=a=b", "policy.optimizer.lr=1e-3"])
+    assert (changed.parallel.data, changed.run.name, changed.policy.optimizer.lr) == (3, "a=b", 1e-3)
+    assert changed.rollout == config.rollout
+    other = load_resolved(tmp_path / "c.json", ["algorithm.kl.estimator=k2", "policy.safety.spike_factor=null"])
+    assert (other.algorithm.kl.estimator, other.policy.safety.spike_factor) == ("k2", None)
+    for override, message in (
+        ("parallel.dta=3", "there is no key parallel.dta; did you mean parallel.data?"),
+        ("parallel=3", "there is no key parallel"),
+        ("parallel.data", "write key=value"),
+        ("parallel.data=[", 'parallel.data="[": it must be integer ≥ 1'),
+        ("parallel.data=0", "it must be integer ≥ 1"),
+    ):
+        with pytest.raises(UserError, match=re.escape(message)):
+            load_resolved(tmp_path / "c.json", [override])

@@ -41,6 +41,18 @@ def test_quickstart_is_accepted():
             ["policy.optimizer.schedule=constant", "policy.optimizer.min_lr=1e-6"],
             ["policy.optimizer.min_lr", "schedule=constant"],
         ),
+        (["algorithm.loss=reinforce", "algorithm.clip_low=0.1"], ["clip_low=0.1 has no effect", "loss=reinforce"]),
+        (["algorithm=sapo", "algorithm.clip_high=0.3"], ["clip_high=0.3 has no effect", "loss=sapo"]),
+        (["algorithm=dapo_clip", "algorithm.loss=gspo"], ["dual_clip=3 has no effect", "loss=gspo"]),
+        (["algorithm.correction.high=2"], ["correction.high=2 has no effect", "kind=off"]),
+        (
+            ["algorithm.correction.kind=token_tis", "algorithm.correction.low=0.5"],
+            ["correction.low=0.5 has no effect", "kind=token_tis"],
+        ),
+        (
+            ["algorithm=importance_weighted", "algorithm.correction.kind=icepop"],
+            ["kind=icepop", "loss=importance_weighted", "outlier_mask"],
+        ),
     ],
 )
 def test_impossible_combinations_are_explained(overrides, keys):
@@ -57,6 +69,9 @@ def test_impossible_combinations_are_explained(overrides, keys):
         ["parallel.data=128"],
         ["policy.updates_per_batch=16"],
         ["env=openenv", "env.url=http://h", "data=file", "data.tasks=x"],
+        ["algorithm=importance_weighted", "algorithm.correction.kind=geometric_mask", "algorithm.correction.low=0.9"],
+        ["algorithm=gspo", "algorithm.clip_low=1", "algorithm.correction.kind=icepop", "algorithm.correction.high=3"],
+        ["algorithm=reinforce", "algorithm.correction.kind=token_tis", "algorithm.correction.high=1"],
     ],
 )
 def test_the_edge_is_accepted(overrides):

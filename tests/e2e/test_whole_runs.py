@@ -33,7 +33,7 @@ from dataclasses import replace
 from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.config.load import load
 from megatron_fleet.policy.megatron.policy import MegatronPolicy
-from megatron_fleet.policy.pack import plan_rows
+from megatron_fleet.policy.pack_plan import plan_rows
 from transformers import AutoModelForCausalLM
 
 model, arrays, out = sys.argv[1:]
@@ -43,7 +43,8 @@ with np.load(arrays) as data:
 hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
 config = load(["experiment=quickstart", f"model.path={model}"])
 data = [Datum(i, m.astype(np.float32), m * 0.0, m * 0.0) for i, m in zip(ids, masks)]
-(plan,) = plan_rows([len(d) for d in data], 1, config.policy.row_tokens)
+lengths = [len(d) for d in data]
+(plan,) = plan_rows(lengths, 1, config.policy.row_tokens, lengths)
 rows = MegatronPolicy(config).forward([[data[i] for i in row] for row in plan])
 megatron = {i: values for row, found in zip(plan, rows) for i, values in zip(row, found)}
 result = {}

@@ -140,16 +140,21 @@ def test_an_empty_batch_has_counts_and_no_means():
 
 def test_several_updates_of_one_batch():
     reports = [
-        report(10.0, clipped_high=0.0, policy_loss=0.2, mismatch_k3=0.1, mismatch_excess=1.0),
-        report(30.0, clipped_high=8.0, policy_loss=0.4, mismatch_k3=9.0, mismatch_excess=9.0),
+        report(10.0, clipped_high=0.0, policy_loss=0.2, entropy_loss=-0.2, mismatch_k3=0.1, mismatch_excess=1.0),
+        report(30.0, clipped_high=8.0, policy_loss=0.4, entropy_loss=-0.1, mismatch_k3=9.0, mismatch_excess=9.0),
     ]
-    optims = [OptimReport(1.0, 1e-3, False), OptimReport(math.nan, 5e-4, True)]
+    optims = [
+        OptimReport(1.0, 1e-3, skipped=False, spike=True, skipped_total=6),
+        OptimReport(math.nan, 5e-4, skipped=True, skipped_total=7),
+    ]
     metrics = policy_metrics(reports, optims)
     assert metrics["policy/ppo_clip_ratio"] == metrics["policy/ppo_clip_ratio_high"] == 8 / 40
     assert metrics["policy/policy_loss"] == pytest.approx(0.3)
+    assert metrics["policy/entropy_loss"] == pytest.approx(-0.15)
     assert metrics["policy/mismatch_kl"] == pytest.approx(0.1 / 10)  # the later update differs from μ on purpose
     assert metrics["policy/rollout_train_prob_diff_mean"] == pytest.approx(1.1)
     assert (metrics["policy/policy_update_steps"], metrics["policy/skipped_steps"]) == (1, 1)
+    assert (metrics["policy/skipped_steps_total"], metrics["policy/grad_norm_spikes"]) == (7, 1)
     assert (metrics["policy/grad_norm"], metrics["policy/policy_lr"]) == (1.0, 5e-4)
 
 
@@ -175,9 +180,13 @@ def test_attempts():
 
 
 def test_every_name_is_registered_once():
-    full = [report(18.0, nll=1.0)]
+    correction = {"correction_weight": 18.0, "correction_weight_squared": 18.0, "corrected_tokens": 0.0}
+    correction |= {"corrected_sequences": 0.0, "sequences": 2.0}
+    routing = {"routing_choices": 6.0, "routing_possible": 8.0, "routing_disagreed": 3.0}
+    full = [report(18.0, nll=1.0, entropy_loss=-0.1, **correction, **routing)]
     names = one_step(reports=full, probe=0.25).keys() | eval_metrics(step_groups(), step_groups()).keys()
     names = {*names, *attempt_metrics(ATTEMPTS, "accounting"), *attempt_metrics(ATTEMPTS, "eval/all")}
+    names.add("memory/train/parameters")  # of the ledger, see tests/test_ledger.py
     for name in names:
         matching = [m.pattern for m in registry.METRICS if m.matches(name)]
         assert len(matching) == 1, (name, matching)
