@@ -71,11 +71,13 @@ def _model(config: Config) -> dict[str, Any]:
 
 
 def _layout(config: Config, hf_config: dict[str, Any]) -> None:
+    from megatron_fleet.policy.layout import check_row_tokens
     from megatron_fleet.policy.precision import check_precision
     from megatron_fleet.policy.validate import validate as validate_layout
     from megatron_fleet.weights.hf_config import read_model
 
     validate_layout(hf_config, config.parallel, config.policy.recompute)
+    check_row_tokens(config.policy.row_tokens, config.parallel, config.precision)
     check_precision(read_model(hf_config), config.parallel, config.precision)
 
 

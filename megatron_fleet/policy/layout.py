@@ -25,6 +25,19 @@ def row_alignment(parallel: Parallel, precision: Precision) -> int:
     return token_alignment(precision) * slices * sequence_alignment(parallel)
 
 
+def check_row_tokens(row_tokens: int, parallel: Parallel, precision: Precision) -> None:
+    """Refuse a capacity that no row can be as wide as.
+
+    Raises:
+        UserError: ``row_tokens`` is no multiple of `row_alignment`.
+    """
+    if row_tokens % (align := row_alignment(parallel, precision)):
+        raise UserError(
+            f"policy.row_tokens={row_tokens} is no multiple of {align}, as the parallel layout and the precision need; "
+            f"raise it to {-(-row_tokens // align) * align}."
+        )
+
+
 def layers_of_stages(layers: int, parallel: Parallel) -> list[int]:
     """Transformer layers of each pipeline rank, all its virtual pieces together.
 

@@ -71,6 +71,11 @@ def test_a_layout_that_does_not_divide_is_refused(model):
     assert "parallel.tensor=3" in refusal(model, "parallel.tensor=3")
 
 
+def test_rows_that_ranks_cannot_share_are_refused(model):
+    said = refusal(model, "parallel.tensor=2", "parallel.context=2", "policy.row_tokens=2050")
+    assert "policy.row_tokens=2050 is no multiple of 8" in said and "raise it to 2056" in said
+
+
 def test_an_engine_that_does_not_divide_is_refused(model):
     assert "rollout.engine.tensor_parallel=3" in refusal(model, "rollout.engine.tensor_parallel=3")
 

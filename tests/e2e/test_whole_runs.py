@@ -150,7 +150,7 @@ def test_a_killed_run_ends_like_the_undisturbed_one(first, tmp_path):
     assert (run.out / weights).read_bytes() == (first.out / weights).read_bytes()
 
 
-@pytest.mark.parametrize("layout", ["tensor2", "pipeline2", "data2"])
+@pytest.mark.parametrize("layout", ["tensor2", "pipeline2", "context2", "data2"])
 def test_two_ranks_take_the_same_first_step_as_one(first, tmp_path, layout):
     run = Run(tmp_path / layout, (f"parallel={layout}", "run.steps=1", "eval=none", "rollout.engine.probe_interval=1"))
     run.finish()

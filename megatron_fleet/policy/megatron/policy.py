@@ -11,7 +11,6 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_fleet.algorithms.losses import LossFn
-from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
 from megatron_fleet.platform import device
 from megatron_fleet.policy import layout
@@ -57,7 +56,8 @@ class MegatronPolicy:
         self.hf_config = read_config(config.model.path)
         self._model = read_model(self.hf_config)
         self.vocab_size = self._model.vocab
-        self._align = self._check()
+        self._align = layout.row_alignment(config.parallel, config.precision)
+        self._check()
         device.prepare(config.policy.threads, config.run.seed)
         parallel.initialise(config.parallel, config.run.seed)
         self._dtype = getattr(torch, config.model.dtype)
@@ -67,19 +67,13 @@ class MegatronPolicy:
         self._settings = step.Settings(config.rollout.sampling.temperature, config.policy.logprob_chunk)
         self._reference: Reference | BaseReference | None = None
 
-    def _check(self) -> int:
-        """Refuse what cannot be trained here; the alignment of a row's width."""
+    def _check(self) -> None:
+        """Refuse what cannot be trained here."""
         config = self._config
-        align = layout.row_alignment(config.parallel, config.precision)
-        if config.policy.row_tokens % align:
-            raise UserError(
-                f"policy.row_tokens={config.policy.row_tokens} is no multiple of {align}, as the parallel layout and "
-                f"the precision need; round it up."
-            )
+        layout.check_row_tokens(config.policy.row_tokens, config.parallel, config.precision)
         validate(self.hf_config, config.parallel, config.policy.recompute)
         check_precision(self._model, config.parallel, config.precision)
         check_machine(config)
-        return align
 
     def _build(self, init: str) -> None:
         """This rank's chunks with their parameters, gradient buffers and optimizer."""
