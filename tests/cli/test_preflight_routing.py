@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("hydra")
 
+from tiny_configs import raw_config
+
 from megatron_fleet import preflight
 from megatron_fleet.config import validate
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
-
-sys.path.append(str(Path(__file__).parents[1] / "weights"))
-from tiny_configs import raw_config
 
 REPLAY = "rollout.engine.routing_replay=true"
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +13,8 @@ import torch
 from parity_layouts import LAYOUTS, MODELS, SINGLE, Layout
 from parity_reference import train_reference
 
-sys.path.append(str(Path(__file__).parents[1] / "weights"))
+sys.path += [str(Path(__file__).parents[1] / "weights"), str(Path(__file__).parents[1])]
+from rank_processes import run_ranks
 from tiny_models import make
 
 TIMEOUT_S = 900
@@ -59,7 +57,7 @@ def run_all(folder: Path, models: tuple[str, ...] = tuple(MODELS)) -> list[Row]:
     started = {model: dict_of(make(model, folder / model, dtype=torch.float32)) for model in models}
     reference = {model: train_reference(folder / model) for model in models}
     for world in sorted({layout.world for layout in LAYOUTS}):
-        start_ranks(folder, world)
+        run_ranks(Path(__file__).with_name("parity_ranks.py"), world, folder, timeout_s=TIMEOUT_S)
     rows = []
     for model in models:
         single = gathered(folder, model, SINGLE)
@@ -74,26 +72,6 @@ def dict_of(folder: Path) -> dict[str, torch.Tensor]:
     from tiny_models import stored_tensors
 
     return stored_tensors(folder)
-
-
-def start_ranks(folder: Path, world: int) -> None:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    script = Path(__file__).with_name("parity_ranks.py")
-    ranks = []
-    for rank in range(world):
-        env = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        with (folder / f"{world}.{rank}.log").open("w") as log:
-            ranks.append(subprocess.Popen([sys.executable, script, folder], env=env, stdout=log, stderr=log))
-    try:
-        codes = [rank.wait(TIMEOUT_S) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    logs = [(folder / f"{world}.{rank}.log").read_text()[-3000:] for rank in range(world)]
-    assert codes == [0] * world, "\n".join(logs)
 
 
 def gathered(folder: Path, model: str, layout: Layout) -> dict[str, Any]:

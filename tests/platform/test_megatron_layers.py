@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rank_processes import run_ranks
 
 pytest.importorskip("megatron_fleet.policy.megatron")
 
@@ -26,23 +23,7 @@ Results = list[dict[Any, Any]]
 def results(tmp_path_factory) -> Results:
     """What each rank measured; one launch, because imports dominate."""
     folder = tmp_path_factory.mktemp("layers")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    ranks = []
-    for rank in range(WORLD):
-        env = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(WORLD), "OMP_NUM_THREADS": "1"}
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        script = Path(__file__).with_name("layer_ranks.py")
-        with (folder / f"{rank}.log").open("w") as log:
-            ranks.append(subprocess.Popen([sys.executable, script, folder], env=env, stdout=log, stderr=log))
-    try:
-        codes = [rank.wait(300) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    logs = [(folder / f"{rank}.log").read_text()[-3000:] for rank in range(WORLD)]
-    assert codes == [0] * WORLD, "\n".join(logs)
+    run_ranks(Path(__file__).with_name("layer_ranks.py"), WORLD, folder)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(WORLD)]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ pytest.importorskip("megatron_fleet.policy.megatron")
 import torch
 from lora_ranks import LORA, MegatronPolicy, config_of, loss
 from policy_fixtures import make_batch, make_config
+from tiny_models import make
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Lora
@@ -22,9 +22,6 @@ from megatron_fleet.config.validate import check
 from megatron_fleet.policy.megatron import fake_quant, parallel
 from megatron_fleet.policy.megatron.fake_quant import int4_values
 from megatron_fleet.weights.quant import int4
-
-sys.path.append(str(Path(__file__).parents[1] / "weights"))
-from tiny_models import make
 
 FAMILY = "kimi_k2_thinking"
 

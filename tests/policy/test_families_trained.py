@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -13,14 +10,12 @@ pytest.importorskip("transformers")
 
 import torch
 from policy_fixtures import make_batch, make_config
+from tiny_models import make, raw_config, reference_logits
 
 from megatron_fleet.algorithms.losses import make_loss
 from megatron_fleet.config.schema import Algorithm
 from megatron_fleet.policy.megatron.policy import MegatronPolicy
 from megatron_fleet.weights.hf_config import read_model
-
-sys.path.append(str(Path(__file__).parents[1] / "weights"))
-from tiny_models import make, raw_config, reference_logits
 
 TRAINED = ("qwen2", "qwen2_tied", "qwen3", "qwen3_tied", "qwen3_yarn", "llama3")
 TRAINED += (

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,8 +13,6 @@ pytest.importorskip("megatron_fleet.policy.megatron")
 import numpy as np
 import torch
 from policy_fixtures import make_batch, make_config, write_config
-
-sys.path.append(str(Path(__file__).parents[1] / "weights"))
 from tiny_configs import raw_config
 from tiny_models import make
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rank_processes import run_ranks
 
 pytest.importorskip("megatron_fleet.policy.megatron")
 
@@ -26,21 +23,7 @@ pytestmark = pytest.mark.slow
 def ranks(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
     """The test's folder and what each of two ranks saw; one launch, imports dominate."""
     folder = tmp_path_factory.mktemp("guard")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    script, processes = Path(__file__).with_name("guard_ranks.py"), []
-    for rank in range(2):
-        env = os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        with (folder / f"{rank}.log").open("w") as log:
-            processes.append(subprocess.Popen([sys.executable, script, folder], env=env, stdout=log, stderr=log))
-    try:
-        codes = [process.wait(300) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert codes == [0, 0], "\n".join((folder / f"{rank}.log").read_text()[-3000:] for rank in range(2))
+    run_ranks(Path(__file__).with_name("guard_ranks.py"), 2, folder)
     return folder, [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
 
 

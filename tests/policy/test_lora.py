@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rank_processes import run_ranks
 
 pytest.importorskip("megatron_fleet.policy.megatron")
 pytest.importorskip("transformers")
@@ -21,11 +18,9 @@ import torch
 from lora_ranks import LORA, WITH_EXPERTS, Lora
 from policy_fixtures import make_batch
 from safetensors.torch import load_file
+from tiny_models import make, reference_model, stored_tensors
 
 from megatron_fleet.policy.megatron.fake_quant import int4_values
-
-sys.path.append(str(Path(__file__).parents[1] / "weights"))
-from tiny_models import make, reference_model, stored_tensors
 
 pytestmark = pytest.mark.slow
 
@@ -84,23 +79,7 @@ def jobs() -> list[dict[str, Any]]:
 
 
 def launch(folder: Path, world: int) -> None:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    script = Path(__file__).with_name("lora_ranks.py")
-    ranks = []
-    for rank in range(world):
-        env = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        with (folder / f"{world}.{rank}.log").open("w") as log:
-            ranks.append(subprocess.Popen([sys.executable, script, folder], env=env, stdout=log, stderr=log))
-    try:
-        codes = [rank.wait(300) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    logs = [(folder / f"{world}.{rank}.log").read_text()[-3000:] for rank in range(world)]
-    assert codes == [0] * world, "\n".join(logs)
+    run_ranks(Path(__file__).with_name("lora_ranks.py"), world, folder)
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from rank_processes import run_ranks
 
 pytest.importorskip("megatron_fleet.policy.megatron")
 
@@ -26,19 +23,7 @@ def results(tmp_path_factory):
     """Layout → what each of its two ranks saw."""
     folder = tmp_path_factory.mktemp("offload")
     write_config(folder / "model", num_hidden_layers=2)
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    env = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, Path(__file__).with_name("offload_ranks.py"), folder]
-    with (folder / "log").open("w") as log:
-        ranks = [subprocess.Popen(command, env=env | {"RANK": str(r)}, stdout=log, stderr=log) for r in range(2)]
-        try:
-            codes = [rank.wait(600) for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-    assert codes == [0, 0], (folder / "log").read_text()[-3000:]
+    run_ranks(Path(__file__).with_name("offload_ranks.py"), 2, folder)
     return {
         name: [torch.load(folder / f"{name}.{rank}.pt", weights_only=False) for rank in range(2)] for name in LAYOUTS
     }

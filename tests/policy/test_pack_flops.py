@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,13 +10,11 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from tiny_configs import raw_config  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from megatron_fleet.policy.flops import SequenceCost  # noqa: E402
 from megatron_fleet.weights.hf_config import read_model  # noqa: E402
-
-sys.path.append(str(Path(__file__).parents[1] / "weights"))
-from tiny_configs import raw_config  # noqa: E402
 
 FAMILIES = ("qwen2", "qwen3_tied", "llama3", "qwen3_moe", "glm4_moe", "deepseek_v3")
 

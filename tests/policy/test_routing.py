@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,19 +12,16 @@ import pytest
 pytest.importorskip("megatron_fleet.policy.megatron")
 pytest.importorskip("transformers")
 
-import routing_models
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from routing_models import EXPERTS, LAYERS, LR, MODELS, ROWS, Reference, config, loss, record_anything, sequences
+from tiny_models import make, stored_tensors
 
 from megatron_fleet.policy.megatron import routing
 from megatron_fleet.policy.megatron.policy import MegatronPolicy
 from megatron_fleet.policy.pack import pack_row
 from megatron_fleet.telemetry.metrics import policy_metrics
-
-sys.path.append(str(Path(routing_models.__file__).parents[1] / "weights"))
-from tiny_models import make, stored_tensors
 
 
 @pytest.fixture(scope="module", params=MODELS)

@@ -2,50 +2,28 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rank_processes import run_ranks
 
 pytest.importorskip("megatron_fleet.policy.megatron")
 pytest.importorskip("transformers")
 
 import numpy as np
-import routing_models
 import torch
 from routing_models import MODELS
 from routing_ranks import LAYOUTS, train
+from tiny_models import make
 
 from megatron_fleet.policy.megatron import parallel
-
-sys.path.append(str(Path(routing_models.__file__).parents[1] / "weights"))
-from tiny_models import make
 
 pytestmark = pytest.mark.slow
 
 
 def launch(folder: Path, world: int) -> None:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    script = Path(__file__).with_name("routing_ranks.py")
-    ranks = []
-    for rank in range(world):
-        env = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        with (folder / f"{world}.{rank}.log").open("w") as log:
-            ranks.append(subprocess.Popen([sys.executable, script, folder], env=env, stdout=log, stderr=log))
-    try:
-        codes = [rank.wait(600) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    logs = [(folder / f"{world}.{rank}.log").read_text()[-3000:] for rank in range(world)]
-    assert codes == [0] * world, "\n".join(logs)
+    run_ranks(Path(__file__).with_name("routing_ranks.py"), world, folder)
 
 
 @pytest.fixture(scope="module")

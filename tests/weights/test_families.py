@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from rank_processes import run_ranks
 
 pytest.importorskip("megatron_fleet.policy.megatron")
 pytest.importorskip("transformers")
@@ -38,7 +35,7 @@ def run(tmp_path_factory) -> Path:
         ids = torch.randint(0, 515, (sum(LENGTHS),), generator=torch.Generator().manual_seed(5))
         logits = torch.cat([reference_logits(hf, part[None])[0] for part in ids.split(LENGTHS)])
         torch.save({"ids": ids, "logits": logits}, folder / family / "reference.pt")
-    start_ranks(folder)
+    run_ranks(Path(__file__).with_name("family_ranks.py"), WORLD, folder, ",".join(FAMILIES), timeout_s=840)
     return folder
 
 
@@ -46,31 +43,12 @@ def convert(plan, out: Path) -> None:
     assert execute(plan, str(out), 2, Share(), Silence())
 
 
-def start_ranks(folder: Path) -> None:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    script = Path(__file__).with_name("family_ranks.py")
-    world = {"WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    ranks = []
-    for rank in range(WORLD):
-        with (folder / f"{rank}.log").open("w") as log:
-            command = [sys.executable, script, folder, ",".join(FAMILIES)]
-            env = os.environ | world | {"RANK": str(rank)}
-            ranks.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
-    try:
-        codes = [rank.wait(840) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    logs = [(folder / f"{rank}.log").read_text() for rank in range(WORLD)]
-    assert codes == [0] * WORLD, "\n".join(log[-3000:] for log in logs)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_transformers_in_every_layout(run, family):
-    passed = [line for line in (run / "0.log").read_text().splitlines() if line.startswith(f"passed {family} ")]
+    passed = [
+        line for line in (run / "family_ranks.4.0.log").read_text().splitlines() if line.startswith(f"passed {family} ")
+    ]
     assert len(passed) == (LAYOUTS_OF_DENSE if family in DENSE else LAYOUTS_OF_EXPERTS)
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from rank_processes import run_ranks
 
 pytest.importorskip("megatron_fleet.policy.megatron")
 transformers = pytest.importorskip("transformers")
@@ -20,28 +17,7 @@ WORLD = 4
 
 @pytest.mark.slow
 def test_real_models_in_every_layout(tmp_path):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    ranks = []
-    for rank in range(WORLD):
-        env = os.environ | {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(WORLD),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-        }
-        script = Path(__file__).with_name("megatron_ranks.py")
-        with (tmp_path / f"{rank}.log").open("w") as log:
-            ranks.append(subprocess.Popen([sys.executable, script, tmp_path], env=env, stdout=log, stderr=log))
-    try:
-        codes = [rank.wait(240) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    logs = [(tmp_path / f"{rank}.log").read_text() for rank in range(WORLD)]
-    assert codes == [0] * WORLD, "\n".join(log[-3000:] for log in logs)
+    logs = run_ranks(Path(__file__).with_name("megatron_ranks.py"), WORLD, tmp_path)
     assert logs[0].count("passed") == 5
 
     for tag in ("t2p2d1-True", "t2p2d1-False"):
