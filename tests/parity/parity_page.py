@@ -26,6 +26,9 @@ Each cell is against *one process* / against *transformers* with PyTorch's AdamW
 Relative differences: **log-prob** mean over all trained tokens, **loss** and **gradient norm** of the first step (bound
 1e-5), then the greatest of either over all {STEPS} steps, and the greatest absolute difference of any **parameter**
 after them (bound 1e-4; the parameters moved by {{moved}}).
+
+Megatron-Core 0.19.2, put in front of the installed release by hand, agrees with one process of 0.16.1 within 1e-6 at
+the first step and 1e-5 later, in all of these with up to four processes.
 """
 RELEASES = ("megatron-core", "torch", "transformers")
 
