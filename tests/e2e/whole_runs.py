@@ -24,7 +24,7 @@ SMALL = (
     "policy.threads=1",
 )
 RUN_TIMEOUT_S = 400
-CLOCK_METRICS = ("time", "attempt", "timing/", "generate/tokens_per_second")
+CLOCK_METRICS = ("time", "attempt", "timing/", "memory/", "generate/tokens_per_second")
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Run:
         return [json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()]
 
     def facts(self) -> list[dict[str, Any]]:
-        """The metrics that do not depend on the clock."""
+        """The metrics that depend on neither clock nor process."""
         return [{k: v for k, v in row.items() if not k.startswith(CLOCK_METRICS)} for row in self.metrics()]
 
     def arrays(self, name: str) -> list[dict[str, np.ndarray]]:
