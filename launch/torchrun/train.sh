@@ -7,8 +7,9 @@ set -euo pipefail
 here=$(cd "$(dirname "$0")/../.." && pwd)
 bin=$here/.venv/engine/bin
 nodes=${NODES:-1}
+# Experts, virtual stages and uneven ends lie within these ranks.
 world=$("$bin/mfleet" config "$@" |
-  awk '/^parallel:/ {on = 1; next} /^[a-z]/ {on = 0} on {n = (n ? n : 1) * $2} END {print n}')
+  awk '/^parallel:/ {on = 1; next} /^[a-z]/ {on = 0} on && /^ *(tensor|pipeline|context|data):/ {n = (n ? n : 1) * $2} END {print n}')
 ranks=${RANKS_PER_NODE:-$((world / nodes))}
 # --rdzv-backend=static keeps the order of ranks equal to the order of nodes; c10d ignores the node's rank.
 exec "$bin/torchrun" --nnodes="$nodes" --nproc-per-node="$ranks" --node-rank="${NODE_RANK:-0}" \

@@ -14,6 +14,7 @@ def test_the_world_is_the_configured_one(tmp_path):
         pytest.skip("needs the engine environment in the project folder")
     # A model that is not there stops every rank at its first check: each says so on its own line.
     command = [ROOT / "launch/torchrun/train.sh", "experiment=quickstart", "parallel.data=2", "parallel.tensor=2"]
+    command += ["parallel.expert_tensor=3"]  # no factor of the world size
     done = subprocess.run(
         [*command, f"model.path={tmp_path}"], capture_output=True, text=True, timeout=120, cwd=tmp_path
     )
