@@ -45,7 +45,7 @@ check_machine() {
 
 # fingerprint ENVIRONMENT: changes when anything that decides its contents does.
 fingerprint() {
-  { "$python" -VV; cat setup.sh pyproject.toml requirements/dev.txt requirements/"$1"*; pwd; } | sha256sum | cut -d' ' -f1
+  { "$python" -VV; cat setup.sh pyproject.toml requirements/{dev.txt,torchvision_apart.py,"$1"*}; pwd; } | sha256sum | cut -d' ' -f1
 }
 
 # open_environment ENVIRONMENT: an empty or a sound one in .venv/ENVIRONMENT.
@@ -101,7 +101,10 @@ environment() {
   fi
   if [ "$dev" = yes ] && [ ! -e "$dir/.stamp-dev" ]; then
     say "$name environment: adding what the tests need"
-    pip_in "$name" -r requirements/dev.txt -c "requirements/$name.lock"
+    local more=()
+    [ ! -e "requirements/$name-dev.txt" ] || more=(-r "requirements/$name-dev.txt")
+    pip_in "$name" -r requirements/dev.txt "${more[@]}" -c "requirements/$name.lock"
+    [ "$name" != engine ] || "$dir/bin/python" requirements/torchvision_apart.py
     : >"$dir/.stamp-dev"
   fi
 }
