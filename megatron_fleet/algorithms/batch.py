@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
@@ -23,7 +23,7 @@ class Fate(StrEnum):
     """Where a collected trajectory ended; every one has exactly one fate."""
 
     TRAINED = "trained"
-    """It became a training row."""
+    """It became a training row, or one for each of its segments."""
     ZERO_SIGNAL = "zero_signal"
     """All known rewards of its group are equal, and such groups are left out."""
     UNKNOWN = "unknown"
@@ -36,10 +36,17 @@ class Fate(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a row came from: positions into the groups given to ``build_data`` and into that group's trajectories."""
+    """Where a row came from: positions into the groups given to ``build_data``, into that group's trajectories and into
+    the segments of that one."""
 
     group: int
     sample: int
+    segment: int = 0
+
+    @property
+    def trajectory(self) -> tuple[int, int]:
+        """The same for all rows of a trajectory."""
+        return self.group, self.sample
 
 
 @dataclass(slots=True)
@@ -47,7 +54,7 @@ class Batch:
     """The training rows of one step.
 
     Attributes:
-        data: rows of whole trajectories; nothing is truncated.
+        data: rows of whole segments, those of a trajectory in a row; nothing is truncated.
         origin: aligned with ``data``.
         advantages: aligned with ``data``, before the normaliser.
         fates: aligned with the groups and their trajectories.
@@ -71,7 +78,9 @@ def build_data(groups: Sequence[Group], algo: Algorithm) -> Batch:
     """Turn the groups of one step (all of them: the normaliser is global) into scaled training rows.
 
     The normaliser counts trained rows only, so left-out groups neither dilute the gradient nor change its scale;
-    zero-signal groups that are kept (``filter_zero_signal: false``) do count, with weight 0.
+    zero-signal groups that are kept (``filter_zero_signal: false``) do count, with weight 0. Every segment of a
+    trajectory has the trajectory's advantage, and the normaliser sees to it that a trajectory weighs what it would in
+    one piece. Losses with one ratio per sequence take it per segment.
     """
     batch = Batch([], [], [], [], 0)
     for g, group in enumerate(groups):
@@ -81,23 +90,27 @@ def build_data(groups: Sequence[Group], algo: Algorithm) -> Batch:
             if fate is Fate.TRAINED:
                 advantage = advantages[s] if advantages else None
                 assert advantage is not None, "a trained trajectory has a known reward"
-                batch.data.append(_unscaled_datum(trajectory))
-                batch.origin.append(Origin(g, s))
-                batch.advantages.append(advantage)
+                for segment, datum in _unscaled_data(trajectory):
+                    batch.data.append(datum)
+                    batch.origin.append(Origin(g, s, segment))
+                    batch.advantages.append(advantage)
     batch.trained_tokens = sum(_tokens(d) for d in batch.data)
-    batch.data = _scale(batch.data, batch.advantages, algo)
+    batch.data = _scale(batch.data, batch.origin, batch.advantages, algo)
     assert sum(batch.counts.values()) == sum(len(g.trajectories) for g in groups)
-    assert batch.counts[Fate.TRAINED] == len(batch.data)
+    assert batch.counts[Fate.TRAINED] == len({origin.trajectory for origin in batch.origin})
     return batch
 
 
 def split_batch(batch: Batch, parts: int, algo: Algorithm) -> list[list[Datum]]:
     """Contiguous parts for several optimizer steps, each normalised over itself so that every step has full scale.
 
-    Never returns an empty part: fewer parts when there are fewer rows.
+    A trajectory is in one part. Never returns an empty part: fewer parts when there are fewer trajectories.
     """
-    edges = np.linspace(0, len(batch.data), min(parts, len(batch.data)) + 1).astype(int)
-    return [_scale(batch.data[a:b], batch.advantages[a:b], algo) for a, b in pairwise(edges)]
+    owners = [origin.trajectory for origin in batch.origin]
+    firsts = [i for i, owner in enumerate(owners) if i == 0 or owner != owners[i - 1]]
+    cuts = np.linspace(0, len(firsts), min(parts, len(firsts)) + 1).astype(int)
+    edges = [[*firsts, len(owners)][cut] for cut in cuts]
+    return [_scale(batch.data[a:b], batch.origin[a:b], batch.advantages[a:b], algo) for a, b in pairwise(edges)]
 
 
 def _group_fates(group: Group, filter_zero_signal: bool) -> list[Fate]:
@@ -111,38 +124,48 @@ def _group_fates(group: Group, filter_zero_signal: bool) -> list[Fate]:
             return Fate.TOO_FEW_KNOWN
         if filter_zero_signal and not has_signal(rewards):
             return Fate.ZERO_SIGNAL
-        return Fate.TRAINED if trajectory.action_mask[1:].any() else Fate.NO_TOKENS
+        return Fate.TRAINED if _trained_mask(trajectory).any() else Fate.NO_TOKENS
 
     return [fate(t) for t in group.trajectories]
 
 
-def _unscaled_datum(trajectory: Trajectory) -> Datum:
-    """``mask`` is 0/1 here; ``_scale`` puts the normaliser in."""
-    mask = trajectory.action_mask.astype(np.float32)
-    mask[0] = 0.0  # nothing predicts the first token
-    return Datum(
-        token_ids=trajectory.token_ids.astype(np.int32, copy=False),
-        mask=mask,
-        weights=np.zeros_like(mask),
-        behaviour_logprobs=np.where(mask > 0, trajectory.behaviour_logprobs, 0.0).astype(np.float32),
-        routing=trajectory.routing,
-    )
+def _trained_mask(trajectory: Trajectory) -> np.ndarray:
+    """bool ``[T]``: the sampled tokens, without the first of a segment, which nothing predicts."""
+    mask = trajectory.action_mask.copy()
+    mask[[part.start for part in trajectory.segments() if part.start < part.stop]] = False
+    return mask
 
 
-def _scale(data: Sequence[Datum], advantages: Sequence[float], algo: Algorithm) -> list[Datum]:
+def _unscaled_data(trajectory: Trajectory) -> Iterator[tuple[int, Datum]]:
+    """Number and row of each segment in which a token was sampled. ``mask`` is 0/1 here, for ``_scale``."""
+    trained = _trained_mask(trajectory)
+    for number, part in enumerate(trajectory.segments()):
+        if trained[part].any():
+            mask = trained[part].astype(np.float32)
+            logprobs = np.where(mask > 0, trajectory.behaviour_logprobs[part], 0.0).astype(np.float32)
+            token_ids = trajectory.token_ids[part].astype(np.int32, copy=False)
+            routing = None if trajectory.routing is None else trajectory.routing[part]
+            yield number, Datum(token_ids, mask, np.zeros_like(mask), logprobs, routing=routing)
+
+
+def _scale(
+    data: Sequence[Datum], origin: Sequence[Origin], advantages: Sequence[float], algo: Algorithm
+) -> list[Datum]:
     """Rows with ``mask`` = normaliser and ``weights`` = advantage × normaliser. Idempotent: reads where, not how much.
 
     token_mean: 1 / (trained tokens of all rows), DAPO, arXiv:2503.14476 §3.3.
-    sequence_mean: 1 / (rows × trained tokens of this row), GRPO, arXiv:2402.03300 eq. 3.
-    constant: 1 / (rows × constant), Dr. GRPO, arXiv:2503.20783 §3.2.
+    sequence_mean: 1 / (trajectories × trained tokens of this one), GRPO, arXiv:2402.03300 eq. 3.
+    constant: 1 / (trajectories × constant), Dr. GRPO, arXiv:2503.20783 §3.2.
     """
-    total = sum(_tokens(d) for d in data)
+    tokens: Counter[tuple[int, int]] = Counter()
+    for datum, place in zip(data, origin, strict=True):
+        tokens[place.trajectory] += _tokens(datum)
     scaled = []
-    for datum, advantage in zip(data, advantages, strict=True):
+    for datum, place, advantage in zip(data, origin, advantages, strict=True):
         denominator = {
-            "token_mean": total,
-            "sequence_mean": len(data) * _tokens(datum),
-            "constant": len(data) * algo.reduction_constant,
+            "token_mean": tokens.total(),
+            "sequence_mean": len(tokens) * tokens[place.trajectory],
+            "constant": len(tokens) * algo.reduction_constant,
         }[algo.reduction]
         trained = datum.mask > 0
         mask = np.where(trained, 1.0 / denominator, 0.0)

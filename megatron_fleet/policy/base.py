@@ -42,6 +42,7 @@ class OptimReport:
         skipped: the gradient was not finite, or `Inspect` said no; nothing was changed.
         spike: the norm is far above those of earlier steps; a guarded step tells.
         skipped_total: steps of the run skipped until here, this one included; a guarded step counts.
+        gradient: by name, what policy.gradient_metrics found; empty when this step was not measured.
     """
 
     grad_norm: float
@@ -49,6 +50,7 @@ class OptimReport:
     skipped: bool
     spike: bool = False
     skipped_total: int = 0
+    gradient: dict[str, float] = field(default_factory=dict)
 
 
 Inspect = Callable[[float], bool]

@@ -106,6 +106,11 @@ class Machine:
 def machine_problem(config: Config, machine: Machine) -> str | None:
     """Why this machine cannot train so, with advice; ``None`` when it can."""
     recipe = config.precision.recipe
+    if "moe_act" in config.policy.recompute and machine.engine is None:
+        return (
+            "policy.recompute names moe_act, which needs the grouped experts of Transformer Engine, and it is not "
+            "installed; remove moe_act or name moe."
+        )
     if config.precision.fp8:
         asked, oldest = f"precision.recipe={recipe}", _OLDEST_ENGINE[recipe]
         if machine.capability is None:
@@ -144,12 +149,13 @@ def this_machine() -> Machine:
 
 
 def check_machine(config: Config) -> None:
-    """Refuse a precision that cannot run here. Imports torch if there is something to look at.
+    """Refuse a precision or a recompute that cannot run here. Imports torch if there is something to look at.
 
     Raises:
         UserError: the device, CUDA or Transformer Engine that it needs is missing.
     """
-    if not config.precision.fp8 and config.policy.optimizer.moments == "float32":
+    ordinary = config.policy.optimizer.moments == "float32" and "moe_act" not in config.policy.recompute
+    if ordinary and not config.precision.fp8:
         return
     if problem := machine_problem(config, this_machine()):
         raise UserError(problem)

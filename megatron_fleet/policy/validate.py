@@ -122,6 +122,7 @@ def _recompute(model: Model, recompute: Recompute) -> None:
     experts, dense = bool(model.experts), not (model.moe_layers and all(model.moe_layers))
     possible = {
         "moe": experts,
+        "moe_act": experts,
         "shared_experts": model.shared_ffn > 0,
         "mla_up_proj": model.latent,
         "mlp": dense,

@@ -54,7 +54,7 @@ def measure(config: Config, init: Any, repeats: int) -> tuple[dict[str, Any], np
     cuda = torch.cuda.is_available()
     before = _resident()
     policy = MegatronPolicy(config, init=init)
-    row = random_row(config.policy.row_tokens, config.rollout.max_context, vocabulary(policy.hf_config))
+    row = random_row(config.policy.row_tokens, config.rollout.max_context, policy.vocab_size)
     (values,) = policy.forward([row])
     logprobs = np.concatenate([found[datum.mask != 0] for datum, found in zip(row, values, strict=True)])
     seconds = []
@@ -69,13 +69,6 @@ def measure(config: Config, init: Any, repeats: int) -> tuple[dict[str, Any], np
     name = torch.cuda.get_device_name() if cuda else f"CPU, {config.policy.threads} threads"
     policy.close()
     return {"seconds": seconds[WARM_UP:], "peak_bytes": peak, "device": name}, logprobs.astype(np.float32)
-
-
-def vocabulary(hf_config: dict[str, Any]) -> int:
-    """Number of tokens of the language model of a raw ``config.json``."""
-    from megatron_fleet.weights.hf_config import read_model
-
-    return read_model(hf_config).vocab
 
 
 def random_row(tokens: int, longest: int, vocab: int) -> Sequence[Datum]:

@@ -12,12 +12,17 @@ from megatron_fleet.config.schema import Algorithm
 
 
 def trajectory(reward: float | None, mask: str = "..##.#", sample: int = 0) -> Trajectory:
-    """``#`` = action token."""
-    action = np.array([c == "#" for c in mask])
+    """``#`` = action token; ``|`` begins another segment."""
+    parts = mask.split("|")
+    starts = tuple(sum(map(len, parts[:i])) for i in range(len(parts)))
+    mask = "".join(parts)
+    action = np.array([c == "#" for c in mask], bool)
     tokens = np.arange(len(mask), dtype=np.int32) + 100
     logprobs = np.where(action, -0.25 * np.arange(1, len(mask) + 1), 0).astype(np.float32)
     spans = (Span("prompt", 0, len(mask), 0),)
-    return Trajectory("t", "e", 0, sample, tokens, action, logprobs, spans, reward, "", Outcome.COMPLETED)
+    return Trajectory(
+        "t", "e", 0, sample, tokens, action, logprobs, spans, reward, "", Outcome.COMPLETED, segment_starts=starts
+    )
 
 
 def group(*rewards: float | None, masks: tuple[str, ...] = ()) -> Group:
@@ -25,7 +30,7 @@ def group(*rewards: float | None, masks: tuple[str, ...] = ()) -> Group:
     return Group(0, "t", "e", [trajectory(r, m, i) for i, (r, m) in enumerate(zip(rewards, masks, strict=True))])
 
 
-masks = st.text("#.", min_size=1, max_size=8)
+masks = st.lists(st.text("#.", min_size=1, max_size=6), min_size=1, max_size=3).map("|".join)
 episodes = st.tuples(st.one_of(st.none(), st.sampled_from([0.0, 0.5, 1.0, float("nan")])), masks)
 
 
@@ -40,15 +45,24 @@ def test_every_trajectory_has_one_fate(rows, advantage, reduction, filtered):
     batch = build_data(groups, Algorithm(advantage=advantage, reduction=reduction, filter_zero_signal=filtered))
     assert [len(f) for f in batch.fates] == [len(row) for row in rows]
     assert sum(batch.counts.values()) == sum(map(len, rows))
-    assert batch.counts[Fate.TRAINED] == len(batch.data) == len(batch.origin) == len(batch.advantages)
-    assert len(set(batch.origin)) == len(batch.origin)
+    assert len(batch.data) == len(batch.origin) == len(batch.advantages) == len(set(batch.origin))
+    assert batch.counts[Fate.TRAINED] == len({(o.group, o.sample) for o in batch.origin})
+    assert batch.origin == sorted(batch.origin, key=lambda o: (o.group, o.sample, o.segment))
     for origin, datum in zip(batch.origin, batch.data, strict=True):
         source = groups[origin.group].trajectories[origin.sample]
+        part = source.segments()[origin.segment]
         assert batch.fates[origin.group][origin.sample] is Fate.TRAINED
-        assert np.array_equal(datum.token_ids, source.token_ids)  # nothing truncated
-        assert set(np.flatnonzero(datum.mask)) == set(np.flatnonzero(source.action_mask)) - {0}
+        assert np.array_equal(datum.token_ids, source.token_ids[part])  # nothing truncated
+        assert set(np.flatnonzero(datum.mask)) == set(np.flatnonzero(source.action_mask[part])) - {0}
         assert source.reward in (0.0, 0.5, 1.0)
     assert batch.trained_tokens == sum(np.count_nonzero(d.mask) for d in batch.data)
+    assert batch.trained_tokens == sum(
+        int(t.action_mask[part][1:].sum())
+        for g, group_fates in zip(groups, batch.fates, strict=True)
+        for t, fate in zip(g.trajectories, group_fates, strict=True)
+        if fate is Fate.TRAINED
+        for part in t.segments()
+    )
 
 
 def test_fates_by_hand():
@@ -101,6 +115,70 @@ def test_each_part_of_a_split_is_normalised_over_itself(reduction):
     rejoined = [d.weights[d.mask > 0] / d.mask[d.mask > 0] for p in parts for d in p]
     for weights, advantage in zip(rejoined, batch.advantages, strict=True):
         assert weights == pytest.approx(advantage, rel=1e-5)
+
+
+def weights_of(batch_rows, origins) -> dict[tuple[int, int], float]:
+    """Per trajectory the sum of its rows' weights."""
+    out: dict[tuple[int, int], float] = {}
+    for datum, origin in zip(batch_rows, origins, strict=True):
+        key = (origin.group, origin.sample)
+        out[key] = out.get(key, 0.0) + float(datum.weights.sum())
+    return out
+
+
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "constant"])
+def test_a_trajectory_weighs_the_same_in_one_piece_and_in_many(reduction):
+    algo = Algorithm(reduction=reduction, reduction_constant=10)
+    whole = build_data([group(1, 0, 0.5, masks=("..##.##.#", ".###", "..#"))], algo)
+    parts = build_data([group(1, 0, 0.5, masks=("..##|...##|..|....#", ".###", "..#"))], algo)
+    assert (len(whole.data), len(parts.data), parts.counts[Fate.TRAINED]) == (3, 5, 3)
+    assert [o.segment for o in parts.origin] == [0, 1, 3, 0, 0]  # nothing was sampled in segment 2
+    assert parts.advantages[:3] == [whole.advantages[0]] * 3
+    assert weights_of(parts.data, parts.origin) == pytest.approx(weights_of(whole.data, whole.origin), rel=1e-6)
+    values = {float(x) for d in parts.data[:3] for x in d.mask[d.mask > 0]}
+    assert len(values) == 1  # every token of a trajectory weighs the same
+    assert parts.trained_tokens == whole.trained_tokens == 9
+
+
+def test_segments_by_hand():
+    batch = build_data([group(1, 0, masks=("..##|.#", ".#"))], Algorithm(advantage="grpo_no_std"))
+    first, second, third = batch.data
+    assert first.token_ids.tolist() == [100, 101, 102, 103] and second.token_ids.tolist() == [104, 105]
+    assert second.mask.tolist() == [0, 0.25] and second.behaviour_logprobs.tolist() == [0, -1.5]
+    assert third.weights.tolist() == [0, -0.125]
+    assert batch.origin == [Origin(0, 0, 0), Origin(0, 0, 1), Origin(0, 1, 0)]
+
+
+def test_experts_go_with_their_segment():
+    one, other = trajectory(1.0, "..#|.##|.."), trajectory(0.0, sample=1)
+    one.routing = np.arange(2 * 8, dtype=np.uint8).reshape(8, 1, 2)
+    first, second, third = build_data([Group(0, "t", "e", [one, other])], Algorithm()).data
+    assert first.routing.tolist() == one.routing[:3].tolist() and second.routing.tolist() == one.routing[3:6].tolist()
+    assert third.routing is None
+
+
+def test_nothing_predicts_the_first_token_of_a_segment():
+    batch = build_data([group(1, 0, masks=("##|##", ".#|#"))], Algorithm())
+    assert [np.flatnonzero(d.mask).tolist() for d in batch.data] == [[1], [1], [1]]
+    assert build_data([group(1, 0, masks=("#|#", ".#"))], Algorithm()).fates == [[Fate.NO_TOKENS, Fate.TRAINED]]
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 9])
+def test_a_split_keeps_the_segments_of_a_trajectory_together(parts):
+    algo = Algorithm(reduction="sequence_mean")
+    batch = build_data([group(1, 0, 0.5, masks=("..#|..#|..#|..#", ".#|.##", "..#"))], algo)
+    split = split_batch(batch, parts, algo)
+    assert len(split) == min(parts, 3)
+    sizes = [len(part) for part in split]
+    assert sizes == {1: [7], 2: [4, 3], 3: [4, 2, 1], 9: [4, 2, 1]}[parts]
+    for part in split:
+        assert sum(float(d.mask.sum()) for d in part) == pytest.approx(1, rel=1e-6)
+
+
+def test_a_trajectory_without_tokens_is_counted():
+    empty = trajectory(0.0, "")
+    batch = build_data([Group(0, "t", "e", [trajectory(1.0), trajectory(0.5, sample=1), empty])], Algorithm())
+    assert batch.fates == [[Fate.TRAINED, Fate.TRAINED, Fate.NO_TOKENS]]
 
 
 def test_a_split_has_no_empty_part():

@@ -32,7 +32,8 @@ class Layout:
         world: processes.
         parallel: keys of ``config.parallel``.
         recompute: ``config.policy.recompute``.
-        packed: several sequences to a row; otherwise each has its own.
+        row: sequences to a row. Four make two rows, which one pipeline can tell apart; ranks that share the data, and
+            an interleaved pipeline's steady phase, need four rows.
         models: those it makes sense for.
     """
 
@@ -40,7 +41,7 @@ class Layout:
     world: int = 1
     parallel: dict[str, Any] = field(default_factory=dict)
     recompute: Any = "none"
-    packed: bool = True
+    row: int = 4
     models: tuple[str, ...] = tuple(MODELS)
 
 
@@ -48,7 +49,7 @@ DENSE = ("qwen3", "qwen3_tied")
 SINGLE = Layout("1 process")
 LAYOUTS = [
     SINGLE,
-    Layout("one sequence per row", packed=False),
+    Layout("one sequence per row", row=1),
     Layout("recompute full", recompute="full"),
     Layout("recompute parts", recompute=["core_attn", "layernorm", "mlp"], models=DENSE),
     Layout("recompute parts, moe", recompute=["core_attn", "moe"], models=SPARSE),
@@ -57,19 +58,23 @@ LAYOUTS = [
     Layout("TP2+SP", 2, {"tensor": 2}),
     Layout("PP2", 2, {"pipeline": 2}),
     Layout("PP2 uneven", 2, {"pipeline": 2, "first_stage_layers": 1}),
-    Layout("PP2+VPP2", 2, {"pipeline": 2, "virtual": 2}),
+    Layout("PP2+VPP2", 2, {"pipeline": 2, "virtual": 2}, row=2),
     Layout("CP2", 2, {"context": 2}),
-    Layout("DP2", 2, {"data": 2}),
-    Layout("EP2", 2, {"data": 2, "expert": 2}, models=SPARSE),
+    Layout("DP2", 2, {"data": 2}, row=2),
+    Layout("EP2", 2, {"data": 2, "expert": 2}, row=2, models=SPARSE),
     Layout("CP2×EP2", 2, {"context": 2, "expert": 2}, models=SPARSE),
     Layout("TP2×PP2", 4, {"tensor": 2, "pipeline": 2}),
     Layout("TP2×CP2", 4, {"tensor": 2, "context": 2}),
-    Layout("CP2×PP2+VPP2", 4, {"context": 2, "pipeline": 2, "virtual": 2}, recompute="full"),
-    Layout("EP2×PP2", 4, {"data": 2, "pipeline": 2, "expert": 2}, models=SPARSE),
-    Layout("EP2×ETP2×TP2", 4, {"tensor": 2, "data": 2, "expert": 2, "expert_tensor": 2}, models=SPARSE),
+    Layout("CP2×PP2+VPP2", 4, {"context": 2, "pipeline": 2, "virtual": 2}, recompute="full", row=2),
+    Layout("EP2×PP2", 4, {"data": 2, "pipeline": 2, "expert": 2}, row=2, models=SPARSE),
+    Layout("EP2×ETP2×TP2", 4, {"tensor": 2, "data": 2, "expert": 2, "expert_tensor": 2}, row=2, models=SPARSE),
     Layout("TP2×PP2×CP2", 8, {"tensor": 2, "pipeline": 2, "context": 2}, models=DENSE),
     Layout("TP2×PP2×CP2×EP2", 8, {"tensor": 2, "pipeline": 2, "context": 2, "expert": 2}, models=SPARSE),
 ]
+
+
+ROWS = {1: [[i] for i in range(8)], 2: [[0, 7], [1, 6], [2, 5], [3, 4]], 4: [[0, 3, 4, 7], [1, 2, 5, 6]]}
+"""Sequences to a row → the rows of ``batch``."""
 
 
 def batch() -> list[Datum]:
@@ -105,7 +110,7 @@ def config(model: Path, layout: Layout) -> Config:
             "model": {"path": str(model), "dtype": "float32"},
             "parallel": layout.parallel,
             "policy": {
-                "row_tokens": 128,
+                "row_tokens": 192,
                 "logprob_chunk": 50,
                 "recompute": layout.recompute,
                 "optimizer": {"lr": LR, "eps": EPS, "weight_decay": WEIGHT_DECAY, "clip_grad": CLIP},

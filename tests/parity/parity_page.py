@@ -6,11 +6,13 @@ python tests/parity/parity_page.py [--folder SCRATCH]
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+sys.path += [str(Path(__file__).parents[1] / "weights"), str(Path(__file__).parents[1])]
 from parity_layouts import EPS, LR, MODELS, STEPS
 from parity_runs import Difference, Row, run_all
 

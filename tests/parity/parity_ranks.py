@@ -10,19 +10,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parity_layouts import LAYOUTS, LR, MODELS, STEPS, Layout, batch, config, loss
+from parity_layouts import LAYOUTS, LR, MODELS, ROWS, STEPS, Layout, batch, config, loss
+from rank_groups import leave_groups
 
 from megatron_fleet.policy.megatron.policy import MegatronPolicy
 
-# isort: split
-from megatron.core import parallel_state
-from torch.distributed import distributed_c10d
-
 
 def rows_of(layout: Layout, policy: MegatronPolicy) -> list[list[int]]:
-    """Fixed rows of two sequences, or of one, dealt out to the data-parallel ranks."""
-    rows = [[0, 7], [1, 6], [2, 5], [3, 4]] if layout.packed else [[i] for i in range(8)]
-    return rows[policy.dp_rank :: policy.dp_size]
+    """Fixed rows, dealt out to the data-parallel ranks."""
+    return ROWS[layout.row][policy.dp_rank :: policy.dp_size]
 
 
 def train(layout: Layout, model: Path) -> dict[str, Any]:
@@ -37,13 +33,6 @@ def train(layout: Layout, model: Path) -> dict[str, Any]:
     # The live export names parameters as the model's folder does, whatever the layout.
     out["parameters"] = {name: tensor.clone() for name, tensor in policy.weight_source()}
     return out
-
-
-def leave_groups() -> None:
-    parallel_state.destroy_model_parallel()
-    dist.barrier()
-    for group in [g for g in distributed_c10d._world.pg_map if g is not dist.group.WORLD]:
-        dist.destroy_process_group(group)
 
 
 def main(folder: Path) -> None:

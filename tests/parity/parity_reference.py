@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from parity_layouts import CLIP, EPS, LR, STEPS, TEMPERATURE, WEIGHT_DECAY, batch, objective
-
-sys.path.append(str(Path(__file__).parents[1] / "weights"))
 from tiny_models import reference_model, stored_tensors
 
 

@@ -12,8 +12,6 @@ import numpy as np
 import torch
 from parity_layouts import LAYOUTS, MODELS, SINGLE, Layout
 from parity_reference import train_reference
-
-sys.path += [str(Path(__file__).parents[1] / "weights"), str(Path(__file__).parents[1])]
 from rank_processes import run_ranks
 from tiny_models import make
 

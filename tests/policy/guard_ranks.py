@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from policy_fixtures import make_batch, make_config, write_config
-from policy_ranks import leave_groups
+from rank_groups import leave_groups
 
 from megatron_fleet.algorithms.losses import make_loss
 from megatron_fleet.config.schema import Config, Parallel

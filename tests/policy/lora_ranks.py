@@ -14,15 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from policy_fixtures import make_batch, make_config
+from rank_groups import leave_groups
 
 from megatron_fleet.algorithms.losses import LossInputs
 from megatron_fleet.config.schema import Config, Lora, Parallel
 from megatron_fleet.policy.megatron.policy import MegatronPolicy
-
-# isort: split
-from megatron.core import parallel_state
-from torch.distributed import distributed_c10d
-
 from megatron_fleet.weights.adapters import export_adapters
 from megatron_fleet.weights.communicator import TorchCommunicator
 
@@ -87,14 +83,6 @@ def run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         export_adapters(policy.adapter_source(), folder / job["export"], **how)
         policy.export_hf(folder / f"{job['export']}-merged")
     return out
-
-
-def leave_groups() -> None:
-    """Free Megatron's groups but stay joined: the next job brings another layout."""
-    parallel_state.destroy_model_parallel()
-    dist.barrier()
-    for group in [g for g in distributed_c10d._world.pg_map if g is not dist.group.WORLD]:
-        dist.destroy_process_group(group)
 
 
 def main() -> None:

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from policy_fixtures import make_batch, make_config
-from policy_ranks import leave_groups
+from rank_groups import leave_groups
 
 from megatron_fleet.algorithms.losses import make_loss
 from megatron_fleet.config.schema import Algorithm, Parallel
 from megatron_fleet.ledger import Ledger, open_gauge
 from megatron_fleet.phases import Devices, EnginesApart, limits
-from megatron_fleet.policy.megatron.offload import train_state
 from megatron_fleet.policy.megatron.policy import MegatronPolicy
 from megatron_fleet.weights.communicator import TorchCommunicator
 
@@ -45,7 +44,7 @@ def run(folder: Path, parallel: Parallel) -> dict[str, Any]:
     expected = train(straight, None), list(straight.model_chunks[0].parameters())
     leave_groups()
     policy, comm = MegatronPolicy(config, init="random"), TorchCommunicator()
-    state = train_state(policy)
+    state = policy.train_state()
     ledger = Ledger(comm, open_gauge(torch.device("cpu")), limits(state.sizes(), 1), folder / "memory.json")
     reports = train(policy, Devices(state, EnginesApart(), ledger, comm))
     parameters = list(policy.model_chunks[0].parameters())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,9 @@ def write_config(folder: Path, **changes: Any) -> Path:
         "max_position_embeddings": 1024,
     } | changes
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(hf))
+    part = folder / f"config.{os.getpid()}.part"  # several ranks may write and read the same one
+    part.write_text(json.dumps(hf))
+    part.replace(folder / "config.json")
     return folder
 
 

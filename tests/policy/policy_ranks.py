@@ -5,7 +5,6 @@ Arguments: the folder of the test, which holds ``jobs.<world>.pt``; results go t
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from policy_fixtures import ROW_TOKENS, make_batch, make_config
-from torch.distributed import distributed_c10d
+from rank_groups import leave_groups
 
 from megatron_fleet.algorithms.losses import make_loss
 from megatron_fleet.config.schema import Algorithm, Correction, Parallel, Precision
@@ -90,17 +89,6 @@ def _old_policy(policy: MegatronPolicy, rows: list[list[Any]]) -> LossReport:
     """Several updates per batch: π_old from a pass of its own, against what the first update computes itself."""
     old = with_logprobs(rows, "proximal_logprobs", policy.forward(rows))
     return policy.forward_backward(old, make_loss(Algorithm()))
-
-
-def leave_groups() -> None:
-    """Free Megatron's groups but stay joined: the next job brings another layout."""
-    from megatron.core import parallel_state
-
-    parallel_state.destroy_model_parallel()
-    dist.barrier()
-    for group in [g for g in distributed_c10d._world.pg_map if g is not dist.group.WORLD]:
-        dist.destroy_process_group(group)
-    gc.collect()
 
 
 def main() -> None:

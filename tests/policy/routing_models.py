@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from tiny_models import reference_model
 
 from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.algorithms.losses import LossInputs
 from megatron_fleet.config.schema import Config
-
-sys.path.append(str(Path(__file__).parents[1] / "weights"))
-from tiny_models import reference_model
 
 MODELS = {"qwen3_moe": 3, "deepseek_v3": 2}
 """Model → experts per token."""

@@ -12,13 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rank_groups import leave_groups
 from routing_models import LR, MODELS, ROWS, config, loss, record_anything, sequences
-from torch.distributed import distributed_c10d
 
 from megatron_fleet.policy.megatron.policy import MegatronPolicy
-
-# isort: split
-from megatron.core import parallel_state
 
 LAYOUTS: dict[str, tuple[int, dict[str, int], Any]] = {
     "tp2": (2, {"tensor": 2}, "none"),
@@ -50,13 +47,6 @@ def train(model: Path, parallel: dict[str, int], recompute: Any) -> dict[str, An
         "norm": policy.optim_step(LR).grad_norm,
         "parameters": {name: tensor.clone() for name, tensor in policy.weight_source()},
     }
-
-
-def leave_groups() -> None:
-    parallel_state.destroy_model_parallel()
-    dist.barrier()
-    for group in [g for g in distributed_c10d._world.pg_map if g is not dist.group.WORLD]:
-        dist.destroy_process_group(group)
 
 
 def main(folder: Path) -> None:

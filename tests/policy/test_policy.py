@@ -15,7 +15,7 @@ from policy_fixtures import make_batch, make_config, write_config  # noqa: E402
 
 from megatron_fleet.algorithms.losses import make_loss, sft_loss  # noqa: E402
 from megatron_fleet.config.errors import UserError  # noqa: E402
-from megatron_fleet.config.schema import Algorithm, Parallel  # noqa: E402
+from megatron_fleet.config.schema import Algorithm, Lora, Parallel  # noqa: E402
 from megatron_fleet.policy.megatron.policy import MegatronPolicy  # noqa: E402
 
 
@@ -24,11 +24,13 @@ def make_policy(tmp_path):
     """Builds policies one after the other: the process groups are per process."""
     alive = []
 
-    def make(init="random", folder=None, **settings):
+    def make(init="random", folder=None, lora=0, **settings):
         while alive:
             alive.pop().close()
         folder = folder or write_config(tmp_path / "model")
-        alive.append(MegatronPolicy(make_config(folder, **settings), init=init))
+        config = make_config(folder, **settings)
+        config = config.model_copy(update={"policy": config.policy.model_copy(update={"lora": Lora(rank=lora)})})
+        alive.append(MegatronPolicy(config, init=init))
         return alive[-1]
 
     yield make
@@ -184,6 +186,22 @@ def test_a_state_saved_before_the_first_update_is_whole(make_policy, tmp_path):
     again.forward_backward([batch], loss)
     assert again.optim_step(1e-3) == straight[0]
     assert all(torch.equal(v, straight[1][n]) for n, v in parameters(again).items())
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "message"),
+    [
+        (0, 2, "saved: holds all parameters and policy.lora.rank is above 0; train as this run began"),
+        (2, 0, "saved: holds adapters alone and policy.lora.rank is 0; train as this run began"),
+    ],
+)
+def test_states_with_and_without_adapters_are_told_apart(make_policy, tmp_path, saved, now, message):
+    make_policy(lora=saved).save_state(tmp_path / "saved")
+    policy = make_policy(lora=now)
+    before = parameters(policy)
+    with pytest.raises(UserError, match=message):
+        policy.load_state(tmp_path / "saved")
+    assert all(torch.equal(v, before[n]) for n, v in parameters(policy).items())
 
 
 def test_proximal_policy_gives_ratios(make_policy):

@@ -102,7 +102,7 @@ def test_layouts_of_experts(qwen3):
 
 
 def test_parts_that_cannot_be_recomputed(qwen3):
-    for name in ("moe", "shared_experts", "mla_up_proj"):
+    for name in ("moe", "moe_act", "shared_experts", "mla_up_proj"):
         with pytest.raises(UserError, match=f"policy.recompute names {name}, which this model does not have"):
             validate(qwen3, Parallel(), ("core_attn", name))
     validate(qwen3, Parallel(), ("core_attn", "mlp", "layernorm"))

@@ -149,6 +149,14 @@ def test_narrow_moments_need_transformer_engine_only_on_cuda():
     assert problem and "policy.optimizer.moments=bfloat16 needs Transformer Engine 2.1" in problem
 
 
+def test_recompute_of_expert_activations_needs_transformer_engine():
+    config = configured("policy.recompute=[moe_act]")
+    assert machine_problem(config, H100) is None
+    problem = machine_problem(config, Machine((9, 0), (12, 9), None))
+    assert problem and "policy.recompute names moe_act" in problem
+    assert machine_problem(configured("policy.recompute=[moe]"), Machine()) is None
+
+
 def test_this_machine_is_asked_only_when_something_depends_on_it(monkeypatch):
     asked = []
     monkeypatch.setattr(rules, "this_machine", lambda: asked.append(1) or Machine())
@@ -156,7 +164,9 @@ def test_this_machine_is_asked_only_when_something_depends_on_it(monkeypatch):
     assert not asked
     with pytest.raises(UserError, match="needs a CUDA device"):
         rules.check_machine(configured("precision=fp8_delayed", *BF16))
-    assert asked
+    with pytest.raises(UserError, match="moe_act"):
+        rules.check_machine(configured("policy.recompute=[moe_act]"))
+    assert len(asked) == 2
 
 
 def test_versions_are_read_as_numbers(monkeypatch):

@@ -4,7 +4,7 @@ Megatron-Core names CUDA directly (``torch.cuda.current_device()``, ``device="cu
 gives every ``megatron.core`` module its own ``torch``: a copy whose ``cuda`` answers for the CPU and whose factories
 put CUDA tensors on the CPU. Other libraries of the process keep the real ``torch``. Where Megatron calls a *method* of
 a tensor (``.cuda()``, ``.type()``) the surrounding function runs under `cuda_calls_answered`. Where CUDA exists but
-Transformer Engine does not, only the optimizer, latent attention and experts are adapted. Two errors of Megatron-Core
+Transformer Engine does not, only the optimizer, latent attention and experts are adapted. Some errors of Megatron-Core
 are corrected everywhere.
 """
 

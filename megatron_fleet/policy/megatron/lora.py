@@ -36,7 +36,7 @@ from torch import nn
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Lora
-from megatron_fleet.weights.adapters import LowRank, View, parameter_of
+from megatron_fleet.weights.adapters import LowRank, View
 from megatron_fleet.weights.mapping import Matrix, Span, WeightTable
 from megatron_fleet.weights.shards import local_tensors
 
@@ -252,7 +252,7 @@ def _targets(chunk: MegatronModule, table: WeightTable, settings: Lora) -> Itera
     parts: dict[torch.Tensor, list[Any]] = {}
     for local in local_tensors([chunk], table):
         if group_of(local.matrix.key) in settings.targets:
-            parts.setdefault(parameter_of(local), []).append(local)
+            parts.setdefault(local.parameter, []).append(local)
     for weight, several in parts.items():
         assert isinstance(weight, nn.Parameter)
         matrix = several[0].matrix

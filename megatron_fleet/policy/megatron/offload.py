@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from megatron.core import parallel_state
@@ -18,9 +18,6 @@ from megatron.core.optimizer import ChainedOptimizer
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.platform.device import device
-
-if TYPE_CHECKING:
-    from megatron_fleet.policy.megatron.policy import MegatronPolicy
 
 Part = Literal["parameters", "gradients", "optimizer"]
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -224,11 +221,6 @@ class HostCopy:
                 size = min(len(flat) - done, BLOCK_BYTES - start)
                 yield self._blocks[index][start : start + size], flat[done : done + size]
                 done, position = done + size, position + size
-
-
-def train_state(policy: MegatronPolicy) -> TrainState:
-    """The state of ``policy``; make it once, it keeps the host memory."""
-    return TrainState(policy._wrapped, policy._optimizer)
 
 
 def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -17,7 +18,9 @@ from megatron_fleet.policy import layout
 from megatron_fleet.policy.base import Inspect, LossReport, OptimReport, Rows
 from megatron_fleet.policy.megatron import build, lora, optimizer, parallel, routing, state, step
 from megatron_fleet.policy.megatron.fake_quant import quantise_experts
+from megatron_fleet.policy.megatron.gradients import GradientProbe
 from megatron_fleet.policy.megatron.init import fill_random
+from megatron_fleet.policy.megatron.offload import TrainState
 from megatron_fleet.policy.megatron.precision import filled_in_full, precision_arguments
 from megatron_fleet.policy.megatron.reference import BaseReference, Reference
 from megatron_fleet.policy.pack import PackedRow, pack_row, row_width, unpack_trained
@@ -66,6 +69,8 @@ class MegatronPolicy:
         self.dp_size = parallel_state.get_data_parallel_world_size()
         self._settings = step.Settings(config.rollout.sampling.temperature, config.policy.logprob_chunk)
         self._reference: Reference | BaseReference | None = None
+        measured = config.policy.gradient_metrics
+        self._probe = GradientProbe(self.model_chunks, measured) if measured.every else None
 
     def _check(self) -> None:
         """Refuse what cannot be trained here."""
@@ -144,7 +149,9 @@ class MegatronPolicy:
     def forward_backward(self, rows: Rows, loss: LossFn) -> LossReport:
         """See `Policy.forward_backward`. Several calls before one `optim_step` add up."""
         packed = self._pack(rows)
-        per_row = step.run_loss(self._wrapped, packed, self._settings, loss)
+        probe = self._probe
+        with probe.watching([row.real_tokens > 0 for row in packed]) if probe else nullcontext():
+            per_row = step.run_loss(self._wrapped, packed, self._settings, loss)
         real = sum(row.real_tokens for row in packed)
         counts = {"row_tokens": real, "padded_tokens": sum(len(row.tokens) for row in packed) - real}
         sums = step.reduce_sums(per_row, counts)
@@ -156,8 +163,10 @@ class MegatronPolicy:
     def optim_step(self, lr: float, inspect: Inspect | None = None) -> OptimReport:
         """See `Policy.optim_step`. The gradient norm is that before clipping."""
         clip = self._config.policy.optimizer.clip_grad
+        before = self._probe.weights() if self._probe else []
         norm, skipped = optimizer.step(self._wrapped, self._optimizer, lr, clip, inspect)
-        return OptimReport(grad_norm=norm, lr=lr, skipped=skipped)
+        found = self._probe.finish(before, skipped) if self._probe else {}
+        return OptimReport(grad_norm=norm, lr=lr, skipped=skipped, gradient=found)
 
     def save_state(self, path: Path) -> None:
         """Write model and optimizer shards into the folder ``path``; collective."""
@@ -189,6 +198,10 @@ class MegatronPolicy:
             export_adapters(source, path, base=base, rank=settings.rank, alpha=settings.alpha, world=world)
         else:
             export.export_hf(self.weight_source(), base, path, world=world)
+
+    def train_state(self) -> TrainState:
+        """What can leave this rank's device between passes. Make it once: it keeps the host memory."""
+        return TrainState(self._wrapped, self._optimizer)
 
     def close(self) -> None:
         """Leave the process groups."""

@@ -26,6 +26,7 @@ from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.transformer.module import MegatronModule
 from torch.distributed import checkpoint as torch_checkpoint
 
+from megatron_fleet.config.errors import UserError
 from megatron_fleet.platform.megatron.adapt import cuda_calls_answered
 from megatron_fleet.policy.megatron.lora import Adapters
 
@@ -66,7 +67,12 @@ def save(path: Path, chunks: Sequence[DistributedDataParallel], optimizer: Chain
 
 
 def load(path: Path, chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer) -> None:
-    """Read what `save` wrote, in this or another layout; collective."""
+    """Read what `save` wrote, in this or another layout; collective.
+
+    Raises:
+        UserError: it has adapters and the model none, or the other way round.
+    """
+    _check_kind(path, any(getattr(chunk.module, "adapters", None) is not None for chunk in chunks))
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     with cuda_calls_answered():
         state = dist_checkpointing.load(
@@ -92,6 +98,15 @@ def _describe(
         state if len(chunks) > 1 else state["model0"], is_loading=is_loading, metadata=metadata
     )
     return state
+
+
+def _check_kind(path: Path, adapters: bool) -> None:
+    names = torch_checkpoint.FileSystemReader(path).read_metadata().state_dict_metadata
+    if any(name.startswith("adapters.") for name in names) != adapters:
+        held, now = ("all parameters", "above 0") if adapters else ("adapters alone", "0")
+        raise UserError(
+            f"{path}: holds {held} and policy.lora.rank is {now}; train as this run began, or choose another run.out."
+        )
 
 
 def _describe_model(module: MegatronModule, metadata: dict[str, Any]) -> ShardedStateDict:
