@@ -1,27 +1,77 @@
-"""PromptSampler: which tasks come next, exactly resumable."""
+"""Which tasks come next, exactly resumable: whole epochs over all tasks, or a mixture of environments."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol, final
 
 import numpy as np
 
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.sections.mixture import Mixture
+from megatron_fleet.data import curriculum
+from megatron_fleet.data.curriculum import Estimate
+from megatron_fleet.data.mixture import check_mixture, env_shares, env_sizes, quotas, with_minimum
+from megatron_fleet.data.passes import Passes
 from megatron_fleet.data.task import Task
 
+Results = Iterable[tuple[str, Sequence[float]]]
+"""Task key and known rewards of each group played."""
 
+
+class Sampler(Protocol):
+    """Batches of tasks."""
+
+    def next(self) -> list[Task]:
+        """The tasks of the next step."""
+        ...
+
+    def observe(self, results: Results) -> None:
+        """Learn from the groups of a step, in their order. Unknown rewards are left out by the caller."""
+        ...
+
+    def status(self) -> dict[str, dict[str, float]]:
+        """Name of a ``data/`` metric → environment → value, after the newest batch."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-serialisable; a sampler that loads it goes on with the same tasks."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state`` was taken.
+
+        Raises:
+            UserError: the state belongs to other tasks, another seed or mixture: going on would repeat or skip some.
+        """
+        ...
+
+
+def make_sampler(tasks: Sequence[Task], batch: int, seed: int, mixture: Mixture) -> Sampler:
+    """The sampler that ``data.mixture`` asks for; whole epochs over all tasks when it asks for nothing special.
+
+    Raises:
+        UserError: there is no task, or the mixture does not fit the tasks.
+    """
+    adaptive = mixture.curriculum.signal_weights or mixture.curriculum.defer_after
+    if mixture.weights == "proportional" and not mixture.min_per_env and not adaptive:
+        return PromptSampler(tasks, batch, seed)
+    return MixtureSampler(tasks, batch, seed, mixture)
+
+
+@final
 class PromptSampler:
-    """Batches of tasks; every task once per epoch, in an order that depends on seed and epoch alone.
+    """Every task once per epoch, in an order that depends on seed and epoch alone.
 
-    A batch may span the end of an epoch. Only a task set smaller than the batch repeats tasks within one.
+    A batch may span the end of an epoch; a task that is among the last of one and the first of the next is then in it
+    twice, as two groups.
     """
 
     def __init__(self, tasks: Sequence[Task], batch: int, seed: int) -> None:
         """Raises UserError when there is no task."""
-        if not tasks:
-            raise UserError("data: no task is left for training; lower data.eval_fraction or give more tasks.")
+        _check_tasks(tasks)
         # By key, so that the order of rows in the file does not matter.
         self._tasks = sorted(tasks, key=lambda task: task.key)
         self._batch = batch
@@ -29,6 +79,7 @@ class PromptSampler:
         self._epoch = 0
         self._position = 0
         self._order = self._shuffled(0)
+        self._newest: list[Task] = []
 
     def next(self) -> list[Task]:
         """The next ``batch`` tasks."""
@@ -40,23 +91,32 @@ class PromptSampler:
                 self._order = self._shuffled(self._epoch)
             picked.append(self._tasks[self._order[self._position]])
             self._position += 1
+        self._newest = picked
         return picked
+
+    def observe(self, results: Results) -> None:
+        """Nothing: the order is settled."""
+
+    def status(self) -> dict[str, dict[str, float]]:
+        """See ``Sampler``."""
+        sizes = env_sizes(self._tasks)
+        begun = Counter(self._tasks[i].env_key for i in self._order[: self._position])
+        drawn = {env: self._epoch * size + begun[env] for env, size in sizes.items()}
+        return {
+            **_realised(Counter(task.env_key for task in self._newest), drawn),
+            "weight": {env: size / len(self._tasks) for env, size in sizes.items()},
+            "epoch": {env: drawn[env] / size for env, size in sizes.items()},
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-serialisable; a sampler that loads it goes on with the same tasks."""
         return {"epoch": self._epoch, "position": self._position, "seed": self._seed, "tasks": self._fingerprint()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was taken.
-
-        Raises:
-            UserError: the state belongs to other tasks or another seed, so going on would repeat or skip some.
-        """
-        if state["tasks"] != self._fingerprint() or state["seed"] != self._seed:
-            raise UserError(
-                "The checkpoint's data cursor belongs to other training tasks or another run.seed; resume with that "
-                "run's task file, data.eval_fraction and seed, or start fresh with run.resume=never."
-            )
+        """See ``Sampler``."""
+        if "mixture" in state:
+            _check_mixture_state(Mixture.model_validate(state["mixture"]), Mixture())
+        _check_state(state, self._seed, self._fingerprint())
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
         self._order = self._shuffled(self._epoch)
 
@@ -65,4 +125,151 @@ class PromptSampler:
         return np.random.default_rng([self._seed, epoch]).permutation(len(self._tasks))
 
     def _fingerprint(self) -> str:
-        return hashlib.sha256("\n".join(task.key for task in self._tasks).encode()).hexdigest()[:16]
+        return _digest(task.key for task in self._tasks)
+
+
+@final
+class MixtureSampler:
+    """Shares every batch out among the environments (``Task.env_key``) and passes over the tasks of each by itself.
+
+    An environment's share depends on the configuration, on the number of its tasks and, with a curriculum, on what was
+    observed. An environment whose quota is larger than its tasks repeats them within a batch, and one that begins a new
+    pass within a batch may.
+    """
+
+    def __init__(self, tasks: Sequence[Task], batch: int, seed: int, mixture: Mixture) -> None:
+        """Raises UserError when there is no task, or the mixture does not fit the tasks or ``batch``."""
+        _check_tasks(tasks)
+        check_mixture(tasks, batch, mixture)
+        self._batch, self._seed, self._mixture = batch, seed, mixture
+        self._shares = env_shares(env_sizes(tasks), mixture)
+        self._passes = {env: Passes(env, [t for t in tasks if t.env_key == env], seed) for env in self._shares}
+        self._env_of = {task.key: task.env_key for task in tasks if task.env_key in self._shares}
+        self._fingerprint = _digest(sorted(f"{task.key}\t{task.env_key}" for task in tasks))
+        self._estimates = {env: Estimate(mixture.curriculum.prior) for env in self._shares}
+        self._streaks: Counter[str] = Counter()
+        self._credit = np.zeros(len(self._shares))
+        self._batches = 0
+        self._wanted = dict(self._shares)
+        self._counts = dict.fromkeys(self._shares, 0)
+
+    def next(self) -> list[Task]:
+        """The next ``batch`` tasks, in an order that mixes the environments."""
+        self._wanted = self._weights()
+        shares = np.array(list(self._wanted.values()))
+        counts, self._credit = quotas(shares, self._credit, self._batch, self._mixture.min_per_env)
+        self._counts = dict(zip(self._wanted, counts.tolist(), strict=True))
+        picked = [task for env, count in self._counts.items() for task in self._passes[env].take(count)]
+        # Several updates per batch take contiguous parts of it: these shall be mixed too.
+        order = np.random.default_rng([self._seed, self._batches]).permutation(len(picked))
+        self._batches += 1
+        return [picked[i] for i in order]
+
+    def observe(self, results: Results) -> None:
+        """Update the estimates and defer tasks, as far as the curriculum asks for either."""
+        settings = self._mixture.curriculum
+        for key, rewards in results:
+            env = self._env_of[key]
+            if settings.signal_weights:
+                self._estimates[env] = curriculum.measured(self._estimates[env], rewards, settings.half_life)
+            if settings.defer_after:
+                self._streaks[key] = curriculum.streak_after(self._streaks[key], rewards)
+                if curriculum.measurable(rewards) and self._streaks[key] >= settings.defer_after:
+                    self._passes[env].defer(key, settings.defer_passes)
+
+    def status(self) -> dict[str, dict[str, float]]:
+        """See ``Sampler``."""
+        out = {
+            **_realised(self._counts, {env: passes.drawn for env, passes in self._passes.items()}),
+            "weight": dict(self._wanted),
+            "epoch": {env: passes.epoch for env, passes in self._passes.items()},
+        }
+        if self._mixture.curriculum.signal_weights:
+            out["signal"] = {env: estimate.signal for env, estimate in self._estimates.items()}
+            out["reward"] = {env: e.reward for env, e in self._estimates.items() if e.reward is not None}
+        if self._mixture.curriculum.defer_after:
+            out["deferred"] = {env: float(passes.left_out) for env, passes in self._passes.items()}
+        return out
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-serialisable; a sampler that loads it goes on with the same tasks."""
+        credit = dict(zip(self._shares, self._credit.tolist(), strict=True))
+        return {
+            "seed": self._seed,
+            "tasks": self._fingerprint,
+            "mixture": self._mixture.model_dump(mode="json"),
+            "batches": self._batches,
+            "streaks": {key: streak for key, streak in self._streaks.items() if streak},
+            "environments": {
+                env: {
+                    **passes.state_dict(),
+                    "credit": credit[env],
+                    "signal": self._estimates[env].signal,
+                    "reward": self._estimates[env].reward,
+                    "groups": self._estimates[env].groups,
+                }
+                for env, passes in self._passes.items()
+            },
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See ``Sampler``."""
+        _check_mixture_state(Mixture.model_validate(state.get("mixture", {})), self._mixture)
+        _check_state(state, self._seed, self._fingerprint)
+        self._batches, self._streaks = int(state["batches"]), Counter(state["streaks"])
+        own = state["environments"]
+        self._credit = np.array([float(own[env]["credit"]) for env in self._shares])
+        for env, passes in self._passes.items():
+            passes.load_state_dict(own[env])
+            self._estimates[env] = Estimate(own[env]["signal"], own[env]["reward"], own[env]["groups"])
+
+    def _weights(self) -> dict[str, float]:
+        """Environment → share of the next batch: configured, weighed by signal, raised to the minimum."""
+        shares, settings = self._shares, self._mixture.curriculum
+        if settings.signal_weights:
+            signals = {env: estimate.signal for env, estimate in self._estimates.items()}
+            shares = curriculum.signal_weights(shares, signals, settings.floor)
+        raised = with_minimum(np.array(list(shares.values())), self._mixture.min_per_env / self._batch)
+        return dict(zip(shares, raised.tolist(), strict=True))
+
+
+def _check_tasks(tasks: Sequence[Task]) -> None:
+    if not tasks:
+        raise UserError("data: no task is left for training; lower data.eval_fraction or give more tasks.")
+
+
+def _realised(newest: dict[str, int], drawn: dict[str, int]) -> dict[str, dict[str, float]]:
+    """Shares of the newest batch and of all batches."""
+    batch, total = max(sum(newest.values()), 1), max(sum(drawn.values()), 1)
+    return {
+        "mix": {env: newest.get(env, 0) / batch for env in drawn},
+        "mix_total": {env: count / total for env, count in drawn.items()},
+    }
+
+
+def _digest(names: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
+
+
+def _check_state(state: dict[str, Any], seed: int, fingerprint: str) -> None:
+    if state["tasks"] != fingerprint or state["seed"] != seed:
+        raise UserError(
+            "The checkpoint's data cursor belongs to other training tasks or another run.seed; resume with that "
+            "run's task file, data.eval_fraction and seed, or start fresh with run.resume=never."
+        )
+
+
+def _check_mixture_state(saved: Mixture, present: Mixture) -> None:
+    """Refuse to go on with another mixture; keys that the checkpoint does not know had their defaults."""
+    was, now = _settings(saved), _settings(present)
+    for key, value in now.items():
+        if was[key] != value:
+            raise UserError(
+                f"data.mixture.{key}={value}, but the checkpoint's data cursor was saved with {was[key]}; resume with "
+                f"that value, or start fresh in another run.out."
+            )
+
+
+def _settings(mixture: Mixture) -> dict[str, Any]:
+    own = mixture.model_dump()
+    return own | {f"curriculum.{key}": value for key, value in own.pop("curriculum").items()}

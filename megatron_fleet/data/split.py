@@ -1,11 +1,41 @@
-"""Split tasks into training and evaluation by a hash of the key alone."""
+"""Split tasks into training and evaluation, by a hash of the key and, where there is one, an earlier split.
+
+The threshold of the hash is fixed, so a task's side does not depend on which others there are. Counts do: a new task
+with a smaller hash would push one out of a full evaluation set, into training. A manifest prevents that: what was for
+evaluation is never trained on, what was trained on never evaluated.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
+from megatron_fleet.config.sections.data import Data
+from megatron_fleet.data.manifest import Side, SplitManifest
 from megatron_fleet.data.task import Task
+
+Fate = Literal["train", "eval", "retired", "unused"]
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Tasks by what becomes of them, each list in the order given.
+
+    Attributes:
+        train, held_out: the two sides.
+        retired: see ``SplitManifest``.
+        unused: neither trained nor evaluated on this time: too many of a held-out environment or of a large one.
+        notes: sentences about rules that could not be applied.
+    """
+
+    train: list[Task]
+    held_out: list[Task]
+    retired: list[Task]
+    unused: list[Task]
+    notes: list[str]
 
 
 def key_hash(key: str) -> float:
@@ -13,14 +43,96 @@ def key_hash(key: str) -> float:
     return int.from_bytes(hashlib.md5(key.encode(), usedforsecurity=False).digest()[:8], "big") / 2**64
 
 
-def split(tasks: Iterable[Task], eval_fraction: float) -> tuple[list[Task], list[Task]]:
-    """(training, evaluation), each in file order.
+def split(tasks: Sequence[Task], rules: Data, previous: SplitManifest | None = None) -> Split:
+    """Assign every task; the order of ``tasks`` and of their environments does not matter.
 
-    The threshold is fixed, so a task never changes sides when others come or go, and a larger fraction only moves
-    tasks from training to evaluation. The share that comes out is binomial around ``eval_fraction``.
+    1. Candidates for evaluation are the tasks whose hash is below ``rules.eval_fraction``; an environment with fewer
+       than ``min_eval_per_env`` has none; of more than ``max_eval_per_env`` those of the smallest hash stay. A held-out
+       environment's tasks are all candidates.
+    2. Of more than ``max_eval`` the environments give one each in turn, in the order of their names.
+    3. The others are for training, but for held-out environments' and what ``max_env_share`` cuts.
+
+    Args:
+        rules: the keys of ``data`` named above.
+        previous: sides of tasks that stay on them; such tasks come before new ones in 1 and 2, where ``eval_fraction``
+            and ``min_eval_per_env`` do not apply to them, and what has no room any more is retired.
     """
-    train: list[Task] = []
-    held_out: list[Task] = []
+    was = previous.sides() if previous is not None else {}
+    by_env: defaultdict[str, list[Task]] = defaultdict(list)
+    for task in sorted(tasks, key=lambda task: (key_hash(task.key), task.key)):
+        by_env[task.env_key].append(task)
+    chosen = _evaluation(by_env, rules, was)
+    fates = {
+        task.key: _fate(task, task.key in chosen, task.env_key in rules.held_out_environments, was.get(task.key))
+        for task in tasks
+    }
+    notes = _limit_shares(by_env, fates, rules.max_env_share)
+    lists: dict[Fate, list[Task]] = {"train": [], "eval": [], "retired": [], "unused": []}
     for task in tasks:
-        (held_out if key_hash(task.key) < eval_fraction else train).append(task)
-    return train, held_out
+        lists[fates[task.key]].append(task)
+    return Split(lists["train"], lists["eval"], lists["retired"], lists["unused"], notes)
+
+
+def _fate(task: Task, chosen: bool, held_out: bool, was: Side | None) -> Fate:
+    """Before the cut of large environments."""
+    if chosen:
+        return "eval"
+    if was in ("eval", "retired") or (was == "train" and held_out):
+        return "retired"
+    return "unused" if held_out else "train"
+
+
+def _evaluation(by_env: Mapping[str, Sequence[Task]], rules: Data, was: Mapping[str, Side]) -> set[str]:
+    """Keys of the evaluation tasks. ``by_env``: tasks in the order of their hash."""
+    # Old ones first, then one of each environment in turn.
+    queue: list[tuple[bool, int, str, str]] = []
+    for env_key, tasks in by_env.items():
+        held_out = env_key in rules.held_out_environments
+        old = [task.key for task in tasks if was.get(task.key) == "eval"]
+        new = [
+            task.key for task in tasks if task.key not in was and (held_out or key_hash(task.key) < rules.eval_fraction)
+        ]
+        if not held_out and len(old) + len(new) < rules.min_eval_per_env:
+            new = []
+        keys = old + new
+        if not held_out:
+            keys = keys[: rules.max_eval_per_env]
+        queue += [(rank >= len(old), rank, env_key, key) for rank, key in enumerate(keys)]
+    return {key for _, _, _, key in sorted(queue)[: rules.max_eval]}
+
+
+def _limit_shares(by_env: Mapping[str, Sequence[Task]], fates: dict[str, Fate], share: float | None) -> list[str]:
+    """Make ``unused`` what is too much of one environment, the largest hashes; returns what could not be done."""
+    training = {env: [t.key for t in tasks if fates[t.key] == "train"] for env, tasks in by_env.items()}
+    sizes = {env: len(keys) for env, keys in training.items() if keys}
+    if share is None or not sizes:
+        return []
+    most = most_per_environment(sizes.values(), share)
+    if most is None:
+        largest = max(sizes, key=lambda env: (sizes[env], env))
+        return [
+            f"data.max_env_share={share:g} is not applied: it would cut {largest} below an even share (environments in "
+            f"training: {len(sizes)})."
+        ]
+    for keys in training.values():
+        fates.update(dict.fromkeys(keys[most:], "unused"))
+    return []
+
+
+def most_per_environment(sizes: Iterable[int], share: float) -> int | None:
+    """The largest number of tasks per environment that leaves none with more than ``share`` of what remains.
+
+    That is the largest m ≤ max(n) with m ≤ share · Σ min(n, m); it is found by halving, because the right side less
+    the left is concave in m and 0 at 0. ``None`` when it would cut an environment below Σ n / E, the even share of E
+    environments: always when E < 1/share, and where tiny environments would make large ones shrink to their size.
+    """
+    counts = sorted(sizes)
+    low, high = 0, counts[-1]
+    while low < high:
+        middle = (low + high + 1) // 2
+        # The small number is for shares that binary fractions cannot hold, as 0.29 of 100.
+        if middle <= share * sum(min(count, middle) for count in counts) + 1e-9:
+            low = middle
+        else:
+            high = middle - 1
+    return low if low == counts[-1] or low * len(counts) >= sum(counts) else None

@@ -17,7 +17,9 @@ class Task:
         env_version: version of the environment image, ``None`` for its default.
         data_key, data_version: seed data of the environment, ``None`` for its default.
         env_variables: given to the environment and shown to the policy (``CURRENT_DATE``, ``LOGGED_IN_USER``…).
-        verifier_code: Python source; never executed by this package's trainer or episode processes.
+        verifier_code: Python source. No process of this package runs it but the embedded fleet's verifier host; Fleet's
+            own SDK (``env.kind=fleet``) runs its module level in the episode worker. Empty where the environment scores
+            by itself.
         modality: ``tool_use``, ``computer_use`` or ``browser_use``.
         difficulty: 1 (easy) to 3 (hard), ``None`` when the file does not say.
     """
@@ -25,7 +27,7 @@ class Task:
     key: str
     prompt: str
     env_key: str
-    verifier_code: str
+    verifier_code: str = ""
     env_version: str | None = None
     data_key: str | None = None
     data_version: str | None = None

@@ -6,7 +6,8 @@ import json
 import pytest
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.data.loader import content_hash, load_tasks
+from megatron_fleet.data.loader import load_tasks
+from megatron_fleet.data.source import read_source
 
 ROW = {"task_key": "t1", "prompt": "Do it.", "env_key": "github", "verifier_code": "def verify(env): return 1"}
 
@@ -60,14 +61,24 @@ def test_null_means_not_given(write):
     assert task.modality == "tool_use"
 
 
+def test_empty_text_means_the_default_where_there_is_one(write):
+    empty = dict.fromkeys(("env_version", "data_key", "env_data_key", "data_version", "verifier_func"), "")
+    plain = {key: value for key, value in ROW.items() if key != "verifier_code"}
+    (task,) = load_tasks(write([plain | empty]))
+    assert (task.env_version, task.data_key, task.data_version, task.verifier_code) == (None, None, None, "")
+    (task,) = load_tasks(write([ROW | empty | {"data_id": "seed"}]))
+    assert (task.data_key, task.verifier_code) == ("seed", ROW["verifier_code"])
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        ({"env_key": "all"}, ["task 2", "env_key", "another name", '"all"']),
         ({"task_key": None}, ["task 2", "task_key", "missing", "key"]),
         ({"prompt": ""}, ["task 2", "prompt", "not empty"]),
         ({"prompt": " \n"}, ["task 2", "prompt", "not empty"]),
         ({"prompt": 7}, ["task 2", "prompt", "text", "a number 7"]),
-        ({"verifier_code": None}, ["task 2", "verifier_code", "missing", "verifier_func"]),
+        ({"verifier_code": 3}, ["task 2", "verifier_code", "expected text"]),
         ({"env_key": None}, ["task 2", "env_key", "missing", "env_id"]),
         ({"env_variables": ["A"]}, ["task 2", "env_variables", "an object", "a list"]),
         ({"difficulty": 4}, ["task 2", "difficulty", "1, 2 or 3", "4"]),
@@ -75,8 +86,8 @@ def test_null_means_not_given(write):
         ({"difficulty": "2"}, ["task 2", "difficulty", 'text "2"']),
         ({"task_modality": "voice"}, ["task 2", "task_modality", "tool_use", "voice"]),
         ({"task_modality": {}}, ["task 2", "task_modality", "an object"]),
-        ({"env_id": "jira"}, ["task 2", "env_key", "env_id", "differ"]),
-        ({"task_key": "t1"}, ["task 2", "'t1'", "task 1"]),
+        ({"env_id": "jira"}, ["task 2", "env_id", "the value of env_key", '"github"', '"jira"']),
+        ({"task_key": "t1"}, ["task 2", "'t1'", "task 1", "data.duplicates=first"]),
     ],
 )
 def test_bad_rows_are_refused_with_their_place(write, change, words):
@@ -86,6 +97,12 @@ def test_bad_rows_are_refused_with_their_place(write, change, words):
     for word in (str(path), *words):
         assert word in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_the_number_of_further_problems_is_told(write):
+    path = write([{**ROW, "prompt": 7, "difficulty": 9}, {"key": "b"}])
+    with pytest.raises(UserError, match=r"task 1 \(t1\): prompt.*There are 3 more problems.*mfleet data inspect"):
+        load_tasks(path)
 
 
 def test_both_spellings_with_one_value_are_fine(write):
@@ -120,15 +137,15 @@ def test_unreadable_files_are_refused(tmp_path):
         load_tasks(binary)
 
 
-def test_content_hash_is_of_the_bytes(write):
+def test_the_hash_is_of_the_bytes(write):
     path = write([ROW])
-    assert content_hash(path) == hashlib.sha256(path.read_bytes()).hexdigest()
-    before = content_hash(path)
+    assert read_source(path).sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    before = read_source(path).sha256
     write([ROW, {**ROW, "task_key": "t2"}])
-    assert content_hash(path) != before
+    assert read_source(path).sha256 != before
 
 
 def test_embedded_names_the_shipped_file():
     tasks = load_tasks("embedded")
     assert {t.env_key for t in tasks} == {"tickets", "booking", "ledger"}
-    assert len(content_hash("embedded")) == 64
+    assert len(read_source("embedded").sha256) == 64

@@ -1,0 +1,93 @@
+"""`mfleet data …`: look at task files, prepare them, write the embedded ones."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_fleet.config.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron_fleet.config.sections.data import Data
+
+OVERRIDES = "data=preset or data.key=value; docs/config.md lists the keys"
+SOURCE = "a file, s3://bucket/file.json, a prepared folder, or `embedded`"
+
+
+def add_commands(parser: argparse.ArgumentParser) -> None:
+    """Give ``mfleet data`` its commands."""
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    look = commands.add_parser("inspect", help="check every row of a task file and tell what is in it")
+    look.add_argument("source", help=SOURCE)
+    look.add_argument("--json", action="store_true", help="print everything as JSON")
+    look.add_argument("overrides", nargs="*", help=OVERRIDES)
+    look.set_defaults(run=_inspect)
+
+    prepare = commands.add_parser("prepare", help="select and split tasks; write them with their split manifest")
+    prepare.add_argument("source", help=SOURCE)
+    prepare.add_argument("--out", required=True, metavar="DIR", help="new folder, or s3://bucket/folder")
+    prepare.add_argument("--previous", metavar="FILE", help="split.json whose tasks stay on their sides")
+    prepare.add_argument("overrides", nargs="*", help=OVERRIDES)
+    prepare.set_defaults(run=_prepare)
+
+    export = commands.add_parser("export", help="write the embedded fleet's tasks to a file")
+    export.add_argument("file", type=Path)
+    export.set_defaults(run=_export)
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from megatron_fleet.data.inspection import as_json, describe, inspect
+
+    found = inspect(_data(args.source, args.overrides), _say)
+    print(json.dumps(as_json(found), indent=1, ensure_ascii=False) if args.json else describe(found))
+    return 2 if found.problems else 0
+
+
+def _prepare(args: argparse.Namespace) -> int:
+    from megatron_fleet.data import prepared
+    from megatron_fleet.data.dataset import build
+    from megatron_fleet.data.table import as_text, environments
+
+    previous = [f"data.split_manifest={args.previous}"] if args.previous else []
+    dataset = build(_data(args.source, [*args.overrides, *previous]), say=_say)
+    print("\n".join([as_text(environments(dataset)), *dataset.split.notes]))
+    _say(f"writing {args.out}")
+    written = prepared.write(args.out, dataset.split.train, dataset.split.held_out, dataset.manifest)
+    print(f"{args.out}: {'written' if written else 'is there already, with the same content'}; data.tasks={args.out}")
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    from megatron_fleet.data.source import EMBEDDED, read_bytes, read_source
+
+    if args.file.exists():
+        raise UserError(f"{args.file}: exists already; name another file or remove it.")
+    args.file.parent.mkdir(parents=True, exist_ok=True)
+    args.file.write_bytes(read_bytes(EMBEDDED))
+    print(f"{args.file}: {len(read_source(args.file).rows)} tasks")
+    return 0
+
+
+def _data(source: str, overrides: Sequence[str]) -> Data:
+    """The section ``data`` as a run would have it."""
+    from megatron_fleet.config.load import load
+    from megatron_fleet.config.rules.data import RULES
+
+    other = next((text for text in overrides if not text.lstrip("+").startswith(("data=", "data."))), None)
+    if other is not None:
+        raise UserError(f"Override '{other}': changes nothing here; write data=preset or data.key=value.")
+    # A run needs a model; here any will do.
+    config = load(["model=tiny", *overrides, f"data.tasks={source}"])
+    for rule in RULES:
+        if problem := rule(config):
+            raise UserError(problem)
+    return config.data
+
+
+def _say(what: str) -> None:
+    print(f"mfleet: {what} …", file=sys.stderr, flush=True)

@@ -1,0 +1,146 @@
+"""A run's tasks: read, checked, selected and split, with an account of every row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.schema import Config
+from megatron_fleet.config.sections.data import Data
+from megatron_fleet.data.loader import checked
+from megatron_fleet.data.manifest import NAME, SplitManifest
+from megatron_fleet.data.rows import Parsed, parse
+from megatron_fleet.data.selection import excluded_tasks, select
+from megatron_fleet.data.source import Source, read_bytes, read_source
+from megatron_fleet.data.split import Split, split
+from megatron_fleet.data.task import Task
+from megatron_fleet.storage.local import LocalFolder
+
+RULES = {
+    "duplicates",
+    "modality",
+    "environments",
+    "difficulties",
+    "exclusions",
+    "max_tasks",
+    "eval_fraction",
+    "min_eval_per_env",
+    "max_eval_per_env",
+    "max_eval",
+    "held_out_environments",
+    "max_env_share",
+}
+"""The keys of ``data`` that decide which tasks are on which side; a manifest records them."""
+
+
+SCORED_BY_TASK = ("embedded", "fleet")
+"""Kinds of environments that score an episode with the task's own verifier; others score by themselves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """What a run plays.
+
+    Attributes:
+        split: the selected tasks by what becomes of them.
+        removed: tasks that the selection left out, each with the reason.
+        manifest: of this split, with what earlier ones assigned.
+    """
+
+    split: Split
+    removed: list[tuple[Task, str]]
+    manifest: SplitManifest
+
+
+def build(data: Data, previous: SplitManifest | None = None, say: Callable[[str], None] = lambda _: None) -> Dataset:
+    """Read, check, select and split.
+
+    Args:
+        previous: sides to keep, instead of those that ``data`` names.
+        say: told what begins, for those who wait.
+
+    Raises:
+        UserError: the source is malformed, or no task is left.
+    """
+    say(f"reading {data.tasks}")
+    source = read_source(data.tasks)
+    say(f"checking {len(source.rows)} tasks")
+    keep_first, excluded = data.duplicates == "first", excluded_tasks(data)
+    parsed = checked(parse(source.rows), source.address, keep_first, excluded)
+    return divide(source, parsed, data, previous)
+
+
+def divide(source: Source, parsed: Parsed, data: Data, previous: SplitManifest | None = None) -> Dataset:
+    """Select and split the good rows of a source; arguments and errors as of ``build``."""
+    if previous is None:
+        previous = _previous(data, source)
+    selection = select(parsed.tasks, data)
+    removed = [(task, "duplicate key") for task in parsed.repeated] + selection.removed
+    if not selection.kept:
+        raise UserError(f"data.tasks={data.tasks}: the filters leave none of {len(source.rows)} tasks; loosen them.")
+    if previous is not None and previous.sides().keys().isdisjoint(task.key for task in parsed.tasks):
+        raise UserError(
+            f"data.tasks={data.tasks}: the split manifest of {previous.source} knows none of its tasks; name the "
+            f"manifest of an earlier version of this data, or none."
+        )
+    result = split(selection.kept, data, previous)
+    rules = data.model_dump(mode="json", include=RULES)
+    return Dataset(result, removed, _record(result, source.address, source.sha256, rules, previous))
+
+
+def _previous(data: Data, source: Source) -> SplitManifest | None:
+    if data.split_manifest is None:
+        return source.manifest
+    if source.manifest is not None:
+        raise UserError(
+            f"data.split_manifest={data.split_manifest} would split data.tasks={data.tasks} again, which is prepared "
+            f"and has its own; remove data.split_manifest."
+        )
+    return SplitManifest.parse(read_bytes(data.split_manifest, "data.split_manifest"), data.split_manifest)
+
+
+def _record(
+    result: Split, address: str, sha256: str, rules: dict[str, object], previous: SplitManifest | None
+) -> SplitManifest:
+    """The split's manifest. Tasks that this data lacks, or its filters leave out, keep their side."""
+    sides = previous.sides() if previous is not None else {}
+    sides |= {task.key: "train" for task in result.train}
+    sides |= {task.key: "eval" for task in result.held_out}
+    sides |= {task.key: "retired" for task in result.retired}
+    train, held_out, retired = (
+        sorted(key for key, side in sides.items() if side == name) for name in ("train", "eval", "retired")
+    )
+    return SplitManifest(address, sha256, rules, held_out, train, retired)
+
+
+def run_dataset(config: Config) -> Dataset:
+    """What a run plays. One that has a checkpoint to go on from keeps the split that it began with.
+
+    Raises:
+        UserError: as of ``build`` and ``check_verifiers``.
+    """
+    out = Path(config.run.out)
+    kept, previous = out / NAME, None
+    if kept.is_file() and any((out / "checkpoints").glob("step_*")):
+        previous = SplitManifest.parse(kept.read_bytes(), str(kept))
+    dataset = build(config.data, previous)
+    check_verifiers([*dataset.split.train, *dataset.split.held_out], config)
+    return dataset
+
+
+def check_verifiers(tasks: Iterable[Task], config: Config) -> None:
+    """Raise UserError when ``tasks`` lack the verifiers that their environments score with."""
+    without = [task.key for task in tasks if not task.verifier_code.strip()]
+    if without and config.env.kind in SCORED_BY_TASK:
+        raise UserError(
+            f"data.tasks={config.data.tasks}: {len(without)} tasks, the first of them {without[0]}, have no "
+            f"verifier_code, and env.kind={config.env.kind} scores with it; add it, or leave them out with "
+            f"data.exclusions."
+        )
+
+
+def save_manifest(dataset: Dataset, out: Path) -> None:
+    """Write ``split.json`` into a run's outputs, for the run when it is resumed and for others."""
+    LocalFolder(out).write(NAME, dataset.manifest.dump())

@@ -1,0 +1,70 @@
+"""Exclusion lists: which tasks are left out, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.data import exclusions
+from megatron_fleet.data.task import Task
+
+SUFFIXES = (".yaml", ".yml", ".json")
+
+
+@dataclass(frozen=True, slots=True)
+class Exclusion:
+    """One list: whole environments and single tasks, by key."""
+
+    name: str
+    reason: str
+    environments: frozenset[str]
+    tasks: frozenset[str]
+
+    def covers(self, task: Task) -> bool:
+        return task.env_key in self.environments or task.key in self.tasks
+
+
+def read_exclusion(name: str) -> Exclusion:
+    """One of the lists that come with the package, or a file of the user's (YAML or JSON).
+
+    Raises:
+        UserError: there is no such list, or it is not formed like one.
+    """
+    shipped = Path(exclusions.__file__).parent
+    file = Path(name).expanduser() if name.endswith(SUFFIXES) else shipped / f"{name}.yaml"
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        known = ", ".join(sorted(path.stem for path in shipped.glob("*.yaml")))
+        raise UserError(
+            f"data.exclusions: there is no readable list {name}; name one of {known}, or a file of yours that ends "
+            f"with .yaml or .json."
+        ) from error
+    return _exclusion(Path(name).stem, _mapping(text, name), name)
+
+
+def _mapping(text: str, name: str) -> dict[str, Any]:
+    import yaml
+
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"{name}: is neither YAML nor JSON ({' '.join(str(error).split())}).") from error
+    if not isinstance(content, dict) or not isinstance(content.get("reason"), str):
+        raise UserError(f"{name}: an exclusion list needs `reason: text`, and `environments` or `tasks`.")
+    return content
+
+
+def _exclusion(short: str, content: dict[str, Any], name: str) -> Exclusion:
+    unknown = sorted(set(content) - {"reason", "environments", "tasks"})
+    if unknown:
+        raise UserError(f"{name}: {unknown[0]} means nothing here; write reason, environments and tasks.")
+    lists = {field: content.get(field) or [] for field in ("environments", "tasks")}
+    for field, values in lists.items():
+        if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+            raise UserError(f"{name}: {field} must be a list of texts.")
+    if not any(lists.values()):
+        raise UserError(f"{name}: names neither environments nor tasks, so it excludes nothing; add some.")
+    return Exclusion(short, content["reason"], frozenset(lists["environments"]), frozenset(lists["tasks"]))

@@ -1,0 +1,85 @@
+"""The split manifest: which side of the split each task was put on, kept so that it stays there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from megatron_fleet.config.errors import UserError
+
+NAME = "split.json"
+"""Of the manifest in a run's outputs and in a prepared folder."""
+FORMAT = 1
+
+Side = Literal["train", "eval", "retired"]
+
+
+@dataclass(frozen=True, slots=True)
+class SplitManifest:
+    """Tasks that a split has assigned. A task that only a later version of the data has is assigned then.
+
+    Attributes:
+        source: address of the tasks.
+        sha256: of the source's content, hexadecimal.
+        rules: the ``data.*`` keys that made the split.
+        eval, train: task keys of the two sides, sorted.
+        retired: keys that are on neither side for ever: for evaluation once and now too many of them, or for training
+            once and now of a held-out environment.
+        files: of a prepared folder, name → SHA-256.
+    """
+
+    source: str
+    sha256: str
+    rules: dict[str, Any]
+    eval: list[str]
+    train: list[str]
+    retired: list[str]
+    files: dict[str, str] = field(default_factory=dict)
+
+    def sides(self) -> dict[str, Side]:
+        """Task key → side."""
+        sides: dict[str, Side] = dict.fromkeys(self.train, "train")
+        return sides | dict.fromkeys(self.eval, "eval") | dict.fromkeys(self.retired, "retired")
+
+    def dump(self) -> bytes:
+        """JSON, the same bytes for equal manifests; ``parse`` reads it."""
+        return (json.dumps({"format": FORMAT, **asdict(self)}, indent=1, ensure_ascii=False) + "\n").encode()
+
+    @staticmethod
+    def parse(data: bytes, where: str) -> SplitManifest:
+        """Read what ``dump`` wrote.
+
+        Raises:
+            UserError: it is something else; ``where`` is named.
+        """
+        try:
+            content = json.loads(data)
+            if not isinstance(content, dict) or "format" not in content:
+                raise ValueError("it has no format")
+            if content.pop("format") != FORMAT:
+                raise UserError(f"{where}: is a split manifest of another format; this version reads {FORMAT}.")
+            manifest = SplitManifest(**content)
+            _check(manifest)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise UserError(
+                f"{where}: is no split manifest ({error}); give the {NAME} of a run or prepared folder."
+            ) from None
+        return manifest
+
+
+def _check(manifest: SplitManifest) -> None:
+    seen: set[str] = set()
+    for name, keys in (("eval", manifest.eval), ("train", manifest.train), ("retired", manifest.retired)):
+        if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+            raise ValueError(f"{name} is no list of task keys")
+        if twice := _first(key for key in keys if key in seen):
+            raise ValueError(f"task {twice} is on two sides")
+        seen.update(keys)
+    if not isinstance(manifest.rules, dict) or not isinstance(manifest.files, dict):
+        raise ValueError("rules or files is no object")
+
+
+def _first(keys: Iterable[str]) -> str | None:
+    return next(iter(keys), None)

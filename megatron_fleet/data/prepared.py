@@ -1,0 +1,118 @@
+"""A prepared folder: ``train.parquet``, ``eval.parquet`` and ``split.json``, on a disk or on S3.
+
+The first four columns are those of Fleet's own preparation (``prompt`` as a list of one user message, ``env_class``,
+``task_key``, ``data_source``), so that its tools read the files; the rest are the other fields of a task.
+``env_variables`` is JSON text, because its keys differ from task to task. The manifest has the files' checksums and is
+written last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.data.manifest import NAME, SplitManifest
+from megatron_fleet.data.rows import ALIASES
+from megatron_fleet.data.task import Task
+from megatron_fleet.storage.open import open_folder, open_staging
+
+TRAIN, EVAL = "train.parquet", "eval.parquet"
+ENV_CLASS = "fleet_task"
+"""What Fleet's trainer calls the one kind of environment it has."""
+
+
+def write(out: str | Path, train: Sequence[Task], held_out: Sequence[Task], manifest: SplitManifest) -> bool:
+    """Make the folder, whole or not at all; ``False`` when it is there already with this very content.
+
+    Raises:
+        UserError: something else is there, or it cannot be written.
+    """
+    files = {TRAIN: _to_parquet(train), EVAL: _to_parquet(held_out)}
+    hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+    marker = replace(manifest, files=hashes).dump()
+    staging = open_staging(out, NAME)
+    if staging.exists():
+        if open_folder(out).read(NAME) != marker:
+            raise UserError(f"{out}: another prepared folder is there already; name a new one or remove it.")
+        return False
+    for name, data in files.items():
+        staging.folder.write(name, data)
+    staging.publish(marker)
+    return True
+
+
+def read(address: str) -> tuple[bytes, list[dict[str, Any]]]:
+    """The manifest's bytes and the rows of both files, those for training first.
+
+    Raises:
+        UserError: the folder is no prepared one, or a file is not the one that the manifest names.
+    """
+    folder = open_folder(address if "://" in address else Path(address).expanduser())
+    sizes = folder.sizes()
+    missing = [name for name in (NAME, TRAIN, EVAL) if name not in sizes]
+    if missing:
+        raise UserError(
+            f"data.tasks={address}: {missing[0]} is missing there; give a task file or a folder of `mfleet data "
+            f"prepare`."
+        )
+    data = folder.read(NAME)
+    files = SplitManifest.parse(data, folder.join(NAME)).files
+    rows: list[dict[str, Any]] = []
+    for name in (TRAIN, EVAL):
+        content = folder.read(name)
+        if hashlib.sha256(content).hexdigest() != files.get(name):
+            raise UserError(
+                f"{folder.join(name)}: is not the file that {NAME} was written for; prepare the data again."
+            )
+        rows += _from_parquet(content)
+    return data, rows
+
+
+def _to_parquet(tasks: Sequence[Task]) -> bytes:
+    pa, parquet = _pyarrow()
+    text = pa.string()
+    message = pa.struct([("role", text), ("content", text)])
+    types = {"prompt": pa.list_(message), "difficulty": pa.int8()}
+    rows = [_row(task) for task in tasks]
+    names = ["prompt", "env_class", "task_key", "data_source"]
+    names += [aliases[0] for aliases in ALIASES.values() if aliases[0] not in names]
+    schema = pa.schema([(name, types.get(name, text)) for name in names])
+    out = io.BytesIO()
+    parquet.write_table(pa.Table.from_pylist(rows, schema=schema), out, compression="zstd")
+    return out.getvalue()
+
+
+def _row(task: Task) -> dict[str, Any]:
+    fields = asdict(task)
+    return {
+        **{names[0]: fields[field] for field, names in ALIASES.items()},
+        "prompt": [{"role": "user", "content": task.prompt}],
+        "env_class": ENV_CLASS,
+        "data_source": task.env_key,
+        "env_variables": json.dumps(task.env_variables, ensure_ascii=False),
+    }
+
+
+def _from_parquet(data: bytes) -> list[dict[str, Any]]:
+    pa, parquet = _pyarrow()
+    names = [names[0] for names in ALIASES.values()]
+    rows = parquet.read_table(pa.BufferReader(data), columns=names).to_pylist()
+    for row in rows:
+        row["prompt"] = row["prompt"][0]["content"]
+        row["env_variables"] = json.loads(row["env_variables"])
+    return rows
+
+
+def _pyarrow() -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise UserError("prepared folders need pyarrow, which this Python environment lacks; run ./setup.sh.") from None
+    return pyarrow, parquet

@@ -1,0 +1,158 @@
+"""Rows of a task file → tasks: every spelling of every field, and all that is wrong with each row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron_fleet.data.task import Task
+
+ALIASES: dict[str, tuple[str, ...]] = {
+    "key": ("task_key", "key"),
+    "prompt": ("prompt",),
+    "env_key": ("env_key", "env_id"),
+    "env_version": ("env_version", "version"),
+    "data_key": ("data_key", "data_id", "env_data_key"),
+    "data_version": ("data_version", "env_data_version"),
+    "env_variables": ("env_variables",),
+    "verifier_code": ("verifier_code", "verifier_func"),
+    "modality": ("task_modality",),
+    "difficulty": ("difficulty",),
+}
+"""Field of Task → its names in task files. Fields with other names are ignored, as Fleet's exports carry many."""
+
+KNOWN = frozenset(name for names in ALIASES.values() for name in names)
+REQUIRED = frozenset({"key", "prompt", "env_key"})
+OPTIONAL_TEXT = frozenset({"env_version", "data_key", "data_version", "verifier_code"})
+"""Empty text means the default, as no value does."""
+ALL_ENVIRONMENTS = "all"
+"""What metrics and tables call the environments together, so that none may have that name."""
+MODALITIES = ("tool_use", "computer_use", "browser_use")
+
+Kind = Literal["not an object", "missing", "wrong value", "conflict", "duplicate key"]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong with one row.
+
+    Attributes:
+        row: number in the file, from 1.
+        key: the row's key where it has one.
+        field: name in the file; empty when it is the whole row.
+        expected, found: in words.
+    """
+
+    row: int
+    key: str | None
+    field: str
+    kind: Kind
+    expected: str
+    found: str
+
+    def __str__(self) -> str:
+        key = f" ({self.key})" if self.key is not None else ""
+        field = f" {self.field}:" if self.field else ""
+        return f"task {self.row}{key}:{field} expected {self.expected}, found {self.found}."
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """What the rows of a file gave, in file order.
+
+    Attributes:
+        tasks: the good rows, of those with one key the first.
+        repeated: good rows whose key an earlier row has.
+        problems: of all rows; those of ``repeated`` are among them.
+    """
+
+    tasks: list[Task]
+    repeated: list[Task]
+    problems: list[Problem]
+
+
+def parse(rows: Sequence[Any]) -> Parsed:
+    """Check every row; nothing is raised for a bad one."""
+    parsed = Parsed([], [], [])
+    first: dict[str, int] = {}
+    for number, row in enumerate(rows, start=1):
+        task, problems = parse_row(row, number)
+        parsed.problems.extend(problems)
+        if task is None:
+            continue
+        earlier = first.setdefault(task.key, number)
+        if earlier == number:
+            parsed.tasks.append(task)
+            continue
+        parsed.repeated.append(task)
+        expected = "a key of its own (data.duplicates=first keeps the first of them)"
+        name = ALIASES["key"][0]
+        parsed.problems.append(
+            Problem(number, task.key, name, "duplicate key", expected, f"{task.key!r}, the key of task {earlier}")
+        )
+    return parsed
+
+
+def parse_row(row: Any, number: int) -> tuple[Task | None, list[Problem]]:
+    """The task of one row, or ``None`` and all that is wrong with it. ``number`` counts from 1."""
+    if not isinstance(row, dict):
+        return None, [Problem(number, None, "", "not an object", "an object", _kind(row))]
+    key = next((row[name] for name in ALIASES["key"] if isinstance(row.get(name), str)), None)
+    given: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for field, names in ALIASES.items():
+        found = [(name, row[name]) for name in names if row.get(name) is not None]
+        if field in OPTIONAL_TEXT:
+            found = [(name, value) for name, value in found if value != ""]
+        wrong = _fault(field, found)
+        if wrong is not None:
+            name, kind, expected, what = wrong
+            problems.append(Problem(number, key, name, kind, expected, what))
+        elif found:
+            given[field] = found[0][1]
+    return (None if problems else Task(**given)), problems
+
+
+def _fault(field: str, found: Sequence[tuple[str, Any]]) -> tuple[str, Kind, str, str] | None:
+    """Name, kind, expected and found of what is wrong with a field that is given as ``found``, by its names there."""
+    first, *others = ALIASES[field]
+    if not found:
+        also = f" (also accepted: {', '.join(others)})" if others else ""
+        return (first, "missing", f"text{also}", "nothing, it is missing") if field in REQUIRED else None
+    name, value = found[0]
+    for other, its_value in found[1:]:
+        if its_value != value:
+            expected = f"the value of {name}, {_quote(value)}, as both name one field"
+            return other, "conflict", expected, f"{_kind(its_value)} {_quote(its_value)}"
+    expected_value = _mismatch(field, value)
+    if expected_value is None:
+        return None
+    return name, "wrong value", expected_value, f"{_kind(value)} {_quote(value)}"
+
+
+def _mismatch(field: str, value: Any) -> str | None:
+    """What was expected, or ``None`` for a good value."""
+    if field == "env_variables":
+        return None if isinstance(value, dict) else "an object"
+    if field == "difficulty":
+        good = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 3
+        return None if good else "1, 2 or 3"
+    if field == "modality":
+        return None if value in MODALITIES else "one of " + ", ".join(MODALITIES)
+    if not isinstance(value, str):
+        return "text"
+    if field == "env_key" and value == ALL_ENVIRONMENTS:
+        return f"another name, as {ALL_ENVIRONMENTS} means all environments together"
+    return "text that is not empty" if field in REQUIRED and not value.strip() else None
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "text", bool: "a truth value", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _quote(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."

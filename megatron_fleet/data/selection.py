@@ -1,0 +1,100 @@
+"""Which of a file's tasks are played at all: filters by modality, environment and difficulty, lists, a number."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.sections.data import Data
+from megatron_fleet.data.exclusion import Exclusion, read_exclusion
+from megatron_fleet.data.task import Task
+
+Keeps = Callable[[Task], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Tasks that stay, in file order, and those that do not, each with the reason in a word or two."""
+
+    kept: list[Task]
+    removed: list[tuple[Task, str]]
+
+
+def select(tasks: Sequence[Task], data: Data) -> Selection:
+    """Apply the filters in order; the first one that removes a task is its reason. ``max_tasks`` comes last.
+
+    Raises:
+        UserError: ``data.environments`` names one that no task has, or an exclusion list cannot be read.
+    """
+    _check_environments(tasks, data)
+    kept: list[Task] = []
+    removed: list[tuple[Task, str]] = []
+    filters = _filters(data)
+    for task in tasks:
+        reason = next((reason for reason, keeps in filters if not keeps(task)), None)
+        if reason is None:
+            kept.append(task)
+        else:
+            removed.append((task, reason))
+    if data.max_tasks is None:
+        return Selection(kept, removed)
+    chosen = choose(kept, data.max_tasks)
+    removed += [(task, "max_tasks") for task in kept if task.key not in chosen]
+    return Selection([task for task in kept if task.key in chosen], removed)
+
+
+def excluded_tasks(data: Data) -> frozenset[str]:
+    """Keys of single tasks that the exclusion lists name. Raises UserError: a list cannot be read."""
+    return frozenset().union(*(read_exclusion(name).tasks for name in data.exclusions))
+
+
+def choose(tasks: Sequence[Task], most: int) -> set[str]:
+    """Keys of at most ``most`` tasks, environments in proportion; a larger ``most`` chooses the same ones and more.
+
+    Sainte-Laguë's method: in each environment the tasks stand in the order of a hash, the i-th (from 0) of n at
+    (i + 1/2) / n, and the first ``most`` of all are taken. The hash is not the one of the split, whose smallest values
+    are the evaluation tasks.
+    """
+    by_env: defaultdict[str, list[str]] = defaultdict(list)
+    for task in tasks:
+        by_env[task.env_key].append(task.key)
+    places = [
+        ((place + 0.5) / len(keys), env_key, key)
+        for env_key, keys in by_env.items()
+        for place, key in enumerate(sorted(keys, key=_digest))
+    ]
+    return {key for _, _, key in sorted(places)[:most]}
+
+
+def _filters(data: Data) -> list[tuple[str, Keeps]]:
+    filters: list[tuple[str, Keeps]] = []
+    if data.modality != "all":
+        filters.append(("modality", lambda task: task.modality == data.modality))
+    if data.environments:
+        filters.append(("environment", lambda task: task.env_key in data.environments))
+    if data.difficulties:
+        filters.append(("difficulty", lambda task: task.difficulty in data.difficulties))
+    return filters + [(one.name, _outside(one)) for one in map(read_exclusion, data.exclusions)]
+
+
+def _outside(exclusion: Exclusion) -> Keeps:
+    return lambda task: not exclusion.covers(task)
+
+
+def _check_environments(tasks: Sequence[Task], data: Data) -> None:
+    present = {task.env_key for task in tasks}
+    named = {"data.environments": data.environments, "data.held_out_environments": data.held_out_environments}
+    for key, environments in named.items():
+        absent = sorted(set(environments) - present)
+        if absent:
+            raise UserError(
+                f"{key} names {absent[0]}, which no task of data.tasks={data.tasks} has; they have "
+                f"{', '.join(sorted(present))}. Correct or remove it."
+            )
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.md5(f"max_tasks {key}".encode(), usedforsecurity=False).digest()

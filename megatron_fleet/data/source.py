@@ -1,0 +1,98 @@
+"""Where tasks come from: a file on a disk or on S3, the embedded fleet, or a folder that `mfleet data prepare` made."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import megatron_fleet
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.data import prepared
+from megatron_fleet.data.manifest import SplitManifest
+
+EMBEDDED = "embedded"
+"""The name, in place of a path, of the embedded fleet's own task file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What was read.
+
+    Attributes:
+        address: as it was given.
+        sha256: hexadecimal; of the file's bytes, or of a prepared folder's ``split.json``, which has its files' own.
+        rows: as they stand in the file, not yet checked.
+        manifest: of a prepared folder.
+    """
+
+    address: str
+    sha256: str
+    rows: list[Any]
+    manifest: SplitManifest | None = None
+
+
+def read_source(address: str | Path) -> Source:
+    """Read the rows of a task file or of a prepared folder.
+
+    Raises:
+        UserError: it cannot be read, is no JSON, or holds no list of tasks.
+    """
+    address = str(address)
+    if is_prepared(address):
+        data, rows = prepared.read(address)
+        return Source(address, hashlib.sha256(data).hexdigest(), rows, SplitManifest.parse(data, address))
+    data = read_bytes(address)
+    return Source(address, hashlib.sha256(data).hexdigest(), _rows(data, address))
+
+
+def is_prepared(address: str) -> bool:
+    """Whether an address means a prepared folder. On S3 everything that does not end with ``.json`` does."""
+    if "://" in address:
+        return not address.endswith(".json")
+    return address != EMBEDDED and Path(address).expanduser().is_dir()
+
+
+def read_bytes(address: str, key: str = "data.tasks") -> bytes:
+    """A whole file, local (``~`` expanded), on S3, or the embedded fleet's own.
+
+    Args:
+        key: of the configuration, that gave the address.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    if "://" in address:
+        from megatron_fleet.storage.open import open_folder
+
+        if address.count("/") < 3:
+            raise UserError(f"{key}={address}: names no file in a bucket; write s3://bucket/file.json.")
+        folder, _, name = address.rpartition("/")
+        return open_folder(folder).read(name)
+    if address == EMBEDDED:
+        file = Path(megatron_fleet.__file__).parent / "envs" / "embedded" / "tasks.json"
+    else:
+        file = Path(address).expanduser()
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise UserError(f"{key}: cannot read {file} ({error.strerror}); correct the path.") from error
+
+
+def _rows(data: bytes, file: str) -> list[Any]:
+    try:
+        content = json.loads(data)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{file}: line {error.lineno}, column {error.colno}: not JSON ({error.msg}).") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file}: byte {error.start}: not UTF-8 text; save the file as UTF-8.") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file}: not usable JSON ({error}).") from error
+    rows = content.get("tasks") if isinstance(content, dict) else content
+    if not isinstance(rows, list):
+        raise UserError(f'{file}: expected a list of tasks, or an object with such a list under "tasks".')
+    if not rows:
+        raise UserError(f"{file}: holds no task.")
+    return rows
