@@ -33,20 +33,31 @@ class ToolError:
 
 
 @dataclass(frozen=True, slots=True)
+class Image:
+    """A picture that an environment showed, as it came: ``data`` is the encoded file, ``media_type`` its kind."""
+
+    media_type: str
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Observation:
     """What the environment shows.
 
     Attributes:
-        content: the tool's result as text (JSON for structured results); on reset the task's prompt.
+        content: the tool's result as text (JSON for structured results); on reset the task's prompt. Where an image
+            stood it reads ``[image n]``, n from 1.
         tools: OpenAI function format; set by ``reset`` only.
         error: set when the call failed; ``content`` is then empty.
         done: the environment itself ended the episode.
+        images: in the order of their places in ``content``.
     """
 
     content: str
     tools: tuple[dict[str, Any], ...] = ()
     error: ToolError | None = None
     done: bool = False
+    images: tuple[Image, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

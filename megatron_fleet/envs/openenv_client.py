@@ -1,4 +1,4 @@
-"""OpenEnv's client, imported late and kept from reconnecting."""
+"""OpenEnv's client, imported late and kept from reconnecting; and the schema of a server's action."""
 
 from __future__ import annotations
 
@@ -52,14 +52,33 @@ def one_socket_client() -> type[Any]:
 
     class OneSocketClient(GenericEnvClient):
         _connected = False
+        _heard = False
 
         async def _connect_async(self) -> OneSocketClient:
             if self._connected:
-                if self._ws is None or self._ws.state is not State.OPEN:
+                # A server that is full says so and closes; until that is read, the closed socket holds the reason.
+                if self._ws is None or (self._heard and self._ws.state is not State.OPEN):
                     raise ConnectionError("the session's socket is closed")
                 return self
             await super()._connect_async()
             self._connected = True
             return self
 
+        async def _receive(self) -> dict[str, Any]:
+            message = await super()._receive()
+            self._heard = True
+            return message
+
     return OneSocketClient
+
+
+async def action_schema(url: str) -> dict[str, Any]:
+    """JSON schema of the action that the server at ``url`` takes. Raises httpx.HTTPError, KeyError or ValueError."""
+    import httpx
+
+    base = url.rstrip("/").replace("ws://", "http://", 1).replace("wss://", "https://", 1)
+    # Without TLS there is nothing to verify, and reading all authorities takes 30 ms.
+    async with httpx.AsyncClient(verify=base.startswith("https://"), timeout=None) as client:
+        answer = await client.get(f"{base}/schema")
+        answer.raise_for_status()
+        return answer.json()["action"]

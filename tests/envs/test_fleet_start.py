@@ -5,7 +5,6 @@ import pytest
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Env
 from megatron_fleet.envs.embedded.fleet import EmbeddedFleet
-from megatron_fleet.envs.openenv import _text
 
 
 def interpreter(tmp_path, script):
@@ -33,19 +32,3 @@ def test_a_server_that_never_is_ready(tmp_path):
 def test_an_interpreter_that_does_not_exist(tmp_path):
     with pytest.raises(UserError, match="nowhere"):
         EmbeddedFleet().start(Env(), tmp_path / "env.log", tmp_path / "nowhere")
-
-
-@pytest.mark.parametrize(
-    ("result", "text"),
-    [
-        ("plain", "plain"),
-        ({"data": "inner", "is_error": False}, "inner"),
-        ({"data": [{"id": 1}]}, '[{"id": 1}]'),
-        ({"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, "a\nb"),
-        ({"id": "é"}, '{"id": "é"}'),
-        (None, "null"),
-        (7, "7"),
-    ],
-)
-def test_results_become_text(result, text):
-    assert _text(result) == text

@@ -22,7 +22,7 @@ from megatron_fleet.envs.embedded.session import EmbeddedSession
 from megatron_fleet.envs.embedded.solver import demonstrate, solve
 from megatron_fleet.envs.embedded.tasks import generate
 from megatron_fleet.envs.embedded.tasktype import Answer
-from megatron_fleet.envs.openenv import make_environment
+from megatron_fleet.envs.registry import make_environment
 
 TASKS = generate(seed=3, per_env=12)
 LEDGER = next(t for t in TASKS if t.env_key == "ledger")
@@ -156,7 +156,7 @@ async def test_an_environment_that_is_not_served(url):
 
 async def test_nobody_listens():
     environment = make_environment(CONFIG, "http://127.0.0.1:9")
-    with pytest.raises(EnvLost, match="reset"):
+    with pytest.raises(EnvLost, match="connect"):
         await environment.reset(LEDGER)
     await environment.close()
     await environment.close()
@@ -260,16 +260,6 @@ async def test_256_sessions_at_once(url):
     outcomes = await asyncio.gather(*(one(number) for number in range(256)))
     assert all(value == 1.0 for _, value in outcomes[1::2])
     assert all(value == float(demonstrate(task).answer == "done") for task, value in outcomes[::2])
-
-
-async def test_a_call_costs_the_client_little(url):
-    environment = make_environment(CONFIG, url)
-    await environment.reset(LEDGER)
-    begin = time.process_time()
-    for _ in range(200):
-        await environment.step(READ)
-    assert (time.process_time() - begin) / 200 < 0.5e-3
-    await environment.close()
 
 
 def gone(pid):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from typing import Any
 
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.base import ToolCall, ToolError
+from megatron_fleet.envs.embedded.connections import connection
+from megatron_fleet.envs.embedded.faults import Fault, Faults, FaultSource
 from megatron_fleet.envs.embedded.session import EmbeddedSession
 from megatron_fleet.envs.embedded.verifier_client import VerifierClient
 from megatron_fleet.envs.openenv_client import import_openenv
@@ -29,26 +30,21 @@ from openenv.core.env_server import ToolError as WireError  # noqa: E402
 FINISH_TOOL = "submit_final_answer"
 
 
-@dataclass(frozen=True, slots=True)
-class Faults:
-    """Misbehaviour for tests: tool name → what calling it does instead."""
-
-    delay_s: tuple[tuple[str, float], ...] = ()
-    """Sleeps first; a long sleep is a hanging tool."""
-    dies: tuple[str, ...] = ()
-    """Raises outside of the tool protocol, as a broken environment does."""
+NO_FAULTS = Faults()
 
 
 class FleetEnvironment(Environment):
-    """One session. ``reset`` takes the fields of a Task; every tool call runs on the server's loop (microseconds)."""
+    """One session. ``reset`` takes the fields of a Task; every tool call runs on the server's loop (microseconds).
+
+    Faults that concern the connection need the session to be served through ``Connections``.
+    """
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 
-    def __init__(self, verifier: VerifierClient, faults: Faults | None = None) -> None:
+    def __init__(self, verifier: VerifierClient, faults: FaultSource = NO_FAULTS) -> None:
         super().__init__()
         self._verifier = verifier
-        self._delays = dict(faults.delay_s) if faults else {}
-        self._dies = frozenset(faults.dies) if faults else frozenset()
+        self._faults = faults
         self._session: EmbeddedSession | None = None
         self._done = False
         self._state = State()
@@ -80,23 +76,32 @@ class FleetEnvironment(Environment):
             raise RuntimeError("the session was not reset")
         if isinstance(action, ListToolsAction):
             return _tool_list(self._session)
+        call, name = self._state.step_count, action.tool_name
         self._state.step_count += 1
-        name = action.tool_name
-        if name in self._delays:
-            await asyncio.sleep(self._delays[name])
-        if name in self._dies:
-            raise RuntimeError(f"{name} broke the session")
+        fault = self._faults.of(self._state.episode_id or "", call, name, last=name == FINISH_TOOL)
+        await _suffer(fault, name)
+        shown = await self._answer(self._session, name, action.arguments, fault)
+        if fault.damage is not None:
+            connection().damage_next(fault.damage)
+        return shown
+
+    async def _answer(
+        self, session: EmbeddedSession, name: str, arguments: dict[str, Any], fault: Fault
+    ) -> Observation:
         if self._done:
             return _failure(name, ToolError("execution_error", "the episode is over"))
         if name == FINISH_TOOL:
-            return await self._finish(self._session, action.arguments)
-        shown = self._session.call(ToolCall(name, action.arguments))
+            self._done = True
+            if fault.no_verdict:
+                result = {"reason": "the verifier could not run"}
+                return CallToolObservation(tool_name=name, result=result, done=True, reward=None)
+            return await self._finish(session, arguments)
+        shown = session.call(ToolCall(name, arguments))
         if shown.error is not None:
             return _failure(name, shown.error)
         return CallToolObservation(tool_name=name, result=shown.content)
 
     async def _finish(self, session: EmbeddedSession, arguments: dict[str, Any]) -> Observation:
-        self._done = True
         reward = await self._verifier.verify(
             session.task.verifier_code,
             session.world.seed,
@@ -121,6 +126,18 @@ class FleetEnvironment(Environment):
         if self._session is not None:
             self._session.close()
             self._session = None
+
+
+async def _suffer(fault: Fault, tool: str) -> None:
+    """Let ``fault`` happen before the call is answered. A hanging or dead session stays here until it is ended."""
+    if fault.slow_s:
+        await asyncio.sleep(fault.slow_s)
+    if fault.dies:
+        await connection().die()
+    if fault.dies or fault.hangs:
+        await asyncio.Event().wait()
+    if fault.breaks:
+        raise RuntimeError(f"{tool} broke the session")
 
 
 def _tool_list(session: EmbeddedSession) -> ListToolsObservation:

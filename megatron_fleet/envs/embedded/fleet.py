@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Env
+from megatron_fleet.config.sections.faults import FaultRates
 
 POLL_S = 0.02
 STOP_S = 5.0
@@ -24,13 +25,14 @@ class EmbeddedFleet:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self, config: Env, log_path: Path, python: str | Path | None = None) -> str:
+    def start(self, config: Env, log_path: Path, python: str | Path | None = None, seed: int = 0) -> str:
         """Start the server and wait until it listens.
 
         Args:
-            config: its ``start_timeout_s`` is the deadline.
+            config: its ``start_timeout_s`` is the deadline, its ``faults`` happen.
             log_path: the server's output is appended there.
             python: interpreter of the episode environment; this process's own by default.
+            seed: decides the faults.
 
         Returns:
             The base URL.
@@ -44,6 +46,8 @@ class EmbeddedFleet:
             ready = Path(folder) / "ready.json"
             command = [str(python or sys.executable), "-m", "megatron_fleet.envs.embedded.server"]
             command += ["--ready-file", str(ready), "--parent", str(os.getpid())]
+            if config.faults != FaultRates():
+                command += ["--faults", config.faults.model_dump_json(), "--seed", str(seed)]
             log_path.parent.mkdir(parents=True, exist_ok=True)
             with log_path.open("ab") as log:
                 try:

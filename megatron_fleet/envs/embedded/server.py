@@ -12,7 +12,10 @@ from pathlib import Path
 
 import uvicorn
 
-from megatron_fleet.envs.embedded.environment import ACTION, OBSERVATION, Faults, FleetEnvironment
+from megatron_fleet.config.sections.faults import FaultRates
+from megatron_fleet.envs.embedded.connections import Connections
+from megatron_fleet.envs.embedded.environment import ACTION, NO_FAULTS, OBSERVATION, FleetEnvironment
+from megatron_fleet.envs.embedded.faults import FaultSource, RandomFaults
 from megatron_fleet.envs.embedded.verifier_client import Limits, VerifierClient
 from megatron_fleet.envs.openenv_client import import_openenv
 
@@ -27,7 +30,7 @@ async def serve(
     ready_file: Path | None,
     *,
     parent: int | None = None,
-    faults: Faults | None = None,
+    faults: FaultSource = NO_FAULTS,
     limits: Limits | None = None,
     max_sessions: int = MAX_SESSIONS,
 ) -> None:
@@ -52,7 +55,11 @@ async def serve(
     )
     # Compression costs more CPU than it saves on a loopback connection.
     config = uvicorn.Config(
-        app, log_level="warning", ws_per_message_deflate=False, timeout_graceful_shutdown=SHUTDOWN_S, lifespan="off"
+        Connections(app),
+        log_level="warning",
+        ws_per_message_deflate=False,
+        timeout_graceful_shutdown=SHUTDOWN_S,
+        lifespan="off",
     )
     server = uvicorn.Server(config)
     # uvicorn shuts down on SIGTERM and then raises it again, which must not skip the clean-up below.
@@ -87,8 +94,11 @@ def main() -> None:
     parser.add_argument("--ready-file", type=Path, help="written as JSON with the port when the server listens")
     parser.add_argument("--parent", type=int, help="stop when this process id is no longer the parent")
     parser.add_argument("--max-sessions", type=int, default=MAX_SESSIONS)
+    parser.add_argument("--faults", help="rates of faults on purpose as JSON, the keys of env.faults")
+    parser.add_argument("--seed", type=int, default=0, help="of the faults")
     args = parser.parse_args()
-    asyncio.run(serve(args.port, args.ready_file, parent=args.parent, max_sessions=args.max_sessions))
+    faults = RandomFaults(FaultRates.model_validate_json(args.faults), args.seed) if args.faults else NO_FAULTS
+    asyncio.run(serve(args.port, args.ready_file, parent=args.parent, faults=faults, max_sessions=args.max_sessions))
 
 
 if __name__ == "__main__":

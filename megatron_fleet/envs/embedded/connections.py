@@ -1,0 +1,92 @@
+"""Connections: ends a session when its client is gone, whatever the session is doing; lets it misbehave on the wire."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextvars import ContextVar
+from typing import Any
+
+from megatron_fleet.envs.embedded.faults import Damage
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Application = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+
+GRACE_S = 0.5
+"""After the client left, for a session that listens to notice by itself."""
+WENT_AWAY = 1011
+"""WebSocket close code: the server met an unexpected condition (RFC 6455 §7.4.1)."""
+
+
+class Connection:
+    """One WebSocket, as the session behind it sees it."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._damage: Damage | None = None
+        self._dead = False
+
+    def damage_next(self, damage: Damage) -> None:
+        """The next text frame is sent damaged."""
+        self._damage = damage
+
+    async def die(self) -> None:
+        """Close the socket under the session; nothing is sent any more."""
+        self._dead = True
+        await self._send({"type": "websocket.close", "code": WENT_AWAY})
+
+    async def send(self, message: Message) -> None:
+        if self._dead:
+            return
+        if self._damage is not None and message["type"] == "websocket.send":
+            message, self._damage = {**message, "text": self._damage(message["text"])}, None
+        await self._send(message)
+
+
+_CONNECTION: ContextVar[Connection] = ContextVar("connection")
+
+
+def connection() -> Connection:
+    """The connection that the running session serves. Raises LookupError elsewhere."""
+    return _CONNECTION.get()
+
+
+class Connections:
+    """ASGI middleware. A session that never ends by itself would otherwise hold its place and its thread for ever."""
+
+    def __init__(self, app: Application) -> None:
+        self._app = app
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] != "websocket":
+            await self._app(scope, receive, send)
+            return
+        own = Connection(send)
+        inbox: asyncio.Queue[Message] = asyncio.Queue()
+        _CONNECTION.set(own)
+        session = asyncio.create_task(_run(self._app, scope, inbox.get, own.send))
+        listening = asyncio.create_task(_listen(receive, inbox))
+        try:
+            await asyncio.wait((session, listening), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((session,), timeout=GRACE_S)
+        finally:
+            listening.cancel()
+            session.cancel()
+            await asyncio.gather(session, listening, return_exceptions=True)
+        if not session.cancelled():
+            session.result()
+
+
+async def _run(app: Application, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+    await app(scope, receive, send)
+
+
+async def _listen(receive: Receive, inbox: asyncio.Queue[Message]) -> None:
+    """Pass messages on until the client has left."""
+    while True:
+        message = await receive()
+        inbox.put_nowait(message)
+        if message["type"] == "websocket.disconnect":
+            return

@@ -1,0 +1,116 @@
+"""Fleet's own client, FleetTaskEnv of fleet-ai/OpenEnv: found, checked and imported late.
+
+As a program (``python -m megatron_fleet.envs.fleet_package [FOLDER]``) it says whether this interpreter can play
+Fleet's environments, so that a run can ask the episode environment's before it starts anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import ssl
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Any
+
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.sections.fleet import Fleet
+
+COMMIT = "009c1ed90ffee3575785eb169b8254f4c682e09a"
+INSTALL = (
+    "with the episode environment's pip run `pip install -e '.[fleet]' 'mcp>=1.24,<2'` in the checkout and "
+    f"`pip install --no-deps --target FOLDER git+https://github.com/fleet-ai/OpenEnv@{COMMIT}`, and set "
+    "env.fleet.package=FOLDER"
+)
+THREADS = 128
+"""FleetTaskEnv's reset blocks a thread of the loop's executor for up to ten seconds; the default has about ten."""
+_METHODS = ("reset_async", "step_async", "close_async", "_ensure_provisioned")
+_ARGUMENTS = ("task_config", "ttl_seconds", "max_steps", "partial_reward")
+
+
+def check_key() -> None:
+    """Raises UserError without FLEET_API_KEY."""
+    if not os.environ.get("FLEET_API_KEY"):
+        raise UserError("env.kind=fleet needs Fleet's key; set FLEET_API_KEY in the environment of the run.")
+
+
+@lru_cache(maxsize=1)
+def load_fleet_task_env(config: Fleet) -> type[Any]:
+    """The class ``FleetTaskEnv``, ready to be used in this process.
+
+    Raises:
+        UserError: it is not installed, or not in the version that this adapter knows; FLEET_API_KEY is not set.
+    """
+    check_key()
+    _prepare_process(config)
+    _check_mcp()
+    if config.package is not None:
+        folder = Path(config.package).expanduser()
+        if not (folder / "envs" / "fleet_env").is_dir():
+            raise UserError(f"env.fleet.package={folder}: there is no envs/fleet_env in it; {INSTALL}.")
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))
+    try:
+        found = import_module("envs.fleet_env").FleetTaskEnv
+    except ImportError as error:
+        raise UserError(f"env.kind=fleet needs fleet-ai/OpenEnv ({error}); {INSTALL}.") from error
+    _check_interface(found)
+    return found
+
+
+def _prepare_process(config: Fleet) -> None:
+    """What Fleet's packages read from the process alone."""
+    os.environ.setdefault("LOGFIRE_IGNORE_NO_CONFIG", "1")
+    if config.ca_file is None:
+        return
+    file = Path(config.ca_file).expanduser()
+    try:
+        ssl.create_default_context(cafile=str(file))
+    except (OSError, ssl.SSLError) as error:
+        raise UserError(f"env.fleet.ca_file={file}: no certificates can be read from it ({error}).") from error
+    os.environ["SSL_CERT_FILE"] = str(file)
+
+
+def _check_mcp() -> None:
+    try:
+        version = metadata.version("mcp")
+    except metadata.PackageNotFoundError:
+        raise UserError(f"env.kind=fleet needs mcp<2, and there is none in {sys.prefix}; {INSTALL}.") from None
+    if int(version.partition(".")[0]) >= 2:
+        raise UserError(f"env.kind=fleet needs mcp<2, but {sys.prefix} has mcp {version}; {INSTALL}.")
+
+
+def _check_interface(found: type[Any]) -> None:
+    """Its version number never changed, so what is used of it is looked for."""
+    known = inspect.signature(found.__init__).parameters
+    missing = [name for name in _METHODS if not inspect.iscoroutinefunction(getattr(found, name, None))]
+    missing += [name for name in _ARGUMENTS if name not in known]
+    if missing:
+        raise UserError(
+            f"{inspect.getfile(found)} is not the FleetTaskEnv that this adapter was made for (it lacks "
+            f"{', '.join(missing)}); {INSTALL}."
+        )
+
+
+@lru_cache(maxsize=1)
+def give_threads(loop: asyncio.AbstractEventLoop) -> None:
+    """Let ``asyncio.to_thread`` on ``loop`` block ``THREADS`` threads at once. Once per loop."""
+    loop.set_default_executor(ThreadPoolExecutor(THREADS, thread_name_prefix="fleet"))
+
+
+def main() -> int:
+    """Exit status 0 when Fleet's environments can be played; else 1 and one sentence."""
+    try:
+        load_fleet_task_env(Fleet(package=sys.argv[1] if len(sys.argv) > 1 else None))
+    except UserError as error:
+        print(error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

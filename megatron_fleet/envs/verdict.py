@@ -1,0 +1,40 @@
+"""From what an environment told along an episode to its reward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from megatron_fleet.envs.base import Reward
+from megatron_fleet.envs.content import score_of
+
+
+def verdict(source: Literal["finish", "last", "sum"], given: Sequence[Any], last: Any, scored: bool) -> Reward:
+    """The episode's reward; unknown unless the environment told one.
+
+    Args:
+        source: where it stands, see ``env.openenv.reward``.
+        given: reward of every step, in order; ``None`` where a step gave none.
+        last: the step that ended or scored the episode, ``None`` when there was none.
+        scored: ``last`` is the answer of a tool that scores, whose result then may hold the score.
+    """
+    if source != "finish" and not scored:
+        known = [value for value in map(_number, given) if value is not None]
+        if not known:
+            return Reward(None, "no step gave a reward")
+        return Reward(known[-1] if source == "last" else math.fsum(known), f"{source} of {len(known)} rewards")
+    if last is None:
+        return Reward(
+            None, "the environment did not end the episode; env.openenv.finish_tool may name the tool that does"
+        )
+    result = last.observation.get("result")
+    value = _number(last.reward)
+    if value is None and scored:
+        value = score_of(result)
+    reason = str(result.get("reason", "")) if isinstance(result, dict) else ""
+    return Reward(value, reason or ("" if value is not None else "the environment gave no reward"))
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) else None

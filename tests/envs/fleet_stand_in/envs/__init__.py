@@ -1,0 +1,1 @@
+"""Stands in for fleet-ai/OpenEnv where it is not installed."""

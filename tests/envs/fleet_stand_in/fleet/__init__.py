@@ -1,0 +1,1 @@
+"""Stands in for fleet-python where it is not installed."""

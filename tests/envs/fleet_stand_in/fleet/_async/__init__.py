@@ -1,0 +1,1 @@
+"""The part of it that is used."""
