@@ -5,4 +5,9 @@ token ids, reads what they say (``parser.py``), calls tools, and puts every id t
 growing sequence (``builder.py``). What comes out is a ``Trajectory``: ids, action mask, behaviour log-probs, weight
 versions, reward or *unknown*, and the ``Outcome``. Sampled ids are never decoded and encoded again, so what is trained
 on is exactly what was sampled. Nothing here imports torch or vLLM.
+
+``prompts.yaml`` holds what the policy is told, ``local_tools.py`` the tools that the agent answers itself: the final
+answer as a call, pages of long results (``outputs.py``), context management. Where the prompt is not the last one with
+something appended, because turns were removed or the thinking of earlier turns is left out (``history.py``), a new
+*segment* of the trajectory begins, which training takes as a row of its own.
 """

@@ -1,52 +1,71 @@
-"""The growing token sequence of one episode: pure state, no waiting."""
+"""The growing token sequences of one episode: pure state, no waiting."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from megatron_fleet.agents.engine import Generation
+from megatron_fleet.agents.images import ImageSpan, PlacedImage, digest
 from megatron_fleet.agents.trajectory import Outcome, Span, Trajectory
 from megatron_fleet.data.task import Task
+from megatron_fleet.envs.base import Image
 
 
 class TrajectoryBuilder:
-    """Collects prompt, actions and observations in order; ids are appended and never changed.
+    """Collects prompts, actions and observations in order; ids are appended and never changed.
 
     Attributes:
-        ids: all token ids so far.
+        ids: token ids of the present segment, which are what the engine is shown next.
+        images: pictures of the present segment, placed in ``ids``.
+        turns: turns sampled so far.
         messages: the conversation as text, for records and verifiers.
         metrics: counters and seconds; the loop adds to them.
-        routed: tokens from the start whose experts are known; the next request asks for those behind them.
+        routed: tokens of the present segment, from its start, whose experts are known; the next request asks for those
+            behind them.
     """
 
     def __init__(self) -> None:
         self.ids: list[int] = []
+        self.images: list[PlacedImage] = []
+        self.turns = 0
         self.messages: list[dict[str, Any]] = []
         self.metrics: dict[str, float] = {}
         self.routed = 0
-        self._routing: list[np.ndarray] = []
+        self._before: list[int] = []
+        self._starts: list[int] = []
+        self._routing: list[tuple[int, np.ndarray]] = []
         self._spans: list[Span] = []
         self._actions: list[tuple[int, np.ndarray]] = []
-        self._turn = 0
+        self._image_spans: list[ImageSpan] = []
+        self._kept_images: dict[str, Image] = {}
 
     def count(self, name: str, amount: float = 1) -> None:
         """Add to a metric."""
         self.metrics[name] = self.metrics.get(name, 0) + amount
 
-    def say(self, role: str, content: str) -> None:
-        """Record one message as text."""
+    def say(self, role: str, content: str, images: Sequence[Image] = ()) -> None:
+        """Record one message as text; ``images`` are kept and named by their digests."""
         self.messages.append({"role": role, "content": content})
+        if images:
+            self.messages[-1]["images"] = names = [digest(image) for image in images]
+            self._kept_images |= zip(names, images, strict=True)
+            self.count("images", len(images))
 
-    def add_prompt(self, ids: Sequence[int]) -> None:
-        """The first prompt."""
-        self._append("prompt", ids, 0)
+    def begin(self, ids: Sequence[int], images: Sequence[PlacedImage] = ()) -> None:
+        """A rendered prompt: the episode's first, or that of a new segment because history was rewritten."""
+        self._before += self.ids
+        self._starts.append(len(self._before))
+        self.ids, self.images, self.routed = [], [], 0
+        self._append("prompt", ids, self.turns, images)
 
-    def add_observation(self, ids: Sequence[int]) -> None:
-        """What the policy is shown after a turn; counted to that turn."""
-        self._append("observation", ids, self._turn - 1)
+    def add_observation(self, ids: Sequence[int], images: Sequence[PlacedImage] = ()) -> None:
+        """What the policy is shown after a turn; counted to that turn. ``images``: placed in the whole segment."""
+        self._append("observation", ids, self.turns - 1, images)
 
     def add_action(self, generation: Generation) -> None:
         """One sampled turn, asked for with ``routing_start`` = ``routed`` or without.
@@ -55,22 +74,19 @@ class TrajectoryBuilder:
             ValueError: its log-probs or versions do not cover its tokens, or it tells experts of tokens that were no
                 input.
         """
-        n, start = len(generation.token_ids), len(self.ids)
+        n, start = len(generation.token_ids), len(self._before) + len(self.ids)
         edges = [0, *(end for _, _, end in generation.versions)]
         starts = [s for _, s, _ in generation.versions]
         if len(generation.logprobs) != n or edges[-1] != n or starts != edges[:-1]:
             raise ValueError(f"the engine's log-probs or weight versions do not cover its {n} tokens")
         if generation.routing is not None:
-            self.routed += len(generation.routing)
-            if self.routed >= start + n:
-                raise ValueError(f"the engine tells experts of {self.routed} tokens, but only {start + n - 1} were fed")
-            self._routing.append(generation.routing)
+            self._add_routing(generation.routing, fed=len(self.ids) + n - 1)
         self._actions.append((start, generation.logprobs))
         for version, a, b in generation.versions:
             if a < b:
-                self._spans.append(Span("action", start + a, start + b, self._turn, version))
+                self._spans.append(Span("action", start + a, start + b, self.turns, version))
         self.ids.extend(generation.token_ids.tolist())
-        self._turn += 1
+        self.turns += 1
 
     def build(
         self,
@@ -83,19 +99,22 @@ class TrajectoryBuilder:
         final_answer: str | None,
     ) -> Trajectory:
         """The finished trajectory; array layout as in ``Trajectory``."""
-        total = len(self.ids)
-        mask = np.zeros(total, bool)
-        logprobs = np.zeros(total, np.float32)
+        ids = self._before + self.ids
+        mask = np.zeros(len(ids), bool)
+        logprobs = np.zeros(len(ids), np.float32)
         for start, values in self._actions:
             mask[start : start + len(values)] = True
             logprobs[start : start + len(values)] = values
-        self.metrics |= {"turns": self._turn, "action_tokens": int(mask.sum()), "total_tokens": total}
+        self.metrics |= {"turns": self.turns, "action_tokens": int(mask.sum()), "total_tokens": len(ids)}
+        self.metrics["segments"] = len(self._starts)
+        if self._image_spans:
+            self.metrics["image_tokens"] = sum(span.end - span.start for span in self._image_spans)
         return Trajectory(
             task_key=task.key,
             env_key=task.env_key,
             group=group,
             sample=sample,
-            token_ids=np.array(self.ids, np.int32),
+            token_ids=np.array(ids, np.int32),
             action_mask=mask,
             behaviour_logprobs=logprobs,
             spans=tuple(self._spans),
@@ -103,19 +122,44 @@ class TrajectoryBuilder:
             reward_reason=reason,
             outcome=outcome,
             final_answer=final_answer,
-            routing=self._all_routing(total),
+            routing=self._all_routing(len(ids)),
             metrics=self.metrics,
             messages=self.messages,
+            segment_starts=tuple(self._starts) or (0,),
+            image_spans=tuple(self._image_spans),
+            images=self._kept_images,
         )
+
+    def _add_routing(self, routing: np.ndarray, fed: int) -> None:
+        self._routing.append((len(self._before) + self.routed, routing))
+        self.routed += len(routing)
+        if self.routed > fed:
+            raise ValueError(f"the engine tells experts of {self.routed} tokens, but only {fed} were fed")
 
     def _all_routing(self, total: int) -> np.ndarray | None:
         if not self._routing:
             return None
-        told = np.concatenate(self._routing)
-        return np.concatenate([told, np.zeros((total - len(told), *told.shape[1:]), told.dtype)])
+        _, some = self._routing[0]
+        routing = np.zeros((total, *some.shape[1:]), some.dtype)
+        for start, told in self._routing:
+            routing[start : start + len(told)] = told
+        return routing
 
-    def _append(self, kind: str, ids: Sequence[int], turn: int) -> None:
+    def _append(self, kind: str, ids: Sequence[int], turn: int, images: Sequence[PlacedImage]) -> None:
         if ids:
-            start = len(self.ids)
+            start = len(self._before) + len(self.ids)
             self.ids.extend(ids)
-            self._spans.append(Span(kind, start, len(self.ids), turn))
+            self._spans.append(Span(kind, start, start + len(ids), turn))
+        before = len(self._before)
+        self.images += images
+        self._image_spans += [ImageSpan(before + i.start, before + i.end, i.digest) for i in images]
+
+
+@contextmanager
+def timed(builder: TrajectoryBuilder, name: str) -> Iterator[None]:
+    """Add the seconds within to the metric ``name``."""
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        builder.count(name, time.perf_counter() - began)

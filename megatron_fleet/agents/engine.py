@@ -8,6 +8,8 @@ from typing import Protocol
 
 import numpy as np
 
+from megatron_fleet.agents.images import PlacedImage
+
 
 class EngineLost(Exception):
     """The engine cannot answer (crashed, unreachable, past its deadline). The episode ends as ``aborted``."""
@@ -52,8 +54,12 @@ class Generation:
 
 
 class Engine(Protocol):
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, session: str) -> Generation:
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, session: str, images: Sequence[PlacedImage] = ()
+    ) -> Generation:
         """Sample one turn. ``session`` names the episode: equal sessions go to the same replica (prefix cache).
+
+        ``images`` are those of the prompt, in order; its ids have all their placeholders.
 
         Raises:
             EngineLost: no answer within the engine's deadline, or the engine died.

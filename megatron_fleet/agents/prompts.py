@@ -1,39 +1,82 @@
-"""What the policy is told before its first turn.
-
-The system text depends on the environment only. With the tool definitions that follow it, it is one token prefix for
-all tasks of an environment, which engines keep in their prefix cache; what belongs to one task comes last.
-"""
+"""What the policy is told: texts from ``prompts.yaml``, or from the user's own file over it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
+from pathlib import Path
+from typing import Any, Literal
 
+import yaml
+from pydantic import ValidationError
+
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.sections.base import Section
 from megatron_fleet.data.task import Task
 
-SYSTEM = (
-    "Complete the user's task with the tools. In each turn do one thing: call one tool, or finish. "
-    "To finish, write the final answer followed by <done>. "
-    "If a tool returns an error, read it and change the call."
-)
-REMINDER = "Call one tool, or finish: write the final answer followed by <done>."
-
-# Added to SYSTEM for one environment: what cannot be learnt from its tool definitions.
-ENVIRONMENT_HINTS: Mapping[str, str] = MappingProxyType(
-    {"fostgres": "Before querying, list the tables and columns through information_schema."}
-)
-_LABELS: Mapping[str, str] = MappingProxyType(
-    {"CURRENT_DATE": "Current date", "LOGGED_IN_USER": "Logged-in user", "LOGGED_IN_NAME": "Logged-in name"}
-)
+SHIPPED = Path(__file__).with_name("prompts.yaml")
+Finish = Literal["done_tag", "tool"]
 
 
-def system_prompt(env_key: str) -> str:
-    """The system text of an environment."""
-    hint = ENVIRONMENT_HINTS.get(env_key)
-    return f"{SYSTEM} {hint}" if hint else SYSTEM
+class Prompts(Section):
+    """The registry; ``prompts.yaml`` says what each text is for."""
+
+    system: str
+    finish: dict[Finish, str]
+    environments: dict[str, str]
+    labels: dict[str, str]
+    reminder: str
+    repeated: str
+    removed: str
+    unseen: str
+
+    def system_text(self, env_key: str, finish: Finish) -> str:
+        """The system text of an environment; the same for all its tasks."""
+        text, hint = self.system.replace("{finish}", self.finish[finish]), self.environments.get(env_key)
+        return f"{text} {hint}" if hint else text
+
+    def user_text(self, task: Task, prompt: str) -> str:
+        """The task as the user says it, then its environment variables (the date too: never the host's clock)."""
+        lines = [f"{self.labels.get(key, key)}: {value}" for key, value in sorted(task.env_variables.items())]
+        return "\n".join([prompt, "", *lines]) if lines else prompt
+
+    def reminder_text(self, finish: Finish) -> str:
+        """What is said after a turn with neither a tool call nor an answer."""
+        return self.reminder.replace("{finish}", self.finish[finish])
 
 
-def user_prompt(task: Task, prompt: str) -> str:
-    """The task as the user says it, followed by its environment variables (the date too: never the host's clock)."""
-    lines = [f"{_LABELS.get(key, key)}: {value}" for key, value in sorted(task.env_variables.items())]
-    return "\n".join([prompt, "", *lines]) if lines else prompt
+def load_prompts(path: str | Path | None) -> Prompts:
+    """The shipped texts, or those of ``path`` over them.
+
+    Raises:
+        UserError: the file is missing or no YAML, or it has a key or a value that is not understood.
+    """
+    if path is None:
+        return _shipped()
+    texts = _shipped().model_dump()
+    for key, value in _read(Path(path)).items():
+        if key not in texts:
+            raise UserError(f"agent.prompts={path}: unknown key {key!r}; use {', '.join(texts)}.")
+        both = isinstance(texts[key], dict) and isinstance(value, dict)
+        texts[key] = texts[key] | value if both else value
+    try:
+        return Prompts.model_validate(texts)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UserError(f"agent.prompts={path}: {where}: {first['msg']}; {SHIPPED.name} shows the form.") from None
+
+
+def _shipped() -> Prompts:
+    return Prompts.model_validate(_read(SHIPPED))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"agent.prompts={path}: cannot be read ({error.strerror}).") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        problem = " ".join(str(error).split())
+        raise UserError(f"agent.prompts={path}: no YAML ({problem}); {SHIPPED.name} shows the form.") from None
+    if not isinstance(content, dict):
+        raise UserError(f"agent.prompts={path}: must be a table of texts; {SHIPPED.name} shows the form.")
+    return content

@@ -1,10 +1,12 @@
-"""Text to ids and back with the model's own ``tokenizer.json``; no transformers, so episode workers start fast."""
+"""Text to ids and back with the model's own tokenizer files; no transformers, so episode workers start fast."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -12,10 +14,45 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from megatron_fleet.agents.chat_template import QWEN3_CHAT_TEMPLATE
 from megatron_fleet.config.errors import UserError
 
+TOKENIZER_FILES = ("tokenizer.json", "tiktoken.model")
+"""What a model folder may have, the first found being used; Kimi's have the second."""
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-# Qwen3 marks only the first three as special; the others are added tokens that ordinary text may contain.
-CONTROL_TOKENS = (END_OF_TEXT, IM_START, IM_END)
-TAG_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+IMAGE_PAD, VIDEO_PAD = "<|image_pad|>", "<|video_pad|>"
+VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", IMAGE_PAD, VIDEO_PAD)
+
+
+@dataclass(frozen=True, slots=True)
+class AddedTokens:
+    """The tokens that a model family adds to its byte-level vocabulary.
+
+    Attributes:
+        control: text that merely spells one is never encoded to it.
+        tags: ordinary text may contain them.
+        stops: of ``control``, what ends an assistant turn, the usual one first.
+        chat_template: Jinja, for the folders that we make ourselves.
+    """
+
+    control: tuple[str, ...]
+    tags: tuple[str, ...]
+    stops: tuple[str, ...]
+    pad: str
+    chat_template: str | None = None
+
+
+QWEN3_TOKENS = AddedTokens(
+    control=(END_OF_TEXT, IM_START, IM_END),
+    tags=("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"),
+    stops=(IM_END, END_OF_TEXT),
+    pad=END_OF_TEXT,
+    chat_template=QWEN3_CHAT_TEMPLATE,
+)
+
+QWEN_VL_TOKENS = replace(
+    QWEN3_TOKENS,
+    control=(*QWEN3_TOKENS.control, *VISION_TOKENS),
+    chat_template=None,
+)
+"""Of Qwen2-VL to Qwen3-VL; their own templates come with the models."""
 
 # Words, numbers, and what stands between them. Unlike Qwen2's pattern, a number is whole and a word never takes the
 # blank or quote before it along: each is the same token in a table, a sentence and a JSON string, so a small model can
@@ -23,50 +60,94 @@ TAG_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response
 _SPLIT = r"\p{L}+|\p{N}+|[^\p{L}\p{N}]+"
 
 
-class Tokenizer:
-    """A ``tokenizer.json`` of the Qwen3 family.
+class Codec(Protocol):
+    """One kind of tokenizer file.
 
     Attributes:
-        special: text of each control and tag token to its id.
+        special: text of each added token to its id.
+        vocab_size: ids are in ``[0, vocab_size)``.
+    """
+
+    special: Mapping[str, int]
+    vocab_size: int
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of valid UTF-8 ``text`` alone."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ``ids``."""
+        ...
+
+
+class Tokenizer:
+    """The tokenizer of a model folder.
+
+    Attributes:
+        special: text of each added token (control tokens and tags) to its id.
         vocab_size: ids are in ``[0, vocab_size)``.
     """
 
     def __init__(self, folder: str | Path) -> None:
-        """Load ``folder/tokenizer.json``. Raises UserError when it is missing, broken or lacks a Qwen3 token."""
-        path = Path(folder) / "tokenizer.json"
-        if not path.is_file():
-            raise UserError(f"{path}: no such file; model.path must be an HF folder that holds tokenizer.json")
+        """Load ``folder/tokenizer.json`` or, where there is none, ``folder/tiktoken.model``.
+
+        Raises:
+            UserError: both are missing, or the file is broken.
+        """
+        json_file, tiktoken_file = (Path(folder) / name for name in TOKENIZER_FILES)
+        if json_file.is_file():
+            self._codec: Codec = JsonCodec(json_file)
+        elif tiktoken_file.is_file():
+            from megatron_fleet.agents.tiktoken_codec import TiktokenCodec
+
+            self._codec = TiktokenCodec(tiktoken_file)
+        else:
+            raise UserError(f"{json_file}: no such file; model.path must be an HF folder that holds tokenizer.json")
+        self.special: Mapping[str, int] = self._codec.special
+        self.vocab_size = self._codec.vocab_size
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of ``text`` alone: no bos, control tokens spelled out in the text stay ordinary text."""
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # lone surrogates, which JSON from a tool can carry
+            text = text.encode("utf-8", "replace").decode("utf-8")
+        return self._codec.encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ``ids``, control tokens included; incomplete UTF-8 becomes U+FFFD."""
+        return self._codec.decode(ids)
+
+
+class JsonCodec:
+    """A ``tokenizer.json``."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises UserError when ``path`` cannot be read."""
         try:
             self._inner = tokenizers.Tokenizer.from_file(str(path))
         except Exception as e:  # the library raises bare Exception
             raise UserError(f"{path}: not a readable tokenizer ({e}); copy the model's own file again") from e
         # Text that merely spells a control token must not end a turn or open another one.
         self._inner.encode_special_tokens = True
-        found = {t: self._inner.token_to_id(t) for t in CONTROL_TOKENS + TAG_TOKENS}
-        self.special: dict[str, int] = {t: i for t, i in found.items() if i is not None}
-        missing = [t for t in found if t not in self.special]
-        if missing:
-            raise UserError(f"{path}: lacks the tokens {', '.join(missing)}; only Qwen3 tokenizers are supported")
-        split = [t for t in TAG_TOKENS if self.encode(t) != [self.special[t]]]
-        if split:
-            raise UserError(f'{path}: {", ".join(split)} must be added tokens with "special": false, as in Qwen3')
+        self.special: Mapping[str, int] = {
+            token.content: i for i, token in self._inner.get_added_tokens_decoder().items()
+        }
         self.vocab_size = max(self._inner.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, text: str) -> list[int]:
-        """Ids of ``text`` alone: no bos, control tokens spelled out in the text stay ordinary text."""
-        try:
-            return self._inner.encode(text, add_special_tokens=False).ids
-        except (UnicodeEncodeError, TypeError):  # lone surrogates, which JSON from a tool can carry
-            clean = text.encode("utf-8", "replace").decode("utf-8")
-            return self._inner.encode(clean, add_special_tokens=False).ids
+        """Ids of ``text``."""
+        return self._inner.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ``ids``, control tokens included; incomplete UTF-8 becomes U+FFFD."""
+        """Text of ``ids``."""
         return self._inner.decode(ids, skip_special_tokens=False)
 
 
-def train_tokenizer(corpus: Iterable[str], vocab_size: int, out_dir: str | Path) -> Tokenizer:
-    """Train a small byte-level BPE with Qwen3's special tokens, and write it as an HF folder.
+def train_tokenizer(
+    corpus: Iterable[str], vocab_size: int, out_dir: str | Path, tokens: AddedTokens = QWEN3_TOKENS
+) -> Tokenizer:
+    """Train a small byte-level BPE with a family's added tokens, and write it as an HF folder.
 
     Args:
         corpus: texts to learn merges from.
@@ -76,7 +157,7 @@ def train_tokenizer(corpus: Iterable[str], vocab_size: int, out_dir: str | Path)
     Raises:
         UserError: ``vocab_size`` has no room for the 256 bytes and the added tokens.
     """
-    added = len(CONTROL_TOKENS) + len(TAG_TOKENS)
+    added = len(tokens.control) + len(tokens.tags)
     if vocab_size < 256 + added:
         raise UserError(f"vocab_size: {vocab_size} is too small; 256 bytes and {added} added tokens need {256 + added}")
     inner = tokenizers.Tokenizer(models.BPE())
@@ -96,28 +177,31 @@ def train_tokenizer(corpus: Iterable[str], vocab_size: int, out_dir: str | Path)
         show_progress=False,
     )
     inner.train_from_iterator(corpus, trainer)
-    inner.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in CONTROL_TOKENS])
-    inner.add_tokens([AddedToken(t, special=False, normalized=False) for t in TAG_TOKENS])
+    inner.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in tokens.control])
+    inner.add_tokens([AddedToken(t, special=False, normalized=False) for t in tokens.tags])
     out = Path(out_dir)
     out.mkdir(parents=True, exist_ok=True)
     inner.save(str(out / "tokenizer.json"))
-    _write_companions(inner, out)
+    _write_companions(inner, out, tokens)
     return Tokenizer(out)
 
 
-def _write_companions(inner: tokenizers.Tokenizer, out: Path) -> None:
+def _write_companions(inner: tokenizers.Tokenizer, out: Path, tokens: AddedTokens) -> None:
     """The small JSON files that let transformers and vLLM use the folder without arguments."""
-    ids = {t: inner.token_to_id(t) for t in CONTROL_TOKENS}
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": None,
-        "eos_token": IM_END,
-        "pad_token": END_OF_TEXT,
+        "eos_token": tokens.stops[0],
+        "pad_token": tokens.pad,
         "unk_token": None,
         "clean_up_tokenization_spaces": False,
         "model_max_length": 131072,
-        "chat_template": QWEN3_CHAT_TEMPLATE,
     }
-    generation = {"eos_token_id": [ids[IM_END], ids[END_OF_TEXT]], "pad_token_id": ids[END_OF_TEXT]}
+    if tokens.chat_template is not None:
+        config["chat_template"] = tokens.chat_template
+    generation = {
+        "eos_token_id": [inner.token_to_id(t) for t in tokens.stops],
+        "pad_token_id": inner.token_to_id(tokens.pad),
+    }
     for name, content in (("tokenizer_config.json", config), ("generation_config.json", generation)):
         (out / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

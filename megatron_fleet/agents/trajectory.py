@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+
+from megatron_fleet.agents.images import ImageSpan
+from megatron_fleet.envs.base import Image
 
 
 class Outcome(StrEnum):
@@ -30,6 +34,8 @@ class Outcome(StrEnum):
     """The environment could not be started or was lost; the reward is unknown."""
     VERIFIER_FAILED = "verifier_failed"
     """The episode ended but its verifier could not be run; the reward is unknown."""
+    WROTE_IMAGE = "wrote_image"
+    """The policy wrote a token that only stands for a part of a picture; the verifier still scored the state."""
     ABORTED = "aborted"
     """The run was stopped or the engine failed while the episode was in flight; the reward is unknown."""
 
@@ -53,18 +59,27 @@ class Span:
 class Trajectory:
     """One finished episode.
 
+    A *segment* is one append-only conversation: a rendered prompt, then actions and observations. An episode has one,
+    unless its history was rewritten on the way: then what followed is a segment with a prompt of its own. Every token
+    was predicted from the tokens before it in its segment, and from nothing else.
+
     Attributes:
-        token_ids: int32 ``[T]``, everything the policy saw and said, exactly as sampled.
+        token_ids: int32 ``[T]``, everything the policy saw and said, exactly as sampled; all segments joined.
         action_mask: bool ``[T]``, true where the policy sampled the token.
         behaviour_logprobs: float32 ``[T]``, log μ(token) at the sampling temperature; 0 where ``action_mask`` is false.
-        spans: cover ``[0, T)`` without gaps, in order.
+        spans: cover ``[0, T)`` without gaps, in order; a segment begins with a ``prompt`` span.
+        segment_starts: first token of each segment, ascending; the first is 0.
         routing: uint8 or int16 ``[T, layers, k]`` for a mixture of experts whose routing is replayed, else ``None``:
             the experts that each layer of the engine sent token t *as an input* to. A token takes k ≥ 2 different
             experts, so equal ids (zeros: the last token, dense layers, what the engine did not tell) mean "not known".
         reward: ``None`` = unknown; see design rule "unknown never enters group statistics or the loss".
         reward_reason: one short sentence from the verifier or from whatever prevented it.
         metrics: numbers of this episode (turns, tool_calls, tool_errors, parse_errors, seconds…).
-        messages: the conversation as text, for records only; never re-tokenised.
+        messages: the conversation as text, for records only; never re-tokenised. A message with pictures names their
+            digests as ``images``, in the order of their places ``[image n]``.
+        image_spans: where the policy saw pictures, in order; each is a run of the one placeholder token, in a prompt or
+            an observation.
+        images: digest → picture as it came, each once; empty where the pictures have become files.
     """
 
     task_key: str
@@ -82,6 +97,13 @@ class Trajectory:
     routing: np.ndarray | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     messages: list[dict[str, Any]] = field(default_factory=list)
+    segment_starts: tuple[int, ...] = (0,)
+    image_spans: tuple[ImageSpan, ...] = ()
+    images: dict[str, Image] = field(default_factory=dict)
+
+    def segments(self) -> list[slice]:
+        """Where each segment lies in the arrays."""
+        return [slice(a, b) for a, b in pairwise((*self.segment_starts, len(self.token_ids)))]
 
     def check(self) -> None:
         """Raise ValueError when an invariant is broken; called where trajectories enter the trainer."""
@@ -95,6 +117,28 @@ class Trajectory:
             raise ValueError(f"trajectory {self.task_key}#{self.sample}: spans do not cover the tokens")
         if np.any(self.behaviour_logprobs[~self.action_mask]):
             raise ValueError(f"trajectory {self.task_key}#{self.sample}: log-probs on tokens that were not sampled")
+        starts, prompts = self.segment_starts, {s.start for s in self.spans if s.kind == "prompt"}
+        if starts[:1] != (0,) or any(a >= b for a, b in pairwise(starts)) or (n and not prompts.issuperset(starts)):
+            raise ValueError(f"trajectory {self.task_key}#{self.sample}: its segments do not begin with their prompts")
+        if wrong := self._wrong_image():
+            raise ValueError(f"trajectory {self.task_key}#{self.sample}: {wrong}")
+
+    def _wrong_image(self) -> str:
+        """What is wrong with a picture; nothing when none is."""
+        behind, ids = 0, self.token_ids
+        for span in self.image_spans:
+            start, end = span.start, span.end
+            where = f"the image at [{start}, {end})"
+            if not behind <= start < end <= len(ids) or any(start < edge < end for edge in self.segment_starts):
+                return f"{where} is not behind the one before it, within one segment"
+            if self.action_mask[start:end].any():
+                return f"{where} stands where tokens were sampled"
+            if (ids[start:end] != ids[self.image_spans[0].start]).any():
+                return f"{where} is not a run of one placeholder"
+            if span.digest not in self.images:
+                return f"{where} was not kept"
+            behind = end
+        return ""
 
 
 @dataclass(slots=True)

@@ -11,7 +11,10 @@ import numpy as np
 
 from megatron_fleet.agents.chat_template import QWEN3_CHAT_TEMPLATE
 from megatron_fleet.agents.engine import Generation, SamplingParams
+from megatron_fleet.agents.prompts import load_prompts
+from megatron_fleet.agents.settings import EpisodeSettings
 from megatron_fleet.agents.tokenizer import Tokenizer
+from megatron_fleet.config.schema import Agent
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.base import Observation, Reward, ToolCall
 
@@ -27,6 +30,19 @@ TASK = Task(
     env_variables={"CURRENT_DATE": "2025-03-01"},
 )
 TOOLS = ({"type": "function", "function": {"name": "search", "parameters": {"type": "object", "properties": {}}}},)
+PROMPTS = load_prompts(None)
+SETTINGS = EpisodeSettings(
+    max_context=4000,
+    max_tokens_per_turn=200,
+    max_turns=6,
+    max_no_action_turns=2,
+    temperature=0.8,
+    episode_timeout_s=20.0,
+    verify_timeout_s=1.0,
+    close_timeout_s=0.1,
+    agent=Agent(max_tool_output_chars=500),
+    prompts=PROMPTS,
+)
 CALL = '<tool_call>\n{"name": "search", "arguments": {"q": "open"}}\n</tool_call>'
 
 
@@ -40,6 +56,11 @@ class Turn:
     stop_token: str = "<|im_end|>"
 
 
+def use(name: str, arguments: str) -> Turn:
+    """A turn that calls one tool with arguments in JSON."""
+    return Turn(f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>')
+
+
 @dataclass
 class ScriptedEngine:
     """Answers with ``script`` in order; an exception in the script is raised, a number of seconds is slept."""
@@ -51,7 +72,7 @@ class ScriptedEngine:
     sessions: list[str] = field(default_factory=list)
     generations: list[Generation] = field(default_factory=list)
 
-    async def generate(self, prompt_ids, params: SamplingParams, session: str) -> Generation:
+    async def generate(self, prompt_ids, params: SamplingParams, session: str, images=()) -> Generation:
         self.prompts.append(list(prompt_ids))
         self.params.append(params)
         self.sessions.append(session)

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from agent_doubles import CORPUS
 
-from megatron_fleet.agents.renderer import Qwen3Renderer
+from megatron_fleet.agents.renderers.chat import ChatRenderer
+from megatron_fleet.agents.renderers.qwen import Qwen
 from megatron_fleet.agents.tokenizer import Tokenizer, train_tokenizer
 
 
@@ -22,5 +23,5 @@ def tokenizer(tokenizer_folder: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="session")
-def renderer(tokenizer: Tokenizer) -> Qwen3Renderer:
-    return Qwen3Renderer(tokenizer, thinking=True)
+def renderer(tokenizer: Tokenizer) -> ChatRenderer:
+    return ChatRenderer(tokenizer, Qwen(hybrid=True, thinking=True))

@@ -7,25 +7,17 @@ import time
 
 import numpy as np
 import pytest
-from agent_doubles import CALL, TASK, TOOLS, ScriptedEngine, ScriptedEnvironment, Turn, forever
+from agent_doubles import CALL, PROMPTS, SETTINGS, TASK, TOOLS, ScriptedEngine, ScriptedEnvironment, Turn, forever
 
-from megatron_fleet.agents import episode as episode_module
-from megatron_fleet.agents import prompts
+from megatron_fleet.agents import ending as ending_module
+from megatron_fleet.agents import toolbox as toolbox_module
 from megatron_fleet.agents.engine import EngineLost
-from megatron_fleet.agents.episode import EpisodeSettings, run_episode, stable_seed
+from megatron_fleet.agents.episode import run_episode
+from megatron_fleet.agents.settings import stable_seed
 from megatron_fleet.agents.trajectory import Outcome
 from megatron_fleet.envs.base import EnvBusy, EnvLost, Observation, Reward, ToolCall, ToolError
 
-SETTINGS = EpisodeSettings(
-    max_context=4000,
-    max_tokens_per_turn=200,
-    max_turns=6,
-    max_no_action_turns=2,
-    max_tool_output_chars=500,
-    temperature=0.8,
-    episode_timeout_s=20.0,
-    verify_timeout_s=1.0,
-)
+REMINDER = PROMPTS.reminder_text("done_tag")
 ANSWER = Turn("There are 3. <done>")
 
 
@@ -101,20 +93,25 @@ async def test_metrics_count_what_happened(play):
     t, _, _ = await play(script, env)
     expected = {
         "turns": 4, "tool_calls": 3, "tool_errors": 1, "repeated_calls": 1, "parse_errors": 1, "no_action_turns": 1,
-        "action_tokens": int(t.action_mask.sum()), "total_tokens": len(t.token_ids),
+        "action_tokens": int(t.action_mask.sum()), "total_tokens": len(t.token_ids), "think_tokens": 0,
+        "max_repeat": 2, "truncated_outputs": 0, "segments": 1,
     }  # fmt: skip
     assert {k: t.metrics[k] for k in expected} == expected
     seconds = {k for k in t.metrics if k not in expected}
     assert seconds == {"generate_s", "env_s", "verify_s", "seconds"}
     assert t.metrics["seconds"] >= sum(t.metrics[k] for k in seconds - {"seconds"}) > 0
-    assert [m["content"] for m in t.messages if m["role"] == "tool"] == ["a", "Error (invalid_args): q is unknown", "b"]
+    assert [m["content"] for m in t.messages if m["role"] == "tool"] == [
+        "a", "Error (invalid_args): q is unknown", "b",
+        "Invalid tool call: the JSON is malformed (Expecting property name enclosed in double quotes).",
+    ]  # fmt: skip
+    assert [m["content"] for m in t.messages if m["role"] == "user"][1:] == [REMINDER]
 
 
 async def test_parse_errors_and_reminders_are_shown_to_the_policy(play, tokenizer):
     _, engine, _ = await play([Turn("<tool_call>{</tool_call>"), ANSWER])
     assert "<tool_response>\nInvalid tool call: the JSON is malformed" in tokenizer.decode(engine.prompts[1])
     _, engine, _ = await play([Turn("hm"), ANSWER])
-    assert f"<|im_start|>user\n{prompts.REMINDER}<|im_end|>" in tokenizer.decode(engine.prompts[1])
+    assert f"<|im_start|>user\n{REMINDER}<|im_end|>" in tokenizer.decode(engine.prompts[1])
 
 
 async def test_done_beside_a_call_runs_the_call_and_goes_on(play):
@@ -149,7 +146,7 @@ async def test_truncated_turn_ends_the_episode_without_running_its_call(play):
 
 async def test_context_limits_shrink_the_turn_then_end_the_episode(play, renderer, tokenizer):
     first = ScriptedEnvironment().reset_script[0]
-    prompt = renderer.initial(prompts.system_prompt("desk"), TOOLS, prompts.user_prompt(TASK, first.content))
+    prompt = renderer.initial(PROMPTS.system_text("desk", "done_tag"), TOOLS, PROMPTS.user_text(TASK, first.content))
     t, engine, _ = await play([Turn("x" * 500, "length")], max_context=len(prompt) + 50)
     assert (t.outcome, engine.params[0].max_tokens, len(t.token_ids)) == (
         Outcome.CONTEXT_OVERFLOW,
@@ -192,7 +189,7 @@ async def test_timeout_is_still_scored(play, stuck):
 @pytest.mark.parametrize("verdict", [forever, EnvLost("session gone"), Reward(None, "verifier raised KeyError")])
 @pytest.mark.parametrize("timed_out", [False, True])
 async def test_unknown_verdict_is_never_zero(play, monkeypatch, verdict, timed_out):
-    monkeypatch.setattr(episode_module, "VERIFY_GRACE_S", 0.0)
+    monkeypatch.setattr(ending_module, "VERIFY_GRACE_S", 0.0)
     env = ScriptedEnvironment(verify_script=[verdict])
     t, _, _ = await play([30.0] if timed_out else [ANSWER], env, verify_timeout_s=0.1, episode_timeout_s=0.2)
     assert t.reward is None and t.reward_reason
@@ -220,7 +217,7 @@ async def test_environment_that_cannot_start_is_a_failed_environment(play):
 
 
 async def test_busy_environment_is_asked_again_until_the_deadline(play, monkeypatch):
-    monkeypatch.setattr(episode_module, "BUSY_PAUSE_S", 0.01)
+    monkeypatch.setattr(toolbox_module, "BUSY_PAUSE_S", 0.01)
     env = ScriptedEnvironment()
     env.reset_script = [EnvBusy("full"), EnvBusy("full"), *env.reset_script]
     t, _, _ = await play([ANSWER], env)
@@ -273,20 +270,8 @@ async def test_cancelling_again_while_closing_does_not_leave_the_environment_ope
 
 
 async def test_a_close_that_hangs_does_not_hold_the_episode(tokenizer, renderer, monkeypatch, caplog):
-    monkeypatch.setattr(episode_module, "CLOSE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(ending_module, "CLOSE_GRACE_S", 0.0)
     began = time.monotonic()
     running = await start(tokenizer, renderer, [ANSWER], ScriptedEnvironment(close_action=forever))
     assert (await running).outcome is Outcome.COMPLETED
     assert time.monotonic() - began < 5 and "did not close" in caplog.text
-
-
-def test_prompts_put_the_environment_first_and_the_task_last():
-    assert len(prompts.SYSTEM.split()) <= 60
-    assert prompts.system_prompt("desk") == prompts.SYSTEM
-    assert (
-        prompts.system_prompt("fostgres").startswith(prompts.SYSTEM)
-        and prompts.system_prompt("fostgres") != prompts.SYSTEM
-    )
-    task = dataclasses.replace(TASK, env_variables={"LOGGED_IN_USER": 7, "CURRENT_DATE": "2025-03-01"})
-    assert prompts.user_prompt(task, "Do it.") == "Do it.\n\nCurrent date: 2025-03-01\nLogged-in user: 7"
-    assert prompts.user_prompt(dataclasses.replace(TASK, env_variables={}), "Do it.") == "Do it."

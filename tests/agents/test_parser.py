@@ -4,7 +4,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_fleet.agents.parser import MAX_CALLS, parse_turn
+from megatron_fleet.agents import parser
+from megatron_fleet.agents.parser import MAX_CALLS, ParsedTurn
+from megatron_fleet.agents.parsers.hermes import HERMES
 from megatron_fleet.envs.base import ToolCall
 
 A = '<tool_call>\n{"name": "a", "arguments": {}}\n</tool_call>'
@@ -12,6 +14,10 @@ CALL_A = ToolCall("a", {})
 PIECES = st.sampled_from(
     ["<think>", "</think>", "<tool_call>", "</tool_call>", "<done>", '{"name": "a", "arguments": {}}', "```", "\n", "{"]
 )
+
+
+def parse_turn(text: str) -> ParsedTurn:
+    return parser.parse_turn(text, HERMES)
 
 
 def call(body: str) -> str:

@@ -9,10 +9,11 @@ import pytest
 from agent_doubles import CALL, TASK, ScriptedEngine, ScriptedEnvironment, Turn
 from test_episode import SETTINGS
 
-from megatron_fleet.agents.episode import EpisodeSettings, run_episode
+from megatron_fleet.agents.episode import run_episode
+from megatron_fleet.agents.settings import EpisodeSettings
 from megatron_fleet.agents.trajectory import Group
 from megatron_fleet.algorithms.batch import build_data
-from megatron_fleet.config.schema import Algorithm, Engine, Env, Rollout, Sampling
+from megatron_fleet.config.schema import Agent, Algorithm, Engine, Env, Rollout, Sampling
 from megatron_fleet.envs.base import Observation
 
 LAYERS, CHOICES = 3, 2
@@ -36,7 +37,7 @@ class MoeEngine(ScriptedEngine):
         super().__init__(*args)
         self.told = list(told)
 
-    async def generate(self, prompt_ids, params, session):
+    async def generate(self, prompt_ids, params, session, images=()):
         generation = await super().generate(prompt_ids, params, session)
         if params.routing_start is None:
             return generation
@@ -109,9 +110,9 @@ async def test_nothing_is_asked_for_unless_it_is_replayed(play):
     rollout = Rollout(
         prompts_per_step=1, samples_per_prompt=2, max_context=99, sampling=Sampling(max_tokens_per_turn=9, max_turns=1)
     )
-    assert not EpisodeSettings.from_config(rollout, Env()).routing
+    assert not EpisodeSettings.from_config(rollout, Env(), Agent()).routing
     replayed = rollout.model_copy(update={"engine": Engine(routing_replay=True)})
-    assert EpisodeSettings.from_config(replayed, Env()).routing
+    assert EpisodeSettings.from_config(replayed, Env(), Agent()).routing
 
 
 async def test_experts_of_tokens_that_were_not_fed_are_refused(play):
@@ -130,4 +131,5 @@ async def test_experts_go_into_the_training_row(play):
     t, _ = await play(everything, everything, everything)
     other = dataclasses.replace(t, sample=3, reward=0.0, routing=None)
     batch = build_data([Group(0, TASK.key, TASK.env_key, [t, other])], Algorithm())
-    assert batch.data[0].routing is t.routing and batch.data[1].routing is None
+    np.testing.assert_array_equal(batch.data[0].routing, t.routing)
+    assert np.shares_memory(batch.data[0].routing, t.routing) and batch.data[1].routing is None

@@ -1,0 +1,258 @@
+"""An OpenAI-compatible endpoint: one chat completion per turn, asked for again where that can help."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+import openai
+
+from megatron_fleet.agents.engine import EngineLost
+from megatron_fleet.config.sections.evaluation import Endpoint
+
+PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
+"""First and longest pause before a request is tried again, where the endpoint names none; doubled, with jitter."""
+TOLD_CHARS = 300
+"""Of what an endpoint says about a failure."""
+_AGAIN = {408, 409, 425, 429}
+_NO_KEY = "none"
+_TOO_LONG = re.compile(
+    r"context length|context window|context_length|prompt is too long|too many tokens|"
+    r"exceeds? the (?:[\w']+ ){0,3}context|exceeds? the maximum number of tokens",
+    re.IGNORECASE,
+)
+"""As OpenAI, vLLM, SGLang, llama.cpp, Anthropic and Google word it."""
+
+
+class PromptTooLong(Exception):
+    """The conversation does not fit into the endpoint's own context."""
+
+
+class Unanswered(Exception):
+    """One try failed in a way that another may not. ``wait_s``: the pause that the endpoint asked for."""
+
+    def __init__(self, reason: str, wait_s: float | None = None) -> None:
+        super().__init__(reason)
+        self.wait_s = wait_s
+
+
+class Refused(Exception):
+    """The endpoint understood and will not: the same request would fail again.
+
+    Attributes:
+        status: of the HTTP answer.
+        about: the request's parameter that it names, in whatever place; empty without one.
+        code: the endpoint's own word for it.
+    """
+
+    def __init__(self, status: int, message: str, about: str = "", code: str = "") -> None:
+        super().__init__(message)
+        self.status, self.about, self.code = status, about, code
+
+    @property
+    def ends_everything(self) -> bool:
+        """No request of this evaluation will do better: the key, the model or the account."""
+        return self.status in (401, 404) or self.code == "insufficient_quota"
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """What endpoints differ in: the name of the limit of a turn, and whether they take a seed."""
+
+    limit: str = "max_tokens"
+    seed: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ChatParams:
+    """One request's sampling. ``temperature`` 0 is greedy; ``seed``: below 2**31."""
+
+    temperature: float
+    max_tokens: int
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one turn as the endpoint counts them; ``reasoning`` is part of ``completion``."""
+
+    prompt: int
+    completion: int
+    reasoning: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One turn. ``message``: as it came. ``usage``: ``None`` when the endpoint does not tell."""
+
+    message: Mapping[str, Any]
+    finish_reason: str
+    usage: Usage | None
+
+
+class ChatClient:
+    """Requests of many episodes to one model. The key comes from the environment and is in no text that leaves here.
+
+    Attributes:
+        dead: why no request will be answered any more, as far as can be told; all of them then fail at once.
+    """
+
+    def __init__(self, endpoint: Endpoint, timeout_s: float, dialect: Dialect | None = None) -> None:
+        """``timeout_s``: deadline of one try."""
+        self.endpoint = endpoint
+        self.dialect = dialect or Dialect()
+        self.dead: str | None = None
+        self._timeout_s = timeout_s
+        self._answered = 0
+        self._key = os.environ.get(endpoint.api_key_env, "").strip()
+        self._extra = json.loads(endpoint.extra_body or "{}")
+        self._client = openai.AsyncOpenAI(
+            base_url=endpoint.url, api_key=self._key or _NO_KEY, max_retries=0, timeout=timeout_s
+        )
+
+    @property
+    def has_key(self) -> bool:
+        """Whether the environment names a key."""
+        return bool(self._key)
+
+    async def complete(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        params: ChatParams,
+        on_failure: Callable[[str, float], None],
+    ) -> Answer:
+        """Sample one turn.
+
+        Args:
+            on_failure: told of each failed try why, and the seconds that it and the pause after it cost.
+
+        Raises:
+            EngineLost: no try was answered, or the endpoint refuses.
+            PromptTooLong: it refuses because of the length.
+        """
+        answered, reason = self._answered, ""
+        for number in range(self.endpoint.max_retries + 1):
+            if self.dead is not None:
+                raise EngineLost(self.dead)
+            began = time.monotonic()
+            try:
+                answer = await self.ask(messages, tools, params)
+            except Unanswered as failure:
+                reason = str(failure)
+                pause = failure.wait_s
+            except Refused as refusal:
+                raise self._given_up(refusal) from None
+            else:
+                self._answered += 1
+                return answer
+            last = number == self.endpoint.max_retries
+            pause = 0.0 if last else _pause(number) if pause is None else pause
+            on_failure(reason, time.monotonic() - began + pause)
+            await asyncio.sleep(pause)
+        if self._answered == answered:  # nor was anybody else meanwhile
+            self.dead = self.dead or f"the endpoint does not answer: {reason}"
+        raise EngineLost(f"the endpoint gave no answer in {self.endpoint.max_retries + 1} tries: {reason}")
+
+    async def ask(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], params: ChatParams
+    ) -> Answer:
+        """One try. Raises Unanswered or Refused."""
+        body: dict[str, Any] = {"model": self.endpoint.model, "messages": list(messages)}
+        body |= {"temperature": params.temperature, self.dialect.limit: params.max_tokens}
+        if tools:
+            body["tools"] = list(tools)
+        if params.seed is not None and self.dialect.seed:
+            body["seed"] = params.seed
+        try:
+            # The answer is read by hand: what endpoints send is not always what the library's types promise.
+            raw = await self._client.chat.completions.with_raw_response.create(**body, extra_body=self._extra)
+            return _read(json.loads(raw.text))
+        except openai.APITimeoutError:
+            raise Unanswered(f"no answer within {self._timeout_s:g} s") from None
+        except openai.APIConnectionError as error:
+            raise Unanswered(self._told(error.__cause__ or error)) from None
+        except openai.APIStatusError as error:
+            raise self._status(error) from None
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise Unanswered(f"an answer that is no chat completion ({self._told(error)})") from None
+
+    async def models(self) -> list[str]:
+        """Names of the models there; empty when the endpoint does not tell."""
+        try:
+            return [model.id async for model in self._client.models.list()]
+        except Exception:  # only for a better sentence
+            return []
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    def _status(self, error: openai.APIStatusError) -> Unanswered | Refused:
+        content: Any = error.body if isinstance(error.body, dict) else {}
+        content = content["error"] if isinstance(content.get("error"), dict) else content
+        message = self._told(content.get("message") or error.message)
+        code = str(content.get("code") or content.get("type") or "")
+        status = error.status_code
+        if (status in _AGAIN or status >= 500) and code != "insufficient_quota":
+            return Unanswered(f"{status}: {message}", _asked_pause(error.response.headers))
+        return Refused(status, message, str(content.get("param") or ""), code)
+
+    def _given_up(self, refusal: Refused) -> EngineLost | PromptTooLong:
+        if refusal.status in (400, 413, 422) and _TOO_LONG.search(f"{refusal.code} {refusal}"):
+            return PromptTooLong(str(refusal))
+        reason = f"the endpoint refuses ({refusal.status}): {refusal}"
+        if refusal.ends_everything:
+            self.dead = reason
+        return EngineLost(reason)
+
+    def _told(self, what: object) -> str:
+        text = " ".join(str(what).split()) or type(what).__name__
+        return (text.replace(self._key, "***") if self._key else text)[:TOLD_CHARS]
+
+
+def _pause(number: int) -> float:
+    """Seconds before another try, after ``number`` + 1 failed ones."""
+    return float(min(PAUSE_S * 2**number, MAX_PAUSE_S) * random.uniform(0.5, 1.0))
+
+
+def _asked_pause(headers: Mapping[str, str]) -> float | None:
+    """Seconds that ``Retry-After`` asks for: a number or a date (RFC 9110 §10.2.3); ``None`` without a sound one."""
+    value = headers.get("retry-after", "")
+    try:
+        return max(0.0, float(value))
+    except ValueError:
+        pass
+    try:
+        date = parsedate_to_datetime(value)
+    except ValueError:
+        return None
+    return max(0.0, (date.replace(tzinfo=date.tzinfo or UTC) - datetime.now(UTC)).total_seconds())
+
+
+def _read(completion: Any) -> Answer:
+    """Raises ValueError, LookupError, TypeError or AttributeError for what is no chat completion."""
+    if not completion.get("choices") and completion.get("error"):
+        raise ValueError(json.dumps(completion["error"]))
+    choice = completion["choices"][0]
+    if not isinstance(choice["message"], dict):
+        raise TypeError("its message is no object")
+    return Answer(choice["message"], str(choice.get("finish_reason") or "stop"), _usage(completion.get("usage")))
+
+
+def _usage(told: Any) -> Usage | None:
+    if not isinstance(told, dict) or not all(
+        isinstance(told.get(f"{n}_tokens"), int) for n in ("prompt", "completion")
+    ):
+        return None
+    details = told.get("completion_tokens_details")
+    reasoning = details.get("reasoning_tokens") if isinstance(details, dict) else None
+    return Usage(told["prompt_tokens"], told["completion_tokens"], reasoning if isinstance(reasoning, int) else 0)

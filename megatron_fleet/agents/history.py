@@ -1,0 +1,111 @@
+"""The conversation of an episode in parts, so that its prompt can be rendered anew with some of them left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_fleet.agents.renderer import Renderer, ToolResult
+from megatron_fleet.agents.thinking import Thinking
+from megatron_fleet.envs.base import Image
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A sampled turn and what it was answered.
+
+    Attributes:
+        action: its ids as sampled.
+        results: of its tool calls; when there are none, ``message`` is what the user says.
+    """
+
+    action: tuple[int, ...]
+    results: tuple[ToolResult, ...]
+    message: str = ""
+
+    @property
+    def images(self) -> tuple[Image, ...]:
+        """The pictures among the results, in order."""
+        return tuple(image for result in self.results for image in result.images)
+
+    def answer(self, renderer: Renderer, last_id: int) -> list[int]:
+        """Ids that follow the turn, the next one opened. ``last_id``: of the turn as the prompt shows it."""
+        if self.results:
+            return renderer.observation(self.results, last_id)
+        return renderer.message(self.message, last_id)
+
+    def with_note(self, note: str) -> Exchange:
+        """The same with ``note`` as the last line of what is shown."""
+        if not self.results:
+            return replace(self, message=f"{self.message}\n{note}")
+        *others, last = self.results
+        return replace(self, results=(*others, replace(last, text=f"{last.text}\n{note}")))
+
+
+class History:
+    """The first prompt's parts and all exchanges since. System text and task are in every prompt.
+
+    Attributes:
+        changed: the next prompt is not the present one with something appended.
+    """
+
+    def __init__(
+        self,
+        renderer: Renderer,
+        system: str,
+        tools: Sequence[Mapping[str, Any]],
+        user: str,
+        removed_note: str,
+        drop_thinking: bool,
+        images: Sequence[Image] = (),
+    ) -> None:
+        """``removed_note``: follows the task where exchanges were removed, ``{turns}`` of them.
+
+        ``drop_thinking``: later prompts show a turn without its thinking, so every prompt is a new one.
+
+        ``images``: shown with the task.
+        """
+        self._renderer = renderer
+        self._system, self._tools, self._user = system, tools, user
+        self._images = tuple(images)
+        self._removed_note = removed_note
+        self._thinking = Thinking(renderer) if drop_thinking else None
+        self._exchanges: list[Exchange] = []
+        self._parts: list[list[int]] = []  # ids of the first exchanges, as many as were needed so far
+        self._removed = 0
+        self.changed = drop_thinking
+
+    def add(self, exchange: Exchange) -> None:
+        """What the newest prompt ends with."""
+        self._exchanges.append(exchange)
+        self.changed = self._thinking is not None
+
+    def remove_before(self, keep: int) -> int:
+        """Leave out of later prompts what precedes the newest ``keep`` exchanges; returns how many more that are."""
+        before = self._removed
+        self._removed = max(before, len(self._exchanges) - keep)
+        self.changed |= self._removed > before
+        return self._removed - before
+
+    def render(self, newest: Exchange | None = None) -> list[int]:
+        """The prompt that ends with ``newest``, which is not added; sampled turns keep their ids as sampled."""
+        user = self._user
+        if self._removed:
+            user += "\n\n" + self._removed_note.replace("{turns}", str(self._removed))
+        ids = list(self._renderer.initial(self._system, self._tools, user, self._images))
+        self._parts += [self._part(exchange) for exchange in self._exchanges[len(self._parts) :]]
+        for part in [*self._parts[self._removed :], *([self._part(newest)] if newest is not None else [])]:
+            if self._thinking is not None:
+                del ids[-len(self._renderer.opening) :]  # the part has one of its own
+            ids += part
+        return ids
+
+    def images(self, newest: Exchange | None = None) -> list[Image]:
+        """The pictures of ``render(newest)``, in order."""
+        shown = [*self._exchanges[self._removed :], *([newest] if newest is not None else [])]
+        return [*self._images, *(image for exchange in shown for image in exchange.images)]
+
+    def _part(self, exchange: Exchange) -> list[int]:
+        turn = self._thinking.without(exchange.action) if self._thinking is not None else list(exchange.action)
+        return turn + exchange.answer(self._renderer, turn[-1] if turn else -1)

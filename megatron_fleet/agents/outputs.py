@@ -1,0 +1,81 @@
+"""Results of tools that are too long to be shown at once, kept so that the policy can look at the rest."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+MAX_KEPT_CHARS = 1_000_000
+"""Of one result; a worker holds hundreds of episodes, and a policy pages through a few pages only."""
+MAX_MATCHES = 10
+SNIPPET_CHARS = 80
+"""Shown on either side of what was searched for."""
+
+
+class ToolOutputs:
+    """Cuts results and keeps what was cut. Results are numbered from 1; a page is as long as a cut result."""
+
+    def __init__(self, page_chars: int, paging: bool) -> None:
+        """``paging``: the policy can ask for pages, so a cut result says how and is kept."""
+        self._page_chars, self._paging = page_chars, paging
+        self._kept: list[str] = []
+
+    def cut(self, text: str) -> tuple[str, bool]:
+        """What is shown of a result, and whether it was cut."""
+        if len(text) <= self._page_chars:
+            return text, False
+        shown = text[: self._page_chars]
+        if not self._paging:
+            return f"{shown}\n[cut: {self._page_chars} of {len(text)} characters shown]", True
+        self._kept.append(text[:MAX_KEPT_CHARS])
+        number = len(self._kept)
+        more = f"view_tool_output(id={number}, page=2) shows more"
+        return f"{shown}\n[cut: page 1 of {self._pages(number)} of output {number}; {more}]", True
+
+    def page(self, number: int, page: int) -> str:
+        """One page of a kept result. Raises LookupError, with a sentence for the policy."""
+        self._check(number)
+        if not 1 <= page <= self._pages(number):
+            raise LookupError(f"output {number} has the pages 1 to {self._pages(number)}")
+        start = (page - 1) * self._page_chars
+        text = self._kept[number - 1][start : start + self._page_chars]
+        return f"[page {page} of {self._pages(number)} of output {number}]\n{text}"
+
+    def search(self, pattern: str, number: int | None) -> str:
+        """Where ``pattern`` stands in the kept results, or in one. Raises LookupError when that one does not exist."""
+        if number is not None:
+            self._check(number)
+        numbers = range(1, len(self._kept) + 1) if number is None else (number,)
+        return listed(
+            (f"output {n}, page {place // self._page_chars + 1}", snippet)
+            for n in numbers
+            for place, snippet in matches(self._kept[n - 1], pattern)
+        )
+
+    def _check(self, number: int) -> None:
+        if not 1 <= number <= len(self._kept):
+            known = f"; ids are 1 to {len(self._kept)}" if self._kept else "; nothing was cut yet"
+            raise LookupError(f"there is no output {number}{known}")
+
+    def _pages(self, number: int) -> int:
+        return -(-len(self._kept[number - 1]) // self._page_chars)
+
+
+def matches(text: str, pattern: str) -> Iterator[tuple[int, str]]:
+    """Places of ``pattern`` in ``text``, whatever the case, each with its surroundings in one line.
+
+    The pattern is plain text: an expression of the policy's own could keep the process busy for hours.
+    """
+    expression, start = re.compile(re.escape(pattern), re.IGNORECASE), 0
+    while found := expression.search(text, start):
+        place, end = found.span()
+        yield place, " ".join(text[max(0, place - SNIPPET_CHARS) : end + SNIPPET_CHARS].split())
+        start = end + SNIPPET_CHARS
+
+
+def listed(found: Iterable[tuple[str, str]]) -> str:
+    """The first matches, one a line, each after the name of its place."""
+    lines = [f"{where}: {snippet}" for (where, snippet), _ in zip(found, range(MAX_MATCHES + 1), strict=False)]
+    if len(lines) > MAX_MATCHES:
+        lines[-1] = "[more matches; search for something longer]"
+    return "\n".join(lines) or "No match."

@@ -1,0 +1,175 @@
+"""Which chat format a model folder speaks, and the renderer for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from megatron_fleet.agents.images import Vision, read_vision
+from megatron_fleet.agents.renderer import Renderer
+from megatron_fleet.agents.renderers import glm, kimi
+from megatron_fleet.agents.renderers.chat import ChatRenderer
+from megatron_fleet.agents.renderers.format import ChatFormat
+from megatron_fleet.agents.renderers.glm import Glm
+from megatron_fleet.agents.renderers.kimi import Kimi
+from megatron_fleet.agents.renderers.qwen import Qwen
+from megatron_fleet.agents.tokenizer import IMAGE_PAD, QWEN3_TOKENS, AddedTokens, Tokenizer
+from megatron_fleet.config.errors import UserError
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One chat format.
+
+    Attributes:
+        tokens: its control tokens must be in the tokenizer; tags may be.
+        thinking: the values of rollout.thinking that its models know.
+        make: the format, given rollout.thinking and the model's own chat template, if there is one.
+    """
+
+    tokens: AddedTokens
+    thinking: tuple[bool, ...]
+    make: Callable[[bool, str | None], ChatFormat]
+
+
+def _spaced(template: str | None) -> bool:
+    return template is not None and "separators" not in template
+
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "qwen2.5": Family(QWEN3_TOKENS, (False,), lambda thinking, template: Qwen(False, thinking)),
+        "qwen3": Family(QWEN3_TOKENS, (False, True), lambda thinking, template: Qwen(True, thinking)),
+        "qwen3-instruct": Family(QWEN3_TOKENS, (False,), lambda thinking, template: Qwen(False, thinking)),
+        "glm-4.5": Family(glm.TOKENS, (False, True), lambda thinking, template: Glm(False, thinking)),
+        "glm-4.7": Family(glm.TOKENS, (False, True), lambda thinking, template: Glm(True, thinking)),
+        "kimi-k2": Family(kimi.TOKENS, (False,), lambda thinking, t: Kimi("k2", thinking, _spaced(t))),
+        "kimi-k2-thinking": Family(kimi.TOKENS, (True,), lambda thinking, t: Kimi("k2-thinking", thinking, _spaced(t))),
+        "kimi-k2.5": Family(kimi.TOKENS, (False, True), lambda thinking, t: Kimi("k2.5", thinking, _spaced(t))),
+    }
+)
+"""By the names that rollout.renderer takes."""
+
+
+def make_renderer(folder: str | Path, thinking: bool, name: str = AUTO) -> Renderer:
+    """The renderer of the model in ``folder``.
+
+    Args:
+        thinking: whether the policy thinks before it acts (rollout.thinking).
+        name: of a family (rollout.renderer); ``auto`` looks at the folder.
+
+    Raises:
+        UserError: the folder's tokenizer cannot be read, no family fits it or the given one does not, the family has
+            no such ``thinking``, or the model sees pictures and its files do not say how.
+    """
+    tokenizer = Tokenizer(folder)
+    chat, vision = make_format(folder, tokenizer, thinking, name), read_vision(folder)
+    if vision is not None:
+        _check_placeholder(folder, tokenizer, vision)
+    return ChatRenderer(tokenizer, chat, vision)
+
+
+def _check_placeholder(folder: str | Path, tokenizer: Tokenizer, vision: Vision) -> None:
+    found = tokenizer.special.get(IMAGE_PAD)
+    if found != vision.placeholder_id:
+        raise UserError(
+            f"model.path={folder}: image_token_id={vision.placeholder_id} in config.json is not the tokenizer's "
+            f"{IMAGE_PAD} ({found}); fetch the model again."
+        )
+
+
+def make_format(folder: str | Path, tokenizer: Tokenizer, thinking: bool, name: str = AUTO) -> ChatFormat:
+    """The chat format alone; see ``make_renderer``."""
+    template = read_template(folder)
+    found = detect(folder, tokenizer, template) if name == AUTO else name
+    family = FAMILIES[found]
+    missing = [t for t in family.tokens.control if t not in tokenizer.special]
+    if missing:
+        raise UserError(
+            f"rollout.renderer={name}: the tokenizer in {folder} lacks the tokens {', '.join(missing)} of {found}; "
+            f"name the format that the model was trained with."
+        )
+    if thinking not in family.thinking:
+        raise UserError(
+            f"rollout.thinking={str(thinking).lower()}: models of the format {found} "
+            f"{'do not think' if thinking else 'always think'}; set it to {str(not thinking).lower()}."
+        )
+    return family.make(thinking, template)
+
+
+def detect(folder: str | Path, tokenizer: Tokenizer, template: str | None) -> str:
+    """The family whose control tokens the tokenizer has, told from its relatives by the chat template.
+
+    Without a template the folder's config.json decides. Raises UserError when nothing fits.
+    """
+    has = tokenizer.special.__contains__
+    model_type = _json(Path(folder) / "config.json").get("model_type")
+    found: str | None = None
+    if all(map(has, kimi.TOKENS.control)):
+        found = _kimi(template, model_type)
+    elif all(map(has, glm.TOKENS.control)):
+        found = _glm(template, model_type)
+    elif all(map(has, QWEN3_TOKENS.control)):
+        found = _qwen(template, has("<think>"))
+    if found is None:
+        raise UserError(
+            f"{folder}: its tokenizer and chat template are of none of the formats {', '.join(FAMILIES)}; set "
+            f"rollout.renderer to the format that the model was trained with, or choose another model."
+        )
+    return found
+
+
+def read_template(folder: str | Path) -> str | None:
+    """The model's own chat template, the one for tools if there are several; ``None`` when it has none."""
+    path = Path(folder) / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    found = _json(Path(folder) / "tokenizer_config.json").get("chat_template")
+    if isinstance(found, list):
+        named = {t["name"]: t["template"] for t in found}
+        found = named.get("tool_use", named.get("default"))
+    return found if isinstance(found, str) else None
+
+
+def _kimi(template: str | None, model_type: str | None) -> str:
+    if template is None:
+        return "kimi-k2.5" if model_type == "kimi_k25" else "kimi-k2"
+    if "tools_ts_str" in template:
+        return "kimi-k2.5"
+    return "kimi-k2-thinking" if "<think>" in template else "kimi-k2"
+
+
+def _glm(template: str | None, model_type: str | None) -> str | None:
+    if template is None:
+        return {"glm4_moe": "glm-4.5", "glm4_moe_lite": "glm-4.7"}.get(model_type or "")
+    if "{function-name}\n" in template:
+        return "glm-4.5"
+    return "glm-4.7" if "{function-name}<arg_key>" in template else None
+
+
+def _qwen(template: str | None, thinks: bool) -> str | None:
+    if template is None:
+        return "qwen3" if thinks else "qwen2.5"
+    if "<tools>" not in template or "<function=" in template:
+        return None
+    if "enable_thinking" in template:
+        return "qwen3"
+    if "<think>" in template:
+        return None
+    return "qwen3-instruct" if thinks else "qwen2.5"
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise UserError(f"{path} is no valid JSON ({e}); fetch the model again.") from e
+    return found if isinstance(found, dict) else {}

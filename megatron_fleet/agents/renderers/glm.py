@@ -1,0 +1,88 @@
+"""The formats of GLM 4.5 and 4.6 (a line for each part) and of GLM 4.7 (no line ends); a turn ends where one begins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_fleet.agents.chat_template import TOOLS_HEAD
+from megatron_fleet.agents.parser import Tools
+from megatron_fleet.agents.parsers.glm import GLM
+from megatron_fleet.agents.renderer import ToolResult, to_json
+from megatron_fleet.agents.renderers.format import Pieces, Spoken, Unthought, marker
+from megatron_fleet.agents.tokenizer import AddedTokens
+from megatron_fleet.envs.base import Image
+
+TOKENS = AddedTokens(
+    control=("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+    tags=(
+        *("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
+        *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "/nothink"),
+    ),
+    stops=("<|observation|>", "<|user|>", "<|endoftext|>"),
+    pad="<|endoftext|>",
+)
+_CALL_HEAD = "For each function call, output the function name and arguments within the following XML format:\n"
+_mark = marker(TOKENS.control + TOKENS.tags)
+
+
+class Glm:
+    """GLM 4.5 to 4.7. ``compact``: GLM 4.7, which writes no line ends between the parts."""
+
+    syntax = GLM
+    stops = TOKENS.stops
+    close: Pieces = ()
+
+    def __init__(self, compact: bool, thinking: bool) -> None:
+        self._line = line = "" if compact else "\n"
+        self._thinking, self._compact = thinking, compact
+        self.opens_thinking = compact and thinking
+        if compact:
+            opening = "<think>" if thinking else "</think>"
+        else:
+            opening = "" if thinking else "\n<think></think>"
+        self.opening = self.past_opening = _mark("<|assistant|>" + opening)
+        self.unthought = Unthought(_mark("<|assistant|>" + ("</think>" if compact else "\n<think></think>")))
+        self.template_arguments: dict[str, Any] = {"enable_thinking": thinking}
+        arguments = [
+            f"<arg_key>{{arg-key-{i}}}</arg_key>{line}<arg_value>{{arg-value-{i}}}</arg_value>" for i in (1, 2)
+        ]
+        self._tail = line.join(["<tool_call>{function-name}", *arguments, "...", "</tool_call>"])
+
+    def head(self, system: str, tools: Tools) -> Pieces:
+        """A system turn for the tools, if there are any, and one for the text."""
+        head = _mark("[gMASK]<sop>")
+        if tools:
+            block = "".join(to_json(t) + "\n" for t in tools)
+            tail = "</tools>\n\n" + _CALL_HEAD + self._tail
+            head += (*_mark("<|system|>\n" + TOOLS_HEAD + "\n"), block, *_mark(tail))
+        return (*head, *_mark("<|system|>" + self._line), system)
+
+    def user(self, text: str, images: Sequence[Image] = ()) -> Pieces:
+        """A user turn; GLM 4.5 is told there not to think. The models that we know see no ``images``."""
+        quiet = not (self._thinking or self._compact or text.endswith("/nothink"))
+        return (*_mark("<|user|>" + self._line), text, *_mark("/nothink" if quiet else ""))
+
+    def results(self, results: Sequence[ToolResult]) -> Pieces:
+        """One observation turn with each result in ``<tool_response>``."""
+        opened = _mark(self._line + "<tool_response>" + self._line)
+        closed = _mark(self._line + "</tool_response>")
+        return (*_mark("<|observation|>"), *(piece for r in results for piece in (*opened, r.text, *closed)))
+
+    def spoken(self, turn: Spoken) -> str:
+        """Thinking, text and calls; strings among the arguments stand as they are, everything else as JSON."""
+        line = self._line
+        text = ("" if self._compact else "\n<think>") + turn.thinking + "</think>" if self._thinking else ""
+        if turn.content:
+            text += line + turn.content
+        for call in turn.calls:
+            text += f"{line}<tool_call>{call.name}{line}"
+            for key, value in call.arguments.items():
+                written = value if isinstance(value, str) else to_json(value)
+                text += f"<arg_key>{key}</arg_key>{line}<arg_value>{written}</arg_value>{line}"
+            text += "</tool_call>"
+        return text
+
+    def template_tools(self, tools: Tools) -> dict[str, Any]:
+        """The tools as they are."""
+        return {"tools": list(tools) or None}

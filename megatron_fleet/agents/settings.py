@@ -1,0 +1,55 @@
+"""What an episode is played with."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from megatron_fleet.agents.prompts import Prompts, load_prompts
+from megatron_fleet.config.schema import Agent, Env, Rollout
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeSettings:
+    """Limits of an episode, and what the policy is told; the keys of the same names in the configuration define them.
+
+    Attributes:
+        routing: keep the experts of each token.
+        pictures: show them to a model that sees. Not in training, which computes log-probs from token ids alone.
+    """
+
+    max_context: int
+    max_tokens_per_turn: int
+    max_turns: int
+    max_no_action_turns: int
+    temperature: float
+    episode_timeout_s: float
+    verify_timeout_s: float
+    close_timeout_s: float
+    agent: Agent
+    prompts: Prompts
+    routing: bool = False
+    pictures: bool = True
+
+    @classmethod
+    def from_config(cls, rollout: Rollout, env: Env, agent: Agent) -> EpisodeSettings:
+        """Raises UserError when the file of prompts cannot be used."""
+        return cls(
+            max_context=rollout.max_context,
+            max_tokens_per_turn=rollout.sampling.max_tokens_per_turn,
+            max_turns=rollout.sampling.max_turns,
+            max_no_action_turns=rollout.max_no_action_turns,
+            temperature=rollout.sampling.temperature,
+            episode_timeout_s=rollout.episode_timeout_s,
+            verify_timeout_s=env.verify_timeout_s,
+            close_timeout_s=env.close_timeout_s,
+            agent=agent,
+            prompts=load_prompts(agent.prompts),
+            routing=rollout.engine.routing_replay,
+        )
+
+
+def stable_seed(*parts: int | str) -> int:
+    """A seed in ``[0, 2**63)`` from ``parts``; the same in every process and Python version."""
+    digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

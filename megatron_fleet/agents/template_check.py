@@ -1,0 +1,186 @@
+"""Before a run: does our renderer write what the model's own chat template writes?
+
+A few fixed conversations are rendered both ways and compared as text. A renderer that is almost right costs reward in
+silence, so any difference refuses the run. Where an append-only sequence must differ (``renderers/chat.py`` lists it)
+the conversations do not go.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from megatron_fleet.agents.images import read_vision
+from megatron_fleet.agents.renderer import ToolResult
+from megatron_fleet.agents.renderers.families import make_format, read_template
+from megatron_fleet.agents.renderers.format import ChatFormat, Spoken
+from megatron_fleet.agents.sight import around
+from megatron_fleet.agents.tokenizer import Tokenizer
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.envs.base import Image, ToolCall
+
+_BEFORE, _SHOWN = 20, 80
+"""Characters shown before the place where two texts part, and in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A turn of the policy, and what it is shown then: a result for each call or, without calls, a message."""
+
+    spoken: Spoken
+    shown: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Everything up to a turn that is still to be sampled. ``pictures``: places ``[image n]`` have pictures."""
+
+    system: str
+    tools: tuple[dict[str, Any], ...]
+    user: str
+    rounds: tuple[Round, ...]
+    pictures: bool = False
+
+
+def check_template(folder: str | Path, thinking: bool) -> None:
+    """Compare the renderer that ``auto`` finds for ``folder`` with the folder's chat template, if it has one.
+
+    Raises:
+        UserError: no renderer fits, the template cannot be used, or the texts differ; the first difference is shown.
+    """
+    chat = make_format(folder, Tokenizer(folder), thinking)
+    template = read_template(folder)
+    if template is None:
+        return
+    for talk in _examples(thinking, read_vision(folder) is not None):
+        try:
+            theirs = render_template(template, chat, talk)
+        except Exception as e:  # a template is a program of its own and may raise anything
+            raise UserError(
+                f"{folder}: its chat template cannot be rendered ({e}); repair it, or set rollout.renderer to the "
+                f"model's format to leave the template unread."
+            ) from e
+        ours = written(chat, talk)
+        if ours != theirs:
+            raise UserError(f"{folder}: {difference(ours, theirs)}")
+
+
+def difference(ours: str, theirs: str) -> str:
+    """Where two unequal texts part, as a sentence with the fix."""
+    at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+    shown = slice(max(0, at - _BEFORE), max(0, at - _BEFORE) + _SHOWN)
+    return (
+        f"our renderer and the model's chat template differ from character {at} on: ours {ours[shown]!r}, "
+        f"the template {theirs[shown]!r}; set rollout.renderer to the format that the model was trained "
+        f"with to leave the template unread."
+    )
+
+
+def written(chat: ChatFormat, talk: Conversation) -> str:
+    """``talk`` as our renderer lays it down, if the policy keeps to the template."""
+    pieces = [*chat.head(talk.system, talk.tools), *chat.user(talk.user, _images(talk, talk.user))]
+    for round_ in talk.rounds:
+        pieces += [*chat.past_opening, chat.spoken(round_.spoken), *chat.close]
+        calls, first = round_.spoken.calls, round_.spoken.index
+        if calls:
+            shown = zip(calls, round_.shown, strict=True)
+            results = [
+                ToolResult(c.name, text, first + i, images=_images(talk, text)) for i, (c, text) in enumerate(shown)
+            ]
+            pieces += chat.results(results)
+        else:
+            pieces += chat.user(round_.shown[0], _images(talk, round_.shown[0]))
+    return "".join([*pieces, *chat.opening])
+
+
+def messages(talk: Conversation) -> Iterator[dict[str, Any]]:
+    """``talk`` in the OpenAI chat format."""
+    yield {"role": "system", "content": talk.system}
+    yield {"role": "user", "content": _content(talk, talk.user)}
+    for round_ in talk.rounds:
+        said = round_.spoken
+        turn: dict[str, Any] = {"role": "assistant", "content": said.content, "reasoning_content": said.thinking}
+        ids = [f"functions.{call.name}:{said.index + i}" for i, call in enumerate(said.calls)]
+        if not said.calls:
+            yield turn
+            yield {"role": "user", "content": _content(talk, round_.shown[0])}
+            continue
+        functions = [{"name": c.name, "arguments": c.arguments} for c in said.calls]
+        turn["tool_calls"] = [{"id": i, "type": "function", "function": f} for i, f in zip(ids, functions, strict=True)]
+        yield turn
+        for call, call_id, text in zip(said.calls, ids, round_.shown, strict=True):
+            yield {"role": "tool", "name": call.name, "tool_call_id": call_id, "content": _content(talk, text)}
+
+
+def _images(talk: Conversation, text: str) -> tuple[Image, ...]:
+    return (Image("image/png", b""),) * (text.count("[image ") if talk.pictures else 0)
+
+
+def _content(talk: Conversation, text: str) -> str | list[dict[str, str]]:
+    """``text`` in the form that templates take: with pictures, a list of parts."""
+    if not talk.pictures:
+        return text
+    first, *rest = around(text, len(_images(talk, text)))
+    parts = [{"type": "text", "text": first}]
+    for part in rest:
+        parts += [{"type": "image"}, {"type": "text", "text": part}]
+    return [part for part in parts if part.get("text") != ""]
+
+
+def render_template(template: str, chat: ChatFormat, talk: Conversation) -> str:
+    """``talk`` by a Jinja chat template, in an environment like that of transformers' ``apply_chat_template``."""
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import SandboxedEnvironment
+
+    environment = SandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = datetime(2025, 1, 1).strftime
+    return environment.from_string(template).render(
+        messages=list(messages(talk)),
+        add_generation_prompt=True,
+        **chat.template_tools(talk.tools),
+        **chat.template_arguments,
+    )
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _raise(message: str) -> None:
+    raise ValueError(message)
+
+
+def _examples(thinking: bool, sees: bool) -> Iterator[Conversation]:
+    properties = {
+        "query": {"type": "string", "description": "Words – «any» language", "minLength": 1},
+        "filters": {
+            "type": "object",
+            "properties": {"status": {"type": "array", "items": {"type": "string", "enum": ["open", "closed"]}}},
+            "required": ["status"],
+        },
+        "limit": {"type": ["integer", "null"], "default": 10},
+    }
+    parameters = {"type": "object", "properties": properties, "required": ["query"]}
+    search = {"name": "search", "description": "Finds tickets.\nSecond line.", "parameters": parameters}
+    now = {"name": "now", "description": "", "parameters": {"type": "object", "properties": {}}}
+    tools = tuple({"type": "function", "function": f} for f in (search, now))
+    thought = "I look first." if thinking else ""
+    find = ToolCall("search", {"query": 'größe "x" </b>', "filters": {"status": ["open"]}, "limit": 3})
+    one = Round(Spoken(thought, "Let me look.", (find,)), ("2 tickets:\n- a\n- ä",))
+    two = Round(Spoken(thought, "", (ToolCall("now", {}), find), 1), ("noon", '{"rows": []}'))
+    yield Conversation("You are an agent.", tools, "How many tickets are open?", ())
+    yield Conversation("You are an agent.", (), "How many tickets are open?", ())
+    yield Conversation("You are an agent.", tools, "How many tickets are open?", (one,))
+    yield Conversation("You are an agent.", tools, "How many tickets are open?", (one, two))
+    if sees:
+        screen = Round(Spoken(thought, "", (find,)), ("[image 1]\na page[image 2]",))
+        yield Conversation("You are an agent.", tools, "See [image 1] and click.", (screen,), pictures=True)
+    if not thinking:  # a question after a turn makes templates drop the thinking before it
+        asked = Round(Spoken("", "Which tickets?"), ("Call one tool, or finish.",))
+        yield Conversation("You are an agent.", tools, "How many tickets are open?", (asked, one))
