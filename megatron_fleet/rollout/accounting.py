@@ -15,6 +15,7 @@ class Accounting:
         unknown: returned without one, because no attempt was left.
         retried: ended with an unknown reward and was played again from the start.
         aborted: went down with an engine or a worker and was issued again.
+        unstarted: given up before a worker had it, because the collection's budget was over.
     """
 
     started: int = 0
@@ -22,6 +23,7 @@ class Accounting:
     unknown: int = 0
     retried: int = 0
     aborted: int = 0
+    unstarted: int = 0
 
     def __add__(self, other: Accounting) -> Accounting:
         return Accounting(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(Accounting)})
@@ -29,5 +31,5 @@ class Accounting:
     def check(self, wanted: int) -> None:
         """Raise RuntimeError unless the counts add up to ``wanted`` returned trajectories."""
         ended = self.known + self.unknown + self.retried + self.aborted
-        if self.started != ended or self.known + self.unknown != wanted:
+        if self.started + self.unstarted != ended or self.known + self.unknown != wanted:
             raise RuntimeError(f"episodes do not add up: {asdict(self)}, {wanted} wanted")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import replace
 
 import numpy as np
@@ -17,16 +17,21 @@ MAX_LOSSES = 2
 
 
 class Collection:
-    """Hands out specs (``take``), takes back what became of them (``ended``, ``lost``), ends when ``done``."""
+    """Hands out specs (``take``), takes back what became of them (``ended``, ``lost``), ends when ``done``.
+
+    After ``stop`` nothing is handed out, and whatever comes back is kept as it is.
+    """
 
     def __init__(self, request: CollectRequest, max_retries: int):
         self._request = request
         self._max_retries = max_retries
-        self._waiting = deque(
-            self._spec(group, sample) for group in range(len(request.tasks)) for sample in range(request.samples)
-        )
-        self._total = len(self._waiting)
-        self._kept: dict[tuple[int, int], Trajectory] = {}
+        self._stopped: str | None = None
+        order = issue_order(request)
+        self._waiting = deque(self._spec(*key) for key in order if key not in request.played)
+        self._total = len(order)
+        self._kept: dict[tuple[int, int], Trajectory] = {
+            key: request.played[key] for key in order if key in request.played
+        }
         self._losses: dict[tuple[int, int], int] = {}
         self._retries: dict[tuple[int, int], int] = {}
         self._tokens = 0
@@ -44,6 +49,10 @@ class Collection:
     def progress(self) -> Progress:
         return Progress(len(self._kept), self._total, self._tokens)
 
+    def kept(self, since: int) -> list[Trajectory]:
+        """What has come back, in that order, without the first ``since``; what was there before is left out."""
+        return list(self._kept.values())[len(self._request.played) + since :]
+
     def take(self, most: int) -> list[EpisodeSpec]:
         """Up to ``most`` episodes to play now; empty when all are under way or over."""
         specs = [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
@@ -56,6 +65,8 @@ class Collection:
         key = (spec.group, spec.sample)
         if trajectory.outcome is Outcome.ABORTED:
             self.lost(spec, trajectory)
+        elif self._stopped is not None:
+            self._keep(key, trajectory)
         elif self._worth_a_retry(key, trajectory):
             self._retries[key] = self._retries.get(key, 0) + 1
             self.accounting.retried += 1
@@ -66,16 +77,28 @@ class Collection:
     def lost(self, spec: EpisodeSpec, trajectory: Trajectory | None = None) -> None:
         """One attempt went down with a component. It is issued again, once."""
         key = (spec.group, spec.sample)
+        if self._stopped is not None:
+            self._keep(key, _given_up(spec, self._stopped))
+            return
         self._losses[key] = self._losses.get(key, 0) + 1
         if self._losses[key] >= MAX_LOSSES:
-            self._keep(key, trajectory or _given_up(spec))
+            reason = f"its worker or engine died {MAX_LOSSES} times while it was played"
+            self._keep(key, trajectory or _given_up(spec, reason))
         else:
             self.accounting.aborted += 1
             self._again(spec)
 
+    def stop(self, reason: str) -> None:
+        """Give up what nobody has taken; what is under way is kept when it comes back, ``aborted`` for ``reason``."""
+        self._stopped = reason
+        while self._waiting:
+            spec = self._waiting.popleft()
+            self.accounting.unstarted += 1
+            self._keep((spec.group, spec.sample), _given_up(spec, reason))
+
     def result(self, seconds: float) -> CollectResult:
         """Everything in order. Raises RuntimeError when the counts do not add up."""
-        self.accounting.check(wanted=self._total)
+        self.accounting.check(wanted=self._total - len(self._request.played))
         samples = range(self._request.samples)
         groups = [
             Group(index, task.key, task.env_key, [self._kept[index, sample] for sample in samples])
@@ -120,8 +143,21 @@ class Collection:
         return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=4).digest(), "little") >> 1
 
 
-def _given_up(spec: EpisodeSpec) -> Trajectory:
-    """What is left of an episode whose worker died under it: nothing but its name."""
+def issue_order(request: CollectRequest) -> list[tuple[int, int]]:
+    """``(group, sample)`` of every episode, in the order in which they are begun."""
+    samples = range(request.samples)
+    if request.purpose == "train":
+        return [(group, sample) for group in range(len(request.tasks)) for sample in samples]
+    turns: list[tuple[int, str, int]] = []
+    seen: defaultdict[str, int] = defaultdict(int)
+    for group, task in enumerate(request.tasks):
+        turns.append((seen[task.env_key], task.env_key, group))
+        seen[task.env_key] += 1
+    return [(group, sample) for sample in samples for _, _, group in sorted(turns)]
+
+
+def _given_up(spec: EpisodeSpec, reason: str) -> Trajectory:
+    """What is left of an episode that nobody finished: nothing but its name."""
     return Trajectory(
         task_key=spec.task.key,
         env_key=spec.task.env_key,
@@ -132,6 +168,6 @@ def _given_up(spec: EpisodeSpec) -> Trajectory:
         behaviour_logprobs=np.zeros(0, np.float32),
         spans=(),
         reward=None,
-        reward_reason=f"its worker or engine died {MAX_LOSSES} times while it was played",
+        reward_reason=reason,
         outcome=Outcome.ABORTED,
     )

@@ -294,6 +294,11 @@ class WorkerSlot:
             await self._replace(actor, _brief(error))
             raise ComponentLost(_brief(error)) from error
 
+    async def abort(self) -> None:
+        """Stop the episodes of every batch. A worker that does not answer is replaced when its batch is due."""
+        with contextlib.suppress(RayError, TimeoutError):
+            await _within(self._actor.abort.remote(), CALL_TIMEOUT_S)
+
     async def close(self) -> None:
         if self._actor is not None:
             ray.kill(self._actor)

@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from megatron_fleet.agents.engine import EngineLost, Generation, SamplingParams
+from megatron_fleet.agents.images import PlacedImage, read_vision
 from megatron_fleet.config.schema import Config
+from megatron_fleet.rollout.engine_images import ImageRequests, find_torchvision
 from megatron_fleet.rollout.engine_server import EngineServer
 from megatron_fleet.rollout.logs import write_output_to
 from megatron_fleet.rollout.prefix_sharing import BLOCK, AttentionTiles, PrefixSharing
@@ -29,6 +31,7 @@ from megatron_fleet.weights.vllm_shm import BACKEND, DIE_WITH_PARENT
 if TYPE_CHECKING:
     from vllm import RequestOutput
     from vllm import SamplingParams as VllmParams
+    from vllm.inputs.engine import EngineInput
 
 CPU_ENV = {
     # The worker lives inside EngineCore: one process, 7 s and 0.4 GB less.
@@ -56,6 +59,9 @@ CPU_KV_CACHE_BYTES = 1 << 30
 CPU_STEP_TOKENS = 4096
 """Tokens of one scheduling step; a longer prompt gets a step of its own."""
 WATCH_INTERVAL_S = 0.25
+IMAGE_ATTEMPTS = 2
+"""vLLM's two caches of pictures may differ, for example after a weight update; the request that finds out fails with
+finish reason ``error``, and the next one finds them mended (``MultiModalCacheMissError`` in vLLM 0.32)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +87,8 @@ class EngineActor:
         self._server = EngineServer(self._generate, token)
         self._llm: Any = None
         self._sharing: PrefixSharing | None = None
+        self._vision = read_vision(config.model.path)
+        self._images: ImageRequests | None = None
         self._numbers = itertools.count()
         self._unusable: str | None = None
         self._asleep = False
@@ -92,12 +100,16 @@ class EngineActor:
 
     async def start(self) -> None:
         """Load the model (seconds to minutes). Blocks this actor, and only it."""
+        if self._vision is not None:
+            find_torchvision()
         from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self._llm = AsyncLLM.from_engine_args(self._engine_args())
         if current_platform.is_cpu() and self._config.run.deterministic:
             self._sharing = PrefixSharing(_attention_tiles(self._llm.model_config))
+        if self._vision is not None:
+            self._images = ImageRequests(self._llm.renderer, self._vision)
         await self._llm.update_weight_version("0")
 
     async def serve(self) -> None:
@@ -119,7 +131,10 @@ class EngineActor:
             model=self._config.model.path,
             dtype=self._config.model.dtype,
             seed=self._config.run.seed,
-            skip_tokenizer_init=True,
+            # vLLM's processors of pictures are made with a tokenizer, though they get no text.
+            skip_tokenizer_init=self._vision is None,
+            language_model_only=self._vision is None,
+            limit_mm_per_prompt={} if self._vision is None else {"video": 0},
             generation_config="vllm",
             max_model_len=context,
             max_num_seqs=engine.max_num_seqs,
@@ -133,9 +148,11 @@ class EngineActor:
             disable_log_stats=True,
         )
 
-    async def _generate(self, prompt: list[int], params: SamplingParams, session: str) -> Generation:
+    async def _generate(
+        self, prompt: list[int], params: SamplingParams, session: str, images: Sequence[PlacedImage]
+    ) -> Generation:
         salt = self._sharing.salt(session, len(prompt)) if self._sharing is not None else None
-        output = await self._run(prompt, _vllm_params(params, len(prompt)), salt)
+        output = await self._sampled(prompt, images, _vllm_params(params, len(prompt)), salt)
         completion = output.outputs[0]
         self._tokens += len(completion.token_ids)
         self._requests += 1
@@ -147,14 +164,28 @@ class EngineActor:
             None if params.routing_start is None else _routing(completion.routed_experts),
         )
 
-    async def _run(self, prompt: list[int], params: VllmParams, salt: str | None = None) -> RequestOutput:
+    async def _sampled(
+        self, prompt: list[int], images: Sequence[PlacedImage], params: VllmParams, salt: str | None
+    ) -> RequestOutput:
+        """Raises EngineLost or ValueError, as ``_run`` does."""
+        from vllm.inputs.engine import tokens_input
+
+        if not images:
+            return await self._run(tokens_input(prompt, cache_salt=salt), params)
+        if self._images is None:
+            raise ValueError(f"model.path={self._config.model.path} sees no pictures, or its vision is not supported")
+        for _ in range(IMAGE_ATTEMPTS):
+            output = await self._run(await self._images.make(prompt, images, salt), params)
+            if output.outputs[0].finish_reason != "error":
+                return output
+        raise EngineLost(f"the engine failed {IMAGE_ATTEMPTS} times to hold the pictures of a prompt")
+
+    async def _run(self, request: EngineInput, params: VllmParams) -> RequestOutput:
         """Raises EngineLost when the engine is gone, ValueError for a request it refuses."""
         from vllm.exceptions import VLLMClientError, VLLMServerError
-        from vllm.inputs.engine import tokens_input
 
         if self._unusable is not None:
             raise EngineLost(self._unusable)
-        request = tokens_input(prompt, cache_salt=salt)
         try:
             async for output in self._llm.generate(request, params, str(next(self._numbers))):
                 last = output
@@ -172,12 +203,19 @@ class EngineActor:
 
         Returns:
             float32 ``[T]`` each; entry t is log π(token t | tokens before it), entry 0 is 0.
+
+        Raises:
+            ValueError: a sequence has the placeholders of a picture.
         """
         from vllm import SamplingParams as VllmParams
+        from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
+        if self._vision is not None and any((ids == self._vision.placeholder_id).any() for ids in sequences):
+            raise ValueError("sequences with pictures cannot be scored")
+
         params = VllmParams(max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
-        outputs = await asyncio.gather(*(self._run(np.asarray(ids).tolist(), params) for ids in sequences))
+        outputs = await asyncio.gather(*(self._run(tokens_input(ids.tolist()), params) for ids in sequences))
         return [_prompt_logprobs(output) for output in outputs]
 
     async def forget_prefixes(self) -> None:
@@ -341,5 +379,6 @@ def _prompt_logprobs(output: RequestOutput) -> np.ndarray:
 def _longest_sequence(model: Path, max_context: int) -> int:
     """One more than an episode can hold, so that a full one can be scored (scoring generates a token); but never more
     than the model was made for."""
-    limit = json.loads((model / "config.json").read_text()).get("max_position_embeddings")
+    config = json.loads((model / "config.json").read_text())
+    limit = config.get("text_config", config).get("max_position_embeddings")
     return min(max_context + 1, limit) if limit and limit >= max_context else max_context + 1

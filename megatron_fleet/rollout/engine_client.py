@@ -7,12 +7,16 @@ import itertools
 import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Any
 
 from megatron_fleet.agents.engine import Engine, EngineLost, Generation, SamplingParams
+from megatron_fleet.agents.images import PlacedImage
 from megatron_fleet.rollout import wire
 
 MAX_SESSIONS = 65_536
 """Remembered session-to-replica choices; forgetting one costs a prefix-cache miss, nothing else."""
+MAX_SENT = 65_536
+"""Remembered pictures that an engine was sent; forgetting one costs sending it again."""
 
 
 def connect(endpoints: Sequence[str], token: str, request_timeout_s: float) -> Engine:
@@ -33,7 +37,9 @@ class EnginePool:
         self._timeout_s = request_timeout_s
         self._sessions: OrderedDict[str, _Replica] = OrderedDict()
 
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, session: str) -> Generation:
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, session: str, images: Sequence[PlacedImage] = ()
+    ) -> Generation:
         """Sample one turn (see ``agents.engine.Engine``).
 
         Raises:
@@ -43,7 +49,7 @@ class EnginePool:
         replica = self._replica_of(session)
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await replica.generate(prompt_ids, params, session)
+                return await replica.generate(prompt_ids, params, session, images)
         except TimeoutError as error:
             raise EngineLost(f"engine {replica.endpoint} gave no answer within {self._timeout_s:g} s") from error
 
@@ -58,6 +64,10 @@ class EnginePool:
         return replica
 
 
+class _ImagesMissing(ValueError):
+    """The engine does not hold the request's pictures, though it was sent them."""
+
+
 class _Replica:
     """One engine: one connection, any number of concurrent requests, made again after it broke."""
 
@@ -69,21 +79,36 @@ class _Replica:
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self._connecting = asyncio.Lock()
+        self._sent: OrderedDict[str, None] = OrderedDict()
 
     @property
     def in_flight(self) -> int:
         return len(self._waiting)
 
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, session: str) -> Generation:
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, session: str, images: Sequence[PlacedImage]
+    ) -> Generation:
+        ids = wire.ids_to_bytes(prompt_ids)
+        sampling = (params.temperature, params.max_tokens, params.stop_token_ids, params.seed, params.routing_start)
+        places = [(placed.start, placed.end, placed.digest) for placed in images]
+        request = (session, ids, *sampling, places)
+        try:
+            return await self._ask(request, images)
+        except _ImagesMissing:
+            for placed in images:
+                self._sent.pop(placed.digest, None)
+            return await self._ask(request, images)
+
+    async def _ask(self, request: tuple[Any, ...], images: Sequence[PlacedImage]) -> Generation:
         number = next(self._numbers)
         answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer  # before connecting, so that the load is visible to the next choice
         writer = None
         try:
             writer = await self._connected()
-            ids, stop = wire.ids_to_bytes(prompt_ids), params.stop_token_ids
-            frame = (number, session, ids, params.temperature, params.max_tokens, stop, params.seed)
-            writer.write(wire.pack("generate", *frame, params.routing_start))
+            for placed in images:
+                self._send_image(writer, placed)
+            writer.write(wire.pack("generate", number, *request))
             return await answer
         except asyncio.CancelledError:
             if writer is not None and not writer.is_closing():
@@ -91,6 +116,14 @@ class _Replica:
             raise
         finally:
             self._waiting.pop(number, None)
+
+    def _send_image(self, writer: asyncio.StreamWriter, placed: PlacedImage) -> None:
+        if placed.digest not in self._sent:
+            writer.write(wire.pack("image", placed.image.media_type, placed.image.data))
+        self._sent[placed.digest] = None
+        self._sent.move_to_end(placed.digest)
+        if len(self._sent) > MAX_SENT:
+            self._sent.popitem(last=False)
 
     async def _connected(self) -> asyncio.StreamWriter:
         async with self._connecting:
@@ -102,6 +135,7 @@ class _Replica:
                     raise EngineLost(f"engine {self.endpoint} is not reachable: {error.strerror}") from error
                 writer.write(wire.pack("hello", self._token))
                 self._writer = writer
+                self._sent.clear()
                 self._reading = asyncio.create_task(self._read(reader, writer))
             return self._writer
 
@@ -130,5 +164,7 @@ class _Replica:
             answer.set_result(Generation(*arrays, reason, spans, wire.list_to_routing(routing)))
         elif kind == "lost":
             answer.set_exception(EngineLost(rest[0]))
+        elif kind == "missing":
+            answer.set_exception(_ImagesMissing("the pictures of this prompt are more than an engine keeps at once"))
         else:
             answer.set_exception(ValueError(rest[0]))

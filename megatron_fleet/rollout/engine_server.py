@@ -5,16 +5,50 @@ from __future__ import annotations
 import asyncio
 import hmac
 import traceback
-from collections.abc import Awaitable, Callable
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from megatron_fleet.agents.engine import EngineLost, Generation, SamplingParams
+from megatron_fleet.agents.images import PlacedImage, digest
+from megatron_fleet.envs.base import Image
 from megatron_fleet.rollout import wire
 
-Generate = Callable[[list[int], SamplingParams, str], Awaitable[Generation]]
+Request = tuple[list[int], SamplingParams, str, Sequence[PlacedImage]]
+Generate = Callable[[list[int], SamplingParams, str, Sequence[PlacedImage]], Awaitable[Generation]]
 
+MAX_IMAGE_BYTES = 512 << 20
+"""Files of pictures that an engine keeps, the ones least recently used going first."""
 HELLO_TIMEOUT_S = 5.0
 HOST = "127.0.0.1"
+
+
+class ImageStore:
+    """Pictures by the digest of their file, at most so many bytes of them."""
+
+    def __init__(self, max_bytes: int = MAX_IMAGE_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._images: OrderedDict[str, Image] = OrderedDict()
+
+    def put(self, image: Image) -> None:
+        """Keep ``image``, and drop others for it as needed."""
+        name = digest(image)
+        if name in self._images:
+            return
+        self._images[name] = image
+        self._bytes += len(image.data)
+        while self._bytes > self._max_bytes:
+            _, dropped = self._images.popitem(last=False)
+            self._bytes -= len(dropped.data)
+
+    def placed(self, places: Sequence[Sequence[Any]]) -> list[PlacedImage] | None:
+        """The pictures of a request, its items being (start, end, digest); ``None`` when one is not here."""
+        if any(name not in self._images for _, _, name in places):
+            return None
+        for _, _, name in places:
+            self._images.move_to_end(name)
+        return [PlacedImage(start, end, self._images[name], name) for start, end, name in places]
 
 
 class EngineServer:
@@ -23,6 +57,7 @@ class EngineServer:
     def __init__(self, generate: Generate, token: str):
         self._generate = generate
         self._token = token
+        self._images = ImageStore()
         self._open = asyncio.Event()
         self._server: asyncio.Server | None = None
 
@@ -63,9 +98,15 @@ class EngineServer:
 
     def _dispatch(self, frame: list[Any], writer: asyncio.StreamWriter, running: dict[int, asyncio.Task]) -> None:
         match frame:
-            case ["generate", int(number), str(session), bytes(prompt), temperature, max_tokens, stop, seed, start]:
+            case ["image", str(media_type), bytes(data)]:
+                self._images.put(Image(media_type, data))
+            case ["generate", int(number), str(session), bytes(prompt), temperature, max_tokens, stop, seed, start, at]:
+                images = self._images.placed(at)
+                if images is None:
+                    writer.write(wire.pack("missing", number))
+                    return
                 params = SamplingParams(temperature, max_tokens, tuple(stop), seed, start)
-                request = (wire.bytes_to_ids(prompt).tolist(), params, session)
+                request = (wire.bytes_to_ids(prompt).tolist(), params, session, images)
                 task = asyncio.create_task(self._answer(number, request, writer))
                 running[number] = task
                 task.add_done_callback(lambda _: running.pop(number, None))
@@ -75,9 +116,7 @@ class EngineServer:
             case _:
                 raise ValueError(f"unknown frame {frame[0]!r}")
 
-    async def _answer(
-        self, number: int, request: tuple[list[int], SamplingParams, str], writer: asyncio.StreamWriter
-    ) -> None:
+    async def _answer(self, number: int, request: Request, writer: asyncio.StreamWriter) -> None:
         try:
             await self._open.wait()
             result = await self._generate(*request)

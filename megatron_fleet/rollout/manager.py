@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ import ray
 from megatron_fleet.agents.trajectory import Trajectory
 from megatron_fleet.config.schema import Config
 from megatron_fleet.rollout import engine_actor
+from megatron_fleet.rollout.budget import budget
 from megatron_fleet.rollout.collection import Collection
 from megatron_fleet.rollout.components import CALL_TIMEOUT_S, ComponentLost, EngineSlot, WorkerSlot
 from megatron_fleet.rollout.logs import write_output_to
@@ -67,6 +69,9 @@ class WorkerActor:
     async def run(self, specs: Sequence[EpisodeSpec]) -> list[Trajectory]:
         return await self._worker.run(specs)
 
+    async def abort(self) -> None:
+        await self._worker.abort()
+
 
 class RolloutManager:
     """A Ray actor, used by one RolloutService."""
@@ -106,14 +111,20 @@ class RolloutManager:
         try:
             if request.seed is not None:
                 await asyncio.gather(*(e.call("forget_prefixes", timeout_s=CALL_TIMEOUT_S) for e in self._engines))
-            await self._play(collection)
+            async with budget(request.budget_s, partial(self._stop, collection)):
+                await self._play(collection)
             return collection.result(time.monotonic() - started)
         finally:
             self._collection = None
 
+    async def _stop(self, collection: Collection, reason: str) -> None:
+        collection.stop(reason)
+        await asyncio.gather(*(worker.abort() for worker in self._workers))
+
     def _lanes(self, episodes: int) -> tuple[list[WorkerSlot], int]:
         """One entry per batch that may be under way at a time, and the size of a batch."""
-        places = min(self._config.rollout.episodes_in_flight, max(episodes, 1))
+        rollout, ahead = self._config.rollout, self._config.env.provisioning.lookahead
+        places = min(rollout.episodes_in_flight + ahead, max(episodes, 1))
         batch = min(MAX_BATCH, max(1, places // (len(self._workers) * BATCHES_PER_WORKER)))
         return [self._workers[i % len(self._workers)] for i in range(math.ceil(places / batch))], batch
 
@@ -153,6 +164,10 @@ class RolloutManager:
             await asyncio.gather(*(engine.check() for engine in self._engines))
         for spec, trajectory in zip(specs, trajectories, strict=True):
             collection.ended(spec, trajectory)
+
+    async def kept(self, since: int) -> list[Trajectory]:
+        """What came back in the collection under way, see ``Collection.kept``."""
+        return self._collection.kept(since) if self._collection is not None else []
 
     async def progress(self) -> Progress:
         return self._collection.progress() if self._collection is not None else Progress(0, 0, 0)
@@ -238,6 +253,7 @@ class RolloutManager:
     def _worker_slot(self, index: int, env_url: str) -> WorkerSlot:
         rollout, env = self._config.rollout, self._config.env
         log = self._place.logs / f"worker-{index}.log"
+        own = env.model_copy(update={"provisioning": env.provisioning.share(index, rollout.workers)})
         endpoints = [engine.endpoint for engine in self._engines]
         runtime_env = {
             "py_executable": str(self._place.episode_python),
@@ -250,11 +266,14 @@ class RolloutManager:
                 log,
                 self._config.model.path,
                 rollout.model_dump(),
-                env.model_dump(),
+                own.model_dump(),
+                self._config.agent.model_dump(),
                 env_url,
                 endpoints,
                 self._place.token,
             )
 
-        run_timeout_s = rollout.episode_timeout_s + env.reset_timeout_s + env.verify_timeout_s + RUN_MARGIN_S
+        # An environment that was started ahead waits for a place as long as another episode takes.
+        episodes_s = 2 * (rollout.episode_timeout_s + env.verify_timeout_s)
+        run_timeout_s = env.provisioning.wait_s + env.reset_timeout_s + episodes_s + RUN_MARGIN_S
         return WorkerSlot(f"worker {index}", str(log), make, WORKER_START_TIMEOUT_S, run_timeout_s)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megatron_fleet.agents.trajectory import Group
+from megatron_fleet.agents.trajectory import Group, Trajectory
 from megatron_fleet.data.task import Task
 from megatron_fleet.rollout.accounting import Accounting
 
@@ -20,7 +20,10 @@ class CollectRequest:
     """Play each of ``tasks`` ``samples`` times.
 
     ``seed`` decides every sampled token, together with step, purpose, task, sample and attempt; ``None`` leaves
-    sampling to chance.
+    sampling to chance. Of an evaluation, every task is begun once, environments by turns, before any is begun again.
+    After ``budget_s`` seconds what is not over is given up as ``aborted``.
+
+    ``played``: episodes by ``(group, sample)`` that are there already; they are part of the result and of no count.
     """
 
     step: int
@@ -29,6 +32,8 @@ class CollectRequest:
     temperature: float
     purpose: Literal["train", "eval"]
     seed: int | None
+    budget_s: float | None = None
+    played: Mapping[tuple[int, int], Trajectory] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

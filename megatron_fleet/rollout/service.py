@@ -12,7 +12,9 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron_fleet.agents.engine import Engine
+from megatron_fleet.agents.trajectory import Trajectory
 from megatron_fleet.config.schema import Config
+from megatron_fleet.envs.registry import Start, serve
 from megatron_fleet.rollout import ray_local
 from megatron_fleet.rollout.engine_client import connect
 from megatron_fleet.rollout.janitor import MARK, Janitor
@@ -93,14 +95,9 @@ class RolloutService:
         return ray.remote(RolloutManager).options(**options).remote(self._config, place)
 
     def _environment_url(self) -> str:
-        if self._config.env.kind == "openenv":
-            assert self._config.env.url is not None  # validated
-            return self._config.env.url
-        from megatron_fleet.envs.embedded.fleet import EmbeddedFleet
-
-        fleet = EmbeddedFleet()
-        self._cleanup.callback(fleet.stop)
-        return fleet.start(self._config.env, self._logs / "env.log", str(self._episode_python))
+        config = self._config
+        start = Start(config.env, self._logs / "env.log", str(self._episode_python), config.run.seed)
+        return self._cleanup.enter_context(serve(start))
 
     def wait_ready(self) -> None:
         """Wait until engines and workers serve. Raises RolloutFailed when one cannot start."""
@@ -108,8 +105,14 @@ class RolloutService:
             self._get(self._starting[0], self._config.rollout.engine.start_timeout_s + CALL_TIMEOUT_S)
             self._starting.pop(0)
 
-    def collect(self, request: CollectRequest, on_progress: Callable[[Progress], None] | None = None) -> CollectResult:
-        """Play all episodes of ``request``; ``on_progress`` hears of it about twice a second.
+    def collect(
+        self,
+        request: CollectRequest,
+        on_progress: Callable[[Progress], None] | None = None,
+        on_episodes: Callable[[list[Trajectory]], None] | None = None,
+    ) -> CollectResult:
+        """Play all episodes of ``request``; ``on_progress`` hears of it about twice a second, and so does
+        ``on_episodes`` of those that ended since, as long as some are under way.
 
         Raises:
             RolloutFailed: an engine or a worker died too often.
@@ -117,10 +120,13 @@ class RolloutService:
         import ray
 
         self.wait_ready()
-        pending = self._manager.collect.remote(request)
+        pending, told = self._manager.collect.remote(request), 0
         while not ray.wait([pending], timeout=PROGRESS_INTERVAL_S)[0]:
             if on_progress is not None:
                 on_progress(self._get(self._manager.progress.remote()))
+            if on_episodes is not None and (fresh := self._get(self._manager.kept.remote(told))):
+                told += len(fresh)
+                on_episodes(fresh)
         result = self._get(pending)
         for group in result.groups:
             for trajectory in group.trajectories:

@@ -9,56 +9,52 @@ import asyncio
 import dataclasses
 import logging
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 from megatron_fleet.agents.builder import TrajectoryBuilder
-from megatron_fleet.agents.episode import EpisodeSettings, run_episode, stable_seed
-from megatron_fleet.agents.renderer import Qwen3Renderer
-from megatron_fleet.agents.tokenizer import Tokenizer
+from megatron_fleet.agents.episode import run_episode
+from megatron_fleet.agents.renderers.families import make_renderer
+from megatron_fleet.agents.settings import EpisodeSettings, stable_seed
 from megatron_fleet.agents.trajectory import Outcome, Trajectory
-from megatron_fleet.config.schema import Env, Rollout
-from megatron_fleet.envs.openenv import make_environment
+from megatron_fleet.config.schema import Agent, Env, Rollout
+from megatron_fleet.envs.provision import ProvisionedEnvironment, Provisioner, Quarantined
+from megatron_fleet.envs.registry import make_environment
 from megatron_fleet.rollout.engine_client import connect
+from megatron_fleet.rollout.loop_lag import LoopLag
 from megatron_fleet.rollout.requests import EpisodeSpec
 
 log = logging.getLogger(__name__)
 
 
-class EpisodeWorker:
-    """Runs batches of episodes on one event loop."""
+class EpisodeRunner(ABC):
+    """Runs batches of episodes on one event loop. Who plays them is a subclass's business."""
 
-    def __init__(
-        self,
-        tokenizer_folder: str,
-        rollout: dict[str, Any],
-        env: dict[str, Any],
-        env_url: str,
-        endpoints: Sequence[str],
-        token: str,
-    ) -> None:
-        """``rollout`` and ``env`` are the dumped configuration sections of those names.
-
-        Raises:
-            UserError: the tokenizer folder cannot be used.
-        """
-        rollout_config, self._env_config = Rollout.model_validate(rollout), Env.model_validate(env)
-        self._settings = EpisodeSettings.from_config(rollout_config, self._env_config)
-        self._renderer = Qwen3Renderer(Tokenizer(tokenizer_folder), thinking=rollout_config.thinking)
-        self._env_url = env_url
-        self._engine = connect(endpoints, token, rollout_config.engine.request_timeout_s)
-        self._slots = asyncio.Semaphore(math.ceil(rollout_config.episodes_in_flight / rollout_config.workers))
+    def __init__(self, rollout: Rollout, env: Env, env_url: str) -> None:
+        self._env_config, self._env_url = env, env_url
+        places = math.ceil(rollout.episodes_in_flight / rollout.workers)
+        provisioning = env.provisioning
+        self._provisioner = Provisioner(provisioning)
+        self._started = asyncio.Semaphore(places + provisioning.lookahead)
+        self._slots = asyncio.Semaphore(places)
+        self._lag = LoopLag()
         self._running: set[asyncio.Task[Trajectory]] = set()
 
     async def run(self, batch: Sequence[EpisodeSpec]) -> list[Trajectory]:
         """Play ``batch``; one trajectory per spec, in order. Several calls share the worker's slots."""
         episodes = [asyncio.create_task(self._play(spec)) for spec in batch]
         self._running.update(episodes)
-        try:
-            results = await asyncio.gather(*episodes, return_exceptions=True)
-        finally:
-            self._running.difference_update(episodes)
-        return [_as_trajectory(spec, result) for spec, result in zip(batch, results, strict=True)]
+        with self._lag.watching():
+            try:
+                results = await asyncio.gather(*episodes, return_exceptions=True)
+            finally:
+                self._running.difference_update(episodes)
+        lag = self._lag.quantile(0.99)
+        trajectories = [_as_trajectory(spec, result) for spec, result in zip(batch, results, strict=True)]
+        for trajectory in trajectories:
+            trajectory.metrics["loop_lag_p99"] = lag
+        return trajectories
 
     async def abort(self) -> None:
         """Stop every episode in flight or waiting; their ``run`` returns them as ``aborted``."""
@@ -68,24 +64,97 @@ class EpisodeWorker:
         await asyncio.gather(*episodes, return_exceptions=True)
 
     async def _play(self, spec: EpisodeSpec) -> Trajectory:
+        """One episode, unless its environment is in quarantine."""
+        env_key = spec.task.env_key
+        async with self._started:
+            try:
+                ticket = self._provisioner.admit(env_key)
+            except Quarantined as refused:
+                trajectory = _not_played(spec, Outcome.ENV_FAILED, str(refused))
+                trajectory.metrics |= {"quarantined": 1.0, **self._provisioner.gauges(env_key)}
+                return trajectory
+            failed = None
+            try:
+                trajectory = await self._play_admitted(spec)
+                failed = _environment_failed(trajectory)
+            finally:
+                self._provisioner.ended(env_key, ticket, failed)
+        trajectory.metrics |= self._provisioner.gauges(env_key)
+        return trajectory
+
+    async def _play_admitted(self, spec: EpisodeSpec) -> Trajectory:
+        """Start the environment, then wait for a place to play."""
+        inner = make_environment(self._env_config, self._env_url, _name(spec))
+        environment = self._provisioner.environment(spec.task.env_key, inner)
+        try:
+            await environment.start(spec.task)
+            async with self._slots:
+                trajectory = await self._episode(spec, environment)
+        finally:
+            await environment.close()
+        trajectory.metrics |= environment.metrics
+        return trajectory
+
+    @abstractmethod
+    async def _episode(self, spec: EpisodeSpec, environment: ProvisionedEnvironment) -> Trajectory:
+        """Play one episode; its environment has been started."""
+
+
+class EpisodeWorker(EpisodeRunner):
+    """Plays with the policy that the engines serve."""
+
+    def __init__(
+        self,
+        tokenizer_folder: str,
+        rollout: dict[str, Any],
+        env: dict[str, Any],
+        agent: dict[str, Any],
+        env_url: str,
+        endpoints: Sequence[str],
+        token: str,
+    ) -> None:
+        """``rollout``, ``env`` and ``agent`` are the dumped configuration sections of those names.
+
+        Raises:
+            UserError: the tokenizer folder or the file of prompts cannot be used.
+        """
+        rollout_config: Rollout = Rollout.model_validate(rollout)
+        env_config = Env.model_validate(env)
+        super().__init__(rollout_config, env_config, env_url)
+        self._settings = EpisodeSettings.from_config(rollout_config, env_config, Agent.model_validate(agent))
+        self._renderer = make_renderer(tokenizer_folder, rollout_config.thinking, rollout_config.renderer)
+        self._engine = connect(endpoints, token, rollout_config.engine.request_timeout_s)
+
+    async def _episode(self, spec: EpisodeSpec, environment: ProvisionedEnvironment) -> Trajectory:
         settings = dataclasses.replace(
-            self._settings, temperature=spec.temperature, routing=self._settings.routing and spec.trained
+            self._settings,
+            temperature=spec.temperature,
+            routing=self._settings.routing and spec.trained,
+            pictures=not spec.trained,
         )
-        seed = None
-        if spec.seed is not None:
-            seed = stable_seed(spec.seed, spec.step, spec.task.key, spec.sample, spec.attempt)
-        async with self._slots:
-            return await run_episode(
-                spec.task,
-                spec.group,
-                spec.sample,
-                make_environment(self._env_config, self._env_url),
-                self._engine,
-                self._renderer,
-                settings,
-                seed,
-                session=f"{spec.step}/{spec.group}/{spec.sample}/{spec.attempt}/{spec.task.key}",
-            )
+        return await run_episode(
+            spec.task,
+            spec.group,
+            spec.sample,
+            environment,
+            self._engine,
+            self._renderer,
+            settings,
+            episode_seed(spec),
+            session=_name(spec),
+        )
+
+
+def episode_seed(spec: EpisodeSpec) -> int | None:
+    """Differs between any two episodes and attempts; ``None``: unseeded."""
+    if spec.seed is None:
+        return None
+    return stable_seed(spec.seed, spec.step, spec.task.key, spec.sample, spec.attempt)
+
+
+def _name(spec: EpisodeSpec) -> str:
+    """Names the episode to engines and environments; equal runs give equal names."""
+    return f"{spec.step}/{spec.group}/{spec.sample}/{spec.attempt}/{spec.task.key}"
 
 
 def _as_trajectory(spec: EpisodeSpec, result: Trajectory | BaseException) -> Trajectory:
@@ -96,4 +165,15 @@ def _as_trajectory(spec: EpisodeSpec, result: Trajectory | BaseException) -> Tra
     else:
         log.error("episode %d of task %s failed inside the worker", spec.sample, spec.task.key, exc_info=result)
         reason = f"internal error: {type(result).__name__}: {result}"
-    return TrajectoryBuilder().build(spec.task, spec.group, spec.sample, Outcome.ABORTED, None, reason, None)
+    return _not_played(spec, Outcome.ABORTED, reason)
+
+
+def _not_played(spec: EpisodeSpec, outcome: Outcome, reason: str) -> Trajectory:
+    return TrajectoryBuilder().build(spec.task, spec.group, spec.sample, outcome, None, reason, None)
+
+
+def _environment_failed(trajectory: Trajectory) -> bool | None:
+    """Whether the environment is to blame for an unknown reward; ``None``: the episode says nothing about it."""
+    if trajectory.outcome is Outcome.ABORTED:
+        return None
+    return trajectory.reward is None and trajectory.outcome is not Outcome.PROMPT_TOO_LONG

@@ -1,8 +1,9 @@
-"""A weight update as the engine actor and its slot see it, with engines that are not there."""
+"""Weight updates and lost pictures as the engine actor and its slot see them, with engines that are not there."""
 
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ pytest.importorskip("vllm")
 from rollout_config import rollout_config
 
 from megatron_fleet.agents.engine import EngineLost, SamplingParams
+from megatron_fleet.agents.images import PlacedImage
+from megatron_fleet.envs.base import Image
 from megatron_fleet.rollout import components, engine_actor
 from megatron_fleet.rollout.components import EngineSlot
 from megatron_fleet.rollout.requests import RolloutFailed, Weights
@@ -28,6 +31,7 @@ CALLS = {
     "update_weights": "update_weights",
     "finish_update": "finish_weight_update",
 }
+PICTURE = PlacedImage(0, 1, Image("image/png", b"file"), "digest")
 
 
 class FakeLlm:
@@ -95,7 +99,7 @@ async def test_after_a_failure_the_engine_answers_nothing_and_takes_no_update(ac
     assert not await actor.usable() and "checksum differs" in await actor.watch()
     made = len(actor._llm.calls)
     with pytest.raises(EngineLost, match="weight update failed"):
-        await actor._generate([5, 6], SamplingParams(1.0, 4, (), 1), "s")
+        await actor._generate([5, 6], SamplingParams(1.0, 4, (), 1), "s", [])
     with pytest.raises(EngineLost, match="weight update failed"):
         await actor.score([np.array([1, 2], np.int32)])
     for name, arguments in UPDATE.items():
@@ -206,3 +210,48 @@ async def test_weights_that_do_not_last_end_the_run_with_the_engine(slot):
     with pytest.raises(RolloutFailed, match=r"engine 0 was lost and version 3 .* cannot be sent a second time"):
         await slot.serving()
     assert slot.calls == ["listen", "start"]
+
+
+class FakeOutput:
+    def __init__(self, finish_reason: str) -> None:
+        completion = {"token_ids": [5], "finish_reason": finish_reason, "weight_versions": [], "routed_experts": None}
+        self.outputs = [SimpleNamespace(logprobs=SimpleNamespace(logprobs=[0.0]), **completion)]
+
+
+class FakeImages:
+    made = 0
+
+    async def make(self, prompt, images, salt):
+        self.made += 1
+        return prompt
+
+
+@pytest.mark.parametrize(("failures", "attempts"), [(0, 1), (1, 2), (2, 2)])
+async def test_a_request_whose_pictures_vllm_lost_is_made_once_more(actor, monkeypatch, failures, attempts):
+    outputs = [FakeOutput("error")] * failures + [FakeOutput("length")]
+
+    async def run(request, params):
+        return outputs.pop(0)
+
+    monkeypatch.setattr(actor, "_run", run)
+    actor._images = FakeImages()
+    params, images = SamplingParams(1.0, 1, ()), [PICTURE]
+    if failures < 2:
+        assert (await actor._generate([9], params, "s", images)).finish_reason == "length"
+    else:
+        with pytest.raises(EngineLost, match="2 times"):
+            await actor._generate([9], params, "s", images)
+    assert actor._images.made == attempts
+
+
+async def test_a_model_that_sees_nothing_is_given_no_pictures(actor):
+    with pytest.raises(ValueError, match="sees no pictures"):
+        await actor._generate([9], SamplingParams(1.0, 1, ()), "s", [PICTURE])
+    assert actor._llm.calls == []
+
+
+async def test_sequences_with_pictures_are_not_scored(actor):
+    actor._vision = SimpleNamespace(placeholder_id=9)
+    with pytest.raises(ValueError, match="cannot be scored"):
+        await actor.score([np.array([1, 2], np.int32), np.array([1, 9], np.int32)])
+    assert actor._llm.calls == []

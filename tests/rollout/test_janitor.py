@@ -15,9 +15,10 @@ import pytest
 from megatron_fleet.rollout.janitor import MARK, Janitor, marked
 
 OWNER = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
 from megatron_fleet.rollout.janitor import Janitor
+signal.signal(signal.SIGINT, signal.default_int_handler)  # as a background job it would ignore it
 janitor = Janitor(sys.argv[1], Path(sys.argv[2]))
 print("up", flush=True)
 time.sleep(60)

@@ -20,13 +20,14 @@ from tiny_model import write_tiny_model
 pytestmark = pytest.mark.slow
 
 OWNER = """
-import json, sys, time
+import json, signal, sys, time
 from pathlib import Path
 from megatron_fleet.config.schema import Config
 from megatron_fleet.rollout.janitor import marked, shared_files
 from megatron_fleet.rollout.service import RolloutService
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as a background job it would ignore it
     config = Config.model_validate_json(Path(sys.argv[1]).read_text())
     with RolloutService(config, Path(sys.argv[2]), Path(sys.argv[3])) as rollout:
         if sys.argv[4] == "ready":

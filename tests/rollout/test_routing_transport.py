@@ -22,7 +22,7 @@ TOKEN = "secret"
 async def serving(routing: np.ndarray | None):
     starts = []
 
-    async def generate(prompt: list[int], params: SamplingParams, session: str) -> Generation:
+    async def generate(prompt: list[int], params: SamplingParams, session: str, images) -> Generation:
         starts.append(params.routing_start)
         return Generation(np.array([4], np.int32), np.zeros(1, np.float32), "stop", ((0, 0, 1),), routing)
 

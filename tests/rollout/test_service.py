@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -124,20 +123,19 @@ def test_a_prompt_beyond_the_context_is_refused_and_the_engine_lives(rollout):
 
 
 def test_cancelled_requests_leave_the_engine(rollout):
-    async def run() -> float:
+    async def run() -> None:
         engine = rollout.service.engine()
-        calls = [asyncio.create_task(engine.generate([9, i], sampled(tokens=1900), str(i))) for i in range(64)]
-        await asyncio.sleep(0.5)
+        calls = [asyncio.create_task(engine.generate([9, i], sampled(tokens=600), str(i))) for i in range(64)]
+        await asyncio.sleep(0.3)
         for call in calls:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
-        started = time.monotonic()
-        await engine.generate([5], sampled(tokens=1), "after")
-        return time.monotonic() - started
+        await engine.generate([5], sampled(tokens=600), "after")
 
     before = rollout.service.stats().tokens
-    assert asyncio.run(run()) < 2
-    assert rollout.service.stats().tokens - before < 64  # unfinished requests return, and count, nothing
+    asyncio.run(run())
+    # One that had stayed would have ended before the one that came after it, and counted.
+    assert rollout.service.stats().tokens - before == 600
 
 
 def test_an_update_changes_what_is_said_and_the_version(rollout):

@@ -10,10 +10,10 @@ import pytest
 pytest.importorskip("openenv")
 
 from megatron_fleet.agents.engine import EngineLost, Generation
-from megatron_fleet.agents.tokenizer import train_tokenizer
+from megatron_fleet.agents.tokenizer import Tokenizer, train_tokenizer
 from megatron_fleet.agents.trajectory import Outcome
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.schema import Engine, Env, Rollout, Sampling
+from megatron_fleet.config.schema import Agent, Engine, Env, Rollout, Sampling
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.base import EnvLost, Observation, Reward
 from megatron_fleet.rollout import worker as worker_module
@@ -32,9 +32,10 @@ class World:
     most_in_flight: int = 0
     opened: int = 0
     closed: int = 0
+    reset_s: float = 0.0
     requests: list = field(default_factory=list)
 
-    async def generate(self, prompt_ids, params, session):
+    async def generate(self, prompt_ids, params, session, images=()):
         self.requests.append((session, params))
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
@@ -50,8 +51,8 @@ class World:
         ids = [*self.tokenizer.encode("42 <done>"), self.tokenizer.special["<|im_end|>"]]
         return Generation(np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32), "stop", ((3, 0, len(ids)),))
 
-    def environment(self, config, url):
-        assert isinstance(config, Env) and url == "http://127.0.0.1:1"
+    def environment(self, config, url, episode):
+        assert isinstance(config, Env) and url == "http://127.0.0.1:1" and episode
         self.opened += 1
         return WorldEnvironment(self)
 
@@ -61,6 +62,7 @@ class WorldEnvironment:
     world: World
 
     async def reset(self, task):
+        await asyncio.sleep(self.world.reset_s)
         if "NOENV" in task.prompt:
             raise EnvLost("no image")
         return Observation(task.prompt, (TOOL,))
@@ -81,21 +83,28 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def world(folder, monkeypatch):
-    world = World(worker_module.Tokenizer(folder))
+    world = World(Tokenizer(folder))
     monkeypatch.setattr(worker_module, "connect", lambda endpoints, token, timeout_s: world)
     monkeypatch.setattr(worker_module, "make_environment", world.environment)
     return world
 
 
+def make_worker(folder, env=None, **changes):
+    limits = {
+        "prompts_per_step": 1,
+        "samples_per_prompt": 2,
+        "max_context": 2000,
+        "workers": 2,
+        "episodes_in_flight": 7,
+    }
+    rollout = Rollout(sampling=Sampling(max_tokens_per_turn=40, max_turns=3), **(limits | changes))
+    sections = (rollout.model_dump(), (env or Env()).model_dump(), Agent().model_dump())
+    return EpisodeWorker(str(folder), *sections, "http://127.0.0.1:1", ["127.0.0.1:2"], "secret")
+
+
 @pytest.fixture
 def worker(folder, world):
-    sampling = Sampling(max_tokens_per_turn=40, max_turns=3)
-    rollout = Rollout(
-        prompts_per_step=1, samples_per_prompt=2, max_context=2000, sampling=sampling, workers=2, episodes_in_flight=7
-    )
-    return EpisodeWorker(
-        str(folder), rollout.model_dump(), Env().model_dump(), "http://127.0.0.1:1", ["127.0.0.1:2"], "secret"
-    )
+    return make_worker(folder)
 
 
 def spec(prompt: str, sample: int = 0) -> EpisodeSpec:
@@ -124,14 +133,15 @@ async def test_episodes_share_the_workers_slots_over_all_batches(worker, world):
 
 
 async def test_abort_returns_every_episode_and_the_worker_goes_on(worker, world):
-    running = asyncio.create_task(worker.run([spec("HANG", i) for i in range(6)]))
+    running = asyncio.create_task(worker.run([spec("HANG", i) for i in range(12)]))
     await asyncio.sleep(0.1)
+    assert (world.opened, world.in_flight) == (8, 4)  # as many again wait, started, for a place
     await worker.abort()
     trajectories = await asyncio.wait_for(running, 5)
     assert [(t.outcome, t.reward, t.reward_reason) for t in trajectories] == [
         (Outcome.ABORTED, None, "the run was stopped")
-    ] * 6
-    assert world.opened == world.closed == 4 and world.in_flight == 0
+    ] * 12
+    assert world.opened == world.closed == 8 and world.in_flight == 0
     assert (await worker.run([spec("fine")]))[0].outcome is Outcome.COMPLETED
 
 
@@ -140,6 +150,47 @@ async def test_abort_before_the_first_await_is_not_lost(worker):
     await asyncio.sleep(0)
     await worker.abort()
     assert (await asyncio.wait_for(running, 5))[0].outcome is Outcome.ABORTED
+
+
+async def test_an_environment_that_gives_nothing_back_is_left_alone(folder, world):
+    provisioning = {"breaker_window": 4, "breaker_threshold": 0.75, "breaker_pause_s": 0.2}
+    worker = make_worker(folder, env=Env(provisioning=provisioning))
+    bad, good = spec("NOENV"), replace(spec("fine"), task=replace(spec("fine").task, env_key="shop"))
+    await worker.run([spec("fine")])
+    first = await worker.run([bad] * 3)
+    assert [t.reward_reason for t in first] == ["environment lost: no image"] * 3
+    refused = await worker.run([bad, good, spec("fine")])
+    assert [(t.outcome, t.reward) for t in refused] == [
+        (Outcome.ENV_FAILED, None), (Outcome.COMPLETED, 1.0), (Outcome.ENV_FAILED, None)
+    ]  # fmt: skip
+    assert "environment desk is in quarantine" in refused[0].reward_reason
+    assert [t.metrics.get("quarantined", 0) for t in refused] == [1, 0, 1]
+    assert [t.metrics["breaker_open"] for t in refused] == [1, 0, 1]
+    assert world.opened == world.closed == 5
+    await asyncio.sleep(0.2)
+    probed = await worker.run([spec("fine"), bad])
+    assert [t.outcome for t in probed] == [Outcome.COMPLETED, Outcome.ENV_FAILED]
+    assert "quarantine" in probed[1].reward_reason  # one probe at a time
+    assert (await worker.run([spec("fine")]))[0].metrics["breaker_open"] == 0
+    for trajectory in [*refused, *probed]:
+        trajectory.check()
+
+
+async def test_a_dead_engine_is_no_fault_of_the_environment(folder, world):
+    worker = make_worker(folder, env=Env(provisioning={"breaker_window": 2, "breaker_threshold": 0.5}))
+    for _ in range(3):
+        assert [t.outcome for t in await worker.run([spec("ENGINE"), spec("BUG")])] == [Outcome.ABORTED] * 2
+    assert (await worker.run([spec("fine")]))[0].outcome is Outcome.COMPLETED
+
+
+async def test_starting_uses_up_no_time_of_the_episode(folder, world):
+    worker = make_worker(
+        folder, episode_timeout_s=1, env=Env(provisioning={"starts_at_once": 1, "max_starts_at_once": 1})
+    )
+    world.reset_s = 0.3
+    trajectories = await worker.run([spec("fine", i) for i in range(6)])
+    assert {t.outcome for t in trajectories} == {Outcome.COMPLETED}
+    assert max(t.metrics["provision_s"] for t in trajectories) > 1.5
 
 
 async def test_cancelling_run_stops_its_episodes(worker, world):
@@ -167,22 +218,11 @@ async def test_seeds_differ_by_sample_and_attempt_and_repeat_otherwise(worker, w
 
 
 def test_a_folder_without_tokenizer_is_refused(tmp_path, world):
-    sampling = Sampling(max_tokens_per_turn=40, max_turns=3)
-    rollout = Rollout(prompts_per_step=1, samples_per_prompt=2, max_context=2000, sampling=sampling)
     with pytest.raises(UserError, match=r"tokenizer\.json"):
-        EpisodeWorker(str(tmp_path), rollout.model_dump(), Env().model_dump(), "http://127.0.0.1:1", [], "secret")
+        make_worker(tmp_path)
 
 
 async def test_experts_are_asked_for_where_they_are_replayed(folder, world):
-    rollout = Rollout(
-        prompts_per_step=1,
-        samples_per_prompt=2,
-        max_context=2000,
-        sampling=Sampling(max_tokens_per_turn=40, max_turns=3),
-        engine=Engine(routing_replay=True),
-    )
-    worker = EpisodeWorker(
-        str(folder), rollout.model_dump(), Env().model_dump(), "http://127.0.0.1:1", ["127.0.0.1:2"], "secret"
-    )
+    worker = make_worker(folder, engine=Engine(routing_replay=True))
     await worker.run([spec("fine"), replace(spec("fine"), trained=False)])
     assert sorted(params.routing_start is None for _, params in world.requests) == [False, True]

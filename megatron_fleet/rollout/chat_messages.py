@@ -1,0 +1,72 @@
+"""What ``chat_service`` and its process say to each other: pickled frames over two pipes that only they have."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_fleet.agents.chat_client import Dialect
+from megatron_fleet.agents.trajectory import Trajectory
+from megatron_fleet.rollout.requests import CollectResult, Progress
+
+LENGTH = struct.Struct("!i")
+"""Before each frame, as ``multiprocessing.connection`` writes it for less than 2 GiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The first frame to the process; CollectRequests follow. The sections of the configuration are dumped ones."""
+
+    rollout: dict[str, Any]
+    env: dict[str, Any]
+    agent: dict[str, Any]
+    endpoint: dict[str, Any]
+    dialect: Dialect
+    env_url: str
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """From the process while a collection is under way: how far it is, and what ended since the last frame."""
+
+    progress: Progress
+    ended: list[Trajectory]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The last frame of a collection. ``dead``: why the endpoint answers no more; ``None``: it does."""
+
+    result: CollectResult
+    dead: str | None
+
+
+class Frames:
+    """Pickled values over two pipes, which only this process and its parent have."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.WriteTransport) -> None:
+        self._reader, self._writer = reader, writer
+
+    @classmethod
+    async def open(cls, source: int, target: int) -> Frames:
+        """Over two file descriptors."""
+        loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(source, "rb"))
+        writer, _ = await loop.connect_write_pipe(asyncio.Protocol, os.fdopen(target, "wb"))
+        return cls(reader, writer)
+
+    async def read(self) -> Any:
+        """The next value; ``None`` at the end of the input."""
+        try:
+            (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+            return pickle.loads(await self._reader.readexactly(length))
+        except asyncio.IncompleteReadError:
+            return None
+
+    def write(self, value: Any) -> None:
+        data = pickle.dumps(value)
+        self._writer.write(LENGTH.pack(len(data)) + data)

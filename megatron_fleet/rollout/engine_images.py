@@ -1,0 +1,110 @@
+"""Pictures in vLLM requests: vLLM makes them into numbers, we say where they stand.
+
+vLLM would look for placeholder tokens in the prompt and expand each to the size of its picture. We have the expanded
+ids and know which of them are pictures, so vLLM gets one placeholder a picture, its counts are compared with ours, and
+the request is then made of our ids. The engine sees exactly these, and a placeholder that the policy said is to it a
+token like any other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import io
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import PIL.Image
+
+from megatron_fleet.agents.images import FORMATS, MAX_ASPECT, MAX_PIXELS, PlacedImage, Vision
+from megatron_fleet.config.errors import UserError
+
+if TYPE_CHECKING:
+    from vllm.inputs.engine import MultiModalInput
+
+
+class ImageRequests:
+    """Makes requests for one engine whose model sees."""
+
+    def __init__(self, renderer: Any, vision: Vision) -> None:
+        """Args: ``renderer``: of vLLM's AsyncLLM."""
+        self._renderer = renderer
+        self._vision = vision
+
+    async def make(self, prompt: list[int], images: Sequence[PlacedImage], salt: str | None) -> MultiModalInput:
+        """vLLM's form of a prompt with pictures.
+
+        Raises:
+            ValueError: a picture cannot be read, or its place in ``prompt`` is not what it needs.
+        """
+        from vllm.inputs import TokensPrompt
+        from vllm.inputs.engine import mm_input
+
+        files = self._checked(prompt, images)
+        request = TokensPrompt(
+            prompt_token_ids=[self._vision.placeholder_id] * len(images),
+            multi_modal_data={"image": files},
+            # Without names of ours vLLM hashes the pixels, which decodes every picture anew in each turn.
+            multi_modal_uuids={"image": [placed.digest for placed in images]},
+        )
+        try:
+            (made,) = await self._renderer.render_cmpl_async([request])
+        except Exception as error:  # Pillow decodes here; a broken file makes it raise anything
+            raise ValueError(f"the pictures of this prompt cannot be processed: {error}") from error
+        ranges = made["mm_placeholders"]["image"]
+        for placed, found in zip(images, ranges, strict=True):
+            if found.length != placed.end - placed.start:
+                raise ValueError(_wrong_size(placed, found.length))
+        there = [dataclasses.replace(r, offset=placed.start) for placed, r in zip(images, ranges, strict=True)]
+        return mm_input(prompt, made["mm_kwargs"], made["mm_hashes"], {"image": there}, cache_salt=salt)
+
+    def _checked(self, prompt: list[int], images: Sequence[PlacedImage]) -> list[PIL.Image.Image]:
+        """Opened files, not decoded yet: most are in vLLM's cache from earlier turns. Raises ValueError."""
+        files, end = [], 0
+        for placed in images:
+            file = _open(placed)
+            if not end <= placed.start < placed.end <= len(prompt):
+                raise ValueError(f"a picture at tokens {placed.start} to {placed.end} of a prompt of {len(prompt)}")
+            if set(prompt[placed.start : placed.end]) != {self._vision.placeholder_id}:
+                raise ValueError(f"tokens {placed.start} to {placed.end} are not all placeholders, but have a picture")
+            if (needed := self._vision.tokens(*file.size)) != placed.end - placed.start:
+                raise ValueError(_wrong_size(placed, needed))
+            files.append(file)
+            end = placed.end
+        return files
+
+
+def _open(placed: PlacedImage) -> PIL.Image.Image:
+    try:
+        file = PIL.Image.open(io.BytesIO(placed.image.data), formats=FORMATS)
+    except Exception as error:  # broken files make the decoders raise anything
+        raise ValueError(f"the picture at token {placed.start} cannot be read: {error}") from error
+    width, height = file.size
+    if width * height > MAX_PIXELS or max(width, height) > MAX_ASPECT * min(width, height):
+        raise ValueError(f"the picture at token {placed.start} has {width} x {height} pixels, beyond all limits")
+    return file
+
+
+def _wrong_size(placed: PlacedImage, needed: int) -> str:
+    return f"the picture at token {placed.start} needs {needed} placeholders, but has {placed.end - placed.start}"
+
+
+def find_torchvision() -> None:
+    """Make torchvision importable, here and in processes that this one starts.
+
+    vLLM imports it for models that see. A machine without a GPU has it in a folder of its own (``setup.sh --dev``), for
+    in the common one every import of transformers would load it too.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    if importlib.util.find_spec("torchvision") is not None:
+        return
+    apart = str(Path(sys.prefix) / "torchvision")
+    if not Path(apart).is_dir():
+        raise UserError("a model with vision needs torchvision; run ./setup.sh --dev")
+    sys.path.append(apart)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), apart)))

@@ -1,0 +1,55 @@
+"""LoopLag: how late the event loop wakes a sleeper, which is what a blocking call costs everybody else."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+INTERVAL_S = 0.05
+KEPT = 1200
+"""Newest samples: a minute of watching."""
+WARN_S = 1.0
+
+log = logging.getLogger(__name__)
+
+
+class LoopLag:
+    """Samples the lag of the running loop while somebody is ``watching``."""
+
+    def __init__(self) -> None:
+        self._samples: deque[float] = deque(maxlen=KEPT)
+        self._watchers = 0
+        self._task: asyncio.Task[None] | None = None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Sample until the last of those who entered has left. Needs a running loop."""
+        self._watchers += 1
+        if self._task is None:
+            self._task = asyncio.create_task(self._watch())
+        try:
+            yield
+        finally:
+            self._watchers -= 1
+            if not self._watchers:
+                self._task.cancel()
+                self._task = None
+
+    def quantile(self, q: float) -> float:
+        """Seconds of lag that a share ``q`` of the samples does not exceed; 0 without samples."""
+        ordered = sorted(self._samples)
+        return ordered[max(0, math.ceil(q * len(ordered)) - 1)] if ordered else 0.0
+
+    async def _watch(self) -> None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            due = clock() + INTERVAL_S
+            await asyncio.sleep(INTERVAL_S)
+            lag = max(0.0, clock() - due)
+            self._samples.append(lag)
+            if lag > WARN_S:
+                log.warning("the event loop was blocked for %.1f s", lag)
