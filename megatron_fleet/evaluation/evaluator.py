@@ -1,0 +1,123 @@
+"""Plays evaluations: at once, or in the background while the trainer computes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+from megatron_fleet.agents.trajectory import Group
+from megatron_fleet.config.schema import Config
+from megatron_fleet.data.task import Task
+from megatron_fleet.evaluation.plan import choose
+from megatron_fleet.rollout.accounting import Accounting
+from megatron_fleet.rollout.requests import CollectRequest, CollectResult, Progress
+from megatron_fleet.telemetry.episodes import eval_metrics
+from megatron_fleet.telemetry.metrics import attempt_metrics
+
+SEED_STEP = 0
+"""Evaluations share their sampling seeds, so that two of them differ by the weights alone."""
+STOP_TIMEOUT_S = 10.0
+
+ShowPhase = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+"""Shows a phase of so many units; what it gives is told how many are done."""
+
+
+class Collect(Protocol):
+    """Play a request, as ``RolloutService.collect`` does."""
+
+    def __call__(self, request: CollectRequest, on_progress: Callable[[Progress], None]) -> CollectResult: ...
+
+
+class _Stopped(Exception):
+    """The evaluation in the background is not wanted any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One evaluation: the episodes at the training temperature, the greedy ones, and how long they took."""
+
+    sampled: list[Group]
+    greedy: list[Group]
+    accounting: Accounting
+    seconds: float
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            **eval_metrics(self.sampled, self.greedy),
+            **attempt_metrics(asdict(self.accounting), "eval/all"),
+            "timing/eval": self.seconds,
+        }
+
+
+class Evaluator:
+    """Plays the same held-out tasks again and again. One evaluation at a time; used by one thread."""
+
+    def __init__(self, config: Config, held_out: Sequence[Task], collect: Collect) -> None:
+        self._config, self._collect = config, collect
+        self.tasks = choose(held_out, config.eval.tasks)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="evaluation")
+        self._unwanted = threading.Event()
+        self._running: Future[Evaluation] | None = None
+
+    def play(self, show: ShowPhase) -> Evaluation:
+        """Evaluate the weights that the engines have."""
+        return self._play(show)
+
+    def start(self) -> None:
+        """Do so in the background."""
+        assert self._running is None, "one evaluation at a time"
+        self._running = self._thread.submit(self._play, None)
+
+    def finish(self) -> Evaluation:
+        """Wait for what was started. Raises whatever it raised."""
+        assert self._running is not None, "start() comes first"
+        running, self._running = self._running, None
+        return running.result()
+
+    def close(self) -> None:
+        """Stop what runs in the background, so that nobody uses the rollout any more. Idempotent."""
+        self._unwanted.set()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._running is not None:
+            wait([self._running], STOP_TIMEOUT_S)
+
+    def _play(self, show: ShowPhase | None) -> Evaluation:
+        config, started = self._config.eval, time.monotonic()
+        share = config.samples / (config.samples + config.greedy)
+        budget = None if config.budget_s is None else config.budget_s * share
+        temperature = self._config.rollout.sampling.temperature
+        sampled = self._episodes(config.samples, temperature, budget, show)
+        accounting, greedy = sampled.accounting, []
+        if config.greedy:
+            if config.budget_s is not None:
+                budget = max(config.budget_s - sampled.seconds, 0)  # not what engines took to start
+            result = self._episodes(1, 0.0, budget, show)
+            accounting, greedy = accounting + result.accounting, result.groups
+        return Evaluation(sampled.groups, greedy, accounting, time.monotonic() - started)
+
+    def _episodes(
+        self, samples: int, temperature: float, budget_s: float | None, show: ShowPhase | None
+    ) -> CollectResult:
+        run = self._config.run
+        request = CollectRequest(
+            step=SEED_STEP,
+            tasks=self.tasks,
+            samples=samples,
+            temperature=temperature,
+            purpose="eval",
+            seed=run.seed if run.deterministic else None,
+            budget_s=budget_s,
+        )
+        if show is None:
+            return self._collect(request, on_progress=self._check_wanted)
+        with show("evaluation" if temperature else "greedy evaluation", len(self.tasks) * samples) as advance:
+            return self._collect(request, on_progress=lambda now: advance(now.done))
+
+    def _check_wanted(self, _now: Progress) -> None:
+        if self._unwanted.is_set():
+            raise _Stopped

@@ -1,0 +1,117 @@
+"""Episodes of an evaluation as they end, so that an evaluation that was cut off goes on where it was."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_fleet.agents.trajectory import Outcome, Trajectory
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.schema import Config
+from megatron_fleet.data.task import Task
+from megatron_fleet.telemetry.sinks import load_trajectories, save_trajectories, write_atomically
+
+IDENTITY = "evaluation.json"
+FLUSH_EPISODES, FLUSH_S = 64, 20.0
+"""Episodes, or seconds, until what ended is on disk: what a crash can cost."""
+
+_DECIDE = {
+    "run": {"seed", "deterministic"},
+    "rollout": {"max_context", "sampling", "thinking", "renderer", "max_no_action_turns", "max_retries"},
+    "env": {"kind", "url"},
+}
+"""The keys that decide what an episode is, beside the whole section ``agent``."""
+
+
+def identity(config: Config, model: Mapping[str, Any]) -> dict[str, Any]:
+    """What all episodes of one evaluation share. ``model``: says which weights play."""
+    tree = config.model_dump(mode="json")
+    decide = {name: {key: tree[name][key] for key in sorted(keys)} for name, keys in _DECIDE.items()}
+    return {**decide, "agent": tree["agent"], "model": {"dtype": config.model.dtype, **model}}
+
+
+def task_digest(task: Task) -> str:
+    """Of everything that a task is."""
+    return hashlib.blake2b(repr(task).encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
+
+
+class EpisodeStore:
+    """The episodes below one folder, in parts of some each. Used by one thread."""
+
+    def __init__(self, folder: Path, of: Mapping[str, Any], tasks: Sequence[Task]) -> None:
+        """Open, or begin.
+
+        Args:
+            of: what the episodes share, see ``identity``.
+            tasks: those to be played; more or fewer than before will do.
+
+        Raises:
+            UserError: the folder holds episodes of something else, or a task is not what it was.
+        """
+        self._file, self._parts = folder / IDENTITY, folder / "parts"
+        self._tasks = list(tasks)
+        known = self._check(of)
+        self._parts.mkdir(parents=True, exist_ok=True)
+        content = {"of": of, "tasks": known | {task.key: task_digest(task) for task in tasks}}
+        write_atomically(self._file, (json.dumps(content, indent=2) + "\n").encode())
+        self._open: defaultdict[str, list[Trajectory]] = defaultdict(list)
+        self._flushed = time.monotonic()
+
+    def played(self, kind: str, samples: int) -> dict[tuple[int, int], Trajectory]:
+        """Episodes of ``kind`` that are there, by ``(index of the task, sample)``."""
+        places = {task.key: index for index, task in enumerate(self._tasks)}
+        found = {}
+        for path in sorted(self._parts.glob(f"{kind}-*.jsonl")):
+            for trajectory in load_trajectories(path):
+                if trajectory.task_key in places and trajectory.sample < samples:
+                    trajectory.group = places[trajectory.task_key]
+                    found[trajectory.group, trajectory.sample] = trajectory
+        return found
+
+    def add(self, kind: str, trajectories: Sequence[Trajectory]) -> None:
+        """Keep what ended. What was given up is left out: it is still to be played."""
+        self._open[kind] += [t for t in trajectories if t.outcome is not Outcome.ABORTED]
+        if sum(map(len, self._open.values())) >= FLUSH_EPISODES or time.monotonic() - self._flushed > FLUSH_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Put on disk what is not."""
+        for kind, trajectories in self._open.items():
+            if trajectories:
+                number = len(list(self._parts.glob(f"{kind}-*.jsonl")))
+                save_trajectories(self._parts / f"{kind}-{number:06d}", trajectories)
+            for trajectory in trajectories:
+                trajectory.images = {}  # they are files now, and many episodes' screenshots are many gigabytes
+        self._open.clear()
+        self._flushed = time.monotonic()
+
+    def _check(self, of: Mapping[str, Any]) -> dict[str, str]:
+        """The digests of the tasks known here."""
+        if not self._file.is_file():
+            return {}
+        before = json.loads(self._file.read_text(encoding="utf-8"))
+        advice = "choose another folder with --out, or remove this one."
+        for name, now in _flat(of).items():
+            was = _flat(before["of"]).get(name)
+            if was != now:
+                raise UserError(f"{self._file}: its episodes were played with {name}={was}, not {now}; {advice}")
+        for task in self._tasks:
+            if before["tasks"].get(task.key, task_digest(task)) != task_digest(task):
+                raise UserError(f"{self._file}: task {task.key} is not what it was when it was played; {advice}")
+        return before["tasks"]
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Leaves by their dotted names, as JSON gives them back."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = json.loads(json.dumps(value))
+    return found

@@ -1,0 +1,85 @@
+"""Copies of finished files in a store, made in the background. A copy that fails is told and counted, never raised."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.storage.folder import Folder, aligned_buffer
+from megatron_fleet.storage.open import open_folder
+
+CLOSE_TIMEOUT_S = 300.0
+"""What is not copied when a run has waited so long at its end, stays behind."""
+
+log = logging.getLogger(__name__)
+
+
+class Uploads:
+    """Copies files into one folder, one after the other. Used by one thread."""
+
+    def __init__(self, url: str) -> None:
+        """Nothing is asked of the store yet. Raises UserError: ``url`` is no address of a folder."""
+        self._folder: Folder = open_folder(url)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="uploads")
+        self._pending: list[Future[None]] = []
+        self._counting = threading.Lock()
+        self._failed = 0
+
+    @property
+    def failed(self) -> int:
+        """Files given up so far."""
+        with self._counting:
+            return self._failed
+
+    def add(self, files: Mapping[str, Path], prefix: str) -> None:
+        """Copy ``files`` to ``prefix/name`` some time from now; they must not change any more."""
+        self._pending = [job for job in self._pending if not job.done()]
+        self._pending += [self._thread.submit(self._copy, path, f"{prefix}/{name}") for name, path in files.items()]
+
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Wait for what is under way, but not for ever. Idempotent."""
+        left = wait(self._pending, timeout_s).not_done
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        if left:
+            log.warning(
+                "%d files did not get to %s within %g s; they are here still", len(left), self._folder.url, timeout_s
+            )
+        self._pending = []
+
+    def _copy(self, path: Path, name: str) -> None:
+        try:
+            copy(path, self._folder, name)
+        except (UserError, OSError) as error:
+            with self._counting:
+                self._failed += 1
+                first = self._failed == 1
+            if first:
+                log.warning(
+                    "%s was not copied to the store and stays here alone; later ones are only counted: %s", path, error
+                )
+
+
+def copy(path: Path, folder: Folder, name: str) -> None:
+    """Copy one file; the store checks every part, and its size at the end.
+
+    Raises:
+        UserError: the store refuses.
+        OSError: the file cannot be read.
+    """
+    size = path.stat().st_size
+    writer = folder.create(name, size)
+    try:
+        buffer = aligned_buffer(min(writer.part, size))
+        with path.open("rb") as file:
+            for offset in range(0, size, writer.part):
+                part = buffer[: min(writer.part, size - offset)]
+                file.readinto(part)
+                writer.write_at(offset, part)
+        writer.commit()
+    except BaseException:
+        writer.abort()
+        raise

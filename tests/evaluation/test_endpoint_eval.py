@@ -1,0 +1,114 @@
+"""`mfleet eval --endpoint`: the embedded fleet played by a server that solves it, through real HTTP and processes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("hydra")
+pytest.importorskip("openai")
+
+from chat_server import MODEL, ChatServer, Oracle, error, serving
+
+from megatron_fleet.agents.chat_client import Dialect
+from megatron_fleet.cli import main
+from megatron_fleet.config.load import load
+from megatron_fleet.data.loader import load_tasks
+from megatron_fleet.envs.embedded.tasks import SHIPPED_TASKS
+from megatron_fleet.evaluate import read_config
+from megatron_fleet.rollout.chat_service import ChatService
+from megatron_fleet.rollout.requests import CollectRequest, RolloutFailed
+
+KEY = "sk-not-to-be-seen"
+SMALL = ("eval.tasks=6", "eval.samples=2", "rollout.episodes_in_flight=4", "eval.endpoint.max_retries=1")
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+
+
+@pytest.mark.slow
+def test_an_oracle_solves_everything_and_an_endpoint_that_died_on_the_way_is_gone_on_with(tmp_path, capfd):
+    """The oracle is gone after 15 answers, which is after some episodes and within others."""
+    oracle, out = Oracle(load_tasks(SHIPPED_TASKS)), tmp_path / "out"
+    server = ChatServer(lambda number, body: oracle(number, body) if number < 15 else error(503, "gone"), key=KEY)
+    with serving(server):
+        arguments = ("eval", "--endpoint", server.url, "--model", MODEL, "--out", str(out), *SMALL)
+        assert main(arguments) == 2
+        told = capfd.readouterr()
+        assert "the endpoint does not answer: 503: gone; the same command goes on." in told.err
+        assert "episodes were given up and have no reward" in told.out
+        first = json.loads((out / "metrics.json").read_text())
+        assert 0 < first["eval/all/outcome/completed"] < 12
+        assert first["eval/all/pass_at_1"] == 1.0 and first["eval/all/greedy_outcome/aborted"] == 6
+
+        server.speak = oracle
+        server.bodies.clear()
+        assert main(arguments) == 0
+        told = capfd.readouterr().out
+        assert f"eval: {first['eval/all/outcome/completed']} of 12 episodes were played before" in told
+        found = json.loads((out / "metrics.json").read_text())
+        assert found["eval/all/attempts_started"] == 18 - first["eval/all/outcome/completed"]
+        for name in ("pass_at_1", "greedy_pass_at_1", "avg_raw_reward"):
+            assert found[f"eval/all/{name}"] == 1.0
+        assert found["eval/all/outcome/completed"] == 12 and found["eval/all/unknown_reward_rate"] == 0
+        assert {b["temperature"] for b in server.bodies} == {0.0, 1.0}
+
+        server.bodies.clear()
+        assert main(arguments) == 0 and server.bodies == []  # nothing is left, so nothing is asked
+
+    dump = out / "dumped_evals" / "global_step_0_evals"
+    lines = [json.loads(line) for path in dump.glob("[!a]*.jsonl") for line in path.read_text().splitlines()]
+    assert len(lines) == 12 and all(line["score"] == [1.0] and "<done>" in line["output_response"] for line in lines)
+    assert json.loads((dump / "aggregated_results.jsonl").read_text())["eval/all/pass_at_2"] == 1.0
+    assert len((out / "trajectories" / "eval_000000.jsonl").read_text().splitlines()) == 12
+    assert main(["report", str(out)]) == 0
+    files = [path for path in out.rglob("*") if path.is_file()]
+    assert not [path for path in files if KEY.encode() in path.read_bytes()]
+    assert server.keys == {KEY}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--endpoint", "http://h/v1"), "--endpoint and --model go together; add --model NAME"),
+        (("--model", "m"), "add --endpoint URL"),
+        (("--endpoint", "h/v1", "--model", "m"), "h/v1 is no address; write it as https://host/v1"),
+        (("--endpoint", "http://h/v1", "--model", "m", "--checkpoint", "c"), "--checkpoint name two models"),
+        (("--endpoint", "http://h/v1", "--model", "m", "model.path=x"), "model.path name two models"),
+        (("--endpoint", "http://h/v1", "--model", "m", "eval.endpoint.extra_body=[1]"), "must be a JSON object"),
+        (("--endpoint", "http://h/v1", "--model", "m", "eval.endpoint.extra_body={"), "no JSON"),
+        (("eval.endpoint.url=http://h/v1", "model.path=x"), "eval.endpoint.model must be set; add --model NAME"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_in_one_sentence(tmp_path, capsys, arguments, words):
+    assert main(["eval", "--out", str(tmp_path / "out"), *arguments]) == 2
+    told = capsys.readouterr().err
+    assert words in told and told.count("\n") == 1
+
+
+def test_a_refused_key_and_an_unknown_model_stop_before_anything_is_started(tmp_path, capsys):
+    with serving(ChatServer(lambda number, body: {"content": ""}, key="another")) as server:
+        for model, words in ((MODEL, "the key in OPENAI_API_KEY is refused (401"), ("org/none", "it has org/model")):
+            out = tmp_path / model.replace("/", "_")
+            assert main(["eval", "--endpoint", server.url, "--model", model, "--out", str(out), *SMALL]) == 2
+            told = capsys.readouterr().err
+            assert words in told and KEY not in told and told.count("\n") == 1
+            assert not (out / "logs").exists()
+            server.key = KEY
+    assert server.bodies == []
+
+
+def test_the_configuration_says_where_the_model_is(tmp_path):
+    config, run = read_config([], tmp_path, None, "http://h:8/v1/", "org/m")
+    assert (config.eval.endpoint.url, config.eval.endpoint.model) == ("http://h:8/v1", "org/m")
+    assert config.model.path == "http://h:8/v1/org/m" and run is None
+
+
+def test_a_process_that_dies_is_told_in_one_sentence(tmp_path):
+    overrides = ["env=openenv", "env.url=http://127.0.0.1:1", "data=file", "data.tasks=t.json", "model.path=x"]
+    config = load([*overrides, f"run.out={tmp_path}"])
+    words = r"plays the episodes died, see .*endpoint\.log; what ended is kept"
+    with pytest.raises(RolloutFailed, match=words), ChatService(config, Dialect(), tmp_path, Path("/bin/false")) as it:
+        it.collect(CollectRequest(0, [], 1, 1.0, "eval", None))

@@ -1,0 +1,75 @@
+"""What a run keeps of its evaluations: every file, late ones in the line of their step, none made twice."""
+
+import json
+
+import numpy as np
+import pytest
+
+pytest.importorskip("hydra")
+
+from megatron_fleet.agents.trajectory import Group, Outcome, Span, Trajectory
+from megatron_fleet.config.load import load
+from megatron_fleet.evaluation.evaluator import Evaluation
+from megatron_fleet.records import Records
+from megatron_fleet.rollout.accounting import Accounting
+
+
+def evaluation(reward: float) -> Evaluation:
+    mask, none = np.array([False, True]), np.zeros(2, np.float32)
+    spans = (Span("prompt", 0, 1, 0), Span("action", 1, 2, 0, 3))
+    ids = np.array([300, 301], np.int32)
+    one = Trajectory("task", "shop", 0, 0, ids, mask, none, spans, reward, "", Outcome.COMPLETED)
+    return Evaluation([Group(0, "task", "shop", [one])], [Group(0, "task", "shop", [one])], Accounting(2, 2), 1.5)
+
+
+def records(out, resumed_step: int | None = None, tensorboard: bool = False) -> Records:
+    drawn = [f"logging.tensorboard={str(tensorboard).lower()}", "logging.plot=false"]
+    config = load(["experiment=quickstart", f"run.out={out}", *drawn])
+    return Records(config, resumed_step, started=0.0)
+
+
+def rows(out) -> dict[int, dict]:
+    return {row["step"]: row for row in map(json.loads, (out / "metrics.jsonl").read_text().splitlines())}
+
+
+def test_a_late_evaluation_is_in_the_line_and_the_files_of_its_step(tmp_path):
+    kept = records(tmp_path)
+    kept.step(1, {"loss": 0.5}, {})
+    kept.add(1, {"timing/save_checkpoints": 2.0})
+    assert not kept.evaluated(1)
+    kept.evaluation(1, kept.episodes_of(1, evaluation(1.0)) | {"timing/eval_wait": 0.25}, in_step=True)
+    kept.step(2, {"loss": 0.25}, {})
+    kept.close()
+    line = rows(tmp_path)[1]
+    assert (line["loss"], line["timing/save_checkpoints"], line["timing/eval_wait"]) == (0.5, 2.0, 0.25)
+    assert (line["eval/all/pass_at_1"], line["eval/shop/greedy_pass_at_1"], line["timing/eval"]) == (1, 1, 1.5)
+    assert "eval/all/pass_at_1" not in rows(tmp_path)[2]
+    dump = tmp_path / "dumped_evals" / "global_step_1_evals"
+    (aggregated,) = (dump / "aggregated_results.jsonl").read_text().splitlines()
+    assert json.loads(aggregated)["eval/all/pass_at_1"] == 1
+    names = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
+    assert {"trajectories/eval_000001.npz", "trajectories/greedy_000001.jsonl"} <= names
+    assert {f"dumped_evals/global_step_1_evals/{name}" for name in ("shop.jsonl", "greedy/shop.jsonl")} <= names
+
+
+@pytest.mark.parametrize(("resumed_step", "known"), [(1, True), (0, False), (None, False)])
+def test_a_resumed_run_knows_whether_its_evaluation_was_made(tmp_path, resumed_step, known):
+    before = records(tmp_path)
+    before.step(1, {"loss": 0.5}, {})
+    before.evaluation(1, before.episodes_of(1, evaluation(1.0)), in_step=True)
+    before.close()
+    after = records(tmp_path, resumed_step)
+    assert after.evaluated(1) is known
+    assert (tmp_path / "dumped_evals" / "global_step_1_evals").exists() is known
+    after.close()
+
+
+def test_distributions_of_a_step_are_drawn(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    kept = records(tmp_path, tensorboard=True)
+    kept.step(3, {"loss": 0.5}, {"distribution/turns": np.array([1.0, 4.0])})
+    kept.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(drawn.step, drawn.histogram_value.num) for drawn in events.Histograms("distribution/turns")] == [(3, 2)]
+    assert "distribution/turns" not in rows(tmp_path)[3]
