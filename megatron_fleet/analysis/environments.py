@@ -1,0 +1,102 @@
+"""Each environment before and after training: pass rates, their change, and one word for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from megatron_fleet.analysis.episodes import Episode
+from megatron_fleet.analysis.run import Run
+from megatron_fleet.analysis.statistics import Estimate, change, pass_rate
+
+SATURATED, FAILING = 0.95, 0.05
+MIN_TASKS = 5
+"""Below this many paired tasks no change is called an improvement or a loss."""
+ALL = "all"
+
+
+class Status(StrEnum):
+    """What became of an environment; the first rule that fits, in this order."""
+
+    UNKNOWN = "unknown"
+    IMPROVED = "improved"
+    WORSE = "worse"
+    SATURATED = "saturated"
+    FAILING = "failing"
+    UNCLEAR = "unclear"
+    FLAT = "flat"
+
+
+RULES: dict[Status, str] = {
+    Status.UNKNOWN: "no known reward in the last evaluation",
+    Status.IMPROVED: f"at least {MIN_TASKS} paired tasks, and the 95 % interval of the change lies above 0",
+    Status.WORSE: f"at least {MIN_TASKS} paired tasks, and the 95 % interval of the change lies below 0",
+    Status.SATURATED: f"pass@1 of the last evaluation is at least {SATURATED:.2f}",
+    Status.FAILING: f"pass@1 of the last evaluation is at most {FAILING:.2f}",
+    Status.UNCLEAR: f"fewer than {MIN_TASKS} tasks have known rewards in both evaluations",
+    Status.FLAT: "none of these: the interval of the change holds 0",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentResult:
+    """One environment (or ``all``). ``before`` and ``after`` are equal when there was only one evaluation."""
+
+    env: str
+    before: Estimate | None
+    after: Estimate | None
+    change: Estimate | None
+    unknown: tuple[int, int]
+    episodes: tuple[int, int]
+    status: Status
+
+
+def environment_results(run: Run, kind: str) -> list[EnvironmentResult]:
+    """``all`` first, then every environment in order of name; empty without an evaluation of this kind."""
+    first, last = run.first_and_last(kind)
+    before = run.episodes(kind, first)
+    after = run.episodes(kind, last) if last is not None else before
+    paired = last is not None
+    envs = sorted({e.env for e in [*before, *after]})
+    if not envs:
+        return []
+    rows = [_result(ALL, before, after, paired)]
+    return rows + [_result(env, _of(before, env), _of(after, env), paired) for env in envs]
+
+
+def status(after: Estimate | None, delta: Estimate | None) -> Status:
+    """The first of ``RULES`` that fits."""
+    if after is None:
+        return Status.UNKNOWN
+    if delta is not None and delta.tasks >= MIN_TASKS:
+        if delta.low is not None and delta.low > 0:
+            return Status.IMPROVED
+        if delta.high is not None and delta.high < 0:
+            return Status.WORSE
+    if after.value >= SATURATED:
+        return Status.SATURATED
+    if after.value <= FAILING:
+        return Status.FAILING
+    if delta is None or delta.tasks < MIN_TASKS:
+        return Status.UNCLEAR
+    return Status.FLAT
+
+
+def _of(episodes: Sequence[Episode], env: str) -> list[Episode]:
+    return [e for e in episodes if e.env == env]
+
+
+def _result(env: str, before: Sequence[Episode], after: Sequence[Episode], paired: bool) -> EnvironmentResult:
+    last = pass_rate(after)
+    delta = change(before, after) if paired else None
+    unknown = tuple(sum(e.solved is None for e in episodes) for episodes in (before, after))
+    return EnvironmentResult(
+        env=env,
+        before=pass_rate(before),
+        after=last,
+        change=delta,
+        unknown=(unknown[0], unknown[1]),
+        episodes=(len(before), len(after)),
+        status=status(last, delta),
+    )

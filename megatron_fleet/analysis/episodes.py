@@ -1,0 +1,123 @@
+"""Episode: one line of a trajectory log, read without trusting it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+FILE_NAME = re.compile(r"(step|eval|greedy)_(\d{6})\.jsonl")
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """One recorded episode.
+
+    Attributes:
+        kind, step, line: where it stands: ``trajectories/{kind}_{step}.jsonl``, line from 0.
+        reward: ``None`` = unknown, which is never counted as 0.
+        spans: ``(kind, start, end, turn, weight version)`` over the tokens.
+        segment_starts: where the tokens begin anew because the history was rewritten.
+        messages: ``(role, text)`` of the conversation.
+        pictures: of each message, the digests of what was shown with it.
+    """
+
+    kind: str
+    step: int
+    line: int
+    task: str
+    env: str
+    sample: int
+    outcome: str
+    reward: float | None
+    reason: str
+    final_answer: str | None
+    tokens: int
+    action_tokens: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    spans: tuple[tuple[str, int, int, int, int], ...] = ()
+    segment_starts: tuple[int, ...] = ()
+    messages: tuple[tuple[str, str], ...] = ()
+    pictures: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def id(self) -> str:
+        return f"{self.kind}-{self.step}-{self.line}"
+
+    @property
+    def solved(self) -> bool | None:
+        """Fleet's rule: a reward above 0. ``None`` = unknown."""
+        return None if self.reward is None else self.reward > 0
+
+    @property
+    def result(self) -> str:
+        return {True: "solved", False: "not solved", None: "unknown"}[self.solved]
+
+
+def read_episodes(path: Path) -> tuple[list[Episode], int]:
+    """The episodes of one file, and how many lines were left out because they are cut or no record."""
+    name = FILE_NAME.fullmatch(path.name)
+    if name is None:
+        raise ValueError(f"{path}: not the name of a trajectory log")
+    episodes: list[Episode] = []
+    left_out = 0
+    with path.open("rb") as file:
+        for line, content in enumerate(file):
+            try:
+                episodes.append(_episode(json.loads(content), name[1], int(name[2]), line))
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                left_out += 1
+    return episodes, left_out
+
+
+def message_text(message: Mapping[str, Any]) -> str:
+    """The text of a message: its content, parts joined (an image is named, not shown), and structured calls as JSON."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [content]
+    texts = [_part_text(part) for part in parts if part is not None]
+    if message.get("tool_calls"):
+        texts.append(json.dumps(message["tool_calls"], ensure_ascii=False))
+    return "\n".join(texts)
+
+
+def _part_text(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, dict) and isinstance(part.get("text"), str):
+        return part["text"]
+    if isinstance(part, dict) and "image" in str(part.get("type", "")):
+        return "[image]"
+    return json.dumps(part, ensure_ascii=False, default=str)
+
+
+def _episode(record: Mapping[str, Any], kind: str, step: int, line: int) -> Episode:
+    answer = record.get("final_answer")
+    return Episode(
+        kind=kind,
+        step=step,
+        line=line,
+        task=str(record["task"]),
+        env=str(record["env"]),
+        sample=int(record.get("sample", 0)),
+        outcome=str(record["outcome"]),
+        reward=_number(record.get("reward")),
+        reason=str(record.get("reason") or ""),
+        final_answer=None if answer is None else str(answer),
+        tokens=int(record.get("tokens", 0)),
+        action_tokens=int(record.get("action_tokens", 0)),
+        metrics={str(k): v for k, value in (record.get("metrics") or {}).items() if (v := _number(value)) is not None},
+        spans=tuple((str(k), int(a), int(b), int(t), int(v)) for k, a, b, t, v in record.get("spans") or ()),
+        segment_starts=tuple(int(start) for start in record.get("segment_starts") or ()),
+        messages=tuple((str(m.get("role", "")), message_text(m)) for m in record.get("messages") or ()),
+        pictures=tuple(tuple(map(str, m.get("images") or ())) for m in record.get("messages") or ()),
+    )
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)

@@ -1,0 +1,130 @@
+"""``mfleet report``: read a run, put the document together, write page and Markdown, tell the terminal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from megatron_fleet.analysis import html, markdown, sections
+from megatron_fleet.analysis.document import Document, Facts
+from megatron_fleet.analysis.environments import ALL, EnvironmentResult, Status, environment_results
+from megatron_fleet.analysis.episodes import Episode
+from megatron_fleet.analysis.failures import CATEGORIES, by_category
+from megatron_fleet.analysis.head import head
+from megatron_fleet.analysis.pairs import Pair, choose_pairs
+from megatron_fleet.analysis.run import EVALUATIONS, Run, read_run
+from megatron_fleet.analysis.selection import browsable
+from megatron_fleet.analysis.signals import FINE, signals
+from megatron_fleet.analysis.transcripts import Transcripts
+from megatron_fleet.analysis.wording import rate, value
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.telemetry.sinks import write_atomically
+
+PAGE_LIMIT = 20_000_000
+"""Bytes of a page at most."""
+RESERVED = 3_000_000
+"""Of these, what everything but trajectories may take; it takes about 0.2 MB with ten environments."""
+SUMMARY_LINES = 10
+ATTENTION = (Status.WORSE, Status.UNKNOWN, Status.FAILING, Status.IMPROVED, Status.SATURATED)
+"""Environments of which statuses the terminal tells first, as it tells of a few alone."""
+
+
+def write_report(folder: Path, page: Path | None = None, text: Path | None = None) -> str:
+    """Write ``report.html`` and ``report.md`` below the run's folder, or where the arguments say.
+
+    Returns:
+        Where they are and a summary, at most ``SUMMARY_LINES`` + 2 lines.
+
+    Raises:
+        UserError: ``folder`` is no run, or a file cannot be written.
+    """
+    run = read_run(folder)
+    document, transcripts = build(run)
+    targets = {
+        page or folder / "report.html": html.render(document, transcripts),
+        text or folder / "report.md": markdown.render(document).encode("utf-8", "replace"),
+    }
+    for path, content in targets.items():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, content)
+        except OSError as e:
+            raise UserError(f"{path}: cannot be written ({e.strerror}); name another file.") from e
+    written = [f"{path} ({len(content) / 1e6:.1f} MB)" for path, content in targets.items()]
+    return "\n".join([*_summary(run, document.sections[0]), *written])
+
+
+def build(run: Run, limit: int = PAGE_LIMIT) -> tuple[Document, Transcripts]:
+    """The document of a run and the trajectories that its page holds, in ``limit`` bytes."""
+    kind = run.main_kind
+    first, last = run.first_and_last(kind)
+    pairs = choose_pairs(run.episodes(kind, first), run.episodes(kind, last))
+    episodes, totals = browsable(run)
+    transcripts = Transcripts(run, limit - min(RESERVED, limit // 2))
+    transcripts.add(_examples(run, kind))
+    transcripts.add(episode for pair in pairs for episode in (pair.before, pair.after))
+    transcripts.add(episodes)
+    # The head comes last: it has the notes that everything before it left.
+    rest = _after_head(run, pairs, _shown(run, transcripts, totals, limit))
+    subtitle = " · ".join([run.folder.resolve().name, *([f"model {run.model}"] if run.model else [])])
+    return Document(f"Run {run.name}", subtitle, (head(run), *rest)), transcripts
+
+
+def _shown(run: Run, transcripts: Transcripts, totals: dict[tuple[str, int], int], limit: int) -> list[str]:
+    """How much of the run the page has, one sentence for each reason to leave something out; none when all is shown."""
+    shown = Counter((e.kind, e.step) for e in transcripts.episodes)
+    cut = [f"{kind} {step}: {shown[kind, step]} of {total}" for (kind, step), total in totals.items()]
+    steps = sum(kind == "step" for kind, _ in totals)
+    lines = []
+    if shown.total() < sum(totals.values()):
+        lines.append(f"{shown.total()} of {sum(totals.values())} episodes are on this page ({'; '.join(cut)}).")
+    if steps < len(run.training_steps):
+        lines.append(f"Of {len(run.training_steps)} training steps {steps} were read, evenly spaced.")
+    if transcripts.left_out:
+        lines.append(f"{transcripts.left_out} of those chosen did not fit into the page's {limit / 1e6:g} MB.")
+    return lines
+
+
+def _after_head(run: Run, pairs: list[Pair], shown: list[str]) -> tuple[sections.Section, ...]:
+    return (
+        sections.environments(run),
+        sections.curves(run),
+        sections.learning_signal(run),
+        sections.behaviour(run),
+        sections.errors(run),
+        sections.differences(run, pairs),
+        sections.trajectories(shown),
+        sections.method(),
+    )
+
+
+def _examples(run: Run, kind: str) -> list[Episode]:
+    """The episodes that the table of errors links to."""
+    steps = [step for step in reversed(run.first_and_last(kind)) if step is not None]
+    found = [by_category(run.episodes(kind, step)) for step in steps]
+    return [
+        episode
+        for category in CATEGORIES
+        for episode, _ in [pair for categories in found for pair in categories[category.key]][: sections.EXAMPLES]
+    ]
+
+
+def _summary(run: Run, first: sections.Section) -> list[str]:
+    """At most ``SUMMARY_LINES``: the figures of the head, the environments, what needs attention; of many environments
+    those that changed or fail come first."""
+    facts = [fact for block in first.blocks if isinstance(block, Facts) for fact in block.facts]
+    lines = [f"{fact.label}: {fact.value} ({fact.detail})" for fact in facts if fact.label not in ("model", "tasks")]
+    kind = run.main_kind
+    results = [r for r in environment_results(run, kind) if r.env != ALL and kind in EVALUATIONS]
+    results.sort(key=_attention)
+    needy = [f"{s.env}: {s.advice}" for s in signals(run.rows) if s.advice != FINE]
+    before = "" if run.first_and_last(kind)[1] is None else "{} → "
+    lines += [f"{r.env}: {before.format(value(r.before))}{rate(r.after)} {r.status}" for r in results]
+    lines += needy + run.notes
+    if len(lines) > SUMMARY_LINES:
+        lines = [*lines[: SUMMARY_LINES - 1], f"… {len(lines) - SUMMARY_LINES + 1} more lines are in the report"]
+    return lines
+
+
+def _attention(result: EnvironmentResult) -> int:
+    return ATTENTION.index(result.status) if result.status in ATTENTION else len(ATTENTION)

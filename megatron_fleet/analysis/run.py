@@ -1,0 +1,176 @@
+"""A run as its folder tells it: configuration, metrics, evaluations. What is missing becomes a note, not an error."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_fleet.analysis.episodes import FILE_NAME, Episode, read_episodes
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.data.manifest import NAME as SPLIT_MANIFEST
+from megatron_fleet.telemetry.sinks import read_metrics
+
+EVALUATIONS = ("eval", "greedy")
+TRAINING = "step"
+
+
+@dataclass(slots=True)
+class Run:
+    """What was read of one run.
+
+    Attributes:
+        config, split: ``config.json`` and ``split.json``; empty when there is no such file.
+        rows: ``metrics.jsonl``, in order of step.
+        compared: the episodes of the first and the last evaluation of each kind, ``(kind, step)`` → episodes; of a run
+            without any those of its first and last training step.
+        training_steps: steps whose trajectories are on disk.
+        notes: what is missing or was left out, one sentence each.
+    """
+
+    folder: Path
+    config: dict[str, Any] = field(default_factory=dict)
+    split: dict[str, Any] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    compared: dict[tuple[str, int], list[Episode]] = field(default_factory=dict)
+    training_steps: list[int] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return str(self.config.get("run", {}).get("name") or self.folder.resolve().name)
+
+    @property
+    def model(self) -> str:
+        return str(self.config.get("model", {}).get("path") or "")
+
+    @property
+    def main_kind(self) -> str:
+        """What tables compare: evaluations at the training temperature where there are some, else greedy ones, else
+        training steps."""
+        kinds = {kind for kind, _ in self.compared}
+        return next((kind for kind in (*EVALUATIONS, TRAINING) if kind in kinds), EVALUATIONS[0])
+
+    def first_and_last(self, kind: str) -> tuple[int | None, int | None]:
+        """The first and the last step of a kind in ``compared``; the last is ``None`` when there is only one."""
+        steps = sorted(step for k, step in self.compared if k == kind)
+        return (steps[0] if steps else None), (steps[-1] if len(steps) > 1 else None)
+
+    def episodes(self, kind: str, step: int | None) -> list[Episode]:
+        return self.compared.get((kind, step), []) if step is not None else []
+
+    def read_step(self, kind: str, step: int) -> list[Episode]:
+        """The episodes of one file; lines that cannot be read are left out with a note."""
+        path = self.folder / "trajectories" / f"{kind}_{step:06d}.jsonl"
+        episodes, left_out = read_episodes(path)
+        if left_out:
+            self.notes.append(f"{path.name}: {left_out} lines are cut or damaged and were left out.")
+        return episodes
+
+    def arrays(self, kind: str, step: int) -> dict[str, np.ndarray] | None:
+        """The arrays beside a file (telemetry/sinks.py tells their shapes); ``None`` when they cannot be read."""
+        path = self.folder / "trajectories" / f"{kind}_{step:06d}.npz"
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                arrays = {name: file[name] for name in ("token_ids", "action_mask", "behaviour_logprobs", "offsets")}
+            total = int(arrays["offsets"][-1])
+            if any(len(arrays[name]) != total for name in ("token_ids", "action_mask", "behaviour_logprobs")):
+                raise ValueError("lengths differ")
+        except (OSError, ValueError, KeyError, IndexError, EOFError, zipfile.BadZipFile):
+            self.notes.append(f"{path.name}: missing or damaged, so its trajectories are shown without tokens.")
+            return None
+        return arrays
+
+
+def read_run(folder: Path) -> Run:
+    """Read a run folder.
+
+    Raises:
+        UserError: no such folder, or neither metrics nor trajectories in it.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; name the folder that a run wrote to (run.out).")
+    names = [m for path in sorted((folder / "trajectories").glob("*.jsonl")) if (m := FILE_NAME.fullmatch(path.name))]
+    run = Run(folder)
+    run.rows = _metrics(folder / "metrics.jsonl", run.notes)
+    if not run.rows and not names:
+        raise UserError(f"{folder}: holds neither metrics.jsonl nor trajectories; name the folder of a run (run.out).")
+    run.config = _json(folder / "config.json", run.notes, "the model and the name of the run are unknown")
+    run.split = _json(folder / SPLIT_MANIFEST, run.notes, "the content hash of its tasks is unknown")
+    for kind in EVALUATIONS:
+        _read_ends(run, kind, sorted(int(m[2]) for m in names if m[1] == kind))
+    run.training_steps = sorted(int(m[2]) for m in names if m[1] == TRAINING)
+    if not run.compared:
+        _read_ends(run, TRAINING, run.training_steps)
+    run.notes += _gaps(run)
+    return run
+
+
+def _read_ends(run: Run, kind: str, steps: Sequence[int]) -> None:
+    """Read the first and the last of ``steps``."""
+    for step in sorted({*steps[:1], *steps[-1:]}):
+        episodes = run.read_step(kind, step)
+        if episodes:
+            run.compared[kind, step] = episodes
+
+
+def wall_seconds(rows: Sequence[dict[str, Any]]) -> float | None:
+    """Seconds of all attempts, each from its start to its last logged step."""
+    ends = {row["attempt"]: row["time"] for row in rows if "attempt" in row and "time" in row}
+    return sum(end - start for start, end in ends.items()) if ends else None
+
+
+def resumed_at(rows: Sequence[dict[str, Any]]) -> list[int]:
+    """The first step that each attempt after the first one logged."""
+    attempts = [(row["step"], row.get("attempt")) for row in rows]
+    return [step for (_, old), (step, new) in pairwise(attempts) if old != new]
+
+
+def _metrics(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+    try:
+        rows = read_metrics(path)
+    except (ValueError, OSError) as e:
+        raise UserError(f"{path}: not a metrics log ({e}); repair or remove the broken line.") from e
+    rows = [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
+    if not rows:
+        notes.append(f"{path.name}: missing or empty, so there are no curves and no learning signal.")
+    return rows
+
+
+def _json(path: Path, notes: list[str], consequence: str) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        content = None
+    if not isinstance(content, dict):
+        notes.append(f"{path.name}: missing or unreadable, so {consequence}.")
+        return {}
+    return content
+
+
+def _gaps(run: Run) -> list[str]:
+    notes = []
+    steps = [row for row in run.rows if "accounting/episodes" in row]
+    kind = run.main_kind
+    first, last = run.first_and_last(kind)
+    if first is None or kind == TRAINING:
+        notes.append(
+            "There are no trajectories of an evaluation, so nothing here says how single tasks went on held-out data."
+        )
+    elif last is None:
+        notes.append(f"There are trajectories of one evaluation only (step {first}), so there is no before and after.")
+    elif first != 0:
+        notes.append(f"There is no evaluation at step 0; the first one, after step {first}, stands for it.")
+    if run.rows and not steps:
+        notes.append("No training step was finished.")
+    elif len(steps) == 1:
+        notes.append("Only one training step was finished; a curve has a single point.")
+    if attempts := resumed_at(run.rows):
+        notes.append(f"The run was resumed before step {', '.join(map(str, attempts))}.")
+    return notes

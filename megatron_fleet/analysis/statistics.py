@@ -1,0 +1,71 @@
+"""Pass rates with bootstrap intervals. Tasks are resampled, not episodes: samples of one task are not independent."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_fleet.analysis.episodes import Episode
+
+RESAMPLES = 2000
+LEVEL = 0.95
+_CHUNK = 200
+"""Resamples drawn at once, which bounds memory at ``_CHUNK`` × tasks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over tasks and its interval; ``low`` and ``high`` are ``None`` where they cannot be told."""
+
+    value: float
+    low: float | None
+    high: float | None
+    tasks: int
+
+
+def bootstrap_mean(values: np.ndarray) -> tuple[float, float] | None:
+    """Percentile interval of the mean at ``LEVEL``; ``None`` for fewer than two values. The seed is fixed.
+
+    Efron and Tibshirani 1993, An Introduction to the Bootstrap, §13.3.
+
+    Args:
+        values: float64 ``[N]``, one per task.
+    """
+    n = len(values)
+    if n < 2:
+        return None
+    rng = np.random.default_rng(0)
+    means = np.concatenate([values[rng.integers(n, size=(_CHUNK, n))].mean(axis=1) for _ in range(RESAMPLES // _CHUNK)])
+    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return float(low), float(high)
+
+
+def task_rates(episodes: Iterable[Episode]) -> dict[str, float]:
+    """Task → share of its episodes with a known reward that are solved; tasks without a known reward are left out."""
+    solved: defaultdict[str, list[bool]] = defaultdict(list)
+    for episode in episodes:
+        if episode.solved is not None:
+            solved[episode.task].append(episode.solved)
+    return {task: sum(results) / len(results) for task, results in solved.items()}
+
+
+def pass_rate(episodes: Iterable[Episode]) -> Estimate | None:
+    """pass@1: mean over tasks of the share solved. ``None`` when no reward is known."""
+    return _estimate(task_rates(episodes))
+
+
+def change(before: Iterable[Episode], after: Iterable[Episode]) -> Estimate | None:
+    """pass@1 after less before, over the tasks that have known rewards in both (paired by task)."""
+    first, last = task_rates(before), task_rates(after)
+    return _estimate({task: last[task] - rate for task, rate in first.items() if task in last})
+
+
+def _estimate(rates: Mapping[str, float]) -> Estimate | None:
+    if not rates:
+        return None
+    values = np.array([rates[task] for task in sorted(rates)], dtype=np.float64)
+    low, high = bootstrap_mean(values) or (None, None)
+    return Estimate(float(values.mean()), low, high, len(values))

@@ -1,0 +1,47 @@
+"""Small copies of the pictures that episodes saw, drawn anew so that nothing of an unknown file reaches the page."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterable
+from pathlib import Path
+
+import PIL.Image
+
+from megatron_fleet.agents.images import FORMATS, MAX_PIXELS
+from megatron_fleet.telemetry.pictures import FOLDER, picture_file
+
+SIDE = 640
+"""Pixels, at most."""
+QUALITY = 60
+MAX_BYTES = 16_000_000
+
+
+def thumbnails(run: Path, names: Iterable[str], budget: int) -> dict[str, str]:
+    """Digest → ``data:`` address, in order, as many as fit into ``budget`` and ``MAX_BYTES``; unreadable ones not."""
+    left, found = min(budget, MAX_BYTES), dict[str, str]()
+    for name in dict.fromkeys(names):
+        path = picture_file(run / FOLDER, name)
+        address = None if path is None else _small(path)
+        if address is None:
+            continue
+        left -= len(address) + 80
+        if left < 0:
+            break
+        found[name] = address
+    return found
+
+
+def _small(path: Path) -> str | None:
+    try:
+        with PIL.Image.open(path, formats=FORMATS) as opened:
+            if opened.width * opened.height > MAX_PIXELS:
+                return None
+            picture = opened.convert("RGB")
+    except Exception:  # broken files make the decoders raise anything
+        return None
+    picture.thumbnail((SIDE, SIDE))
+    out = io.BytesIO()
+    picture.save(out, "JPEG", quality=QUALITY)
+    return "data:image/jpeg;base64," + base64.b64encode(out.getvalue()).decode()

@@ -1,0 +1,178 @@
+"""Episodes as the page's script reads them: messages, run lengths of the mask, ids, log-probs, and the ids' text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron_fleet.analysis.episodes import Episode
+from megatron_fleet.analysis.failures import failures
+from megatron_fleet.analysis.run import Run
+from megatron_fleet.analysis.thumbnails import thumbnails
+
+if TYPE_CHECKING:
+    import tokenizers
+
+MAX_MESSAGE_CHARS = 20_000
+MAX_TOKENS = 30_000
+REPLACEMENT = "\ufffd"
+
+
+class Transcripts:
+    """Serialised episodes within a number of bytes, the text of their tokens included.
+
+    Attributes:
+        blobs: id of an episode → its JSON, in the order they were added.
+        episodes: those, in the same order.
+        pieces: token id → its text; empty without a tokenizer.
+        left_out: how many did not fit.
+    """
+
+    def __init__(self, run: Run, budget: int) -> None:
+        self.blobs: dict[str, str] = {}
+        self.episodes: list[Episode] = []
+        self.pieces: dict[int, str] = {}
+        self.left_out = 0
+        self._run, self._budget = run, budget
+        self._tokenizer = _load_tokenizer(run)
+        self._arrays: dict[tuple[str, int], dict[str, np.ndarray] | None] = {}
+
+    def add(self, episodes: Iterable[Episode]) -> None:
+        """Take them in order; one that does not fit any more is counted instead. Adding one twice changes nothing."""
+        for episode in episodes:
+            if episode.id in self.blobs:
+                continue
+            tokens = self._tokens(episode)
+            record = _record(episode) | tokens
+            pieces = self._new_pieces(tokens.get("ids", []))
+            blob = json.dumps(record, ensure_ascii=False, separators=(",", ":"))
+            # `<` and `>` become six bytes in the page; the element around a record is about 60.
+            cost = len(blob.encode("utf-8", "replace")) + 5 * (blob.count("<") + blob.count(">") + blob.count("&"))
+            cost += 160 + sum(len(json.dumps(piece)) + 40 for piece in pieces.values())
+            if cost > self._budget:
+                self.left_out += 1
+                continue
+            self._budget -= cost
+            self.blobs[episode.id] = blob
+            self.pieces |= pieces
+            self.episodes.append(episode)
+
+    def pictures(self) -> dict[str, str]:
+        """Digest → ``data:`` address of a small copy, for as many pictures as the bytes that are left allow."""
+        shown = (name for episode in self.episodes for names in episode.pictures for name in names)
+        return thumbnails(self._run.folder, shown, self._budget)
+
+    def index(self) -> list[list[Any]]:
+        """A row per episode for the list of the page, in order of file and line."""
+        return [index_row(e) for e in sorted(self.episodes, key=lambda e: (e.kind, e.step, e.line))]
+
+    def _tokens(self, episode: Episode) -> dict[str, Any]:
+        """``ids``, ``runs`` (of the mask, see ``run_lengths``) and ``logprobs`` of the sampled ones."""
+        key = (episode.kind, episode.step)
+        if key not in self._arrays:
+            self._arrays[key] = self._run.arrays(*key)
+        arrays = self._arrays[key]
+        if arrays is None or episode.line + 1 >= len(arrays["offsets"]):
+            return {}
+        start, end = (int(arrays["offsets"][episode.line + i]) for i in (0, 1))
+        shown = slice(start, min(end, start + MAX_TOKENS))
+        ids, mask, logprobs = (arrays[name][shown] for name in ("token_ids", "action_mask", "behaviour_logprobs"))
+        return {
+            "ids": ids.tolist(),
+            "runs": run_lengths(mask),
+            "logprobs": [round(float(p), 3) for p in logprobs[mask]],
+            **({"cut": end - start} if end - start > MAX_TOKENS else {}),
+        }
+
+    def _new_pieces(self, ids: list[int]) -> dict[int, str]:
+        if self._tokenizer is None:
+            return {}
+        return {i: piece_text(self._tokenizer, i) for i in set(ids) if i not in self.pieces}
+
+
+def run_lengths(mask: np.ndarray) -> list[int]:
+    """Lengths of the runs of equal values of a bool ``[T]`` mask; the first run is of false values and may be 0."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [not mask[-1] if len(mask) else True]]))).tolist()
+    return np.diff([0, *edges]).tolist()
+
+
+def piece_text(tokenizer: tokenizers.Tokenizer, token: int) -> str:
+    """Text of one id; part of a character is shown as the vocabulary writes it, an id outside it as a number."""
+    try:
+        text = tokenizer.decode([token], skip_special_tokens=False)
+    except OverflowError:
+        return f"‹{token}›"
+    if text and REPLACEMENT not in text:
+        return text
+    return f"‹{tokenizer.id_to_token(token) or token}›"
+
+
+def _load_tokenizer(run: Run) -> tokenizers.Tokenizer | None:
+    """The tokenizer of the run's own export or of its model; ``None``, with a note, when neither has one."""
+    import tokenizers
+
+    for folder in (run.folder / "hf", *([Path(run.model)] if run.model else [])):
+        path = folder / "tokenizer.json"
+        if path.is_file():
+            try:
+                return tokenizers.Tokenizer.from_file(str(path))
+            except Exception as e:  # the library raises bare Exception
+                run.notes.append(f"{path}: not a readable tokenizer ({e}).")
+    run.notes.append("No tokenizer.json was found in the run's hf folder or its model's, so tokens are shown as ids.")
+    return None
+
+
+def _record(episode: Episode) -> dict[str, Any]:
+    return {
+        "id": episode.id,
+        "task": episode.task,
+        "env": episode.env,
+        "sample": episode.sample,
+        "outcome": episode.outcome,
+        "reward": episode.reward,
+        "reason": episode.reason,
+        "answer": episode.final_answer,
+        "tokens": episode.tokens,
+        "sampled": episode.action_tokens,
+        "metrics": {name: round(value, 4) for name, value in episode.metrics.items()},
+        "failures": failures(episode),
+        "versions": [[s[1], s[4]] for s in episode.spans if s[0] == "action"],
+        "segments": [start for start in episode.segment_starts if start],
+        "messages": _messages(episode),
+    }
+
+
+def _messages(episode: Episode) -> list[list[Any]]:
+    """Role, text and, where there are some, the digests of pictures."""
+    found: list[list[Any]] = [[role, shorten(text, MAX_MESSAGE_CHARS)] for role, text in episode.messages]
+    for message, names in zip(found, episode.pictures, strict=False):
+        if names:
+            message.append(list(names))
+    return found
+
+
+def index_row(episode: Episode) -> list[Any]:
+    return [
+        episode.id,
+        f"{episode.kind} {episode.step}",
+        episode.env,
+        episode.task,
+        episode.sample,
+        episode.outcome,
+        episode.reward,
+        sorted(failures(episode)),
+        int(episode.metrics.get("turns", 0)),
+        episode.tokens,
+    ]
+
+
+def shorten(text: str, limit: int) -> str:
+    """The text, its middle cut out when it is longer than ``limit`` characters; says how much is missing."""
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]}\n[… {len(text) - 2 * half} characters left out of this page …]\n{text[-half:]}"
