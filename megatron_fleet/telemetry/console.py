@@ -98,10 +98,11 @@ class Progress:
         self._last = {k: v for k, v in self._last.items() if k.startswith("eval/")} | dict(metrics)
         self._line(f"step {self._done}/{self._steps} · {step_text(metrics)} · {self._pace()}")
 
-    def evaluated(self, metrics: Mapping[str, float]) -> None:
-        """An evaluation outside of a training step ended, such as the one before training."""
+    def evaluated(self, metrics: Mapping[str, float], in_step: bool = False) -> None:
+        """An evaluation ended, ``in_step`` or, such as the one before training, outside of any training step."""
         self._last |= metrics
-        self._step_started = time.monotonic()
+        if not in_step:
+            self._step_started = time.monotonic()
         self._line(f"evaluation after step {self._done} · {step_text(metrics)}")
 
     def close(self) -> None:

@@ -8,6 +8,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from megatron_fleet.telemetry import dashboards
+from megatron_fleet.telemetry.distributions import DISTRIBUTIONS
+
 WILDCARDS = {
     "{env}": ("[^/]+", "environment key, `/` written as `_`; `all` under `eval/` = all environments together"),
     "{k}": ("[0-9]+", "1, 2, 4 … up to the samples per prompt, and that number itself"),
@@ -15,8 +18,11 @@ WILDCARDS = {
     "{outcome}": ("[a-z_]+", "why an episode ended, see `Outcome`"),
     "{phase}": (
         "[a-z_]+",
-        "a phase of the loop: `step`, `generate`, `train`, `sync_weights`, `eval`, `save_checkpoints` …; when engines "
-        "share the trainer's devices also `offload`, `onload`, `engines_sleep`, `engines_wake`",
+        "a phase of the loop: `step`, `generate`, `compute_advantages_and_returns`, `convert_to_training_input` (the "
+        "plan of packing), `policy_train` (all passes and optimizer steps), `sync_weights`, `save_checkpoints` (after "
+        "the step, not part of it), `eval`, and `eval_wait` (what training waited for an overlapped evaluation); when "
+        "engines share the trainer's devices also `offload`, `onload`, `engines_sleep`, `engines_wake`; of memory: "
+        "`train`, `publish`, `roll`",
     ),
     "{owner}": ("[a-z]+", "who holds memory: see megatron_fleet/ledger.py"),
 }
@@ -53,46 +59,66 @@ _REWARD = {
 
 _ACTIVITY = {
     "avg_turns": "Mean turns per episode.",
-    "avg_tool_calls": "Mean tool calls per episode.",
+    "avg_tool_calls": "Mean tool calls per episode, those of local tools left out.",
+    "tool_calls_per_turn": "Tool calls divided by turns, over all episodes.",
+    "avg_tool_errors": "Mean tool errors per episode: calls that the environment answered with an error, or that were "
+    "refused because there is no such tool or the arguments are no object.",
+    "total_tool_errors": "Sum of tool errors.",
     "tool_error_rate": "Tool errors divided by tool calls, over all episodes; absent without tool calls.",
     "parse_error_rate": "Turns with a tool call that could not be parsed, divided by turns.",
     "no_action_rate": "Share of episodes that ended as `no_action`.",
-}
-
-_MORE_ACTIVITY = {
-    "tool_calls_per_turn": "Tool calls divided by turns, over all episodes.",
-    "avg_tool_errors": "Mean tool errors per episode.",
-    "total_tool_errors": "Sum of tool errors.",
-    "repeated_call_rate": "Tool calls that equal an earlier one of the same episode, divided by tool calls.",
     "no_action_turn_rate": "Turns with neither a tool call nor a final answer, divided by turns.",
+    "repeated_call_rate": "Tool calls that equal an earlier one of the same episode, divided by tool calls.",
+    "repeating_rate": "Share of episodes with such a call.",
+    "max_repeat": "Most times in a row that an episode made the same call.",
+    "avg_local_tool_calls": "Mean calls per episode of tools that the agent loop answers itself (paging, context).",
+    "avg_truncated_outputs": "Mean tool results per episode that were cut.",
+    "avg_images": "Mean pictures per episode that the policy was shown.",
+    "avg_image_tokens": "Mean tokens of pictures per episode, all segments together.",
+    "total_images_unseen": "Pictures that were left out: the model sees none, or their file was broken.",
+    "false_completion_rate": "Episodes that ended as `completed` with reward 0, divided by all that ended as "
+    "`completed` with a known reward.",
+    "think_token_share": "Tokens of thinking divided by tokens that the policy sampled.",
 }
 
-_FAILURES = {
+_EXTREMES = {"min_turns": "Fewest turns of an episode.", "max_turns": "Most turns of an episode."}
+
+_RATES = {
     "infrastructure_failure_rate": "Share of episodes that ended as `env_failed` or `aborted`.",
     "verifier_unknown_rate": "Share of episodes that ended as `verifier_failed`.",
     "unknown_reward_rate": "Share of episodes whose reward is unknown, for whatever reason.",
-    "outcome/{outcome}": "Number of episodes that ended this way.",
 }
 
+_FAILURES = {**_RATES, "outcome/{outcome}": "Number of episodes that ended this way."}
+
 _ENVIRONMENT = (
-    *_family(("environment/", "environment/{env}/"), _ACTIVITY | _MORE_ACTIVITY),
+    *_family(("environment/", "environment/{env}/"), _ACTIVITY),
     Metric("environment/total_episodes", "Number of episodes."),
     Metric("environment/total_env_init_failed", "Number of episodes that ended as `env_failed`."),
-    Metric("environment/{env}/min_turns", "Fewest turns of an episode."),
-    Metric("environment/{env}/max_turns", "Most turns of an episode."),
+    *_family(("environment/{env}/",), _EXTREMES | _FAILURES),
     Metric("environment/{env}/num_episodes", "Number of episodes."),
     Metric("environment/{env}/env_init_failed", "Number of episodes that ended as `env_failed`."),
-    Metric("environment/{env}/outcome/{outcome}", "Number of episodes that ended this way."),
+    Metric("environment/{env}/trajectory_timeouts", "Number of episodes that ended as `timeout`."),
+    Metric("environment/{env}/quarantined", "Episodes not played because the breaker was open (`env_failed`)."),
+    Metric("environment/{env}/breaker_open", "1 if a worker's breaker was open when an episode ended, else 0."),
+    Metric("environment/{env}/start_retries", "Times that a reset was repeated because the server was busy."),
 )
+
+_LENGTHS = {
+    "min_num_tokens": "Fewest tokens of a response: all but prompts, so observations included.",
+    "max_num_tokens": "Most tokens of a response.",
+    "avg_num_tokens": "Mean tokens of a response.",
+    "std_num_tokens": "Population standard deviation of the tokens of a response.",
+    "avg_tokens_non_zero_rewards": "avg_num_tokens over episodes with a known reward other than 0.",
+    "avg_tokens_zero_rewards": "avg_num_tokens over episodes with reward 0.",
+    "avg_tokens/{outcome}": "avg_num_tokens over episodes that ended this way.",
+    "repeated_ngram_rate": "Stretches of 20 tokens of the policy that occurred before in its episode, divided by all "
+    "stretches: loops, and sentences that are said again.",
+}
 
 _GENERATE = {
     "action_tokens": "Tokens the policy sampled.",
-    "min_num_tokens": "Fewest tokens after the first prompt, observations included.",
-    "max_num_tokens": "Most tokens after the first prompt, observations included.",
-    "avg_num_tokens": "Mean tokens after the first prompt, observations included.",
-    "std_num_tokens": "Population standard deviation of the tokens after the first prompt.",
-    "avg_tokens_non_zero_rewards": "avg_num_tokens over episodes with a known reward other than 0.",
-    "avg_tokens_zero_rewards": "avg_num_tokens over episodes with reward 0.",
+    **_LENGTHS,
     "env_init_failures": "Number of episodes that ended as `env_failed`.",
     "trajectory_timeouts": "Number of episodes that ended as `timeout`.",
     "tokens_per_second": "action_tokens divided by timing/generate.",
@@ -119,9 +145,24 @@ _ACCOUNTING = {
 }
 
 _LOSS = {
-    "avg_final_rewards": "Mean reward of the training rows.",
+    "avg_final_rewards": "Mean reward of the trained episodes.",
     "avg_raw_advantages": "Mean advantage over trained tokens, before the normaliser.",
     "avg_raw_advantages_abs": "Mean absolute advantage over trained tokens, before the normaliser.",
+}
+
+_GRADIENT = {
+    "grad:snr": "Signal-to-noise ratio of the batch's gradient, mean over the sampled matrices: ‖Σg‖² / N² − 1, g the "
+    "gradient of a row of tokens (of routed experts: of a micro-step of all ranks), n rows, "
+    "N² = n / (n − 1) Σ‖g − ḡ‖²; 0 is expected of noise alone, negative values are chance. This and the next three "
+    "only every policy.gradient_metrics.every updates, from 64 × 64 samples of matrices of the layers.",
+    "grad:megabytes_edited": "MiB of bfloat16 weights that the update changed: the share of sampled weights whose "
+    "bfloat16 value changed × trained matrices of the layers × 2 bytes.",
+    "grad:update_diversity": "Entropy, divided by log 10, of the histogram with ten equal bins of the magnitudes of Σg "
+    "relative to the largest of their matrix: near 0 when few elements have nearly all of the gradient, 1 when all "
+    "magnitudes are as frequent.",
+    "grad:effective_rank": "Mean over the samples of exp(entropy of the singular values of Σg divided by their sum), "
+    "divided by the sample's greatest possible rank (Roy and Vetterli 2007): 1/64 for one direction, towards 1 for "
+    "many.",
 }
 
 _POLICY = {
@@ -153,7 +194,7 @@ _POLICY = {
     "rollout.engine.routing_replay.",
     "routing_disagreement": "Share of the replayed experts that the trainer's router would not have taken; as above.",
     "packing_efficiency": "Tokens of the sequences divided by the width of the rows they were packed into.",
-    "response_length": "Mean trained tokens per training row.",
+    "response_length": "Mean trained tokens per trained episode.",
     "grad_norm": "Gradient norm before clipping, mean over the updates with a finite one.",
     "policy_lr": "Learning rate of the last update.",
     "policy_update_steps": "Optimizer steps taken.",
@@ -162,16 +203,37 @@ _POLICY = {
     "grad_norm_spikes": "Optimizer steps whose gradient norm was above policy.safety.spike_factor × the median of the "
     "last 32; they were taken.",
     "weight_version": "Weight version published at the end of the step.",
+    **_GRADIENT,
 }
 
 _EVAL = {
     **_REWARD,
     **_ACTIVITY,
+    **_EXTREMES,
     **_FAILURES,
+    **_LENGTHS,
+    "tasks": "Tasks that were to be played.",
+    "tasks_scored": "Those with a known reward: fewer when eval.budget_s ended before, or when verifiers failed.",
     "episodes": "Number of episodes at the training temperature.",
     "action_tokens": "Tokens the policy sampled in them.",
     "greedy_avg_raw_reward": "avg_raw_reward of the greedy episodes.",
     "greedy_pass_at_1": "pass_at_1 of the greedy episodes.",
+}
+
+_TRAINER = {
+    "global_step": "Number of the step, from 1.",
+    "epoch": "Whole times that as many prompts as there are training tasks had been drawn before the step.",
+}
+
+_DATA = {
+    "mix/{env}": "Share of the step's prompts that are of the environment.",
+    "mix_total/{env}": "The same over all steps of the run, resumed parts included.",
+    "weight/{env}": "Share that the environment was to have in this step; see docs/mixture.md.",
+    "epoch/{env}": "Passes over the environment's training tasks: whole ones, and the part of the present one.",
+    "signal/{env}": "Estimated share of groups whose known rewards are not all equal, older groups counting less "
+    "(data.mixture.curriculum.half_life), from data.mixture.curriculum.prior; only with signal_weights.",
+    "reward/{env}": "Estimated mean known reward of a group, older groups counting less; only with signal_weights.",
+    "deferred/{env}": "Tasks that the present pass over the environment leaves out; only with defer_after.",
 }
 
 METRICS: tuple[Metric, ...] = (
@@ -179,8 +241,19 @@ METRICS: tuple[Metric, ...] = (
     *_ENVIRONMENT,
     *_family(("generate/",), _GENERATE),
     *_family(("accounting/",), _ACCOUNTING),
+    *_family(("trainer/",), _TRAINER),
+    *_family(("data/",), _DATA),
     *_family(("loss/",), _LOSS),
     *_family(("policy/",), _POLICY),
+    Metric(
+        "timing/loop_lag_p99",
+        "99th percentile of the seconds by which a worker's event loop wakes late; the worst worker's.",
+    ),
+    Metric("timing/provision_s/{env}", "Mean seconds from asking for an environment to its first observation."),
+    Metric("timing/start_limit/{env}", "Mean number of resets that a worker had under way at most, as episodes ended."),
+    Metric("timing/episode_s/{env}", "Mean seconds of an episode, verification included; `all` = of all environments."),
+    Metric("timing/min_episode_s/{env}", "Seconds of the quickest episode, likewise."),
+    Metric("timing/max_episode_s/{env}", "Seconds of the slowest episode, likewise."),
     Metric("timing/{phase}", "Wall-clock seconds of this phase."),
     Metric(
         "memory/{phase}/{owner}",
@@ -189,6 +262,10 @@ METRICS: tuple[Metric, ...] = (
     ),
     *_family(("eval/{env}/",), _EVAL),
     *_family(("eval/all/",), _ATTEMPTS),
+    Metric("eval/all/attempts_unstarted", "Episodes that no worker had begun when eval.budget_s was over."),
+    Metric("eval/all/greedy_tasks", "Tasks that were to be played greedily."),
+    Metric("eval/all/greedy_tasks_scored", "Those with a known reward."),
+    Metric("eval/all/uploads_failed", "Files of evaluations that could not be uploaded, since this attempt began."),
     Metric("eval/all/greedy_episodes", "Number of greedy episodes."),
     Metric("eval/all/greedy_action_tokens", "Tokens the policy sampled in the greedy episodes."),
     Metric("eval/all/greedy_outcome/{outcome}", "Number of greedy episodes that ended this way."),
@@ -219,6 +296,9 @@ def render() -> str:
             section = metric.pattern.split("/")[0]
             lines += ["", f"## {section}", "", "| name | formula |", "|---|---|"]
         lines.append(f"| `{metric.pattern}` | {metric.formula} |")
+    lines += ["", "## Histograms", "", "To TensorBoard and W&B, at every training step.", ""]
+    lines += ["| name | of |", "|---|---|", *(f"| `{name}` | {of} |" for name, of in DISTRIBUTIONS.items())]
+    lines += ["", "## Names of Fleet's former dashboards", "", *dashboards.render()]
     return "\n".join(lines) + "\n"
 
 

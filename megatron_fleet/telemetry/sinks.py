@@ -8,12 +8,18 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
+from megatron_fleet.telemetry.pictures import FOLDER, save_pictures
+
 if TYPE_CHECKING:
     from megatron_fleet.agents.trajectory import Group, Trajectory
+
+
+HISTOGRAM_BINS = 30
+"""TensorBoard draws as many."""
 
 
 class MetricSink(Protocol):
@@ -22,6 +28,13 @@ class MetricSink(Protocol):
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class HistogramSink(Protocol):
+    """A metric sink that draws histograms too."""
+
+    def draw(self, step: int, distributions: Mapping[str, np.ndarray]) -> None: ...
 
 
 class MetricsLog:
@@ -85,7 +98,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 class TensorBoardSink:
-    """Scalars as TensorBoard events, without torch. TensorBoard itself drops the steps that a resume replaces."""
+    """Scalars and histograms as TensorBoard events, without torch.
+
+    TensorBoard itself drops the steps that a resume replaces.
+    """
 
     def __init__(self, folder: Path, resumed_step: int | None) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -100,15 +116,41 @@ class TensorBoardSink:
         self._writer.add_event(Event(wall_time=time.time(), step=first, session_log=start))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
-        self._writer.flush()
+        self._add(step, [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()])
+
+    def draw(self, step: int, distributions: Mapping[str, np.ndarray]) -> None:
+        """Write a histogram of each array, float64 ``[N]``, N ≥ 1."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        self._add(step, [Summary.Value(tag=name, histo=_histogram(own)) for name, own in distributions.items()])
 
     def close(self) -> None:
         self._writer.close()
+
+    def _add(self, step: int, values: Sequence[Any]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        self._writer.flush()
+
+
+def _histogram(values: np.ndarray) -> Any:
+    """TensorBoard's form: counts, each with the upper edge of its bin."""
+    from tensorboard.compat.proto.summary_pb2 import HistogramProto
+
+    counts, edges = np.histogram(values, HISTOGRAM_BINS)
+    return HistogramProto(
+        min=values.min(),
+        max=values.max(),
+        num=len(values),
+        sum=values.sum(),
+        sum_squares=(values**2).sum(),
+        bucket_limit=edges[1:],
+        bucket=counts,
+    )
 
 
 class TrajectoryLog:
@@ -117,6 +159,7 @@ class TrajectoryLog:
     ``step_000001.jsonl`` (``eval_000001.jsonl``, ``greedy_000001.jsonl``): one readable line per trajectory.
     The ``.npz`` beside it: ``token_ids`` int32, ``action_mask`` bool and ``behaviour_logprobs`` float32, the
     trajectories of all lines joined, and ``offsets`` int64 ``[lines + 1]``: line i has ``[offsets[i], offsets[i+1])``.
+    Pictures are files of their own in ``images`` beside the folder; lines name them by the SHA-256 of their content.
     """
 
     def __init__(self, folder: Path, resumed_step: int | None) -> None:
@@ -128,16 +171,47 @@ class TrajectoryLog:
             if resumed_step is None or step > resumed_step:
                 path.unlink()
 
-    def write(self, step: int, groups: Sequence[Group], kind: Literal["step", "eval", "greedy"] = "step") -> None:
-        """Write both files, each whole or not at all."""
-        trajectories = [t for g in groups for t in g.trajectories]
-        stem = self._folder / f"{kind}_{step:06d}"
-        lines = [json.dumps(_record(t), ensure_ascii=False, default=str) + "\n" for t in trajectories]
-        write_atomically(stem.with_suffix(".jsonl"), "".join(lines).encode())
-        part = stem.with_suffix(".part")
-        with part.open("wb") as file:
-            np.savez_compressed(file, allow_pickle=False, **_arrays(trajectories))
-        part.replace(stem.with_suffix(".npz"))
+    def write(self, step: int, groups: Sequence[Group], kind: Literal["step", "eval", "greedy"] = "step") -> list[Path]:
+        """Write both files and the pictures, each whole or not at all; where they are."""
+        return save_trajectories(self._folder / f"{kind}_{step:06d}", [t for g in groups for t in g.trajectories])
+
+
+def save_trajectories(stem: Path, trajectories: Sequence[Trajectory]) -> list[Path]:
+    """Write pictures, ``stem.npz`` and then ``stem.jsonl``, each whole or not at all; where they are.
+
+    A picture goes to the folder ``images`` beside that of ``stem``, unless it is there.
+    """
+    pictures = save_pictures(stem.parent.parent / FOLDER, trajectories)
+    part = stem.with_suffix(".part")
+    with part.open("wb") as file:
+        np.savez_compressed(file, allow_pickle=False, **_arrays(trajectories))
+    part.replace(stem.with_suffix(".npz"))
+    lines = [json.dumps(_record(t), ensure_ascii=False, default=str) + "\n" for t in trajectories]
+    write_atomically(stem.with_suffix(".jsonl"), "".join(lines).encode("utf-8", "replace"))
+    return [stem.with_suffix(".jsonl"), stem.with_suffix(".npz"), *pictures]
+
+
+def load_trajectories(path: Path) -> list[Trajectory]:
+    """What was saved as ``path`` (its ``.jsonl``) and the ``.npz`` beside it.
+
+    The routing of experts was not saved, and pictures stay in their files.
+    """
+    from megatron_fleet.agents.images import ImageSpan
+    from megatron_fleet.agents.trajectory import Outcome, Span, Trajectory
+
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+    with np.load(path.with_suffix(".npz"), allow_pickle=False) as file:
+        arrays = {name: file[name] for name in file.files}
+    found = []
+    for row, a, b in zip(map(json.loads, lines), arrays["offsets"][:-1], arrays["offsets"][1:], strict=True):
+        own = {name: arrays[name][a:b] for name in ("token_ids", "action_mask", "behaviour_logprobs")}
+        names = {"task_key": row["task"], "env_key": row["env"], "reward_reason": row["reason"]}
+        same = {n: row[n] for n in ("group", "sample", "reward", "final_answer", "metrics", "messages")}
+        spans, starts = tuple(Span(*span) for span in row["spans"]), tuple(row["segment_starts"])
+        images = tuple(ImageSpan(a, b, name) for a, b, _, name in row.get("image_spans", ()))
+        parts: dict[str, Any] = {"spans": spans, "segment_starts": starts, "image_spans": images}
+        found.append(Trajectory(**own, **names, **same, **parts, outcome=Outcome(row["outcome"])))
+    return found
 
 
 def _record(t: Trajectory) -> dict[str, Any]:
@@ -153,9 +227,15 @@ def _record(t: Trajectory) -> dict[str, Any]:
         "tokens": len(t.token_ids),
         "action_tokens": int(t.action_mask.sum()),
         "metrics": t.metrics,
+        "segment_starts": t.segment_starts,
         "spans": [[s.kind, s.start, s.end, s.turn, s.weight_version] for s in t.spans],
+        "image_spans": [[s.start, s.end, _turn(t, s.start), s.digest] for s in t.image_spans],
         "messages": t.messages,
     }
+
+
+def _turn(t: Trajectory, place: int) -> int:
+    return next(span.turn for span in t.spans if span.start <= place < span.end)
 
 
 def _arrays(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:

@@ -24,7 +24,8 @@ def summarise(rows: Sequence[Row]) -> dict[str, Any]:
 
     ``*_before`` is the evaluation at step 0, ``*_after`` the last one after training. Episode and token counts include
     evaluations. ``episodes_by_outcome`` has the episodes that were collected: those started less those retried (reward
-    unknown, played again) and aborted (lost with an engine or a worker, issued again).
+    unknown, played again) and aborted (lost with an engine or a worker, issued again), and those that an evaluation's
+    budget did not reach.
 
     ``seconds_total`` adds up the attempts of the run, each until its last logged step. ``seconds_to_first_step`` is
     from the start of the attempt to the end of its first training step, an evaluation before it included.
@@ -34,6 +35,7 @@ def summarise(rows: Sequence[Row]) -> dict[str, Any]:
     collected = _total(rows, ("accounting/episodes", "eval/all/episodes", "eval/all/greedy_episodes"))
     retried = _total(rows, ("accounting/attempts_retried", "eval/all/attempts_retried"))
     aborted = _total(rows, ("accounting/attempts_aborted", "eval/all/attempts_aborted"))
+    unstarted = _total(rows, ("eval/all/attempts_unstarted",))
     return {
         "pass_at_1_before": _first(rows, "eval/all/pass_at_1"),
         "pass_at_1_after": _last(rows, "eval/all/pass_at_1"),
@@ -42,7 +44,7 @@ def summarise(rows: Sequence[Row]) -> dict[str, Any]:
         "steps": steps[-1]["step"] if steps else 0,
         "seconds_to_first_step": steps[0]["time"] - steps[0]["attempt"] if steps else None,
         "seconds_total": _seconds_total(rows),
-        "episodes_started": collected + retried + aborted,
+        "episodes_started": collected - unstarted + retried + aborted,
         "episodes_retried": retried,
         "episodes_aborted": aborted,
         "episodes_by_outcome": _by_suffix(rows, ("generate/outcome/", "eval/all/outcome/", "eval/all/greedy_outcome/")),

@@ -32,6 +32,19 @@ def test_without_a_terminal_there_is_one_plain_line_per_step():
     assert "\x1b" not in stream.getvalue()
 
 
+def test_an_evaluation_stays_on_the_terminal_and_a_step_does_not():
+    stream = Terminal()
+    progress = Progress("my-run", steps=5, stream=stream)
+    progress.evaluated({"eval/all/pass_at_1": 0.125})
+    progress.step_done({"reward/pass_at_1": 0.75})
+    progress.step_done({"reward/avg_raw_reward": 0.5})
+    stream.truncate(0)
+    progress._live.refresh()
+    shown = stream.getvalue()
+    progress.close()
+    assert "held-out pass@1 0.125" in shown and "reward 0.500" in shown and "0.750" not in shown
+
+
 def test_with_a_terminal_it_shows_phase_counts_and_rewards():
     stream = Terminal()
     progress = Progress("my-run", steps=5, stream=stream)

@@ -12,10 +12,14 @@ from megatron_fleet.agents.trajectory import Group, Outcome, Span, Trajectory
 from megatron_fleet.algorithms.batch import build_data
 from megatron_fleet.config.schema import Algorithm
 from megatron_fleet.policy.base import LossReport, OptimReport
-from megatron_fleet.telemetry import registry
-from megatron_fleet.telemetry.metrics import attempt_metrics, eval_metrics, policy_metrics, step_metrics
+from megatron_fleet.telemetry import dashboards, registry
+from megatron_fleet.telemetry.distributions import DISTRIBUTIONS, distributions
+from megatron_fleet.telemetry.episodes import NGRAM, eval_metrics, repeated_ngrams
+from megatron_fleet.telemetry.metrics import attempt_metrics, policy_metrics, progress_metrics, step_metrics
 
-ATTEMPTS = {"started": 11, "known": 6, "unknown": 2, "retried": 2, "aborted": 1}
+ATTEMPTS = {"started": 11, "known": 6, "unknown": 2, "retried": 2, "aborted": 1, "unstarted": 3}
+ELSEWHERE = ("data/", "timing/loop_lag", "timing/start_limit", "timing/provision_s", "environment/{env}/breaker_open")
+"""Of tests/telemetry/test_data_metrics.py and test_provisioning_metrics.py."""
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
@@ -30,6 +34,8 @@ def episode(env, group, sample, reward, outcome, turns, calls=0, errors=0, parse
         mask[span.start : span.end] = span.kind == "action"
     numbers = {"turns": turns, "tool_calls": calls, "tool_errors": errors, "parse_errors": parse}
     numbers |= {"no_action_turns": int(turns == 4) * 4, "repeated_calls": int(calls == 5) * 3}
+    numbers |= {"max_repeat": 4, "think_tokens": 2} if calls == 5 else {"seconds": 4.0}
+    numbers |= {"local_tool_calls": 2, "truncated_outputs": 1} if errors else {}
     tokens, logprobs = np.arange(end, dtype=np.int32), np.where(mask, -1.0, 0).astype(np.float32)
     return Trajectory(
         f"task{group}", env, group, sample, tokens, mask, logprobs, tuple(spans), reward, "", outcome, metrics=numbers
@@ -86,7 +92,24 @@ def test_values_by_hand():
         "environment/no_action_rate": 1 / 8,
         "environment/no_action_turn_rate": 4 / 12,
         "environment/repeated_call_rate": 3 / 12,
+        "environment/repeating_rate": 1 / 8,
+        "environment/max_repeat": 4,
+        "environment/a_b/max_repeat": 0,
+        "environment/think_token_share": 2 / 36,
+        "environment/shop/think_token_share": 2 / 24,
+        "environment/avg_local_tool_calls": 4 / 8,
+        "environment/avg_truncated_outputs": 2 / 8,
+        "environment/false_completion_rate": 0,
         "environment/a_b/outcome/timeout": 1,
+        "environment/a_b/trajectory_timeouts": 1,
+        "environment/shop/trajectory_timeouts": 0,
+        "environment/a_b/infrastructure_failure_rate": 1 / 4,
+        "environment/shop/verifier_unknown_rate": 1 / 4,
+        "timing/episode_s/shop": 3,
+        "timing/min_episode_s/all": 0,
+        "timing/episode_s/all": 28 / 8,
+        "generate/avg_tokens/completed": (10 + 5 + 5) / 3,
+        "generate/avg_tokens/max_turns": 20,
         "generate/outcome/completed": 3,
         "generate/infrastructure_failure_rate": 1 / 8,
         "generate/verifier_unknown_rate": 1 / 8,
@@ -169,6 +192,37 @@ def test_evaluation():
     assert (metrics["eval/all/episodes"], metrics["eval/all/greedy_episodes"]) == (8, 4)
     assert metrics["eval/all/greedy_outcome/env_failed"] == metrics["eval/a_b/outcome/env_failed"] == 1
     assert metrics["eval/shop/unknown_reward_rate"] == 0.25
+    assert metrics["eval/shop/tool_error_rate"] == 2 / 8
+    assert metrics["eval/shop/avg_tokens_zero_rewards"] == (20 + 5) / 2
+    assert (metrics["eval/all/tasks"], metrics["eval/all/greedy_tasks"]) == (4, 4)
+    assert (metrics["eval/all/tasks_scored"], metrics["eval/all/greedy_tasks_scored"]) == (4, 3)
+
+
+def test_a_completion_is_false_when_its_reward_is_known_to_be_0():
+    fields = [(0.0, Outcome.COMPLETED), (1.0, Outcome.COMPLETED), (None, Outcome.COMPLETED), (0.0, Outcome.MAX_TURNS)]
+    group = Group(0, "task0", "shop", [episode("shop", 0, s, *f, 1) for s, f in enumerate(fields)])
+    assert eval_metrics([group])["eval/shop/false_completion_rate"] == 1 / 2
+    unknown = Group(0, "task0", "shop", [episode("shop", 0, 0, None, Outcome.COMPLETED, 1)])
+    assert "eval/shop/false_completion_rate" not in eval_metrics([unknown])
+
+
+def test_progress():
+    assert progress_metrics(1, 16, 48) == {"trainer/global_step": 1, "trainer/epoch": 0}
+    assert [progress_metrics(step, 16, 48)["trainer/epoch"] for step in (3, 4, 6, 7)] == [0, 1, 1, 2]
+
+
+def counted_ngrams(ids: list[int]) -> tuple[int, int]:
+    grams = [tuple(ids[i : i + NGRAM]) for i in range(len(ids) - NGRAM + 1)]
+    return len(grams) - len(set(grams)), len(grams)
+
+
+@pytest.mark.parametrize("length", [0, NGRAM - 1, NGRAM, 57, 2000])
+@pytest.mark.parametrize("period", [3, 31, 10**6])
+def test_repeated_ngrams_are_counted_as_by_hand(length, period):
+    random = np.random.default_rng(length + period)
+    ids = (np.arange(length, dtype=np.int32) % period) * 7
+    ids[random.random(length) < 0.02] = 5
+    assert repeated_ngrams(ids) == counted_ngrams(ids.tolist())
 
 
 def test_attempts():
@@ -176,7 +230,9 @@ def test_attempts():
         "eval/all/attempts_started": 11,
         "eval/all/attempts_retried": 2,
         "eval/all/attempts_aborted": 1,
+        "eval/all/attempts_unstarted": 3,
     }
+    assert "accounting/attempts_unstarted" not in attempt_metrics(ATTEMPTS, "accounting")
 
 
 def test_every_name_is_registered_once():
@@ -184,9 +240,14 @@ def test_every_name_is_registered_once():
     correction |= {"corrected_sequences": 0.0, "sequences": 2.0}
     routing = {"routing_choices": 6.0, "routing_possible": 8.0, "routing_disagreed": 3.0}
     full = [report(18.0, nll=1.0, entropy_loss=-0.1, **correction, **routing)]
-    names = one_step(reports=full, probe=0.25).keys() | eval_metrics(step_groups(), step_groups()).keys()
+    gradient = dict.fromkeys(("snr", "megabytes_edited", "update_diversity", "effective_rank"), 0.5)
+    optims = [OptimReport(grad_norm=2.0, lr=1e-3, skipped=False, gradient=gradient)]
+    names = one_step(reports=full, optims=optims, probe=0.25).keys() | eval_metrics(step_groups(), step_groups()).keys()
     names = {*names, *attempt_metrics(ATTEMPTS, "accounting"), *attempt_metrics(ATTEMPTS, "eval/all")}
-    names.add("memory/train/parameters")  # of the ledger, see tests/test_ledger.py
+    names |= progress_metrics(1, 1, 1).keys()
+    names |= {p.replace("{env}", "shop") for m in registry.METRICS if (p := m.pattern).startswith(ELSEWHERE)}
+    names |= {"memory/train/parameters", "eval/all/uploads_failed"}  # tests/test_ledger.py, tests/evaluation
+    names |= {"generate/repeated_ngram_rate", "eval/all/repeated_ngram_rate"}  # of longer episodes than these
     for name in names:
         matching = [m.pattern for m in registry.METRICS if m.matches(name)]
         assert len(matching) == 1, (name, matching)
@@ -196,7 +257,62 @@ def test_every_name_is_registered_once():
     assert registry.find("reward/shop/pass_at_2").pattern == "reward/{env}/pass_at_{k}"
 
 
+def test_names_of_former_dashboards_are_kept_or_explained():
+    """Those of the facts about Fleet's system, 1.4, spelt out here a second time: nothing may be dropped silently."""
+    kept = {former.name: former for former in dashboards.FORMER}
+    assert len(kept) == len(dashboards.FORMER)
+    assert set(former_names()) <= kept.keys()
+    patterns = {metric.pattern for metric in registry.METRICS}
+    for former in dashboards.FORMER:
+        assert former.now in patterns or (former.now is None and former.note), former
+        assert former.now != former.name or former.name in patterns
+
+
+def former_names() -> list[str]:
+    spread = ("pass_at_{n}", "variance_per_prompt", "signal_ratio", "mean_positive_reward")
+    calls = ("avg_turns", "avg_tool_calls", "tool_calls_per_turn", "avg_tool_errors", "total_tool_errors")
+    policy = ("final_loss", "policy_loss", "ppo_clip_ratio", "policy_entropy", "response_length", "policy_lr")
+    timing = ("step", "generate", "postprocess_generator_output", "convert_to_training_input", "policy_train", "eval")
+    timing += ("fwd_logprobs_values_reward", "compute_advantages_and_returns", "train_critic_and_policy")
+    names = {
+        "reward": ["avg_pass_at_{n}", "avg_raw_reward", "mean_positive_reward", *(f"{{env}}/{n}" for n in spread)],
+        "eval": [*(f"{{env}}/{n}" for n in spread), *(f"all/{n}" for n in spread if n != "signal_ratio")],
+        "environment": [
+            *(f"{env}{n}" for env in ("", "{env}/") for n in (*calls, "tool_error_rate")),
+            *(f"{{env}}/{n}" for n in ("min_turns", "max_turns", "num_episodes", "env_init_failed", "batch_timeouts")),
+            *("total_episodes", "total_env_init_failed"),
+            *("fleet_task/env_init_failures", "fleet_task/trajectory_timeouts"),
+        ],
+        "generate": [
+            *("env_init_failures", "trajectory_timeouts", "batch_timeouts"),
+            *(f"{n}_num_tokens" for n in ("min", "max", "avg", "std")),
+            *("avg_tokens_non_zero_rewards", "avg_tokens_zero_rewards"),
+        ],
+        "trainer": ["epoch", "global_step"],
+        "loss": ["avg_final_rewards", "avg_raw_advantages", "avg_raw_advantages_abs", "avg_kl"],
+        "policy": [
+            *(*policy, "policy_kl", "grad_norm", "raw_grad_norm", "policy_update_steps"),
+            *("rollout_train_prob_diff_mean", "rollout_train_prob_diff_std"),
+            *(f"grad:{n}" for n in ("snr", "megabytes_edited", "update_diversity", "effective_rank")),
+        ],
+        "timing": [*timing, "save_checkpoints", "cleanup_old_checkpoints", "sync_weights"],
+        "async": [f"staleness_{n}" for n in ("mean", "max", "min", "ratio", "violation_count")],
+    }
+    return [f"{section}/{name}" for section, own in names.items() for name in own]
+
+
 def test_the_docs_are_up_to_date():
     assert DOCS.read_text(encoding="utf-8") == registry.render(), (
         "run: python -m megatron_fleet.telemetry.registry > docs/metrics.md"
     )
+
+
+def test_distributions_are_of_known_finite_values():
+    groups = step_groups()
+    found = distributions(groups, build_data(groups, Algorithm(advantage="grpo_no_std")))
+    assert found.keys() == DISTRIBUTIONS.keys()
+    assert found["distribution/turns"].tolist() == [2, 4, 1, 1, 0, 2, 1, 1]
+    assert found["distribution/response_tokens"].tolist() == [10, 20, 5, 5, 0, 10, 5, 5]
+    assert found["distribution/prompt_reward"].tolist() == [0.5, 0.0, 1.0, 1.0]
+    assert found["distribution/advantage"].dtype == np.float64
+    assert distributions([], build_data([], Algorithm(advantage="grpo_no_std"))) == {}

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fleet.agents.trajectory import Group, Outcome, Trajectory
+from megatron_fleet.telemetry.episodes import why_nothing_is_known
 from megatron_fleet.telemetry.rewards import pass_at_k, reward_metrics
 
 
@@ -80,3 +81,17 @@ def test_equal_groups_of_binary_rewards_agree(rows):
 
 def test_rounding_is_no_signal():
     assert reward_metrics([group(0.1, 0.1, 0.1)])["signal_ratio"] == 0
+
+
+def test_a_step_without_any_known_reward_says_why():
+    def why(*found: tuple[float | None, Outcome, str]) -> str | None:
+        trajectories = group(*(reward for reward, _, _ in found)).trajectories
+        for trajectory, (_, outcome, reason) in zip(trajectories, found, strict=True):
+            trajectory.outcome, trajectory.reward_reason = outcome, reason
+        return why_nothing_is_known(trajectories)
+
+    failed = (None, Outcome.VERIFIER_FAILED, "no step gave a reward")
+    lost = (None, Outcome.ENV_FAILED, "gone")
+    assert why(lost, failed, failed) == "verifier_failed: no step gave a reward"
+    assert why(failed, (0.0, Outcome.COMPLETED, "")) is None
+    assert why() is None

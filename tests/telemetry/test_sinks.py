@@ -109,6 +109,21 @@ def test_tensorboard_resumes_and_restarts(tmp_path):
     assert tensorboard_points(tmp_path) == {"other": [(0, 1.0)]}
 
 
+def test_tensorboard_draws_histograms(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sink = TensorBoardSink(tmp_path, None)
+    sink.draw(4, {"distribution/turns": np.array([1.0, 1.0, 5.0]), "distribution/one": np.array([2.0])})
+    sink.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    [drawn] = events.Histograms("distribution/turns")
+    value = drawn.histogram_value
+    assert (drawn.step, value.min, value.max, value.num, value.sum, value.sum_squares) == (4, 1.0, 5.0, 3.0, 7.0, 27.0)
+    assert (value.bucket[0], value.bucket[-1], sum(value.bucket), value.bucket_limit[-1]) == (2.0, 1.0, 3.0, 5.0)
+    assert events.Histograms("distribution/one")[0].histogram_value.num == 1.0
+
+
 def trajectory(sample: int, length: int, reward: float | None) -> Trajectory:
     mask = np.arange(length) >= 2
     return Trajectory(

@@ -1,0 +1,248 @@
+"""What episodes did, as named metrics: rewards, activity, failures, tokens. Formulas: ``telemetry/registry.py``.
+
+A mean without a single value is absent, never 0; counts are always there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatron_fleet.agents.trajectory import Group, Outcome, Trajectory
+from megatron_fleet.algorithms.advantages import is_known
+from megatron_fleet.telemetry.rewards import reward_metrics
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+INFRASTRUCTURE_OUTCOMES = (Outcome.ENV_FAILED, Outcome.ABORTED)
+NGRAM = 20
+"""Tokens; shorter ones repeat in every honest tool call, longer ones miss a sentence that is said again."""
+_MIX = np.uint64(0x9E3779B97F4A7C15)
+
+
+def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """``reward/``, ``environment/`` and ``generate/``: what the episodes did, whatever training made of them."""
+    episodes = trajectories_of(groups)
+    activity = _activity(episodes)
+    for extreme in ("min_turns", "max_turns"):
+        activity.pop(extreme, None)  # only per environment
+    out = _prefixed("reward/", reward_metrics(groups))
+    out |= _prefixed("environment/", activity)
+    out["environment/total_episodes"] = len(episodes)
+    out["environment/total_env_init_failed"] = _count(episodes, Outcome.ENV_FAILED)
+    for env, own in by_environment(groups).items():
+        out |= _prefixed(f"reward/{env}/", reward_metrics(own))
+        out |= _prefixed(f"environment/{env}/", _environment(trajectories_of(own)))
+    return out | _prefixed("generate/", _generation(episodes))
+
+
+def eval_metrics(sampled: Sequence[Group], greedy: Sequence[Group] = ()) -> dict[str, float]:
+    """Metrics of one evaluation: ``sampled`` at the training temperature, ``greedy`` at temperature 0."""
+    out: dict[str, float] = {}
+    for env, groups in [("all", sampled), *by_environment(sampled).items()]:
+        episodes = trajectories_of(groups)
+        numbers = {**reward_metrics(groups), **_activity(episodes), **_failures(episodes), **_lengths(episodes)}
+        out |= _prefixed(f"eval/{env}/", {**numbers, **_coverage(groups), **_volume(episodes)})
+    for env, groups in [("all", greedy), *by_environment(greedy).items()]:
+        rewards = reward_metrics(groups)
+        names = ("avg_raw_reward", "pass_at_1")
+        out |= _prefixed(f"eval/{env}/greedy_", {name: rewards[name] for name in names if name in rewards})
+    if greedy:
+        out |= _prefixed("eval/all/greedy_", {**_coverage(greedy), **_volume(trajectories_of(greedy))})
+    return out
+
+
+def episode_seconds(groups: Sequence[Group]) -> dict[str, float]:
+    """``timing/`` of the episodes of a step."""
+    out: dict[str, float] = {}
+    for env, own in [("all", groups), *by_environment(groups).items()]:
+        seconds = _values(trajectories_of(own), "seconds")
+        if len(seconds):
+            out[f"timing/episode_s/{env}"] = float(seconds.mean())
+            out[f"timing/min_episode_s/{env}"] = float(seconds.min())
+            out[f"timing/max_episode_s/{env}"] = float(seconds.max())
+    return out
+
+
+def trajectories_of(groups: Iterable[Group]) -> list[Trajectory]:
+    return [t for g in groups for t in g.trajectories]
+
+
+def by_environment(groups: Iterable[Group]) -> dict[str, list[Group]]:
+    """Groups per environment, in order of name; ``/`` would look like a level of its own."""
+    envs: dict[str, list[Group]] = defaultdict(list)
+    for group in groups:
+        envs[environment_name(group.env_key)].append(group)
+    return dict(sorted(envs.items()))
+
+
+def environment_name(env_key: str) -> str:
+    """An environment key as a part of metric and file names."""
+    return env_key.replace("/", "_")
+
+
+def sampled_tokens(trajectories: Iterable[Trajectory]) -> int:
+    """Tokens that the policy said; of an endpoint's, which come without ids, as many as it told."""
+    return sum(int(t.action_mask.sum()) or int(t.metrics.get("action_tokens", 0)) for t in trajectories)
+
+
+def why_nothing_is_known(trajectories: Iterable[Trajectory]) -> str | None:
+    """The commonest reason when no reward is known; ``None`` when one is."""
+    trajectories = list(trajectories)
+    if any(is_known(t.reward) for t in trajectories):
+        return None
+    reasons = Counter(f"{t.outcome}: {t.reward_reason}" for t in trajectories)
+    return max(reasons, key=reasons.__getitem__, default=None)
+
+
+def _prefixed(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
+    return {prefix + name: value for name, value in values.items()}
+
+
+def _count(trajectories: Sequence[Trajectory], *outcomes: Outcome) -> int:
+    return sum(t.outcome in outcomes for t in trajectories)
+
+
+def _outcomes(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    return {f"outcome/{outcome}": _count(trajectories, outcome) for outcome in Outcome}
+
+
+def _environment(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Everything about the episodes of one environment, without prefix."""
+    return {
+        **_activity(trajectories),
+        **_failures(trajectories),
+        **_outcomes(trajectories),
+        "num_episodes": len(trajectories),
+        "env_init_failed": _count(trajectories, Outcome.ENV_FAILED),
+        "trajectory_timeouts": _count(trajectories, Outcome.TIMEOUT),
+    }
+
+
+def _activity(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Turns, tool calls, their errors and habits of the policy, without prefix."""
+    if not trajectories:
+        return {}
+    turns, calls, errors = (_values(trajectories, name) for name in ("turns", "tool_calls", "tool_errors"))
+    repeated = _values(trajectories, "repeated_calls")
+    out = {
+        "avg_turns": float(turns.mean()),
+        "min_turns": float(turns.min()),
+        "max_turns": float(turns.max()),
+        "avg_tool_calls": float(calls.mean()),
+        "avg_tool_errors": float(errors.mean()),
+        "total_tool_errors": float(errors.sum()),
+        "avg_local_tool_calls": float(_values(trajectories, "local_tool_calls").mean()),
+        "avg_truncated_outputs": float(_values(trajectories, "truncated_outputs").mean()),
+        "avg_images": float(_values(trajectories, "images").mean()),
+        "avg_image_tokens": float(_values(trajectories, "image_tokens").mean()),
+        "total_images_unseen": float(_values(trajectories, "images_unseen").sum()),
+        "no_action_rate": _count(trajectories, Outcome.NO_ACTION) / len(trajectories),
+        "repeating_rate": float((repeated > 0).mean()),
+        "max_repeat": float(_values(trajectories, "max_repeat").max()),
+    }
+    if turns.sum():
+        out["tool_calls_per_turn"] = float(calls.sum() / turns.sum())
+        out["parse_error_rate"] = float(_values(trajectories, "parse_errors").sum() / turns.sum())
+        out["no_action_turn_rate"] = float(_values(trajectories, "no_action_turns").sum() / turns.sum())
+    if calls.sum():
+        out["tool_error_rate"] = float(errors.sum() / calls.sum())
+        out["repeated_call_rate"] = float(repeated.sum() / calls.sum())
+    claimed = [t.reward for t in trajectories if t.outcome is Outcome.COMPLETED and is_known(t.reward)]
+    if claimed:
+        out["false_completion_rate"] = sum(reward == 0 for reward in claimed) / len(claimed)
+    if said := sampled_tokens(trajectories):
+        out["think_token_share"] = float(_values(trajectories, "think_tokens").sum() / said)
+    return out
+
+
+def _values(trajectories: Sequence[Trajectory], name: str) -> NDArray[np.float64]:
+    """One number of every episode, float64 ``[E]``; what an episode did not count, did not happen in it."""
+    return np.array([t.metrics.get(name, 0.0) for t in trajectories], dtype=np.float64)
+
+
+def _failures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    if not trajectories:
+        return {}
+    return {
+        "infrastructure_failure_rate": _count(trajectories, *INFRASTRUCTURE_OUTCOMES) / len(trajectories),
+        "verifier_unknown_rate": _count(trajectories, Outcome.VERIFIER_FAILED) / len(trajectories),
+        "unknown_reward_rate": sum(not is_known(t.reward) for t in trajectories) / len(trajectories),
+    }
+
+
+def _coverage(groups: Sequence[Group]) -> dict[str, float]:
+    scored = sum(any(is_known(t.reward) for t in g.trajectories) for g in groups)
+    return {"tasks": len(groups), "tasks_scored": scored}
+
+
+def _volume(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    return {
+        "episodes": len(trajectories),
+        "action_tokens": sampled_tokens(trajectories),
+        **_outcomes(trajectories),
+    }
+
+
+def _generation(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Token counts, failures and weight versions of a step, without prefix."""
+    out = {
+        "action_tokens": sampled_tokens(trajectories),
+        "env_init_failures": _count(trajectories, Outcome.ENV_FAILED),
+        "trajectory_timeouts": _count(trajectories, Outcome.TIMEOUT),
+        **_outcomes(trajectories),
+        **_failures(trajectories),
+        **_lengths(trajectories),
+    }
+    versions = [s.weight_version for t in trajectories for s in t.spans if s.kind == "action"]
+    if versions:
+        out |= {"weight_version_min": min(versions), "weight_version_max": max(versions)}
+    return out
+
+
+def _lengths(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Tokens of the responses, by what became of them, and how much of what was said had been said before."""
+    if not any(len(t.token_ids) for t in trajectories):
+        return {}
+    lengths = np.array([response_tokens(t) for t in trajectories])
+    out = {
+        "min_num_tokens": float(lengths.min()),
+        "max_num_tokens": float(lengths.max()),
+        "avg_num_tokens": float(lengths.mean()),
+        "std_num_tokens": float(lengths.std()),
+    }
+    kinds: dict[str, list[int]] = defaultdict(list)
+    for length, t in zip(lengths.tolist(), trajectories, strict=True):
+        kinds[f"avg_tokens/{t.outcome}"].append(length)
+        if is_known(t.reward):
+            kinds["avg_tokens_zero_rewards" if t.reward == 0 else "avg_tokens_non_zero_rewards"].append(length)
+    out |= {name: float(np.mean(own)) for name, own in kinds.items()}
+    repeats = np.array([repeated_ngrams(t.token_ids[t.action_mask]) for t in trajectories])
+    if repeats[:, 1].sum():
+        out["repeated_ngram_rate"] = float(repeats[:, 0].sum() / repeats[:, 1].sum())
+    return out
+
+
+def response_tokens(trajectory: Trajectory) -> int:
+    """All tokens but those of prompts, observations included."""
+    return sum(span.end - span.start for span in trajectory.spans if span.kind != "prompt")
+
+
+def repeated_ngrams(token_ids: NDArray[np.int32]) -> tuple[int, int]:
+    """Of all ``NGRAM``-token stretches of ``token_ids`` (int32 ``[A]``): those that occurred before, and all of them.
+
+    Stretches are compared by a 64-bit polynomial hash; 50,000 of them share one by accident once in 10^10 episodes.
+    """
+    total = len(token_ids) - NGRAM + 1
+    if total <= 0:
+        return 0, 0
+    ids = token_ids.astype(np.uint64) + np.uint64(1)
+    hashes = np.zeros(total, np.uint64)
+    for offset in range(NGRAM):  # wraps around on purpose: arithmetic modulo 2^64
+        hashes = hashes * _MIX + ids[offset : offset + total]
+        hashes ^= hashes >> np.uint64(29)
+    return total - len(np.unique(hashes)), total

@@ -1,0 +1,185 @@
+"""Metrics to services that draw them: Weights & Biases, MLflow."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import re
+import threading
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from megatron_fleet.config.errors import UserError
+
+STEP = "trainer/global_step"
+"""What curves are drawn over; W&B's own step counts calls."""
+FINISH_TIMEOUT_S = 120.0
+"""How long a run waits at its end for what is not sent yet. W&B's stays in its folder; `wandb sync` sends it."""
+MLFLOW_BATCH = 1000
+"""Metrics per request, and 100 parameters: limits of MLflow's REST API. It cuts long values itself."""
+
+
+class WandbSink:
+    """Scalars and histograms, in one W&B run per attempt; those of one run are a group.
+
+    So nothing that a lost attempt told is overwritten, and a resumed run's curves begin where its checkpoint was.
+    """
+
+    def __init__(
+        self,
+        project: str,
+        entity: str | None,
+        mode: Literal["online", "offline"],
+        name: str,
+        folder: Path,
+        config: Mapping[str, Any],
+        resumed_step: int | None,
+        started: float,
+    ) -> None:
+        """Begin a W&B run.
+
+        Args:
+            entity: team or user; ``None`` = the key's own.
+            name: of the run.
+            folder: files below ``folder/wandb``.
+            config: of the run; recorded with where the attempt began.
+            started: unix time of this attempt.
+
+        Raises:
+            UserError: the package is missing, or W&B refuses key, team or project.
+        """
+        try:
+            import wandb
+        except ImportError:
+            raise UserError("logging.wandb.project needs the package wandb; pip install wandb, or remove it.") from None
+        settings = wandb.Settings(
+            console="off", silent=True, save_code=False, disable_git=True, finish_timeout=FINISH_TIMEOUT_S
+        )
+        try:
+            self._run = wandb.init(
+                project=project,
+                entity=entity,
+                mode=mode,
+                name=_attempt_name(name, started),
+                group=name,
+                dir=str(folder),
+                config={**config, "attempt": {"started": started, "resumed_step": resumed_step}},
+                settings=settings,
+                reinit="create_new",
+            )
+        except wandb.Error as error:
+            raise UserError(
+                f"logging.wandb.project={project}: W&B refuses ({error}); set WANDB_API_KEY, correct the project or "
+                f"logging.wandb.entity, or use logging.wandb.mode=offline."
+            ) from error
+        self._run.define_metric(STEP)
+        self._run.define_metric("*", step_metric=STEP)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({**metrics, STEP: step})
+
+    def draw(self, step: int, distributions: Mapping[str, np.ndarray]) -> None:
+        """Log a histogram of each array, float64 ``[N]``, N ≥ 1."""
+        from wandb import Histogram
+
+        self._run.log({**{name: Histogram(values.tolist()) for name, values in distributions.items()}, STEP: step})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MlflowSink:
+    """Scalars, in one MLflow run per attempt, with the tag ``run`` in common; sent by a thread, so nothing waits."""
+
+    def __init__(
+        self, uri: str, experiment: str, name: str, config: Mapping[str, Any], resumed_step: int | None, started: float
+    ) -> None:
+        """Begin an MLflow run.
+
+        Args:
+            uri: of the tracking server, or ``sqlite:///FILE``.
+            experiment: its name; made when there is none.
+            name: of the run.
+            config: of the run; recorded as parameters, with where the attempt began.
+            started: unix time of this attempt.
+
+        Raises:
+            UserError: the package is missing, or the server refuses.
+        """
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read on import; else it tells its makers of its use
+        try:
+            from mlflow import MlflowClient
+        except ImportError:
+            raise UserError("logging.mlflow.uri needs the package mlflow-skinny; install it, or remove it.") from None
+        own = {"attempt.started": started, "attempt.resumed_step": resumed_step}
+        try:
+            self._client = MlflowClient(uri)
+            found = self._client.get_experiment_by_name(experiment)
+            place = found.experiment_id if found else self._client.create_experiment(experiment)
+            run = self._client.create_run(place, run_name=_attempt_name(name, started), tags={"run": name})
+            self._run = run.info.run_id
+            self._describe({**_flat(config), **own})
+        except Exception as error:  # each kind of store has errors of its own
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise UserError(
+                f"logging.mlflow.uri={uri}: MLflow refuses ({reason}); correct it or "
+                f"logging.mlflow.experiment, or set MLFLOW_TRACKING_USERNAME and _PASSWORD, or MLFLOW_TRACKING_TOKEN."
+            ) from error
+        self._unsent: queue.SimpleQueue[list[Any] | None] = queue.SimpleQueue()
+        self._written = self._sent = 0  # batches; the second is the sender's
+        self._sender = threading.Thread(target=self._send, name="mlflow", daemon=True)
+        self._sender.start()
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        rows = [Metric(_allowed(name), float(value), now, step) for name, value in metrics.items()]
+        for at in range(0, len(rows), MLFLOW_BATCH):
+            self._unsent.put(rows[at : at + MLFLOW_BATCH])
+            self._written += 1
+
+    def close(self) -> None:
+        """Send what is left, for at most ``FINISH_TIMEOUT_S``."""
+        self._unsent.put(None)
+        self._sender.join(FINISH_TIMEOUT_S)
+        if left := self._written - self._sent:
+            print(f"mfleet: {left} batches of metrics did not reach MLflow; metrics.jsonl has them.", flush=True)
+
+    def _describe(self, values: Mapping[str, Any]) -> None:
+        from mlflow.entities import Param
+
+        params = [Param(_allowed(name), str(value)) for name, value in values.items()]
+        for at in range(0, len(params), 100):
+            self._client.log_batch(self._run, params=params[at : at + 100])
+
+    def _send(self) -> None:
+        while (rows := self._unsent.get()) is not None:
+            # Whatever it raises, as above, after the client's own retries: a run does not end for a curve.
+            with contextlib.suppress(Exception):
+                self._client.log_batch(self._run, metrics=rows)
+                self._sent += 1
+        with contextlib.suppress(Exception):
+            self._client.set_terminated(self._run)
+
+
+def _attempt_name(name: str, started: float) -> str:
+    return f"{name} {datetime.fromtimestamp(started, UTC).strftime('%m-%d %H:%M:%S')}"
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name, value in tree.items():
+        out |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) and value else {f"{prefix}{name}": value}
+    return out
+
+
+def _allowed(name: str) -> str:
+    """MLflow takes letters, digits and ``_ - . : /`` and spaces in names."""
+    return re.sub(r"[^\w\-. :/]", "_", name)

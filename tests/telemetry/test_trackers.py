@@ -1,0 +1,168 @@
+"""W&B and MLflow are told every number once, at its step; attempts are runs of one group."""
+
+import json
+import struct
+import threading
+import time
+
+import numpy as np
+import pytest
+from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+from wandb.proto.wandb_internal_pb2 import Record
+
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.telemetry import trackers
+from megatron_fleet.telemetry.trackers import MlflowSink, WandbSink
+
+
+def begin(folder, resumed=None, started=0.0, mode="offline"):
+    return WandbSink("fleet", None, mode, "mine", folder, {"run": {"seed": 3}}, resumed, started)
+
+
+def records(data):
+    """What an offline file holds: a head of 7 bytes, then a log of LevelDB's form, in blocks of 32 KiB."""
+    at, parts = 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        _, size, kind = struct.unpack("<IHB", data[at : at + 7])
+        parts += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # the whole of a record, or its last part
+            yield Record.FromString(parts)
+            parts = b""
+
+
+def finished(path):
+    """All records of an attempt that was closed: W&B's writer ends a moment after it said so."""
+    deadline = time.monotonic() + 30
+    while True:
+        found = list(records(path.read_bytes()))
+        if found and found[-1].WhichOneof("record_type") == "exit":
+            return found
+        assert time.monotonic() < deadline, f"{path} has no end"
+        time.sleep(0.05)
+
+
+def recorded(folder):
+    """Group, name, configuration and rows of each attempt, in the order of their names."""
+    attempts = []
+    for path in folder.glob("wandb/offline-run-*/*.wandb"):
+        rows, run = [], None
+        for record in finished(path):
+            if record.WhichOneof("record_type") == "run":
+                run = record.run
+            elif record.WhichOneof("record_type") == "history":
+                row = {
+                    item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item
+                }
+                rows.append({name: value for name, value in row.items() if not name.startswith("_")})
+        config = {item.key: json.loads(item.value_json) for item in run.config.update}
+        attempts.append((run.run_group, run.display_name, config, rows))
+    return sorted(attempts, key=lambda attempt: attempt[1])
+
+
+def test_attempts_are_runs_of_one_group_over_the_training_step(tmp_path):
+    first = begin(tmp_path)
+    first.write(0, {"eval/all/pass_at_1": 0.25})
+    first.write(1, {"reward/a:b/pass_at_1": 0.5, "policy/grad_norm": float("nan")})
+    first.write(1, {"timing/save_checkpoints": 2.0})
+    first.close()
+    second = begin(tmp_path, resumed=1, started=60.0)
+    second.write(2, {"reward/a:b/pass_at_1": 1})
+    second.close()
+    (group, name, config, rows), (other_group, other_name, other_config, other_rows) = recorded(tmp_path)
+    assert (group, name) == ("mine", "mine 01-01 00:00:00") and (other_group, other_name) == (
+        "mine",
+        "mine 01-01 00:01:00",
+    )
+    assert config["run"] == {"seed": 3} and config["attempt"] == {"started": 0.0, "resumed_step": None}
+    assert other_config["attempt"] == {"started": 60.0, "resumed_step": 1}
+    assert [row["trainer/global_step"] for row in rows] == [0, 1, 1]
+    assert rows[0]["eval/all/pass_at_1"] == 0.25 and rows[2] == {
+        "timing/save_checkpoints": 2.0,
+        "trainer/global_step": 1,
+    }
+    assert rows[1]["reward/a:b/pass_at_1"] == 0.5
+    assert other_rows == [{"reward/a:b/pass_at_1": 1, "trainer/global_step": 2}]
+
+
+def test_a_key_that_is_missing_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    with pytest.raises(UserError, match=r"logging\.wandb\.project=fleet: W&B refuses .* set WANDB_API_KEY"):
+        begin(tmp_path, mode="online")
+
+
+def test_a_histogram_belongs_to_its_step(tmp_path):
+    sink = begin(tmp_path)
+    sink.draw(3, {"distribution/turns": np.array([1.0, 1.0, 5.0])})
+    sink.close()
+    [(_, _, _, [row])] = recorded(tmp_path)
+    assert row["trainer/global_step"] == 3
+    drawn = {name: row[f"distribution/turns/{name}"] for name in ("_type", "values", "bins")}
+    assert drawn["_type"] == "histogram" and sum(drawn["values"]) == 3
+    assert (drawn["bins"][0], drawn["bins"][-1]) == (1.0, 5.0)
+
+
+def mlflow_attempt(uri, resumed=None, started=0.0):
+    config = {"run": {"seed": 3}, "data": {"tasks": "t" * 7000, "envs": {}}}
+    return MlflowSink(uri, "fleet", "mine", config, resumed, started)
+
+
+def test_mlflow_attempts_share_a_tag(tmp_path):
+    uri = f"sqlite:///{tmp_path / 'store.db'}"
+    first = mlflow_attempt(uri)
+    first.write(0, {"eval/all/pass_at_1": 0.25})
+    first.write(1, {f"reward/env{i}/pass_at_1": i / 2000 for i in range(2001)} | {"reward/a:b|c/x": float("nan")})
+    first.close()
+    second = mlflow_attempt(uri, resumed=1, started=60.0)
+    second.write(2, {"eval/all/pass_at_1": 1})
+    second.close()
+    client = MlflowClient(uri)
+    place = client.get_experiment_by_name("fleet").experiment_id
+    runs = sorted(client.search_runs([place], "tags.run = 'mine'"), key=lambda run: run.info.run_name)
+    assert [run.info.run_name for run in runs] == ["mine 01-01 00:00:00", "mine 01-01 00:01:00"]
+    assert [run.info.status for run in runs] == ["FINISHED", "FINISHED"]
+    assert runs[0].data.params["run.seed"] == "3" and len(runs[0].data.params["data.tasks"]) == 6000
+    assert [run.data.params["attempt.resumed_step"] for run in runs] == ["None", "1"]
+    kept = runs[0].data.metrics
+    assert len(kept) == 2003 and kept["reward/env2000/pass_at_1"] == 1.0 and np.isnan(kept["reward/a:b_c/x"])
+    points = client.get_metric_history(runs[1].info.run_id, "eval/all/pass_at_1")
+    assert [(point.step, point.value) for point in points] == [(2, 1.0)]
+
+
+def test_a_run_goes_on_when_mlflow_does_not(tmp_path, monkeypatch, capsys):
+    sink = mlflow_attempt(f"sqlite:///{tmp_path / 'store.db'}")
+    answers = threading.Event()
+
+    def log_batch(*_, **__):
+        answers.wait(30)
+        raise MlflowException("the server is down")
+
+    monkeypatch.setattr(MlflowClient, "log_batch", log_batch)
+    sink.write(1, {"loss": 1.0})
+    sink.write(2, {"loss": 0.5})  # returns although the first is not sent
+    answers.set()
+    sink.close()
+    assert "2 batches of metrics did not reach MLflow" in capsys.readouterr().out
+
+
+def test_a_run_does_not_wait_for_mlflow_for_ever(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(trackers, "FINISH_TIMEOUT_S", 0.2)
+    sink = mlflow_attempt(f"sqlite:///{tmp_path / 'store.db'}")
+    released = threading.Event()
+    monkeypatch.setattr(MlflowClient, "log_batch", lambda *_, **__: released.wait(60))
+    for step in (1, 2, 3):
+        sink.write(step, {"loss": 1.0})
+    sink.close()
+    assert "3 batches of metrics did not reach MLflow" in capsys.readouterr().out
+    released.set()
+
+
+def test_an_mlflow_server_that_refuses_is_one_sentence(tmp_path):
+    (tmp_path / "store.db").write_text("no database")
+    with pytest.raises(UserError, match=r"logging\.mlflow\.uri=sqlite:.*: MLflow refuses \(.*MLFLOW_TRACKING_TOKEN\.$"):
+        mlflow_attempt(f"sqlite:///{tmp_path / 'store.db'}")
