@@ -53,13 +53,11 @@ def suggest(name: str) -> str | None:
     """The key most likely meant by ``name``: same last part first (``lr`` → ``policy.optimizer.lr``), then spelling."""
     known = sorted(names())
     last = name.rsplit(".", 1)[-1]
-    candidates = [k for k in known if k.rsplit(".", 1)[-1] == last] or known
-    close = difflib.get_close_matches(name, candidates, n=1, cutoff=0.5 if candidates is known else 0.0)
-    if close:
-        return close[0]
-    by_last = {k.rsplit(".", 1)[-1]: k for k in known}
-    close = difflib.get_close_matches(last, by_last, n=1, cutoff=0.75)
-    return by_last[close[0]] if close else None
+    lasts = sorted({k.rsplit(".", 1)[-1] for k in known})
+    alike = [last] if last in lasts else difflib.get_close_matches(last, lasts, n=1, cutoff=0.75)
+    candidates = [k for k in known if k.rsplit(".", 1)[-1] in alike]
+    close = difflib.get_close_matches(name, candidates or known, n=1, cutoff=0.0 if candidates else 0.5)
+    return close[0] if close else None
 
 
 def accepts(info: FieldInfo) -> str:
@@ -80,6 +78,8 @@ def _kind(annotation: Any) -> str:
         return words[annotation]
     if get_origin(annotation) is Literal:
         return "one of " + ", ".join(map(str, get_args(annotation)))
+    if get_origin(annotation) is dict:
+        return "{name: " + _kind(get_args(annotation)[1]) + "}"
     if get_origin(annotation) is tuple:
         parts = get_args(annotation)
         if parts[-1] is Ellipsis:

@@ -135,11 +135,19 @@ def _compose(overrides: list[str], folder: Path) -> dict[str, Any]:
 
 
 def _absolute(tree: dict[str, Any]) -> dict[str, Any]:
-    for section, key in (("run", "out"), ("model", "path"), ("data", "tasks")):
+    paths = (("run", "out"), ("model", "path"), ("agent", "prompts"), ("data", "tasks"), ("data", "split_manifest"))
+    for section, key in paths:
         values = tree.get(section)
         value = values.get(key) if isinstance(values, dict) else None
         if isinstance(value, str) and value and value != "embedded" and "://" not in value:
             tree[section][key] = str(Path(value).expanduser().absolute())
+    if isinstance(tree.get("data"), dict) and isinstance(names := tree["data"].get("exclusions"), list):
+        # Names of lists that come with the package stay names.
+        files = (isinstance(name, str) and bool(Path(name).suffix) for name in names)
+        tree["data"]["exclusions"] = [
+            str(Path(name).expanduser().absolute()) if is_file else name
+            for name, is_file in zip(names, files, strict=True)
+        ]
     return tree
 
 

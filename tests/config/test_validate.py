@@ -29,7 +29,7 @@ def test_quickstart_is_accepted():
         (["env.kind=openenv", "data.tasks=x"], ["env.url"]),
         (["env.kind=openenv", "env.url=host:80", "data.tasks=x"], ["env.url=host:80", "http://"]),
         (["env.url=http://h"], ["env.url", "env.kind=openenv"]),
-        (["env=openenv", "env.url=http://h"], ["data.tasks", "mfleet tasks export"]),
+        (["env=openenv", "env.url=http://h"], ["data.tasks", "mfleet data export"]),
         (["rollout.episode_timeout_s=60"], ["rollout.engine.request_timeout_s", "rollout.episode_timeout_s"]),
         (["env.verify_timeout_s=300"], ["env.verify_timeout_s", "rollout.episode_timeout_s"]),
         (["policy.updates_per_batch=17"], ["policy.updates_per_batch", "rollout.prompts_per_step"]),
@@ -53,6 +53,7 @@ def test_quickstart_is_accepted():
             ["algorithm=importance_weighted", "algorithm.correction.kind=icepop"],
             ["kind=icepop", "loss=importance_weighted", "outlier_mask"],
         ),
+        (["logging.mlflow.uri=mlruns"], ["logging.mlflow.uri=mlruns", "http://"]),
     ],
 )
 def test_impossible_combinations_are_explained(overrides, keys):
@@ -72,7 +73,14 @@ def test_impossible_combinations_are_explained(overrides, keys):
         ["algorithm=importance_weighted", "algorithm.correction.kind=geometric_mask", "algorithm.correction.low=0.9"],
         ["algorithm=gspo", "algorithm.clip_low=1", "algorithm.correction.kind=icepop", "algorithm.correction.high=3"],
         ["algorithm=reinforce", "algorithm.correction.kind=token_tis", "algorithm.correction.high=1"],
+        ["logging.mlflow.uri=https://host:5000"],
     ],
 )
 def test_the_edge_is_accepted(overrides):
     check(*overrides)
+
+
+def test_a_password_is_refused_and_not_shown():
+    with pytest.raises(UserError, match="MLFLOW_TRACKING_PASSWORD") as caught:
+        check("logging.mlflow.uri=https://me:secret@host")
+    assert "secret" not in str(caught.value)

@@ -1,0 +1,82 @@
+"""Of the rollout, and of the rollout and the trainer together."""
+
+from __future__ import annotations
+
+from megatron_fleet.config.rules.rule import Rule
+from megatron_fleet.config.schema import Config
+
+
+def _row_holds_episode(c: Config) -> str | None:
+    if c.policy.row_tokens >= c.rollout.max_context:
+        return None
+    return (
+        f"policy.row_tokens={c.policy.row_tokens} is below rollout.max_context={c.rollout.max_context}, so the longest "
+        f"episode would not fit into a row; raise policy.row_tokens to at least {c.rollout.max_context}."
+    )
+
+
+def _turn_fits_context(c: Config) -> str | None:
+    turn = c.rollout.sampling.max_tokens_per_turn
+    if turn < c.rollout.max_context:
+        return None
+    return (
+        f"rollout.sampling.max_tokens_per_turn={turn} leaves no room for a prompt in "
+        f"rollout.max_context={c.rollout.max_context}; lower the first or raise the second."
+    )
+
+
+def _temperature(c: Config) -> str | None:
+    if c.rollout.sampling.temperature > 0:
+        return None
+    return (
+        "rollout.sampling.temperature=0 makes all samples of a group equal, so nothing could be learnt; set it above 0 "
+        "(eval.greedy adds greedy evaluation samples)."
+    )
+
+
+def _updates_have_groups(c: Config) -> str | None:
+    if c.policy.updates_per_batch <= c.rollout.prompts_per_step:
+        return None
+    return (
+        f"policy.updates_per_batch={c.policy.updates_per_batch} is more than "
+        f"rollout.prompts_per_step={c.rollout.prompts_per_step} groups; lower the first."
+    )
+
+
+def _ranks_have_trajectories(c: Config) -> str | None:
+    batch = c.rollout.prompts_per_step * c.rollout.samples_per_prompt // c.policy.updates_per_batch
+    if batch >= c.parallel.data:
+        return None
+    return (
+        f"One update has {batch} trajectories for parallel.data={c.parallel.data} ranks; raise "
+        f"rollout.prompts_per_step or lower parallel.data."
+    )
+
+
+def _workers_are_busy(c: Config) -> str | None:
+    if c.rollout.episodes_in_flight >= c.rollout.workers:
+        return None
+    return (
+        f"rollout.episodes_in_flight={c.rollout.episodes_in_flight} cannot occupy "
+        f"rollout.workers={c.rollout.workers} processes; lower rollout.workers."
+    )
+
+
+def _colocated(c: Config) -> str | None:
+    if c.rollout.engine.colocated and c.precision.fp8_param_gather:
+        return (
+            "rollout.engine.colocated=true with precision.fp8_param_gather=true: weights that are stored in FP8 cannot "
+            "leave the device; set one of them to false."
+        )
+    return None
+
+
+RULES: tuple[Rule, ...] = (
+    _row_holds_episode,
+    _turn_fits_context,
+    _temperature,
+    _updates_have_groups,
+    _ranks_have_trajectories,
+    _workers_are_busy,
+    _colocated,
+)

@@ -1,0 +1,40 @@
+"""What the policy is told and offered besides the environment's own tools."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from megatron_fleet.config.sections.base import Section
+
+
+class Agent(Section):
+    prompts: str | None = Field(
+        None, description="YAML file whose texts replace those of megatron_fleet/agents/prompts.yaml, key by key."
+    )
+    finish: Literal["done_tag", "tool"] = Field(
+        "done_tag",
+        description="How the policy gives its final answer: as text before <done>, or by the tool submit_final_answer.",
+    )
+    max_tool_output_chars: int = Field(4000, ge=100, description="Longer tool results are cut.")
+    paging: bool = Field(
+        False,
+        description="Offer view_tool_output and search_tool_output, which show the rest of a result that was cut.",
+    )
+    context_tools: bool = Field(
+        False,
+        description="Offer check_context, manage_context and search_history; manage_context removes old turns from the "
+        "prompt, never the task.",
+    )
+    context_status: bool = Field(
+        False, description="End what the policy is shown after a turn with [Context: a/b tokens, turn i/N]."
+    )
+    repeat_feedback: int | None = Field(
+        3, ge=2, description="Equal tool calls in a row from which on the policy is told so; none: never."
+    )
+    step_wise: bool = Field(
+        False,
+        description="Each turn is prompted and trained without the thinking of earlier turns, as a row of its own; a "
+        "trajectory weighs the same as without.",
+    )

@@ -1,0 +1,83 @@
+"""What is learnt from rewards: advantages, losses, corrections."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from pydantic import Field
+
+from megatron_fleet.config.sections.base import Section
+
+
+class KL(Section):
+    coef: float = Field(0.0, ge=0, description="0: no reference model, no reference pass.")
+    estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Per-token estimate of KL(π‖π_ref) (Schulman 2020).")
+
+
+CLIP_BOUNDS: dict[str, tuple[float, float]] = {
+    "ppo_clip": (0.2, 0.2),  # Schulman et al. 2017 §6.1
+    "gspo": (3e-4, 4e-4),  # Zheng et al. 2025 §5.1
+    "gmpo": (1 - math.exp(-0.4), math.exp(0.4) - 1),  # Zhao et al. 2025
+    "cispo": (1.0, 4.0),  # no lower bound as in MiniMax-M1, the upper one as in SkyRL
+    "importance_weighted": (0.5, 4.0),  # IcePop's ratios from 0.5 to 5
+}
+"""algorithm.clip_low and clip_high where they are not set; losses without an entry do not clip."""
+
+
+CORRECTION_BOUNDS: dict[str, tuple[float, float]] = {
+    "token_tis": (0.0, 2.0),  # verl, SkyRL
+    "sequence_tis": (0.0, 5.0),  # SkyRL
+    "icepop": (0.5, 5.0),  # Ring-1T
+    "geometric_mask": (0.99, 1.01),  # SkyRL
+    "outlier_mask": (1e-4, 100.0),  # SkyRL
+}
+"""algorithm.correction.low and high where they are not set; a low of 0 is no bound."""
+
+
+def _spelt(bounds: dict[str, tuple[float, float]], side: int) -> str:
+    return ", ".join(f"{name} {pair[side]:g}" for name, pair in bounds.items() if pair[side] > 0)
+
+
+class Correction(Section):
+    kind: Literal["off", "token_tis", "sequence_tis", "icepop", "geometric_mask", "outlier_mask"] = Field(
+        "off",
+        description="What is done about engine and trainer giving a token different probabilities: nothing, a "
+        "truncated weight per token or sequence, or leaving tokens or sequences out (algorithms/corrections.py).",
+    )
+    low: float | None = Field(
+        None, gt=0, le=1, description=f"Smallest ratio that is kept; none = {_spelt(CORRECTION_BOUNDS, 0)}."
+    )
+    high: float | None = Field(
+        None, ge=1, description=f"Largest ratio that is kept, or the cap; none = {_spelt(CORRECTION_BOUNDS, 1)}."
+    )
+
+
+class Algorithm(Section):
+    advantage: Literal["grpo", "grpo_no_std", "leave_one_out"] = Field(
+        "grpo", description="Baseline and scale within a group of known rewards."
+    )
+    loss: Literal["ppo_clip", "gspo", "gmpo", "sapo", "cispo", "reinforce", "importance_weighted"] = Field(
+        "ppo_clip", description="Policy term of the loss (algorithms/policy_terms.py has the formulas)."
+    )
+    clip_low: float | None = Field(
+        None, gt=0, le=1, description=f"Ratios are bounded by 1 - clip_low; none = {_spelt(CLIP_BOUNDS, 0)}."
+    )
+    clip_high: float | None = Field(
+        None, gt=0, description=f"Ratios are bounded by 1 + clip_high; none = {_spelt(CLIP_BOUNDS, 1)}."
+    )
+    dual_clip: float | None = Field(
+        None, gt=1, description="ppo_clip: bound on the ratio for negative advantages; none = off."
+    )
+    tau_positive: float = Field(1.0, gt=0, description="sapo: temperature of the gate for positive advantages.")
+    tau_negative: float = Field(1.05, gt=0, description="sapo: temperature of the gate for negative advantages.")
+    reduction: Literal["token_mean", "sequence_mean", "constant"] = Field(
+        "token_mean", description="Global normaliser of the summed loss."
+    )
+    reduction_constant: float = Field(
+        1024.0, gt=0, description="Dr. GRPO's constant: the largest number of action tokens."
+    )
+    filter_zero_signal: bool = Field(True, description="Leave out groups whose known rewards are all equal.")
+    entropy_coef: float = Field(0.0, ge=0, description="Bonus on the entropy of the policy; 0 = off.")
+    correction: Correction = Correction()
+    kl: KL = KL()

@@ -1,0 +1,32 @@
+"""Where episodes are played: environments and their limits."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from megatron_fleet.config.sections.base import Section
+from megatron_fleet.config.sections.faults import FaultRates
+from megatron_fleet.config.sections.fleet import Fleet
+from megatron_fleet.config.sections.openenv import OpenEnv
+from megatron_fleet.config.sections.provisioning import Provisioning
+
+
+class Env(Section):
+    kind: Literal["embedded", "openenv", "fleet"] = Field(
+        "embedded",
+        description="embedded: the fleet in this package, started for the run; openenv: a server at `url`; fleet: "
+        "Fleet's hosted environments (FLEET_API_KEY).",
+    )
+    url: str | None = Field(None, description="Base URL of the OpenEnv server; only for kind=openenv.")
+    start_timeout_s: float = Field(60, gt=0, description="Deadline of the environment server's start.")
+    make_timeout_s: float = Field(30, gt=0, description="Deadline of connecting to, or making, one environment.")
+    reset_timeout_s: float = Field(30, gt=0, description="Deadline of one reset.")
+    step_timeout_s: float = Field(30, gt=0, description="Deadline of one tool call.")
+    verify_timeout_s: float = Field(30, gt=0, description="Deadline of one verification.")
+    close_timeout_s: float = Field(5, gt=0, description="Deadline of giving one environment back.")
+    openenv: OpenEnv = OpenEnv()
+    fleet: Fleet = Fleet()
+    faults: FaultRates = FaultRates()
+    provisioning: Provisioning = Provisioning()

@@ -1,0 +1,56 @@
+"""When and how the policy is evaluated."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from megatron_fleet.config.sections.base import Section
+
+
+class Endpoint(Section):
+    url: str | None = Field(
+        None, description="Address of an OpenAI-compatible server, as https://host/v1, that `mfleet eval` plays with."
+    )
+    model: str | None = Field(None, description="Name of the model there.")
+    api_key_env: str = Field(
+        "OPENAI_API_KEY", description="Environment variable that holds the key; a server without keys needs none."
+    )
+    max_retries: int = Field(
+        8, ge=0, description="Further tries of a request that met a rate limit, a failing server or a deadline."
+    )
+    images: bool = Field(True, description="Show the pictures of observations; false: the model takes text only.")
+    return_reasoning: bool = Field(
+        False, description="Give the reasoning of a turn back with later requests; some models need it, some refuse it."
+    )
+    extra_body: str | None = Field(
+        None, description='JSON object that is added to every request, as {"reasoning_effort": "low"}.'
+    )
+
+
+class Eval(Section):
+    at_start: bool = Field(True, description="Evaluate before the first step.")
+    at_end: bool = Field(True, description="Evaluate after the last step.")
+    interval: int = Field(0, ge=0, description="Steps between evaluations; 0 = none in between.")
+    tasks: int = Field(100, ge=1, description="Held-out tasks used, the same every time, of all environments by turns.")
+    samples: int = Field(4, ge=1, description="Samples per task at the training temperature.")
+    greedy: bool = Field(True, description="Also one greedy sample per task.")
+    budget_s: float | None = Field(
+        None,
+        gt=0,
+        description="Seconds an evaluation may take; episodes open then are abandoned, their rewards unknown. none = "
+        "as long as it takes.",
+    )
+    overlap: bool = Field(
+        False,
+        description="Evaluate while the trainer computes the next update; for engines that are not colocated.",
+    )
+    upload: str | None = Field(
+        None,
+        description="s3://bucket/prefix: evaluations are copied to evals/<run.name>/global_step_<N>/ below it.",
+    )
+    endpoint: Endpoint = Endpoint()
+
+    @property
+    def in_training(self) -> bool:
+        """Whether a training run evaluates at all, and so needs held-out tasks."""
+        return self.at_start or self.at_end or self.interval > 0

@@ -1,0 +1,16 @@
+"""Misbehaviour that the embedded fleet shows on purpose, to train and to test against."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from megatron_fleet.config.sections.base import Section
+
+
+class FaultRates(Section):
+    slow_rate: float = Field(0, ge=0, le=1, description="Share of tool calls that take `slow_s` longer.")
+    slow_s: float = Field(1.0, gt=0, description="Seconds that a slow tool call waits.")
+    hang_rate: float = Field(0, ge=0, le=1, description="Share of episodes in which a tool call never answers.")
+    malformed_rate: float = Field(0, ge=0, le=1, description="Share of tool calls whose answer is damaged.")
+    dead_session_rate: float = Field(0, ge=0, le=1, description="Share of episodes whose session dies under a call.")
+    verifier_failure_rate: float = Field(0, ge=0, le=1, description="Share of verifications without a verdict.")

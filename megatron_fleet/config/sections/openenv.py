@@ -1,0 +1,35 @@
+"""How an environment behind an OpenEnv server is played: its tools, its end, its reward."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from megatron_fleet.config.sections.base import Section
+
+Value = str | int | float | bool
+
+
+class OpenEnv(Section):
+    interface: Literal["auto", "mcp", "action"] = Field(
+        "auto",
+        description="mcp: the server lists tools and calls them; action: its action is the one tool; auto: mcp if it "
+        "lists tools when asked, which a server with a very lenient action takes for one.",
+    )
+    action_tool: str | None = Field(None, description="Name of the one tool; null: the title of the action's schema.")
+    finish_tool: str | None = Field(
+        None, description="Tool that ends an episode, called with the final answer and hidden from the policy."
+    )
+    verify_tool: str | None = Field(
+        None, description="Tool that scores the episode, called at its end and hidden from the policy."
+    )
+    reward: Literal["finish", "last", "sum"] = Field(
+        "finish",
+        description="finish: of verify_tool, finish_tool or the step that ended the episode; last: the last one given; "
+        "sum: of all steps.",
+    )
+    reset_kwargs: dict[str, Value | dict[str, Value]] = Field(
+        {},
+        description="More arguments of reset; `task:data_key` or `task:env_variables.NAME` stand for the task's value.",
+    )

@@ -1,0 +1,67 @@
+"""How episodes are played: sampling, engines, workers."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from megatron_fleet.config.sections.base import Section
+
+ChatFormat = Literal[
+    "auto", "qwen2.5", "qwen3", "qwen3-instruct", "glm-4.5", "glm-4.7", "kimi-k2", "kimi-k2-thinking", "kimi-k2.5"
+]
+
+
+class Sampling(Section):
+    temperature: float = Field(1.0, ge=0, description="Training samples at it and log-probs are scaled by it.")
+    max_tokens_per_turn: int = Field(ge=1, description="Longest generation of one turn.")
+    max_turns: int = Field(ge=1, description="Generations per episode.")
+
+
+class Engine(Section):
+    replicas: int = Field(1, ge=1, description="Engines, each with its own copy of the weights.")
+    tensor_parallel: int = Field(1, ge=1, description="Devices that share one engine's matrices.")
+    max_num_seqs: int = Field(128, ge=1, description="Sequences that one replica decodes together.")
+    kv_cache_bytes: int | None = Field(None, ge=1, description="KV memory per replica; none = vLLM decides (GPU).")
+    gpu_memory_utilization: float = Field(0.8, gt=0, le=1, description="Share of a GPU's memory that vLLM may take.")
+    enforce_eager: bool = Field(False, description="Run vLLM without compiled graphs: slower, starts sooner.")
+    start_timeout_s: float = Field(300, gt=0, description="Deadline of an engine's start.")
+    request_timeout_s: float = Field(120, gt=0, description="Deadline of one turn's generation.")
+    update_timeout_s: float = Field(120, gt=0, description="Deadline of a weight update.")
+    colocated: bool = Field(
+        False, description="Engines share the trainer's devices: they sleep while it trains, it leaves while they play."
+    )
+    residual_gib: float = Field(
+        8.0,
+        gt=0,
+        description="Colocated: GiB that a side may keep on a GPU when it has left (contexts, communicators, caches); "
+        "more ends the run.",
+    )
+    probe_interval: int = Field(
+        0, ge=0, description="Updates between two comparisons of a few log-probs with the trainer's; 0: never."
+    )
+    routing_replay: bool = Field(
+        False, description="Mixtures of experts: train each token with the experts that the engine chose for it."
+    )
+    probe_tolerance: float = Field(0.1, gt=0, description="Mean difference of these log-probs that ends the run, nats.")
+
+
+class Rollout(Section):
+    prompts_per_step: int = Field(ge=1, description="Groups (tasks) per step.")
+    samples_per_prompt: int = Field(ge=2, description="Trajectories per group.")
+    max_context: int = Field(ge=64, description="Longest token sequence of an episode; also the engine's limit.")
+    sampling: Sampling
+    thinking: bool = Field(
+        False, description="Let the policy think, written as its chat format has it; some models only do or never."
+    )
+    renderer: ChatFormat = Field(
+        "auto",
+        description="The model's chat format; auto: from its files, and refused where its own chat template differs.",
+    )
+    workers: int = Field(1, ge=1, description="EpisodeWorker processes.")
+    episodes_in_flight: int = Field(256, ge=1, description="Over all workers.")
+    episode_timeout_s: float = Field(300, gt=0, description="Deadline of a whole episode.")
+    max_retries: int = Field(1, ge=0, description="Fresh attempts for an episode whose reward stayed unknown.")
+    max_no_action_turns: int = Field(2, ge=1, description="Turns in a row without a valid action before giving up.")
+    engine: Engine = Engine()

@@ -1,0 +1,160 @@
+"""Layout, precision, optimizer: how the policy is trained."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from megatron_fleet.config.sections.base import Section
+
+
+class Precision(Section):
+    """In what the trainer computes. Master weights are float32 always."""
+
+    recipe: Literal["model_dtype", "fp8_tensorwise", "fp8_blockwise", "fp8_delayed"] = Field(
+        "model_dtype",
+        description="Linear layers compute in model.dtype, or in FP8 with one scale per tensor, per block of 128, or "
+        "per tensor from earlier steps.",
+    )
+    bf16_layers_at_start: int = Field(0, ge=0, description="First layers that stay out of FP8.")
+    bf16_layers_at_end: int = Field(0, ge=0, description="Last layers that stay out of FP8.")
+    fp8_param_gather: bool = Field(False, description="Keep FP8 layers' weights in FP8 and gather them so over ranks.")
+    gradients: Literal["float32", "bfloat16"] = Field(
+        "float32", description="Gradients add up and are reduced over ranks in this type."
+    )
+
+    @property
+    def fp8(self) -> bool:
+        return self.recipe != "model_dtype"
+
+
+class Parallel(Section):
+    """World size = tensor × pipeline × context × data. Experts are laid over the same ranks once more: expert ×
+    expert_tensor × pipeline divides the world size."""
+
+    tensor: int = Field(1, ge=1, description="Ranks that share each layer's matrices.")
+    sequence: bool = Field(
+        True, description="With tensor > 1: split what lies between the matrices over tokens as well."
+    )
+    pipeline: int = Field(1, ge=1, description="Ranks that share the stack of layers.")
+    virtual: int = Field(1, ge=1, description="Pieces of the stack per pipeline rank, interleaved.")
+    first_stage_layers: int | None = Field(None, ge=1, description="Layers of the first pipeline rank; none = even.")
+    last_stage_layers: int | None = Field(None, ge=1, description="Layers of the last pipeline rank; none = even.")
+    context: int = Field(1, ge=1, description="Ranks that share the tokens of each sequence.")
+    expert: int = Field(1, ge=1, description="Ranks that share the experts of a layer.")
+    expert_tensor: int | None = Field(
+        None, ge=1, description="Ranks that share each expert's matrices; none = `tensor`, or 1 with expert > 1."
+    )
+    data: int = Field(1, ge=1, description="Copies of the model, each with its share of the batch.")
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor * self.pipeline * self.context * self.data
+
+    @property
+    def sequence_parallel(self) -> bool:
+        return self.sequence and self.tensor > 1
+
+    @property
+    def expert_tensor_size(self) -> int:
+        return self.expert_tensor or (self.tensor if self.expert == 1 else 1)
+
+
+class Optimizer(Section):
+    lr: float = Field(gt=0, description="Peak learning rate.")
+    min_lr: float = Field(0.0, ge=0, description="Learning rate at the end of a linear or cosine schedule.")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Shape after the warm-up.")
+    warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up.")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled (AdamW).")
+    betas: tuple[float, float] = Field((0.9, 0.999), description="Adam's decay rates of the two moments.")
+    eps: float = Field(1e-8, gt=0, description="Adam's denominator offset.")
+    clip_grad: float = Field(1.0, gt=0, description="Largest gradient norm; above it the gradient is scaled down.")
+    moments: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="Type in which Adam's moments are kept; bfloat16 halves them (precision-aware optimizer).",
+    )
+    offload_fraction: float = Field(
+        0.0, ge=0, le=1, description="Share of master weights and moments kept, and updated, in host memory."
+    )
+
+
+class Router(Section):
+    """Routers of a mixture of experts."""
+
+    dtype: Literal["float32", "float64"] = Field("float32", description="Type of router logits and scores.")
+    bias_update_rate: float = Field(
+        0.0,
+        ge=0,
+        description="Each update moves the bias that takes part in the choice of an expert this far towards equal load "
+        "(balancing without a loss, DeepSeek-V3); 0: biases stay.",
+    )
+
+
+Recompute = (
+    Literal["none", "full"]
+    | tuple[Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"], ...]
+)
+"""Activations that are computed again in the backward pass: of whole layers, or of the named parts of them."""
+
+
+class Safety(Section):
+    """What happens to an update that looks wrong. One whose loss or gradient is not finite is always skipped."""
+
+    spike_factor: float | None = Field(
+        10.0, gt=1, description="A gradient norm above this many times the median of the last ones is told; none = off."
+    )
+    max_dumps: int = Field(
+        2,
+        ge=0,
+        description="Updates that `out`/dumps may hold for `mfleet debug replay`, each as large as a checkpoint; one "
+        "place is kept for an update that is not finite. 0: none.",
+    )
+    max_skipped_in_a_row: int = Field(
+        5, ge=1, description="The run stops after this many updates in a row that are not finite."
+    )
+
+
+class Lora(Section):
+    """Adapters beside frozen layers (Hu et al. 2021, arXiv:2106.09685); experts get one each."""
+
+    rank: int = Field(0, ge=0, description="Width of the adapters; 0: none, all parameters are trained.")
+    alpha: float = Field(32.0, gt=0, description="The adapters' product counts alpha / rank times.")
+    targets: tuple[Literal["attention", "mlp", "experts"], ...] = Field(
+        ("attention", "mlp"),
+        min_length=1,
+        description="Linear layers that get adapters: attention, mlp (dense layers, shared experts), experts (routed).",
+    )
+    export: Literal["merged", "adapters"] = Field(
+        "merged", description="An export is a whole model, or the adapters alone in peft's format."
+    )
+
+
+class GradientMetrics(Section):
+    """`policy/grad:*`, see docs/metrics.md: from samples of 64 rows and columns each of matrices of the layers."""
+
+    every: int = Field(
+        0, ge=0, description="Updates from one that is measured to the next, from the start of an attempt; 0: none is."
+    )
+    parameters: int = Field(16, ge=1, description="Matrices that are sampled, spread over layers and kinds.")
+
+
+class Policy(Section):
+    row_tokens: int = Field(ge=64, description="Most tokens of a packed row; every micro-batch is one row.")
+    recompute: Recompute = Field(
+        "none", description="Compute activations again instead of keeping them: none, full, or a list of parts."
+    )
+    logprob_chunk: int = Field(1024, ge=1, description="Positions whose logits exist at one time.")
+    updates_per_batch: int = Field(
+        1, ge=1, description="Optimizer steps per rollout batch; above 1 π_old is recomputed."
+    )
+    threads: int = Field(1, ge=1, description="CPU threads of each rank.")
+    optimizer: Optimizer
+    router: Router = Router()
+    safety: Safety = Safety()
+    lora: Lora = Lora()
+    gradient_metrics: GradientMetrics = GradientMetrics()
+    fake_quant: Literal["none", "int4_experts"] = Field(
+        "none",
+        description="int4_experts: routed experts compute with the INT4 values (groups of 32) their weights round to.",
+    )
