@@ -22,7 +22,7 @@ from machine import describe
 
 from megatron_fleet.config.schema import Config
 from megatron_fleet.platform.device import device
-from megatron_fleet.policy.megatron.offload import PARTS, train_state
+from megatron_fleet.policy.megatron.offload import PARTS
 from megatron_fleet.policy.megatron.policy import MegatronPolicy
 
 
@@ -74,7 +74,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     with tempfile.TemporaryDirectory() as folder:
         policy = MegatronPolicy(make_config(folder, args.layers, args.hidden, args.vocab), init="random")
-        state = train_state(policy)
+        state = policy.train_state()
         sizes = state.sizes()
         moved = sizes["parameters"] + sizes["optimizer"]  # gradients are dropped
         there = torch.empty(moved, dtype=torch.uint8, device=device())

@@ -19,9 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +28,7 @@ from typing import Any
 
 import psutil
 from machine import describe
+from roles import Role, children, cpu_seconds
 
 from megatron_fleet.agents.tokenizer import train_tokenizer
 from megatron_fleet.config.schema import Config
@@ -48,38 +47,6 @@ QWEN3_06B = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers"
 ROLES = Path(__file__).with_name("rollout_roles.py")
 
 
-class Role:
-    """One process of the benchmark: takes commands and answers, one JSON line each."""
-
-    def __init__(self, python: Path, role: str, settings: dict[str, Any], variables: dict[str, str]) -> None:
-        command = [str(python), str(ROLES), role, json.dumps(settings)]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | variables
-        )
-        self.started = self._answer()
-
-    def ask(self, command: str, **arguments: Any) -> dict[str, Any]:
-        self._process.stdin.write(json.dumps({"command": command} | arguments) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def cpu_seconds(self) -> float:
-        return _cpu(self._process.pid)
-
-    def children_cpu_seconds(self) -> float:
-        return sum(_cpu(child.pid) for child in psutil.Process(self._process.pid).children(recursive=True))
-
-    def close(self) -> None:
-        self._process.stdin.close()
-        self._process.wait(30)
-
-    def _answer(self) -> dict[str, Any]:
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the process {self._process.args[2]} of the benchmark ended")
-        return json.loads(line)
-
-
 class Bench:
     """Engine, worker and environment server around one model."""
 
@@ -88,9 +55,9 @@ class Bench:
         self._fleet = EmbeddedFleet()
         url = self._fleet.start(self._config.env, work / "env.log", str(episode_python))
         settings = {"config": self._config.model_dump(), "url": url, "log": str(work / "engine.log")}
-        self.engine = Role(Path(sys.executable), "engine", settings, environment(cuda=False))
+        self.engine = Role(ROLES, Path(sys.executable), "engine", settings, environment(cuda=False))
         settings |= self.engine.started
-        self.worker = Role(episode_python, "worker", settings, {"OMP_NUM_THREADS": "1"})
+        self.worker = Role(ROLES, episode_python, "worker", settings, {"OMP_NUM_THREADS": "1"})
 
     def play(self, episodes: int) -> dict[str, Any]:
         """The agent loop; seconds, tokens, turns and the CPU seconds of each part."""
@@ -117,13 +84,12 @@ class Bench:
         self._fleet.stop()
 
     def _meters(self) -> dict[str, float]:
-        fleet = psutil.Process(self._fleet.pid)
         return {
             "worker": self.worker.cpu_seconds(),
             "front_end": self.engine.cpu_seconds(),
             "engine": self.engine.children_cpu_seconds(),
-            "env_server": _cpu(fleet.pid),
-            "verifiers": sum(_cpu(child.pid) for child in fleet.children(recursive=True)),
+            "env_server": cpu_seconds(self._fleet.pid),
+            "verifiers": sum(cpu_seconds(pid) for pid in children(self._fleet.pid)),
         }
 
     def _since(self, before: dict[str, float]) -> dict[str, Any]:
@@ -223,20 +189,13 @@ def measure_ray(work: Path, episode_python: Path, episodes: int) -> dict[str, An
         service.collect(request)
         players = {*service.engine_processes(), *(p for p in marked(service.run_id) if "WorkerActor" in _command(p))}
         others = [pid for pid in marked(service.run_id) if pid not in players and "embedded" not in _command(pid)]
-        before = sum(_cpu(pid) for pid in others)
+        before = sum(cpu_seconds(pid) for pid in others)
         result = service.collect(request)
-        spent = sum(_cpu(pid) for pid in others) - before
+        spent = sum(cpu_seconds(pid) for pid in others) - before
     return {
         "ray_ms_per_episode": round(1e3 * spent / result.accounting.started, 3),
         "ray_run": {"episodes": result.accounting.started, "seconds": round(result.seconds, 2)},
     }
-
-
-def _cpu(pid: int) -> float:
-    try:
-        return sum(psutil.Process(pid).cpu_times()[:2])
-    except psutil.NoSuchProcess:
-        return 0.0
 
 
 def _command(pid: int) -> str:

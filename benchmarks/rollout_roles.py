@@ -5,35 +5,27 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import os
-import sys
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from roles import Handler, bench_tasks, play_role
 
 from megatron_fleet.agents.engine import Generation, SamplingParams
+from megatron_fleet.agents.images import PlacedImage
 from megatron_fleet.agents.tokenizer import IM_END, Tokenizer
 from megatron_fleet.config.schema import Config
-from megatron_fleet.data.loader import load_tasks
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.base import ToolCall
 from megatron_fleet.envs.embedded.solver import demonstrate
-from megatron_fleet.envs.embedded.tasks import SHIPPED_TASKS
 from megatron_fleet.rollout.engine_actor import EngineActor
 
 TOKEN = "benchmark"
 WAITS = ("env_s", "generate_s", "verify_s")
 """Metrics of an episode: how long it waited for whom."""
-Handler = Callable[..., Awaitable[dict[str, Any]]]
-
-
-def bench_tasks() -> list[Task]:
-    """Every fifth task: all environments and kinds."""
-    return load_tasks(SHIPPED_TASKS)[::5]
 
 
 class ScriptedEngine(EngineActor):
@@ -45,12 +37,14 @@ class ScriptedEngine(EngineActor):
         self._scripts = {task.key: _script(task, tokenizer) for task in bench_tasks()}
         self._asked: dict[str, list[tuple[list[int], SamplingParams]]] = defaultdict(list)
 
-    async def _generate(self, prompt: list[int], params: SamplingParams, session: str) -> Generation:
+    async def _generate(
+        self, prompt: list[int], params: SamplingParams, session: str, images: Sequence[PlacedImage]
+    ) -> Generation:
         requests = self._asked[session]
         said = self._scripts[session.split("/", 4)[4]][len(requests)]
         request = (prompt, dataclasses.replace(params, max_tokens=len(said), stop_token_ids=()))
         requests.append(request)
-        sampled = await super()._generate(*request, session)
+        sampled = await super()._generate(*request, session, images)
         return dataclasses.replace(sampled, token_ids=np.array(said, np.int32), finish_reason="stop")
 
     async def forget(self) -> dict[str, Any]:
@@ -69,7 +63,7 @@ class ScriptedEngine(EngineActor):
             nonlocal tokens
             async with room:
                 for prompt, params in requests:
-                    await EngineActor._generate(self, prompt, params, "")
+                    await EngineActor._generate(self, prompt, params, "", ())
                     tokens += params.max_tokens
 
         started = time.perf_counter()
@@ -93,18 +87,19 @@ async def engine(settings: dict[str, Any], answer: Callable[[dict[str, Any]], No
     actor = ScriptedEngine(Config.model_validate(settings["config"]), Path(settings["log"]))
     endpoint = await actor.listen(0)
     await actor.start()
+    await actor.serve()
     answer({"endpoint": endpoint})
     return {"forget": actor.forget, "replay": actor.replay, "close": actor.shutdown}
 
 
 async def worker(settings: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> dict[str, Handler]:
-    from megatron_fleet.envs.openenv import make_environment
+    from megatron_fleet.envs.registry import make_environment
     from megatron_fleet.rollout.requests import EpisodeSpec
     from megatron_fleet.rollout.worker import EpisodeWorker
 
     config = Config.model_validate(settings["config"])
-    rollout, env = config.rollout.model_dump(), config.env.model_dump()
-    player = EpisodeWorker(config.model.path, rollout, env, settings["url"], [settings["endpoint"]], TOKEN)
+    sections = (config.rollout.model_dump(), config.env.model_dump(), config.agent.model_dump())
+    player = EpisodeWorker(config.model.path, *sections, settings["url"], [settings["endpoint"]], TOKEN)
     tasks = bench_tasks()
 
     async def play(episodes: int) -> dict[str, Any]:
@@ -148,19 +143,5 @@ async def worker(settings: dict[str, Any], answer: Callable[[dict[str, Any]], No
     return {"play": play, "client": client, "close": close}
 
 
-async def serve(role: str, settings: dict[str, Any], stdout: int) -> None:
-    os.dup2(2, 1)  # only answers go to the real stdout
-
-    def answer(message: dict[str, Any]) -> None:
-        os.write(stdout, json.dumps(message).encode() + b"\n")
-
-    handlers = await {"engine": engine, "worker": worker}[role](settings, answer)
-    loop = asyncio.get_running_loop()
-    while line := await loop.run_in_executor(None, sys.stdin.readline):
-        command = json.loads(line)
-        answer(await handlers[command.pop("command")](**command))
-    await handlers["close"]()
-
-
 if __name__ == "__main__":
-    asyncio.run(serve(sys.argv[1], json.loads(sys.argv[2]), os.dup(1)))
+    play_role({"engine": engine, "worker": worker})

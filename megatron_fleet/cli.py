@@ -10,11 +10,12 @@ import tempfile
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_fleet import __version__
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.weights.convert.commands import add_commands
+from megatron_fleet.data.commands import add_commands as add_data_commands
+from megatron_fleet.weights.convert.commands import add_commands as add_convert_commands
 
 if TYPE_CHECKING:
     from megatron_fleet.config.schema import Config
@@ -36,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("mfleet: stopped by Ctrl-C.", file=sys.stderr)
+        if "RANK" not in os.environ:  # a rank's launcher tells
+            print("mfleet: stopped by Ctrl-C.", file=sys.stderr)
         return 130
     except BrokenPipeError:
         # The reader of our output went away (`mfleet config | head`); keep the interpreter's own flush quiet.
@@ -75,20 +77,30 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("overrides", nargs="*", help=OVERRIDES_HELP)
     train.set_defaults(run=_train)
 
+    evaluate = commands.add_parser("eval", help="evaluate a model without training; goes on where it was cut off")
+    evaluate.add_argument("--out", type=Path, metavar="DIR", help="folder of the outputs (default: runs/eval)")
+    evaluate.add_argument("--checkpoint", metavar="PATH", help="a run's folder, or a checkpoint, instead of model.path")
+    evaluate.add_argument("--endpoint", metavar="URL", help="an OpenAI-compatible server, as https://host/v1")
+    evaluate.add_argument("--model", metavar="NAME", help="its model; the key comes from OPENAI_API_KEY")
+    evaluate.add_argument("--tasks", choices=("held-out", "all"), default="held-out", help="(default: %(default)s)")
+    evaluate.add_argument("overrides", nargs="*", help=OVERRIDES_HELP)
+    evaluate.set_defaults(run=_evaluate)
+
     config = commands.add_parser("config", help="print the resolved configuration")
     config.add_argument("overrides", nargs="*", help=OVERRIDES_HELP)
     config.set_defaults(run=_config)
 
-    tasks = commands.add_parser("tasks", help="task files").add_subparsers(required=True, metavar="command")
-    export = tasks.add_parser("export", help="write the embedded fleet's tasks to a file")
-    export.add_argument("file", type=Path)
-    export.set_defaults(run=_export_tasks)
-    inspect = tasks.add_parser("inspect", help="check a task file and count what is in it")
-    inspect.add_argument("file", type=str, help="a file, or `embedded`")
-    inspect.set_defaults(run=_inspect_tasks)
+    data = commands.add_parser("data", help="task files: look at them, select and split them")
+    add_data_commands(data)
 
     convert = commands.add_parser("convert", help="checkpoints: HF folders to Megatron's format and back")
-    add_commands(convert)
+    add_convert_commands(convert)
+
+    report = commands.add_parser("report", help="make one page of what a run did, and Markdown of the same content")
+    report.add_argument("folder", type=Path, metavar="RUN", help="the folder a run wrote to (run.out)")
+    report.add_argument("--out", dest="page", type=Path, metavar="FILE", help="the page (default: RUN/report.html)")
+    report.add_argument("--markdown", type=Path, metavar="FILE", help="the Markdown (default: RUN/report.md)")
+    report.set_defaults(run=_report)
 
     debug = commands.add_parser("debug", help="what went wrong").add_subparsers(required=True, metavar="command")
     replay = debug.add_parser("replay", help="run a dumped optimizer step again, alone; 0 when it comes out the same")
@@ -107,9 +119,20 @@ def _parser() -> argparse.ArgumentParser:
     precision.set_defaults(run=_tune_precision)
 
     model = commands.add_parser("model", help="models").add_subparsers(required=True, metavar="command")
+    _add_model_commands(model)
+    return parser
+
+
+def _add_model_commands(model: Any) -> None:
+    extend = model.add_parser("extend", help="make a model folder with a longer context, by YaRN")
+    extend.add_argument("source", type=Path, help="HF folder of the model as it was trained; TARGET has links to it")
+    extend.add_argument("target", type=Path, help="new folder, for model.path")
+    extend.add_argument("--factor", type=float, required=True, help="how many times the context becomes longer")
+    trained = "what the model was trained on: 32768 for Qwen 3 (its config.json says 40960, answers included)"
+    extend.add_argument("--original", type=int, required=True, metavar="TOKENS", help=trained)
+    extend.set_defaults(run=_extend)
     tiny = model.add_parser("make-tiny", help="remake the tiny model of assets/tiny", add_help=False)
     tiny.set_defaults(run=_make_tiny, arguments=[])
-    return parser
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -156,6 +179,16 @@ def _load(args: argparse.Namespace) -> Config:
     return load_resolved(args.resolved)
 
 
+def _evaluate(args: argparse.Namespace) -> int:
+    from megatron_fleet.evaluate import main as evaluate
+    from megatron_fleet.evaluate import read_config
+
+    config, run = read_config(args.overrides, args.out, args.checkpoint, args.endpoint, args.model)
+    args.out = Path(config.run.out)
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))  # see _be_rank
+    return evaluate(config, args.checkpoint, run, args.tasks)
+
+
 def _config(args: argparse.Namespace) -> int:
     from megatron_fleet.config.load import load
     from megatron_fleet.plan import as_yaml
@@ -164,21 +197,10 @@ def _config(args: argparse.Namespace) -> int:
     return 0
 
 
-def _export_tasks(args: argparse.Namespace) -> int:
-    from megatron_fleet.data.loader import EMBEDDED, load_tasks, task_path
+def _report(args: argparse.Namespace) -> int:
+    from megatron_fleet.analysis.report import write_report
 
-    if args.file.exists():
-        raise UserError(f"{args.file}: exists already; name another file or remove it.")
-    args.file.parent.mkdir(parents=True, exist_ok=True)
-    args.file.write_bytes(task_path(EMBEDDED).read_bytes())
-    print(f"{args.file}: {len(load_tasks(args.file))} tasks")
-    return 0
-
-
-def _inspect_tasks(args: argparse.Namespace) -> int:
-    from megatron_fleet.task_summary import describe
-
-    print(describe(args.file))
+    print(write_report(args.folder, args.page, args.markdown))
     return 0
 
 
@@ -199,6 +221,14 @@ def _tune_precision(args: argparse.Namespace) -> int:
     config = load(args.overrides)
     validate.check(config)
     return tune(config, args.layers, args.repeats, args.json)
+
+
+def _extend(args: argparse.Namespace) -> int:
+    from megatron_fleet.weights.extend import extend
+
+    context = extend(args.source, args.target, args.factor, args.original)
+    print(f"{args.target}: {context} tokens; train with model.path={args.target} rollout.max_context={context}")
+    return 0
 
 
 def _make_tiny(args: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -9,18 +10,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, final
 
 import numpy as np
 
+from megatron_fleet.agents.tokenizer import Tokenizer
+from megatron_fleet.algorithms.advantages import is_known
 from megatron_fleet.algorithms.batch import Batch, build_data, split_batch
 from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
-from megatron_fleet.data.loader import load_tasks
-from megatron_fleet.data.sampler import PromptSampler
-from megatron_fleet.data.split import split
+from megatron_fleet.data.dataset import run_dataset, save_manifest
+from megatron_fleet.data.mixture import check_mixture
+from megatron_fleet.data.sampler import make_sampler
 from megatron_fleet.data.task import Task
+from megatron_fleet.evaluation.evaluator import Evaluator
 from megatron_fleet.policy.base import LossReport, OptimReport, Rows
 from megatron_fleet.policy.flops import SequenceCost
 from megatron_fleet.policy.layout import row_alignment, sequence_alignment
@@ -29,12 +33,14 @@ from megatron_fleet.probe import compare
 from megatron_fleet.records import Records
 from megatron_fleet.rollout.requests import CollectRequest, CollectResult
 from megatron_fleet.rollout.service import RolloutService
-from megatron_fleet.telemetry.metrics import attempt_metrics, eval_metrics, step_metrics
+from megatron_fleet.telemetry.distributions import distributions
+from megatron_fleet.telemetry.episodes import why_nothing_is_known
+from megatron_fleet.telemetry.metrics import attempt_metrics, data_metrics, progress_metrics, step_metrics
+from megatron_fleet.telemetry.prompt_log import PromptLog
 from megatron_fleet.weights.hf_config import read_model
 from megatron_fleet.weights.hf_folder import read_config
 
-EVAL_SEED_STEP = 0
-"""Evaluations share their sampling seeds, so that two of them differ by the weights alone."""
+log = logging.getLogger(__name__)
 
 
 @final
@@ -43,12 +49,17 @@ class Driver:
 
     def __init__(self, config: Config, train: Sequence[Task], held_out: Sequence[Task], rollout: RolloutService):
         self._config = config
-        self._held_out = list(held_out)[: config.eval.tasks]
-        self._sampler = PromptSampler(train, config.rollout.prompts_per_step, config.run.seed)
+        self._evaluator = Evaluator(config, held_out, rollout.collect)
+        self._unevaluated: int | None = None
+        self._evaluating: int | None = None
+        self._training_tasks = len(train)
+        self._planning: dict[str, float] = {}
+        self._sampler = make_sampler(train, config.rollout.prompts_per_step, config.run.seed, config.data.mixture)
         self._rollout: CollectResult | None = None
         self._batch: Batch | None = None
         self._records: Records | None = None
         self._probes: dict[int, float] = {}
+        self._prompts = PromptLog(Path(config.run.out) / "prompts", Tokenizer(config.model.path).decode)
         self._cost = SequenceCost.of(read_model(read_config(config.model.path)))
         self.rollout = rollout
 
@@ -56,8 +67,11 @@ class Driver:
         """Open the records, from ``state`` of a checkpoint or anew; wait until episodes can be played."""
         if state is not None:
             self._sampler.load_state_dict(state["sampler"])
+            self._unevaluated = state.get("unevaluated")
         step = None if state is None else int(state["step"])
         self._records = Records(self._config, resumed_step=step, started=started)
+        if self._unevaluated is not None and self._records.evaluated(self._unevaluated):
+            self._unevaluated = None  # the lost attempt got as far as that after its checkpoint
         with self._records.phase("starting"):
             self.rollout.wait_ready()
 
@@ -68,7 +82,7 @@ class Driver:
 
     def state(self, step: int) -> dict[str, Any]:
         """What a checkpoint after ``step`` steps must hold besides the policy; JSON-able."""
-        return {"step": step, "sampler": self._sampler.state_dict()}
+        return {"step": step, "sampler": self._sampler.state_dict(), "unevaluated": self._unevaluated}
 
     def collect(self, step: int, data_ranks: Sequence[int]) -> list[list[Rows]]:
         """Play the next prompts and plan the updates.
@@ -79,15 +93,25 @@ class Driver:
         Returns:
             For each rank the rows of each optimizer step; no steps at all when no group carried a signal.
         """
-        sampling = self._config.rollout.sampling
-        samples = self._config.rollout.samples_per_prompt
-        self._rollout = self._play(step, self._sampler.next(), samples, sampling.temperature, "train")
-        algorithm = self._config.algorithm
+        if self._unevaluated is not None and not self._config.eval.overlap:  # it was true before the run was resumed
+            self._evaluate_now(self._unevaluated)
+        self._rollout = self._play(step)
+        reason = why_nothing_is_known(t for group in self._rollout.groups for t in group.trajectories)
+        if reason is not None:
+            log.warning("step %d: not one reward is known, so it trains nothing; most often %s", step + 1, reason)
+        self._prompts.write(self._rollout.groups)
+        self._start_evaluation()
+        began, algorithm = time.monotonic(), self._config.algorithm
         self._batch = build_data(self._rollout.groups, algorithm)
+        built = time.monotonic()
         updates = []
         for data in split_batch(self._batch, self._config.policy.updates_per_batch, algorithm):
             plan = self._plan(data, max(data_ranks) + 1)
             updates.append([[[data[i] for i in row] for row in rows] for rows in plan])
+        self._planning = {
+            "compute_advantages_and_returns": built - began,
+            "convert_to_training_input": time.monotonic() - built,
+        }
         self.records.show("training")
         return [[update[rank] for update in updates] for rank in data_ranks]
 
@@ -106,17 +130,26 @@ class Driver:
         memory: Mapping[str, float],
         evaluate: bool,
     ) -> None:
-        """Write down what step number ``step`` (from 1) did, after evaluating the new weights if asked to."""
+        """Write down what step number ``step`` (from 1) did; evaluate the new weights if asked to, now or later."""
         assert self._batch is not None and self._rollout is not None, "collect() comes first"
         groups = self._rollout.groups
         losses, optims = [r[0] for r in reports], [r[1] for r in reports]
-        seconds = {"generate": self._rollout.seconds, **seconds}
+        seconds = {"generate": self._rollout.seconds, **self._planning, **seconds}
         metrics = step_metrics(groups, self._batch, losses, optims, seconds, step, self._probes.pop(step, None))
         metrics |= {**attempt_metrics(asdict(self._rollout.accounting), "accounting"), **memory}
-        self.records.trajectories(step, groups, "step")
-        if evaluate:
-            metrics |= self._evaluate(step)
-        self.records.step(step, metrics)
+        metrics |= progress_metrics(step, self._config.rollout.prompts_per_step, self._training_tasks)
+        self._sampler.observe((g.task_key, [t.reward for t in g.trajectories if is_known(t.reward)]) for g in groups)
+        metrics |= data_metrics(self._sampler.status())
+        self.records.trajectories(step, groups)
+        if evaluate and self._overlaps(step):
+            self._unevaluated = step
+        elif evaluate:
+            metrics |= self.records.episodes_of(step, self._evaluator.play(self.records.phase))
+        self.records.step(step, metrics, distributions(groups, self._batch))
+
+    def saved(self, step: int, seconds: float) -> None:
+        """A checkpoint after ``step`` steps took so long."""
+        self.records.add(step, {"timing/save_checkpoints": seconds})
 
     def check_engines(self, version: int, data: Sequence[Datum], expected: Sequence[np.ndarray]) -> None:
         """Compare every engine with the trainer's log-probs of ``data``, see `probe.compare`."""
@@ -125,48 +158,58 @@ class Driver:
         self._probes[version] = compare(expected, scores, tolerance, version)
 
     def evaluate_before(self) -> None:
-        """Evaluate the initial weights; recorded as step 0."""
-        self.records.evaluation(0, self._evaluate(0))
+        """Evaluate the initial weights, now or later; recorded as step 0."""
+        if self._overlaps(0):
+            self._unevaluated = 0
+        else:
+            self._evaluate_now(0)
+
+    def finish_evaluation(self) -> None:
+        """Wait for the evaluation that runs in the background, if any: the weights are about to change."""
+        if self._evaluating is None:
+            return
+        began = time.monotonic()
+        evaluation = self._evaluator.finish()
+        step, self._evaluating = self._evaluating, None
+        waited = time.monotonic() - began
+        metrics = self.records.episodes_of(step, evaluation)
+        self.records.evaluation(step, metrics | {"timing/eval_wait": waited}, in_step=True)
 
     def finish(self) -> None:
         """Summary and learning curve."""
         self.records.finish()
 
     def close(self) -> None:
+        self._evaluator.close()
         if self._records is not None:
             self._records.close()
 
-    def _evaluate(self, step: int) -> dict[str, float]:
-        config = self._config.eval
-        started = time.monotonic()
-        temperature = self._config.rollout.sampling.temperature
-        sampled = self._play(EVAL_SEED_STEP, self._held_out, config.samples, temperature, "eval")
-        self.records.trajectories(step, sampled.groups, "eval")
-        accounting, greedy = sampled.accounting, []
-        if config.greedy:
-            result = self._play(EVAL_SEED_STEP, self._held_out, 1, 0.0, "eval")
-            self.records.trajectories(step, result.groups, "greedy")
-            accounting, greedy = accounting + result.accounting, result.groups
-        return {
-            **eval_metrics(sampled.groups, greedy),
-            **attempt_metrics(asdict(accounting), "eval/all"),
-            "timing/eval": time.monotonic() - started,
-        }
+    def _overlaps(self, step: int) -> bool:
+        """Whether weights of ``step`` are evaluated while the next update is computed; after the last there is none."""
+        return self._config.eval.overlap and step < self._config.run.steps
 
-    def _play(
-        self, step: int, tasks: Sequence[Task], samples: int, temperature: float, purpose: Literal["train", "eval"]
-    ) -> CollectResult:
-        run = self._config.run
+    def _evaluate_now(self, step: int) -> None:
+        self._unevaluated = None
+        evaluation = self._evaluator.play(self.records.phase)
+        self.records.evaluation(step, self.records.episodes_of(step, evaluation))
+
+    def _start_evaluation(self) -> None:
+        """The engines have the weights that are to be evaluated, and nothing to do until the next ones come."""
+        if self._unevaluated is not None:
+            self._evaluating, self._unevaluated = self._unevaluated, None
+            self._evaluator.start()
+
+    def _play(self, step: int) -> CollectResult:
+        run, rollout, tasks = self._config.run, self._config.rollout, self._sampler.next()
         request = CollectRequest(
             step=step,
-            tasks=list(tasks),
-            samples=samples,
-            temperature=temperature,
-            purpose=purpose,
+            tasks=tasks,
+            samples=rollout.samples_per_prompt,
+            temperature=rollout.sampling.temperature,
+            purpose="train",
             seed=run.seed if run.deterministic else None,
         )
-        name = "rollout" if purpose == "train" else "evaluation"
-        with self.records.phase(name, len(tasks) * samples) as advance:
+        with self.records.phase("rollout", len(tasks) * rollout.samples_per_prompt) as advance:
             return self.rollout.collect(request, on_progress=lambda now: advance(now.done))
 
 
@@ -185,31 +228,27 @@ def open_driver(config: Config) -> Iterator[Driver | None]:
 
 
 def load_data(config: Config) -> tuple[list[Task], list[Task]]:
-    """Training and held-out tasks.
+    """Training and held-out tasks; which is which is written into the run's outputs.
 
     Raises:
-        UserError: the file is malformed, or one of the two sets is too small for the configuration.
+        UserError: the source is malformed, or one of the two sets is too small for the configuration.
     """
-    train, held_out = split(read_tasks(config.data.tasks), config.data.eval_fraction)
+    dataset = run_dataset(config)
+    train, held_out = dataset.split.train, dataset.split.held_out
     for name, tasks, least in (
         ("training", train, config.rollout.prompts_per_step),
-        ("held-out", held_out, 1),
+        ("held-out", held_out, int(config.eval.in_training)),
     ):
         if len(tasks) < least:
             raise UserError(
                 f"data.tasks={config.data.tasks}: only {len(tasks)} {name} tasks with "
                 f"data.eval_fraction={config.data.eval_fraction:g}, at least {least} are needed; use more tasks."
             )
+    check_mixture(train, config.rollout.prompts_per_step, config.data.mixture)
+    for note in dataset.split.notes:
+        log.warning("%s", note)
+    save_manifest(dataset, Path(config.run.out))
     return train, held_out
-
-
-def read_tasks(source: str) -> list[Task]:
-    """Tasks of a file, or the embedded fleet's own for ``embedded``."""
-    if source != "embedded":
-        return load_tasks(source)
-    from megatron_fleet.envs.embedded.tasks import SHIPPED_TASKS
-
-    return load_tasks(SHIPPED_TASKS)
 
 
 def episode_python() -> Path:

@@ -24,7 +24,7 @@ from megatron_fleet.config.schema import Config
 from megatron_fleet.exchange import Exchange
 from megatron_fleet.ledger import GIB, Ledger, Limits, open_gauge
 from megatron_fleet.platform.device import device
-from megatron_fleet.policy.megatron.offload import PARTS, Part, train_state
+from megatron_fleet.policy.megatron.offload import PARTS, Part
 from megatron_fleet.policy.megatron.policy import MegatronPolicy
 from megatron_fleet.rollout.service import RolloutService
 from megatron_fleet.weights.communicator import Communicator, together
@@ -224,6 +224,6 @@ def open_devices(
     gauge, path = open_gauge(device()), Path(config.run.out) / "memory.json"
     if not config.rollout.engine.colocated:
         return Devices(TrainerStays(), EnginesApart(), Ledger(comm, gauge, {}, path), comm)
-    state = train_state(policy)
+    state = policy.train_state()
     allowed = limits(state.sizes(), int(config.rollout.engine.residual_gib * GIB))
     return Devices(state, SleepingEngines(ranks, rollout), Ledger(comm, gauge, allowed, path), comm)

@@ -43,6 +43,7 @@ def outputs(config: Config) -> list[str]:
         ("curve.png", "the learning curve", c.logging.plot),
         ("tensorboard/", "the same metrics as TensorBoard events", c.logging.tensorboard),
         ("trajectories/", "every conversation with its reward", True),
+        ("dumped_evals/", "evaluations in Fleet's layout (docs/evaluation.md)", True),
         ("checkpoints/", f"the newest {c.checkpoint.keep}", True),
         ("dumps/", "updates that went wrong, for `mfleet debug replay`", c.policy.safety.max_dumps > 0),
         ("hf/", "the trained model as a Hugging Face folder", c.checkpoint.export_hf),

@@ -7,12 +7,26 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
+from megatron_fleet.agents.tokenizer import Tokenizer
 from megatron_fleet.agents.trajectory import Group
 from megatron_fleet.config.schema import Config
+from megatron_fleet.evaluation.dumps import EvalDumps
+from megatron_fleet.evaluation.evaluator import Evaluation
+from megatron_fleet.evaluation.uploads import Uploads
 from megatron_fleet.telemetry.console import Progress
 from megatron_fleet.telemetry.curve import draw_learning_curve
-from megatron_fleet.telemetry.sinks import MetricSink, MetricsLog, TensorBoardSink, TrajectoryLog
+from megatron_fleet.telemetry.sinks import (
+    HistogramSink,
+    MetricSink,
+    MetricsLog,
+    TensorBoardSink,
+    TrajectoryLog,
+    read_metrics,
+)
 from megatron_fleet.telemetry.summary import write_summary
+from megatron_fleet.telemetry.trackers import MlflowSink, WandbSink
 
 
 class Records:
@@ -25,7 +39,14 @@ class Records:
         self._sinks: list[MetricSink] = [MetricsLog(self._out / "metrics.jsonl", resumed_step, started)]
         if config.logging.tensorboard:
             self._sinks.append(TensorBoardSink(self._out / "tensorboard", resumed_step))
+        if config.logging.wandb.project is not None:
+            self._sinks.append(_wandb(config, resumed_step, started))
+        if config.logging.mlflow.uri is not None:
+            self._sinks.append(_mlflow(config, resumed_step, started))
         self._trajectories = TrajectoryLog(self._out / "trajectories", resumed_step)
+        decode, turns = Tokenizer(config.model.path).decode, config.rollout.sampling.max_turns
+        self._dumps = EvalDumps(self._out / "dumped_evals", decode, turns, resumed_step)
+        self._uploads = None if config.eval.upload is None else Uploads(config.eval.upload)
         self._progress = Progress(config.run.name, config.run.steps, resumed_step or 0)
 
     @contextmanager
@@ -44,18 +65,45 @@ class Records:
     def show(self, phase: str) -> None:
         self._progress.phase(phase)
 
-    def trajectories(self, step: int, groups: Sequence[Group], kind: Literal["step", "eval", "greedy"]) -> None:
-        self._trajectories.write(step, groups, kind)
+    def trajectories(self, step: int, groups: Sequence[Group]) -> None:
+        """What a training step played."""
+        self._trajectories.write(step, groups)
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One training step is over."""
+    def episodes_of(self, step: int, evaluation: Evaluation) -> dict[str, float]:
+        """Write down what an evaluation played, and have it copied; its metrics."""
+        kinds: tuple[tuple[Literal["eval", "greedy"], list[Group]], ...]
+        kinds = (("eval", evaluation.sampled), ("greedy", evaluation.greedy))
+        written = [path for kind, groups in kinds if groups for path in self._trajectories.write(step, groups, kind)]
+        metrics = evaluation.metrics()
+        if self._uploads is not None:
+            metrics["eval/all/uploads_failed"] = self._uploads.failed
+        files = self._dumps.write(step, evaluation.sampled, evaluation.greedy, metrics)
+        if self._uploads is not None:
+            files |= {f"{path.parent.name}/{path.name}": path for path in written}
+            self._uploads.add(files, f"evals/{self._name}/global_step_{step}")
+        return metrics
+
+    def step(self, step: int, metrics: Mapping[str, float], distributions: Mapping[str, np.ndarray]) -> None:
+        """One training step is over. ``distributions``: float64 ``[N]`` each, to be drawn as histograms."""
         self._write(step, metrics)
+        for sink in self._sinks:
+            if isinstance(sink, HistogramSink):
+                sink.draw(step, distributions)
         self._progress.step_done(metrics)
 
-    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """An evaluation that belongs to no training step is over."""
+    def evaluation(self, step: int, metrics: Mapping[str, float], in_step: bool = False) -> None:
+        """An evaluation is over that ended within the step after ``step``, or belongs to none."""
         self._write(step, metrics)
-        self._progress.evaluated(metrics)
+        self._progress.evaluated(metrics, in_step)
+
+    def evaluated(self, step: int) -> bool:
+        """Whether an evaluation of the weights of ``step`` is on record."""
+        rows = read_metrics(self._out / "metrics.jsonl")
+        return any(row["step"] == step and "eval/all/episodes" in row for row in rows)
+
+    def add(self, step: int, metrics: Mapping[str, float]) -> None:
+        """What became known of the newest step after it was over."""
+        self._write(step, metrics)
 
     def finish(self) -> None:
         """Write ``summary.json`` and ``curve.png``."""
@@ -72,10 +120,23 @@ class Records:
         for sink in self._sinks:
             sink.close()
         self._sinks = []
+        if self._uploads is not None:
+            self._uploads.close()
 
     def _write(self, step: int, metrics: Mapping[str, float]) -> None:
         for sink in self._sinks:
             sink.write(step, metrics)
+
+
+def _wandb(config: Config, resumed_step: int | None, started: float) -> WandbSink:
+    where, out = config.logging.wandb, Path(config.run.out)
+    tree = config.model_dump(mode="json")
+    return WandbSink(where.project or "", where.entity, where.mode, config.run.name, out, tree, resumed_step, started)
+
+
+def _mlflow(config: Config, resumed_step: int | None, started: float) -> MlflowSink:
+    where, tree = config.logging.mlflow, config.model_dump(mode="json")
+    return MlflowSink(where.uri or "", where.experiment, config.run.name, tree, resumed_step, started)
 
 
 def _last_line(out: Path, summary: Mapping[str, object]) -> str:

@@ -77,8 +77,9 @@ def train(config: Config, policy: MegatronPolicy, driver: Driver | None, ranks: 
             clock = Clock()
             updates = ranks.scatter(driver and driver.collect, step, data_ranks)
             devices.to_trainer()
-            with clock.phase("train"):
+            with clock.phase("policy_train"):
                 reports = update(config, policy, guard, updates, step)
+            ranks.share(driver and driver.finish_evaluation)
             step += 1
             with clock.phase("sync_weights"):
                 to_engines(config, policy, driver, ranks, devices, publisher, step)
@@ -86,8 +87,9 @@ def train(config: Config, policy: MegatronPolicy, driver: Driver | None, ranks: 
             ranks.share(driver and driver.finish_step, step, reports, seconds, devices.memory(), evaluate)
             if checkpoint_due(config, step) or guard.stuck:
                 books = ranks.share(driver and driver.state, step)
-                with devices.borrowed(partial(publisher.publish, step)):
+                with clock.phase("save_checkpoints"), devices.borrowed(partial(publisher.publish, step)):
                     checkpoints.save(step, policy.save_state, {**books, "guard": guard.state()})
+                ranks.share(driver and driver.saved, step, clock.seconds["save_checkpoints"])
             guard.stop_if_stuck()
     if config.checkpoint.export_hf:
         devices.to_trainer()

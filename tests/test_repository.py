@@ -23,6 +23,7 @@ MAX_FUNCTION_LINES = 60
 
 # Room → what it may import besides itself, config and platform: a room, or one module of it.
 MAY_IMPORT: dict[str, set[str]] = {
+    "analysis": {"agents.images", "agents.trajectory", "data", "telemetry"},
     "config": set(),
     "platform": set(),
     "storage": set(),
@@ -32,15 +33,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "algorithms": {"agents.trajectory"},
     "weights": {"storage"},
     "checkpoint": {"weights", "storage"},
+    "evaluation": {"agents", "algorithms", "data", "envs", "rollout", "storage", "telemetry", "weights"},
     "policy": {"algorithms", "weights"},
     "rollout": {"agents", "envs", "data", "algorithms", "weights.vllm_shm"},
     "debug": {"algorithms", "checkpoint", "policy", "weights"},
-    "telemetry": {"agents.trajectory", "algorithms", "policy.base"},
+    "telemetry": {"agents.images", "agents.trajectory", "algorithms", "policy.base"},
     "tuning": {"algorithms", "policy", "storage", "weights"},
 }
 NOT_IN_EPISODE_ENVIRONMENT = {"torch", "vllm", "transformers", "megatron", "hydra"}
-EPISODE_SIDE = ("data", "envs", "agents", "rollout.worker")
-LIGHT = ("cli", "launcher", "plan", "preflight", "task_summary", "config", "data", "policy.layout", "policy.precision")
+EPISODE_SIDE = ("data", "envs", "agents", "rollout.worker", "rollout.chat_worker", "rollout.chat_messages")
+LIGHT = ("cli", "launcher", "plan", "preflight", "config", "data", "policy.layout", "policy.precision")
 """Modules whose import must stay quick."""
 
 

@@ -10,6 +10,7 @@ transformers = pytest.importorskip("transformers")
 
 from megatron_fleet import warmstart  # noqa: E402
 from megatron_fleet.agents.parser import parse_turn  # noqa: E402
+from megatron_fleet.agents.parsers.hermes import HERMES  # noqa: E402
 from megatron_fleet.agents.tokenizer import IM_END, train_tokenizer  # noqa: E402
 from megatron_fleet.config.load import ROOT  # noqa: E402
 from megatron_fleet.envs.embedded.tasktype import Choices  # noqa: E402
@@ -30,7 +31,7 @@ def test_demonstrations_are_episodes_whose_agent_turns_are_trained(tokenizer, wh
         text = tokenizer.decode(row.token_ids.tolist())
         assert ("<tools>" in text) == whole
         trained = tokenizer.decode(row.token_ids[row.mask > 0].tolist())
-        turns = [parse_turn(turn) for turn in trained.split(IM_END) if turn]
+        turns = [parse_turn(turn, HERMES) for turn in trained.split(IM_END) if turn]
         assert not any(turn.errors for turn in turns)
         assert [len(turn.tool_calls) for turn in turns] == [1] * (len(turns) - 1) + [0]
         assert turns[-1].final_answer is not None

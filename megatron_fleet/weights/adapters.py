@@ -70,23 +70,12 @@ class ViewedWeightSource(MegatronWeightSource):
             views: by parameter; a parameter without one is taken as it is.
         """
         super().__init__(model_chunks, hf_config, dtype=dtype, place=place)
-        self._views = [(views.get(parameter_of(local)), first_row(local)) for local in self._local]
+        self._views = [(views.get(local.parameter), local.first_row) for local in self._local]
 
     def _values(self, part: _Part) -> torch.Tensor:
         view, first = self._views[part.local]
         values = super()._values(part)
         return values if view is None else view(values, (first + part.rows[0], first + part.rows[1]))
-
-
-def parameter_of(local: LocalTensor) -> torch.Tensor:
-    """The parameter in whose memory a local tensor lies."""
-    return local._parameter
-
-
-def first_row(local: LocalTensor) -> int:
-    """Number of a local tensor's first row in its parameter."""
-    _, stride, start = local._geometry
-    return (start - local._parameter.storage_offset()) // stride[0]
 
 
 class AdapterSource(MegatronWeightSource):
@@ -116,8 +105,8 @@ class AdapterSource(MegatronWeightSource):
         held = [
             entry
             for local in self._local
-            if parameter_of(local) in numbers
-            for entry in _held(local, numbers[parameter_of(local)], rank)
+            if local.parameter in numbers
+            for entry in _held(local, numbers[local.parameter], rank)
         ]
         self._shapes: dict[str, tuple[int, ...]] = {}
         parts: dict[str, dict[Box, _Part]] = {}
@@ -160,7 +149,7 @@ def _held(local: LocalTensor, number: int, rank: int) -> list[tuple[str, str, Bo
 
     Name, HF tensor, box, number of the tensor here, rows of it. A's number is ``number``, that of B the next.
     """
-    first = first_row(local)
+    first = local.first_row
     out: list[tuple[str, str, Box, int, Span]] = []
     for piece in local.matrix.restrict(local.rows):
         assert piece.tensor is not None  # linear layers have no padding

@@ -25,20 +25,27 @@ class LocalTensor:
     Attributes:
         rows: of the matrix; rows behind its last are padding.
         cols: ``None`` = all, and for 1-d matrices.
+        parameter: in whose memory it lies.
     """
 
     matrix: Matrix
     rows: Span
     cols: Span | None
-    _parameter: torch.Tensor
+    parameter: torch.Tensor
     _geometry: tuple[tuple[int, ...], tuple[int, ...], int]
+
+    @property
+    def first_row(self) -> int:
+        """Number of its first row in the parameter."""
+        _, stride, start = self._geometry
+        return (start - self.parameter.storage_offset()) // stride[0]
 
     def view(self) -> torch.Tensor:
         """The local values, without gradient; writing to it changes the parameter.
 
         Made anew from the parameter, because data-parallel wrappers and offloading move a parameter's memory.
         """
-        return self._parameter.detach().as_strided(*self._geometry)
+        return self.parameter.detach().as_strided(*self._geometry)
 
 
 def local_tensors(model_chunks: Sequence[nn.Module], table: WeightTable) -> list[LocalTensor]:

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ pytest.importorskip("hydra")
 from megatron_fleet import __version__, cli
 from megatron_fleet.config.errors import UserError
 
-HELP_LIMIT_S = 0.5
+HELP_LIMIT_CPU_S = 0.5
 
 
 def mfleet(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -27,12 +26,14 @@ def mfleet(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
 
 
 def test_help_is_fast():
+    """Measured in CPU time, which says what is imported however busy the machine is."""
     times = []
     for _ in range(3):
-        start = time.perf_counter()
+        before = os.times()
         assert mfleet("--help").returncode == 0
-        times.append(time.perf_counter() - start)
-    assert min(times) < HELP_LIMIT_S
+        after = os.times()
+        times.append(after.children_user - before.children_user + after.children_system - before.children_system)
+    assert min(times) < HELP_LIMIT_CPU_S
 
 
 def test_version():

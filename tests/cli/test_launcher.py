@@ -19,8 +19,8 @@ from megatron_fleet import launcher
 from megatron_fleet.config.load import load
 
 launcher.FAILURE_DEADLINE_S = 1.5
-launcher.STOP_DEADLINE_S = 6.0
-out, ranks, rank_program = sys.argv[1:]
+out, ranks, rank_program, stop_deadline_s = sys.argv[1:]
+launcher.STOP_DEADLINE_S = float(stop_deadline_s)
 config = load(["experiment=quickstart", f"run.out={out}", f"parallel.data={ranks}", "policy.threads=3"])
 sys.exit(launcher.launch(config, lambda file: [sys.executable, "-c", rank_program, str(file)]))
 """
@@ -35,9 +35,9 @@ def mark(name):
 """
 
 
-def start(out: Path, ranks: int, program: str) -> subprocess.Popen[str]:
+def start(out: Path, ranks: int, program: str, stop_deadline_s: float = 6.0) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", DRIVER, str(out), str(ranks), PRELUDE + program],
+        [sys.executable, "-c", DRIVER, str(out), str(ranks), PRELUDE + program, str(stop_deadline_s)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -190,15 +190,13 @@ deadline = time.monotonic() + 60
 while time.monotonic() < deadline:
     time.sleep(1)
 """
-    process = start(tmp_path, 1, program)
+    process = start(tmp_path, 1, program, stop_deadline_s=600)
     wait_for(tmp_path / "ready_0")
     process.send_signal(signal.SIGINT)
     wait_for(tmp_path / "heard_0")
-    begin = time.monotonic()
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=30)
+    process.communicate(timeout=50)  # less than the rank would take, and than the deadline
     assert process.returncode == 130
-    assert time.monotonic() - begin < 4, "waited for the deadline instead"
     assert_gone(tmp_path / "ready_0")
 
 

@@ -1,6 +1,8 @@
 """Before anything starts: model folder, layout, engine memory, tasks, launch environment and outputs are looked at."""
 
 import json
+import shutil
+import socket
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,7 @@ HF_CONFIG = {
     "vocab_size": 1000,
     "max_position_embeddings": 2048,
 }
+TINY = Path(__file__).parents[2] / "assets" / "tiny"
 KV_BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 4
 
 
@@ -35,8 +38,9 @@ def model(tmp_path, monkeypatch) -> Path:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(HF_CONFIG))
-    for name in ("tokenizer.json", "model.safetensors"):
-        (folder / name).write_text("{}")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY / name, folder)
+    (folder / "model.safetensors").write_text("{}")
     return folder
 
 
@@ -60,6 +64,16 @@ def test_a_sound_run_is_accepted_and_nothing_is_written(model):
 def test_an_incomplete_model_is_refused(model, name):
     (model / name).unlink()
     assert name.replace("model.", "*.") in refusal(model)
+
+
+def test_a_chat_template_that_our_renderer_does_not_write_is_refused_unless_the_format_is_given(model):
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    config["chat_template"] = config["chat_template"].replace("<tool_response>", "<tool_result>")
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    said = refusal(model)
+    assert f"{model}: our renderer and the model's chat template differ from character" in said
+    assert "<tool_response>" in said and "<tool_result>" in said and "rollout.renderer" in said
+    check(model, "rollout.renderer=qwen3")
 
 
 def test_a_broken_model_config_is_refused(model):
@@ -103,7 +117,33 @@ def test_missing_tasks_are_refused(model, tmp_path):
 def test_a_split_without_evaluation_is_refused(model, tmp_path):
     row = {"key": "a", "prompt": "p", "env_key": "e", "verifier_code": "def v(env): return 1"}
     (tmp_path / "t.json").write_text(json.dumps([row]))
-    assert "leaves no" in refusal(model, f"data.tasks={tmp_path / 't.json'}")
+    tasks = f"data.tasks={tmp_path / 't.json'}"
+    assert "leaves no evaluation task" in refusal(model, tasks, "data.eval_fraction=0.001")
+    assert "leaves no training task" in refusal(model, tasks, "data.eval_fraction=0.999")
+
+
+def test_a_run_that_never_evaluates_needs_no_held_out_task(model, tmp_path):
+    row = {"key": "a", "prompt": "p", "env_key": "e", "verifier_code": "def v(env): return 1"}
+    (tmp_path / "t.json").write_text(json.dumps([row]))
+    never = ("eval.at_start=false", "eval.at_end=false", "eval.interval=0")
+    check(model, f"data.tasks={tmp_path / 't.json'}", "data.eval_fraction=0.001", "rollout.prompts_per_step=1", *never)
+
+
+def test_weights_and_biases_needs_a_key_unless_it_is_offline(model, tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    assert "set WANDB_API_KEY" in refusal(model, "logging.wandb.project=fleet")
+    check(model, "logging.wandb.project=fleet", "logging.wandb.mode=offline")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    check(model, "logging.wandb.project=fleet")
+
+
+def test_an_mlflow_server_must_answer(model, tmp_path):
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # bound, not listening
+        refused = refusal(model, f"logging.mlflow.uri=http://127.0.0.1:{nobody.getsockname()[1]}")
+    assert refused.startswith("logging.mlflow.uri=http://127.0.0.1:") and "nothing answers there" in refused
+    check(model, f"logging.mlflow.uri=sqlite:///{tmp_path / 'store.db'}")
 
 
 def test_outputs_must_be_a_folder(model, tmp_path):

@@ -9,10 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from mlflow import MlflowClient
 from whole_runs import RUN_TIMEOUT_S, Run, wait_for
 
 pytestmark = pytest.mark.slow
 
+PROBED = ("rollout.engine.probe_interval=1",)
+WEIGHTS = "hf/model.safetensors"
+PARTS = ("parameters", "gradients", "optimizer")
 SUMMARY_KEYS = {
     "pass_at_1_before",
     "pass_at_1_after",
@@ -68,7 +72,13 @@ def convert(*arguments):
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory):
-    run = Run(tmp_path_factory.mktemp("runs") / "first")
+    folder = tmp_path_factory.mktemp("runs")
+    tracked = [
+        "logging.wandb.project=tests",
+        "logging.wandb.mode=offline",
+        f"logging.mlflow.uri=sqlite:///{folder}/ml.db",
+    ]
+    run = Run(folder / "first", (*PROBED, *tracked))
     run.output = run.finish()
     return run
 
@@ -81,6 +91,10 @@ def test_a_run_leaves_what_it_promises(first):
     assert sum(summary["episodes_by_outcome"].values()) == 3 * 16 + 2 * (12 + 6)
     assert (first.out / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert list((first.out / "tensorboard").iterdir())
+    assert list((first.out / "wandb").glob("offline-run-*/*.wandb"))
+    client = MlflowClient(f"sqlite:///{first.out.parent}/ml.db")
+    [tracked] = client.search_runs([client.get_experiment_by_name("megatron_fleet").experiment_id])
+    assert tracked.data.metrics["trainer/global_step"] == 3 and tracked.info.status == "FINISHED"
     assert sorted(p.name for p in (first.out / "checkpoints").iterdir()) == ["step_000002", "step_000003"]
     assert "finished 3 steps" in first.output.strip().splitlines()[-1]
     first.assert_nothing_left()
@@ -129,16 +143,28 @@ def test_megatron_transformers_and_vllm_agree_on_rollouts(first, tmp_path, model
     assert np.abs(megatron - vllm).mean() <= 0.01
 
 
-def test_equal_seeds_give_equal_runs_to_the_last_bit(first, tmp_path):
-    again = Run(tmp_path / "again")
-    again.finish()
-    assert again.facts() == first.facts()
-    weights = "hf/model.safetensors"
-    assert (again.out / weights).read_bytes() == (first.out / weights).read_bytes()
+def test_equal_seeds_give_equal_runs_to_the_last_bit_though_trainer_and_engines_take_turns(first, tmp_path):
+    run = Run(tmp_path / "together", (*PROBED, "rollout.engine.colocated=true"))
+    run.finish()
+    run.assert_nothing_left()
+    assert run.facts() == first.facts()
+    assert (run.out / WEIGHTS).read_bytes() == (first.out / WEIGHTS).read_bytes()
+
+    for row in run.metrics()[1:]:
+        assert all(row[f"timing/{name}"] > 0 for name in ("offload", "onload", "engines_sleep", "engines_wake"))
+    table = json.loads((run.out / "memory.json").read_text())
+    assert "frees no memory on platform 'cpu'" in table["engines"]
+    held = {phase: [owners[part]["bytes"] for part in PARTS] for phase, owners in table["phases"].items()}
+    parameters, gradients, optimizer = held["train"]
+    # float32: the parameters are their own masters.
+    assert 0 < gradients <= parameters and optimizer == pytest.approx(2 * parameters, rel=0.02)
+    assert held["publish"] == [parameters, 0, 0]
+    assert held["roll"] == [0, 0, 0]
 
 
 def test_a_killed_run_ends_like_the_undisturbed_one(first, tmp_path):
-    run = Run(tmp_path / "killed")
+    """To the last bit, though its first evaluation went beside the training and not before it."""
+    run = Run(tmp_path / "killed", (*PROBED, "eval.overlap=true"))
     process = run.start()
     wait_for(run.out / "checkpoints" / "step_000001", process)
     process.kill()
@@ -146,25 +172,25 @@ def test_a_killed_run_ends_like_the_undisturbed_one(first, tmp_path):
     run.assert_nothing_left()
     run.finish()
     assert run.facts() == first.facts()
-    weights = "hf/model.safetensors"
-    assert (run.out / weights).read_bytes() == (first.out / weights).read_bytes()
+    assert (run.out / WEIGHTS).read_bytes() == (first.out / WEIGHTS).read_bytes()
 
 
-@pytest.mark.parametrize("layout", ["tensor2", "pipeline2", "context2", "data2"])
-def test_two_ranks_take_the_same_first_step_as_one(first, tmp_path, layout):
-    run = Run(tmp_path / layout, (f"parallel={layout}", "run.steps=1", "eval=none", "rollout.engine.probe_interval=1"))
+@pytest.mark.parametrize("kinds", [("tensor", "data"), ("pipeline", "context")], ids="-".join)
+def test_four_ranks_take_the_same_first_step_as_one(first, tmp_path, kinds):
+    """Two kinds of parallelism at once; tests/parity has each alone."""
+    sizes = [f"parallel.{kind}=2" for kind in kinds]
+    run = Run(tmp_path / "ranks", (*PROBED, *sizes, "run.steps=1", "eval=none"))
     run.finish()
-    one, two = first.metrics()[1], run.metrics()[0]
+    one, four = first.metrics()[1], run.metrics()[0]
     for name in ("policy/final_loss", "policy/grad_norm", "policy/policy_entropy"):
-        assert two[name] == pytest.approx(one[name], rel=1e-5, abs=1e-7), name
-    assert two["policy/ratio_mean"] == 1.0
+        assert four[name] == pytest.approx(one[name], rel=1e-5, abs=1e-7), name
+    assert four["policy/ratio_mean"] == 1.0
     # After the update engines compute what the trainer does.
-    assert 0 < two["policy/probe_difference"] < 1e-3
+    assert 0 < four["policy/probe_difference"] < 1e-3
     run.assert_nothing_left()
     done = convert(run.out / "checkpoints" / "step_000001", tmp_path / "hf")
     assert done.returncode == 0, done.stderr
-    weights = "model.safetensors"
-    assert (tmp_path / "hf" / weights).read_bytes() == (run.out / "hf" / weights).read_bytes()
+    assert (tmp_path / WEIGHTS).read_bytes() == (run.out / WEIGHTS).read_bytes()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -175,5 +201,5 @@ def test_a_stopped_run_says_so_in_one_line_and_leaves_nothing(tmp_path, number):
     process.send_signal(number)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + number
-    assert "stopped by" in output.strip().splitlines()[-1]
+    assert "stopped by" in output.strip().splitlines()[-1] and output.count("stopped by") == 1
     run.assert_nothing_left()

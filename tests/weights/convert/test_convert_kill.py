@@ -8,6 +8,9 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +27,7 @@ from megatron_fleet.weights.convert.verify import open_side
 from megatron_fleet.weights.mapping import WeightTable
 
 KILLS = 50
+DIRECTIONS = ("to-megatron", "to-hf")
 SEVERAL_FILES = """
 import sys, time
 from megatron_fleet import cli
@@ -37,6 +41,7 @@ def slow(*arguments):
     time.sleep(0.03)
     write_at(*arguments)
 local.LocalWriter.write_at = slow
+print("begun", file=sys.stderr, flush=True)
 sys.exit(cli.main(sys.argv[1:]))
 """
 
@@ -76,27 +81,46 @@ def not_accepted(place):
             look(str(place))
 
 
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory) -> Iterator[dict[str, Future[None]]]:
+    """Both directions at once: what is killed mostly waits."""
+    with ThreadPoolExecutor(len(DIRECTIONS)) as pool:
+        yield {way: pool.submit(kill_and_run_again, way, tmp_path_factory.mktemp(way)) for way in DIRECTIONS}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("direction", ["to-megatron", "to-hf"])
-def test_kill_and_run_again(direction, tmp_path):
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_kill_and_run_again(ends, direction):
+    ends[direction].result()
+
+
+def begin(direction: str, source: Path, out: Path) -> subprocess.Popen[str]:
+    """A conversion whose imports are behind it: before their end there is nothing to interrupt."""
+    line = command(direction, source, out, program=SEVERAL_FILES)
+    process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None and process.stderr.readline() == "begun\n"
+    return process
+
+
+def kill_and_run_again(direction: str, tmp_path: Path) -> None:
     source = write_model(tmp_path / "hf")
     if direction == "to-hf":
         assert mfleet("to-megatron", source, tmp_path / "mg", program=SEVERAL_FILES).returncode == 0
         source = tmp_path / "mg"
+    process = begin(direction, source, tmp_path / "whole")
     started = time.monotonic()
-    assert mfleet(direction, source, tmp_path / "whole", program=SEVERAL_FILES).returncode == 0
+    process.communicate()
     duration = time.monotonic() - started
+    assert process.returncode == 0
     expected = files(tmp_path / "whole")
     moments = random.Random(direction)
     unfinished = resumed = 0
     out = tmp_path / "out"
     for _ in range(KILLS // 2):
-        process = subprocess.Popen(
-            command(direction, source, out, program=SEVERAL_FILES), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-        )
+        process = begin(direction, source, out)
         time.sleep(moments.uniform(0, duration))
         process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.communicate()
         if out.exists():
             assert files(out) == expected
         else:

@@ -1,0 +1,81 @@
+"""A model folder with a longer context: YaRN (Peng et al. 2023, arXiv:2309.00071) written into its ``config.json``.
+
+Engines, trainer, checkpoints and exports all read that one file, so they cannot disagree about it.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.weights.hf_config import architecture_of, read_model
+from megatron_fleet.weights.hf_folder import read_config
+
+CONFIG = "config.json"
+
+
+def extend(source: Path, target: Path, factor: float, original: int) -> int:
+    """Make ``target``: links to all files of ``source``, and a ``config.json`` of its own. Written whole or not at all.
+
+    Args:
+        factor: of the extension.
+        original: tokens that the model was trained on.
+
+    Returns:
+        the new context in tokens, factor × original.
+
+    Raises:
+        UserError: the model cannot be extended so, or ``target`` exists.
+    """
+    if target.exists():
+        raise UserError(f"{target}: exists already; name another folder or remove it.")
+    raw = extended(read_config(source), factor, original)
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    for path in sorted(source.resolve().iterdir()):
+        if path.name != CONFIG:
+            (partial / path.name).symlink_to(path)
+    (partial / CONFIG).write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+    os.rename(partial, target)
+    return int(factor * original)
+
+
+def extended(raw: Mapping[str, Any], factor: float, original: int) -> dict[str, Any]:
+    """A raw ``config.json`` with YaRN, in the spelling (of transformers 4 or 5) that it has.
+
+    Raises:
+        UserError: as of ``read_model``; the positions are scaled already, or nothing would become longer.
+    """
+    model = read_model(raw)
+    if model.rope.kind != "default":
+        raise UserError(
+            f"config.json: its positions are scaled already ({model.rope.kind}, factor {model.rope.factor:g}); begin "
+            f"with the model as it was trained."
+        )
+    if not 1 < factor < math.inf or original < 1:
+        raise UserError(f"factor={factor:g} and original={original} extend nothing; give a factor above 1.")
+    out = copy.deepcopy(dict(raw))
+    part = architecture_of(out).text
+    own: dict[str, Any] = out if part is None else out[part]
+    yarn = {"rope_type": "yarn", "factor": float(factor), "original_max_position_embeddings": original}
+    if own.get("rope_parameters"):
+        own["rope_parameters"] = {**own["rope_parameters"], **yarn}
+    else:
+        own["rope_scaling"] = yarn
+    context = int(factor * original)
+    if model.context is not None and context <= model.context:
+        raise UserError(
+            f"factor={factor:g} × original={original} = {context} tokens, and the model has {model.context} as it is; "
+            f"give a larger factor."
+        )
+    own["max_position_embeddings"] = context
+    read_model(out)
+    return out
