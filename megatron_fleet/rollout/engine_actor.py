@@ -55,6 +55,8 @@ COMMON_ENV = {
 CUDA_ENV = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 """CUDA IPC handles contain class objects that vLLM's safe serialiser refuses; they never leave this machine."""
 
+CPU_ATTENTION = {"backend_per_kind": {"mla_attention": "CPU_MLA"}}
+"""vLLM 0.32 takes AMX_MLA where the CPU has AMX, which refuses float32; so results do not depend on the CPU either."""
 CPU_KV_CACHE_BYTES = 1 << 30
 CPU_STEP_TOKENS = 4096
 """Tokens of one scheduling step; a longer prompt gets a step of its own."""
@@ -326,6 +328,7 @@ def _cpu_args(context: int) -> dict[str, Any]:
     return {
         "block_size": BLOCK,  # the smallest there is on CPU: the finest prefix cache
         "enforce_eager": True,
+        "attention_config": CPU_ATTENTION,
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(context, CPU_STEP_TOKENS),
     }

@@ -13,10 +13,13 @@ if __name__ == "__main__":
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
     from vllm import LLM, SamplingParams
 
+    from megatron_fleet.rollout.engine_actor import CPU_ATTENTION
+
     engine = LLM(
         sys.argv[1],
         dtype=sys.argv[3],
         enforce_eager=True,
+        attention_config=CPU_ATTENTION,
         max_model_len=128,
         max_num_seqs=4,
         kv_cache_memory_bytes=32 << 20,
