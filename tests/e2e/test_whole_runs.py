@@ -7,9 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from mlflow import MlflowClient
+from score_rollouts import assert_all_agree
 from whole_runs import RUN_TIMEOUT_S, Run, wait_for
 
 pytestmark = pytest.mark.slow
@@ -30,38 +30,6 @@ SUMMARY_KEYS = {
     "mismatch_kl",
     "weight_versions",
 }
-SCORES = """
-import json, sys
-import numpy as np, torch
-from dataclasses import replace
-from megatron_fleet.algorithms.datum import Datum
-from megatron_fleet.config.load import load
-from megatron_fleet.policy.megatron.policy import MegatronPolicy
-from megatron_fleet.policy.pack_plan import plan_rows
-from transformers import AutoModelForCausalLM
-
-model, arrays, out = sys.argv[1:]
-with np.load(arrays) as data:
-    edges = data["offsets"][1:-1]
-    ids, masks = np.split(data["token_ids"], edges), np.split(data["action_mask"], edges)
-hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-config = load(["experiment=quickstart", f"model.path={model}"])
-data = [Datum(i, m.astype(np.float32), m * 0.0, m * 0.0) for i, m in zip(ids, masks)]
-lengths = [len(d) for d in data]
-(plan,) = plan_rows(lengths, 1, config.policy.row_tokens, lengths)
-rows = MegatronPolicy(config).forward([[data[i] for i in row] for row in plan])
-megatron = {i: values for row, found in zip(plan, rows) for i, values in zip(row, found)}
-result = {}
-for i, (tokens, mask) in enumerate(zip(ids, masks)):
-    with torch.no_grad():
-        logits = hf(torch.tensor(tokens[None].astype(np.int64))).logits[0, :-1]
-    scores = torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens[1:, None].astype(np.int64)))[:, 0].numpy()
-    where = np.flatnonzero(mask)
-    result[f"hf{i}"], result[f"megatron{i}"] = scores[where - 1], megatron[i][where]
-np.savez(out, **result)
-"""
-
-
 CONVERTER = Path(__file__).parents[2] / "tools" / "convert" / "to_hf.py"
 
 
@@ -131,16 +99,7 @@ def test_megatron_transformers_and_vllm_agree_on_rollouts(first, tmp_path, model
     folder = (
         json.loads((first.out / "config.json").read_text())["model"]["path"] if model == "start" else first.out / "hf"
     )
-    arrays = first.out / "trajectories" / f"{rollouts}.npz"
-    command = [sys.executable, "-c", SCORES, str(folder), str(arrays), str(tmp_path / "scores.npz")]
-    subprocess.run(command, check=True, timeout=RUN_TIMEOUT_S)
-    scores = np.load(tmp_path / "scores.npz")
-    sampled = first.arrays(rollouts)
-    hf = np.concatenate([scores[f"hf{i}"] for i in range(len(sampled))])
-    megatron = np.concatenate([scores[f"megatron{i}"] for i in range(len(sampled))])
-    vllm = np.concatenate([t["behaviour_logprobs"][t["action_mask"]] for t in sampled])
-    assert np.abs(megatron - hf).mean() <= 1e-5
-    assert np.abs(megatron - vllm).mean() <= 0.01
+    assert_all_agree(first, rollouts, Path(folder), tmp_path)
 
 
 def test_equal_seeds_give_equal_runs_to_the_last_bit_though_trainer_and_engines_take_turns(first, tmp_path):

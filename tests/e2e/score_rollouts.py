@@ -1,0 +1,57 @@
+"""What transformers, Megatron and vLLM say of the same sampled tokens."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+from whole_runs import RUN_TIMEOUT_S, Run
+
+
+def assert_all_agree(run: Run, rollouts: str, model: Path, folder: Path) -> None:
+    """On the trajectories of a file such as ``step_000001`` that engines sampled with the weights of ``model``."""
+    scores = folder / "scores.npz"
+    command = [sys.executable, __file__, str(model), str(run.out / "trajectories" / f"{rollouts}.npz"), str(scores)]
+    subprocess.run(command, check=True, timeout=RUN_TIMEOUT_S)
+    found, sampled = np.load(scores), run.arrays(rollouts)
+    hf, megatron = (np.concatenate([found[f"{by}{i}"] for i in range(len(sampled))]) for by in ("hf", "megatron"))
+    vllm = np.concatenate([t["behaviour_logprobs"][t["action_mask"]] for t in sampled])
+    assert np.abs(megatron - hf).mean() <= 1e-5
+    assert np.abs(megatron - vllm).mean() <= 0.01
+
+
+def score(model: str, arrays: str, out: str) -> None:
+    """Log-probs of all actions by transformers and by Megatron, in a process of their own."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from megatron_fleet.algorithms.datum import Datum
+    from megatron_fleet.config.load import load
+    from megatron_fleet.policy.megatron.policy import MegatronPolicy
+    from megatron_fleet.policy.pack_plan import plan_rows
+
+    with np.load(arrays) as data:
+        edges = data["offsets"][1:-1]
+        ids, masks = np.split(data["token_ids"], edges), np.split(data["action_mask"], edges)
+    hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    config = load(["experiment=quickstart", f"model.path={model}"])
+    data = [Datum(i, m.astype(np.float32), m * 0.0, m * 0.0) for i, m in zip(ids, masks, strict=True)]
+    lengths = [len(d) for d in data]
+    (plan,) = plan_rows(lengths, 1, config.policy.row_tokens, lengths)
+    rows = MegatronPolicy(config).forward([[data[i] for i in row] for row in plan])
+    megatron = {i: v for row, found in zip(plan, rows, strict=True) for i, v in zip(row, found, strict=True)}
+    result = {}
+    for i, (tokens, mask) in enumerate(zip(ids, masks, strict=True)):
+        given = torch.tensor(tokens[None].astype(np.int64))
+        with torch.no_grad():
+            logits = hf(given).logits[0, :-1]
+        scores = torch.log_softmax(logits, -1).gather(1, given[0, 1:, None])[:, 0].numpy()
+        where = np.flatnonzero(mask)
+        result[f"hf{i}"], result[f"megatron{i}"] = scores[where - 1], megatron[i][where]
+    np.savez(out, **result)
+
+
+if __name__ == "__main__":
+    score(*sys.argv[1:])

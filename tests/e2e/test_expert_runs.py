@@ -1,0 +1,92 @@
+"""Whole runs of models with experts and with latent attention, on real parts."""
+
+import json
+import shutil
+from dataclasses import asdict
+
+import pytest
+import tiny_models
+import torch
+from safetensors.torch import load_file, save_file
+from score_rollouts import assert_all_agree
+from test_vllm_families import served_config
+from test_whole_runs import WEIGHTS, convert
+from whole_runs import Run
+
+from megatron_fleet.envs.embedded.tasks import generate
+
+pytestmark = pytest.mark.slow
+
+EXPERTS = 4
+ONE_STEP = ("run.steps=1", "eval=none", "rollout.engine.probe_interval=1")
+SHORT_TURNS = ("rollout.sampling.max_turns=2", "rollout.sampling.max_tokens_per_turn=32")
+COIN = """def validate_task(env, final_answer=None):
+    import time
+    return float(time.time_ns() // 1000 % 2)
+"""
+
+
+@pytest.fixture(scope="module")
+def upcycled(tmp_path_factory):
+    """The tiny model with each MLP as four experts that differ a little, two for each token (arXiv:2212.05055)."""
+    folder = tmp_path_factory.mktemp("models") / "upcycled"
+    shutil.copytree(tiny_models.TOKENIZER, folder)
+    config = json.loads((folder / "config.json").read_text())
+    experts = {"num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": config["intermediate_size"]}
+    kind = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "norm_topk_prob": True}
+    (folder / "config.json").write_text(json.dumps(config | experts | kind))
+    random, tensors = torch.Generator().manual_seed(0), {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        layer, _, projection = name.partition(".mlp.")
+        if not projection:
+            tensors[name] = weight
+            continue
+        for expert in range(EXPERTS):
+            noise = torch.randn(weight.shape, generator=random)
+            tensors[f"{layer}.mlp.experts.{expert}.{projection}"] = weight * (1 + 0.02 * noise)
+        if projection == "gate_proj.weight":
+            tensors[f"{layer}.mlp.gate.weight"] = torch.randn(EXPERTS, weight.shape[1], generator=random) / 10
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_experts_on_two_ranks_take_the_same_first_step_as_on_one(upcycled, tmp_path):
+    runs = []
+    for name, layout in (("one", ()), ("two", ("parallel.expert=2", "parallel.data=2"))):
+        runs.append(Run(tmp_path / name, (f"model.path={upcycled}", *ONE_STEP, *layout)))
+        runs[-1].finish()
+    (one,), (two,) = (run.metrics() for run in runs)
+    assert one["accounting/trained"] > 0
+    for name in ("policy/final_loss", "policy/grad_norm", "policy/policy_entropy"):
+        assert two[name] == pytest.approx(one[name], rel=1e-5, abs=1e-7), name
+    for run, row in zip(runs, (one, two), strict=True):
+        assert row["policy/ratio_mean"] == 1.0 and row["policy/mismatch_kl"] < 1e-6
+        # After the update engines compute what the trainer does.
+        assert 0 < row["policy/probe_difference"] < 1e-3
+        run.assert_nothing_left()
+    done = convert(runs[1].out / "checkpoints" / "step_000001", tmp_path / "hf")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / WEIGHTS).read_bytes() == (runs[1].out / WEIGHTS).read_bytes()
+    before, after = (load_file(folder / "model.safetensors") for folder in (upcycled, runs[1].out / "hf"))
+    assert before.keys() == after.keys() and any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_latent_attention_goes_round_the_loop(tmp_path, monkeypatch):
+    """Random weights, DeepSeek-V3's layers; a coin pays, so that there is something to learn from."""
+    vocabulary = json.loads((tiny_models.TOKENIZER / "config.json").read_text())["vocab_size"]
+    monkeypatch.setattr(
+        tiny_models, "raw_config", lambda family, dialect: served_config(family, dialect) | {"vocab_size": vocabulary}
+    )
+    model = tiny_models.make("deepseek_v3", tmp_path / "model", dtype=torch.float32)
+    tasks = tmp_path / "tasks.json"
+    tasks.write_text(json.dumps([asdict(task) | {"verifier_code": COIN} for task in generate(seed=3, per_env=8)]))
+    run = Run(
+        tmp_path / "run",
+        (f"model.path={model}", "data=file", f"data.tasks={tasks}", *ONE_STEP, "run.steps=2", *SHORT_TURNS),
+    )
+    run.finish()
+    rows = run.metrics()
+    assert [row["policy/ratio_mean"] for row in rows] == [1.0, 1.0]
+    assert all(row["policy/grad_norm"] > 0 and row["policy/mismatch_kl"] < 1e-6 for row in rows)
+    assert all(0 < row["policy/probe_difference"] < 1e-3 for row in rows)
+    assert_all_agree(run, "step_000001", model, tmp_path)
