@@ -111,14 +111,14 @@ class Records:
         summary = write_summary(metrics, self._out / "summary.json")
         if self._plot:
             draw_learning_curve(metrics, self._out / "curve.png", self._name)
-        self.close()
+        self.close(complete=True)
         print(_last_line(self._out, summary), flush=True)
 
-    def close(self) -> None:
-        """Flush and close everything. Idempotent."""
+    def close(self, complete: bool = False) -> None:
+        """Flush and close everything. Idempotent. ``complete``: the run came to its end."""
         self._progress.close()
         for sink in self._sinks:
-            sink.close()
+            sink.close(complete)
         self._sinks = []
         if self._uploads is not None:
             self._uploads.close()

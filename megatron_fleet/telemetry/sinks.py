@@ -27,7 +27,8 @@ class MetricSink(Protocol):
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, complete: bool = True) -> None:
+        """``complete``: the run came to its end; else it broke off or was stopped."""
 
 
 @runtime_checkable
@@ -74,7 +75,7 @@ class MetricsLog:
         self._file.truncate()
         self._file.flush()
 
-    def close(self) -> None:
+    def close(self, complete: bool = True) -> None:
         self._file.close()
 
 
@@ -126,7 +127,7 @@ class TensorBoardSink:
 
         self._add(step, [Summary.Value(tag=name, histo=_histogram(own)) for name, own in distributions.items()])
 
-    def close(self) -> None:
+    def close(self, complete: bool = True) -> None:
         self._writer.close()
 
     def _add(self, step: int, values: Sequence[Any]) -> None:

@@ -90,8 +90,8 @@ class WandbSink:
 
         self._run.log({**{name: Histogram(values.tolist()) for name, values in distributions.items()}, STEP: step})
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, complete: bool = True) -> None:
+        self._run.finish(exit_code=0 if complete else 1)
 
 
 class MlflowSink:
@@ -133,6 +133,7 @@ class MlflowSink:
             ) from error
         self._unsent: queue.SimpleQueue[list[Any] | None] = queue.SimpleQueue()
         self._written = self._sent = 0  # batches; the second is the sender's
+        self._status = "FAILED"
         self._sender = threading.Thread(target=self._send, name="mlflow", daemon=True)
         self._sender.start()
 
@@ -145,8 +146,9 @@ class MlflowSink:
             self._unsent.put(rows[at : at + MLFLOW_BATCH])
             self._written += 1
 
-    def close(self) -> None:
+    def close(self, complete: bool = True) -> None:
         """Send what is left, for at most ``FINISH_TIMEOUT_S``."""
+        self._status = "FINISHED" if complete else "FAILED"
         self._unsent.put(None)
         self._sender.join(FINISH_TIMEOUT_S)
         if left := self._written - self._sent:
@@ -166,7 +168,7 @@ class MlflowSink:
                 self._client.log_batch(self._run, metrics=rows)
                 self._sent += 1
         with contextlib.suppress(Exception):
-            self._client.set_terminated(self._run)
+            self._client.set_terminated(self._run, self._status)
 
 
 def _attempt_name(name: str, started: float) -> str:

@@ -22,9 +22,9 @@ def evaluation(reward: float) -> Evaluation:
     return Evaluation([Group(0, "task", "shop", [one])], [Group(0, "task", "shop", [one])], Accounting(2, 2), 1.5)
 
 
-def records(out, resumed_step: int | None = None, tensorboard: bool = False) -> Records:
+def records(out, resumed_step: int | None = None, tensorboard: bool = False, more: tuple[str, ...] = ()) -> Records:
     drawn = [f"logging.tensorboard={str(tensorboard).lower()}", "logging.plot=false"]
-    config = load(["experiment=quickstart", f"run.out={out}", *drawn])
+    config = load(["experiment=quickstart", f"run.out={out}", *drawn, *more])
     return Records(config, resumed_step, started=0.0)
 
 
@@ -62,6 +62,19 @@ def test_a_resumed_run_knows_whether_its_evaluation_was_made(tmp_path, resumed_s
     assert after.evaluated(1) is known
     assert (tmp_path / "dumped_evals" / "global_step_1_evals").exists() is known
     after.close()
+
+
+@pytest.mark.parametrize(("ending", "status"), [(Records.finish, "FINISHED"), (Records.close, "FAILED")])
+def test_a_tracker_is_told_whether_the_run_came_to_its_end(tmp_path, ending, status):
+    from mlflow import MlflowClient
+
+    uri = f"sqlite:///{tmp_path / 'store.db'}"
+    kept = records(tmp_path / "run", more=(f"logging.mlflow.uri={uri}",))
+    kept.step(1, {"loss": 0.5}, {})
+    ending(kept)
+    client = MlflowClient(uri)
+    [run] = client.search_runs([client.get_experiment_by_name("megatron_fleet").experiment_id])
+    assert run.info.status == status
 
 
 def test_distributions_of_a_step_are_drawn(tmp_path):

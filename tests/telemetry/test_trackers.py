@@ -47,7 +47,7 @@ def finished(path):
 
 
 def recorded(folder):
-    """Group, name, configuration and rows of each attempt, in the order of their names."""
+    """Group, name, configuration with the exit code, and rows of each attempt, in the order of their names."""
     attempts = []
     for path in folder.glob("wandb/offline-run-*/*.wandb"):
         rows, run = [], None
@@ -60,6 +60,7 @@ def recorded(folder):
                 }
                 rows.append({name: value for name, value in row.items() if not name.startswith("_")})
         config = {item.key: json.loads(item.value_json) for item in run.config.update}
+        config["exit_code"] = record.exit.exit_code
         attempts.append((run.run_group, run.display_name, config, rows))
     return sorted(attempts, key=lambda attempt: attempt[1])
 
@@ -69,7 +70,7 @@ def test_attempts_are_runs_of_one_group_over_the_training_step(tmp_path):
     first.write(0, {"eval/all/pass_at_1": 0.25})
     first.write(1, {"reward/a:b/pass_at_1": 0.5, "policy/grad_norm": float("nan")})
     first.write(1, {"timing/save_checkpoints": 2.0})
-    first.close()
+    first.close(complete=False)
     second = begin(tmp_path, resumed=1, started=60.0)
     second.write(2, {"reward/a:b/pass_at_1": 1})
     second.close()
@@ -80,6 +81,7 @@ def test_attempts_are_runs_of_one_group_over_the_training_step(tmp_path):
     )
     assert config["run"] == {"seed": 3} and config["attempt"] == {"started": 0.0, "resumed_step": None}
     assert other_config["attempt"] == {"started": 60.0, "resumed_step": 1}
+    assert (config["exit_code"], other_config["exit_code"]) == (1, 0)
     assert [row["trainer/global_step"] for row in rows] == [0, 1, 1]
     assert rows[0]["eval/all/pass_at_1"] == 0.25 and rows[2] == {
         "timing/save_checkpoints": 2.0,
@@ -117,7 +119,7 @@ def test_mlflow_attempts_share_a_tag(tmp_path):
     first = mlflow_attempt(uri)
     first.write(0, {"eval/all/pass_at_1": 0.25})
     first.write(1, {f"reward/env{i}/pass_at_1": i / 2000 for i in range(2001)} | {"reward/a:b|c/x": float("nan")})
-    first.close()
+    first.close(complete=False)
     second = mlflow_attempt(uri, resumed=1, started=60.0)
     second.write(2, {"eval/all/pass_at_1": 1})
     second.close()
@@ -125,7 +127,7 @@ def test_mlflow_attempts_share_a_tag(tmp_path):
     place = client.get_experiment_by_name("fleet").experiment_id
     runs = sorted(client.search_runs([place], "tags.run = 'mine'"), key=lambda run: run.info.run_name)
     assert [run.info.run_name for run in runs] == ["mine 01-01 00:00:00", "mine 01-01 00:01:00"]
-    assert [run.info.status for run in runs] == ["FINISHED", "FINISHED"]
+    assert [run.info.status for run in runs] == ["FAILED", "FINISHED"]
     assert runs[0].data.params["run.seed"] == "3" and len(runs[0].data.params["data.tasks"]) == 6000
     assert [run.data.params["attempt.resumed_step"] for run in runs] == ["None", "1"]
     kept = runs[0].data.metrics
