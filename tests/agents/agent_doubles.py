@@ -38,8 +38,8 @@ SETTINGS = EpisodeSettings(
     max_no_action_turns=2,
     temperature=0.8,
     episode_timeout_s=20.0,
-    verify_timeout_s=1.0,
-    close_timeout_s=0.1,
+    verify_timeout_s=20.0,
+    close_timeout_s=20.0,
     agent=Agent(max_tool_output_chars=500),
     prompts=PROMPTS,
 )

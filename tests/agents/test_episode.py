@@ -181,9 +181,9 @@ async def test_turn_ended_by_another_stop_token_is_closed_unmasked(play, tokeniz
 async def test_timeout_is_still_scored(play, stuck):
     env = ScriptedEnvironment(step_script=[forever])
     script = [30.0, ANSWER] if stuck == "generate" else [Turn(CALL)]
-    t, _, env = await play(script, env, episode_timeout_s=0.2)
+    t, _, env = await play(script, env, episode_timeout_s=1.0)
     assert (t.outcome, t.reward, len(env.verified)) == (Outcome.TIMEOUT, 1.0, 1)
-    assert t.metrics["generate_s" if stuck == "generate" else "env_s"] >= 0.15
+    assert t.metrics["generate_s" if stuck == "generate" else "env_s"] >= 0.1
 
 
 @pytest.mark.parametrize("verdict", [forever, EnvLost("session gone"), Reward(None, "verifier raised KeyError")])
@@ -222,8 +222,8 @@ async def test_busy_environment_is_asked_again_until_the_deadline(play, monkeypa
     env.reset_script = [EnvBusy("full"), EnvBusy("full"), *env.reset_script]
     t, _, _ = await play([ANSWER], env)
     assert t.outcome is Outcome.COMPLETED
-    t, _, env = await play([], ScriptedEnvironment(reset_script=[EnvBusy("full")] * 99), episode_timeout_s=0.3)
-    assert t.outcome is Outcome.ENV_FAILED and 90 < len(env.reset_script) < 97  # backed off, not hammered
+    t, _, env = await play([], ScriptedEnvironment(reset_script=[EnvBusy("full")] * 99), episode_timeout_s=2)
+    assert t.outcome is Outcome.ENV_FAILED and 85 < len(env.reset_script) < 98  # backed off, not hammered
 
 
 async def test_lost_or_aborting_engine_aborts_the_episode(play):
@@ -238,9 +238,9 @@ async def test_an_engine_that_breaks_the_protocol_is_an_error(play):
         await play([Turn("x", versions=((7, 0.4),))])
 
 
-async def start(tokenizer, renderer, script, env):
-    engine = ScriptedEngine(tokenizer, script)
-    running = asyncio.create_task(run_episode(TASK, 0, 0, env, engine, renderer, SETTINGS, None, session="s"))
+async def start(tokenizer, renderer, script, env, **settings):
+    engine, settings = ScriptedEngine(tokenizer, script), dataclasses.replace(SETTINGS, **settings)
+    running = asyncio.create_task(run_episode(TASK, 0, 0, env, engine, renderer, settings, None, session="s"))
     await asyncio.sleep(0.05)
     return running
 
@@ -272,6 +272,7 @@ async def test_cancelling_again_while_closing_does_not_leave_the_environment_ope
 async def test_a_close_that_hangs_does_not_hold_the_episode(tokenizer, renderer, monkeypatch, caplog):
     monkeypatch.setattr(ending_module, "CLOSE_GRACE_S", 0.0)
     began = time.monotonic()
-    running = await start(tokenizer, renderer, [ANSWER], ScriptedEnvironment(close_action=forever))
+    hanging = ScriptedEnvironment(close_action=forever)
+    running = await start(tokenizer, renderer, [ANSWER], hanging, close_timeout_s=0.1)
     assert (await running).outcome is Outcome.COMPLETED
-    assert time.monotonic() - began < 5 and "did not close" in caplog.text
+    assert time.monotonic() - began < 60 and "did not close" in caplog.text

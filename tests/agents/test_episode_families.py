@@ -24,8 +24,8 @@ SETTINGS = EpisodeSettings(
     max_no_action_turns=2,
     temperature=1.0,
     episode_timeout_s=20.0,
-    verify_timeout_s=1.0,
-    close_timeout_s=0.1,
+    verify_timeout_s=20.0,
+    close_timeout_s=20.0,
     agent=Agent(),
     prompts=load_prompts(None),
 )

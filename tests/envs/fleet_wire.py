@@ -74,7 +74,7 @@ class FleetWire:
         self._thread.start()
 
     def stop(self) -> None:
-        self._server.should_exit = True
+        self._server.should_exit = self._server.force_exit = True  # without what still sleeps
         self._thread.join()
 
     def _app(self) -> Starlette:

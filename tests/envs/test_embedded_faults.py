@@ -223,7 +223,7 @@ def _next(agent, shown):
 @pytest.mark.slow
 async def test_the_configured_faults_happen_and_nothing_else_is_lost(tmp_path):
     rates = {"hang_rate": 0.05, "malformed_rate": 0.05, "dead_session_rate": 0.05, "verifier_failure_rate": 0.05}
-    config = Env(step_timeout_s=1.5, verify_timeout_s=10, faults=rates)
+    config = Env(step_timeout_s=10, verify_timeout_s=10, faults=rates)
     fleet = EmbeddedFleet()
     try:
         url = fleet.start(config, tmp_path / "env.log", seed=4)

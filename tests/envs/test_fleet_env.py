@@ -143,14 +143,14 @@ async def test_a_verifier_or_judge_that_fails_is_unknown(wire, answer, reason):
 
 
 async def test_a_verifier_that_does_not_answer_is_unknown(wire):
-    wire.verify_s = 3
+    wire.verify_s = 20
     environment = make_environment(impatient(verify_timeout_s=0.5), "")
     await environment.reset(TASK)
     begin = time.monotonic()
     reward = await environment.verify("42", [])
     assert reward.value is None and "0.5 s" in reward.reason
     await environment.close()
-    assert time.monotonic() - begin < 3 and len(wire.deleted) == 1
+    assert time.monotonic() - begin < 15 and len(wire.deleted) == 1
 
 
 async def test_a_task_without_a_verifier_never_starts(wire):
@@ -215,17 +215,17 @@ async def test_a_make_that_cannot_succeed_is_lost(wire):
 
 
 async def test_a_late_make_ends_in_time_and_a_late_answer_leaves_nothing(wire):
-    wire.make_s = 3
+    wire.make_s = 20
     environment = make_environment(impatient(make_timeout_s=0.2), "")
     begin = time.monotonic()
     with pytest.raises(EnvLost, match="make took more than"):
         await environment.reset(TASK)
-    assert time.monotonic() - begin < 2.5
+    assert time.monotonic() - begin < 15
     await environment.close()
 
 
 async def test_deadlines_hold_although_cancellations_are_swallowed(wire):
-    wire.list_s = 4
+    wire.list_s = 20
     environment = make_environment(impatient(reset_timeout_s=0.3), "")
     begin = time.monotonic()
     with pytest.raises(EnvLost, match="reset took more than"):
@@ -233,20 +233,19 @@ async def test_deadlines_hold_although_cancellations_are_swallowed(wire):
     with pytest.raises(EnvLost):
         await environment.step(CLOSE)
     await environment.close()
-    assert time.monotonic() - begin < 3.5 and len(wire.deleted) == 1
+    assert time.monotonic() - begin < 15 and len(wire.deleted) == 1
 
 
 async def test_a_tool_that_hangs_costs_the_session_and_the_instance_goes(wire):
-    environment = make_environment(impatient(step_timeout_s=0.4, close_timeout_s=0.3), "")
+    environment = make_environment(impatient(step_timeout_s=0.4), "")
     await environment.reset(TASK)
-    wire.call_s = 4
+    wire.call_s = 20
     with pytest.raises(EnvLost, match="close_ticket took more than"):
         await environment.step(CLOSE)
     assert (await environment.verify("1", [])).value is None
     begin = time.monotonic()
     await environment.close()
-    assert time.monotonic() - begin < 3
-    await asyncio.sleep(0.2)
+    assert time.monotonic() - begin < 15
     assert len(wire.deleted) == 1 and wire.executed == []
 
 

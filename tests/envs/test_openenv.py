@@ -163,8 +163,8 @@ async def test_nobody_listens():
 
 
 async def test_a_slow_tool_is_waited_for_and_a_hanging_one_is_not(faulty):
-    server = faulty(delay_s=0.6)
-    patient, hasty = make_environment(CONFIG, server.url), make_environment(HASTY, server.url)
+    patient = make_environment(CONFIG, faulty(delay_s=0.6).url)
+    hasty = make_environment(HASTY, faulty(delay_s=90).url)
     await patient.reset(LEDGER)
     assert (await patient.step(READ)).error is None
     await patient.close()
@@ -172,7 +172,7 @@ async def test_a_slow_tool_is_waited_for_and_a_hanging_one_is_not(faulty):
     begin = time.monotonic()
     with pytest.raises(EnvLost, match="list_accounts took more than"):
         await hasty.step(READ)
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 20
     # The late answer, or a new session, must not be taken for this one's.
     with pytest.raises(EnvLost):
         await hasty.step(READ)
@@ -181,7 +181,7 @@ async def test_a_slow_tool_is_waited_for_and_a_hanging_one_is_not(faulty):
 
 
 async def test_cancelling_stops_at_once_and_poisons(faulty):
-    environment = make_environment(CONFIG, faulty(delay_s=30).url)
+    environment = make_environment(CONFIG, faulty(delay_s=90).url)
     await environment.reset(LEDGER)
     step = asyncio.create_task(environment.step(READ))
     await asyncio.sleep(0.2)
@@ -190,7 +190,7 @@ async def test_cancelling_stops_at_once_and_poisons(faulty):
     with pytest.raises(asyncio.CancelledError):
         await step
     await environment.close()
-    assert time.monotonic() - begin < 3
+    assert time.monotonic() - begin < 20
     with pytest.raises(EnvLost):
         await environment.step(READ)
 
@@ -205,7 +205,7 @@ async def test_a_session_that_dies_is_lost(faulty):
 
 
 async def test_a_server_killed_during_a_call_and_restarted(faulty):
-    server = faulty(delay_s=30)
+    server = faulty(delay_s=90)
     waiting, idle = make_environment(CONFIG, server.url), make_environment(CONFIG, server.url)
     await waiting.reset(LEDGER)
     await idle.reset(LEDGER)
@@ -215,7 +215,7 @@ async def test_a_server_killed_during_a_call_and_restarted(faulty):
     server.kill()
     with pytest.raises(EnvLost):
         await step
-    assert time.monotonic() - begin < 3
+    assert time.monotonic() - begin < 20
     faulty(port=server.port)
     with pytest.raises(EnvLost):
         await idle.step(READ)
@@ -235,8 +235,14 @@ async def test_a_full_server_is_busy_until_a_session_ends(faulty):
         with pytest.raises(EnvBusy):
             await second.reset(LEDGER)
     await first.close()
-    await asyncio.sleep(0.2)
-    assert (await second.reset(LEDGER)).content == LEDGER.prompt
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                shown = await second.reset(LEDGER)
+                break
+            except EnvBusy:
+                await asyncio.sleep(0.05)
+    assert shown.content == LEDGER.prompt
     assert (await second.step(READ)).error is None
     await second.close()
 

@@ -224,7 +224,7 @@ def test_an_unwanted_evaluation_in_the_background_ends_soon():
     time.sleep(0.1)
     began = time.monotonic()
     one.close()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15
     played_so_far = len(rollout.threads)
     time.sleep(0.1)
     assert len(rollout.threads) == played_so_far == 1
