@@ -112,6 +112,7 @@ class Collection:
 
     def _keep(self, key: tuple[int, int], trajectory: Trajectory) -> None:
         self._kept[key] = trajectory
+        trajectory.metrics["attempts_retried"] = self._retries.get(key, 0)
         self._tokens += int(trajectory.action_mask.sum())
         if trajectory.reward is None:
             self.accounting.unknown += 1

@@ -1,4 +1,7 @@
-"""How environments started, what is in quarantine, and how free the workers' loops were. Formulas: ``registry.py``."""
+"""How environments started, what was played again or is in quarantine, and how free the workers' loops were.
+
+Formulas: ``registry.py``.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ def provisioning_metrics(groups: Sequence[Group]) -> dict[str, float]:
         out[f"environment/{env}/quarantined"] = sum(t.metrics.get("quarantined", 0.0) for t in episodes)
         out[f"environment/{env}/breaker_open"] = max(_told(episodes, "breaker_open"), default=0.0)
         out[f"environment/{env}/start_retries"] = sum(_told(episodes, "start_retries"))
+        out[f"environment/{env}/attempts_retried"] = sum(_told(episodes, "attempts_retried"))
         for name in GAUGES:
             if told := _told(episodes, name):
                 out[f"timing/{name}/{env}"] = sum(told) / len(told)

@@ -102,6 +102,10 @@ _ENVIRONMENT = (
     Metric("environment/{env}/quarantined", "Episodes not played because the breaker was open (`env_failed`)."),
     Metric("environment/{env}/breaker_open", "1 if a worker's breaker was open when an episode ended, else 0."),
     Metric("environment/{env}/start_retries", "Times that a reset was repeated because the server was busy."),
+    Metric(
+        "environment/{env}/attempts_retried",
+        "Episodes that ended with an unknown reward and were played again from the start, until one was kept.",
+    ),
 )
 
 _LENGTHS = {

@@ -70,7 +70,9 @@ def test_an_unknown_reward_is_played_again_as_another_attempt_and_then_kept_as_u
     (second,) = collection.take(9)
     assert (first.attempt, second.attempt, second.seed) == (0, 1, first.seed)
     collection.ended(second, played(second, None, Outcome.ENV_FAILED))
-    assert collection.result(1.0).accounting == Accounting(started=2, known=0, unknown=1, retried=1)
+    result = collection.result(1.0)
+    assert result.accounting == Accounting(started=2, known=0, unknown=1, retried=1)
+    assert result.groups[0].trajectories[0].metrics["attempts_retried"] == 1
 
 
 def test_a_prompt_that_is_too_long_is_not_played_again():
