@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import json
+import os
 import signal
 import threading
 import time
@@ -226,11 +227,13 @@ def fail_for(self, made, rows):
 
 
 def test_ctrl_c_stops_in_the_middle_of_a_file(small_parts, tmp_path):
+    begun = itertools.count()
+
     class Slow(Made):
         def make(self, rows):
-            if not self.asked:
-                signal.raise_signal(signal.SIGINT)
-            time.sleep(0.01)
+            if next(begun) == 5:  # the main thread waits by now; a terminal, too, signals the process, not a thread
+                os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2)
             return super().make(rows)
 
     file = OutputFile("f")
