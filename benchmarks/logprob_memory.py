@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from machine import describe
 
-from megatron_fleet.policy.megatron.logprob import token_logprobs
+from megatron_fleet.trainer.megatron.logprob import token_logprobs
 
 WAYS = ("ours", "plain")
 GOAL_TOKENS = 65536

@@ -22,8 +22,8 @@ from machine import describe
 
 from megatron_fleet.config.schema import Config
 from megatron_fleet.platform.device import device
-from megatron_fleet.policy.megatron.offload import PARTS
-from megatron_fleet.policy.megatron.policy import MegatronPolicy
+from megatron_fleet.trainer.megatron.offload import PARTS
+from megatron_fleet.trainer.megatron.policy import MegatronPolicy
 
 
 def make_config(folder: str, layers: int, hidden: int, vocab: int) -> Config:

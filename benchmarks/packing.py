@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 from machine import describe
 
-from megatron_fleet.policy.flops import SequenceCost
-from megatron_fleet.policy.pack import row_width
-from megatron_fleet.policy.pack_plan import Plan, plan_rows
+from megatron_fleet.trainer.packing.flops import SequenceCost
+from megatron_fleet.trainer.packing.pack import row_width
+from megatron_fleet.trainer.packing.pack_plan import Plan, plan_rows
 from megatron_fleet.weights.hf_config import read_model
 
 SEQUENCES = (16, 32, 64, 128, 256, 512)

@@ -28,10 +28,10 @@ from machine import describe
 from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.algorithms.losses import make_loss
 from megatron_fleet.config.schema import Algorithm, Config
-from megatron_fleet.policy.megatron import build, optimizer, step
-from megatron_fleet.policy.megatron.init import fill_random
-from megatron_fleet.policy.megatron.policy import MegatronPolicy
-from megatron_fleet.policy.pack import PackedRow, pack_row
+from megatron_fleet.trainer.megatron import build, optimizer, step
+from megatron_fleet.trainer.megatron.init import fill_random
+from megatron_fleet.trainer.megatron.policy import MegatronPolicy
+from megatron_fleet.trainer.packing.pack import PackedRow, pack_row
 
 # The head has Qwen3-8B's share of the multiplications, 8 %.
 HF_CONFIG = {

@@ -170,10 +170,10 @@ def rank_process(rank: int, port: int, folder: Path, repeats: int, control: Conn
     """One Megatron rank; rank 0 has the engine and measures."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     from megatron_fleet.platform import device
-    from megatron_fleet.policy.megatron import parallel
-    from megatron_fleet.policy.megatron.build import build_chunks
+    from megatron_fleet.platform.communicator import TorchCommunicator
+    from megatron_fleet.trainer.megatron import parallel
+    from megatron_fleet.trainer.megatron.build import build_chunks
     from megatron_fleet.weights import publish_shm
-    from megatron_fleet.weights.communicator import TorchCommunicator
     from megatron_fleet.weights.load import load_hf
     from megatron_fleet.weights.source import MegatronWeightSource, megatron_place
 

@@ -136,29 +136,29 @@ def _add_model_commands(model: Any) -> None:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from megatron_fleet import preflight
-    from megatron_fleet.policy.precision import check_machine
+    from megatron_fleet.loop import preflight
+    from megatron_fleet.trainer.precision import check_machine
 
     config = _load(args)
     args.out = Path(config.run.out)
     preflight.check(config)
     if args.dry_run:
-        from megatron_fleet.plan import describe
+        from megatron_fleet.cluster.dry_run import describe
 
         print(describe(config))
         return 0
     check_machine(config)
     if "RANK" in os.environ:
         return _be_rank(config)
-    from megatron_fleet.launcher import launch
+    from megatron_fleet.cluster.launcher import launch
 
     return launch(config)
 
 
 def _be_rank(config: Config) -> int:
-    from megatron_fleet.exchange import DriverFailed
-    from megatron_fleet.launcher import ECHO_STATUS
-    from megatron_fleet.train import main as train
+    from megatron_fleet.cluster.launcher import ECHO_STATUS
+    from megatron_fleet.loop.exchange import DriverFailed
+    from megatron_fleet.loop.train import main as train
 
     # As an exception, SIGTERM closes the engines, Ray and the environment server on its way out.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
@@ -180,8 +180,8 @@ def _load(args: argparse.Namespace) -> Config:
 
 
 def _evaluate(args: argparse.Namespace) -> int:
-    from megatron_fleet.evaluate import main as evaluate
-    from megatron_fleet.evaluate import read_config
+    from megatron_fleet.loop.evaluate import main as evaluate
+    from megatron_fleet.loop.evaluate import read_config
 
     config, run = read_config(args.overrides, args.out, args.checkpoint, args.endpoint, args.model)
     args.out = Path(config.run.out)
@@ -190,8 +190,8 @@ def _evaluate(args: argparse.Namespace) -> int:
 
 
 def _config(args: argparse.Namespace) -> int:
+    from megatron_fleet.cluster.dry_run import as_yaml
     from megatron_fleet.config.load import load
-    from megatron_fleet.plan import as_yaml
 
     print(as_yaml(load(args.overrides)), end="")
     return 0
@@ -232,7 +232,7 @@ def _extend(args: argparse.Namespace) -> int:
 
 
 def _make_tiny(args: argparse.Namespace) -> int:
-    from megatron_fleet.warmstart import main as make_tiny
+    from megatron_fleet.tuning.warmstart import main as make_tiny
 
     return make_tiny(args.arguments)
 

@@ -20,7 +20,7 @@ SHARED = [str(Path(__file__).parent), str(Path(__file__).parent / "weights")]
 LAST_WORDS_S = 10.0
 """For the other ranks, when one has failed: they wait for it and would not end by themselves."""
 
-IMPORTED = ["megatron_fleet.train", "megatron_fleet.policy.megatron.policy", "pytest"]
+IMPORTED = ["megatron_fleet.loop.train", "megatron_fleet.trainer.megatron.policy", "pytest"]
 """What every rank would import, for five seconds of CPU each. None of it starts a thread, so it can be forked."""
 
 

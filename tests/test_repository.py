@@ -21,28 +21,35 @@ MODULES = {
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
-# Room → what it may import besides itself, config and platform: a room, or one module of it.
+# Package → what it may import besides itself, config and platform: a package, or one module of it. "" is the root.
 MAY_IMPORT: dict[str, set[str]] = {
-    "analysis": {"agents.images", "agents.trajectory", "data", "telemetry"},
-    "config": set(),
-    "platform": set(),
-    "storage": set(),
-    "data": {"storage"},
-    "envs": {"data.task"},
+    "": {"analysis", "cluster", "data", "debug", "loop", "tuning", "weights"},
     "agents": {"envs", "data"},
     "algorithms": {"agents.trajectory"},
-    "weights": {"storage"},
-    "checkpoint": {"weights", "storage"},
+    "analysis": {"agents.images", "agents.trajectory", "data", "telemetry"},
+    "checkpoint": {"storage", "trainer.base"},
+    "cluster": set(),
+    "config": set(),
+    "data": {"storage"},
+    "debug": {"algorithms", "checkpoint", "trainer"},
+    "envs": {"data.task"},
     "evaluation": {"agents", "algorithms", "data", "envs", "rollout", "storage", "telemetry", "weights"},
-    "policy": {"algorithms", "weights"},
-    "rollout": {"agents", "envs", "data", "algorithms", "weights.vllm_shm"},
-    "debug": {"algorithms", "checkpoint", "policy", "weights"},
-    "telemetry": {"agents.images", "agents.trajectory", "algorithms", "policy.base"},
-    "tuning": {"algorithms", "policy", "storage", "weights"},
-}
+    "loop": {
+        "agents", "algorithms", "checkpoint", "cluster", "data", "debug", "envs", "evaluation", "rollout", "telemetry",
+        "trainer", "weight_sync", "weights",
+    },
+    "platform": set(),
+    "rollout": {"agents", "algorithms", "cluster", "data", "envs", "weight_sync"},
+    "storage": set(),
+    "telemetry": {"agents.images", "agents.trajectory", "algorithms", "trainer.base"},
+    "trainer": {"algorithms", "cluster", "weight_sync", "weights"},
+    "tuning": {"algorithms", "data", "embedded_fleet", "envs", "storage", "trainer", "weights"},
+    "weight_sync": {"storage", "trainer.base", "weights"},
+    "weights": {"storage"},
+}  # fmt: skip
 NOT_IN_EPISODE_ENVIRONMENT = {"torch", "vllm", "transformers", "megatron", "hydra"}
 EPISODE_SIDE = ("data", "envs", "agents", "rollout.worker", "rollout.chat_worker", "rollout.chat_messages")
-LIGHT = ("cli", "launcher", "plan", "preflight", "config", "data", "policy.layout", "policy.precision")
+LIGHT = ("cli", "cluster", "config", "data", "loop.preflight", "trainer.base", "trainer.layout", "trainer.precision")
 """Modules whose import must stay quick."""
 
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from megatron_fleet.checkpoint.manifest import MANIFEST, fingerprint, list_files, read_manifest, sync_folder, write_json
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.weights.communicator import Communicator, together
+from megatron_fleet.platform.communicator import Communicator, together
 
 log = logging.getLogger(__name__)
 

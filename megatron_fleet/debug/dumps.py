@@ -23,13 +23,13 @@ from megatron_fleet.checkpoint.manifest import write_json
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import dump_resolved
 from megatron_fleet.config.schema import Config
-from megatron_fleet.policy.base import Rows
-from megatron_fleet.policy.rows_file import load_rows, save_rows
-from megatron_fleet.policy.safety import Verdict
-from megatron_fleet.weights.communicator import Communicator
+from megatron_fleet.loop.safety import Verdict
+from megatron_fleet.platform.communicator import Communicator
+from megatron_fleet.trainer.base import Rows
+from megatron_fleet.trainer.rows_file import load_rows, save_rows
 
 if TYPE_CHECKING:
-    from megatron_fleet.policy.megatron.policy import MegatronPolicy
+    from megatron_fleet.trainer.megatron.policy import MegatronPolicy
 
 CONFIG, MODEL, RECORD, STATE = "config.json", "model", "record.json", "state"
 

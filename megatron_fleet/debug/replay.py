@@ -17,13 +17,13 @@ from megatron_fleet.config.load import load_resolved
 from megatron_fleet.config.schema import Config, Parallel
 from megatron_fleet.debug.dumps import Dump, open_dump
 from megatron_fleet.debug.report import Found, RowFound, SequenceFound, to_json, to_text
+from megatron_fleet.loop.safety import Verdict
+from megatron_fleet.platform.communicator import TorchCommunicator
 from megatron_fleet.platform.device import device
-from megatron_fleet.policy.base import Rows
-from megatron_fleet.policy.megatron.faults import Faults, find_faults
-from megatron_fleet.policy.megatron.policy import MegatronPolicy
-from megatron_fleet.policy.row_losses import SequenceLosses
-from megatron_fleet.policy.safety import Verdict
-from megatron_fleet.weights.communicator import TorchCommunicator
+from megatron_fleet.trainer.base import Rows
+from megatron_fleet.trainer.megatron.faults import Faults, find_faults
+from megatron_fleet.trainer.megatron.policy import MegatronPolicy
+from megatron_fleet.trainer.row_losses import SequenceLosses
 
 SAME_ORDER = 1e-6
 """Relative tolerance in the same layout on CPU, where the same sums are computed in the same order."""

@@ -26,7 +26,7 @@ from megatron_fleet.rollout.engine_images import ImageRequests, find_torchvision
 from megatron_fleet.rollout.engine_server import EngineServer
 from megatron_fleet.rollout.logs import write_output_to
 from megatron_fleet.rollout.prefix_sharing import BLOCK, AttentionTiles, PrefixSharing
-from megatron_fleet.weights.vllm_shm import BACKEND, DIE_WITH_PARENT
+from megatron_fleet.weight_sync.vllm_shm import BACKEND, DIE_WITH_PARENT
 
 if TYPE_CHECKING:
     from vllm import RequestOutput

@@ -25,7 +25,7 @@ from megatron_fleet.telemetry.episodes import (
 from megatron_fleet.telemetry.provisioning import provisioning_metrics
 
 if TYPE_CHECKING:
-    from megatron_fleet.policy.base import LossReport, OptimReport
+    from megatron_fleet.trainer.base import LossReport, OptimReport
 
 MISMATCH_PREFIXES = ("policy/mismatch_", "policy/rollout_train_")
 

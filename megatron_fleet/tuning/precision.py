@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from megatron_fleet.config.schema import Config, Parallel, Precision
-from megatron_fleet.policy.precision import Machine, machine_problem, this_machine
+from megatron_fleet.trainer.precision import Machine, machine_problem, this_machine
 
 ROUNDS = 2
 """Times that every candidate's turn comes, forwards and then backwards, so that a busy machine disturbs all alike."""

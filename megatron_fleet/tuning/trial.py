@@ -49,7 +49,7 @@ def measure(config: Config, init: Any, repeats: int) -> tuple[dict[str, Any], np
     import torch
 
     from megatron_fleet.algorithms.losses import sft_loss
-    from megatron_fleet.policy.megatron.policy import MegatronPolicy
+    from megatron_fleet.trainer.megatron.policy import MegatronPolicy
 
     cuda = torch.cuda.is_available()
     before = _resident()

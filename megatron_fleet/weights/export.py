@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.weights.communicator import Communicator, together
+from megatron_fleet.platform.communicator import Communicator, together
 from megatron_fleet.weights.hf_folder import INDEX, SINGLE, read_config
 from megatron_fleet.weights.source import MegatronWeightSource, ParamMeta
 

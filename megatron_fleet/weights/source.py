@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_fleet.weights.communicator import Alone, Communicator
+from megatron_fleet.platform.communicator import Alone, Communicator
 from megatron_fleet.weights.mapping import Span, WeightTable, check_tiling
 from megatron_fleet.weights.shards import LocalTensor, local_tensors
 
@@ -215,7 +215,7 @@ def megatron_place() -> Place:
     """This rank's place, from Megatron's initialised process groups."""
     from megatron.core import parallel_state
 
-    from megatron_fleet.weights.communicator import TorchCommunicator
+    from megatron_fleet.platform.communicator import TorchCommunicator
 
     tensor = parallel_state.get_tensor_model_parallel_world_size()
     split = parallel_state.get_expert_tensor_parallel_world_size() != tensor

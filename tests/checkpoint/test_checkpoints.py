@@ -19,7 +19,7 @@ pytest.importorskip("torch")
 
 from megatron_fleet.checkpoint.checkpoints import Checkpoint, Checkpoints
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.weights.communicator import Alone, PeerError
+from megatron_fleet.platform.communicator import Alone, PeerError
 
 
 def writer(content: bytes = b"weights"):
@@ -158,7 +158,7 @@ CHILD = """
 import os, signal, sys, time
 from pathlib import Path
 from megatron_fleet.checkpoint import checkpoints as module
-from megatron_fleet.weights.communicator import Alone
+from megatron_fleet.platform.communicator import Alone
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)

@@ -15,7 +15,7 @@ pytest.importorskip("hydra")
 DRIVER = """
 import sys
 from pathlib import Path
-from megatron_fleet import launcher
+from megatron_fleet.cluster import launcher
 from megatron_fleet.config.load import load
 
 launcher.FAILURE_DEADLINE_S = 1.5

@@ -152,7 +152,7 @@ def test_outputs_must_be_a_folder(model, tmp_path):
 
 
 def test_dry_run_tells_processes_and_outputs_and_starts_nothing(model, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("megatron_fleet.launcher.launch", lambda config: pytest.fail("started"))
+    monkeypatch.setattr("megatron_fleet.cluster.launcher.launch", lambda config: pytest.fail("started"))
     out = tmp_path / "out"
     overrides = [f"model.path={model}", "parallel.data=2", "rollout.engine.replicas=2", "logging.plot=false"]
     assert cli.main(["train", "--dry-run", "--out", str(out), "experiment=quickstart", *overrides]) == 0

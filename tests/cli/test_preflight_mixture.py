@@ -4,9 +4,9 @@ import pytest
 
 pytest.importorskip("hydra")
 
-from megatron_fleet import preflight
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
+from megatron_fleet.loop import preflight
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ pytest.importorskip("hydra")
 
 from tiny_configs import raw_config
 
-from megatron_fleet import preflight
 from megatron_fleet.config import validate
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
+from megatron_fleet.loop import preflight
 
 REPLAY = "rollout.engine.routing_replay=true"
 

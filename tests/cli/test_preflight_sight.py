@@ -8,10 +8,10 @@ import pytest
 
 pytest.importorskip("hydra")
 
-from megatron_fleet import preflight
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
 from megatron_fleet.data.task import Task
+from megatron_fleet.loop import preflight
 
 CLICK = Task("buy-1", "Buy it.", "shop", modality="computer_use")
 READ = replace(CLICK, key="read-1", modality="tool_use")

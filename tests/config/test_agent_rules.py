@@ -6,10 +6,10 @@ import pytest
 
 pytest.importorskip("hydra")
 
-from megatron_fleet import preflight
 from megatron_fleet.config import validate
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
+from megatron_fleet.loop import preflight
 
 
 def test_step_wise_without_thinking_is_explained():

@@ -29,8 +29,8 @@ def score(model: str, arrays: str, out: str) -> None:
 
     from megatron_fleet.algorithms.datum import Datum
     from megatron_fleet.config.load import load
-    from megatron_fleet.policy.megatron.policy import MegatronPolicy
-    from megatron_fleet.policy.pack_plan import plan_rows
+    from megatron_fleet.trainer.megatron.policy import MegatronPolicy
+    from megatron_fleet.trainer.packing.pack_plan import plan_rows
 
     with np.load(arrays) as data:
         edges = data["offsets"][1:-1]

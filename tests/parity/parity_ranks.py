@@ -13,7 +13,7 @@ import torch.distributed as dist
 from parity_layouts import LAYOUTS, LR, MODELS, ROWS, STEPS, Layout, batch, config, loss
 from rank_groups import leave_groups
 
-from megatron_fleet.policy.megatron.policy import MegatronPolicy
+from megatron_fleet.trainer.megatron.policy import MegatronPolicy
 
 
 def rows_of(layout: Layout, policy: MegatronPolicy) -> list[list[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("megatron_fleet.policy.megatron")
+pytest.importorskip("megatron_fleet.trainer.megatron")
 pytest.importorskip("transformers")
 
 from parity_layouts import LAYOUTS, MODELS

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rank_processes import run_ranks
 
-pytest.importorskip("megatron_fleet.policy.megatron")
+pytest.importorskip("megatron_fleet.trainer.megatron")
 
 import layer_ranks
 import torch

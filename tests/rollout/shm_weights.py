@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from megatron_fleet.weights.communicator import Alone
-from megatron_fleet.weights.publish_shm import ShmPublisher
+from megatron_fleet.platform.communicator import Alone
+from megatron_fleet.weight_sync.publish_shm import ShmPublisher
 from megatron_fleet.weights.source import ParamMeta, Place, layer_groups
 
 

@@ -18,7 +18,7 @@ from tiny_model import greedy_continuation, write_tiny_model
 
 from megatron_fleet.agents.engine import EngineLost, SamplingParams
 from megatron_fleet.rollout.service import RolloutService
-from megatron_fleet.weights.shared_buffer import Board
+from megatron_fleet.weight_sync.shared_buffer import Board
 
 pytestmark = pytest.mark.slow
 

@@ -11,11 +11,11 @@ pytest.importorskip("torch")
 from megatron_fleet.agents.trajectory import Group, Outcome, Span, Trajectory
 from megatron_fleet.algorithms.batch import build_data
 from megatron_fleet.config.schema import Algorithm
-from megatron_fleet.policy.base import LossReport, OptimReport
 from megatron_fleet.telemetry import dashboards, registry
 from megatron_fleet.telemetry.distributions import DISTRIBUTIONS, distributions
 from megatron_fleet.telemetry.episodes import NGRAM, eval_metrics, repeated_ngrams
 from megatron_fleet.telemetry.metrics import attempt_metrics, policy_metrics, progress_metrics, step_metrics
+from megatron_fleet.trainer.base import LossReport, OptimReport
 
 ATTEMPTS = {"started": 11, "known": 6, "unknown": 2, "retried": 2, "aborted": 1, "unstarted": 3}
 ELSEWHERE = ("data/", "timing/loop_lag", "timing/start_limit", "timing/provision_s", "environment/{env}/breaker_open")

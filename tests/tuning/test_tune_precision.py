@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from megatron_fleet.cli import main
 from megatron_fleet.config.load import ROOT, load
-from megatron_fleet.policy.precision import Machine
+from megatron_fleet.trainer.precision import Machine
 from megatron_fleet.tuning import precision
 from megatron_fleet.tuning.precision import Report, Row, candidates
 from megatron_fleet.tuning.trial import random_row
@@ -139,7 +139,7 @@ def test_a_process_that_dies_is_a_row(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_it_measures_here(capsys):
-    pytest.importorskip("megatron_fleet.policy.megatron")
+    pytest.importorskip("megatron_fleet.trainer.megatron")
     small = ["policy.row_tokens=128", "rollout.max_context=64", "rollout.sampling.max_tokens_per_turn=16"]
     arguments = ["tune", "precision", "experiment=quickstart", *small, "--layers", "1", "--repeats", "1", "--json"]
     assert main(arguments) == 0

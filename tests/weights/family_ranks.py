@@ -22,7 +22,7 @@ from megatron_fleet.config.schema import Parallel
 from megatron_fleet.platform import device
 from megatron_fleet.platform.megatron.attention import RowParams
 from megatron_fleet.platform.megatron.spec import layer_spec
-from megatron_fleet.policy.megatron.build import build_stage, transformer_config
+from megatron_fleet.trainer.megatron.build import build_stage, transformer_config
 from megatron_fleet.weights.hf_config import read_model
 from megatron_fleet.weights.load import load_hf
 from megatron_fleet.weights.megatron_config import megatron_arguments

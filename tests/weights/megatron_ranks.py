@@ -13,12 +13,12 @@ from weight_fixtures import random_tensors, tiny_config, write_folder
 
 from megatron_fleet.config.schema import Parallel
 from megatron_fleet.platform import device
-from megatron_fleet.policy.megatron import parallel
-from megatron_fleet.policy.megatron.build import build_chunks
-from megatron_fleet.weights.communicator import TorchCommunicator
+from megatron_fleet.platform.communicator import TorchCommunicator
+from megatron_fleet.trainer.megatron import parallel
+from megatron_fleet.trainer.megatron.build import build_chunks
+from megatron_fleet.weight_sync.publish import ShmPublisher
 from megatron_fleet.weights.export import export_hf
 from megatron_fleet.weights.load import load_hf
-from megatron_fleet.weights.publish import ShmPublisher
 from megatron_fleet.weights.source import MegatronWeightSource, megatron_place
 
 LAYOUTS = [

@@ -17,8 +17,8 @@ from weight_fixtures import (  # noqa: E402
 )
 
 from megatron_fleet.config.errors import UserError  # noqa: E402
+from megatron_fleet.platform.communicator import Alone  # noqa: E402
 from megatron_fleet.weights import export as export_module  # noqa: E402
-from megatron_fleet.weights.communicator import Alone  # noqa: E402
 from megatron_fleet.weights.export import export_hf  # noqa: E402
 from megatron_fleet.weights.hf_model import open_model  # noqa: E402
 from megatron_fleet.weights.load import load_hf  # noqa: E402

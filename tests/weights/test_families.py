@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rank_processes import run_ranks
 
-pytest.importorskip("megatron_fleet.policy.megatron")
+pytest.importorskip("megatron_fleet.trainer.megatron")
 pytest.importorskip("transformers")
 
 import torch

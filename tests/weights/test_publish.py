@@ -20,11 +20,10 @@ from weight_fixtures import (  # noqa: E402
 )
 
 from megatron_fleet.config.errors import UserError  # noqa: E402
-from megatron_fleet.weights.communicator import Alone, PeerError  # noqa: E402
-from megatron_fleet.weights.load import load_hf  # noqa: E402
-from megatron_fleet.weights.publish import make_publisher  # noqa: E402
-from megatron_fleet.weights.publish_shm import ShmPublisher  # noqa: E402
-from megatron_fleet.weights.shared_buffer import (  # noqa: E402
+from megatron_fleet.platform.communicator import Alone, PeerError  # noqa: E402
+from megatron_fleet.weight_sync.publish import make_publisher  # noqa: E402
+from megatron_fleet.weight_sync.publish_shm import ShmPublisher  # noqa: E402
+from megatron_fleet.weight_sync.shared_buffer import (  # noqa: E402
     SUMMED,
     Board,
     RoundLost,
@@ -34,6 +33,7 @@ from megatron_fleet.weights.shared_buffer import (  # noqa: E402
     map_memory,
     view_in,
 )
+from megatron_fleet.weights.load import load_hf  # noqa: E402
 from megatron_fleet.weights.source import MegatronWeightSource, ParamMeta, Place  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("groups")
@@ -161,7 +161,7 @@ def test_an_engine_failure_reaches_every_rank_and_the_next_attempt_is_whole(tmp_
 @pytest.mark.parametrize("culprit", [0, 1])
 @pytest.mark.parametrize("at", ["model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight"])
 def test_a_rank_that_fails_in_the_middle_stops_the_update_everywhere(tmp_path, culprit, at, monkeypatch):
-    monkeypatch.setattr("megatron_fleet.weights.shared_buffer.BUCKET_BYTES", 1)
+    monkeypatch.setattr("megatron_fleet.weight_sync.shared_buffer.BUCKET_BYTES", 1)
     config = tiny_config()
     tensors = random_tensors(config)
     folder = write_folder(tmp_path / "hf", config, tensors)
@@ -211,7 +211,7 @@ def test_a_client_that_survives_its_engines_does_not_finish_a_broken_update(tmp_
 
 
 def test_a_rank_that_falls_silent_ends_the_update_on_every_rank(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron_fleet.weights.shared_buffer.STALL_S", 0.2)
+    monkeypatch.setattr("megatron_fleet.weight_sync.shared_buffer.STALL_S", 0.2)
     config = tiny_config()
     folder = write_folder(tmp_path / "hf", config, random_tensors(config))
     client = RecordingClient()
@@ -243,7 +243,7 @@ def test_a_round_that_is_overwritten_is_not_taken(tmp_path):
 
 
 def test_a_writer_that_never_comes_is_given_up(monkeypatch):
-    monkeypatch.setattr("megatron_fleet.weights.shared_buffer.STALL_S", 0.05)
+    monkeypatch.setattr("megatron_fleet.weight_sync.shared_buffer.STALL_S", 0.05)
     board = Board(torch.zeros(Board.nbytes(2, 2), dtype=torch.uint8), 2, 2)
     board.mark(SUMMED, 1, 0, 1)
     with pytest.raises(RoundLost, match="bucket 1 of round 1 did not come"):

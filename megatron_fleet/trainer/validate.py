@@ -1,0 +1,132 @@
+"""Can this model be trained in this layout? Pure functions of ``config.json`` and the configuration.
+
+Most of what is refused here would stop in the middle of a start on all ranks; some would train on, wrongly: mixtures of
+experts split over tensor ranks without sequence parallelism or with experts split otherwise than the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.schema import Parallel, Recompute
+from megatron_fleet.trainer.layout import layers_of_stages
+from megatron_fleet.weights.hf_config import read_model
+from megatron_fleet.weights.megatron_config import megatron_arguments
+from megatron_fleet.weights.model import Model
+
+
+def validate(hf_config: Mapping[str, Any], parallel: Parallel, recompute: Recompute = "none") -> None:
+    """Refuse what cannot be built: an unknown architecture, or sizes and switches that do not go together.
+
+    Raises:
+        UserError: the first problem found, with advice.
+    """
+    model = read_model(hf_config)
+    megatron_arguments(model)
+    _divisions(model, parallel)
+    layers_of_stages(model.layers, parallel)
+    for rule in _RULES:
+        if problem := rule(model, parallel):
+            raise UserError(problem)
+    _recompute(model, recompute)
+
+
+def _divisions(model: Model, p: Parallel) -> None:
+    dense = not (model.moe_layers and all(model.moe_layers))
+    groups = model.heads if model.latent else model.groups or model.heads
+    for field, value, axis, size in (
+        ("num_attention_heads", model.heads, "tensor", p.tensor),
+        ("num_key_value_heads", groups, "tensor", p.tensor),
+        ("intermediate_size", model.ffn if dense else 0, "tensor", p.tensor),
+        ("width of the shared experts", model.shared_ffn, "tensor", p.tensor),
+        ("moe_intermediate_size", model.expert_ffn, "expert_tensor", p.expert_tensor_size),
+        ("number of experts", model.experts, "expert", p.expert),
+    ):
+        if value % size:
+            fitting = ", ".join(str(n) for n in range(1, size) if value % n == 0)
+            raise UserError(
+                f"parallel.{axis}={size} does not divide {field}={value} of the model's config.json; choose one of "
+                f"{fitting}."
+            )
+
+
+def _vocabulary(model: Model, p: Parallel) -> str | None:
+    if model.vocab >= p.tensor**2:
+        return None
+    return (
+        f"parallel.tensor={p.tensor} is too large for vocab_size={model.vocab} of the model's config.json: a rank "
+        f"would hold padding alone; lower it."
+    )
+
+
+def _virtual(_: Model, p: Parallel) -> str | None:
+    if p.virtual == 1 or p.pipeline > 1:
+        return None
+    return f"parallel.virtual={p.virtual} needs parallel.pipeline above 1; set parallel.virtual=1."
+
+
+def _experts_exist(model: Model, p: Parallel) -> str | None:
+    if model.experts or (p.expert == 1 and p.expert_tensor is None):
+        return None
+    return (
+        "parallel.expert and parallel.expert_tensor split experts, and this model has none; leave them out "
+        "(parallel.expert=1 parallel.expert_tensor=null)."
+    )
+
+
+def _experts_fit_ranks(model: Model, p: Parallel) -> str | None:
+    ranks, size = p.tensor * p.context * p.data, p.expert * p.expert_tensor_size
+    if not model.experts or ranks % size == 0:
+        return None
+    return (
+        f"parallel.expert × parallel.expert_tensor = {p.expert} × {p.expert_tensor_size} does not divide the {ranks} "
+        f"ranks of a pipeline stage (tensor × context × data); change one of them."
+    )
+
+
+def _experts_need_sequence(model: Model, p: Parallel) -> str | None:
+    if p.tensor == 1 or p.sequence or not (model.experts or model.latent):
+        return None
+    kind = "experts" if model.experts else "latent attention"
+    return (
+        f"parallel.sequence=false with parallel.tensor={p.tensor}: a model with {kind} would get wrong gradients; set "
+        f"parallel.sequence=true."
+    )
+
+
+def _experts_split_alike(model: Model, p: Parallel) -> str | None:
+    # Megatron marks experts as replicated when they are not spread over expert ranks; their copies then drift apart.
+    if not model.experts or p.expert > 1 or p.expert_tensor_size == p.tensor:
+        return None
+    return (
+        f"parallel.expert_tensor={p.expert_tensor_size} differs from parallel.tensor={p.tensor} with "
+        f"parallel.expert=1, which Megatron-Core trains wrongly; make them equal or set parallel.expert above 1."
+    )
+
+
+_RULES: tuple[Callable[[Model, Parallel], str | None], ...] = (
+    _vocabulary,
+    _virtual,
+    _experts_exist,
+    _experts_fit_ranks,
+    _experts_need_sequence,
+    _experts_split_alike,
+)
+
+
+def _recompute(model: Model, recompute: Recompute) -> None:
+    if isinstance(recompute, str):
+        return
+    experts, dense = bool(model.experts), not (model.moe_layers and all(model.moe_layers))
+    possible = {
+        "moe": experts,
+        "moe_act": experts,
+        "shared_experts": model.shared_ffn > 0,
+        "mla_up_proj": model.latent,
+        "mlp": dense,
+    }
+    for module in recompute:
+        if not possible.get(module, True):
+            raise UserError(f"policy.recompute names {module}, which this model does not have; remove it.")

@@ -1,0 +1,107 @@
+"""One rank of test_layouts: runs its world's jobs one after the other and writes what they measured.
+
+Arguments: the folder of the test, which holds ``jobs.<world>.pt``; results go to ``<job>.<rank>.pt``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from policy_fixtures import ROW_TOKENS, make_batch, make_config
+from rank_groups import leave_groups
+
+from megatron_fleet.algorithms.losses import make_loss
+from megatron_fleet.config.schema import Algorithm, Correction, Parallel, Precision
+from megatron_fleet.loop.train import with_logprobs
+from megatron_fleet.trainer.base import LossReport
+from megatron_fleet.trainer.layout import row_alignment, sequence_alignment
+from megatron_fleet.trainer.megatron.init import parameter_shards
+from megatron_fleet.trainer.megatron.policy import MegatronPolicy
+from megatron_fleet.trainer.packing.pack_plan import plan_rows
+
+LOSSES = {
+    # What looks at whole sequences, which context parallelism spreads over ranks.
+    "dense": Algorithm(loss="gspo", correction=Correction(kind="sequence_tis"), entropy_coef=0.01),
+    "tied": Algorithm(),
+    "sparse": Algorithm(loss="cispo", correction=Correction(kind="icepop")),
+}
+
+
+def dump(policy: MegatronPolicy) -> list[tuple[Any, ...]]:
+    """Every local parameter with its place in the whole model."""
+    return [
+        (s.key, tuple(s.global_shape), tuple(s.global_offset), s.prepend_axis_num, s.data.detach().clone())
+        for s in parameter_shards(policy.model_chunks)
+    ]
+
+
+def run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
+    parallel = Parallel(**job["parallel"])
+    policy = MegatronPolicy(make_config(folder / job["model"], parallel), init="random")
+    batch = make_batch()
+    lengths = [len(d) for d in batch]
+    aligns = sequence_alignment(parallel), row_alignment(parallel, Precision())
+    plan = plan_rows(lengths, policy.dp_size, ROW_TOKENS, lengths, *aligns)[policy.dp_rank]
+    rows = [[batch[i] for i in row] for row in plan]
+    loss = make_loss(LOSSES[job["model"]])
+    out: dict[str, Any] = {"rank_rows": plan, "reports": []}
+    if "load" in job:
+        policy.load_state(folder / job["load"])
+        out["loaded"] = dump(policy)
+    else:
+        out["initial_logprobs"] = policy.forward(rows)
+        policy.keep_reference()
+    for step in range(job["first"], job["last"]):
+        if step == job.get("save_at"):
+            policy.save_state(folder / job["save"])
+        report = policy.forward_backward(rows, loss)
+        out["reports"].append((report, policy.optim_step(1e-3)))
+    out["parameters"] = dump(policy)
+    if "load" not in job:
+        out["final_logprobs"] = policy.forward(rows)
+        out["reference_logprobs"] = policy.forward(rows, "reference")
+        out["after_reference"] = dump(policy)
+        _poison(policy, rows, out)
+        out["old_policy"] = _old_policy(policy, rows)
+    return out
+
+
+def _poison(policy: MegatronPolicy, rows: list[list[Any]], out: dict[str, Any]) -> None:
+    """One rank's loss becomes NaN: every rank must skip the update, and the next one must be clean."""
+
+    def bad(x: Any) -> Any:
+        return x.logprobs.sum() * (float("nan") if policy.dp_rank == 0 else 1.0), {}
+
+    policy.forward_backward(rows, bad)
+    out["poisoned"] = policy.optim_step(1e-3)
+    out["after_poison"] = dump(policy)
+    policy.forward_backward(rows, make_loss(Algorithm()))
+    out["after_poison_step"] = policy.optim_step(1e-3)
+
+
+def _old_policy(policy: MegatronPolicy, rows: list[list[Any]]) -> LossReport:
+    """Several updates per batch: π_old from a pass of its own, against what the first update computes itself."""
+    old = with_logprobs(rows, "proximal_logprobs", policy.forward(rows))
+    return policy.forward_backward(old, make_loss(Algorithm()))
+
+
+def main() -> None:
+    folder, world, rank = Path(sys.argv[1]), int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    torch.set_num_threads(1)
+    np.seterr(all="raise")
+    dist.init_process_group("gloo")
+    for job in torch.load(folder / f"jobs.{world}.pt", weights_only=False):
+        torch.save(run(job, folder), folder / f"{job['name']}.{rank}.pt")
+        leave_groups()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

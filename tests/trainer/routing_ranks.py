@@ -1,0 +1,64 @@
+"""One rank of test_routing_layouts: one step with replayed routing, of every model in every layout of its world size.
+
+Argument: the folder of the models; results go to ``<model> <layout>.<rank>.pt`` in it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rank_groups import leave_groups
+from routing_models import LR, MODELS, ROWS, config, loss, record_anything, sequences
+
+from megatron_fleet.trainer.megatron.policy import MegatronPolicy
+
+LAYOUTS: dict[str, tuple[int, dict[str, int], Any]] = {
+    "tp2": (2, {"tensor": 2}, "none"),
+    "pp2": (2, {"pipeline": 2}, ["moe"]),
+    "pp2 full": (2, {"pipeline": 2}, "full"),
+    "vpp2": (2, {"pipeline": 2, "virtual": 2}, ["moe"]),
+    "cp2": (2, {"context": 2}, "none"),
+    "ep2": (2, {"data": 2, "expert": 2}, "none"),
+    "cp2 vpp2": (4, {"context": 2, "pipeline": 2, "virtual": 2}, "full"),
+    "ep2 etp2 tp2": (4, {"tensor": 2, "data": 2, "expert": 2, "expert_tensor": 2}, ["moe"]),
+}
+"""Layout → processes, keys of ``parallel``, ``policy.recompute``."""
+
+
+def train(model: Path, parallel: dict[str, int], recompute: Any) -> dict[str, Any]:
+    """One step; the biases of DeepSeek's routers move with it."""
+    rate = 0.01 if model.name == "deepseek_v3" else 0.0
+    policy = MegatronPolicy(config(model, parallel, recompute, bias_update_rate=rate))
+    data = sequences()
+    record_anything(data, MODELS[model.name])
+    indices = ROWS[policy.dp_rank :: policy.dp_size]
+    rows = [[data[i] for i in row] for row in indices]
+    values = policy.forward(rows)
+    report = policy.forward_backward(rows, loss)
+    return {
+        "logprobs": {i: x for row, xs in zip(indices, values, strict=True) for i, x in zip(row, xs, strict=True)},
+        "loss": report.loss,
+        "counts": {name: value for name, value in report.metrics.items() if name.startswith("routing_")},
+        "norm": policy.optim_step(LR).grad_norm,
+        "parameters": {name: tensor.clone() for name, tensor in policy.weight_source()},
+    }
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for name, (world, parallel, recompute) in LAYOUTS.items():
+        for model in MODELS if world == int(os.environ["WORLD_SIZE"]) else ():
+            torch.save(train(folder / model, parallel, recompute), folder / f"{model} {name}.{dist.get_rank()}.pt")
+            leave_groups()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,27 @@
+"""The step benchmark runs and says what it promises (its numbers are for quiet machines)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron_fleet.trainer.megatron")
+
+
+@pytest.mark.parametrize("family", ["dense", "moe"])
+def test_one_line_of_json(family):
+    script = Path(__file__).parents[2] / "benchmarks" / "train_step.py"
+    command = [sys.executable, script, "--row-tokens", "512", "--steps", "1", "--trained", "0.4", "--family", family]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    report = json.loads(done.stdout)
+    # of one pair of steps: the ratio of several is their median, which no two of these numbers tell
+    assert report["ratio"] == pytest.approx(report["step_ms"] / report["bare_step_ms"], rel=0.01)
+    assert report["host_ms_per_row"] > 0 and report["family"] == family
+    assert report["tokens_per_s"] > 0 and report["trained"] == 0.4
+    assert report["machine"]["cores"] == os.cpu_count()
