@@ -115,7 +115,7 @@ class StubEngine:
         self, prompt_ids: Sequence[int], params: SamplingParams, session: str, images: Sequence[PlacedImage] = ()
     ) -> Generation:
         turn = self._turns.pop(session, 0)
-        said = self._scripts[session.split("/", 4)[4]]
+        said = self._scripts[session.split("/", 5)[5]]
         if turn == 0 and self._everyone is not None:
             await self._everyone.wait()
             self.full_at = self.full_at or time.perf_counter()

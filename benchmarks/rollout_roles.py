@@ -41,7 +41,7 @@ class ScriptedEngine(EngineActor):
         self, prompt: list[int], params: SamplingParams, session: str, images: Sequence[PlacedImage]
     ) -> Generation:
         requests = self._asked[session]
-        said = self._scripts[session.split("/", 4)[4]][len(requests)]
+        said = self._scripts[session.split("/", 5)[5]][len(requests)]
         request = (prompt, dataclasses.replace(params, max_tokens=len(said), stop_token_ids=()))
         requests.append(request)
         sampled = await super()._generate(*request, session, images)
@@ -49,7 +49,7 @@ class ScriptedEngine(EngineActor):
 
     async def forget(self) -> dict[str, Any]:
         """Start over: no cached prefix. The recorded requests stay until the next first turn."""
-        await self.forget_prefixes()
+        await self._llm.reset_prefix_cache()
         self._recorded = list(self._asked.values())
         self._asked = defaultdict(list)
         return {}
@@ -85,7 +85,7 @@ def _script(task: Task, tokenizer: Tokenizer) -> list[list[int]]:
 
 async def engine(settings: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> dict[str, Handler]:
     actor = ScriptedEngine(Config.model_validate(settings["config"]), Path(settings["log"]))
-    endpoint = await actor.listen(0)
+    endpoint = await actor.listen("127.0.0.1", 0)
     await actor.start()
     await actor.serve()
     answer({"endpoint": endpoint})

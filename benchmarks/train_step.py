@@ -28,6 +28,7 @@ from machine import describe
 from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.algorithms.losses import make_loss
 from megatron_fleet.config.schema import Algorithm, Config
+from megatron_fleet.trainer.base import AdamParams
 from megatron_fleet.trainer.megatron import build, optimizer, step
 from megatron_fleet.trainer.megatron.init import fill_random
 from megatron_fleet.trainer.megatron.policy import MegatronPolicy
@@ -121,7 +122,8 @@ def bare_step(config: Config, family: str, row: PackedRow, rows: int) -> Callabl
             seq_length=len(row.tokens),
             micro_batch_size=1,
         )
-        optimizer.step(chunks, adam, 1e-4, 1.0)
+        reduced = optimizer.reduce_gradients(chunks, adam)
+        optimizer.step(chunks, adam, reduced, AdamParams.of(config.policy.optimizer, 1e-4))
 
     return run
 

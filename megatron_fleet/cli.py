@@ -27,8 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of ``mfleet``.
 
     Returns:
-        The exit status: 0 done, 2 bad input (one line says what), 130 Ctrl-C, 1 anything else (one line says where the
-        traceback is) and a replay that differs; a launched run's own status otherwise.
+        The exit status: 0 done, 2 something to mend (one line says what), 130 Ctrl-C, 1 anything else (one line says
+        where the traceback is) and a replay that differs.
     """
     args = _parse(argv)
     try:
@@ -37,8 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        if "RANK" not in os.environ:  # a rank's launcher tells
-            print("mfleet: stopped by Ctrl-C.", file=sys.stderr)
+        print("mfleet: stopped by Ctrl-C.", file=sys.stderr)
         return 130
     except BrokenPipeError:
         # The reader of our output went away (`mfleet config | head`); keep the interpreter's own flush quiet.
@@ -70,12 +69,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"megatron_fleet {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
 
-    train = commands.add_parser("train", help="train a policy; starts the ranks unless torchrun or srun did")
+    train = commands.add_parser(
+        "train", help="train a policy; starts the trainer's ranks unless cluster.ranks=external"
+    )
     train.add_argument("--dry-run", action="store_true", help="check everything, print what would be started, stop")
     train.add_argument("--out", type=Path, metavar="DIR", help="folder of the outputs (short for run.out=DIR)")
     train.add_argument("--resolved", type=Path, metavar="FILE", help="the config.json of a run, instead of overrides")
     train.add_argument("overrides", nargs="*", help=OVERRIDES_HELP)
     train.set_defaults(run=_train)
+
+    rank = commands.add_parser("rank", help="be one rank of a trainer, under torchrun or srun; see docs/launching.md")
+    rank.set_defaults(run=_rank)
 
     evaluate = commands.add_parser("eval", help="evaluate a model without training; goes on where it was cut off")
     evaluate.add_argument("--out", type=Path, metavar="DIR", help="folder of the outputs (default: runs/eval)")
@@ -137,7 +141,6 @@ def _add_model_commands(model: Any) -> None:
 
 def _train(args: argparse.Namespace) -> int:
     from megatron_fleet.loop import preflight
-    from megatron_fleet.trainer.precision import check_machine
 
     config = _load(args)
     args.out = Path(config.run.out)
@@ -147,26 +150,15 @@ def _train(args: argparse.Namespace) -> int:
 
         print(describe(config))
         return 0
-    check_machine(config)
-    if "RANK" in os.environ:
-        return _be_rank(config)
-    from megatron_fleet.cluster.launcher import launch
+    from megatron_fleet.loop.main import main as train
 
-    return launch(config)
+    return train(config)
 
 
-def _be_rank(config: Config) -> int:
-    from megatron_fleet.cluster.launcher import ECHO_STATUS
-    from megatron_fleet.loop.exchange import DriverFailed
-    from megatron_fleet.loop.train import main as train
+def _rank(args: argparse.Namespace) -> int:
+    from megatron_fleet.trainer.rank import main as rank
 
-    # As an exception, SIGTERM closes the engines, Ray and the environment server on its way out.
-    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
-    try:
-        return train(config)
-    except DriverFailed as error:
-        print(f"stopped because rank 0 failed: {error}", file=sys.stderr)
-        return ECHO_STATUS
+    return rank(os.environ)
 
 
 def _load(args: argparse.Namespace) -> Config:
@@ -185,7 +177,7 @@ def _evaluate(args: argparse.Namespace) -> int:
 
     config, run = read_config(args.overrides, args.out, args.checkpoint, args.endpoint, args.model)
     args.out = Path(config.run.out)
-    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))  # see _be_rank
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))  # as an exception, it closes what was started
     return evaluate(config, args.checkpoint, run, args.tasks)
 
 
@@ -242,8 +234,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _save_traceback(args: argparse.Namespace) -> Path:
-    rank = os.environ.get("RANK", "0")
-    name = "error.log" if rank == "0" else f"error_rank_{rank}.log"
+    name = "error.log"
     for folder in (getattr(args, "out", None), Path(tempfile.gettempdir())):
         if folder is None:
             continue

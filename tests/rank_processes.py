@@ -14,13 +14,13 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from unittest import mock
 
-SHARED = [str(Path(__file__).parent), str(Path(__file__).parent / "weights")]
+SHARED = [str(Path(__file__).parent / name) for name in (".", "weights", "trainer")]
 """Folders of what tests of several folders share, as pyproject's ``pythonpath`` names them."""
 
 LAST_WORDS_S = 10.0
 """For the other ranks, when one has failed: they wait for it and would not end by themselves."""
 
-IMPORTED = ["megatron_fleet.loop.train", "megatron_fleet.trainer.megatron.policy", "pytest"]
+IMPORTED = ["megatron_fleet.trainer.verbs", "pytest"]
 """What every rank would import, for five seconds of CPU each. None of it starts a thread, so it can be forked."""
 
 

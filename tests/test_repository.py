@@ -42,7 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rollout": {"agents", "algorithms", "cluster", "data", "envs", "weight_sync"},
     "storage": set(),
     "telemetry": {"agents.images", "agents.trajectory", "algorithms", "trainer.base"},
-    "trainer": {"algorithms", "cluster", "weight_sync", "weights"},
+    "trainer": {"algorithms", "cluster", "storage", "weight_sync", "weights"},
     "tuning": {"algorithms", "data", "embedded_fleet", "envs", "storage", "trainer", "weights"},
     "weight_sync": {"storage", "trainer.base", "weights"},
     "weights": {"storage"},

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-
 import torch
 
 from megatron_fleet.algorithms.corrections import correction_weights
@@ -13,18 +10,6 @@ from megatron_fleet.algorithms.loss_inputs import LossFn, LossInputs, LossResult
 from megatron_fleet.algorithms.policy_terms import POLICY_TERMS, PolicyTerm
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Algorithm
-
-NORMALISED = ("policy_loss", "kl_loss", "entropy_loss")
-"""Metric sums that contain the normaliser: each update's are a mean already. All others are divided by a count."""
-
-
-def needs_proximal(algo: Algorithm) -> bool:
-    """True when several updates of one batch need log π_old of the policy before the first of them.
-
-    Raises:
-        UserError: ``algo.loss`` is not registered.
-    """
-    return _policy_term(algo).needs_proximal
 
 
 def make_loss(algo: Algorithm) -> LossFn:
@@ -37,7 +22,7 @@ def make_loss(algo: Algorithm) -> LossFn:
     Raises:
         UserError: ``algo.loss`` is not registered.
     """
-    objective = _policy_term(algo).objective
+    objective = _policy_term(algo)
 
     def loss(x: LossInputs) -> LossResult:
         gain, sums = objective(x, algo)
@@ -94,43 +79,3 @@ def _common_sums(x: LossInputs) -> dict[str, torch.Tensor]:
         "mismatch_excess": excess.sum(),
         "mismatch_excess_squared": excess.square().sum(),
     }
-
-
-def finalize_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Metric sums over a global batch to named metrics (formulas: ``megatron_fleet.telemetry.registry``).
-
-    Losses are already normalised and only renamed; all else is a mean over trained tokens. Empty when no token was
-    trained.
-    """
-    tokens = sums.get("tokens", 0.0)
-    if not tokens:
-        return {}
-    means = {
-        "entropy": "policy/policy_entropy",
-        "nll": "policy/nll",
-        "kl": "policy/policy_kl",
-        "ratio": "policy/ratio_mean",
-        "clipped_low": "policy/ppo_clip_ratio_low",
-        "clipped_high": "policy/ppo_clip_ratio_high",
-        "clipped_dual": "policy/ppo_clip_ratio_dual",
-        "mismatch_k1": "policy/mismatch_kl_k1",
-        "mismatch_k3": "policy/mismatch_kl",
-        "correction_weight": "policy/correction_weight_mean",
-        "corrected_tokens": "policy/correction_tokens",
-    }
-    out = {name: sums[key] / tokens for key, name in means.items() if key in sums}
-    out |= {f"policy/{key}": sums[key] for key in NORMALISED if key in sums}
-    if "clipped_low" in sums:
-        out["policy/ppo_clip_ratio"] = (
-            sum(sums.get(f"clipped_{side}", 0.0) for side in ("low", "high", "dual")) / tokens
-        )
-    if "correction_weight" in sums:
-        out["policy/correction_sequences"] = sums["corrected_sequences"] / sums["sequences"]
-        squares = tokens * sums["correction_weight_squared"]
-        out["policy/correction_ess"] = sums["correction_weight"] ** 2 / squares if squares else 0.0
-    if "mismatch_excess" in sums:
-        mean = sums["mismatch_excess"] / tokens
-        out["policy/rollout_train_prob_diff_mean"] = 1.0 + mean
-        variance = sums["mismatch_excess_squared"] / tokens - mean**2
-        out["policy/rollout_train_prob_diff_std"] = math.sqrt(max(variance, 0.0))
-    return out

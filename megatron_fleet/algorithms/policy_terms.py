@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -31,17 +30,8 @@ TermResult = tuple[torch.Tensor, dict[str, torch.Tensor]]
 """J_t ``[A]`` with gradient, and named metric sums (0-d, no gradient)."""
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyTerm:
-    """A named part of the loss.
-
-    Attributes:
-        objective: J_t of a micro-batch.
-        needs_proximal: with several updates per batch it needs π_old, which costs a forward pass.
-    """
-
-    objective: Callable[[LossInputs, Algorithm], TermResult]
-    needs_proximal: bool = True
+PolicyTerm = Callable[[LossInputs, Algorithm], TermResult]
+"""A named part of the loss: J_t of a micro-batch."""
 
 
 def clip_bounds(algo: Algorithm) -> tuple[float, float]:
@@ -135,13 +125,13 @@ def sapo(x: LossInputs, algo: Algorithm) -> TermResult:
 
 
 POLICY_TERMS: dict[str, PolicyTerm] = {
-    "ppo_clip": PolicyTerm(ppo_clip),
-    "gspo": PolicyTerm(gspo),
-    "gmpo": PolicyTerm(gmpo),
-    "sapo": PolicyTerm(sapo),
-    "cispo": PolicyTerm(cispo),
-    "reinforce": PolicyTerm(reinforce, needs_proximal=False),
-    "importance_weighted": PolicyTerm(importance_weighted, needs_proximal=False),
+    "ppo_clip": ppo_clip,
+    "gspo": gspo,
+    "gmpo": gmpo,
+    "sapo": sapo,
+    "cispo": cispo,
+    "reinforce": reinforce,
+    "importance_weighted": importance_weighted,
 }
 
 

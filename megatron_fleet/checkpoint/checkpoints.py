@@ -2,30 +2,35 @@
 
 A checkpoint is a folder ``step_000010`` with a manifest of every file's size and checksum. It is written under a hidden
 name, the manifest last, and takes its real name by one rename; whatever a killed process leaves behind is hidden or
-fails its manifest, and no reader trusts it.
+fails its manifest, and no reader trusts it. The trainer writes its state and fingerprints it; the rest is the
+controller's.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from megatron_fleet.checkpoint.manifest import MANIFEST, fingerprint, list_files, read_manifest, sync_folder, write_json
+from megatron_fleet.checkpoint.manifest import MANIFEST, read_manifest, sync_folder, write_json
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.platform.communicator import Communicator, together
+from megatron_fleet.storage.fingerprint import fingerprint, list_files
+from megatron_fleet.trainer.base import Files
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 TRAINER_STATE = "trainer_state.json"
+
+Write = Callable[[Path], Awaitable[Files]]
+"""Writes files into a folder that exists; returns those that it flushed to disk and fingerprinted, as
+`trainer.base.Trainer.save_state` does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +63,14 @@ class Checkpoint:
         return Checkpoint(path, manifest["step"])
 
     def trainer_state(self) -> dict[str, Any]:
-        """What the trainer saved beside the shards."""
+        """State of the controller, saved beside the trainer's shards."""
         return json.loads((self.path / TRAINER_STATE).read_text(encoding="utf-8"))
 
 
 class Checkpoints:
-    """The checkpoints under one folder. Every method is collective over ``comm``, on a file system all ranks see."""
+    """The checkpoints under one folder, on a file system that the controller and all ranks see."""
 
-    def __init__(self, folder: Path | str, keep: int, comm: Communicator) -> None:
+    def __init__(self, folder: Path | str, keep: int) -> None:
         """Make the folder; remove what earlier, interrupted saves and removals left in it.
 
         Args:
@@ -73,37 +78,38 @@ class Checkpoints:
         """
         self._folder = Path(folder)
         self._keep = keep
-        self._comm = comm
-        self._on_rank_0(self._tidy)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for stale in self._folder.glob(".step_*"):
+            log.warning("removing %s, left by an interrupted run", stale)
+            shutil.rmtree(stale)
 
-    def save(self, step: int, write_state: Callable[[Path], None], trainer_state: dict[str, Any]) -> Checkpoint:
+    async def save(self, step: int, write_state: Write, trainer_state: dict[str, Any]) -> Checkpoint:
         """Save and commit one checkpoint, then remove the oldest ones beyond ``keep``.
 
         A step that is committed already stays as it is. Until the commit, earlier checkpoints are untouched.
 
         Args:
-            write_state: called on every rank with the folder to write shards into (``trainer_state.json`` and
-                ``manifest.json`` are taken); collectives inside are welcome.
-            trainer_state: JSON-able, rank 0's counts.
+            write_state: writes the trainer's shards (``trainer_state.json`` and ``manifest.json`` are taken).
+            trainer_state: JSON-able state of the controller.
 
         Raises:
             TypeError: ``trainer_state`` is not JSON-able; nothing was written.
-            Exception: whatever ``write_state`` raised; the other ranks raise PeerError.
+            UserError: the controller does not see what the ranks wrote.
+            Exception: whatever ``write_state`` raised.
         """
         final = self._folder / f"step_{step:06d}"
-        if self._on_rank_0(lambda: any(c.path == final for c in self._committed())):
+        if any(checkpoint.path == final for checkpoint in self._committed()):
             log.warning("%s is committed already and stays as it is", final)
             return Checkpoint(final, step)
-        # A state that cannot be saved is told before the long part of the save.
-        self._on_rank_0(lambda: json.dumps(trainer_state))
+        json.dumps(trainer_state)  # a state that cannot be saved is refused before the long part of the save
 
-        def write(partial: Path) -> None:
-            write_state(partial)
-            if self._comm.rank == 0:
-                write_json(partial / TRAINER_STATE, trainer_state)
+        async def write(partial: Path) -> Files:
+            files = await write_state(partial)
+            write_json(partial / TRAINER_STATE, trainer_state)
+            return files
 
-        save_folder(final, step, write, self._comm)
-        self._on_rank_0(self._prune)
+        await save_folder(final, step, write)
+        await asyncio.to_thread(self._prune)
         return Checkpoint(final, step)
 
     def latest(self) -> Checkpoint | None:
@@ -111,10 +117,7 @@ class Checkpoints:
 
         Damaged ones are skipped with a warning.
         """
-        return self._on_rank_0(lambda: next(iter(self._committed()), None))
-
-    def _on_rank_0(self, call: Callable[[], Any]) -> Any:
-        return on_rank_0(call, self._comm)
+        return next(iter(self._committed()), None)
 
     def _committed(self) -> list[Checkpoint]:
         """Whole checkpoints, newest first."""
@@ -127,68 +130,48 @@ class Checkpoints:
                     log.warning("skipping checkpoint %s: %s", path.name, e)
         return sorted(found, key=lambda c: c.step, reverse=True)
 
-    def _tidy(self) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        for stale in self._folder.glob(".step_*"):
-            log.warning("removing %s, left by an interrupted run", stale)
-            shutil.rmtree(stale)
-
     def _prune(self) -> None:
         for old in self._committed()[self._keep :]:
             _remove(old.path)
 
 
-def save_folder(final: Path, step: int, write: Callable[[Path], None], comm: Communicator) -> None:
+async def save_folder(final: Path, step: int, write: Write) -> None:
     """Write the folder ``final`` whole or not at all: under a hidden name, its manifest last, then one rename.
 
-    Collective over ``comm``, on a file system all ranks see. Until the rename nothing named ``final`` changes; what a
-    killed process leaves is called ``.<name>.partial``.
+    Until the rename nothing named ``final`` changes; what a killed process leaves is called ``.<name>.partial``.
 
     Args:
-        write: called on every rank with the folder to write into (``manifest.json`` is taken).
+        write: fills the folder (``manifest.json`` is taken). Files that it does not return are small: they are flushed
+            and fingerprinted here.
 
     Raises:
-        Exception: whatever ``write`` raised; the other ranks raise PeerError.
+        UserError: a file that ``write`` returned is not there in its size.
+        Exception: whatever ``write`` raised.
     """
     partial = final.with_name(f".{final.name}.partial")
     try:
-        on_rank_0(lambda: _start(partial), comm)
-        with together(comm):
-            write(partial)
-        manifest = {"format": 1, "step": step, "files": _fingerprints(partial, comm)}
-        on_rank_0(lambda: _commit(partial, final, manifest), comm)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        files = await write(partial)
+        await asyncio.to_thread(_commit, partial, final, step, files)
     except Exception:
-        if comm.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
-def on_rank_0(call: Callable[[], T], comm: Communicator) -> T:
-    """``call()`` of rank 0, on every rank; its exception too."""
-    result = None
-    with together(comm):
-        if comm.rank == 0:
-            result = call()
-    return comm.all_gather(result)[0]
-
-
-def _start(partial: Path) -> None:
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-
-
-def _fingerprints(partial: Path, comm: Communicator) -> dict[str, Any]:
-    """Size and checksum of every file, each flushed to disk; the work shared by the ranks."""
-    mine: dict[str, Any] = {}
-    with together(comm):
-        for file in list_files(partial)[comm.rank :: comm.size]:
-            mine[file.relative_to(partial).as_posix()] = fingerprint(file, flush=True)
-    merged = {name: entry for part in comm.all_gather(mine) for name, entry in part.items()}
-    return dict(sorted(merged.items()))
-
-
-def _commit(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
-    write_json(partial / MANIFEST, manifest)
+def _commit(partial: Path, final: Path, step: int, written: Files) -> None:
+    for name, entry in written.items():
+        file = partial / name
+        if not file.is_file() or file.stat().st_size != entry["bytes"]:
+            raise UserError(
+                f"{file}: a rank wrote {entry['bytes']} bytes that the controller does not see; put run.out on a file "
+                f"system that all hosts share."
+            )
+    files = dict(written)
+    for file in list_files(partial):
+        if (name := file.relative_to(partial).as_posix()) not in files:
+            files[name] = fingerprint(file, flush=True)
+    write_json(partial / MANIFEST, {"format": 1, "step": step, "files": dict(sorted(files.items()))})
     for folder in (partial, *(d for d in partial.rglob("*") if d.is_dir())):
         sync_folder(folder)
     if final.exists():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from pathlib import Path
@@ -11,20 +10,6 @@ from typing import Any
 from megatron_fleet.config.errors import UserError
 
 MANIFEST = "manifest.json"
-
-
-def list_files(folder: Path) -> list[Path]:
-    """Every file below a folder, in an order that all ranks agree on."""
-    return sorted(file for file in folder.rglob("*") if file.is_file())
-
-
-def fingerprint(file: Path, flush: bool = False) -> dict[str, Any]:
-    """``bytes`` and ``sha256`` of a file; with ``flush`` it is on disk when this returns."""
-    with file.open("rb") as f:
-        if flush:
-            os.fsync(f.fileno())
-        digest = hashlib.file_digest(f, "sha256").hexdigest()
-        return {"bytes": f.tell(), "sha256": digest}
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+
+from megatron_fleet.cluster.inventory import Host, Inventory, local_inventory
+from megatron_fleet.cluster.placement import Placement, Wanted, place
 from megatron_fleet.config.schema import Config
+
+GIB = 1 << 30
 
 
 def as_yaml(config: Config) -> str:
@@ -13,9 +20,20 @@ def as_yaml(config: Config) -> str:
 
 
 def describe(config: Config) -> str:
-    """Resolved configuration, processes and outputs of a run."""
-    blocks = [as_yaml(config).rstrip(), _section("processes", processes(config)), _section("outputs", outputs(config))]
-    return "\n\n".join(blocks)
+    """Resolved configuration, processes, their places on this host, and outputs of a run.
+
+    Raises:
+        UserError: the processes do not fit here.
+    """
+    sections = {"processes": processes(config), "placement": _placement(config), "outputs": outputs(config)}
+    return "\n\n".join([as_yaml(config).rstrip(), *(_section(title, rows) for title, rows in sections.items())])
+
+
+def _placement(config: Config) -> list[str]:
+    if config.cluster.ranks == "external":
+        return ["by the hosts that the ranks connect from: cluster.ranks=external"]
+    inventory = local_inventory(os.environ)
+    return draw(inventory, place(inventory, Wanted.of(config)))
 
 
 def processes(config: Config) -> list[str]:
@@ -30,6 +48,55 @@ def processes(config: Config) -> list[str]:
         f"episode workers: {r.workers} (up to {r.episodes_in_flight} episodes in flight together)",
         f"environment server: {server}",
     ]
+
+
+def draw(inventory: Inventory, placed: Placement) -> list[str]:
+    """A box for each host with its devices, and on each device the ranks and engines that use it."""
+    tables = [_host_rows(host, placed) for host in inventory.hosts]
+    columns = zip(*(row for table in tables for row in table), strict=True)
+    widths = [max(map(len, column)) for column in columns]
+    lines = [
+        ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+        for table in tables
+    ]
+    titles = [f"{host.name} ({host.address})" for host in inventory.hosts]
+    width = max(len(text) for text in [*titles, *(line for table in lines for line in table)])
+    drawing: list[str] = []
+    for title, table in zip(titles, lines, strict=True):
+        drawing.append(f"┌ {title} {'─' * (width - len(title))}┐")
+        drawing += [f"│ {line.ljust(width)} │" for line in table]
+        drawing.append(f"└{'─' * (width + 2)}┘")
+    sharing = (
+        "colocated: engines sleep while ranks train" if placed.colocated else "engines and ranks work side by side"
+    )
+    return [*drawing, f"{sharing}; weights by {placed.transport}"]
+
+
+def _host_rows(host: Host, placed: Placement) -> list[list[str]]:
+    """Device, its size, ranks on it, engines on it."""
+    rows = []
+    for device in host.devices:
+        ranks = [p.rank for p in placed.ranks if (p.host, p.device) == (host.name, device.index)]
+        engines = [i for i, p in enumerate(placed.engines) if p.host == host.name and device.index in p.devices]
+        size = f"{device.kind}, {device.memory_bytes / GIB:.0f} GiB"
+        rows.append([f"GPU {device.index}", size, _numbered("rank", ranks), _numbered("engine", engines)])
+    on_cpu = [p.rank for p in placed.ranks if p.host == host.name and p.device is None]
+    engines = [i for i, p in enumerate(placed.engines) if p.host == host.name and not p.devices]
+    if on_cpu or engines or not host.devices:
+        rows.append(["CPU", "", _numbered("rank", on_cpu), _numbered("engine", engines)])
+    return rows
+
+
+def _numbered(noun: str, numbers: Sequence[int]) -> str:
+    """``rank 3`` or ``ranks 0–3, 8``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    listed = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
+    return f"{noun}{'s' if len(numbers) > 1 else ''} {listed}" if numbers else ""
 
 
 def outputs(config: Config) -> list[str]:
@@ -47,7 +114,7 @@ def outputs(config: Config) -> list[str]:
         ("checkpoints/", f"the newest {c.checkpoint.keep}", True),
         ("dumps/", "updates that went wrong, for `mfleet debug replay`", c.policy.safety.max_dumps > 0),
         ("hf/", "the trained model as a Hugging Face folder", c.checkpoint.export_hf),
-        ("logs/", "what engines, environment server and ranks above 0 say", True),
+        ("logs/", "what engines, environment server and ranks say", True),
     ]
     return [c.run.out] + [f"  {name:<14} {meaning}" for name, meaning, written in rows if written]
 

@@ -1,94 +1,100 @@
-"""Start the ranks of a run on this machine, watch them, and end all of them when one ends badly.
-
-Under torchrun or srun this module is not used: there every process already is a rank.
-"""
+"""Start the ranks of a trainer as processes of this machine, say how they ended, and end all of them."""
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType
+from typing import Protocol
 
-from megatron_fleet.config.load import dump_resolved
-from megatron_fleet.config.schema import Config
+from megatron_fleet.cluster.rank_identity import rank_variables
 
-POLL_S = 0.1
-STOP_DEADLINE_S = 120.0
-"""After the user's signal: time for the ranks to finish what they must and to stop Ray and the servers."""
-FAILURE_DEADLINE_S = 15.0
-"""After one rank died: the others hang in a collective that will never complete, so waiting longer helps nobody."""
-USER_ERROR_STATUS = 2
-ECHO_STATUS = 3
-"""Exit status of a rank that only stopped because rank 0 failed."""
-STRAGGLERS_S = 1.0
-"""After a bad end: time for the services of a dead rank to tidy up behind it."""
+POLL_S = 0.05
+LAST_LINES = 2000
+"""Bytes of a rank's log that are searched for its last line."""
 _PR_SET_PDEATHSIG = 1
 
 
-def rank_command(config_file: Path) -> list[str]:
-    """The command of every rank; its environment says which one it is."""
-    return [sys.executable, "-m", "megatron_fleet.cli", "train", "--resolved", str(config_file)]
+class RankStarter(Protocol):
+    """Who starts ranks. `trainer.group` asks it for a set of ranks, and for another one when that is lost."""
+
+    async def start(self, address: str, token: str) -> None:
+        """Start all ranks; they dial ``address`` and authenticate with ``token``."""
+        ...
+
+    async def how_ended(self, rank: int) -> str:
+        """How a rank that closed its connection ended, in words."""
+        ...
+
+    def failed(self) -> str | None:
+        """How a rank ended that should be there, in words; ``None``: all are alive as far as is known."""
+        ...
+
+    async def stop(self, deadline_s: float) -> None:
+        """Wait for all ranks to end, then kill what is left. Idempotent."""
+        ...
 
 
-def launch(config: Config, command: Callable[[Path], list[str]] = rank_command) -> int:
-    """Run ``config.parallel.world_size`` ranks here and return the exit status of the run.
+class ExternalRanks:
+    """Ranks that torchrun, srun or somebody else starts, and starts again."""
 
-    Rank 0 writes to this terminal, the others to ``<out>/logs/rank_N.log``. SIGINT and SIGTERM are passed on once; a
-    second one kills. When a rank fails the others are stopped, and its status is returned (128 + signal if killed).
-    """
-    out = Path(config.run.out)
-    (out / "logs").mkdir(parents=True, exist_ok=True)
-    config_file = out / "config.json"
-    config_file.write_text(dump_resolved(config), encoding="utf-8")
-    ranks = _Ranks(out / "logs")
-    previous = {s: signal.signal(s, ranks.on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        ranks.start(command(config_file), config.parallel.world_size, config.policy.threads)
-        return ranks.wait()
-    finally:
-        ranks.close()
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    async def start(self, address: str, token: str) -> None:
+        """They dial by themselves."""
+
+    async def how_ended(self, rank: int) -> str:
+        """Nobody here knows."""
+        return f"rank {rank} closed its connection; see the output of the command that started it"
+
+    def failed(self) -> str | None:
+        """Nobody here knows."""
+        return None
+
+    async def stop(self, deadline_s: float) -> None:
+        """They end when their connection does."""
 
 
-@dataclass
-class _Ranks:
-    logs: Path
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    received: list[int] = field(default_factory=list)
+class LocalRanks:
+    """Ranks as child processes; each writes to ``<logs>/rank_N.log`` and dies with this process."""
 
-    def start(self, command: list[str], world_size: int, threads: int) -> None:
-        port = _free_port()
-        for rank in range(world_size):
-            if self.received:
-                return
-            environment = os.environ | {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(world_size),
-                "LOCAL_WORLD_SIZE": str(world_size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": str(threads),
-                "PYTHONUNBUFFERED": "1",
-            }
-            self.processes.append(self._spawn(command, rank, environment))
+    def __init__(self, world_size: int, threads: int, logs: Path, command: Sequence[str] | None = None) -> None:
+        """Args: ``threads``: CPU threads of each rank. ``command``: of a rank; its environment says which one it is."""
+        self._world_size, self._threads, self._logs = world_size, threads, logs
+        self._command = list(command or (sys.executable, "-m", "megatron_fleet.cli", "rank"))
+        self._processes: list[subprocess.Popen[bytes]] = []
 
-    def _spawn(self, command: list[str], rank: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-        # A session of its own keeps the terminal's Ctrl-C away from the rank: it hears it once, from us.
-        with ExitStack() as stack:
-            log = None if rank == 0 else stack.enter_context(open(self.log_of(rank), "ab"))
+    @property
+    def pids(self) -> list[int]:
+        """Process ids, by rank."""
+        return [process.pid for process in self._processes]
+
+    async def start(self, address: str, token: str) -> None:
+        """See `RankStarter.start`."""
+        self._logs.mkdir(parents=True, exist_ok=True)
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(tuple(rank_variables()))}
+        common = {
+            "MFLEET_WORLD_SIZE": str(self._world_size),
+            "MFLEET_LOCAL_WORLD_SIZE": str(self._world_size),
+            "MFLEET_CONTROLLER": address,
+            "MFLEET_TOKEN": token,
+            "OMP_NUM_THREADS": str(self._threads),
+            "PYTHONUNBUFFERED": "1",
+        }
+        for rank in range(self._world_size):
+            own = {"MFLEET_RANK": str(rank), "MFLEET_LOCAL_RANK": str(rank)}
+            self._processes.append(self._spawn(rank, inherited | common | own))
+
+    def _spawn(self, rank: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        with self._log_of(rank).open("ab") as log:
+            # A session of its own keeps the terminal's Ctrl-C away from the rank, and makes it a group to kill.
             return subprocess.Popen(
-                command,
+                self._command,
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -97,82 +103,55 @@ class _Ranks:
                 preexec_fn=_die_with_parent(),
             )
 
-    def log_of(self, rank: int) -> Path:
-        return self.logs / f"rank_{rank}.log"
+    async def how_ended(self, rank: int) -> str:
+        """See `RankStarter.how_ended`."""
+        deadline = time.monotonic() + 1.0  # the connection closes a moment before the process is gone
+        while (status := _status(self._processes[rank])) is None and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_S)
+        return self._in_words(rank, status)
 
-    def on_signal(self, number: int, _frame: FrameType | None) -> None:
-        # Only noted here; the loop in `wait` acts.
-        self.received.append(number)
+    def failed(self) -> str | None:
+        """See `RankStarter.failed`."""
+        for rank, process in enumerate(self._processes):
+            if (status := _status(process)) is not None:
+                return self._in_words(rank, status)
+        return None
 
-    def wait(self) -> int:
-        """Wait for all ranks; tell the reason of a bad end in one line on stderr."""
-        failed: int | None = None
-        deadline: float | None = None
-        while None in [_status(p) for p in self.processes]:
-            failed = self._failure(failed)
-            if deadline is None and self.received:
-                self._send(self.received[0])
-                deadline = time.monotonic() + STOP_DEADLINE_S
-            elif deadline is None and failed is not None:
-                deadline = time.monotonic() + FAILURE_DEADLINE_S
-                if not self._rank_0_will_tell(failed):
-                    self._send(signal.SIGTERM)
-            if len(self.received) > 1 or (deadline is not None and time.monotonic() > deadline):
-                self._send(signal.SIGKILL)
-            time.sleep(POLL_S)
-        if self.received:
-            name = "Ctrl-C" if self.received[0] == signal.SIGINT else "SIGTERM"
-            print(f"mfleet: stopped by {name}; the same command goes on from the newest checkpoint.", file=sys.stderr)
-            return 128 + self.received[0]
-        failed = self._failure(failed)
-        if failed is not None:
-            return self._explain(failed)
-        return 0
+    async def stop(self, deadline_s: float) -> None:
+        """See `RankStarter.stop`. The ranks are reaped last, so that no group's id can have passed to somebody else."""
+        deadline = time.monotonic() + deadline_s
+        while None in map(_status, self._processes) and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_S)
+        self.kill()
 
-    def _send(self, number: int) -> None:
-        for process in self.processes:
-            if _status(process) is None:
-                os.kill(process.pid, number)  # not Popen.send_signal, which may reap
-
-    def close(self) -> None:
-        """End what is left: the ranks, then what a rank started and did not end, which is all in its process group.
-
-        The ranks are reaped last, so that no group's id can have passed to somebody else.
-        """
-        self._send(signal.SIGKILL)
-        if any(_status(process) != 0 for process in self.processes):
-            time.sleep(STRAGGLERS_S)
-        for process in self.processes:
-            with suppress(ProcessLookupError):
+    def kill(self) -> None:
+        """End every rank and what it started, at once."""
+        for process in self._processes:
+            with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
+        for process in self._processes:
             process.wait()
+        self._processes = []
 
-    def _failure(self, known: int | None) -> int | None:
-        """The rank to blame: the first that failed, or rank 0 when that one's failure may be its echo."""
-        failed = [rank for rank, p in enumerate(self.processes) if _status(p) not in (None, 0)]
-        if known is None:
-            return failed[0] if failed else None
-        own_end = 0 in failed and (_status(self.processes[0]) or 0) > 0
-        return 0 if own_end and self._rank_0_will_tell(known) else known
+    def _log_of(self, rank: int) -> Path:
+        return self._logs / f"rank_{rank}.log"
 
-    def _rank_0_will_tell(self, rank: int) -> bool:
-        """Bad input is found by every rank, and a failed rank 0 sends the others away before it is through itself."""
-        return rank > 0 and _status(self.processes[rank]) in (USER_ERROR_STATUS, ECHO_STATUS)
-
-    def _explain(self, rank: int) -> int:
-        status = _status(self.processes[rank]) or 0
-        if status < 0:
+    def _in_words(self, rank: int, status: int | None) -> str:
+        if status is None:
+            how = "closed its connection"
+        elif status < 0:
             how = f"was killed by {signal.Signals(-status).name}"
         else:
             how = f"ended with status {status}"
-        if rank > 0:
-            lines = self.log_of(rank).read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            last = f" ({lines[-1].strip()})" if lines else ""
-            print(f"error: rank {rank} {how}{last}; its log is {self.log_of(rank)}.", file=sys.stderr)
-        elif status < 0:
-            print(f"error: rank 0 {how}.", file=sys.stderr)
-        # A rank 0 that ended by itself has told its reason on this terminal.
-        return 128 - status if status < 0 else status
+        last = _last_line(self._log_of(rank))
+        return f"rank {rank} {how}{f' ({last})' if last else ''}; its log is {self._log_of(rank)}"
+
+
+def _last_line(log: Path) -> str:
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - LAST_LINES))
+        lines = file.read().decode(errors="replace").strip().splitlines()
+    return lines[-1].strip() if lines else ""
 
 
 def _status(process: subprocess.Popen[bytes]) -> int | None:
@@ -186,18 +165,12 @@ def _status(process: subprocess.Popen[bytes]) -> int | None:
 
 
 def _die_with_parent() -> Callable[[], None]:
-    """For the child, before it becomes a rank: get SIGTERM when the launcher dies without a word (SIGKILL)."""
+    """For the child, before it becomes a rank: get SIGKILL when its parent dies without a word."""
     libc, parent = ctypes.CDLL(None, use_errno=True), os.getpid()
 
     def prepare() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(143)
 
     return prepare
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

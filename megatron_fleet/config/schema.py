@@ -13,6 +13,7 @@ from pydantic import Field
 from megatron_fleet.config.sections.agent import Agent
 from megatron_fleet.config.sections.algorithm import CLIP_BOUNDS, CORRECTION_BOUNDS, KL, Algorithm, Correction
 from megatron_fleet.config.sections.base import Section
+from megatron_fleet.config.sections.cluster import Cluster
 from megatron_fleet.config.sections.data import Data
 from megatron_fleet.config.sections.env import Env
 from megatron_fleet.config.sections.evaluation import Eval
@@ -36,6 +37,7 @@ __all__ = [
     "Agent",
     "Algorithm",
     "Checkpoint",
+    "Cluster",
     "Config",
     "Correction",
     "Data",
@@ -94,6 +96,7 @@ class Config(Section):
     run: Run
     model: Model
     precision: Precision = Precision()
+    cluster: Cluster = Cluster()
     parallel: Parallel = Parallel()
     policy: Policy
     algorithm: Algorithm = Algorithm()

@@ -79,7 +79,6 @@ class PromptSampler:
         self._epoch = 0
         self._position = 0
         self._order = self._shuffled(0)
-        self._newest: list[Task] = []
 
     def next(self) -> list[Task]:
         """The next ``batch`` tasks."""
@@ -91,7 +90,6 @@ class PromptSampler:
                 self._order = self._shuffled(self._epoch)
             picked.append(self._tasks[self._order[self._position]])
             self._position += 1
-        self._newest = picked
         return picked
 
     def observe(self, results: Results) -> None:
@@ -103,7 +101,7 @@ class PromptSampler:
         begun = Counter(self._tasks[i].env_key for i in self._order[: self._position])
         drawn = {env: self._epoch * size + begun[env] for env, size in sizes.items()}
         return {
-            **_realised(Counter(task.env_key for task in self._newest), drawn),
+            "mix_total": _shares(drawn),
             "weight": {env: size / len(self._tasks) for env, size in sizes.items()},
             "epoch": {env: drawn[env] / size for env, size in sizes.items()},
         }
@@ -151,15 +149,14 @@ class MixtureSampler:
         self._credit = np.zeros(len(self._shares))
         self._batches = 0
         self._wanted = dict(self._shares)
-        self._counts = dict.fromkeys(self._shares, 0)
 
     def next(self) -> list[Task]:
         """The next ``batch`` tasks, in an order that mixes the environments."""
         self._wanted = self._weights()
         shares = np.array(list(self._wanted.values()))
         counts, self._credit = quotas(shares, self._credit, self._batch, self._mixture.min_per_env)
-        self._counts = dict(zip(self._wanted, counts.tolist(), strict=True))
-        picked = [task for env, count in self._counts.items() for task in self._passes[env].take(count)]
+        quota = zip(self._wanted, counts.tolist(), strict=True)
+        picked = [task for env, count in quota for task in self._passes[env].take(count)]
         # Several updates per batch take contiguous parts of it: these shall be mixed too.
         order = np.random.default_rng([self._seed, self._batches]).permutation(len(picked))
         self._batches += 1
@@ -180,7 +177,7 @@ class MixtureSampler:
     def status(self) -> dict[str, dict[str, float]]:
         """See ``Sampler``."""
         out = {
-            **_realised(self._counts, {env: passes.drawn for env, passes in self._passes.items()}),
+            "mix_total": _shares({env: passes.drawn for env, passes in self._passes.items()}),
             "weight": dict(self._wanted),
             "epoch": {env: passes.epoch for env, passes in self._passes.items()},
         }
@@ -238,13 +235,10 @@ def _check_tasks(tasks: Sequence[Task]) -> None:
         raise UserError("data: no task is left for training; lower data.eval_fraction or give more tasks.")
 
 
-def _realised(newest: dict[str, int], drawn: dict[str, int]) -> dict[str, dict[str, float]]:
-    """Shares of the newest batch and of all batches."""
-    batch, total = max(sum(newest.values()), 1), max(sum(drawn.values()), 1)
-    return {
-        "mix": {env: newest.get(env, 0) / batch for env in drawn},
-        "mix_total": {env: count / total for env, count in drawn.items()},
-    }
+def _shares(drawn: dict[str, int]) -> dict[str, float]:
+    """Shares of all batches."""
+    total = max(sum(drawn.values()), 1)
+    return {env: count / total for env, count in drawn.items()}
 
 
 def _digest(names: Iterable[str]) -> str:

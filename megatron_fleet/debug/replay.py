@@ -2,128 +2,116 @@
 
 from __future__ import annotations
 
-import os
+import asyncio
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 
 from megatron_fleet.algorithms.datum import Datum
-from megatron_fleet.algorithms.losses import make_loss
+from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load_resolved
 from megatron_fleet.config.schema import Config, Parallel
 from megatron_fleet.debug.dumps import Dump, open_dump
-from megatron_fleet.debug.report import Found, RowFound, SequenceFound, to_json, to_text
-from megatron_fleet.loop.safety import Verdict
-from megatron_fleet.platform.communicator import TorchCommunicator
-from megatron_fleet.platform.device import device
-from megatron_fleet.trainer.base import Rows
-from megatron_fleet.trainer.megatron.faults import Faults, find_faults
-from megatron_fleet.trainer.megatron.policy import MegatronPolicy
-from megatron_fleet.trainer.row_losses import SequenceLosses
+from megatron_fleet.debug.report import Found, MicroBatchFound, SequenceFound, to_json, to_text
+from megatron_fleet.trainer.base import AdamParams, LossSpec, MicroBatchLoss, Trainer, TrainerLost
+
+OpenTrainer = Callable[[Config], AbstractAsyncContextManager[Trainer]]
+"""Opens a trainer whose weights are left to `Trainer.load_state`."""
 
 SAME_ORDER = 1e-6
 """Relative tolerance in the same layout on CPU, where the same sums are computed in the same order."""
 OTHER_ORDER = {"float32": 1e-4, "bfloat16": 5e-2}
 """Relative tolerance by `model.dtype` in another layout or on a GPU."""
 
-Place = tuple[int, int]
-"""Data-parallel rank and row, as recorded."""
-
 
 def main(folder: Path, overrides: Sequence[str], as_json: bool) -> int:
-    """Replay the dump in ``folder`` and print, on rank 0, what came out.
+    """Replay the dump in ``folder`` and print what came out.
 
-    Alone it runs in one process; under torchrun or srun in the layout of the run, unless ``overrides`` say otherwise.
+    It starts ranks on this machine: one, or those of the layout that ``overrides`` of ``parallel`` ask for.
 
     Returns:
         0 when the step was reproduced, else 1.
 
     Raises:
-        UserError: the dump cannot be read, or the layout does not fit.
+        UserError: the dump cannot be read, the layout does not fit, or a rank died.
     """
     dump = open_dump(folder)
-    recorded = load_resolved(dump.config_file)
-    # The state of a run with adapters has them alone: what they are beside comes from the model of the run.
-    model = recorded.model.path if recorded.policy.lora.rank else str(dump.model.absolute())
-    config = load_resolved(dump.config_file, [f"model.path={model}", *overrides])
-    if "RANK" not in os.environ and not any(text.startswith("parallel.") for text in overrides):
-        config = config.model_copy(update={"parallel": Parallel()})
-    found = replay(dump, config, same_layout=config.parallel == recorded.parallel)
-    if int(os.environ.get("RANK", "0")) == 0:
-        print(to_json(found) if as_json else to_text(found), flush=True)
+    outputs = Path(tempfile.mkdtemp(prefix="mfleet-replay-"))
+    try:
+        config, same_layout = _configure(dump, outputs, overrides)
+        with _elapsed():
+            found = asyncio.run(replay(dump, config, same_layout, _open_ranks))
+    except TrainerLost as error:
+        raise UserError(f"{folder}: the replay failed, {error}.") from None  # the message names a log in `outputs`
+    except BaseException:
+        shutil.rmtree(outputs)
+        raise
+    shutil.rmtree(outputs)
+    print(to_json(found) if as_json else to_text(found), flush=True)
     return 1 if found.differences() else 0
 
 
-def replay(dump: Dump, config: Config, same_layout: bool) -> Found:
-    """Load the state, run forward and backward over the rows, take the step; collective over the ranks.
+def _configure(dump: Dump, outputs: Path, overrides: Sequence[str]) -> tuple[Config, bool]:
+    """The configuration of the replay, and whether its layout is that of the run."""
+    recorded = load_resolved(dump.config_file)
+    # The state of a run with adapters has them alone: the frozen weights come from the model of the run.
+    model = recorded.model.path if recorded.policy.lora.rank else str(dump.model.absolute())
+    fixed = [f"model.path={model}", f"run.out={outputs}", "cluster.ranks=local"]
+    config = load_resolved(dump.config_file, [*fixed, *overrides])
+    if not any(text.startswith("parallel.") for text in overrides):
+        config = config.model_copy(update={"parallel": Parallel()})
+    return config, config.parallel == recorded.parallel
+
+
+def _open_ranks(config: Config) -> AbstractAsyncContextManager[Trainer]:
+    from megatron_fleet.trainer.start import open_trainer
+
+    return open_trainer(config, init="none")
+
+
+async def replay(dump: Dump, config: Config, same_layout: bool, open_trainer: OpenTrainer) -> Found:
+    """Load the state, run forward and backward over the data, and examine the gradients.
 
     Args:
         config: of the replay; its ``model.path`` needs ``config.json`` only, except with adapters.
         same_layout: it is the layout of the run.
     """
-    record, recorded_rows = dump.record, dump.rows()
-    with closing(MegatronPolicy(config, init="none")) as policy:
-        world = TorchCommunicator()
-        policy.load_state(dump.state)
-        places = deal(recorded_rows, policy.dp_size)[policy.dp_rank]
-        rows = [recorded_rows[place[0]][place[1]] if place else [] for place in places]
-        with _progress(world.rank == 0 and sys.stderr.isatty(), len(rows)) as advance:
-            losses = SequenceLosses(make_loss(config.algorithm), rows, advance)
-            report = policy.forward_backward(rows, losses)
-        seen: list[tuple[float, Faults]] = []
-
-        def inspect(norm: float) -> bool:
-            seen.append((norm, find_faults(policy.model_chunks)))
-            return record.verdict != Verdict.NOT_FINITE
-
-        policy.optim_step(record.lr, inspect)
-        mine = list(zip(places, losses.values(), losses.sequences, strict=False))
-        everywhere = {place: (loss, parts) for part in world.all_gather(mine) for place, loss, parts in part if place}
-    ((norm, faults),) = seen
-    same_order = same_layout and device().type == record.device == "cpu"
+    record, data = dump.record, dump.data()
+    async with open_trainer(config) as trainer:
+        await trainer.load_state(dump.state)
+        report = await trainer.forward_backward(data, LossSpec.of(config.algorithm, per_sequence=True))
+        # No norm is below the bound: the step is held, whatever it is.
+        step = await trainer.optim_step(AdamParams.of(config.policy.optimizer, record.lr), hold_above=-1.0)
+        seen = await trainer.examine()
+        device = trainer.info.device
+    assert report.sequence_losses is not None, "they were asked for"
+    same_order = same_layout and device == record.device == "cpu"
+    # A trainer without micro-batches has recorded none: the whole update is compared.
+    recorded = record.micro_batches or [MicroBatchLoss(list(range(len(data))), record.loss)]
     return Found(
         dump=str(dump.path),
         verdict=record.verdict,
         same_layout=same_layout,
         tolerance=SAME_ORDER if same_order else OTHER_ORDER[config.model.dtype],
         loss=(record.loss, report.loss),
-        grad_norm=(record.grad_norm, norm),
-        weights=(record.weights, faults.weights),
-        gradients=(record.gradients, faults.gradients),
-        parameters=faults.parameters,
-        rows=[_row(dump, recorded_rows, place, *everywhere[place]) for place in sorted(everywhere)],
+        grad_norm=(record.grad_norm, step.grad_norm),
+        weights=(record.weights, seen.weights),
+        gradients=(record.gradients, seen.gradients),
+        parameters=seen.parameters,
+        micro_batches=[_micro_batch(then, data, report.sequence_losses) for then in recorded],
     )
 
 
-def deal(recorded: Sequence[Rows], size: int) -> list[list[Place | None]]:
-    """Rows for ``size`` data-parallel ranks: as they were when that is their number, else one after the other.
-
-    Args:
-        recorded: the rows of each data-parallel rank of the run.
-
-    Returns:
-        For each rank places of recorded rows that hold sequences, ``None`` for an empty row; the same number on every
-        rank.
-    """
-    places = [[(rank, at) if row else None for at, row in enumerate(rows)] for rank, rows in enumerate(recorded)]
-    if size == len(recorded):
-        return places
-    flat: list[Place | None] = [place for rank in places for place in rank if place]
-    flat += [None] * (-len(flat) % size if flat else size)
-    return [flat[rank::size] for rank in range(size)]
-
-
-def _row(dump: Dump, recorded: Sequence[Rows], place: Place, loss: float, sequences: Sequence[float]) -> RowFound:
-    data_rank, row = place
-    parts = [
-        SequenceFound(len(datum), value, not_finite(datum))
-        for datum, value in zip(recorded[data_rank][row], sequences, strict=True)
-    ]
-    return RowFound(data_rank, row, dump.record.row_losses[data_rank][row], loss, parts)
+def _micro_batch(recorded: MicroBatchLoss, data: Sequence[Datum], losses: Sequence[float]) -> MicroBatchFound:
+    sequences = [SequenceFound(i, len(data[i]), losses[i], not_finite(data[i])) for i in recorded.sequences]
+    # A loss is a plain sum, and a sequence is in one micro-batch: this holds in any layout.
+    return MicroBatchFound(recorded.loss, sum(sequence.loss for sequence in sequences), sequences)
 
 
 def not_finite(datum: Datum) -> list[str]:
@@ -134,11 +122,13 @@ def not_finite(datum: Datum) -> list[str]:
 
 
 @contextmanager
-def _progress(shown: bool, rows: int) -> Iterator[Callable[[], None]]:
+def _elapsed() -> Iterator[None]:
+    """Show on a terminal that something is going on, and for how long."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("rows"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (SpinnerColumn(), TextColumn("replaying"), TimeElapsedColumn())
+    shown = sys.stderr.isatty()
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown) as bar:
-        task = bar.add_task("", total=rows)
-        yield lambda: bar.advance(task)
+        bar.add_task("", total=None)
+        yield

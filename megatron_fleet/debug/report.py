@@ -7,31 +7,30 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from megatron_fleet.debug.dumps import json_number
+from megatron_fleet.debug.record import json_number
 
-SHOWN_ROWS, SHOWN_NAMES = 24, 3
-"""A longer table has only the rows with something to tell; a longer list of names is cut."""
+SHOWN_MICRO_BATCHES, SHOWN_NAMES = 24, 3
+"""A longer table has only the micro-batches with a note; a longer list of names is cut."""
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceFound:
-    """One sequence of a row.
+    """One sequence, by its index in the data of the update.
 
     Attributes:
         fields: of its Datum, those with a value that is not finite at a trained token.
     """
 
+    index: int
     tokens: int
     loss: float
     fields: list[str]
 
 
 @dataclass(frozen=True, slots=True)
-class RowFound:
-    """One row: its loss as recorded and now."""
+class MicroBatchFound:
+    """One micro-batch of the run: its loss as recorded and now."""
 
-    data_rank: int
-    row: int
     recorded: float
     loss: float
     sequences: list[SequenceFound]
@@ -39,12 +38,11 @@ class RowFound:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a replay found, equal on every rank. Pairs are (recorded, now).
+    """Findings of a replay. Pairs are (recorded, now).
 
     Attributes:
-        tolerance: relative; losses are measured against the mean absolute loss of a row.
-        weights, gradients: names of parameters that are not finite, see `Faults`.
-        parameters: all that the model has.
+        tolerance: relative; losses are measured against the absolute losses of sequences, added up in a micro-batch.
+        weights, gradients, parameters: see `trainer.base.Examination`.
     """
 
     dump: str
@@ -56,29 +54,30 @@ class Found:
     weights: tuple[list[str], list[str]]
     gradients: tuple[list[str], list[str]]
     parameters: int
-    rows: list[RowFound]
+    micro_batches: list[MicroBatchFound]
 
-    def row_agrees(self, row: RowFound) -> bool:
-        """The loss of a row is what it was."""
-        return _agree(row.recorded, row.loss, self.tolerance * self._loss_scale())
+    def agrees(self, micro_batch: MicroBatchFound) -> bool:
+        """The loss of a micro-batch is what it was."""
+        return _agree(micro_batch.recorded, micro_batch.loss, self.tolerance * self._loss_scale())
 
     def differences(self) -> list[str]:
         """What is not as it was recorded, in words; empty when the step was reproduced."""
-        out = []
+        out, number = [], len(self.micro_batches)
         if not _agree(*self.grad_norm, self.tolerance * abs(self.grad_norm[0])):
             out.append("the gradient norm")
-        if not _agree(*self.loss, self.tolerance * self._loss_scale() * max(1, len(self.rows))):
+        if not _agree(*self.loss, self.tolerance * self._loss_scale() * max(1, number)):
             out.append("the loss")
-        if wrong := sum(not self.row_agrees(row) for row in self.rows):
-            out.append(f"the losses of {wrong} of {len(self.rows)} rows")
+        if wrong := sum(not self.agrees(micro_batch) for micro_batch in self.micro_batches):
+            out.append(f"the losses of {wrong} of {number} micro-batches")
         for name, (then, now) in (("weights", self.weights), ("gradients", self.gradients)):
             if set(then) != set(now):
                 out.append(f"which {name} are not finite")
         return out
 
     def _loss_scale(self) -> float:
-        finite = [abs(row.recorded) for row in self.rows if math.isfinite(row.recorded)]
-        return sum(finite) / len(finite) if finite else 0.0
+        """Mean over micro-batches. Losses of sequences cancel in a sum, their rounding errors do not."""
+        sums = [sum(abs(s.loss) for s in m.sequences if math.isfinite(s.loss)) for m in self.micro_batches]
+        return sum(sums) / len(sums) if sums else 0.0
 
 
 def _agree(then: float, now: float, difference: float) -> bool:
@@ -95,33 +94,35 @@ def to_json(found: Found) -> str:
 
 
 def to_text(found: Found) -> str:
-    """A table of the rows, and sentences."""
+    """A table of the micro-batches, and sentences."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"rows of {found.dump}")
-    for column in ("data rank.row", "sequences", "tokens", "loss recorded", "loss now", "note"):
+    table = Table(title=f"micro-batches of {found.dump}")
+    for column in ("sequences", "tokens", "loss recorded", "loss now", "note"):
         table.add_column(column, justify="left" if column == "note" else "right")
-    telling = [row for row in found.rows if len(found.rows) <= SHOWN_ROWS or _note(found, row)]
-    for row in telling[:SHOWN_ROWS]:
-        tokens = sum(s.tokens for s in row.sequences)
-        numbers = (f"{row.data_rank}.{row.row}", len(row.sequences), tokens, _short(row.recorded), _short(row.loss))
-        table.add_row(*map(str, numbers), _note(found, row))
+    number = len(found.micro_batches)
+    noted = [m for m in found.micro_batches if number <= SHOWN_MICRO_BATCHES or _note(found, m)]
+    for micro_batch in noted[:SHOWN_MICRO_BATCHES]:
+        names = shorten([str(s.index) for s in micro_batch.sequences])
+        tokens = sum(s.tokens for s in micro_batch.sequences)
+        numbers = (names, str(tokens), _short(micro_batch.recorded), _short(micro_batch.loss))
+        table.add_row(*numbers, _note(found, micro_batch))
     console = Console(width=120, color_system=None)
     with console.capture() as captured:
         console.print(table)
-    hidden = len(found.rows) - min(len(telling), SHOWN_ROWS)
-    lines = [captured.get().rstrip(), *([f"{hidden} more rows, in --json"] if hidden else []), *_sentences(found)]
-    return "\n".join(lines)
+    hidden = number - min(len(noted), SHOWN_MICRO_BATCHES)
+    more = [f"{hidden} more micro-batches, in --json"] if hidden else []
+    return "\n".join([captured.get().rstrip(), *more, *_sentences(found)])
 
 
-def _note(found: Found, row: RowFound) -> str:
-    parts = [] if found.row_agrees(row) else ["differs"]
-    for index, sequence in enumerate(row.sequences):
+def _note(found: Found, micro_batch: MicroBatchFound) -> str:
+    parts = [] if found.agrees(micro_batch) else ["differs"]
+    for sequence in micro_batch.sequences:
         if sequence.fields:
-            parts.append(f"sequence {index}: {', '.join(sequence.fields)} not finite")
+            parts.append(f"sequence {sequence.index}: {', '.join(sequence.fields)} not finite")
         elif not math.isfinite(sequence.loss):
-            parts.append(f"sequence {index}: loss not finite")
+            parts.append(f"sequence {sequence.index}: loss not finite")
     return "; ".join(parts)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import http.client
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Protocol
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.sections.env import Env
@@ -26,12 +29,35 @@ class Start:
         log: file that a server's output goes to.
         python: interpreter of the episode environment.
         seed: of the run.
+        environment: variables of a server's process; ``None``: those of this one.
     """
 
     env: Env
     log: Path
     python: str
     seed: int
+    environment: Mapping[str, str] | None = None
+
+
+class Server(Protocol):
+    """The environments of a run, wherever they are; blocking."""
+
+    @property
+    def url(self) -> str:
+        """Address for `make_environment`; empty without one."""
+        ...
+
+    def ended(self) -> str | None:
+        """Return why a server that the run started serves no more; ``None``: it serves, or there is none."""
+        ...
+
+    def restart(self) -> None:
+        """Start that server again, under the same address. Raises UserError."""
+        ...
+
+    def stop(self) -> None:
+        """End it. Idempotent; may be called while `restart` runs in a thread, which then fails."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +66,11 @@ class Kind:
 
     Attributes:
         open: the section ``env``, the address of the server, the episode's name → an Environment for one episode.
-        serve: starts what the run needs, gives its address (empty without one), and ends it. Raises UserError.
+        serve: starts what the run needs. Raises UserError.
     """
 
     open: Callable[[Env, str, str | None], Environment]
-    serve: Callable[[Start], AbstractContextManager[str]]
+    serve: Callable[[Start], Server]
 
 
 def make_environment(config: Env, url: str, episode: str | None = None) -> Environment:
@@ -52,27 +78,53 @@ def make_environment(config: Env, url: str, episode: str | None = None) -> Envir
     return KINDS[config.kind].open(config, url, episode)
 
 
-def serve(start: Start) -> AbstractContextManager[str]:
-    """Start the environments of a run; the context is the address for ``make_environment``. Raises UserError."""
+def serve(start: Start) -> Server:
+    """Start the environments of a run. Raises UserError."""
     return KINDS[start.env.kind].serve(start)
 
 
-@contextmanager
-def _embedded(start: Start) -> Iterator[str]:
-    fleet = EmbeddedFleet()
+def no_answer(url: str, timeout_s: float) -> str | None:
+    """Return why the server at ``url`` gives no answer; ``None`` when it answers, be it that a page does not exist."""
+    base = url.rstrip("/").replace("ws://", "http://", 1).replace("wss://", "https://", 1)
     try:
-        yield fleet.start(start.env, start.log, start.python, start.seed)
-    finally:
-        fleet.stop()
+        with urllib.request.urlopen(f"{base}/health", timeout=timeout_s):
+            return None
+    except urllib.error.HTTPError as error:
+        # A proxy answers 502 to 504 for a server that is gone.
+        return f"{url} answers {error.code} {error.reason}" if error.code >= 500 else None
+    except urllib.error.URLError as error:
+        return f"{url} is not reachable: {error.reason}"
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        return f"{url} gives no answer: {error}"
 
 
-@contextmanager
-def _elsewhere(start: Start) -> Iterator[str]:
-    yield start.env.url or ""
+@dataclass(frozen=True, slots=True)
+class _Elsewhere:
+    """Environments that somebody else serves."""
+
+    url: str
+
+    def ended(self) -> str | None:
+        return None
+
+    def restart(self) -> None:
+        return None
+
+    def stop(self) -> None:
+        return None
 
 
-@contextmanager
-def _hosted(start: Start) -> Iterator[str]:
+def _embedded(start: Start) -> Server:
+    fleet = EmbeddedFleet()
+    fleet.start(start.env, start.log, start.python, start.seed, start.environment)
+    return fleet
+
+
+def _elsewhere(start: Start) -> Server:
+    return _Elsewhere(start.env.url or "")
+
+
+def _hosted(start: Start) -> Server:
     """Fleet's control plane needs nothing started; whether the workers' interpreter can reach it is asked first."""
     command = [start.python, "-m", "megatron_fleet.envs.fleet_package"]
     command += [] if start.env.fleet.package is None else [start.env.fleet.package]
@@ -82,7 +134,7 @@ def _hosted(start: Start) -> Iterator[str]:
         raise UserError(f"The episode environment's Python could not be asked for Fleet's package: {error}") from error
     if asked.returncode:
         raise UserError(asked.stdout.strip() or asked.stderr.strip() or "Fleet's package cannot be used.")
-    yield ""
+    return _Elsewhere("")
 
 
 EMBEDDED = OpenEnv(interface="mcp", finish_tool=FINISH_TOOL)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
+import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Protocol
@@ -21,20 +21,17 @@ from megatron_fleet.telemetry.metrics import attempt_metrics
 
 SEED_STEP = 0
 """Evaluations share their sampling seeds, so that two of them differ by the weights alone."""
-STOP_TIMEOUT_S = 10.0
 
 ShowPhase = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
-"""Shows a phase of so many units; what it gives is told how many are done."""
+"""Shows a phase of so many units; what it gives is called with how many are done."""
 
 
 class Collect(Protocol):
     """Play a request, as ``RolloutService.collect`` does."""
 
-    def __call__(self, request: CollectRequest, on_progress: Callable[[Progress], None]) -> CollectResult: ...
-
-
-class _Stopped(Exception):
-    """The evaluation in the background is not wanted any more."""
+    async def __call__(
+        self, request: CollectRequest, on_progress: Callable[[Progress], None] | None
+    ) -> CollectResult: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,52 +52,51 @@ class Evaluation:
 
 
 class Evaluator:
-    """Plays the same held-out tasks again and again. One evaluation at a time; used by one thread."""
+    """Plays the same held-out tasks again and again, one evaluation at a time."""
 
     def __init__(self, config: Config, held_out: Sequence[Task], collect: Collect) -> None:
         self._config, self._collect = config, collect
         self.tasks = choose(held_out, config.eval.tasks)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="evaluation")
-        self._unwanted = threading.Event()
-        self._running: Future[Evaluation] | None = None
+        self._running: asyncio.Task[Evaluation] | None = None
 
-    def play(self, show: ShowPhase) -> Evaluation:
+    async def play(self, show: ShowPhase) -> Evaluation:
         """Evaluate the weights that the engines have."""
-        return self._play(show)
+        return await self._play(show)
 
     def start(self) -> None:
         """Do so in the background."""
         assert self._running is None, "one evaluation at a time"
-        self._running = self._thread.submit(self._play, None)
+        self._running = asyncio.create_task(self._play(None))
 
-    def finish(self) -> Evaluation:
-        """Wait for what was started. Raises whatever it raised."""
+    async def finish(self) -> Evaluation:
+        """Wait for what was started. Raises whatever it raised; cancelling stops it."""
         assert self._running is not None, "start() comes first"
         running, self._running = self._running, None
-        return running.result()
+        return await running
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Stop what runs in the background, so that nobody uses the rollout any more. Idempotent."""
-        self._unwanted.set()
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        if self._running is not None:
-            wait([self._running], STOP_TIMEOUT_S)
+        running, self._running = self._running, None
+        if running is not None:
+            running.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await running
 
-    def _play(self, show: ShowPhase | None) -> Evaluation:
+    async def _play(self, show: ShowPhase | None) -> Evaluation:
         config, started = self._config.eval, time.monotonic()
         share = config.samples / (config.samples + config.greedy)
         budget = None if config.budget_s is None else config.budget_s * share
         temperature = self._config.rollout.sampling.temperature
-        sampled = self._episodes(config.samples, temperature, budget, show)
+        sampled = await self._episodes(config.samples, temperature, budget, show)
         accounting, greedy = sampled.accounting, []
         if config.greedy:
             if config.budget_s is not None:
                 budget = max(config.budget_s - sampled.seconds, 0)  # not what engines took to start
-            result = self._episodes(1, 0.0, budget, show)
+            result = await self._episodes(1, 0.0, budget, show)
             accounting, greedy = accounting + result.accounting, result.groups
         return Evaluation(sampled.groups, greedy, accounting, time.monotonic() - started)
 
-    def _episodes(
+    async def _episodes(
         self, samples: int, temperature: float, budget_s: float | None, show: ShowPhase | None
     ) -> CollectResult:
         run = self._config.run
@@ -114,10 +110,6 @@ class Evaluator:
             budget_s=budget_s,
         )
         if show is None:
-            return self._collect(request, on_progress=self._check_wanted)
+            return await self._collect(request, None)
         with show("evaluation" if temperature else "greedy evaluation", len(self.tasks) * samples) as advance:
-            return self._collect(request, on_progress=lambda now: advance(now.done))
-
-    def _check_wanted(self, _now: Progress) -> None:
-        if self._unwanted.is_set():
-            raise _Stopped
+            return await self._collect(request, lambda now: advance(now.done))

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,8 +27,10 @@ from megatron_fleet.evaluation.store import EpisodeStore, identity
 from megatron_fleet.evaluation.terminal import show, table
 from megatron_fleet.evaluation.uploads import Uploads
 from megatron_fleet.loop import preflight
+from megatron_fleet.rollout.chat_service import ChatService
 from megatron_fleet.rollout.collection import Collection
 from megatron_fleet.rollout.requests import CollectRequest, CollectResult, Progress
+from megatron_fleet.rollout.service import RolloutService, episode_python
 from megatron_fleet.telemetry.sinks import TrajectoryLog, write_atomically
 
 Side = Literal["held-out", "all"]
@@ -84,54 +85,60 @@ def main(config: Config, checkpoint: str | None, run: Path | None, side: Side) -
     Raises:
         UserError: something the user can mend.
     """
-    from megatron_fleet.loop.driver import episode_python
-    from megatron_fleet.rollout.service import RolloutService
-
     if config.eval.endpoint.url is not None:
-        return evaluate_endpoint(config, run, side)
+        return asyncio.run(evaluate_endpoint(config, run, side))
     out = Path(config.run.out)
     if checkpoint is not None:
         path = hf_folder(newest(checkpoint), out / "model")
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(path)})})
+    return asyncio.run(evaluate_model(config, run, side))
+
+
+async def evaluate_model(config: Config, run: Path | None, side: Side) -> int:
+    """Evaluate the HF folder ``model.path``; see `main`."""
+    out = Path(config.run.out)
     preflight.check_evaluation(config)
     tasks = chosen_tasks(config, run, side)
     preflight.check_sight(config, tasks)
     store = open_store(config, fingerprint(Path(config.model.path)), tasks)
-    with ExitStack() as stack:
-        # Not before it is needed: when all episodes were played before, nothing is started.
-        service = cache(lambda: stack.enter_context(RolloutService(config, out, episode_python())))
-        evaluation = play(config, tasks, store, lambda *args: service().collect(*args))
+    async with AsyncExitStack() as stack:
+        services: list[RolloutService] = []
+
+        async def collect(*args: Any) -> CollectResult:
+            if not services:  # when all episodes were played before, nothing is started
+                services.append(await stack.enter_async_context(RolloutService(config, out, episode_python())))
+            return await services[0].collect(*args)
+
+        evaluation = await play(config, tasks, store, collect)
     finish(config, evaluation, Tokenizer(config.model.path).decode)
     return 0
 
 
-def evaluate_endpoint(config: Config, run: Path | None, side: Side) -> int:
+async def evaluate_endpoint(config: Config, run: Path | None, side: Side) -> int:
     """The same with the model behind ``eval.endpoint``: no weights, no engines, no tokens.
 
     Raises:
         UserError: as ``main``; the endpoint refuses, or stopped answering. What was played is kept.
     """
     from megatron_fleet.agents.chat_probe import probe
-    from megatron_fleet.loop.driver import episode_python
-    from megatron_fleet.rollout.chat_service import ChatService
 
     preflight.check_endpoint(config)
     endpoint, sampling = config.eval.endpoint, config.rollout.sampling
     tasks = chosen_tasks(config, run, side)
     store = open_store(config, endpoint.model_dump(exclude={"api_key_env", "max_retries"}), tasks)
     services: list[ChatService] = []
-    with ExitStack() as stack:
+    async with AsyncExitStack() as stack:
 
-        def service() -> ChatService:
+        async def collect(*args: Any) -> CollectResult:
             if not services:
                 temperatures = [sampling.temperature, *([0.0] if config.eval.greedy else [])]
                 timeout_s = config.rollout.engine.request_timeout_s
-                dialect = asyncio.run(probe(endpoint, timeout_s, temperatures, sampling.max_tokens_per_turn))
-                entered = ChatService(config, dialect, Path(config.run.out), episode_python())
-                services.append(stack.enter_context(entered))
-            return services[0]
+                dialect = await probe(endpoint, timeout_s, temperatures, sampling.max_tokens_per_turn)
+                service = ChatService(config, dialect, Path(config.run.out), episode_python())
+                services.append(await stack.enter_async_context(service))
+            return await services[0].collect(*args)
 
-        evaluation = play(config, tasks, store, lambda *args: service().collect(*args))
+        evaluation = await play(config, tasks, store, collect)
     finish(config, evaluation, decode=lambda _: "")
     if services and services[0].dead is not None:
         raise UserError(
@@ -216,7 +223,7 @@ def tasks_of(config: Config, run: Path | None, side: Side) -> list[Task]:
 
 
 def chosen_tasks(config: Config, run: Path | None, side: Side) -> list[Task]:
-    """As many of ``tasks_of`` as ``eval.tasks`` says; which is told when it is not all of them."""
+    """As many of ``tasks_of`` as ``eval.tasks`` says; prints when that is not all of them."""
     found = tasks_of(config, run, side)
     tasks = choose(found, config.eval.tasks)
     if len(tasks) < len(found):
@@ -230,12 +237,12 @@ def fingerprint(model: Path) -> dict[str, Any]:
     return {"path": str(model), "weights": {name: [s.st_size, s.st_mtime_ns] for name, s in files.items()}}
 
 
-def play(
-    config: Config, tasks: Sequence[Task], store: EpisodeStore, collect: Callable[..., CollectResult]
+async def play(
+    config: Config, tasks: Sequence[Task], store: EpisodeStore, collect: Callable[..., Awaitable[CollectResult]]
 ) -> Evaluation:
     """Play what is not in ``store`` yet, and keep it there as it ends."""
 
-    def resumed(request: CollectRequest, on_progress: Callable[[Progress], None]) -> CollectResult:
+    async def resumed(request: CollectRequest, on_progress: Callable[[Progress], None] | None) -> CollectResult:
         kind = "eval" if request.temperature else "greedy"
         played = store.played(kind, request.samples)
         request = replace(request, played=played)
@@ -250,13 +257,13 @@ def play(
             store.add(kind, trajectories)
 
         try:
-            result = collect(request, on_progress, keep)
+            result = await collect(request, on_progress, keep)
             keep([t for g in result.groups for t in g.trajectories if (t.group, t.sample) not in seen])
         finally:
             store.flush()
         return result
 
-    return Evaluator(config, tasks, resumed).play(show)
+    return await Evaluator(config, tasks, resumed).play(show)
 
 
 def finish(config: Config, evaluation: Evaluation, decode: Decode) -> None:

@@ -1,25 +1,22 @@
-"""The guarded optimizer step: what looks wrong is told, counted and kept for replay before anything is changed."""
+"""The guarded optimizer step: what looks wrong is reported, counted and kept for replay before anything is changed."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
-from megatron_fleet.debug.dumps import Dumps, Record, gather_row_losses
+from megatron_fleet.debug.dumps import Dumps
+from megatron_fleet.debug.record import Record, Verdict
 from megatron_fleet.debug.report import shorten
-from megatron_fleet.loop.safety import StepJudge, Verdict
-from megatron_fleet.platform.communicator import Communicator
-from megatron_fleet.platform.device import device
-from megatron_fleet.trainer.base import LossReport, OptimReport, Rows
-from megatron_fleet.trainer.megatron.faults import find_faults
-from megatron_fleet.trainer.megatron.policy import MegatronPolicy
-from megatron_fleet.trainer.row_losses import RowLosses
+from megatron_fleet.loop.safety import StepJudge
+from megatron_fleet.trainer.base import AdamParams, LossReport, OptimReport, Trainer, TrainerLost
 
 log = logging.getLogger(__name__)
 
@@ -29,28 +26,26 @@ class Update:
     """An optimizer step whose gradients are there: number ``part`` (from 0) of training step ``step`` (from 1).
 
     Attributes:
-        rows: this rank's.
-        losses: what `Policy.forward_backward` was given.
-        report: what it answered.
+        data: `Trainer.forward_backward` was given.
+        report: it answered.
     """
 
     step: int
     part: int
     lr: float
-    rows: Rows
-    losses: RowLosses
+    data: Sequence[Datum]
     report: LossReport
 
 
 class StepGuard:
-    """Takes optimizer steps. Every method but the properties is collective."""
+    """Takes optimizer steps."""
 
-    def __init__(self, config: Config, policy: MegatronPolicy, world: Communicator) -> None:
-        self._config, self._policy, self._world = config, policy, world
+    def __init__(self, config: Config, trainer: Trainer) -> None:
+        self._config, self._trainer = config, trainer
         safety = config.policy.safety
         self._judge = StepJudge(safety)
         self._limit = safety.max_skipped_in_a_row
-        self._dumps = Dumps(Path(config.run.out) / "dumps", safety.max_dumps, world)
+        self._dumps = Dumps(Path(config.run.out) / "dumps", safety.max_dumps)
         self._last = ""
 
     @property
@@ -75,62 +70,68 @@ class StepGuard:
         """Go on from what `state` gave."""
         self._judge.load(state)
 
-    def optim_step(self, update: Update) -> OptimReport:
-        """`Policy.optim_step`, with a look at loss and gradient norm before anything is changed."""
+    async def optim_step(self, update: Update) -> OptimReport:
+        """`Trainer.optim_step`, with a look at loss and gradient norm before anything is changed."""
+        adam, loss = AdamParams.of(self._config.policy.optimizer, update.lr), update.report.loss
+        # The bound is finite, so that the trainer holds a norm that is not: it can be examined and dumped.
+        report = await self._trainer.optim_step(adam, hold_above=self._judge.bound(loss))
         verdict = Verdict.FINE
-
-        def inspect(norm: float) -> bool:
-            nonlocal verdict
-            verdict = self._judge.judge(update.report.loss, norm)
-            if verdict is not Verdict.FINE:
-                self._examine(update, norm, verdict)
-            return verdict is not Verdict.NOT_FINITE
-
-        report = self._policy.optim_step(update.lr, inspect)
+        if report.held:
+            verdict = self._judge.judge(loss, report.grad_norm)
+            await self._examine(update, report.grad_norm, verdict)
+            if verdict is Verdict.NOT_FINITE:
+                await self._trainer.discard_gradients()
+                report = replace(report, held=False, skipped=True)
+            else:
+                report = await self._trainer.optim_step(adam)
         self._judge.record(report.grad_norm, report.skipped)
         return replace(report, spike=verdict is Verdict.SPIKE, skipped_total=self._judge.skipped)
 
-    def _examine(self, update: Update, norm: float, verdict: Verdict) -> None:
-        faults = find_faults(self._policy.model_chunks)
+    async def _examine(self, update: Update, norm: float, verdict: Verdict) -> None:
+        found = await self._trainer.examine()
         record = Record(
             step=update.step,
             part=update.part,
             verdict=verdict.value,
-            device=device().type,
+            device=self._trainer.info.device,
             lr=update.lr,
             loss=update.report.loss,
             grad_norm=norm,
             median=self._judge.median,
-            row_losses=gather_row_losses(self._policy, update.losses.values()[: len(update.rows)], self._world),
-            weights=faults.weights,
-            gradients=faults.gradients,
-            parameters=faults.parameters,
+            micro_batches=found.micro_batches,
+            weights=found.weights,
+            gradients=found.gradients,
+            parameters=found.parameters,
         )
         self._last = describe(record)
-        where = self._keep(update, record) if self._dumps.room(verdict) else ""
-        if self._world.rank == 0:
-            log.warning("step %d: %s%s", update.step, self._last, where)
+        where = await self._keep(update, record) if self._dumps.has_place(verdict) else ""
+        log.warning("step %d: %s%s", update.step, self._last, where)
 
-    def _keep(self, update: Update, record: Record) -> str:
-        """Write a dump; what became of it, in words. A dump that fails does not end the run."""
+    async def _keep(self, update: Update, record: Record) -> str:
+        """Write a dump; what became of it, in words. A dump that fails does not end the run, a lost trainer does."""
         try:
-            path = self._dumps.save(self._config, self._policy, update.rows, record)
+            path = await self._dumps.save(self._config, self._trainer.save_state, update.data, record)
+        except TrainerLost:
+            raise
         except Exception as error:
             return f" (it could not be kept for replay: {error})"
         return f"; look into it with `mfleet debug replay {path}`"
 
 
 def describe(record: Record) -> str:
-    """What is wrong with a step, in one line."""
+    """The fault of a step in one line; sequences are named by their index in the data of the update."""
     if record.verdict == Verdict.SPIKE:
         ratio = record.grad_norm / record.median
         return f"gradient norm {record.grad_norm:.3g} is {ratio:.1f} × the median of the last ones"
     parts = [f"loss {record.loss:.3g}, gradient norm {record.grad_norm:.3g}, so the update was skipped"]
     if record.weights:
         parts.append(f"weights are not finite: {shorten(record.weights)}")
-    bad = [f"{r}.{i}" for r, rank in enumerate(record.row_losses) for i, x in enumerate(rank) if not math.isfinite(x)]
-    if bad:
-        parts.append(f"the loss is not finite in rows (data rank.row) {shorten(bad)}")
+    if bad := [m for m in record.micro_batches if not math.isfinite(m.loss)]:
+        among = [str(index) for micro_batch in bad for index in micro_batch.sequences]
+        parts.append(
+            f"the loss of {len(bad)} of {len(record.micro_batches)} micro-batches is not finite, with sequences "
+            f"{shorten(among)}"
+        )
     if record.gradients:
         count = f"{len(record.gradients)} of {record.parameters}"
         parts.append(f"{count} gradients are not finite, from the output on: {shorten(record.gradients)}")

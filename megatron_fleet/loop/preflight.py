@@ -10,6 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from megatron_fleet.cluster.inventory import local_inventory
+from megatron_fleet.cluster.placement import Wanted, place
+from megatron_fleet.cluster.rank_identity import rank_identity
 from megatron_fleet.config import validate
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
@@ -23,7 +26,7 @@ def check(config: Config) -> None:
         UserError: the first problem, cheapest checks first.
     """
     validate.check(config)
-    _world_size(config)
+    _launch(config)
     _out(config)
     hf_config = _model(config)
     _layout(config, hf_config)
@@ -44,6 +47,7 @@ def check_evaluation(config: Config) -> None:
         UserError: the first problem, cheapest checks first.
     """
     validate.check(config)
+    place(local_inventory(os.environ), Wanted.of_evaluation(config))
     _out(config)
     _engine(config, _model(config))
     _renderer(config)
@@ -74,15 +78,20 @@ def check_endpoint(config: Config) -> None:
         raise UserError(f"eval.endpoint.extra_body={endpoint.extra_body} must be a JSON object.")
 
 
-def _world_size(config: Config) -> None:
-    world = os.environ.get("WORLD_SIZE")
-    if world is None or int(world) == config.parallel.world_size:
-        return
-    p = config.parallel
-    raise UserError(
-        f"{world} ranks were launched (WORLD_SIZE), but parallel.tensor × pipeline × context × data = "
-        f"{p.tensor} × {p.pipeline} × {p.context} × {p.data} = {p.world_size}; change the launch or the layout."
-    )
+def _launch(config: Config) -> None:
+    """Refuse to be several controllers, and what does not fit on this host where this host is all there is."""
+    try:
+        me = rank_identity(os.environ)
+    except UserError:
+        pass  # as it should be
+    else:
+        if me.world_size > 1:
+            raise UserError(
+                f"mfleet train was started as rank {me.rank} of {me.world_size} ({me.source}), but it is the one "
+                f"controller of a run; start it once, with cluster.ranks=external, and `mfleet rank` as the ranks."
+            )
+    if config.cluster.ranks == "local":
+        place(local_inventory(os.environ), Wanted.of(config))
 
 
 def _out(config: Config) -> None:

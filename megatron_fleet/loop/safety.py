@@ -1,28 +1,21 @@
-"""Are this loss and gradient norm to be trusted? A judgement from the norms before, the same on every rank."""
+"""Judge loss and gradient norm of an optimizer step from the norms before it."""
 
 from __future__ import annotations
 
 import math
 import statistics
+import sys
 from collections import deque
 from collections.abc import Mapping
-from enum import StrEnum
 from typing import Any
 
 from megatron_fleet.config.schema import Safety
+from megatron_fleet.debug.record import Verdict
 
 WINDOW = 32
 """Finite norms whose median is the yardstick."""
 FEWEST = 8
-"""From fewer norms no spike is told: the first steps of a run differ by nature."""
-
-
-class Verdict(StrEnum):
-    FINE = "fine"
-    SPIKE = "spike"
-    """Finite, and far above the median of the norms before it. The step is taken."""
-    NOT_FINITE = "not_finite"
-    """The step is skipped. A loss can be nan where the gradient is finite: a clamp stops it on the way back."""
+"""From fewer norms no spike is judged: the first steps of a run differ by nature."""
 
 
 class StepJudge:
@@ -43,13 +36,22 @@ class StepJudge:
         """Of the last finite norms; 0 without any."""
         return statistics.median(self._norms) if self._norms else 0.0
 
+    def bound(self, loss: float) -> float:
+        """The largest norm of a next step that is fine: finite, and negative when ``loss`` is not finite.
+
+        Norms of 0 (nothing to learn) make no yardstick.
+        """
+        if not math.isfinite(loss):
+            return -1.0
+        if self._factor is None or len(self._norms) < FEWEST or self.median == 0:
+            return sys.float_info.max
+        return min(self._factor * self.median, sys.float_info.max)
+
     def judge(self, loss: float, norm: float) -> Verdict:
-        """What the next step is, seen from those recorded. Norms of 0 (nothing to learn) make no yardstick."""
+        """Judge the next step by those recorded."""
         if not (math.isfinite(loss) and math.isfinite(norm)):
             return Verdict.NOT_FINITE
-        if self._factor is None or len(self._norms) < FEWEST or self.median == 0:
-            return Verdict.FINE
-        return Verdict.SPIKE if norm > self._factor * self.median else Verdict.FINE
+        return Verdict.SPIKE if norm > self.bound(loss) else Verdict.FINE
 
     def record(self, norm: float, skipped: bool) -> None:
         """A step is over. Spikes count too: when norms stay high, the median follows."""

@@ -1,4 +1,4 @@
-"""What ``chat_service`` and its process say to each other: pickled frames over two pipes that only they have."""
+"""Messages between ``chat_service`` and its process: pickled frames over two pipes that only they have."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_fleet.agents.trajectory import Trajectory
 from megatron_fleet.rollout.requests import CollectResult, Progress
 
 LENGTH = struct.Struct("!i")
-"""Before each frame, as ``multiprocessing.connection`` writes it for less than 2 GiB."""
+"""Before each frame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Report:
     """From the process while a collection is under way: how far it is, and what ended since the last frame."""
 
     progress: Progress
@@ -48,16 +48,27 @@ class Ended:
 class Frames:
     """Pickled values over two pipes, which only this process and its parent have."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.WriteTransport) -> None:
-        self._reader, self._writer = reader, writer
+    def __init__(
+        self, reader: asyncio.StreamReader, source: asyncio.ReadTransport, writer: asyncio.WriteTransport
+    ) -> None:
+        self._reader, self._source, self._writer = reader, source, writer
 
     @classmethod
     async def open(cls, source: int, target: int) -> Frames:
         """Over two file descriptors."""
         loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
-        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(source, "rb"))
+        reading, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(source, "rb"))
         writer, _ = await loop.connect_write_pipe(asyncio.Protocol, os.fdopen(target, "wb"))
-        return cls(reader, writer)
+        return cls(reader, reading, writer)
+
+    def end(self) -> None:
+        """Write nothing more; what was written is sent first."""
+        self._writer.close()
+
+    def close(self) -> None:
+        """Close both pipes."""
+        self._writer.close()
+        self._source.close()
 
     async def read(self) -> Any:
         """The next value; ``None`` at the end of the input."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import logging
 import os
 import time
@@ -22,13 +23,13 @@ from megatron_fleet.config.schema import Agent, Env, Rollout
 from megatron_fleet.config.sections.evaluation import Endpoint
 from megatron_fleet.envs.provision import ProvisionedEnvironment
 from megatron_fleet.rollout.budget import budget
-from megatron_fleet.rollout.chat_messages import Ended, Frames, Setup, Told
+from megatron_fleet.rollout.chat_messages import Ended, Frames, Report, Setup
 from megatron_fleet.rollout.collection import Collection
 from megatron_fleet.rollout.requests import CollectRequest, EpisodeSpec
 from megatron_fleet.rollout.worker import EpisodeRunner, episode_seed
 
-TELL_S = 0.5
-"""Between two words of a collection under way."""
+REPORT_S = 0.5
+"""Between two reports of a collection under way."""
 
 
 class ChatWorker(EpisodeRunner):
@@ -41,6 +42,7 @@ class ChatWorker(EpisodeRunner):
         env, endpoint = Env.model_validate(setup.env), Endpoint.model_validate(setup.endpoint)
         super().__init__(rollout, env, setup.env_url)
         self._rollout = rollout
+        self._numbers = itertools.count()
         self._settings = EpisodeSettings.from_config(rollout, env, Agent.model_validate(setup.agent))
         self._client = ChatClient(endpoint, rollout.engine.request_timeout_s, setup.dialect)
 
@@ -50,20 +52,19 @@ class ChatWorker(EpisodeRunner):
             spec.task, spec.group, spec.sample, environment, self._client, settings, episode_seed(spec)
         )
 
-    async def collect(self, request: CollectRequest, tell: Callable[[Told], None]) -> Ended:
-        """Play every episode of ``request``; ``tell`` hears of it now and then.
+    async def collect(self, request: CollectRequest, report: Callable[[Report], None]) -> Ended:
+        """Play every episode of ``request``; ``report`` is called twice a second.
 
         When the endpoint is dead, what is not over is given up as ``aborted``.
         """
         started = time.monotonic()
-        collection = Collection(request, self._rollout.max_retries)
-        async with budget(request.budget_s, partial(self._stop, collection)), _telling(collection, tell):
+        collection = Collection(request, self._rollout.max_retries, next(self._numbers))
+        async with budget(request.budget_s, partial(self._stop, collection)), _reporting(collection, report):
             await self._play_all(collection)
         return Ended(collection.result(time.monotonic() - started), self._client.dead)
 
     async def close(self) -> None:
-        """Stop whatever is under way."""
-        await self.abort()
+        """Close the connections; no collection is under way any more."""
         await self._client.close()
 
     async def _play_all(self, collection: Collection) -> None:
@@ -91,24 +92,24 @@ class ChatWorker(EpisodeRunner):
 
     async def _stop(self, collection: Collection, reason: str) -> None:
         collection.stop(reason)
-        await self.abort()
+        await self.abort(collection.number)
 
 
 @contextlib.asynccontextmanager
-async def _telling(collection: Collection, tell: Callable[[Told], None]) -> AsyncIterator[None]:
+async def _reporting(collection: Collection, report: Callable[[Report], None]) -> AsyncIterator[None]:
     async def again() -> None:
-        told = 0
+        reported = 0
         while True:
-            await asyncio.sleep(TELL_S)
-            ended = collection.kept(told)
-            told += len(ended)
-            tell(Told(collection.progress(), ended))
+            await asyncio.sleep(REPORT_S)
+            ended = collection.kept(reported)
+            reported += len(ended)
+            report(Report(collection.progress(), ended))
 
-    telling = asyncio.create_task(again())
+    reporting = asyncio.create_task(again())
     try:
         yield
     finally:
-        telling.cancel()
+        reporting.cancel()
 
 
 async def serve(worker: ChatWorker, frames: Frames) -> None:

@@ -22,7 +22,9 @@ class Collection:
     After ``stop`` nothing is handed out, and whatever comes back is kept as it is.
     """
 
-    def __init__(self, request: CollectRequest, max_retries: int):
+    def __init__(self, request: CollectRequest, max_retries: int, number: int = 0):
+        """Args: ``number``: `EpisodeSpec.collection`."""
+        self.number = number
         self._request = request
         self._max_retries = max_retries
         self._stopped: str | None = None
@@ -132,6 +134,7 @@ class Collection:
             temperature=request.temperature,
             seed=self._seed(group),
             trained=request.purpose == "train",
+            collection=self.number,
         )
 
     def _seed(self, group: int) -> int | None:

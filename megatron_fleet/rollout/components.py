@@ -1,4 +1,4 @@
-"""The processes under the manager: started, watched, replaced when they die.
+"""Processes of a rollout that are watched and replaced when they die: what they share, workers, environment server.
 
 Each slot owns one place (engine 0, worker 1, ...). What sits in it may change; who uses the slot need not care.
 """
@@ -7,100 +7,66 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from megatron_fleet.agents.trajectory import Trajectory
-from megatron_fleet.rollout.requests import EpisodeSpec, RolloutFailed, Weights
+from megatron_fleet.cluster.restarts import OutOfRestarts, Restarts
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.envs.registry import Server, Start, no_answer, serve
+from megatron_fleet.rollout.requests import EpisodeSpec, RolloutFailed
 
 MAX_RESTARTS = 3
-"""Of one place within ``MEMORY_S``; a component that dies more often has a cause that restarting does not mend."""
-MEMORY_S = 3600.0
-BACKOFF_S = 1.0
-"""Pause before the first restart; it doubles each time."""
+"""Of one place within `cluster.restarts.MEMORY_S`."""
 CALL_TIMEOUT_S = 30.0
 """Of a control call that does no work worth mentioning."""
-CLOSE_TIMEOUT_S = 5.0
+PROBE_TIMEOUT_S = 5.0
+"""Of asking an environment server whether it is there."""
+WATCH_INTERVAL_S = 0.25
 
 
 class ComponentLost(Exception):
-    """The process died under a call. Its place is filled again by the time this is raised."""
+    """The process died under a call."""
 
 
-class Restarts:
-    """How often a place was filled again, and the patience left."""
+class Component(ABC):
+    """One place and its restarts."""
 
-    def __init__(self, name: str, log: str):
-        self._name, self._log = name, log
-        self._recent: list[float] = []
-        self.count = 0
+    def __init__(self, name: str, log: str) -> None:
+        self.name, self.log = name, log
+        self.restarts = Restarts(name, f"Its log is {log}.", MAX_RESTARTS)
 
     async def pause(self, reason: str) -> None:
         """Wait before the next restart. Raises RolloutFailed when there were too many."""
-        print(f"{time.strftime('%F %T')} {self._name} is lost: {reason}", flush=True)
-        now = time.monotonic()
-        self._recent = [then for then in self._recent if now - then < MEMORY_S]
-        if len(self._recent) >= MAX_RESTARTS:
-            times = len(self._recent) + 1
-            raise RolloutFailed(f"{self._name} died {times} times, last: {reason}. Its log is {self._log}.")
-        await asyncio.sleep(BACKOFF_S * 2 ** len(self._recent))
-        self._recent.append(now)
-        self.count += 1
-
-    def done(self) -> None:
-        print(f"{time.strftime('%F %T')} {self._name} is back", flush=True)
-
-
-class EngineSlot:
-    """One engine replica: ``make`` creates its actor. After ``start`` the slot replaces a dead one by itself, on the
-    same address. The new one answers nothing before it has the weights last settled.
-
-    Between ``sleep`` and ``wake("kv_cache")`` the device is the trainer's: an engine that dies then is replaced when
-    the trainer has left, and takes the weights that were settled meanwhile.
-    """
-
-    def __init__(self, name: str, log: str, make: Callable[[], Any], start_timeout_s: float):
-        self.restarts = Restarts(name, log)
-        self.endpoint = ""
-        self._name, self._log = name, log
-        self._make = make
-        self._start_timeout_s = start_timeout_s
-        self._actor: Any = None
-        self._updating: Any = None
-        self._weights: Weights | None = None
-        self._version: int | None = None
-        self._settled = asyncio.Event()
-        self._settled.set()
-        self._serving = asyncio.Event()
-        self._room = asyncio.Event()
-        self._room.set()
-        self._asleep: Any = None
-        self._watching: asyncio.Task[None] | None = None
-        self._reason = ""
-
-    async def listen(self) -> None:
-        """Create the actor and learn its endpoint."""
-        port = int(self.endpoint.rsplit(":", 1)[1]) if self.endpoint else 0
-        self._actor = self._make()
-        self.endpoint = await _within(self._actor.listen.remote(port), self._start_timeout_s)
-
-    async def start(self) -> None:
-        """Load the model. Raises RolloutFailed when it cannot."""
         try:
-            await _within(self._actor.start.remote(), self._start_timeout_s)
-            await _within(self._actor.serve.remote(), CALL_TIMEOUT_S)
-        except (RayError, TimeoutError) as error:
-            raise RolloutFailed(f"{self._name} did not start: {_brief(error)}. Its log is {self._log}.") from error
-        self._serving.set()
-        self._watching = asyncio.create_task(self._watch())
+            await self.restarts.pause(reason)
+        except OutOfRestarts as error:
+            raise RolloutFailed(str(error)) from error
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End what is in the place, for good."""
+
+    def not_started(self, error: BaseException) -> RolloutFailed:
+        return RolloutFailed(f"{self.name} did not start: {brief(error)}. Its log is {self.log}.")
+
+
+class WatchedComponent(Component):
+    """A component whose task ``_watching`` waits for its end and fills its place, until that is hopeless."""
+
+    def __init__(self, name: str, log: str) -> None:
+        super().__init__(name, log)
+        self._serving = asyncio.Event()
+        self._watching: asyncio.Task[None] | None = None
 
     async def serving(self) -> None:
-        """Wait until the engine serves. Raises RolloutFailed when it was given up."""
-        assert self._watching is not None  # since `start`
+        """Wait until the component serves. Raises RolloutFailed when it was given up."""
+        if self._watching is None:
+            raise RuntimeError(f"{self.name} was not started")
         if not self._serving.is_set():
             waiting = asyncio.create_task(self._serving.wait())
             await asyncio.wait((waiting, self._watching), return_when=asyncio.FIRST_COMPLETED)  # type: ignore[type-var]
@@ -108,166 +74,19 @@ class EngineSlot:
         if self._watching.done():
             self._watching.result()
 
-    async def check(self) -> None:
-        """Learn now, not at the next look of the watcher, whether the engine still serves."""
-        actor = self._actor
-        if self._serving.is_set():
-            try:
-                if not await _within(actor.usable.remote(), CALL_TIMEOUT_S):
-                    self._serving.clear()
-            except (RayActorError, TimeoutError) as error:
-                self._lose(actor, error)
-
-    async def call(self, method: str, *args: Any, timeout_s: float) -> Any:
-        """Call the actor; when the engine is lost under the call, call the next one. For calls that bear repeating.
-
-        Raises:
-            RolloutFailed: the engine was given up.
-            RayTaskError: the call itself is wrong; the engine is well.
-        """
-        while True:
-            await self.serving()
-            actor = self._actor
-            try:
-                return await _within(getattr(actor, method).remote(*args), timeout_s)
-            except (RayActorError, TimeoutError) as error:
-                self._lose(actor, error)
-            except RayTaskError:
-                await self.check()
-                if self._serving.is_set():
-                    raise
-
-    async def update(self, method: str, *args: Any, timeout_s: float) -> None:
-        """One verb of a weight update. An engine that fails one is lost, and takes no part until ``settle``."""
-        if method == "start_update":
-            self._settled.clear()
-            self._updating = self._actor if self._serving.is_set() else None
-        actor = self._actor
-        if method != "init_weight_transfer" and self._updating is not actor:
-            return
-        try:
-            await _within(getattr(actor, method).remote(*args), timeout_s)
-            if method == "finish_update":
-                (self._version,) = args
-        except (RayError, TimeoutError) as error:
-            self._lose(actor, error)
-
-    async def settle(self, weights: Weights) -> None:
-        """From now on these are the weights of the slot; returns when the engine has them, or is to take them when it
-        comes back."""
-        self._weights = weights
-        self._settled.set()
-        while await self._there() and self._version != weights.version:
-            actor = self._actor
-            try:
-                await self._catch_up()
-            except (RayError, TimeoutError) as error:
-                self._lose(actor, error)
-
-    async def _there(self) -> bool:
-        """Wait for the engine, unless it cannot come because the trainer has its device."""
-        if not self._room.is_set():
-            return self._serving.is_set()
-        await self.serving()
-        return True
-
-    async def sleep(self, timeout_s: float) -> str | None:
-        """Make the engine leave its device, see ``EngineActor.sleep``. One that is being replaced is waited for."""
-        await self.serving()
-        self._room.clear()
-        self._asleep = self._actor
-        return await self._change(self._actor, "sleep", timeout_s=timeout_s)
-
-    async def wake(self, part: Literal["weights", "kv_cache"], timeout_s: float) -> None:
-        """Let the engine take memory; with the KV cache it has its device, and this returns when it serves."""
-        if self._asleep is self._actor and self._serving.is_set():
-            await self._change(self._actor, "wake", part, timeout_s=timeout_s)
-        if part == "kv_cache":
-            self._room.set()
-            await self.serving()
-
-    async def _change(self, actor: Any, method: str, *args: Any, timeout_s: float) -> Any:
-        """Call an engine that is lost when the call fails."""
-        try:
-            return await _within(getattr(actor, method).remote(*args), timeout_s)
-        except (RayError, TimeoutError) as error:
-            self._lose(actor, error)
-
-    async def close(self) -> None:
-        if self._watching is not None:
-            self._watching.cancel()
-        if self._actor is not None:
-            with contextlib.suppress(RayError, TimeoutError):
-                await _within(self._actor.shutdown.remote(), CLOSE_TIMEOUT_S)
-            ray.kill(self._actor)
-
-    def _lose(self, actor: Any, error: BaseException) -> None:
-        """A call failed. It may have taken so long that another engine is in the place already, which lives."""
-        if actor is not self._actor:
-            return
-        self._serving.clear()
-        self._reason = _brief(error)
-        ray.kill(self._actor)
-
-    async def _watch(self) -> None:
-        """Wait for the engine's end and fill its place, until that is hopeless."""
-        while True:
-            try:
-                reason = await self._actor.watch.remote()
-            except RayError as error:
-                reason = self._reason or _brief(error)
-            self._serving.clear()
-            await self._replace(reason)
-            self.restarts.done()
-            self._reason = ""
-            self._serving.set()
-
-    async def _replace(self, reason: str) -> None:
-        while True:
-            await self.restarts.pause(reason)
-            ray.kill(self._actor)
-            await self._room.wait()
-            try:
-                await self.listen()
-                await _within(self._actor.start.remote(), self._start_timeout_s)
-                self._version = None
-                await self._take_settled()
-                await _within(self._actor.serve.remote(), CALL_TIMEOUT_S)
-                return
-            except (RayError, TimeoutError) as error:
-                reason = _brief(error)
-
-    async def _take_settled(self) -> None:
-        """An engine comes up with the weights of the start; give it the newest. An update under way goes first: what
-        the older ones are taken from is being overwritten."""
-        while True:
-            await self._settled.wait()
-            if self._weights is None or self._weights.version == self._version:
-                return
-            await self._catch_up()
-
-    async def _catch_up(self) -> None:
-        weights = self._weights
-        assert weights is not None  # both callers have looked
-        if not weights.lasting:
-            raise RolloutFailed(
-                f"{self._name} was lost and version {weights.version} of the weights cannot be sent a second time; go "
-                f"on from the newest checkpoint. Its log is {self._log}."
-            )
-        actor = self._actor
-        steps = [(actor.init_weight_transfer, weights.init_info), (actor.start_update,)]
-        steps += [(actor.update_weights, chunk) for chunk in weights.chunks]
-        for method, *args in [*steps, (actor.finish_update, weights.version)]:
-            await _within(method.remote(*args), self._start_timeout_s)
-        self._version = weights.version
+    def _begin_to_serve(self, watch: Awaitable[None]) -> None:
+        self._serving.set()
+        self._watching = asyncio.ensure_future(watch)
 
 
-class WorkerSlot:
+class WorkerSlot(Component):
     """One EpisodeWorker."""
 
-    def __init__(self, name: str, log: str, make: Callable[[], Any], start_timeout_s: float, run_timeout_s: float):
-        self.restarts = Restarts(name, log)
-        self._name, self._log = name, log
+    def __init__(
+        self, name: str, log: str, make: Callable[[], Any], start_timeout_s: float, run_timeout_s: float
+    ) -> None:
+        """Args: ``make``: creates the actor."""
+        super().__init__(name, log)
         self._make = make
         self._start_timeout_s = start_timeout_s
         self._run_timeout_s = run_timeout_s
@@ -279,43 +98,126 @@ class WorkerSlot:
         try:
             await self._create()
         except (RayError, TimeoutError) as error:
-            raise RolloutFailed(f"{self._name} did not start: {_brief(error)}. Its log is {self._log}.") from error
-
-    async def _create(self) -> None:
-        self._actor = self._make()
-        await _within(self._actor.__ray_ready__.remote(), self._start_timeout_s)
+            raise self.not_started(error) from error
 
     async def run(self, specs: Sequence[EpisodeSpec]) -> list[Trajectory]:
-        """Play a batch. Raises ComponentLost when the worker died or hung; a new one is then in its place."""
+        """Play a batch.
+
+        Raises:
+            ComponentLost: the worker died or hung; a new one is then in its place.
+            RolloutFailed: it was given up.
+        """
         actor = self._actor
         try:
-            return await _within(actor.run.remote(list(specs)), self._run_timeout_s)
+            return await within(actor.run.remote(list(specs)), self._run_timeout_s)
         except (RayActorError, TimeoutError) as error:
-            await self._replace(actor, _brief(error))
-            raise ComponentLost(_brief(error)) from error
+            await self._replace(actor, brief(error))
+            raise ComponentLost(brief(error)) from error
 
-    async def abort(self) -> None:
-        """Stop the episodes of every batch. A worker that does not answer is replaced when its batch is due."""
+    async def abort(self, collection: int) -> None:
+        """Stop the episodes of a collection. A worker that does not answer is replaced when its batch is due."""
         with contextlib.suppress(RayError, TimeoutError):
-            await _within(self._actor.abort.remote(), CALL_TIMEOUT_S)
+            await within(self._actor.abort.remote(collection), CALL_TIMEOUT_S)
+
+    async def forget_failures(self) -> None:
+        """See `EpisodeRunner.forget_failures`. A worker that is lost has nothing to forget."""
+        if self._actor is not None:
+            with contextlib.suppress(RayError, TimeoutError):
+                await within(self._actor.forget_failures.remote(), CALL_TIMEOUT_S)
 
     async def close(self) -> None:
         if self._actor is not None:
             ray.kill(self._actor)
 
+    async def _create(self) -> None:
+        self._actor = self._make()
+        await within(self._actor.__ray_ready__.remote(), self._start_timeout_s)
+
     async def _replace(self, lost: Any, reason: str) -> None:
         async with self._replacing:
             while self._actor is lost:  # else another of its batches has seen to it
-                await self.restarts.pause(reason)
+                await self.pause(reason)
                 ray.kill(lost)
                 try:
                     await self._create()
                     self.restarts.done()
                 except (RayActorError, TimeoutError) as error:
-                    lost, reason = self._actor, _brief(error)
+                    lost, reason = self._actor, brief(error)
 
 
-async def _within(awaitable: Awaitable[Any], timeout_s: float) -> Any:
+class EnvironmentSlot(WatchedComponent):
+    """The environments of a run; a server of its own is watched and started again under the same address."""
+
+    def __init__(self, start: Start, on_return: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Args: ``on_return``: awaited when a server is back, before it is used."""
+        super().__init__("the environment server", str(start.log))
+        self._start, self._on_return = start, on_return
+        self._server: Server | None = None
+        self._reason = ""
+        self.losses = 0
+
+    async def start(self) -> str:
+        """Start what the environments need; their address. Raises UserError."""
+        self._server = await asyncio.to_thread(serve, self._start)
+        self._begin_to_serve(self._watch(self._server))
+        return self._server.url
+
+    def check(self) -> int:
+        """Learn now, not at the next look of the watcher, whether the server lives; how often it was lost."""
+        if self._server is not None and self._serving.is_set() and (reason := self._server.ended()) is not None:
+            self._serving.clear()
+            self._reason = reason
+            self.losses += 1
+        return self.losses
+
+    async def available(self) -> str | None:
+        """Return why no environment can be had now; ``None`` when a server answers, or there is none to ask.
+
+        Raises:
+            RolloutFailed: the server was given up.
+        """
+        if self._watching is not None and self._watching.done():
+            self._watching.result()
+        self.check()
+        if not self._serving.is_set():
+            return f"{self.name} is being restarted: {self._reason}"
+        if self._server is None or not self._server.url:
+            return None
+        url = self._server.url
+        try:
+            return await within(asyncio.to_thread(no_answer, url, PROBE_TIMEOUT_S), 2 * PROBE_TIMEOUT_S)
+        except TimeoutError:
+            return f"{url} gives no answer within {2 * PROBE_TIMEOUT_S:g} s"
+
+    async def close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+        if self._server is not None:
+            await asyncio.to_thread(self._server.stop)
+
+    async def _watch(self, server: Server) -> None:
+        while True:
+            await asyncio.sleep(WATCH_INTERVAL_S)
+            self.check()
+            if not self._serving.is_set():
+                await self._replace(server)
+                self.restarts.done()
+                self._serving.set()
+
+    async def _replace(self, server: Server) -> None:
+        while True:
+            await self.pause(self._reason)
+            try:
+                await asyncio.to_thread(server.restart)
+            except UserError as error:
+                self._reason = str(error)
+                continue
+            if self._on_return is not None:
+                await self._on_return()
+            return
+
+
+async def within(awaitable: Awaitable[Any], timeout_s: float) -> Any:
     """Await with a deadline. Raises TimeoutError."""
     async with asyncio.timeout(timeout_s):
         try:
@@ -324,9 +226,11 @@ async def _within(awaitable: Awaitable[Any], timeout_s: float) -> Any:
             raise TimeoutError(str(error)) from error
 
 
-def _brief(error: BaseException) -> str:
+def brief(error: BaseException) -> str:
     """One line of an error that may carry a remote traceback or a page of advice."""
     if isinstance(error, RayActorError) and "creation task" not in str(error):
         return "its process died"
+    if isinstance(error, ComponentLost):
+        return str(error)
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[-1].strip()}" if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""EngineActor: one vLLM replica behind a loopback socket, controlled over Ray.
+"""EngineActor: one vLLM replica behind a socket, controlled over Ray.
 
 Token ids go in and out over the socket (``engine_server``); Ray carries only control: start, weight updates, scoring
 and statistics. A Ray call per turn would cost more CPU than the model of a small run.
@@ -12,7 +12,7 @@ import itertools
 import json
 import os
 import platform
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,7 +26,8 @@ from megatron_fleet.rollout.engine_images import ImageRequests, find_torchvision
 from megatron_fleet.rollout.engine_server import EngineServer
 from megatron_fleet.rollout.logs import write_output_to
 from megatron_fleet.rollout.prefix_sharing import BLOCK, AttentionTiles, PrefixSharing
-from megatron_fleet.weight_sync.vllm_shm import BACKEND, DIE_WITH_PARENT
+from megatron_fleet.weight_sync.registry import engine_backend
+from megatron_fleet.weight_sync.vllm_plugin import DIE_WITH_PARENT
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -81,11 +82,12 @@ def environment(cuda: bool) -> dict[str, str]:
 
 
 class EngineActor:
-    """One replica. Methods are called by the RolloutManager only."""
+    """One replica. Methods are called by its `EngineSlot` only."""
 
-    def __init__(self, config: Config, token: str, log: Path):
+    def __init__(self, config: Config, token: str, log: Path, transport: str):
+        """Args: ``transport``: name of the one by which weights will come."""
         write_output_to(log)
-        self._config = config
+        self._config, self._transport = config, transport
         self._server = EngineServer(self._generate, token)
         self._llm: Any = None
         self._sharing: PrefixSharing | None = None
@@ -96,9 +98,9 @@ class EngineActor:
         self._asleep = False
         self._tokens = self._requests = 0
 
-    async def listen(self, port: int) -> str:
+    async def listen(self, host: str, port: int) -> str:
         """Bind the socket and return its address; requests wait until ``serve``."""
-        return await self._server.listen(port)
+        return await self._server.listen(host, port)
 
     async def start(self) -> None:
         """Load the model (seconds to minutes). Blocks this actor, and only it."""
@@ -145,7 +147,7 @@ class EngineActor:
             enable_prefix_caching=True,
             logprobs_mode="processed_logprobs",
             enable_return_routed_experts=engine.routing_replay,
-            weight_transfer_config={"backend": BACKEND if cpu else "ipc"},
+            weight_transfer_config={"backend": engine_backend(self._transport)},
             enable_sleep_mode=engine.colocated and current_platform.is_sleep_mode_available(),
             disable_log_stats=True,
         )
@@ -220,19 +222,14 @@ class EngineActor:
         outputs = await asyncio.gather(*(self._run(tokens_input(ids.tolist()), params) for ids in sequences))
         return [_prompt_logprobs(output) for output in outputs]
 
-    async def forget_prefixes(self) -> None:
-        """Empty the prefix cache, so that what follows does not depend on what was played before."""
-        await self._llm.reset_prefix_cache()
-        if self._sharing is not None:
-            self._sharing.forget()
-
-    async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
+    async def open_transport(self, init_info: Mapping[str, Any]) -> None:
+        """Give the engine's half of the transport what it needs."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         async with self._updating():
-            await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info))
+            await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(dict(init_info)))
 
-    async def start_update(self) -> None:
+    async def begin_update(self) -> None:
         """Stop scheduling and drop every cache of the old weights. Parameters do not exist until ``finish_update``."""
         async with self._updating():
             await self._llm.pause_generation(mode="keep", clear_cache=True)
@@ -240,13 +237,13 @@ class EngineActor:
                 self._sharing.forget()
             await self._llm.start_weight_update()
 
-    async def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load one chunk of tensors."""
+    async def load(self, message: Mapping[str, Any]) -> None:
+        """Load the tensors of one update message."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         async with self._updating():
             await self._check_paused()
-            await self._llm.update_weights(WeightTransferUpdateRequest(update_info))
+            await self._llm.update_weights(WeightTransferUpdateRequest(dict(message)))
 
     async def finish_update(self, version: int) -> None:
         """Complete the update, stamp everything sampled from now on with ``version``, go on."""
@@ -280,7 +277,7 @@ class EngineActor:
     async def _check_paused(self) -> None:
         """A request that runs while parameters have no values would take the engine down."""
         if not await self._llm.is_paused():
-            raise RuntimeError("a weight update without start_update")
+            raise RuntimeError("a weight update without begin_update")
 
     @contextlib.asynccontextmanager
     async def _updating(self, what: str = "its weight update") -> AsyncIterator[None]:

@@ -1,4 +1,4 @@
-"""Serves one engine's ``generate`` on a loopback TCP socket (frames: ``wire``)."""
+"""Serves one engine's ``generate`` on a TCP socket (frames: ``wire``)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ Generate = Callable[[list[int], SamplingParams, str, Sequence[PlacedImage]], Awa
 MAX_IMAGE_BYTES = 512 << 20
 """Files of pictures that an engine keeps, the ones least recently used going first."""
 HELLO_TIMEOUT_S = 5.0
-HOST = "127.0.0.1"
 
 
 class ImageStore:
@@ -61,10 +60,10 @@ class EngineServer:
         self._open = asyncio.Event()
         self._server: asyncio.Server | None = None
 
-    async def listen(self, port: int) -> str:
+    async def listen(self, host: str, port: int) -> str:
         """Bind and return ``host:port``; port 0 takes a free one. Raises OSError when the port is taken."""
-        self._server = await asyncio.start_server(self._serve, HOST, port, limit=1 << 20)
-        return f"{HOST}:{self._server.sockets[0].getsockname()[1]}"
+        self._server = await asyncio.start_server(self._serve, host, port, limit=1 << 20)
+        return f"{host}:{self._server.sockets[0].getsockname()[1]}"
 
     def open(self) -> None:
         self._open.set()

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import signal
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from megatron_fleet.cluster.rank_identity import without_rank_variables
 from megatron_fleet.rollout.janitor import MARK
 
 OBJECT_STORE_BYTES = 256 << 20
@@ -16,11 +19,6 @@ SOCKET_PATH_LIMIT = 107
 """Bytes of a unix socket's path on Linux."""
 RAY_SOCKET_SUFFIX = 75
 """Ray's own part of it: /session_<date>_<pid>/sockets/plasma_store."""
-
-_RANK_VARIABLES = (
-    "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
-    "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "MKL_NUM_THREADS",
-)  # fmt: skip
 
 
 def run_folder(run_id: str) -> Path:
@@ -34,24 +32,22 @@ def run_folder(run_id: str) -> Path:
 
 
 @contextlib.contextmanager
-def children_environment(run_id: str) -> Iterator[None]:
-    """What processes started within inherit: the run's mark, and nothing that says which trainer rank started them.
-
-    torch.distributed and vLLM would take RANK and MASTER_ADDR in a Ray worker for their own.
-    """
+def children_environment(run_id: str) -> Iterator[dict[str, str]]:
+    """The variables that processes started within inherit: the run's mark, and nothing that names a trainer rank."""
     before = dict(os.environ)
-    for name in list(os.environ):
-        if name in _RANK_VARIABLES or name.startswith(("TORCHELASTIC_", "PET_")):
-            del os.environ[name]
-    os.environ[MARK] = run_id
+    inherited = without_rank_variables(before) | {MARK: run_id}
+    _replace_environment(inherited)
     try:
-        yield
+        yield inherited
     finally:
-        for name in _RANK_VARIABLES:
-            if name in before:
-                os.environ[name] = before[name]
-        os.environ.update({name: value for name, value in before.items() if name.startswith(("TORCHELASTIC_", "PET_"))})
-        del os.environ[MARK]
+        added = {name: value for name, value in os.environ.items() if name not in inherited}
+        _replace_environment(before | added)
+
+
+def _replace_environment(variables: Mapping[str, str]) -> None:
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
+    os.environ.update(variables)
 
 
 def authenticate() -> None:
@@ -61,8 +57,14 @@ def authenticate() -> None:
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
-def start(folder: Path) -> None:
-    """Join the cluster at RAY_ADDRESS, or start one in this process's care. Call within ``children_environment``."""
+def start(folder: Path, host: str) -> None:
+    """Join the cluster at RAY_ADDRESS, or start one in this process's care. Blocks for some seconds.
+
+    Call within ``children_environment``.
+
+    Args:
+        host: address of this machine that the cluster's other machines reach.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     address = os.environ.get("RAY_ADDRESS")
     if address is None:
@@ -70,14 +72,24 @@ def start(folder: Path) -> None:
     import ray
 
     common = {"log_to_driver": False, "namespace": "megatron_fleet", "logging_level": "warning"}
-    if address is not None:
-        ray.init(address=address, **common)
-        return
-    ray.init(
-        num_cpus=1,  # all our actors take none; Ray starts as many idle workers as there are CPUs
-        include_dashboard=False,
-        object_store_memory=OBJECT_STORE_BYTES,
-        _node_ip_address="127.0.0.1",
-        _temp_dir=str(folder),
-        **common,
-    )
+    with _termination_handler_kept():
+        if address is not None:
+            ray.init(address=address, **common)
+            return
+        ray.init(
+            num_cpus=1,  # all our actors take none; Ray starts as many idle workers as there are CPUs
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            _node_ip_address=host,
+            _temp_dir=str(folder),
+            **common,
+        )
+
+
+@contextlib.contextmanager
+def _termination_handler_kept() -> Iterator[None]:
+    """Ray sets a SIGTERM handler of its own, even where its owner has one."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    if handler not in (signal.SIG_DFL, None) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from megatron_fleet.agents.trajectory import Group, Trajectory
 from megatron_fleet.data.task import Task
@@ -46,6 +46,7 @@ class EpisodeSpec:
         seed: of the run; ``None`` leaves sampling unseeded.
         attempt: 0, then +1 for each retry, which gets different seeds.
         trained: a policy may learn from it; what only training needs is not kept otherwise.
+        collection: the collection that it is of; no two of a rollout have the same number.
     """
 
     task: Task
@@ -56,6 +57,7 @@ class EpisodeSpec:
     seed: int | None = None
     attempt: int = 0
     trained: bool = True
+    collection: int = 0
 
 
 @dataclass(slots=True)
@@ -69,7 +71,7 @@ class CollectResult:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Of the collection under way: trajectories returned, wanted, and tokens sampled in the returned ones."""
+    """Of one collection: trajectories returned, wanted, and tokens sampled in the returned ones."""
 
     done: int
     total: int
@@ -84,16 +86,3 @@ class RolloutStats:
     requests: int
     engine_cpu_seconds: float
     restarts: int
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """A published version: everything an engine needs to take it again.
-
-    ``lasting``: whether what it is taken from stays as it is until the next version.
-    """
-
-    init_info: dict[str, Any]
-    chunks: list[dict[str, Any]]
-    version: int
-    lasting: bool

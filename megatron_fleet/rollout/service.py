@@ -1,232 +1,237 @@
-"""RolloutService: the driver's handle on everything that plays episodes. Synchronous."""
+"""RolloutService: the controller's handle on everything that plays episodes."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import os
 import secrets
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from megatron_fleet.agents.engine import Engine
-from megatron_fleet.agents.trajectory import Trajectory
+from megatron_fleet.cluster.inventory import Inventory, local_inventory
+from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
-from megatron_fleet.envs.registry import Start, serve
 from megatron_fleet.rollout import ray_local
 from megatron_fleet.rollout.engine_client import connect
 from megatron_fleet.rollout.janitor import MARK, Janitor
-from megatron_fleet.rollout.requests import CollectRequest, CollectResult, Progress, RolloutStats
+from megatron_fleet.rollout.requests import CollectRequest, CollectResult, RolloutStats
+from megatron_fleet.weight_sync.base import WeightReceiver
+from megatron_fleet.weight_sync.registry import choose
 
-PROGRESS_INTERVAL_S = 0.5
-CALL_TIMEOUT_S = 60.0
+if TYPE_CHECKING:
+    from megatron_fleet.cluster.placement import EnginePlace
+    from megatron_fleet.rollout.actors import Place
+    from megatron_fleet.rollout.collector import OnEpisodes, OnProgress
+    from megatron_fleet.rollout.engine_slot import Resend
+    from megatron_fleet.rollout.pool import Pool
 
 
 class RolloutService:
     """Starts Ray, the environment server, the engines and the workers; ends all of them with itself.
 
-    Use it as a context manager. Entering returns before the engines are up, so that the trainer can start meanwhile;
-    the first call that needs them waits. However the owning process ends, killed included, nothing of it stays.
+    Use it as an async context manager. Entering returns before the engines are up, so that the trainer can start
+    meanwhile; the first call that needs them waits. However the owning process ends, killed included, nothing of it
+    stays.
+
+    Attributes:
+        run_id: marks every process of this rollout (see ``janitor``).
+        engines: all engines, for a transport of weights.
+        resend: sends the present weights again to one engine that was restarted; the controller sets it. Without it a
+            restarted engine ends the run unless its transport is lasting.
     """
 
-    def __init__(self, config: Config, out: Path, episode_python: Path) -> None:
-        """Args: ``out``: logs go to ``out/logs``. ``episode_python``: interpreter of the episode environment.
+    engines: WeightReceiver
 
-        ``run_id`` marks every process of this rollout (see ``janitor``).
+    def __init__(
+        self,
+        config: Config,
+        out: Path,
+        episode_python: Path,
+        *,
+        placement: Sequence[EnginePlace] | None = None,
+        inventory: Inventory | None = None,
+        transport: str | None = None,
+    ) -> None:
+        """Prepare; nothing is started yet.
+
+        Args:
+            out: logs go to ``out/logs``.
+            episode_python: interpreter of the episode environment.
+            placement: place of each engine; ``None``: on this machine, on devices that Ray chooses.
+            inventory: the hosts of the run, this one first; ``None``: only this one.
+            transport: of weights; ``None``: that of engines on the trainer's own devices.
         """
-        self._config = config
-        self._logs = out.resolve() / "logs"
-        self._episode_python = episode_python
         self.run_id = secrets.token_hex(4)
+        self.resend: Resend | None = None
+        self._config = config
+        self._out, self._episode_python = out.resolve(), episode_python
+        self._placement, self._inventory, self._transport = placement, inventory, transport
         self._token = secrets.token_hex(32)
-        self._cleanup = contextlib.ExitStack()
-        self._manager: Any = None
-        self._starting: list[Any] = []
+        self._cleanup = contextlib.AsyncExitStack()
+        self._pool: Pool
+        self._starting: asyncio.Task[None] | None = None
 
-    def __enter__(self) -> RolloutService:
+    async def __aenter__(self) -> RolloutService:
         try:
-            self._start()
+            await self._start()
         except BaseException:
-            self.close()
+            await self._cleanup.aclose()
             raise
         return self
 
-    def __exit__(
+    async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        await self._cleanup.aclose()
 
-    def _start(self) -> None:
-        self._logs.mkdir(parents=True, exist_ok=True)
-        folder = ray_local.run_folder(self.run_id)
-        janitor = Janitor(self.run_id, folder)
-        self._cleanup.callback(janitor.close)
-        with ray_local.children_environment(self.run_id):
-            ray_local.start(folder)
-            self._cleanup.callback(_leave_ray)
-            self._cleanup.callback(janitor.look)
-            self._manager = self._make_manager()
-            self._cleanup.callback(self._close_manager)
-            engines = self._manager.start_engines.remote()
-            url = self._environment_url()
-        self._starting = [engines, self._manager.start_workers.remote(url)]
-
-    def _make_manager(self) -> Any:
-        import ray
-        import torch
-
-        from megatron_fleet.rollout.manager import Place, RolloutManager
-
-        env_vars = {MARK: self.run_id}
-        place = Place(
-            logs=self._logs,
-            episode_python=self._episode_python,
-            cuda=torch.cuda.is_available(),
-            token=self._token,
-            env_vars=env_vars,
-        )
-        options = {
-            "num_cpus": 0,
-            "max_concurrency": 64,
-            "runtime_env": {"env_vars": env_vars | {"OMP_NUM_THREADS": "1"}},
-        }
-        return ray.remote(RolloutManager).options(**options).remote(self._config, place)
-
-    def _environment_url(self) -> str:
-        config = self._config
-        start = Start(config.env, self._logs / "env.log", str(self._episode_python), config.run.seed)
-        return self._cleanup.enter_context(serve(start))
-
-    def wait_ready(self) -> None:
+    async def wait_ready(self) -> None:
         """Wait until engines and workers serve. Raises RolloutFailed when one cannot start."""
-        while self._starting:
-            self._get(self._starting[0], self._config.rollout.engine.start_timeout_s + CALL_TIMEOUT_S)
-            self._starting.pop(0)
+        if self._starting is None:
+            raise RuntimeError("the rollout was not entered")
+        await asyncio.shield(self._starting)
 
-    def collect(
-        self,
-        request: CollectRequest,
-        on_progress: Callable[[Progress], None] | None = None,
-        on_episodes: Callable[[list[Trajectory]], None] | None = None,
+    async def collect(
+        self, request: CollectRequest, on_progress: OnProgress | None = None, on_episodes: OnEpisodes | None = None
     ) -> CollectResult:
-        """Play all episodes of ``request``; ``on_progress`` hears of it about twice a second, and so does
-        ``on_episodes`` of those that ended since, as long as some are under way.
+        """Play all episodes of ``request``. A failed episode is part of the result.
+
+        Several calls may be under way: they share ``rollout.episodes_in_flight``, and what becomes free goes to the
+        earliest. Cancelling stops the call's episodes and leaves the others alone.
+
+        Args:
+            on_progress: called about twice a second, and at the end.
+            on_episodes: likewise, with the episodes that ended since.
 
         Raises:
-            RolloutFailed: an engine or a worker died too often.
+            RolloutFailed: an engine, a worker or the environment server died too often.
         """
-        import ray
+        await self.wait_ready()
+        return await self._pool.collector.collect(request, on_progress, on_episodes)
 
-        self.wait_ready()
-        pending, told = self._manager.collect.remote(request), 0
-        while not ray.wait([pending], timeout=PROGRESS_INTERVAL_S)[0]:
-            if on_progress is not None:
-                on_progress(self._get(self._manager.progress.remote()))
-            if on_episodes is not None and (fresh := self._get(self._manager.kept.remote(told))):
-                told += len(fresh)
-                on_episodes(fresh)
-        result = self._get(pending)
-        for group in result.groups:
-            for trajectory in group.trajectories:
-                trajectory.check()
-        return result
+    async def environment_available(self) -> str | None:
+        """Return why no environment can be had now; ``None`` when a server answers, or there is none to ask.
 
-    def score(self, sequences: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
+        Raises:
+            RolloutFailed: the run's own environment server was given up.
+        """
+        return await self._pool.environment.available()
+
+    async def score(self, sequences: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
         """Log-probs of ``sequences`` (int32 ``[T]``) by every engine, at temperature 1: float32 ``[T]``, first 0."""
-        self.wait_ready()
-        return self._get(self._manager.score.remote(list(sequences)), self._config.rollout.engine.request_timeout_s)
+        await self.wait_ready()
+        timeout_s = self._config.rollout.engine.request_timeout_s
+        return list(await asyncio.gather(*(engine.score(sequences, timeout_s) for engine in self._pool.engines)))
 
-    def engine(self) -> Engine:
+    async def engine(self) -> Engine:
         """The engines themselves, for requests outside any episode."""
-        self.wait_ready()
-        endpoints = self._get(self._manager.endpoints.remote())
+        await self.wait_ready()
+        endpoints = [engine.endpoint for engine in self._pool.engines]
         return connect(endpoints, self._token, self._config.rollout.engine.request_timeout_s)
 
-    def stats(self) -> RolloutStats:
-        self.wait_ready()
-        return self._get(self._manager.stats.remote())
+    async def stats(self) -> RolloutStats:
+        """What engines did and which components were replaced, since the start."""
+        await self.wait_ready()
+        pool = self._pool
+        engines = await asyncio.gather(*(engine.stats() for engine in pool.engines))
+        return RolloutStats(
+            tokens=sum(e.tokens for e in engines),
+            requests=sum(e.requests for e in engines),
+            engine_cpu_seconds=sum(e.cpu_seconds for e in engines),
+            restarts=sum(slot.restarts.count for slot in (*pool.engines, *pool.workers, pool.environment)),
+        )
 
-    def engine_processes(self) -> list[int]:
+    async def engine_processes(self) -> list[int]:
         """Pids of the engines' processes, the actors' included."""
-        self.wait_ready()
-        return self._get(self._manager.processes.remote())
+        await self.wait_ready()
+        return [pid for pids in await asyncio.gather(*(e.processes() for e in self._pool.engines)) for pid in pids]
 
-    def weight_client(self) -> WeightClient:
-        return WeightClient(self)
-
-    def sleep(self) -> str | None:
-        """All engines leave their devices and lose their weights; why one freed no memory, if so.
+    async def sleep(self) -> str | None:
+        """Make all engines leave their devices and lose their weights; why one freed no memory, if so.
 
         Raises:
             RolloutFailed: an engine was given up.
         """
-        return self.control("sleep")
+        await self.wait_ready()
+        reasons = await asyncio.gather(*(engine.sleep() for engine in self._pool.engines))
+        return next((reason for reason in reasons if reason), None)
 
-    def wake(self, part: Literal["weights", "kv_cache"]) -> None:
-        """Engines take memory for their weights, which then must be published; for the KV cache, and serve again.
+    async def wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        """Let engines take memory: first for their weights, which must then be sent; for the KV cache, and serve again.
 
         An engine that died while it slept is back, with the weights, when the second returns.
 
         Raises:
             RolloutFailed: an engine was given up.
         """
-        self.control("wake", part)
+        await self.wait_ready()
+        await asyncio.gather(*(engine.wake(part) for engine in self._pool.engines))
 
-    def control(self, method: str, *args: Any) -> Any:
-        """One verb of a weight update, or of sleeping, on all engines."""
-        self.wait_ready()
-        engine = self._config.rollout.engine
-        # Finishing may include replacing an engine that failed the update.
-        timeout_s = engine.update_timeout_s + 2 * engine.start_timeout_s
-        return self._get(getattr(self._manager, method).remote(*args), timeout_s)
+    async def _start(self) -> None:
+        logs = self._out / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        inventory = self._inventory or local_inventory(os.environ)
+        folder = ray_local.run_folder(self.run_id)
+        janitor = Janitor(self.run_id, folder)
+        self._cleanup.callback(janitor.close)
+        # No await within: other code would see variables that are not this process's own.
+        with ray_local.children_environment(self.run_id) as inherited:
+            ray_local.start(folder, inventory.hosts[0].address)
+        self._cleanup.callback(_leave_ray)
+        self._cleanup.callback(janitor.look)
+        from megatron_fleet.rollout.engine_slot import Engines
+        from megatron_fleet.rollout.pool import Pool
 
-    def close(self) -> None:
-        """End everything. Idempotent."""
-        self._cleanup.close()
+        # What a killed server leaves goes with the run's folder.
+        variables = inherited | {"TMPDIR": str(folder)}
+        self._pool = Pool(self._config, self._place(logs, inventory), variables, lambda: self.resend)
+        self.engines = Engines(self._pool.engines, self.wait_ready)
+        self._cleanup.push_async_callback(self._pool.close)
+        serving = asyncio.create_task(self._pool.environment.start())
+        self._starting = asyncio.create_task(self._pool.start(serving))
+        self._cleanup.push_async_callback(_end, self._starting, serving)
+        await asyncio.shield(serving)
 
-    def _close_manager(self) -> None:
-        import ray
+    def _place(self, logs: Path, inventory: Inventory) -> Place:
+        from megatron_fleet.rollout.actors import Place
 
-        with contextlib.suppress(ray.exceptions.RayError):
-            ray.get(self._manager.close.remote(), timeout=10)
+        cuda = any(host.devices for host in inventory.hosts)
+        device = "cuda" if cuda else "cpu"
+        return Place(
+            logs=logs,
+            episode_python=self._episode_python,
+            token=self._token,
+            env_vars={MARK: self.run_id},
+            cuda=cuda,
+            transport=self._transport or choose(device=device, same_host=True, same_devices=True),
+            host=inventory.hosts[0].address,
+            engines=self._placement,
+            inventory=inventory,
+        )
 
-    def _get(self, reference: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
-        """Wait for a call of the manager and raise what it raised."""
-        import ray
 
-        try:
-            return ray.get(reference, timeout=timeout_s)
-        except ray.exceptions.RayTaskError as error:
-            cause = error.cause
-            raise (cause if isinstance(cause, Exception) else error) from None
+def episode_python() -> Path:
+    """The interpreter of the episode environment, which set-up puts beside that of the engine environment.
 
-
-class WeightClient:
-    """vLLM's ``VLLMWeightSyncClient`` for all engines of the rollout at once.
-
-    An engine that fails during an update is replaced and given the whole update again, so that after
-    ``finish_weight_update`` either every engine has the version or RolloutFailed was raised.
+    Raises:
+        UserError: it is not there.
     """
+    python = Path(sys.prefix).parent / "episode" / "bin" / "python"
+    if not python.exists():
+        raise UserError(f"{python}: the episode environment is missing; run ./setup.sh.")
+    return python
 
-    def __init__(self, service: RolloutService) -> None:
-        self._service = service
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self._service.control("init_weight_transfer", init_info)
-
-    def start_weight_update(self) -> None:
-        self._service.control("start_update")
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        self._service.control("update_weights", update_info)
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Args: ``weight_version``: an integer as text; it is stamped on everything sampled from now on."""
-        if weight_version is None:
-            raise ValueError("a weight update needs its version")
-        self._service.control("finish_update", int(weight_version))
+async def _end(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _leave_ray() -> None:

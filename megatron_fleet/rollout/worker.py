@@ -1,6 +1,6 @@
 """Plays many episodes concurrently in one process of the episode environment. A failed episode is data.
 
-``EpisodeWorker`` is a plain async class; the RolloutManager wraps it as a Ray actor.
+``EpisodeWorker`` is a plain async class; ``rollout.actors`` wraps it as a Ray actor.
 """
 
 from __future__ import annotations
@@ -34,58 +34,69 @@ class EpisodeRunner(ABC):
     def __init__(self, rollout: Rollout, env: Env, env_url: str) -> None:
         self._env_config, self._env_url = env, env_url
         places = math.ceil(rollout.episodes_in_flight / rollout.workers)
-        provisioning = env.provisioning
-        self._provisioner = Provisioner(provisioning)
-        self._started = asyncio.Semaphore(places + provisioning.lookahead)
+        self._provisioner = Provisioner(env.provisioning)
+        self._started = asyncio.Semaphore(places + env.provisioning.lookahead)
         self._slots = asyncio.Semaphore(places)
         self._lag = LoopLag()
-        self._running: set[asyncio.Task[Trajectory]] = set()
+        self._running: dict[asyncio.Task[Trajectory], int] = {}
+        self._aborted: set[int] = set()
 
     async def run(self, batch: Sequence[EpisodeSpec]) -> list[Trajectory]:
         """Play ``batch``; one trajectory per spec, in order. Several calls share the worker's slots."""
         episodes = [asyncio.create_task(self._play(spec)) for spec in batch]
-        self._running.update(episodes)
+        for spec, episode in zip(batch, episodes, strict=True):
+            self._running[episode] = spec.collection
+            if spec.collection in self._aborted:  # Ray may deliver a batch after the order to abort it
+                episode.cancel()
         with self._lag.watching():
             try:
                 results = await asyncio.gather(*episodes, return_exceptions=True)
             finally:
-                self._running.difference_update(episodes)
+                for episode in episodes:
+                    del self._running[episode]
         lag = self._lag.quantile(0.99)
         trajectories = [_as_trajectory(spec, result) for spec, result in zip(batch, results, strict=True)]
         for trajectory in trajectories:
             trajectory.metrics["loop_lag_p99"] = lag
         return trajectories
 
-    async def abort(self) -> None:
-        """Stop every episode in flight or waiting; their ``run`` returns them as ``aborted``."""
-        episodes = list(self._running)
+    async def abort(self, collection: int) -> None:
+        """Stop every episode of ``collection``, in flight, waiting or still to come; their ``run`` returns them as
+        ``aborted``."""
+        self._aborted.add(collection)
+        episodes = [episode for episode, number in self._running.items() if number == collection]
         for episode in episodes:
             episode.cancel()
         await asyncio.gather(*episodes, return_exceptions=True)
+
+    async def forget_failures(self) -> None:
+        """Start limiters and breakers anew: the environment server that failed was replaced."""
+        self._provisioner = Provisioner(self._env_config.provisioning)
 
     async def _play(self, spec: EpisodeSpec) -> Trajectory:
         """One episode, unless its environment is in quarantine."""
         env_key = spec.task.env_key
         async with self._started:
+            provisioner = self._provisioner
             try:
-                ticket = self._provisioner.admit(env_key)
+                ticket = provisioner.admit(env_key)
             except Quarantined as refused:
                 trajectory = _not_played(spec, Outcome.ENV_FAILED, str(refused))
-                trajectory.metrics |= {"quarantined": 1.0, **self._provisioner.gauges(env_key)}
+                trajectory.metrics |= {"quarantined": 1.0, **provisioner.gauges(env_key)}
                 return trajectory
             failed = None
             try:
-                trajectory = await self._play_admitted(spec)
+                trajectory = await self._play_admitted(spec, provisioner)
                 failed = _environment_failed(trajectory)
             finally:
-                self._provisioner.ended(env_key, ticket, failed)
-        trajectory.metrics |= self._provisioner.gauges(env_key)
+                provisioner.ended(env_key, ticket, failed)
+        trajectory.metrics |= provisioner.gauges(env_key)
         return trajectory
 
-    async def _play_admitted(self, spec: EpisodeSpec) -> Trajectory:
+    async def _play_admitted(self, spec: EpisodeSpec, provisioner: Provisioner) -> Trajectory:
         """Start the environment, then wait for a place to play."""
         inner = make_environment(self._env_config, self._env_url, _name(spec))
-        environment = self._provisioner.environment(spec.task.env_key, inner)
+        environment = provisioner.environment(spec.task.env_key, inner)
         try:
             await environment.start(spec.task)
             async with self._slots:
@@ -141,7 +152,7 @@ class EpisodeWorker(EpisodeRunner):
             self._renderer,
             settings,
             episode_seed(spec),
-            session=_name(spec),
+            session=f"{spec.collection}/{_name(spec)}",  # engines keep caches by session
         )
 
 
@@ -153,7 +164,7 @@ def episode_seed(spec: EpisodeSpec) -> int | None:
 
 
 def _name(spec: EpisodeSpec) -> str:
-    """Names the episode to engines and environments; equal runs give equal names."""
+    """Names the episode to the environment, where equal runs give equal names."""
     return f"{spec.step}/{spec.group}/{spec.sample}/{spec.attempt}/{spec.task.key}"
 
 

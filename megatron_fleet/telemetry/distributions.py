@@ -23,10 +23,13 @@ DISTRIBUTIONS = {
     "distribution/episode_s": "Seconds of each episode, verification included.",
     "distribution/prompt_reward": "Mean known reward of each prompt.",
     "distribution/advantage": "Advantage of each trained row.",
+    "distribution/staleness": "Weight versions since each span of tokens was sampled.",
 }
 
 
-def distributions(groups: Sequence[Group], batch: Batch) -> dict[str, NDArray[np.float64]]:
+def distributions(
+    groups: Sequence[Group], batch: Batch, staleness: NDArray[np.int64]
+) -> dict[str, NDArray[np.float64]]:
     """Finite values by name, float64 ``[N]``, N ≥ 1; what has none is absent."""
     episodes = trajectories_of(groups)
     values = {
@@ -36,6 +39,7 @@ def distributions(groups: Sequence[Group], batch: Batch) -> dict[str, NDArray[np
         "episode_s": [t.metrics["seconds"] for t in episodes if "seconds" in t.metrics],
         "prompt_reward": [rewards.mean() for rewards in known_rewards(groups)],
         "advantage": batch.advantages,
+        "staleness": staleness,
     }
     arrays = {f"distribution/{name}": np.array(own, dtype=np.float64) for name, own in values.items()}
     return {name: finite for name, own in arrays.items() if len(finite := own[np.isfinite(own)])}

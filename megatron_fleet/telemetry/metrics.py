@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_fleet.agents.trajectory import Group
 from megatron_fleet.algorithms.batch import Batch, Fate
-from megatron_fleet.algorithms.losses import NORMALISED, finalize_metrics
+from megatron_fleet.algorithms.loss_metrics import NORMALISED, finalize_metrics
 from megatron_fleet.telemetry.episodes import (
     environment_name,
     episode_seconds,
@@ -133,8 +133,15 @@ def data_metrics(status: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 def attempt_metrics(attempts: Mapping[str, int], family: Literal["accounting", "eval/all"]) -> dict[str, float]:
     """What became of the episodes that were not collected, by the collector's counts."""
-    names = ("started", "retried", "aborted", *(("unstarted",) if family == "eval/all" else ()))
+    names = ("started", "retried", "aborted", "unstarted" if family == "eval/all" else "stale")
     return {f"{family}/attempts_{name}": attempts[name] for name in names}
+
+
+def staleness_metrics(staleness: np.ndarray) -> dict[str, float]:
+    """``rollout/staleness_*`` from weight versions ``[N]``; none without a sampled token."""
+    if not len(staleness):
+        return {}
+    return {"rollout/staleness_mean": float(staleness.mean()), "rollout/staleness_max": float(staleness.max())}
 
 
 def timing_metrics(groups: Sequence[Group], seconds: Mapping[str, float]) -> dict[str, float]:

@@ -21,10 +21,11 @@ WILDCARDS = {
         "a phase of the loop: `step`, `generate`, `compute_advantages_and_returns`, `convert_to_training_input` (the "
         "plan of packing), `policy_train` (all passes and optimizer steps), `sync_weights`, `save_checkpoints` (after "
         "the step, not part of it), `eval`, and `eval_wait` (what training waited for an overlapped evaluation); when "
-        "engines share the trainer's devices also `offload`, `onload`, `engines_sleep`, `engines_wake`; of memory: "
-        "`train`, `publish`, `roll`",
+        "engines share the trainer's devices also `offload`, `onload`, `engines_sleep`, `engines_wake`; `rollout_wait` "
+        "(what the trainer waited for episodes) and `engines_idle` (time since the last step in which no episode of "
+        "training was under way); of memory: `train`, `sync`, `roll`",
     ),
-    "{owner}": ("[a-z]+", "who holds memory: see megatron_fleet/ledger.py"),
+    "{owner}": ("[a-z]+", "who holds memory: see megatron_fleet/trainer/megatron/memory.py"),
 }
 
 
@@ -146,6 +147,7 @@ _ACCOUNTING = {
     "too_few_known": "Episodes left out because no other reward of their group is known.",
     "no_tokens": "Episodes whose reward counted for the group, but in which the policy sampled no token.",
     "trained_tokens": "Tokens with a gradient.",
+    "attempts_stale": "Episodes that were too old to be trained on (rollout.max_staleness) and were played again.",
 }
 
 _LOSS = {
@@ -249,6 +251,8 @@ METRICS: tuple[Metric, ...] = (
     *_family(("data/",), _DATA),
     *_family(("loss/",), _LOSS),
     *_family(("policy/",), _POLICY),
+    Metric("rollout/staleness_mean", "Mean over sampled spans of tokens of the weight versions since their sampling."),
+    Metric("rollout/staleness_max", "The largest of these; at most rollout.max_staleness."),
     Metric(
         "timing/loop_lag_p99",
         "99th percentile of the seconds by which a worker's event loop wakes late; the worst worker's.",
@@ -261,7 +265,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("timing/{phase}", "Wall-clock seconds of this phase."),
     Metric(
         "memory/{phase}/{owner}",
-        "GiB that the owner holds when `train`, `publish` or `roll` begins (temporary: at most during it), on the rank "
+        "GiB that the owner holds when `train`, `sync` or `roll` begins (temporary: at most during it), on the rank "
         "that holds most.",
     ),
     *_family(("eval/{env}/",), _EVAL),

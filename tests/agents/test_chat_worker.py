@@ -1,6 +1,7 @@
 """ChatWorker: whole collections against a real HTTP endpoint, with scripted environments."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -43,7 +44,7 @@ def opened(monkeypatch):
     return opened
 
 
-async def collect(server, tasks, samples=2, budget_s=None, places=3, seed=1, max_retries=2):
+def make_worker(server, places=3, max_retries=2):
     rollout = Rollout(
         prompts_per_step=1,
         samples_per_prompt=2,
@@ -54,14 +55,18 @@ async def collect(server, tasks, samples=2, budget_s=None, places=3, seed=1, max
     )
     endpoint = Endpoint(url=server.url, model=MODEL, max_retries=max_retries)
     sections = (rollout.model_dump(), Env().model_dump(), Agent().model_dump(), endpoint.model_dump())
-    worker, told = ChatWorker(Setup(*sections, Dialect(), "http://127.0.0.1:1")), []
+    return ChatWorker(Setup(*sections, Dialect(), "http://127.0.0.1:1"))
+
+
+async def collect(server, tasks, samples=2, budget_s=None, seed=1, **limits):
+    worker, reports = make_worker(server, **limits), []
     tasks = [Task(f"{key}-{i}", TASK.prompt, "desk", "") for i, key in enumerate(tasks)]
     try:
         request = CollectRequest(0, tasks, samples, 0.7, "eval", seed, budget_s)
-        ended = await worker.collect(request, told.append)
+        ended = await worker.collect(request, reports.append)
     finally:
         await worker.close()
-    return ended, told
+    return ended, reports
 
 
 def most_open(opened):
@@ -115,10 +120,29 @@ async def test_a_budget_cuts_off_what_is_open_and_is_no_death(opened):
         return ANSWER
 
     with serving(ChatServer(speak)) as server:
-        ended, told = await collect(server, ["a"] * 6, budget_s=1.2, places=2)
+        ended, reports = await collect(server, ["a"] * 6, budget_s=1.2, places=2)
         hang.set()
     outcomes = [t.outcome for t in trajectories(ended)]
     assert ended.dead is None and Outcome.COMPLETED in outcomes and Outcome.ABORTED in outcomes
     assert "budget of 1.2 s" in next(t.reward_reason for t in trajectories(ended) if t.reward is None)
-    assert told and sum(len(frame.ended) for frame in told) <= len(outcomes)
-    assert told[-1].progress.total == 12 and all(env.closed == 1 for env in opened)
+    assert reports and sum(len(report.ended) for report in reports) <= len(outcomes)
+    assert reports[-1].progress.total == 12 and all(env.closed == 1 for env in opened)
+
+
+async def test_what_a_budget_cut_off_does_not_stop_the_next_collection(opened):
+    hang = threading.Event()
+
+    def speak(number, body):
+        if number == 0:
+            hang.wait(1.0)
+        return ANSWER
+
+    with serving(ChatServer(speak)) as server:
+        worker = make_worker(server)
+        request = CollectRequest(0, [Task("a", TASK.prompt, "desk", "")], 2, 0.7, "eval", 1, 0.3)
+        first = await worker.collect(replace(request, samples=1), lambda report: None)
+        second = await worker.collect(replace(request, budget_s=None), lambda report: None)
+        await worker.close()
+        hang.set()
+    assert [t.outcome for t in trajectories(first)] == [Outcome.ABORTED]
+    assert [t.outcome for t in trajectories(second)] == [Outcome.COMPLETED] * 2

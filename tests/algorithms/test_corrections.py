@@ -9,7 +9,8 @@ torch = pytest.importorskip("torch")
 from loss_fixtures import Sample, gradients, normalisers, pack, samples  # noqa: E402
 
 from megatron_fleet.algorithms.corrections import CORRECTIONS, correction_weights  # noqa: E402
-from megatron_fleet.algorithms.losses import finalize_metrics, make_loss  # noqa: E402
+from megatron_fleet.algorithms.loss_metrics import finalize_metrics  # noqa: E402
+from megatron_fleet.algorithms.losses import make_loss  # noqa: E402
 from megatron_fleet.config.schema import CORRECTION_BOUNDS, Algorithm, Correction  # noqa: E402
 
 

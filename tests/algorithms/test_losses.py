@@ -7,7 +7,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from megatron_fleet.algorithms.losses import LossInputs, finalize_metrics, make_loss, sft_loss  # noqa: E402
+from megatron_fleet.algorithms.loss_metrics import finalize_metrics  # noqa: E402
+from megatron_fleet.algorithms.losses import LossInputs, make_loss, sft_loss  # noqa: E402
 from megatron_fleet.config.schema import Algorithm  # noqa: E402
 
 N = 64

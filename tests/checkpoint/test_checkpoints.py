@@ -1,4 +1,4 @@
-"""Checkpoints exist whole or not at all: commits, kills in the middle, damage, retention, several ranks."""
+"""Checkpoints exist whole or not at all: commits, kills in the middle, damage, retention, what the trainer wrote."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("torch")
+from fake_trainer import FakeTrainer
 
 from megatron_fleet.checkpoint.checkpoints import Checkpoint, Checkpoints
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.platform.communicator import Alone, PeerError
+from megatron_fleet.storage.fingerprint import fingerprint, list_files
+from megatron_fleet.trainer.base import Files, TrainerLost
 
 
 def writer(content: bytes = b"weights"):
-    def write_state(path: Path) -> None:
+    async def write_state(path: Path) -> Files:
         (path / "policy" / "shards").mkdir(parents=True, exist_ok=True)
         (path / "policy" / "shards" / "0.distcp").write_bytes(content)
         (path / "policy" / ".metadata").write_text("hidden, as torch.distributed names it")
+        return {file.relative_to(path).as_posix(): fingerprint(file) for file in list_files(path)}
 
     return write_state
 
@@ -35,13 +35,13 @@ def names(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.iterdir())
 
 
-def test_a_saved_checkpoint_is_found_and_read_back(tmp_path):
-    store = Checkpoints(tmp_path / "ck", keep=2, comm=Alone())
+async def test_a_saved_checkpoint_is_found_and_read_back(tmp_path):
+    store = Checkpoints(tmp_path / "ck", keep=2)
     assert store.latest() is None
     state = {"step": 3, "cursor": [1, 2], "lr": 0.1}
-    saved = store.save(3, writer(), state)
+    saved = await store.save(3, writer(), state)
     assert names(tmp_path / "ck") == ["step_000003"]
-    found = Checkpoints(tmp_path / "ck", keep=2, comm=Alone()).latest()
+    found = Checkpoints(tmp_path / "ck", keep=2).latest()
     assert found == saved == Checkpoint.open(saved.path, checksums=True)
     assert found.trainer_state() == state
     manifest = json.loads((saved.path / "manifest.json").read_text())
@@ -49,47 +49,47 @@ def test_a_saved_checkpoint_is_found_and_read_back(tmp_path):
     assert manifest["files"]["policy/shards/0.distcp"]["bytes"] == 7
 
 
-def test_old_checkpoints_go_after_the_new_one_stands(tmp_path):
-    store = Checkpoints(tmp_path, keep=2, comm=Alone())
+async def test_old_checkpoints_go_after_the_new_one_stands(tmp_path):
+    store = Checkpoints(tmp_path, keep=2)
     for step in (1, 2, 3):
-        store.save(step, writer(), {})
+        await store.save(step, writer(), {})
     assert names(tmp_path) == ["step_000002", "step_000003"]
 
-    def failing(path: Path) -> None:
-        writer()(path)
+    async def failing(path: Path) -> Files:
+        await writer()(path)
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        store.save(4, failing, {})
+        await store.save(4, failing, {})
     assert names(tmp_path) == ["step_000002", "step_000003"]
 
 
-def test_damaged_checkpoints_do_not_count_as_kept(tmp_path):
-    store = Checkpoints(tmp_path, keep=1, comm=Alone())
-    store.save(1, writer(), {})
+async def test_damaged_checkpoints_do_not_count_as_kept(tmp_path):
+    store = Checkpoints(tmp_path, keep=1)
+    await store.save(1, writer(), {})
     (tmp_path / "step_000009").mkdir()
-    store.save(2, writer(), {})
+    await store.save(2, writer(), {})
     assert names(tmp_path) == ["step_000002", "step_000009"]
 
 
-def test_a_committed_step_is_not_written_twice(tmp_path):
-    store = Checkpoints(tmp_path, keep=2, comm=Alone())
-    store.save(1, writer(b"first"), {"n": 1})
-    again = store.save(1, writer(b"second"), {"n": 2})
+async def test_a_committed_step_is_not_written_twice(tmp_path):
+    store = Checkpoints(tmp_path, keep=2)
+    await store.save(1, writer(b"first"), {"n": 1})
+    again = await store.save(1, writer(b"second"), {"n": 2})
     assert again.trainer_state() == {"n": 1}
     assert (again.path / "policy/shards/0.distcp").read_bytes() == b"first"
 
 
-def test_a_damaged_step_is_written_anew(tmp_path):
-    store = Checkpoints(tmp_path, keep=2, comm=Alone())
-    (store.save(1, writer(b"first"), {}).path / "policy/shards/0.distcp").unlink()
-    assert Checkpoint.open(store.save(1, writer(b"second"), {}).path, checksums=True).step == 1
+async def test_a_damaged_step_is_written_anew(tmp_path):
+    store = Checkpoints(tmp_path, keep=2)
+    ((await store.save(1, writer(b"first"), {})).path / "policy/shards/0.distcp").unlink()
+    assert Checkpoint.open((await store.save(1, writer(b"second"), {})).path, checksums=True).step == 1
 
 
-def test_state_that_is_no_json_is_told_before_anything_is_written(tmp_path):
-    store = Checkpoints(tmp_path, keep=2, comm=Alone())
+async def test_state_that_is_no_json_is_told_before_anything_is_written(tmp_path):
+    store = Checkpoints(tmp_path, keep=2)
     with pytest.raises(TypeError):
-        store.save(1, lambda path: pytest.fail("written"), {"rng": object()})
+        await store.save(1, lambda path: pytest.fail("written"), {"rng": object()})
     assert names(tmp_path) == []
 
 
@@ -127,10 +127,10 @@ CASES = ["missing file", "truncated file", "no manifest", "torn manifest", "othe
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_damaged_checkpoint_is_explained_and_skipped(tmp_path, caplog, case):
-    store = Checkpoints(tmp_path, keep=2, comm=Alone())
-    good = store.save(1, writer(), {})
-    bad = store.save(2, writer(), {})
+async def test_a_damaged_checkpoint_is_explained_and_skipped(tmp_path, caplog, case):
+    store = Checkpoints(tmp_path, keep=2)
+    good = await store.save(1, writer(), {})
+    bad = await store.save(2, writer(), {})
     words = damage(case, bad.path)
     with pytest.raises(UserError) as e:
         Checkpoint.open(bad.path)
@@ -140,8 +140,8 @@ def test_a_damaged_checkpoint_is_explained_and_skipped(tmp_path, caplog, case):
     assert "skipping checkpoint step_000002" in caplog.text
 
 
-def test_flipped_bits_are_found_by_checksum(tmp_path):
-    saved = Checkpoints(tmp_path, keep=2, comm=Alone()).save(1, writer(), {})
+async def test_flipped_bits_are_found_by_checksum(tmp_path):
+    saved = await Checkpoints(tmp_path, keep=2).save(1, writer(), {})
     words = damage("flipped bits", saved.path)
     assert Checkpoint.open(saved.path) == saved
     with pytest.raises(UserError) as e:
@@ -155,10 +155,9 @@ def test_a_folder_that_is_no_checkpoint_is_told(tmp_path):
 
 
 CHILD = """
-import os, signal, sys, time
+import asyncio, os, signal, sys
 from pathlib import Path
 from megatron_fleet.checkpoint import checkpoints as module
-from megatron_fleet.platform.communicator import Alone
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -177,18 +176,22 @@ def rename(a, b):
     if stage == "removal" and ".removed" in str(b): die()
 module.write_json, os.rename = write_json, rename
 
-def write_state(path):
+async def write_state(path):
     (path / "a").write_bytes(os.urandom(1000))
     if stage == "shards": die()
     (path / "b").write_bytes(os.urandom(1000))
+    return {}
 
-store = module.Checkpoints(folder, keep=1, comm=Alone())
-step = store.latest().step if store.latest() else 0
-print("started", flush=True)
-while True:
-    step += 1
-    store.save(step, write_state, {"step": step})
-    print(step, flush=True)
+async def main():
+    store = module.Checkpoints(folder, keep=1)
+    step = store.latest().step if store.latest() else 0
+    print("started", flush=True)
+    while True:
+        step += 1
+        await store.save(step, write_state, {"step": step})
+        print(step, flush=True)
+
+asyncio.run(main())
 """
 
 
@@ -210,16 +213,16 @@ def run_child(folder: Path, stage: str) -> subprocess.Popen:
         ("removal", 6),
     ],
 )
-def test_kill_in_the_middle_of_a_save_leaves_a_whole_checkpoint(tmp_path, stage, survivor):
-    Checkpoints(tmp_path, keep=1, comm=Alone()).save(5, writer(), {"step": 5})
+async def test_kill_in_the_middle_of_a_save_leaves_a_whole_checkpoint(tmp_path, stage, survivor):
+    await Checkpoints(tmp_path, keep=1).save(5, writer(), {"step": 5})
     child = run_child(tmp_path, stage)
     assert child.wait(60) == -signal.SIGKILL
-    store = Checkpoints(tmp_path, keep=1, comm=Alone())
+    store = Checkpoints(tmp_path, keep=1)
     found = store.latest()
     assert found.step == survivor == found.trainer_state()["step"]
     Checkpoint.open(found.path, checksums=True)
     assert not [n for n in names(tmp_path) if n.startswith(".")]
-    assert store.save(7, writer(), {}).step == 7
+    assert (await store.save(7, writer(), {})).step == 7
     assert names(tmp_path) == ["step_000007"]
 
 
@@ -235,7 +238,7 @@ def test_kill_at_any_time_leaves_a_whole_checkpoint(tmp_path):
         committed = [int(line) for line in child.stdout.read().split()]
         child.wait()
         reached = max([reached, *committed])
-        found = Checkpoints(tmp_path, keep=1, comm=Alone()).latest()
+        found = Checkpoints(tmp_path, keep=1).latest()
         if reached:
             assert found.step in (reached, reached + 1)
             assert Checkpoint.open(found.path, checksums=True).trainer_state() == {"step": found.step}
@@ -243,66 +246,46 @@ def test_kill_at_any_time_leaves_a_whole_checkpoint(tmp_path):
     assert reached > 8
 
 
-class Threads:
-    """Ranks as threads of one process."""
+async def test_files_of_the_trainer_are_trusted_and_not_read_again(tmp_path):
+    """The ranks have hashed them; the controller hashes what they did not mention, and its own."""
 
-    def __init__(self, rank: int, size: int, barrier: threading.Barrier, slots: list) -> None:
-        self.rank, self.size, self._barrier, self._slots = rank, size, barrier, slots
+    async def write_state(path: Path) -> Files:
+        (path / "huge").write_bytes(b"x" * 5)
+        (path / "small").write_bytes(b"y")
+        return {"huge": {"bytes": 5, "sha256": "by a rank"}}
 
-    def all_gather(self, value):
-        self._slots[self.rank] = value
-        self._barrier.wait(20)
-        values = list(self._slots)
-        self._barrier.wait(20)
-        return values
-
-
-def on_ranks(size, body):
-    barrier, slots, results = threading.Barrier(size), [None] * size, [None] * size
-
-    def run(rank):
-        try:
-            results[rank] = body(Threads(rank, size, barrier, slots))
-        except Exception as e:
-            results[rank] = e
-
-    threads = [threading.Thread(target=run, args=(r,)) for r in range(size)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(60)
-    return results
+    saved = await Checkpoints(tmp_path, keep=1).save(1, write_state, {})
+    files = json.loads((saved.path / "manifest.json").read_text())["files"]
+    assert list(files) == ["huge", "small", "trainer_state.json"]
+    assert files["huge"]["sha256"] == "by a rank"
+    assert files["small"] == fingerprint(saved.path / "small")
 
 
-def test_every_rank_writes_and_reads_the_same_checkpoint(tmp_path):
-    def body(comm):
-        store = Checkpoints(tmp_path, keep=1, comm=comm)
-        for step in (1, 2):
-            store.save(step, lambda path: (path / f"rank{comm.rank}").write_bytes(b"x"), {"step": step})
-        return store.latest()
+@pytest.mark.parametrize("content", [None, b"part"])
+async def test_files_that_the_controller_does_not_see_end_the_save(tmp_path, content):
+    """As on several hosts without a common file system."""
 
-    first, second, third = on_ranks(3, body)
-    assert first == second == third == Checkpoint.open(tmp_path / "step_000002", checksums=True)
-    manifest = json.loads((first.path / "manifest.json").read_text())
-    assert sorted(manifest["files"]) == ["rank0", "rank1", "rank2", "trainer_state.json"]
+    async def write_state(path: Path) -> Files:
+        if content is not None:
+            (path / "1.distcp").write_bytes(content)
+        return {"1.distcp": {"bytes": 100, "sha256": ""}}
+
+    store = Checkpoints(tmp_path, keep=1)
+    with pytest.raises(UserError, match=r"1\.distcp: a rank wrote 100 bytes .* put run\.out on a file system that all"):
+        await store.save(2, write_state, {})
+    assert names(tmp_path) == []
 
 
-def test_one_failing_rank_fails_the_save_on_all(tmp_path):
-    def body(comm):
-        store = Checkpoints(tmp_path, keep=1, comm=comm)
-        store.save(1, writer(), {})
-
-        def write_state(path):
-            if comm.rank == 1:
-                raise OSError("disk full")
-
-        try:
-            store.save(2, write_state, {})
-        finally:
-            assert store.latest().step == 1
-
-    first, second = on_ranks(2, body)
-    assert isinstance(first, PeerError)
-    assert "rank 1: disk full" in str(first)
-    assert isinstance(second, OSError)
+async def test_a_trainer_that_is_lost_in_a_save_leaves_the_checkpoint_before(tmp_path):
+    trainer = FakeTrainer(fail={"save_state": {2: TrainerLost("rank 1 died")}})
+    store = Checkpoints(tmp_path, keep=1)
+    await store.save(1, trainer.save_state, {})
+    with pytest.raises(TrainerLost, match="rank 1 died"):
+        await store.save(2, trainer.save_state, {})
     assert names(tmp_path) == ["step_000001"]
+    found = store.latest()
+    assert found.step == 1
+    Checkpoint.open(found.path, checksums=True)
+    again = FakeTrainer()
+    await again.load_state(found.path)
+    assert (await store.save(2, again.save_state, {})).step == 2

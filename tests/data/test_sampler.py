@@ -76,7 +76,6 @@ def test_status_counts_the_environments_of_the_batch_and_of_all():
         batch = Counter(task.env_key for task in sampler.next())
         drawn += batch
     status = sampler.status()
-    assert status["mix"] == {env: batch[env] / 8 for env in "ef"}
     assert status["mix_total"] == {env: drawn[env] / 32 for env in "ef"}
     assert status["epoch"] == {env: drawn[env] / 10 for env in "ef"}
     assert status["weight"] == {"e": 0.5, "f": 0.5}

@@ -9,7 +9,7 @@ import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
 from score_rollouts import assert_all_agree
-from test_vllm_families import served_config
+from served_models import served_config
 from test_whole_runs import WEIGHTS, convert
 from whole_runs import Run
 

@@ -344,11 +344,10 @@ def test_a_run_asks_the_workers_interpreter_first(tmp_path, monkeypatch):
     monkeypatch.setenv("FLEET_API_KEY", "key")
     folder = FLEET.package if not REAL else os.environ["PYTHONPATH"].partition(":")[0]
     start = Start(Env(kind="fleet", fleet=Fleet(package=folder)), tmp_path / "log", sys.executable, 0)
-    with serve(start) as url:
-        assert url == ""
+    assert serve(start).url == ""
     start = Start(Env(kind="fleet", fleet=Fleet(package=str(tmp_path))), tmp_path / "log", sys.executable, 0)
-    with pytest.raises(UserError, match="no envs/fleet_env"), serve(start):
-        pass
+    with pytest.raises(UserError, match="no envs/fleet_env"):
+        serve(start)
 
 
 def test_a_file_of_authorities_is_the_one_that_is_read(tmp_path):

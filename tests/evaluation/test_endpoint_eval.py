@@ -1,8 +1,14 @@
 """`mfleet eval --endpoint`: the embedded fleet played by a server that solves it, through real HTTP and processes."""
 
 import json
+import signal
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 pytest.importorskip("hydra")
@@ -106,9 +112,37 @@ def test_the_configuration_says_where_the_model_is(tmp_path):
     assert config.model.path == "http://h:8/v1/org/m" and run is None
 
 
-def test_a_process_that_dies_is_told_in_one_sentence(tmp_path):
+async def test_a_process_that_dies_is_named_in_one_sentence(tmp_path):
     overrides = ["env=openenv", "env.url=http://127.0.0.1:1", "data=file", "data.tasks=t.json", "model.path=x"]
     config = load([*overrides, f"run.out={tmp_path}"])
     words = r"plays the episodes died, see .*endpoint\.log; what ended is kept"
-    with pytest.raises(RolloutFailed, match=words), ChatService(config, Dialect(), tmp_path, Path("/bin/false")) as it:
-        it.collect(CollectRequest(0, [], 1, 1.0, "eval", None))
+    with pytest.raises(RolloutFailed, match=words):
+        async with ChatService(config, Dialect(), tmp_path, Path("/bin/false")) as service:
+            await service.collect(CollectRequest(0, [], 1, 1.0, "eval", None))
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_is_interrupted_keeps_what_ended_and_leaves_no_process(tmp_path):
+    oracle, out = Oracle(load_tasks(SHIPPED_TASKS)), tmp_path / "out"
+    hang = threading.Event()
+
+    def speak(number, body):
+        if number > 15:
+            hang.wait(60)
+        return oracle(number, body)
+
+    with serving(ChatServer(speak, key=KEY)) as server:
+        command = [sys.executable, "-m", "megatron_fleet.cli", "eval", "--endpoint", server.url, "--model", MODEL]
+        with subprocess.Popen([*command, "--out", str(out), *SMALL], start_new_session=True) as evaluation:
+            while len(server.bodies) < 17:
+                assert evaluation.poll() is None
+                time.sleep(0.1)
+            time.sleep(2)  # what ended is reported twice a second
+            children = psutil.Process(evaluation.pid).children(recursive=True)
+            assert children
+            evaluation.send_signal(signal.SIGINT)
+            assert evaluation.wait(60) != 0
+        hang.set()
+    assert not [child for child in children if child.is_running()]
+    (part,) = (out / "parts").glob("eval-*.jsonl")
+    assert part.read_text().count("\n") >= 1

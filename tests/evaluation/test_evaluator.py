@@ -1,6 +1,6 @@
 """Which tasks are evaluated, what a budget leaves out, and evaluations in the background, against a real collection."""
 
-import threading
+import asyncio
 import time
 from collections import Counter
 from contextlib import contextmanager
@@ -126,28 +126,29 @@ class Rollout:
 
     def __init__(self, batch: int = 2, seconds: float = 0.0) -> None:
         self.batch, self.seconds, self.broken = batch, seconds, False
-        self.told: float | None = None
+        self.took: float | None = None
         self.requests: list[CollectRequest] = []
-        self.threads: list[str] = []
+        self.batches = 0
 
-    def collect(self, request, on_progress):
+    async def collect(self, request, on_progress):
         if self.broken:
             raise RuntimeError("engine 0 died")
         self.requests.append(request)
-        self.threads.append(threading.current_thread().name)
         collection, began = Collection(request, 0), time.monotonic()
         while not collection.done:
-            time.sleep(self.seconds)
+            await asyncio.sleep(self.seconds)
+            self.batches += 1
             for spec in collection.take(self.batch):
                 collection.ended(spec, played(spec, float(spec.sample % 2)))
-            on_progress(collection.progress())
+            if on_progress is not None:
+                on_progress(collection.progress())
             if request.budget_s is not None:
                 collection.stop("the budget was over")
-        return collection.result(time.monotonic() - began if self.told is None else self.told)
+        return collection.result(time.monotonic() - began if self.took is None else self.took)
 
 
 class Shown:
-    """What the terminal was told."""
+    """What the terminal shows."""
 
     def __init__(self) -> None:
         self.phases: list[tuple[str, int, list[int]]] = []
@@ -163,9 +164,9 @@ def evaluator(rollout: Rollout, *overrides: str, rows: list[Task] | None = None)
     return Evaluator(config, rows or tasks(a=3, b=2), rollout.collect)
 
 
-def test_an_evaluation_plays_both_temperatures_and_tells_its_numbers():
+async def test_an_evaluation_plays_both_temperatures_and_tells_its_numbers():
     rollout, shown = Rollout(), Shown()
-    metrics = evaluator(rollout).play(shown.phase).metrics()
+    metrics = (await evaluator(rollout).play(shown.phase)).metrics()
     assert [(r.samples, r.temperature, r.purpose, r.budget_s) for r in rollout.requests] == [
         (4, 1.0, "eval", None),
         (1, 0.0, "eval", None),
@@ -180,9 +181,9 @@ def test_an_evaluation_plays_both_temperatures_and_tells_its_numbers():
     assert metrics["timing/eval"] > 0
 
 
-def test_a_budget_covers_every_environment_and_is_shared_with_the_greedy_part():
+async def test_a_budget_covers_every_environment_and_is_shared_with_the_greedy_part():
     rollout = Rollout(batch=3)
-    metrics = evaluator(rollout, "eval.budget_s=100", "eval.samples=99").play(Shown().phase).metrics()
+    metrics = (await evaluator(rollout, "eval.budget_s=100", "eval.samples=99").play(Shown().phase)).metrics()
     assert (metrics["eval/all/tasks"], metrics["eval/all/tasks_scored"]) == (3, 3)
     assert metrics["eval/all/attempts_unstarted"] >= 3 * 90
     assert metrics["eval/all/outcome/aborted"] + metrics["eval/all/outcome/completed"] == metrics["eval/all/episodes"]
@@ -192,42 +193,54 @@ def test_a_budget_covers_every_environment_and_is_shared_with_the_greedy_part():
 
 
 @pytest.mark.parametrize(("took", "left"), [(60.0, 40.0), (99.5, 0.5), (130.0, 0.0)])
-def test_the_greedy_part_has_what_the_episodes_left_of_the_budget(took, left):
+async def test_the_greedy_part_has_what_the_episodes_left_of_the_budget(took, left):
     rollout = Rollout()
-    rollout.told = took  # however long it was until they could begin
-    evaluator(rollout, "eval.budget_s=100").play(Shown().phase)
+    rollout.took = took  # however long it was until they could begin
+    await evaluator(rollout, "eval.budget_s=100").play(Shown().phase)
     assert [r.budget_s for r in rollout.requests] == [80, left]
 
 
-def test_the_background_gives_the_same_and_raises_what_it_met():
+async def test_the_background_gives_the_same_and_raises_what_it_met():
     rollout = Rollout()
     one = evaluator(rollout)
-    now = one.play(Shown().phase).metrics()
+    now = (await one.play(Shown().phase)).metrics()
     one.start()
-    later = one.finish().metrics()
+    later = (await one.finish()).metrics()
     assert {k: v for k, v in now.items() if k != "timing/eval"} == {
         k: v for k, v in later.items() if k != "timing/eval"
     }
-    assert rollout.threads[0] == rollout.threads[1] == "MainThread" != rollout.threads[2]
     assert rollout.requests[:2] == rollout.requests[2:]
     rollout.broken = True
     one.start()
     with pytest.raises(RuntimeError, match="engine 0 died"):
-        one.finish()
-    one.close()
+        await one.finish()
+    await one.close()
 
 
-def test_an_unwanted_evaluation_in_the_background_ends_soon():
+@pytest.mark.parametrize("how", ["close", "cancel"])
+async def test_an_unwanted_evaluation_in_the_background_ends_at_once(how):
     rollout = Rollout(batch=1, seconds=0.02)
     one = evaluator(rollout, "eval.samples=999")
     one.start()
-    time.sleep(0.1)
-    began = time.monotonic()
-    one.close()
-    assert time.monotonic() - began < 15
-    played_so_far = len(rollout.threads)
-    time.sleep(0.1)
-    assert len(rollout.threads) == played_so_far == 1
+    if how == "cancel":
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(one.finish(), 0.1)
+    await asyncio.sleep(0.1)
+    await one.close()
+    await one.close()
+    batches = rollout.batches
+    assert batches < 20
+    await asyncio.sleep(0.1)
+    assert rollout.batches == batches
+
+
+async def test_a_failure_that_nobody_waited_for_does_not_disturb_the_end():
+    rollout = Rollout()
+    rollout.broken = True
+    one = evaluator(rollout)
+    one.start()
+    await asyncio.sleep(0)
+    await one.close()
 
 
 @pytest.mark.parametrize(

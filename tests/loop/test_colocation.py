@@ -1,171 +1,235 @@
-"""Who has the devices when: the order of what leaves and what comes, refusals, and a real trainer in it."""
+"""Who has the devices when: the order of what leaves and what comes, refusals, restarts."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
+from fake_trainer import PART_BYTES, FakeTrainer
+from policy_fixtures import make_config, write_config
 
-pytest.importorskip("megatron_fleet.trainer.megatron")
+from megatron_fleet.config.schema import Config
+from megatron_fleet.loop.colocation import Colocation, Phase, WrongPhase, limits, open_colocation
+from megatron_fleet.loop.memory_budget import MemoryBudget, MemoryExceeded
+from megatron_fleet.trainer.base import TrainerLost
 
-from megatron_fleet.loop.colocation import Devices, EnginesApart, Phase, Slept, TrainerStays, WrongPhase, limits
-from megatron_fleet.loop.memory_budget import Ledger, MemoryExceeded, ProcessGauge
-from megatron_fleet.platform.communicator import Alone
-
-SIZES = {"parameters": 20, "gradients": 40, "optimizer": 120}
 RESIDUAL = 7
 
 
-class Story:
-    """Records what happens in which order; ``fail`` names an event that raises once."""
+class FakeEngines:
+    """``fail``: a call that raises once."""
 
-    def __init__(self):
-        self.events, self.fail = [], None
+    def __init__(self, calls):
+        self.calls, self.fail = calls, None
 
-    def tell(self, event):
-        if event == self.fail:
+    def call(self, name):
+        if name == self.fail:
             self.fail = None
-            raise OSError(event)
-        self.events.append(event)
+            raise OSError(name)
+        self.calls.append(name)
+
+    async def sleep(self):
+        self.call("sleep")
+        return "no memory of its own"
+
+    async def wake(self, part):
+        self.call(f"wake {part}")
+
+    async def sync(self):
+        self.call("sync")
+
+
+class Setup:
+    def __init__(self, folder, colocated=True):
+        self.calls: list[str] = []
+        self.trainer, self.engines = FakeTrainer(calls=self.calls), FakeEngines(self.calls)
+        self.file = folder / "memory.json"
+        budget = MemoryBudget(self.trainer, [limits(PART_BYTES, RESIDUAL)] if colocated else [], self.file)
+        self.colocation = Colocation(self.trainer, self.engines, budget, colocated)
+        self.sync = self.engines.sync
+
+    async def begin(self):
+        await self.colocation.restart(self.start)
+        self.take()
+        return self
+
+    async def start(self):
+        self.calls.append("start")
+
+    def fail(self, call):
+        verb = call.split()[0]
+        if verb in ("offload", "onload"):
+            self.trainer.fail_next(verb, OSError(call), after=int(call == TO_ENGINES[3]))
+        else:
+            self.engines.fail = call
 
     def take(self):
-        events, self.events = self.events, []
-        return events
-
-
-class FakeTrainer:
-    def __init__(self, story):
-        self.story, self.here, self.leak = story, dict(SIZES), 0
-
-    def held(self):
-        return self.here | {"optimizer": self.here["optimizer"] + self.leak}
-
-    def offload(self, parts):
-        self.story.tell("offload " + " ".join(parts))
-        self.here |= dict.fromkeys(parts, 0)
-
-    def onload(self, parts):
-        self.story.tell("onload " + " ".join(parts))
-        self.here |= {part: SIZES[part] for part in parts}
-
-
-class FakeEngines:
-    def __init__(self, story):
-        self.story = story
-
-    def sleep(self):
-        self.story.tell("sleep")
-        return Slept(lost_weights=True, kept_memory="no memory of its own")
-
-    def wake(self, part):
-        self.story.tell(f"wake {part}")
+        """Calls since the last look, without measurements."""
+        calls = [call for call in self.calls if not call.startswith("memory")]
+        self.calls.clear()
+        return calls
 
 
 @pytest.fixture
-def story():
-    return Story()
-
-
-def make(story, tmp_path, trainer=None, engines=None, allowed=None):
-    trainer = trainer or FakeTrainer(story)
-    ledger = Ledger(
-        Alone(), ProcessGauge(), limits(SIZES, RESIDUAL) if allowed is None else allowed, tmp_path / "m.json"
-    )
-    return Devices(trainer, engines or FakeEngines(story), ledger, Alone())
+async def setup(tmp_path):
+    return await Setup(tmp_path).begin()
 
 
 TO_ENGINES = [
     "offload gradients optimizer",
     "wake weights",
-    "publish",
+    "sync",
     "offload parameters gradients optimizer",
     "wake kv_cache",
 ]
 TO_TRAINER = ["sleep", "onload parameters gradients optimizer"]
 
 
-def test_a_cycle_moves_everything_in_its_order(story, tmp_path):
-    devices = make(story, tmp_path)
+async def test_a_cycle_moves_everything_in_its_order(setup):
     for _ in range(2):
-        devices.to_engines(lambda: story.tell("publish"))
-        assert story.take() == TO_ENGINES
-        devices.to_trainer()
-        assert story.take() == TO_TRAINER
-    seconds = devices.read_seconds()
+        await setup.colocation.to_engines(setup.sync)
+        assert setup.take() == TO_ENGINES
+        await setup.colocation.to_trainer()
+        assert setup.take() == TO_TRAINER
+    seconds = setup.colocation.read_seconds()
     assert seconds.keys() == {"offload", "onload", "engines_sleep", "engines_wake"}
-    assert devices.read_seconds() == {}
-    table = json.loads((tmp_path / "m.json").read_text())
+    assert setup.colocation.read_seconds() == {}
+    table = json.loads(setup.file.read_text())
     assert table["engines"] == "no memory of its own"
     held = {
-        phase: {o: row["bytes"] for o, row in owners.items() if o != "process"}
+        phase: {owner: found["bytes"] for owner, found in owners.items() if owner != "process"}
         for phase, owners in table["phases"].items()
     }
-    away = dict.fromkeys(SIZES, 0)
-    assert held == {"train": SIZES, "publish": away | {"parameters": 20}, "roll": away}
-    assert devices.memory()["memory/train/process"] > 0
+    offloaded = dict.fromkeys(PART_BYTES, 0)
+    assert held == {"train": PART_BYTES, "sync": offloaded | {"parameters": 20}, "roll": offloaded}
+    assert setup.colocation.memory()["memory/train/process"] > 0
 
 
-def test_borrowed_devices_go_back_with_weights(story, tmp_path):
-    devices = make(story, tmp_path)
-    devices.to_engines(lambda: None)
-    story.take()
-    with devices.borrowed(lambda: story.tell("publish")):
-        story.tell("save")
-    assert story.take() == [*TO_TRAINER, "save", *TO_ENGINES]
+async def test_memory_is_measured_before_a_move_and_after_it(setup):
+    await setup.colocation.to_engines(setup.sync)
+    assert setup.calls == [
+        "memory end",
+        *TO_ENGINES[:2],
+        "memory begin",
+        "sync",
+        "memory end",
+        *TO_ENGINES[3:],
+        "memory begin",
+    ]
 
 
-def test_engines_that_stay_awake_get_no_weights_twice(story, tmp_path):
-    devices = make(story, tmp_path, TrainerStays(), EnginesApart(), allowed={})
-    devices.to_engines(lambda: story.tell("publish"))
-    with devices.borrowed(lambda: story.tell("publish")):
-        story.tell("save")
-    devices.to_trainer()
-    devices.to_engines(lambda: story.tell("publish"))
-    assert story.take() == ["publish", "save", "publish"]
-    assert "memory/roll/process" in devices.memory()
+async def test_borrowed_devices_go_back_with_weights(setup):
+    await setup.colocation.to_engines(setup.sync)
+    setup.take()
+    async with setup.colocation.borrowed(setup.sync):
+        setup.calls.append("save")
+    assert setup.take() == [*TO_TRAINER, "save", *TO_ENGINES]
 
 
-def test_orders_out_of_turn_are_refused(story, tmp_path):
-    devices = make(story, tmp_path)
+async def test_engines_on_devices_of_their_own_get_no_weights_twice(tmp_path):
+    setup = await Setup(tmp_path, colocated=False).begin()
+    colocation = setup.colocation
+    await colocation.to_engines(setup.sync)
+    async with colocation.borrowed(setup.sync):
+        setup.calls.append("save")
+    await colocation.to_trainer()
+    await colocation.to_engines(setup.sync)
+    assert setup.take() == ["sync", "save", "sync"]
+    assert "memory/roll/process" in colocation.memory()
+    assert colocation.read_seconds() == {}
+    await colocation.restart(setup.start)
+    assert setup.take() == ["start"]
+
+
+async def test_orders_out_of_turn_are_refused(setup):
     with pytest.raises(WrongPhase, match="phase 'train' cannot begin in phase 'train'"):
-        devices.to_trainer()
-    devices.to_engines(lambda: None)
-    story.take()
-    with pytest.raises(WrongPhase, match="phase 'publish' cannot begin in phase 'roll'"):
-        devices.to_engines(lambda: None)
-    assert story.take() == []
-    devices.to_trainer()  # a refusal changes nothing
+        await setup.colocation.to_trainer()
+    await setup.colocation.to_engines(setup.sync)
+    setup.take()
+    with pytest.raises(WrongPhase, match="phase 'sync' cannot begin in phase 'roll'"):
+        await setup.colocation.to_engines(setup.sync)
+    assert setup.take() == []
+    await setup.colocation.to_trainer()  # a refusal changes nothing
 
 
-@pytest.mark.parametrize("event", [*TO_ENGINES, *TO_TRAINER])
-def test_after_a_failure_nothing_may_follow(story, tmp_path, event):
-    devices = make(story, tmp_path)
-    story.fail = event
-    with pytest.raises(OSError, match=event):
-        devices.to_engines(lambda: story.tell("publish"))
-        devices.to_trainer()
-    happened = story.take()
-    assert event not in happened
-    # The parameters stay after a failed publishing; whatever the phase, the other side must not come.
+@pytest.mark.parametrize("call", [*TO_ENGINES, *TO_TRAINER])
+async def test_after_a_failure_nothing_may_follow_but_a_restart(setup, call):
+    setup.fail(call)
+    with pytest.raises(OSError, match=call):
+        await setup.colocation.to_engines(setup.sync)
+        await setup.colocation.to_trainer()
+    happened = setup.take()
+    # The parameters stay after a failed sync; whatever the phase, the other side must not come.
     with pytest.raises(WrongPhase):
-        devices.to_trainer()
+        await setup.colocation.to_trainer()
     with pytest.raises(WrongPhase):
-        devices.to_engines(lambda: None)
-    assert story.take() == []
+        await setup.colocation.to_engines(setup.sync)
+    assert setup.take() == []
+    setup.trainer.held = dict(PART_BYTES)  # as a new trainer has
+    await setup.colocation.restart(setup.start)
+    # Engines that perhaps are awake, in part or wholly, leave the devices before the new ranks come.
+    woken = call.startswith("wake") or any(c.startswith("wake") for c in happened)
+    asleep = not woken or "sleep" in happened
+    assert setup.take() == (["start"] if asleep else ["sleep", "start"])
+    await setup.colocation.to_engines(setup.sync)
+    assert setup.take() == TO_ENGINES
 
 
-def test_what_stays_behind_ends_the_run(story, tmp_path):
-    trainer = FakeTrainer(story)
-    devices = make(story, tmp_path, trainer)
-    trainer.leak = 1
-    with pytest.raises(MemoryExceeded, match="memory in phase publish: optimizer holds"):
-        devices.to_engines(lambda: story.tell("publish"))
-    assert "publish" not in story.take()
+@pytest.mark.parametrize("verb", ["memory", "offload"])
+async def test_a_trainer_lost_in_a_change_is_known_as_lost(setup, verb):
+    setup.trainer.fail_next(verb, TrainerLost("rank 0 died"))
+    with pytest.raises(TrainerLost):
+        await setup.colocation.to_engines(setup.sync)
+    with pytest.raises(WrongPhase, match="after a change of phase that failed"):
+        await setup.colocation.to_engines(setup.sync)
+
+
+async def test_a_restart_that_fails_can_be_repeated(setup):
+    await setup.colocation.to_engines(setup.sync)
+    setup.take()
+
+    async def lost():
+        raise TrainerLost("rank 0 died again")
+
+    with pytest.raises(TrainerLost):
+        await setup.colocation.restart(lost)
+    setup.trainer.held = dict(PART_BYTES)
+    await setup.colocation.restart(setup.start)
+    assert setup.take() == ["sleep", "start"]
+    await setup.colocation.to_engines(setup.sync)
+
+
+async def test_what_stays_behind_ends_the_run(setup):
+    offload = setup.trainer.offload
+
+    async def leaky(parts):
+        await offload(parts)
+        setup.trainer.held["optimizer"] = 1
+
+    setup.trainer.offload = leaky
+    with pytest.raises(MemoryExceeded, match="memory in phase sync: optimizer holds"):
+        await setup.colocation.to_engines(setup.sync)
+    assert "sync" not in setup.take()
+
+
+@pytest.mark.parametrize("colocated", [True, False])
+async def test_a_run_begins_in_train_with_the_limits_of_its_ranks(tmp_path, colocated):
+    tree = make_config(write_config(tmp_path / "model")).model_dump()
+    tree["run"]["out"] = str(tmp_path)
+    tree["rollout"]["engine"]["colocated"] = colocated
+    calls: list[str] = []
+    engines, trainer = FakeEngines(calls), FakeTrainer(calls=calls)
+    colocation = await open_colocation(Config.model_validate(tree), trainer, engines)
+    assert calls == ["memory begin"]
+    await colocation.to_engines(engines.sync)
+    assert ("wake weights" in calls) == colocated
+    held = json.loads((tmp_path / "memory.json").read_text())["phases"]["train"]["optimizer"]
+    assert held == {"bytes": 120, "limit": 120 if colocated else None, "rank": 0, "cycle": 1}
 
 
 def test_limits_name_every_owner_that_must_go():
-    allowed = limits(SIZES, RESIDUAL)
-    assert allowed[Phase.TRAIN] == {**SIZES, "engine": RESIDUAL}
+    allowed = limits(PART_BYTES, RESIDUAL)
+    assert allowed[Phase.TRAIN] == {**PART_BYTES, "engine": RESIDUAL}
     both = {"gradients": 0, "optimizer": 0, "other": RESIDUAL, "communicators": RESIDUAL}
-    assert allowed[Phase.PUBLISH] == {"parameters": 20, **both}
+    assert allowed[Phase.SYNC] == {"parameters": 20, **both}
     assert allowed[Phase.ROLL] == {"parameters": 0, **both}

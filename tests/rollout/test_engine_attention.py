@@ -22,7 +22,7 @@ def test_latent_attention_takes_float32_on_every_cpu(tmp_path, monkeypatch, amx)
 
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     monkeypatch.setattr(engine_actor, "write_output_to", lambda log: None)
-    actor = engine_actor.EngineActor(rollout_config(MODEL), "", tmp_path / "log")
+    actor = engine_actor.EngineActor(rollout_config(MODEL), "", tmp_path / "log", "shm")
     wanted = actor._engine_args().attention_config
     selector._cached_get_attn_backend.cache_clear()
     with set_current_vllm_config(VllmConfig(attention_config=wanted)):

@@ -47,7 +47,7 @@ async def serving(store: Recording, port: int = 0):
 
     server = EngineServer(generate, TOKEN)
     server._images = store
-    endpoint = await server.listen(port)
+    endpoint = await server.listen("127.0.0.1", port)
     server.open()
     yield endpoint, seen
     server.close()

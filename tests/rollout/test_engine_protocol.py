@@ -52,7 +52,7 @@ class Echo:
 @contextlib.asynccontextmanager
 async def serving(engine: Echo, port: int = 0, opened: bool = True):
     server = EngineServer(engine.generate, TOKEN)
-    endpoint = await server.listen(port)
+    endpoint = await server.listen("127.0.0.1", port)
     if opened:
         server.open()
     yield server, endpoint

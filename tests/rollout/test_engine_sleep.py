@@ -8,13 +8,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from fake_engines import INIT_INFO, UPDATE, Slot, actor_without_vllm, pause
 from rollout_config import rollout_config
 
-from megatron_fleet.rollout import components, engine_actor
-from megatron_fleet.rollout.components import EngineSlot
-from megatron_fleet.rollout.requests import RolloutFailed, Weights
-
-VERBS = [("init_weight_transfer", {}), ("start_update",), ("update_weights", {"round": 1}), ("finish_update", 1)]
+from megatron_fleet.rollout.requests import RolloutFailed
 
 
 class FakeLlm:
@@ -48,23 +45,25 @@ class FakeLlm:
 
 @pytest.fixture
 def actor(tmp_path, monkeypatch):
-    monkeypatch.setattr(engine_actor, "write_output_to", lambda log: None)
-    made = engine_actor.EngineActor(rollout_config(tmp_path), "", tmp_path / "log")
-    made._llm = FakeLlm()
-    return made
+    return actor_without_vllm(tmp_path, monkeypatch, rollout_config(tmp_path), FakeLlm())
+
+
+async def update(actor):
+    await actor.open_transport(INIT_INFO)
+    await actor.begin_update()
+    await actor.load({"round": 1})
+    await actor.finish_update(1)
 
 
 async def test_an_update_in_sleep_does_not_let_the_engine_go_on(actor):
     reason = await actor.sleep()
     await actor.wake("weights")
-    for verb, *arguments in VERBS:
-        await getattr(actor, verb)(*arguments)
+    await update(actor)
     assert "resume_generation" not in actor._llm.calls
     await actor.wake("kv_cache")  # in vLLM this one resumes
     assert actor._llm.calls[:2] == ["sleep 2", "wake ['weights']"]
     assert actor._llm.calls[-1] == "wake ['kv_cache']"
-    for verb, *arguments in VERBS:
-        await getattr(actor, verb)(*arguments)
+    await update(actor)
     assert actor._llm.calls[-1] == "resume_generation"
     assert "frees no memory on platform 'cpu'" in reason
 
@@ -79,118 +78,71 @@ async def test_an_engine_that_fails_to_change_is_unusable(actor, fail):
     assert not await actor.usable()
 
 
-class FakeActor:
-    """A Ray handle of an engine that obeys when ``may_start``; ``fail`` names a call under which it dies."""
-
-    def __init__(self, calls, may_start):
-        self.calls, self.may_start, self.lost, self.fail = calls, may_start, asyncio.Event(), ""
-
-    def __getattr__(self, name):
-        async def call(*args):
-            if name == "watch":
-                await self.lost.wait()
-                return "killed"
-            if name == "start":
-                await self.may_start.wait()
-            self.calls.append(" ".join([name, *(a for a in args if isinstance(a, str))]))
-            if name == self.fail:
-                self.lost.set()
-                raise components.RayError("its process died")
-            return {"listen": "127.0.0.1:1", "sleep": "nothing freed"}.get(name)
-
-        return type("Method", (), {"remote": staticmethod(call)})
-
-
 @pytest.fixture
 def slot(monkeypatch):
-    monkeypatch.setattr(components, "BACKOFF_S", 0.0)
-    monkeypatch.setattr(components.ray, "kill", lambda actor: None)
-    calls, may_start = [], asyncio.Event()
-    may_start.set()
-    made = EngineSlot("engine 0", "log", lambda: FakeActor(calls, may_start), 5.0)
-    made.calls, made.may_start = calls, may_start
-    return made
-
-
-async def start(slot):
-    await slot.listen()
-    await slot.start()
-    slot.calls.clear()
-
-
-async def publish(slot, version=1, lasting=True):
-    for verb, *arguments in [*VERBS[:-1], ("finish_update", version)]:
-        await slot.update(verb, *arguments, timeout_s=5)
-    await slot.settle(Weights({}, [{"round": 1}], version, lasting))
+    return Slot(monkeypatch)
 
 
 async def cycle(slot, version=1, lasting=True):
-    await slot.wake("weights", 5)
-    await publish(slot, version, lasting)
-    await slot.wake("kv_cache", 5)
+    await slot.wake("weights")
+    await slot.update(version, lasting)
+    await slot.wake("kv_cache")
 
 
-async def pause():
-    for _ in range(20):
-        await asyncio.sleep(0.002)
-
-
-UPDATE = ["init_weight_transfer", "start_update", "update_weights", "finish_update"]
+CYCLE = ["sleep", "wake", *UPDATE, "wake"]
 
 
 async def test_a_cycle_without_accidents(slot):
-    await start(slot)
+    await slot.begin()
     for version in (1, 2):
-        assert await slot.sleep(5) == "nothing freed"
+        assert await slot.sleep() == "nothing freed"
         await cycle(slot, version)
-        assert slot.calls == ["sleep", "wake weights", *UPDATE, "wake kv_cache"]
-        slot.calls.clear()
+        assert [call[1] for call in slot.calls if call[0] == "wake"] == ["weights", "kv_cache"]
+        assert slot.names() == CYCLE
 
 
-@pytest.mark.parametrize("moment", ["sleep", "asleep", "wake", "start_update", "finish_update", "published"])
+@pytest.mark.parametrize("moment", ["sleep", "asleep", "wake", "begin_update", "finish_update", "updated"])
 async def test_an_engine_that_dies_comes_back_when_the_trainer_has_left(slot, moment):
-    await start(slot)
-    first = slot._actor
+    await slot.begin()
+    first = slot.actor
     first.fail = moment
-    await slot.sleep(5)
+    await slot.sleep()
     if moment == "asleep":
         first.lost.set()
     await pause()
-    await slot.wake("weights", 5)
-    await publish(slot, 4)
-    if moment == "published":
+    await slot.wake("weights")
+    await slot.update(4)
+    if moment == "updated":
         first.lost.set()
     await pause()
-    assert slot._actor is first and "start" not in slot.calls  # the device is the trainer's
-    slot.calls.clear()
-    await slot.wake("kv_cache", 5)
-    assert slot.calls == ["listen", "start", *UPDATE, "serve"]
-    assert slot._version == 4 and slot.restarts.count == 1
-    slot.calls.clear()
-    await slot.sleep(5)
+    assert slot.actor is first and "start" not in slot.names()  # the device is the trainer's
+    await slot.wake("kv_cache")
+    assert slot.names() == ["listen", "start", *UPDATE, "serve"]
+    assert slot.version == 4 and slot.restarts.count == 1
+    await slot.sleep()
     await cycle(slot, 5)
-    assert slot.calls == ["sleep", "wake weights", *UPDATE, "wake kv_cache"]
+    assert slot.names() == CYCLE
 
 
 async def test_an_engine_that_is_coming_up_is_waited_for_before_it_sleeps(slot):
-    await start(slot)
-    await publish(slot, 1)
+    await slot.begin()
+    await slot.update(1)
     slot.calls.clear()
     slot.may_start.clear()
-    slot._actor.lost.set()
+    slot.actor.lost.set()
     await pause()
-    sleeping = asyncio.create_task(slot.sleep(5))
+    sleeping = asyncio.create_task(slot.sleep())
     await pause()
-    assert slot.calls == ["listen"] and not sleeping.done()
+    assert slot.names() == ["listen"] and not sleeping.done()
     slot.may_start.set()
     await sleeping
-    assert slot.calls == ["listen", "start", *UPDATE, "serve", "sleep"]
+    assert slot.names() == ["start", *UPDATE, "serve", "sleep"]
 
 
 async def test_weights_that_do_not_last_end_the_run_with_the_engine_that_slept(slot):
-    await start(slot)
-    await slot.sleep(5)
-    slot._actor.lost.set()
+    await slot.begin()
+    await slot.sleep()
+    slot.actor.lost.set()
     await pause()
     with pytest.raises(RolloutFailed, match=r"engine 0 was lost and version 3 .* cannot be sent a second time"):
         await cycle(slot, 3, lasting=False)

@@ -10,32 +10,36 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from fake_engines import INIT_INFO, UPDATE, Slot, actor_without_vllm, pause
 from rollout_config import rollout_config
 
 from megatron_fleet.agents.engine import EngineLost, SamplingParams
 from megatron_fleet.agents.images import PlacedImage
 from megatron_fleet.envs.base import Image
-from megatron_fleet.rollout import components, engine_actor
-from megatron_fleet.rollout.components import EngineSlot
-from megatron_fleet.rollout.requests import RolloutFailed, Weights
+from megatron_fleet.rollout.requests import RolloutFailed
 
-UPDATE = {
-    "init_weight_transfer": ({"path": "memory"},),
-    "start_update": (),
-    "update_weights": ({"round": 1},),
-    "finish_update": (7,),
-}
 CALLS = {
-    "init_weight_transfer": "init_weight_transfer_engine",
-    "start_update": "start_weight_update",
-    "update_weights": "update_weights",
+    "open_transport": "init_weight_transfer_engine",
+    "begin_update": "start_weight_update",
+    "load": "update_weights",
     "finish_update": "finish_weight_update",
 }
 PICTURE = PlacedImage(0, 1, Image("image/png", b"file"), "digest")
 
 
+async def update(actor, *verbs):
+    if "open_transport" in verbs:
+        await actor.open_transport(INIT_INFO)
+    if "begin_update" in verbs:
+        await actor.begin_update()
+    if "load" in verbs:
+        await actor.load({"round": 1})
+    if "finish_update" in verbs:
+        await actor.finish_update(7)
+
+
 class FakeLlm:
-    """Records what vLLM is asked; fails where it is told to."""
+    """Records what vLLM is asked; fails where it should."""
 
     errored = False
 
@@ -61,15 +65,11 @@ class FakeLlm:
 
 @pytest.fixture
 def actor(tmp_path, monkeypatch):
-    monkeypatch.setattr(engine_actor, "write_output_to", lambda log: None)
-    made = engine_actor.EngineActor(rollout_config(tmp_path), "", tmp_path / "log")
-    made._llm = FakeLlm()
-    return made
+    return actor_without_vllm(tmp_path, monkeypatch, rollout_config(tmp_path), FakeLlm())
 
 
 async def test_generation_stops_before_the_first_byte_and_goes_on_after_the_version(actor):
-    for verb, arguments in UPDATE.items():
-        await getattr(actor, verb)(*arguments)
+    await update(actor, *UPDATE)
     assert actor._llm.calls == [
         "init_weight_transfer_engine",
         "pause_generation",
@@ -81,10 +81,10 @@ async def test_generation_stops_before_the_first_byte_and_goes_on_after_the_vers
     assert await actor.usable()
 
 
-@pytest.mark.parametrize("verb", ["update_weights", "finish_update"])
+@pytest.mark.parametrize("verb", ["load", "finish_update"])
 async def test_an_update_without_a_pause_is_impossible(actor, verb):
-    with pytest.raises(RuntimeError, match="without start_update"):
-        await getattr(actor, verb)(*UPDATE[verb])
+    with pytest.raises(RuntimeError, match="without begin_update"):
+        await update(actor, verb)
     assert actor._llm.calls == []
     assert not await actor.usable()
 
@@ -93,8 +93,7 @@ async def test_an_update_without_a_pause_is_impossible(actor, verb):
 async def test_after_a_failure_the_engine_answers_nothing_and_takes_no_update(actor, verb):
     actor._llm.fail = CALLS[verb]
     with pytest.raises(RuntimeError, match="checksum differs"):
-        for name, arguments in UPDATE.items():
-            await getattr(actor, name)(*arguments)
+        await update(actor, *UPDATE)
     assert "resume_generation" not in actor._llm.calls
     assert not await actor.usable() and "checksum differs" in await actor.watch()
     made = len(actor._llm.calls)
@@ -102,114 +101,173 @@ async def test_after_a_failure_the_engine_answers_nothing_and_takes_no_update(ac
         await actor._generate([5, 6], SamplingParams(1.0, 4, (), 1), "s", [])
     with pytest.raises(EngineLost, match="weight update failed"):
         await actor.score([np.array([1, 2], np.int32)])
-    for name, arguments in UPDATE.items():
+    for name in UPDATE:
         with pytest.raises(RuntimeError, match="checksum differs"):
-            await getattr(actor, name)(*arguments)
+            await update(actor, name)
     assert len(actor._llm.calls) == made
-
-
-class FakeActor:
-    """A Ray handle of an engine that obeys at once."""
-
-    def __init__(self, calls: list[str]) -> None:
-        self.calls, self.lost, self.hang = calls, asyncio.Event(), ""
-
-    def __getattr__(self, name):
-        async def call(*args):
-            if name == "watch":
-                await self.lost.wait()
-                return "killed"
-            self.calls.append(name)
-            if name == self.hang:
-                await self.lost.wait()
-                await asyncio.sleep(0.05)
-                raise components.RayError("its process died")
-            return "127.0.0.1:1" if name == "listen" else None
-
-        return type("Method", (), {"remote": staticmethod(call)})
 
 
 @pytest.fixture
 def slot(monkeypatch):
-    monkeypatch.setattr(components, "BACKOFF_S", 0.0)
-    monkeypatch.setattr(components.ray, "kill", lambda actor: None)
-    calls: list[str] = []
-    made = EngineSlot("engine 0", "log", lambda: FakeActor(calls), 5.0)
-    made.calls = calls
-    return made
-
-
-CAUGHT_UP = ["init_weight_transfer", "start_update", "update_weights", "finish_update", "serve"]
-
-
-def weights(version: int, lasting: bool = True) -> Weights:
-    return Weights({"path": "memory"}, [{"round": version}], version, lasting)
-
-
-async def start(slot):
-    await slot.listen()
-    await slot.start()
-    assert slot.calls == ["listen", "start", "serve"]
-
-
-async def publish(slot, version: int, lasting: bool = True):
-    for verb, arguments in (UPDATE | {"finish_update": (version,)}).items():
-        await slot.update(verb, *arguments, timeout_s=5)
-    await slot.settle(weights(version, lasting))
-
-
-async def lose(slot):
-    slot.calls.clear()
-    slot._actor.lost.set()
-    async with asyncio.timeout(5):
-        while slot._serving.is_set():
-            await asyncio.sleep(0)
+    return Slot(monkeypatch)
 
 
 async def test_a_new_engine_answers_after_it_has_the_weights(slot):
-    await start(slot)
-    await publish(slot, 1)
-    await lose(slot)
+    await slot.begin()
+    await slot.update(1)
+    await slot.lose()
     await slot.serving()
-    assert slot.calls == ["listen", "start", *CAUGHT_UP]
+    assert slot.calls == [
+        ("listen", "127.0.0.1", 1),
+        ("start",),
+        ("open_transport", INIT_INFO),
+        ("begin_update",),
+        ("load", {"round": 1}),
+        ("finish_update", 1),
+        ("serve",),
+    ]
 
 
 async def test_a_new_engine_waits_for_the_update_under_way(slot):
-    await start(slot)
-    await publish(slot, 1)
-    await slot.update("start_update", timeout_s=5)
-    await lose(slot)
-    for _ in range(20):
-        await asyncio.sleep(0.005)
-    assert slot.calls == ["listen", "start"]  # version 1 is being overwritten
-    await slot.settle(weights(2))
-    assert slot.calls == ["listen", "start", *CAUGHT_UP]
-    assert slot._version == 2
+    await slot.begin()
+    await slot.update(1)
+    await slot.begin_update()
+    await slot.lose()
+    await pause()
+    assert slot.names() == ["listen", "start"]  # version 1 is being overwritten
+    await slot.finish_update(2, {"round": 2})
+    assert slot.calls[2] == ("load", {"round": 2})
+    assert slot.names() == [*UPDATE, "serve"] and slot.version == 2
 
 
-async def test_a_call_that_fails_late_does_not_take_the_next_engine(slot, monkeypatch):
-    killed = []
-    monkeypatch.setattr(components.ray, "kill", killed.append)
-    await start(slot)
-    first = slot._actor
-    first.hang = "update_weights"
-    await slot.update("start_update", timeout_s=5)
-    update = asyncio.create_task(slot.update("update_weights", {"round": 1}, timeout_s=5))
+async def test_a_new_engine_takes_nothing_of_an_older_transport(slot):
+    """The trainer was restarted: what it sent before is gone, whatever was promised."""
+    await slot.begin()
+    await slot.update(1)
+    await slot.lose()
+    await slot.open_transport({"path": "new memory"})
+    await pause()
+    assert slot.names() == ["listen", "start"]
+    await slot.begin_update()
+    await slot.load({"round": 9})
+    await slot.finish_update(1, {"round": 9})  # a trainer that went back may use a number again
+    assert slot.calls == [
+        ("open_transport", {"path": "new memory"}),
+        ("begin_update",),
+        ("load", {"round": 9}),
+        ("finish_update", 1),
+        ("serve",),
+    ]
+
+
+async def test_a_call_that_fails_late_does_not_take_the_next_engine(slot):
+    await slot.begin()
+    first = slot.actor
+    first.hang = "load"
+    await slot.open_transport(INIT_INFO)
+    await slot.begin_update()
+    loading = asyncio.create_task(slot.load({"round": 1}))
     await asyncio.sleep(0)
-    await lose(slot)
-    await update  # fails when the place is filled again
-    assert slot._actor is not first and set(map(id, killed)) == {id(first)}
-    await slot.settle(weights(1))
-    assert slot.restarts.count == 1 and slot._version == 1
+    await slot.lose()
+    await loading  # fails when the place is filled again
+    assert slot.actor is not first and set(map(id, slot.killed)) == {id(first)}
+    await slot.finish_update(1, {"round": 1})
+    assert slot.restarts.count == 1 and slot.version == 1
 
 
-async def test_weights_that_do_not_last_end_the_run_with_the_engine(slot):
-    await start(slot)
-    await publish(slot, 3, lasting=False)
-    await lose(slot)
+async def test_weights_that_nobody_can_send_again_end_the_run_with_the_engine(slot):
+    await slot.begin()
+    await slot.update(3, lasting=False)
+    await slot.lose()
     with pytest.raises(RolloutFailed, match=r"engine 0 was lost and version 3 .* cannot be sent a second time"):
         await slot.serving()
-    assert slot.calls == ["listen", "start"]
+    assert slot.names() == ["listen", "start"]
+
+
+async def send_again(receiver, version):
+    await receiver.open_transport({"group": "new"})
+    await receiver.begin_update()
+    await receiver.load({"bucket": 0})
+    await receiver.load({"bucket": 1})
+    await receiver.finish_update(version, None)
+
+
+async def test_weights_that_do_not_last_are_sent_again_to_the_engine_alone(slot):
+    asked = []
+
+    async def resend(receiver, version):
+        asked.append(version)
+        await send_again(receiver, version)
+
+    slot.resend = resend
+    await slot.begin()
+    await slot.update(3, lasting=False)
+    await slot.lose()
+    await slot.serving()
+    assert asked == [3] and slot.version == 3
+    assert slot.names() == [
+        "listen",
+        "start",
+        "open_transport",
+        "begin_update",
+        "load",
+        "load",
+        "finish_update",
+        "serve",
+    ]
+
+
+@pytest.mark.parametrize("failure", ["raises", "sends nothing", "kills the engine"])
+async def test_a_resend_that_fails_is_tried_again_with_another_engine(slot, failure):
+    attempts = []
+
+    async def resend(receiver, version):
+        attempts.append(slot.actor)
+        if len(attempts) == 1:
+            if failure == "raises":
+                raise ConnectionError("the trainer is busy dying")
+            if failure == "sends nothing":
+                return
+            slot.actor.fail = "load"
+        await send_again(receiver, version)
+
+    slot.resend = resend
+    await slot.begin()
+    await slot.update(3, lasting=False)
+    await slot.lose()
+    await slot.serving()
+    assert len(set(map(id, attempts))) == 2 and slot.version == 3 and slot.restarts.count == 2
+
+
+async def test_a_resend_that_waits_is_overtaken_by_the_next_update(slot):
+    """The trainer is busy with a step; when it sends the next version, the old one does not exist any more."""
+    asked, waiting = [], asyncio.Event()
+
+    async def resend(receiver, version):
+        asked.append(version)
+        if version == 3:
+            waiting.set()
+            await asyncio.Event().wait()
+        await send_again(receiver, version)
+
+    slot.resend = resend
+    await slot.begin()
+    await slot.update(3, lasting=False)
+    await slot.lose()
+    await asyncio.wait_for(waiting.wait(), 5)
+    await asyncio.wait_for(slot.update(4, lasting=False), 5)
+    assert asked == [3, 4] and slot.version == 4
+    await slot.serving()
+
+
+async def test_an_engine_that_fails_in_an_update_has_it_when_the_update_ends(slot):
+    slot.resend = send_again
+    await slot.begin()
+    first = slot.actor
+    first.fail = "load"
+    await slot.update(1, lasting=False)
+    assert slot.actor is not first and slot.version == 1
+    assert "finish_update" not in [call[0] for call in slot.calls[: slot.calls.index(("listen", "127.0.0.1", 1))]]
 
 
 class FakeOutput:

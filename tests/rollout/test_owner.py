@@ -20,21 +20,24 @@ from tiny_model import write_tiny_model
 pytestmark = pytest.mark.slow
 
 OWNER = """
-import json, signal, sys, time
+import asyncio, json, signal, sys
 from pathlib import Path
 from megatron_fleet.config.schema import Config
 from megatron_fleet.rollout.janitor import marked, shared_files
 from megatron_fleet.rollout.service import RolloutService
 
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # as a background job it would ignore it
+async def own():
     config = Config.model_validate_json(Path(sys.argv[1]).read_text())
-    with RolloutService(config, Path(sys.argv[2]), Path(sys.argv[3])) as rollout:
+    async with RolloutService(config, Path(sys.argv[2]), Path(sys.argv[3])) as rollout:
         if sys.argv[4] == "ready":
-            rollout.wait_ready()
+            await rollout.wait_ready()
         pids = marked(rollout.run_id)
         print(json.dumps({"run": rollout.run_id, "pids": pids, "files": list(shared_files(pids))}), flush=True)
-        time.sleep(120)
+        await asyncio.sleep(120)
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as a background job it would ignore it
+    asyncio.run(own())
 """
 
 

@@ -27,7 +27,7 @@ async def serving(routing: np.ndarray | None):
         return Generation(np.array([4], np.int32), np.zeros(1, np.float32), "stop", ((0, 0, 1),), routing)
 
     server = EngineServer(generate, TOKEN)
-    endpoint = await server.listen(0)
+    endpoint = await server.listen("127.0.0.1", 0)
     server.open()
     yield connect([endpoint], TOKEN, 5), starts
     server.close()

@@ -5,23 +5,24 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 pytest.importorskip("vllm")
 
 from rollout_config import rollout_config
-from shm_weights import folder_publisher
+from rollout_runs import request, running
 from tiny_model import greedy_continuation, write_tiny_model
 
 from megatron_fleet.agents.engine import EngineLost, SamplingParams
-from megatron_fleet.data.loader import load_tasks
-from megatron_fleet.envs.embedded.tasks import SHIPPED_TASKS
-from megatron_fleet.rollout.requests import CollectRequest
-from megatron_fleet.rollout.service import RolloutService
+from megatron_fleet.rollout.janitor import marked
 
 pytestmark = pytest.mark.slow
 
@@ -32,44 +33,23 @@ def sampled(temperature: float = 1.0, tokens: int = 24, seed: int | None = 1, st
     return SamplingParams(temperature, tokens, stop, seed)
 
 
-class Rollout:
-    """The service under test, its two models and what publishes them."""
-
-    def __init__(self, service: RolloutService, models: dict[str, Path]):
-        self.service, self.models = service, models
-        self.source, self.publisher = folder_publisher(models["a"], service.weight_client())
-        self.version = 0
-
-    def generate(self, prompts, params, sessions=None):
-        async def run():
-            engine = self.service.engine()
-            return await asyncio.gather(
-                *(engine.generate(p, q, str(i)) for i, (p, q) in enumerate(zip(prompts, params, strict=True)))
-            )
-
-        return asyncio.run(run())
-
-    def greedy(self):
-        return [g.token_ids.tolist() for g in self.generate(PROMPTS, [sampled(0.0)] * len(PROMPTS))]
-
-    def publish(self, name: str) -> None:
-        self.source.folder = self.models[name]
-        self.version += 1
-        self.publisher.publish(self.version)
-
-    def collect(self, tasks: int = 4, samples: int = 4, seed: int = 0, on_progress=None):
-        rows = load_tasks(SHIPPED_TASKS)[:tasks]
-        return self.service.collect(CollectRequest(0, rows, samples, 1.0, "train", seed), on_progress)
+def greedy(rollout):
+    return [g.token_ids.tolist() for g in rollout.generate(PROMPTS, [sampled(0.0)] * len(PROMPTS))]
 
 
 @pytest.fixture(scope="module")
 def rollout(tmp_path_factory, episode_python):
     folder = tmp_path_factory.mktemp("rollout")
     models = {name: write_tiny_model(folder / name, seed) for name, seed in (("a", 1), ("b", 2))}
-    with RolloutService(rollout_config(models["a"]), folder, episode_python) as service:
-        rollout = Rollout(service, models)
-        yield rollout
-        rollout.publisher.close()
+    with running(rollout_config(models["a"]), folder, episode_python, models) as started:
+        yield started
+
+
+def test_the_controller_needs_no_torch():
+    program = (
+        "import sys, megatron_fleet.rollout.service, megatron_fleet.rollout.pool; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_sampling_gives_tokens_their_logprobs_and_their_version(rollout):
@@ -78,9 +58,8 @@ def test_sampling_gives_tokens_their_logprobs_and_their_version(rollout):
         assert (len(result.token_ids), result.finish_reason) == (24, "length")
         assert result.versions == ((0, 0, 24),)
         assert np.all(result.logprobs < 0)
-    (scores,) = rollout.service.score(
-        [np.array([*p, *r.token_ids], np.int32) for p, r in zip(PROMPTS, results, strict=True)]
-    )
+    sequences = [np.array([*p, *r.token_ids], np.int32) for p, r in zip(PROMPTS, results, strict=True)]
+    (scores,) = rollout.run(rollout.service.score(sequences))
     for prompt, result, score in zip(PROMPTS, results, scores, strict=True):
         assert score[0] == 0
         np.testing.assert_allclose(score[len(prompt) :], result.logprobs, atol=1e-5)
@@ -98,7 +77,7 @@ def test_a_stop_token_is_part_of_the_answer(rollout):
 
 def test_logprobs_are_those_of_the_temperature(rollout):
     (result,) = rollout.generate(PROMPTS[:1], [sampled(temperature=0.5)])
-    ((score,),) = rollout.service.score([np.array([*PROMPTS[0], *result.token_ids], np.int32)])
+    ((score,),) = rollout.run(rollout.service.score([np.array([*PROMPTS[0], *result.token_ids], np.int32)]))
     # At half the temperature sampled tokens are likelier than at one, on average by far more than rounding.
     assert result.logprobs.mean() > score[len(PROMPTS[0]) :].mean() + 0.05
 
@@ -123,27 +102,27 @@ def test_a_prompt_beyond_the_context_is_refused_and_the_engine_lives(rollout):
 
 
 def test_cancelled_requests_leave_the_engine(rollout):
-    async def run() -> None:
-        engine = rollout.service.engine()
+    async def tokens() -> int:
+        service = rollout.service
+        before, engine = (await service.stats()).tokens, await service.engine()
         calls = [asyncio.create_task(engine.generate([9, i], sampled(tokens=600), str(i))) for i in range(64)]
         await asyncio.sleep(0.3)
         for call in calls:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
         await engine.generate([5], sampled(tokens=600), "after")
+        return (await service.stats()).tokens - before
 
-    before = rollout.service.stats().tokens
-    asyncio.run(run())
     # One that had stayed would have ended before the one that came after it, and counted.
-    assert rollout.service.stats().tokens - before == 600
+    assert rollout.run(tokens()) == 600
 
 
 def test_an_update_changes_what_is_said_and_the_version(rollout):
     expected = {name: greedy_continuation(path, PROMPTS, 24) for name, path in rollout.models.items()}
     assert expected["a"] != expected["b"]
-    assert rollout.greedy() == expected["a"]
+    assert greedy(rollout) == expected["a"]
     for name in ("b", "a", "b"):
-        rollout.publish(name)
+        rollout.sync(name)
         results = rollout.generate(PROMPTS, [sampled(0.0)] * len(PROMPTS))
         assert [r.token_ids.tolist() for r in results] == expected[name]
         assert {r.versions for r in results} == {((rollout.version, 0, 24),)}
@@ -162,35 +141,98 @@ def test_groups_come_in_order_and_repeat_with_their_seed(rollout):
             assert {s.weight_version for s in x.spans if s.kind == "action"} == {rollout.version}
     firsts = [tuple(t.token_ids[t.action_mask][:8]) for g in first.groups for t in g.trajectories]
     assert len(set(firsts)) > 8  # samples of a group differ
-    assert all(0 <= p.done <= p.total and p.total in (0, 16) for p in seen)
+    assert all(0 <= p.done <= p.total == 16 for p in seen) and seen[-1].done == 16
 
 
-def test_a_killed_engine_comes_back_with_the_published_weights(rollout):
-    before, greedy = rollout.service.stats().restarts, rollout.greedy()
-    core = rollout.service.engine_processes()[-1]
+def assert_equal(one, two):
+    for first, second in zip(one.groups, two.groups, strict=True):
+        for x, y in zip(first.trajectories, second.trajectories, strict=True):
+            np.testing.assert_array_equal(x.token_ids, y.token_ids)
+            np.testing.assert_array_equal(x.behaviour_logprobs, y.behaviour_logprobs)
+            assert (x.reward, x.outcome) == (y.reward, y.outcome)
+
+
+def test_two_collections_share_the_places_and_give_what_each_gives_alone(rollout):
+    big, small = request(tasks=8, samples=8), request(tasks=4, samples=2, purpose="eval")
+    alone = [rollout.run(rollout.service.collect(one)) for one in (big, small)]
+    order = []
+
+    async def both():
+        async def play(name, one):
+            result = await rollout.service.collect(one, None, lambda ended: order.extend([name] * len(ended)))
+            order.append(f"{name} ended")
+            return result
+
+        return await asyncio.gather(play("big", big), play("small", small))
+
+    together = rollout.run(both())
+    for one, two in zip(alone, together, strict=True):
+        assert_equal(one, two)
+        assert one.accounting == two.accounting
+    assert order.count("big") == 64 and order.count("small") == 8
+    # 64 episodes have 32 places, so the later collection begins when half of the earlier one has been handed out.
+    assert order[:16] == ["big"] * 16
+
+
+def test_cancelling_a_collection_stops_its_episodes_and_no_others(rollout):
+    alone = rollout.collect(samples=2)
+
+    async def play():
+        service, ended = rollout.service, []
+        unwanted = asyncio.create_task(service.collect(request(tasks=8, samples=32), None, ended.extend))
+        while not ended:
+            await asyncio.sleep(0.01)
+        other = asyncio.create_task(service.collect(request(samples=2)))
+        await asyncio.sleep(0.2)
+        unwanted.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await unwanted
+        assert len(ended) < 128
+        tokens = None
+        result = await other
+        while tokens != (tokens := (await service.stats()).tokens):
+            await asyncio.sleep(0.5)
+        return result, tokens
+
+    result, tokens = rollout.run(play())
+    assert_equal(alone, result)
+    time.sleep(1)
+    assert rollout.run(rollout.service.stats()).tokens == tokens
+    assert_equal(rollout.collect(samples=2), alone)
+
+
+def test_a_callback_that_fails_ends_its_collection_alone(rollout):
+    def fail(progress):
+        raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="disk is full"):
+        rollout.collect(tasks=8, samples=8, on_progress=fail)
+    assert rollout.collect().accounting.known == 16
+
+
+def test_a_killed_engine_comes_back_with_the_weights_of_the_last_update(rollout):
+    before, expected = rollout.restarts(), greedy(rollout)
+    core = rollout.processes()[-1]
 
     async def in_flight():
-        engine = rollout.service.engine()
+        engine = await rollout.service.engine()
         calls = [asyncio.create_task(engine.generate([9, i], sampled(tokens=1900), str(i))) for i in range(4)]
         await asyncio.sleep(0.3)
         os.kill(core, signal.SIGKILL)
         return await asyncio.gather(*calls, return_exceptions=True)
 
-    assert all(isinstance(r, EngineLost) for r in asyncio.run(in_flight()))
+    assert all(isinstance(r, EngineLost) for r in rollout.run(in_flight()))
     result = rollout.collect()  # waits for the new engine; no episode is lost
     assert result.accounting.known == 16
-    assert rollout.greedy() == greedy
+    assert greedy(rollout) == expected
     assert {v for r in rollout.generate(PROMPTS, [sampled()] * 8) for v, _, _ in r.versions} == {rollout.version}
-    assert rollout.service.stats().restarts == before + 1
+    assert rollout.restarts() == before + 1
 
 
 def test_an_engine_killed_under_episodes_costs_time_and_nothing_else(rollout):
     undisturbed = rollout.collect(tasks=8, samples=8)
-    pids = rollout.service.engine_processes()
-    killer = threading.Timer(0.4, os.kill, (pids[0], signal.SIGKILL))  # the actor: its core must go with it
-    killer.start()
-    result = rollout.collect(tasks=8, samples=8)
-    killer.join()
+    pids = rollout.processes()
+    result = killed_while_playing(rollout, pids[0], 0.4)  # the actor: its core must go with it
     assert result.accounting.known == 64
     assert result.accounting.aborted > 0
     assert [len(g.trajectories) for g in result.groups] == [len(g.trajectories) for g in undisturbed.groups]
@@ -198,18 +240,49 @@ def test_an_engine_killed_under_episodes_costs_time_and_nothing_else(rollout):
 
 
 def test_a_killed_worker_is_replaced_and_its_episodes_played_again(rollout):
-    before = rollout.service.stats().restarts
-    (worker,) = _processes("WorkerActor")
-    killer = threading.Timer(0.3, os.kill, (worker, signal.SIGKILL))
+    before = rollout.restarts()
+    (worker,) = processes(rollout, "ray::WorkerActor")
+    result = killed_while_playing(rollout, worker, 0.3)
+    assert result.accounting.known == 64 and result.accounting.aborted > 0
+    assert rollout.restarts() == before + 1
+
+
+def test_a_killed_environment_server_is_replaced_and_its_episodes_played_again(rollout):
+    undisturbed, before = rollout.collect(tasks=8, samples=8), rollout.restarts()
+    assert rollout.run(rollout.service.environment_available()) is None
+    (server,) = processes(rollout, "embedded.server")
+    (host,) = psutil.Process(server).children()
+    result = killed_while_playing(rollout, server, 0.3)
+    assert result.accounting.known == 64 and result.accounting.aborted > 0 and result.accounting.retried == 0
+    assert rollout.restarts() == before + 1
+    (again,) = processes(rollout, "embedded.server")
+    assert again != server and not host.is_running() and psutil.Process(again).children()
+    assert rollout.run(rollout.service.environment_available()) is None
+    assert_equal(rollout.collect(tasks=8, samples=8), undisturbed)
+
+
+def test_an_environment_that_cannot_be_had_is_said_so(rollout):
+    (server,) = processes(rollout, "embedded.server")
+    os.kill(server, signal.SIGKILL)
+    reason = rollout.run(rollout.service.environment_available())
+    assert reason is not None and reason.startswith(("the environment server is being restarted", "http://127"))
+    assert rollout.collect().accounting.known == 16
+    (server,) = processes(rollout, "embedded.server")
+    os.kill(server, signal.SIGSTOP)
+    assert "gives no answer" in rollout.run(rollout.service.environment_available())
+    os.kill(server, signal.SIGCONT)
+    assert rollout.run(rollout.service.environment_available()) is None
+
+
+def killed_while_playing(rollout, pid: int, after_s: float):
+    killer = threading.Timer(after_s, os.kill, (pid, signal.SIGKILL))
     killer.start()
     result = rollout.collect(tasks=8, samples=8)
     killer.join()
-    assert result.accounting.known == 64 and result.accounting.aborted > 0
-    assert rollout.service.stats().restarts == before + 1
+    return result
 
 
-def _processes(name: str) -> list[int]:
-    """Pids of this run's Ray workers of one class; other runs may be on this machine."""
-    import psutil
-
-    return [p.pid for p in psutil.Process().children(recursive=True) if f"ray::{name}" in " ".join(p.cmdline()[:1])]
+def processes(rollout, name: str) -> list[int]:
+    """Pids of this run's processes with ``name`` on their command line."""
+    found = {pid: " ".join(psutil.Process(pid).cmdline()) for pid in marked(rollout.service.run_id)}
+    return [pid for pid, command in found.items() if name in command]

@@ -132,24 +132,28 @@ async def test_episodes_share_the_workers_slots_over_all_batches(worker, world):
     assert world.opened == world.closed == 20
 
 
-async def test_abort_returns_every_episode_and_the_worker_goes_on(worker, world):
+async def test_abort_returns_every_episode_of_its_collection_and_the_worker_goes_on(worker, world):
     running = asyncio.create_task(worker.run([spec("HANG", i) for i in range(12)]))
     await asyncio.sleep(0.1)
     assert (world.opened, world.in_flight) == (8, 4)  # as many again wait, started, for a place
-    await worker.abort()
+    other = asyncio.create_task(worker.run([replace(spec("fine"), collection=7)]))
+    await worker.abort(0)
     trajectories = await asyncio.wait_for(running, 5)
     assert [(t.outcome, t.reward, t.reward_reason) for t in trajectories] == [
         (Outcome.ABORTED, None, "the run was stopped")
     ] * 12
-    assert world.opened == world.closed == 8 and world.in_flight == 0
-    assert (await worker.run([spec("fine")]))[0].outcome is Outcome.COMPLETED
+    assert (await asyncio.wait_for(other, 5))[0].outcome is Outcome.COMPLETED
+    assert world.opened == world.closed == 9 and world.in_flight == 0
+    assert (await worker.run([replace(spec("fine"), collection=7)]))[0].outcome is Outcome.COMPLETED
 
 
-async def test_abort_before_the_first_await_is_not_lost(worker):
+async def test_abort_before_the_first_await_or_the_batch_is_not_lost(worker, world):
     running = asyncio.create_task(worker.run([spec("HANG")]))
     await asyncio.sleep(0)
-    await worker.abort()
+    await worker.abort(0)
     assert (await asyncio.wait_for(running, 5))[0].outcome is Outcome.ABORTED
+    late = await asyncio.wait_for(worker.run([spec("HANG")]), 5)  # overtaken on the way
+    assert late[0].outcome is Outcome.ABORTED and world.opened == 0
 
 
 async def test_an_environment_that_gives_nothing_back_is_left_alone(folder, world):
@@ -174,6 +178,14 @@ async def test_an_environment_that_gives_nothing_back_is_left_alone(folder, worl
     assert (await worker.run([spec("fine")]))[0].metrics["breaker_open"] == 0
     for trajectory in [*refused, *probed]:
         trajectory.check()
+
+
+async def test_failures_of_a_server_that_was_replaced_are_forgotten(folder, world):
+    worker = make_worker(folder, env=Env(provisioning={"breaker_window": 2, "breaker_threshold": 1.0}))
+    await worker.run([spec("NOENV")] * 2)
+    assert "quarantine" in (await worker.run([spec("fine")]))[0].reward_reason
+    await worker.forget_failures()
+    assert (await worker.run([spec("fine")]))[0].outcome is Outcome.COMPLETED
 
 
 async def test_a_dead_engine_is_no_fault_of_the_environment(folder, world):
@@ -215,6 +227,8 @@ async def test_seeds_differ_by_sample_and_attempt_and_repeat_otherwise(worker, w
     assert seeds[0] == seeds[1] and len(set(seeds[1:])) == 5 and seeds[-1] is None
     assert {p.temperature for _, p in world.requests} == {0.7}
     assert len({session for session, _ in world.requests}) == 4  # sample, attempt and step name a new episode
+    await worker.run([replace(one, collection=1)])
+    assert world.requests[-1][1].seed == seeds[0] and world.requests[-1][0] not in {s for s, _ in world.requests[:-1]}
 
 
 def test_a_folder_without_tokenizer_is_refused(tmp_path, world):

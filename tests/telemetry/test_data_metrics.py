@@ -11,7 +11,7 @@ from megatron_fleet.telemetry import registry
 from megatron_fleet.telemetry.metrics import data_metrics
 
 TASKS = [Task(f"{env}{i}", "p", env, "v") for env in ("shop", "a/b") for i in range(3)]
-PLAIN = {"mix", "mix_total", "weight", "epoch"}
+PLAIN = {"mix_total", "weight", "epoch"}
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_names(curriculum, names):
     metrics = data_metrics(sampler.status())
     assert set(metrics) == {f"data/{name}/{env}" for name in names for env in ("shop", "a_b")}
     assert {name for name in metrics if registry.find(name) is None} == set()
-    assert metrics["data/mix/shop"] + metrics["data/mix/a_b"] == pytest.approx(1)
+    assert metrics["data/mix_total/shop"] + metrics["data/mix_total/a_b"] == pytest.approx(1)
     assert metrics["data/weight/a_b"] == pytest.approx(0.5)
 
 

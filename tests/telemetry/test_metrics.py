@@ -17,7 +17,7 @@ from megatron_fleet.telemetry.episodes import NGRAM, eval_metrics, repeated_ngra
 from megatron_fleet.telemetry.metrics import attempt_metrics, policy_metrics, progress_metrics, step_metrics
 from megatron_fleet.trainer.base import LossReport, OptimReport
 
-ATTEMPTS = {"started": 11, "known": 6, "unknown": 2, "retried": 2, "aborted": 1, "unstarted": 3}
+ATTEMPTS = {"started": 11, "known": 6, "unknown": 2, "retried": 2, "aborted": 1, "unstarted": 3, "stale": 4}
 ELSEWHERE = ("data/", "timing/loop_lag", "timing/start_limit", "timing/provision_s", "environment/{env}/breaker_open")
 """Of tests/telemetry/test_data_metrics.py and test_provisioning_metrics.py."""
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -309,10 +309,10 @@ def test_the_docs_are_up_to_date():
 
 def test_distributions_are_of_known_finite_values():
     groups = step_groups()
-    found = distributions(groups, build_data(groups, Algorithm(advantage="grpo_no_std")))
+    found = distributions(groups, build_data(groups, Algorithm(advantage="grpo_no_std")), np.array([0, 2]))
     assert found.keys() == DISTRIBUTIONS.keys()
     assert found["distribution/turns"].tolist() == [2, 4, 1, 1, 0, 2, 1, 1]
     assert found["distribution/response_tokens"].tolist() == [10, 20, 5, 5, 0, 10, 5, 5]
     assert found["distribution/prompt_reward"].tolist() == [0.5, 0.0, 1.0, 1.0]
     assert found["distribution/advantage"].dtype == np.float64
-    assert distributions([], build_data([], Algorithm(advantage="grpo_no_std"))) == {}
+    assert distributions([], build_data([], Algorithm(advantage="grpo_no_std")), np.zeros(0)) == {}

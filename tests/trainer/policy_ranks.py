@@ -18,7 +18,7 @@ from rank_groups import leave_groups
 
 from megatron_fleet.algorithms.losses import make_loss
 from megatron_fleet.config.schema import Algorithm, Correction, Parallel, Precision
-from megatron_fleet.loop.train import with_logprobs
+from megatron_fleet.loop.update import with_logprobs
 from megatron_fleet.trainer.base import LossReport
 from megatron_fleet.trainer.layout import row_alignment, sequence_alignment
 from megatron_fleet.trainer.megatron.init import parameter_shards
@@ -87,7 +87,8 @@ def _poison(policy: MegatronPolicy, rows: list[list[Any]], out: dict[str, Any]) 
 
 def _old_policy(policy: MegatronPolicy, rows: list[list[Any]]) -> LossReport:
     """Several updates per batch: π_old from a pass of its own, against what the first update computes itself."""
-    old = with_logprobs(rows, "proximal_logprobs", policy.forward(rows))
+    values = policy.forward(rows)
+    old = [with_logprobs(row, "proximal_logprobs", found) for row, found in zip(rows, values, strict=True)]
     return policy.forward_backward(old, make_loss(Algorithm()))
 
 

@@ -17,6 +17,7 @@ from policy_fixtures import write_config
 from torch import nn
 
 from megatron_fleet.config.schema import Optimizer, Parallel, Precision
+from megatron_fleet.trainer.base import AdamParams
 from megatron_fleet.trainer.megatron import build, optimizer, parallel, state
 from megatron_fleet.trainer.megatron.init import fill_random
 from megatron_fleet.trainer.megatron.precision import filled_in_full, precision_arguments
@@ -56,8 +57,15 @@ class Trainer:
         for _ in range(count):
             for parameter in self.parameters().values():
                 parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))
-            norms.append(optimizer.step(self.wrapped, self.adam, lr, clip)[0])
+            norms.append(self.take(lr, clip))
         return norms
+
+    def take(self, lr, clip):
+        """The gradient norm of a step with the gradients that are there."""
+        reduced = optimizer.reduce_gradients(self.wrapped, self.adam)
+        adam = dataclasses.replace(AdamParams.of(self.settings, lr), clip_grad=clip)
+        optimizer.step(self.wrapped, self.adam, reduced, adam)
+        return reduced.norm
 
     def weights(self):
         return {name: parameter.detach().float().clone() for name, parameter in self.parameters().items()}
@@ -83,7 +91,7 @@ def test_updates_too_small_for_bfloat16_add_up(hf):
     start, master = weight.detach().clone(), trainer.master().clone()
     for step in range(1, 61):
         weight.main_grad.fill_(1.0)
-        optimizer.step(trainer.wrapped, trainer.adam, 1e-4, 1e9)
+        trainer.take(1e-4, clip=1e9)
         if step == 10:
             # Adam moves by 1e-4 each time; the bfloat16 below 1 is 4e-3 away.
             assert torch.equal(weight, start)

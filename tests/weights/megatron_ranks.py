@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from test_publish import RecordingClient
 from weight_fixtures import random_tensors, tiny_config, write_folder
 
 from megatron_fleet.config.schema import Parallel
@@ -16,7 +15,8 @@ from megatron_fleet.platform import device
 from megatron_fleet.platform.communicator import TorchCommunicator
 from megatron_fleet.trainer.megatron import parallel
 from megatron_fleet.trainer.megatron.build import build_chunks
-from megatron_fleet.weight_sync.publish import ShmPublisher
+from megatron_fleet.weight_sync.buckets import BucketLayout, make_buckets, source_groups, stream_buckets
+from megatron_fleet.weight_sync.engine_format import EngineFormat
 from megatron_fleet.weights.export import export_hf
 from megatron_fleet.weights.load import load_hf
 from megatron_fleet.weights.source import MegatronWeightSource, megatron_place

@@ -14,7 +14,7 @@ from weight_fixtures import (  # noqa: E402
     write_folder,
 )
 
-from megatron_fleet.weight_sync.shared_buffer import SharedLayout, view_in  # noqa: E402
+from megatron_fleet.weight_sync.buckets import BucketLayout, view_in  # noqa: E402
 from megatron_fleet.weights.load import load_hf  # noqa: E402
 from megatron_fleet.weights.source import MegatronWeightSource, Place, layer_groups  # noqa: E402
 
@@ -61,7 +61,7 @@ def test_write_local_fills_the_memory_without_overlap(tmp_path, tp, pp, tied):
 
     def body(comm):
         source = make_source(folder, config, comm, tp, pp)
-        layout = SharedLayout([source.metadata()], 1)
+        layout = BucketLayout([source.metadata()])
         memory = torch.zeros(layout.nbytes, dtype=torch.uint8)
         source.write_local({slot.meta.name: view_in(memory, slot.offset, slot.meta) for slot in layout.buckets[0]})
         return memory, layout

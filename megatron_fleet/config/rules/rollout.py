@@ -71,6 +71,15 @@ def _colocated(c: Config) -> str | None:
     return None
 
 
+def _colocated_plays_no_steps_ahead(c: Config) -> str | None:
+    if not c.rollout.engine.colocated or c.rollout.max_staleness == 0:
+        return None
+    return (
+        f"rollout.max_staleness={c.rollout.max_staleness} with rollout.engine.colocated=true: engines that share the "
+        f"trainer's devices sleep while it works, so nothing can play ahead; set one of them to 0 or false."
+    )
+
+
 RULES: tuple[Rule, ...] = (
     _row_holds_episode,
     _turn_fits_context,
@@ -79,4 +88,5 @@ RULES: tuple[Rule, ...] = (
     _ranks_have_trajectories,
     _workers_are_busy,
     _colocated,
+    _colocated_plays_no_steps_ahead,
 )

@@ -26,6 +26,12 @@ class Env(Section):
     step_timeout_s: float = Field(30, gt=0, description="Deadline of one tool call.")
     verify_timeout_s: float = Field(30, gt=0, description="Deadline of one verification.")
     close_timeout_s: float = Field(5, gt=0, description="Deadline of giving one environment back.")
+    outage_limit_s: float = Field(
+        1800,
+        ge=0,
+        description="When not one reward of a step is known, the run waits and plays it again; it stops, resumable, "
+        "after so long.",
+    )
     openenv: OpenEnv = OpenEnv()
     fleet: Fleet = Fleet()
     faults: FaultRates = FaultRates()

@@ -29,8 +29,15 @@ class Engine(Section):
     start_timeout_s: float = Field(300, gt=0, description="Deadline of an engine's start.")
     request_timeout_s: float = Field(120, gt=0, description="Deadline of one turn's generation.")
     update_timeout_s: float = Field(120, gt=0, description="Deadline of a weight update.")
-    colocated: bool = Field(
-        False, description="Engines share the trainer's devices: they sleep while it trains, it leaves while they play."
+    colocated: bool | None = Field(
+        None,
+        description="Engines share the trainer's devices: they sleep while it trains, and it is offloaded while they "
+        "play; none: on GPUs yes, on CPUs no.",
+    )
+    transport: Literal["auto", "shm", "cuda_ipc", "nccl", "gloo", "disk"] = Field(
+        "auto",
+        description="How weights reach the engines; auto: shared memory on one host without GPUs, cuda_ipc on the "
+        "trainer's GPUs, nccl on other GPUs, gloo on other hosts without GPUs. disk: a folder that all hosts see.",
     )
     residual_gib: float = Field(
         8.0,
@@ -62,6 +69,12 @@ class Rollout(Section):
     workers: int = Field(1, ge=1, description="EpisodeWorker processes.")
     episodes_in_flight: int = Field(256, ge=1, description="Over all workers.")
     episode_timeout_s: float = Field(300, gt=0, description="Deadline of a whole episode.")
+    max_staleness: int = Field(
+        0,
+        ge=0,
+        description="Steps whose episodes may play ahead while the trainer works; a group is trained on when its "
+        "oldest token is at most so many weight versions old. 0: on-policy, bit-equal with equal seeds.",
+    )
     max_retries: int = Field(1, ge=0, description="Fresh attempts for an episode whose reward stayed unknown.")
     max_no_action_turns: int = Field(2, ge=1, description="Turns in a row without a valid action before giving up.")
     engine: Engine = Engine()

@@ -1,4 +1,4 @@
-"""EmbeddedFleet: starts and stops the embedded fleet's server as a child process."""
+"""EmbeddedFleet: starts, restarts and stops the embedded fleet's server as a child process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_fleet.config.errors import UserError
@@ -19,13 +22,38 @@ POLL_S = 0.02
 STOP_S = 5.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """Arguments of `EmbeddedFleet.start`, for a restart."""
+
+    config: Env
+    log: Path
+    python: str | Path | None
+    seed: int
+    environment: Mapping[str, str] | None
+
+
 class EmbeddedFleet:
-    """One server process, owned by whoever started it; it also ends by itself when this process does."""
+    """One server process, owned by whoever started it; it also ends by itself when this process does.
+
+    Attributes:
+        url: base URL, since `start`; a restart keeps it.
+    """
 
     def __init__(self) -> None:
+        self.url = ""
         self._process: subprocess.Popen[bytes] | None = None
+        self._launch: _Launch
+        self._changing = threading.Lock()
 
-    def start(self, config: Env, log_path: Path, python: str | Path | None = None, seed: int = 0) -> str:
+    def start(
+        self,
+        config: Env,
+        log_path: Path,
+        python: str | Path | None = None,
+        seed: int = 0,
+        environment: Mapping[str, str] | None = None,
+    ) -> str:
         """Start the server and wait until it listens.
 
         Args:
@@ -33,6 +61,7 @@ class EmbeddedFleet:
             log_path: the server's output is appended there.
             python: interpreter of the episode environment; this process's own by default.
             seed: decides the faults.
+            environment: variables of the server; this process's own by default.
 
         Returns:
             The base URL.
@@ -42,26 +71,30 @@ class EmbeddedFleet:
         """
         if self._process is not None:
             raise RuntimeError("the embedded fleet runs already")
-        with tempfile.TemporaryDirectory(prefix="fleet-") as folder:
-            ready = Path(folder) / "ready.json"
-            command = [str(python or sys.executable), "-m", "megatron_fleet.envs.embedded.server"]
-            command += ["--ready-file", str(ready), "--parent", str(os.getpid())]
-            if config.faults != FaultRates():
-                command += ["--faults", config.faults.model_dump_json(), "--seed", str(seed)]
-            log_path.parent.mkdir(parents=True, exist_ok=True)
-            with log_path.open("ab") as log:
-                try:
-                    self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-                except OSError as error:
-                    raise UserError(f"Cannot start the episode environment's Python: {error}") from error
-            deadline = time.monotonic() + config.start_timeout_s
-            while not ready.exists():
-                if self._process.poll() is not None:
-                    self._fail(f"ended with status {self._process.returncode}", log_path)
-                if time.monotonic() > deadline:
-                    self._fail(f"was not ready in {config.start_timeout_s:g} s (env.start_timeout_s)", log_path)
-                time.sleep(POLL_S)
-            return f"http://127.0.0.1:{json.loads(ready.read_text())['port']}"
+        self._launch = _Launch(config, log_path, python, seed, environment)
+        try:
+            self.url = f"http://127.0.0.1:{self._run(port=0, instead_of=None)}"
+        except UserError:
+            self.stop()
+            raise
+        return self.url
+
+    def restart(self) -> None:
+        """Start the server again on the same port, with a verifier host of its own.
+
+        May be called in a thread; `stop` ends it early.
+
+        Raises:
+            UserError: as of `start`; it may be called again.
+        """
+        self._run(port=int(self.url.rsplit(":", 1)[1]), instead_of=self._process)
+
+    def ended(self) -> str | None:
+        """Return why the server serves no more; ``None`` while its process lives."""
+        process = self._process
+        if process is None or process.poll() is None:
+            return None
+        return f"its process ended with status {process.returncode}"
 
     @property
     def pid(self) -> int | None:
@@ -70,7 +103,8 @@ class EmbeddedFleet:
 
     def stop(self) -> None:
         """End the server. Idempotent."""
-        process, self._process = self._process, None
+        with self._changing:
+            process, self._process = self._process, None
         if process is None:
             return
         process.terminate()
@@ -80,9 +114,45 @@ class EmbeddedFleet:
             process.kill()
             process.wait()
 
-    def _fail(self, what: str, log_path: Path) -> None:
-        self.stop()
+    def _run(self, port: int, instead_of: subprocess.Popen[bytes] | None) -> int:
+        """Start a process and wait until it listens; its port."""
+        with tempfile.TemporaryDirectory(prefix="fleet-") as folder:
+            ready = Path(folder) / "ready.json"
+            with self._changing:
+                if self._process is not instead_of:
+                    raise UserError("The embedded fleet's server was stopped.")
+                if instead_of is not None:
+                    instead_of.kill()
+                    instead_of.wait()
+                process = self._process = self._popen(port, ready)
+            deadline = time.monotonic() + self._launch.config.start_timeout_s
+            while not ready.exists():
+                if process.poll() is not None:
+                    raise self._failure(f"ended with status {process.returncode}")
+                if time.monotonic() > deadline:
+                    process.kill()
+                    limit = f"{self._launch.config.start_timeout_s:g} s (env.start_timeout_s)"
+                    raise self._failure(f"was not ready in {limit}")
+                time.sleep(POLL_S)
+            return int(json.loads(ready.read_text())["port"])
+
+    def _popen(self, port: int, ready: Path) -> subprocess.Popen[bytes]:
+        launch = self._launch
+        command = [str(launch.python or sys.executable), "-m", "megatron_fleet.envs.embedded.server"]
+        command += ["--port", str(port), "--ready-file", str(ready), "--parent", str(os.getpid())]
+        if launch.config.faults != FaultRates():
+            command += ["--faults", launch.config.faults.model_dump_json(), "--seed", str(launch.seed)]
+        launch.log.parent.mkdir(parents=True, exist_ok=True)
+        with launch.log.open("ab") as log:
+            try:
+                return subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=launch.environment
+                )
+            except OSError as error:
+                raise UserError(f"Cannot start the episode environment's Python: {error}") from error
+
+    def _failure(self, what: str) -> UserError:
         last = ""
         with contextlib.suppress(OSError, IndexError):
-            last = log_path.read_text(errors="replace").strip().splitlines()[-1]
-        raise UserError(f"The embedded fleet's server {what}; see {log_path}. Last line: {last or 'none'}")
+            last = self._launch.log.read_text(errors="replace").strip().splitlines()[-1]
+        return UserError(f"The embedded fleet's server {what}; see {self._launch.log}. Last line: {last or 'none'}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.module import MegatronModule
 
 from megatron_fleet.config.schema import Optimizer
-from megatron_fleet.trainer.base import Inspect
+from megatron_fleet.trainer.base import AdamParams
 
 
 def wrap(chunk: MegatronModule, more: Mapping[str, Any] | None = None) -> DistributedDataParallel:
@@ -61,8 +62,6 @@ def build(
         _start_moments(part, settings)
         for group in part.optimizer.param_groups:
             group.setdefault("step", 0)
-            # Norms and biases do not decay. Megatron leaves this to a scheduler, which is not used here.
-            group["weight_decay"] = optimizer.weight_decay * group["wd_mult"]
     return chained
 
 
@@ -82,45 +81,55 @@ def _start_moments(part: DistributedOptimizer, settings: OptimizerConfig) -> Non
         part.init_state_fn(part.optimizer, settings)
 
 
-def step(
-    chunks: Sequence[DistributedDataParallel],
-    optimizer: ChainedOptimizer,
-    lr: float,
-    clip_grad: float,
-    inspect: Inspect | None = None,
-) -> tuple[float, bool]:
-    """Sum gradients over ranks, clip, update, clear.
+@dataclass(frozen=True, slots=True)
+class ReducedGradients:
+    """Gradients that were summed over ranks, with nothing updated yet.
 
-    Args:
-        inspect: called between the sum and the update. It sees gradients and the state as it was before the step.
-
-    Returns:
-        The gradient norm before clipping, and whether the update was skipped: that norm is not finite, or ``inspect``
-        said no.
+    Attributes:
+        norm: before clipping; infinite when a gradient is not finite.
+        biases: the routers' biases as the step would leave them.
     """
+
+    norm: float
+    biases: list[torch.Tensor]
+
+
+def reduce_gradients(chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer) -> ReducedGradients:
+    """Sum gradients over ranks. The model stays as it is; follow with `step` or `clear`."""
     biases = _expert_biases(chunks)
     before = [bias.clone() for bias in biases]
     finalize_model_grads(list(chunks))
     # Megatron moves the routers' biases here already, before anyone can know whether the step is taken.
     after = _exchange(biases, before)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
     norm = math.inf if optimizer.prepare_grads() else float(optimizer.get_grad_norm())
-    wanted = inspect is None or inspect(norm)
-    skipped = not wanted or not math.isfinite(norm)
+    return ReducedGradients(norm, after)
+
+
+def step(
+    chunks: Sequence[DistributedDataParallel],
+    optimizer: ChainedOptimizer,
+    reduced: ReducedGradients,
+    adam: AdamParams,
+) -> bool:
+    """Clip, update, clear. Returns whether the update was skipped, because the norm is not finite."""
+    skipped = not math.isfinite(reduced.norm)
     if not skipped:
-        _exchange(biases, after)
+        _exchange(_expert_biases(chunks), reduced.biases)
+        for group in optimizer.param_groups:
+            group["lr"], group["betas"], group["eps"] = adam.lr, adam.betas, adam.eps
+            # Norms and biases do not decay. Megatron leaves this to a scheduler, which is not used here.
+            group["weight_decay"] = adam.weight_decay * group["wd_mult"]
         for part in optimizer.chained_optimizers:
             if parameters := part.get_parameters():
                 clip_grad_by_total_norm_fp32(
                     parameters,
-                    max_norm=clip_grad,
-                    total_norm=norm,
+                    max_norm=adam.clip_grad,
+                    total_norm=reduced.norm,
                     use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
                 )
         optimizer.step_with_ready_grads()
     clear(chunks, optimizer)
-    return norm, skipped
+    return skipped
 
 
 def _expert_biases(chunks: Sequence[DistributedDataParallel]) -> list[torch.Tensor]:

@@ -1,7 +1,8 @@
-"""MegatronPolicy: the Policy verbs on Megatron-Core."""
+"""MegatronPolicy: one rank's half of the trainer's verbs, on Megatron-Core."""
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from megatron_fleet.config.schema import Config
 from megatron_fleet.platform import device
 from megatron_fleet.platform.communicator import TorchCommunicator
 from megatron_fleet.trainer import layout
-from megatron_fleet.trainer.base import Inspect, LossReport, OptimReport, Rows
+from megatron_fleet.trainer.base import AdamParams, LossReport, MicroBatches, OptimReport
 from megatron_fleet.trainer.megatron import build, lora, optimizer, parallel, routing, state, step
 from megatron_fleet.trainer.megatron.fake_quant import quantise_experts
 from megatron_fleet.trainer.megatron.gradients import GradientProbe
@@ -42,7 +43,7 @@ class MegatronPolicy:
         hf_config: content of the model's ``config.json``.
         vocab_size: tokens of the model, without padding.
         model_chunks: this rank's GPTModel chunks, unwrapped.
-        dp_rank, dp_size: which share of the data is this rank's. Ranks with equal ``dp_rank`` pass equal rows.
+        dp_rank, dp_size: which share of the data is this rank's. Ranks with equal ``dp_rank`` pass equal data.
     """
 
     def __init__(self, config: Config, init: Literal["hf", "random", "none"] = "hf") -> None:
@@ -71,6 +72,7 @@ class MegatronPolicy:
         self._reference: Reference | BaseReference | None = None
         measured = config.policy.gradient_metrics
         self._probe = GradientProbe(self.model_chunks, measured) if measured.every else None
+        self._reduced: optimizer.ReducedGradients | None = None
 
     def _check(self) -> None:
         """Refuse what cannot be trained here."""
@@ -108,12 +110,12 @@ class MegatronPolicy:
         elif init == "hf":
             load_hf(self.model_chunks, self._config.model.path)
 
-    def _pack(self, rows: Rows) -> list[PackedRow]:
-        """The rows, as wide as they need to be, and perhaps empty ones behind them."""
+    def _pack(self, micro_batches: MicroBatches) -> list[PackedRow]:
+        """The packed micro-batches, as wide as they need to be, and perhaps empty ones behind them."""
         p = self._config.parallel
-        # Interleaved stages take rows in groups of their number.
-        missing = -len(rows) % p.pipeline if p.virtual > 1 else 0
-        filled = [*rows, *([[]] * missing)]
+        # Interleaved stages take micro-batches in groups of their number.
+        missing = -len(micro_batches) % p.pipeline if p.virtual > 1 else 0
+        filled = [*micro_batches, *([[]] * missing)]
         align = layout.sequence_alignment(p)
         widths = [row_width([len(datum) for datum in row], align, self._align) for row in filled]
         if p.pipeline > 1:
@@ -126,29 +128,34 @@ class MegatronPolicy:
         self._reference = BaseReference(self._adapters) if self._adapters else Reference(self.model_chunks)
 
     def forward(
-        self, rows: Rows, which: Literal["current", "reference"] = "current", temperature: float | None = None
+        self,
+        micro_batches: MicroBatches,
+        which: Literal["current", "reference"] = "current",
+        temperature: float | None = None,
     ) -> list[list[np.ndarray]]:
-        """See `Policy.forward`.
+        """See `Trainer.forward`; the results have the shape of ``micro_batches``.
 
         Raises:
             ValueError: ``reference`` without an earlier `keep_reference`.
         """
         settings = self._settings if temperature is None else replace(self._settings, temperature=temperature)
         if which == "current":
-            return self._logprobs(rows, settings)
+            return self._logprobs(micro_batches, settings)
         if self._reference is None:
             raise ValueError("no reference weights: keep_reference() was not called")
         with self._reference.in_place():
-            return self._logprobs(rows, settings)
+            return self._logprobs(micro_batches, settings)
 
-    def _logprobs(self, rows: Rows, settings: step.Settings) -> list[list[np.ndarray]]:
-        values = step.run_logprobs(self._wrapped, self._pack(rows), settings)
-        arrays = step.share_from_last_stage([[v.cpu().numpy() for v in values]])[: len(rows)]
-        return [unpack_trained(row, array) for row, array in zip(rows, arrays, strict=True)]
+    def _logprobs(self, micro_batches: MicroBatches, settings: step.Settings) -> list[list[np.ndarray]]:
+        values = step.run_logprobs(self._wrapped, self._pack(micro_batches), settings)
+        arrays = step.share_from_last_stage([[v.cpu().numpy() for v in values]])[: len(micro_batches)]
+        return [unpack_trained(row, array) for row, array in zip(micro_batches, arrays, strict=True)]
 
-    def forward_backward(self, rows: Rows, loss: LossFn) -> LossReport:
-        """See `Policy.forward_backward`. Several calls before one `optim_step` add up."""
-        packed = self._pack(rows)
+    def forward_backward(self, micro_batches: MicroBatches, loss: LossFn) -> LossReport:
+        """See `Trainer.forward_backward`. Several calls before one `optim_step` add up."""
+        if self._reduced is not None:
+            raise RuntimeError("a held optimizer step must be taken or discarded before more gradients are added")
+        packed = self._pack(micro_batches)
         probe = self._probe
         with probe.watching([row.real_tokens > 0 for row in packed]) if probe else nullcontext():
             per_row = step.run_loss(self._wrapped, packed, self._settings, loss)
@@ -160,13 +167,27 @@ class MegatronPolicy:
         tokens, padded = int(sums.pop("row_tokens")), int(sums.pop("padded_tokens"))
         return LossReport(loss=sums.pop("loss"), metrics=sums, tokens=tokens, padded_tokens=padded)
 
-    def optim_step(self, lr: float, inspect: Inspect | None = None) -> OptimReport:
-        """See `Policy.optim_step`. The gradient norm is that before clipping."""
-        clip = self._config.policy.optimizer.clip_grad
+    def optim_step(self, adam: AdamParams | float, hold_above: float = math.inf) -> OptimReport:
+        """See `Trainer.optim_step`; a number is a learning rate, with the configuration's other settings."""
+        if not isinstance(adam, AdamParams):
+            adam = AdamParams.of(self._config.policy.optimizer, adam)
+        if self._reduced is None:
+            self._reduced = optimizer.reduce_gradients(self._wrapped, self._optimizer)
+        norm = self._reduced.norm
+        if hold_above < math.inf and not norm <= hold_above:
+            return OptimReport(grad_norm=norm, lr=adam.lr, skipped=False, held=True)
         before = self._probe.weights() if self._probe else []
-        norm, skipped = optimizer.step(self._wrapped, self._optimizer, lr, clip, inspect)
+        skipped = optimizer.step(self._wrapped, self._optimizer, self._reduced, adam)
+        self._reduced = None
         found = self._probe.finish(before, skipped) if self._probe else {}
-        return OptimReport(grad_norm=norm, lr=lr, skipped=skipped, gradient=found)
+        return OptimReport(grad_norm=norm, lr=adam.lr, skipped=skipped, gradient=found)
+
+    def discard_gradients(self) -> None:
+        """See `Trainer.discard_gradients`."""
+        optimizer.clear(self._wrapped, self._optimizer)
+        self._reduced = None
+        if self._probe:
+            self._probe.finish([], skipped=True)
 
     def save_state(self, path: Path) -> None:
         """Write model and optimizer shards into the folder ``path``; collective."""

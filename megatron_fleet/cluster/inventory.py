@@ -1,0 +1,202 @@
+"""Hosts and their devices, and what this host can tell of itself. Asks nvidia-smi; needs neither torch nor CUDA."""
+
+from __future__ import annotations
+
+import csv
+import ipaddress
+import shutil
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+
+from megatron_fleet.config.errors import UserError
+
+LOOPBACK = "127.0.0.1"
+MIB = 1 << 20
+NVIDIA_SMI_DEADLINE_S = 60.0
+"""Without the persistence daemon, a host with eight devices needs some ten seconds for the first answer."""
+_QUERY = "index,uuid,name,memory.total,mig.mode.current"
+_OUTSIDE = "192.0.2.1"
+"""An address that nobody has (RFC 5737); the route to it is the default route."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One GPU.
+
+    Attributes:
+        index: number on its host as nvidia-smi counts, which is CUDA's own order only with
+            CUDA_DEVICE_ORDER=PCI_BUS_ID; processes are given devices by ``uuid``.
+        uuid: ``GPU-…``; CUDA_VISIBLE_DEVICES takes it.
+        kind: the product's name.
+    """
+
+    index: int
+    uuid: str
+    kind: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """One machine of a run.
+
+    Attributes:
+        address: under which the other hosts reach it.
+        devices: none: it computes on its CPU. Ranks sit on the first ones: the host's i-th rank on the i-th device.
+        ranks: the ranks that run here, in the order of their local ranks; ``None``: `placement.place` decides.
+    """
+
+    name: str
+    address: str = LOOPBACK
+    devices: tuple[Device, ...] = ()
+    ranks: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """All hosts of a run, the controller's first."""
+
+    hosts: tuple[Host, ...]
+
+    def host(self, name: str) -> Host:
+        """The host of that name. Raises KeyError."""
+        for host in self.hosts:
+            if host.name == name:
+                return host
+        raise KeyError(name)
+
+    def visible_devices(self, host: str, devices: Sequence[int]) -> str:
+        """CUDA_VISIBLE_DEVICES for a process that gets these devices (by index) of ``host``. Raises KeyError."""
+        by_index = {device.index: device.uuid for device in self.host(host).devices}
+        return ",".join(by_index[index] for index in devices)
+
+
+def local_inventory(environ: Mapping[str, str], alone: bool = True) -> Inventory:
+    """This host, with the devices that the installed torch can use and CUDA_VISIBLE_DEVICES allows.
+
+    Args:
+        alone: no other host takes part, so that loopback is the address.
+
+    Raises:
+        UserError: see `nvidia_devices` and `host_address`.
+    """
+    devices = nvidia_devices(environ) if cuda_is_installed() else ()
+    return Inventory((Host(socket.gethostname(), host_address(environ, alone), devices),))
+
+
+def cuda_is_installed() -> bool:
+    """Whether the torch of this Python environment can use CUDA, from its version alone."""
+    return not metadata.version("torch").endswith("+cpu")
+
+
+def nvidia_devices(environ: Mapping[str, str]) -> tuple[Device, ...]:
+    """GPUs that processes with this environment see, in the order in which they see them; none without nvidia-smi.
+
+    Raises:
+        UserError: nvidia-smi fails, CUDA_VISIBLE_DEVICES names a device that is not there, or a device is split (MIG).
+    """
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    program = shutil.which("nvidia-smi", path=environ.get("PATH"))
+    if program is None or (visible is not None and not visible.strip()):
+        return ()
+    devices = [_device(line) for line in csv.reader(_ask(program, environ).splitlines(), skipinitialspace=True) if line]
+    chosen = devices if visible is None else _choose(devices, visible)
+    for device, split in chosen:
+        if split:
+            raise UserError(
+                f"GPU {device.index} ({device.kind}) is in MIG mode, which is not supported; switch it off with "
+                f"`nvidia-smi -i {device.index} -mig 0`, or leave the GPU out with CUDA_VISIBLE_DEVICES."
+            )
+    return tuple(device for device, _ in chosen)
+
+
+def host_address(environ: Mapping[str, str], alone: bool = True) -> str:
+    """Return the address by which other hosts reach this one: MFLEET_HOST_ADDRESS, else that of the default route.
+
+    Args:
+        alone: there are no other hosts; the address is loopback.
+
+    Raises:
+        UserError: MFLEET_HOST_ADDRESS is no IP address, or there is no default route.
+    """
+    given = environ.get("MFLEET_HOST_ADDRESS")
+    if given:
+        try:
+            return str(ipaddress.ip_address(given))
+        except ValueError:
+            raise UserError(
+                f"MFLEET_HOST_ADDRESS={given} is no IP address; set the one by which other hosts reach this one."
+            ) from None
+    if alone:
+        return LOOPBACK
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((_OUTSIDE, 9))  # chooses a route and sends nothing
+        except OSError as error:
+            raise UserError(
+                f"Host {socket.gethostname()} has no default route ({error}), so its address is not known; set "
+                f"MFLEET_HOST_ADDRESS to the one by which other hosts reach it."
+            ) from None
+        return str(probe.getsockname()[0])
+
+
+def _ask(program: str, environ: Mapping[str, str]) -> str:
+    """What nvidia-smi answers: one line per GPU; none without a GPU."""
+    command = [program, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(
+            command,
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=NVIDIA_SMI_DEADLINE_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise _failed(str(error)) from None
+    answer = f"{done.stdout}{done.stderr}".strip()
+    if "No devices were found" in answer:
+        return ""
+    if done.returncode:
+        raise _failed(answer.splitlines()[0] if answer else f"status {done.returncode}")
+    return done.stdout
+
+
+def _failed(reason: str) -> UserError:
+    return UserError(
+        f"nvidia-smi failed ({reason.rstrip('.')}); mend the driver, or set CUDA_VISIBLE_DEVICES to nothing to compute "
+        f"on the CPU."
+    )
+
+
+def _device(fields: Sequence[str]) -> tuple[Device, bool]:
+    """A GPU, and whether it is split into instances (MIG), from one line of the answer."""
+    try:
+        index, uuid, kind, mebibytes, mig = fields
+        return Device(int(index), uuid, kind, int(mebibytes) * MIB), mig == "Enabled"
+    except ValueError:
+        line = ", ".join(fields)
+        raise _failed(f"it answered {line!r} to --query-gpu={_QUERY}") from None
+
+
+def _choose(devices: Sequence[tuple[Device, bool]], visible: str) -> list[tuple[Device, bool]]:
+    """The devices that CUDA_VISIBLE_DEVICES names, in its order: numbers, UUIDs or unique beginnings of UUIDs."""
+    chosen: list[tuple[Device, bool]] = []
+    for name in (part.strip() for part in visible.split(",")):
+        if name in ("-1", "NoDevFiles"):  # CUDA ignores it and all that follows; Slurm sets the second
+            break
+        if name.startswith("MIG-"):
+            raise UserError(
+                f"CUDA_VISIBLE_DEVICES={visible} names a part of a GPU (MIG), which is not supported; name whole GPUs."
+            )
+        found = [d for d in devices if name == str(d[0].index) or (name[:4] == "GPU-" and d[0].uuid.startswith(name))]
+        if len(found) != 1 or found[0] in chosen:
+            known = ", ".join(f"{device.index} ({device.uuid})" for device, _ in devices) or "none"
+            wrong = "names one GPU twice" if found and found[0] in chosen else f"names {name!r}, which is no GPU here"
+            raise UserError(f"CUDA_VISIBLE_DEVICES={visible} {wrong}; there are: {known}.")
+        chosen += found
+    return chosen

@@ -1,0 +1,217 @@
+"""Decide on which host and which devices every rank and every engine runs. Pure: no I/O, the same answer every time.
+
+Ranks take the first devices of a host, one each. A *colocated* engine sits on the very devices of as many consecutive
+ranks of one host as it has tensor-parallel parts; other engines take devices that no rank has. Engines are dealt to
+the hosts in turn. A host without devices computes on its CPU, which ranks and engines share; where some hosts have
+devices, those without get neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, zip_longest
+
+from megatron_fleet.cluster.inventory import Device, Host, Inventory
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.schema import Config
+
+AUTO = "auto"
+_LAYOUT = "parallel.tensor × pipeline × context × data"
+_DEVICE_PARTS = "rollout.engine.replicas × tensor_parallel"
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What of a configuration decides the placement.
+
+    Attributes:
+        engines: number of engines.
+        tensor_parallel: devices of each of them.
+        colocated: on the ranks' devices; ``None``: on GPUs yes, on CPUs no.
+        transport: how weights get to the engines; ``auto``: by the placement.
+    """
+
+    ranks: int
+    engines: int = 1
+    tensor_parallel: int = 1
+    colocated: bool | None = None
+    transport: str = AUTO
+
+    @classmethod
+    def of(cls, config: Config) -> Wanted:
+        engine = config.rollout.engine
+        return cls(
+            config.parallel.world_size, engine.replicas, engine.tensor_parallel, engine.colocated, engine.transport
+        )
+
+    @classmethod
+    def of_evaluation(cls, config: Config) -> Wanted:
+        """Engines alone, without a trainer."""
+        return cls(0, config.rollout.engine.replicas, config.rollout.engine.tensor_parallel, colocated=False)
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Where a rank is; ``device``: its index on ``host``, ``None`` on a CPU."""
+
+    rank: int
+    host: str
+    device: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlace:
+    """Where an engine is; ``devices``: their indices on ``host``, empty on a CPU."""
+
+    host: str
+    devices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Attributes: ranks: by rank. engines: by number. transport: a name of `weight_sync`."""
+
+    ranks: tuple[RankPlace, ...]
+    engines: tuple[EnginePlace, ...]
+    colocated: bool
+    transport: str
+
+
+_RanksOf = dict[str, tuple[int, ...]]
+"""The ranks of each host, by its name."""
+
+
+def place(inventory: Inventory, wanted: Wanted) -> Placement:
+    """Place ranks and engines.
+
+    Raises:
+        UserError: it does not fit, or the transport cannot work so; names the keys, their values and what there is.
+    """
+    cuda = any(host.devices for host in inventory.hosts)
+    ranks_of = _ranks_of_hosts(inventory.hosts, wanted.ranks, cuda)
+    colocated = cuda if wanted.colocated is None else wanted.colocated
+    if cuda:
+        engines = _engines_on_devices(inventory.hosts, ranks_of, wanted, colocated)
+    else:
+        hosts = [host.name for host in inventory.hosts if ranks_of[host.name] or not colocated]
+        engines = tuple(EnginePlace(hosts[i % len(hosts)], ()) for i in range(wanted.engines))
+    ranks = sorted(
+        (
+            RankPlace(rank, host.name, host.devices[i].index if cuda else None)
+            for host in inventory.hosts
+            for i, rank in enumerate(ranks_of[host.name])
+        ),
+        key=lambda place: place.rank,
+    )
+    controller = inventory.hosts[0].name
+    hosts_in_use = {controller} | {rank.host for rank in ranks} | {engine.host for engine in engines}
+    transport = _transport(wanted.transport, cuda, colocated, len(hosts_in_use))
+    return Placement(tuple(ranks), engines, colocated, transport)
+
+
+def _ranks_of_hosts(hosts: Sequence[Host], wanted: int, cuda: bool) -> _RanksOf:
+    if all(host.ranks is None for host in hosts):
+        return _fill(hosts, wanted) if cuda else _spread(hosts, wanted)
+    ranks_of: _RanksOf = {host.name: host.ranks or () for host in hosts}
+    started = sorted(chain.from_iterable(ranks_of.values()))
+    if started != list(range(wanted)):
+        found = "; ".join(f"{name}: {', '.join(map(str, ranks)) or 'none'}" for name, ranks in ranks_of.items())
+        raise UserError(
+            f"{_LAYOUT} = {wanted} ranks are wanted, but {len(started)} were started ({found}); change the launch or "
+            f"the layout."
+        )
+    for host in hosts:
+        if cuda and len(ranks_of[host.name]) > len(host.devices):
+            raise UserError(
+                f"{len(ranks_of[host.name])} ranks were started on host {host.name}, which has {len(host.devices)} "
+                f"GPUs, and each rank needs one of its own; start fewer there, or change "
+                f"{_LAYOUT} = {wanted}."
+            )
+    return ranks_of
+
+
+def _fill(hosts: Sequence[Host], wanted: int) -> _RanksOf:
+    """Consecutive ranks on each host in turn, as many as it has devices."""
+    there = sum(len(host.devices) for host in hosts)
+    if wanted > there:
+        raise UserError(
+            f"{_LAYOUT} = {wanted} ranks need a GPU each, but there are {there} ({_gpus(hosts)}); choose a smaller "
+            f"layout or more hosts."
+        )
+    ranks_of: _RanksOf = {}
+    first = 0
+    for host in hosts:
+        count = min(len(host.devices), wanted - first)
+        ranks_of[host.name] = tuple(range(first, first + count))
+        first += count
+    return ranks_of
+
+
+def _spread(hosts: Sequence[Host], wanted: int) -> _RanksOf:
+    """Consecutive ranks on each host in turn, in numbers as equal as possible."""
+    bounds = [wanted * i // len(hosts) for i in range(len(hosts) + 1)]
+    return {host.name: tuple(range(bounds[i], bounds[i + 1])) for i, host in enumerate(hosts)}
+
+
+def _engines_on_devices(
+    hosts: Sequence[Host], ranks_of: _RanksOf, wanted: Wanted, colocated: bool
+) -> tuple[EnginePlace, ...]:
+    size = wanted.tensor_parallel
+    free: list[tuple[Host, tuple[Device, ...]]] = []
+    for host in hosts:
+        taken = len(ranks_of[host.name])
+        free.append((host, host.devices[:taken] if colocated else host.devices[taken:]))
+    # The n-th engine of every host, before the n+1st of any.
+    columns = [
+        [
+            EnginePlace(host.name, tuple(d.index for d in devices[i : i + size]))
+            for i in range(0, len(devices) - size + 1, size)
+        ]
+        for host, devices in free
+    ]
+    places = [place for turn in zip_longest(*columns) for place in turn if place is not None]
+    if len(places) >= wanted.engines:
+        return tuple(places[: wanted.engines])
+    raise UserError(_engines_do_not_fit([(host.name, len(devices)) for host, devices in free], wanted, colocated))
+
+
+def _engines_do_not_fit(free: Sequence[tuple[str, int]], wanted: Wanted, colocated: bool) -> str:
+    """The refusal. ``free``: hosts and how many devices engines may have there."""
+    size = wanted.tensor_parallel
+    there, largest = sum(count for _, count in free), max(count for _, count in free)
+    listed = ", ".join(f"{count} on {name}" for name, count in free)
+    if not wanted.ranks:
+        whose = "there are"
+    else:
+        asked = AUTO if wanted.colocated is None else str(wanted.colocated).lower()
+        whose = f"the ranks {'have' if colocated else 'leave free'} with rollout.engine.colocated={asked}"
+    wish = f"{_DEVICE_PARTS} = {wanted.engines} × {size} GPUs do not fit into the {there} that {whose} ({listed})"
+    if size > largest:
+        return f"{wish}, and an engine cannot extend over several hosts; lower rollout.engine.tensor_parallel."
+    return f"{wish}; lower one of them, or give the run more GPUs or other ranks."
+
+
+def _transport(name: str, cuda: bool, colocated: bool, hosts: int) -> str:
+    """The transport by name, or the best one for the placement. Transports that are not ours are not judged."""
+    works_where = {
+        "shm": (not cuda and hosts == 1, "CPUs of one host"),
+        "gloo": (not cuda, "CPUs"),
+        "cuda_ipc": (cuda and colocated, "GPUs that ranks and engines share (rollout.engine.colocated=true)"),
+        "nccl": (cuda and not colocated, "GPUs that ranks and engines do not share (rollout.engine.colocated=false)"),
+    }
+    if name == AUTO:
+        return next(transport for transport, (works, _) in works_where.items() if works)
+    works, where = works_where.get(name, (True, ""))
+    if works:
+        return name
+    here = "GPUs" if cuda else "CPUs"
+    shared = "" if not cuda else ", shared" if colocated else ", not shared"
+    raise UserError(
+        f"rollout.engine.transport={name} works with {where}, but ranks and engines are on {here} of {hosts} "
+        f"{'host' if hosts == 1 else 'hosts'}{shared}; set it to auto or disk."
+    )
+
+
+def _gpus(hosts: Sequence[Host]) -> str:
+    return ", ".join(f"{len(host.devices)} on {host.name}" for host in hosts)

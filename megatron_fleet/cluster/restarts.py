@@ -1,0 +1,52 @@
+"""How often something that died is started again, and how long to wait before."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+log = logging.getLogger(__name__)
+
+MEMORY_S = 3600.0
+"""Restarts longer ago than this are forgotten: what dies more often has a cause that restarting does not mend."""
+BACKOFF_S = 1.0
+"""Pause before the first restart; it doubles each time."""
+
+
+class OutOfRestarts(Exception):
+    """It died too often. ``str()`` names it, the last reason and where to look."""
+
+
+class Restarts:
+    """The restarts of one component.
+
+    Attributes:
+        count: restarts so far, forgotten ones included.
+    """
+
+    def __init__(self, name: str, where: str, limit: int) -> None:
+        """Args: ``where``: a sentence that says where to look. ``limit``: restarts within ``MEMORY_S``."""
+        self._name, self._where, self._limit = name, where, limit
+        self._recent: list[float] = []
+        self.count = 0
+
+    async def pause(self, reason: str) -> None:
+        """Wait before the next restart.
+
+        Raises:
+            OutOfRestarts: there were too many.
+        """
+        log.warning("%s is lost: %s", self._name, reason)
+        now = time.monotonic()
+        self._recent = [then for then in self._recent if now - then < MEMORY_S]
+        if len(self._recent) >= self._limit:
+            times = "once" if not self._recent else f"{len(self._recent) + 1} times"
+            raise OutOfRestarts(f"{self._name} died {times}, last: {reason}. {self._where}")
+        await asyncio.sleep(BACKOFF_S * 2 ** len(self._recent))
+        self._recent.append(now)
+        self.count += 1
+
+    def done(self) -> None:
+        """It is back."""
+        log.warning("%s is back", self._name)

@@ -1,0 +1,120 @@
+"""What belongs to one attempt at a run, from its start or a checkpoint until it ends or the trainer is lost."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol, final
+
+from megatron_fleet.agents.tokenizer import Tokenizer
+from megatron_fleet.config.schema import Config
+from megatron_fleet.data.task import Task
+from megatron_fleet.evaluation.evaluator import Evaluator
+from megatron_fleet.loop.batches import Batches, Episodes, StepBatch
+from megatron_fleet.loop.evaluations import Evaluations
+from megatron_fleet.loop.records import Records
+from megatron_fleet.telemetry.distributions import distributions
+from megatron_fleet.telemetry.metrics import (
+    attempt_metrics,
+    data_metrics,
+    progress_metrics,
+    staleness_metrics,
+    step_metrics,
+)
+from megatron_fleet.telemetry.prompt_log import PromptLog
+from megatron_fleet.trainer.base import LossReport, OptimReport
+
+State = Mapping[str, Any]
+
+
+class Rollout(Episodes, Protocol):
+    """The part of `rollout.service.RolloutService` that is used here."""
+
+    async def wait_ready(self) -> None: ...
+
+
+class OpenAttempt(Protocol):
+    """Opens an `Attempt` from the state of a checkpoint, or anew without one."""
+
+    def __call__(self, state: State | None) -> AbstractAsyncContextManager[Attempt]: ...
+
+
+@final
+@dataclass
+class Attempt:
+    """The order of tasks, the evaluations and the records."""
+
+    config: Config
+    batches: Batches
+    evaluations: Evaluations
+    records: Records
+    prompts: PromptLog
+    training_tasks: int
+
+    async def next_batch(self, step: int) -> StepBatch:
+        """See `Batches.next`; its progress is shown, and first prompts are written down."""
+        rollout = self.config.rollout
+        with self.records.phase("rollout", rollout.prompts_per_step * rollout.samples_per_prompt) as advance:
+            batch = await self.batches.next(step, lambda now: advance(now.done))
+        self.prompts.write(batch.groups)
+        return batch
+
+    def finish_step(
+        self,
+        step: int,
+        batch: StepBatch,
+        reports: Sequence[tuple[LossReport, OptimReport]],
+        seconds: Mapping[str, float],
+        more: Mapping[str, float],
+        difference: float | None,
+    ) -> None:
+        """Record step number ``step`` (from 1).
+
+        Args:
+            more: further metrics.
+            difference: of engines and trainer, see `loop.probe.compare`; ``None`` = not compared.
+        """
+        losses, optims = [r[0] for r in reports], [r[1] for r in reports]
+        seconds = {**batch.seconds, **seconds}
+        metrics = step_metrics(batch.groups, batch.batch, losses, optims, seconds, step, difference)
+        metrics |= attempt_metrics(asdict(batch.accounting), "accounting")
+        metrics |= progress_metrics(step, self.config.rollout.prompts_per_step, self.training_tasks)
+        metrics |= data_metrics(self.batches.status(batch.groups)) | staleness_metrics(batch.staleness) | dict(more)
+        self.records.step(step, metrics, distributions(batch.groups, batch.batch, batch.staleness))
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint, JSON-able."""
+        return {"batches": self.batches.state(), "unevaluated": self.evaluations.due}
+
+
+def open_attempts(
+    config: Config, train: Sequence[Task], held_out: Sequence[Task], rollout: Rollout, started: Callable[[], float]
+) -> OpenAttempt:
+    """What opens the attempts of a run.
+
+    Args:
+        started: unix time at which the present attempt began.
+    """
+
+    @asynccontextmanager
+    async def opened(state: State | None) -> AsyncIterator[Attempt]:
+        batches = Batches(config, train, rollout)
+        if state is not None:
+            batches.load(state["batches"])
+        records = Records(config, None if state is None else int(state["step"]), started())
+        evaluator = Evaluator(config, held_out, rollout.collect)
+        evaluations = Evaluations(config, evaluator, records)
+        evaluations.due = None if state is None else state["unevaluated"]
+        prompts = PromptLog(Path(config.run.out) / "prompts", Tokenizer(config.model.path).decode)
+        try:
+            with records.phase("starting"):
+                await rollout.wait_ready()
+            yield Attempt(config, batches, evaluations, records, prompts, len(train))
+        finally:
+            await batches.close()
+            await evaluations.close()
+            records.close()
+
+    return opened

@@ -1,0 +1,289 @@
+"""Batches to train on: tasks from the sampler, played by the rollout, turned into data; ahead of the trainer if asked.
+
+With ``rollout.max_staleness`` = k the episodes of the next k steps play while the trainer works on the present one. A
+group is trained on when its oldest token was sampled at most k weight versions ago; an older one is played again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, final
+
+import numpy as np
+
+from megatron_fleet.agents.trajectory import Group
+from megatron_fleet.algorithms.advantages import is_known
+from megatron_fleet.algorithms.batch import Batch, build_data, split_batch
+from megatron_fleet.algorithms.datum import Datum
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.schema import Config
+from megatron_fleet.data.sampler import make_sampler
+from megatron_fleet.data.task import Task
+from megatron_fleet.rollout.accounting import Accounting
+from megatron_fleet.rollout.requests import CollectRequest, CollectResult, Progress, RolloutFailed
+from megatron_fleet.telemetry.episodes import why_nothing_is_known
+
+log = logging.getLogger(__name__)
+
+FIRST_PROBE_S = 2.0
+LONGEST_PROBE_S = 60.0
+"""During an outage the environment is probed after so long, and then after twice as long each time."""
+
+ShowProgress = Callable[[Progress], None]
+
+
+class Episodes(Protocol):
+    """The part of `rollout.service.RolloutService` that plays."""
+
+    async def collect(self, request: CollectRequest, on_progress: ShowProgress | None = None) -> CollectResult: ...
+
+    async def environment_available(self) -> str | None: ...
+
+
+class Outage(UserError):
+    """Nothing could be learned for longer than ``env.outage_limit_s``; the run can be resumed."""
+
+
+@dataclass(slots=True)
+class StepBatch:
+    """What one training step trains on.
+
+    Attributes:
+        groups: all that were played, in the order of their tasks.
+        updates: data of each optimizer step; none when no group carried a signal.
+        staleness: int64 ``[N]``: for each sampled span of tokens, weight versions between its sampling and now.
+        seconds: by name, for ``timing/``.
+    """
+
+    groups: list[Group]
+    batch: Batch
+    updates: list[list[Datum]]
+    accounting: Accounting
+    staleness: np.ndarray
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Play:
+    """The episodes of one step, under way or over."""
+
+    step: int
+    tasks: list[Task]
+    work: asyncio.Task[CollectResult]
+    progress: Progress = field(default_factory=lambda: Progress(0, 0, 0))
+
+
+@final
+class Batches:
+    """Owns the order of tasks. In a checkpoint (``state``, ``load``) a task that was handed out and not trained on
+    comes first again."""
+
+    def __init__(self, config: Config, tasks: Sequence[Task], rollout: Episodes) -> None:
+        self._config, self._rollout = config, rollout
+        self._sampler = make_sampler(tasks, config.rollout.prompts_per_step, config.run.seed, config.data.mixture)
+        self._by_key = {task.key: task for task in tasks}
+        self._plays: deque[_Play] = deque()
+        self._again: deque[list[Task]] = deque()
+        self._idle_since: float | None = None
+        self._idle_s = 0.0
+
+    async def next(self, step: int, show: ShowProgress) -> StepBatch:
+        """The batch of the step after ``step`` steps; weight version ``step`` is on the engines.
+
+        Raises:
+            Outage: not one reward became known for too long.
+            RolloutFailed: an engine or a worker died too often.
+        """
+        began = time.monotonic()
+        self._play_ahead(step)
+        play = self._plays[0]
+        async with _shown(play, show):
+            result = await play.work
+        result = await self._known(play, result, show)
+        groups, accounting = await self._fresh(play, result, step)
+        self._plays.popleft()
+        waited = time.monotonic() - began
+        built = self._build(step, groups, accounting)
+        built.seconds |= {"generate": result.seconds, "rollout_wait": waited, "engines_idle": self._take_idle()}
+        return built
+
+    def trained(self, groups: Sequence[Group]) -> None:
+        """Let a curriculum see what became of a step's groups."""
+        rewards = ((g.task_key, [t.reward for t in g.trajectories if is_known(t.reward)]) for g in groups)
+        self._sampler.observe(rewards)
+
+    def status(self, groups: Sequence[Group]) -> dict[str, dict[str, float]]:
+        """See `data.sampler.Sampler`; and ``mix``, each environment's share of ``groups``."""
+        found, counts = self._sampler.status(), Counter(group.env_key for group in groups)
+        return {"mix": {env: counts[env] / max(len(groups), 1) for env in found["mix_total"]}, **found}
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able."""
+        pending = [[task.key for task in tasks] for tasks in (*(p.tasks for p in self._plays), *self._again)]
+        return {"sampler": self._sampler.state_dict(), "pending": pending}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave.
+
+        Raises:
+            UserError: it belongs to other tasks.
+        """
+        self._sampler.load_state_dict(state["sampler"])
+        self._again = deque([self._by_key[key] for key in keys] for keys in state.get("pending", ()))
+
+    async def close(self) -> None:
+        """Stop the episodes that play ahead. Idempotent."""
+        plays, self._plays = list(self._plays), deque()
+        for play in plays:
+            play.work.cancel()
+        for play in plays:
+            with suppress(asyncio.CancelledError, Exception):
+                await play.work
+
+    def _play_ahead(self, step: int) -> None:
+        last = min(step + self._config.rollout.max_staleness, self._config.run.steps - 1)
+        while len(self._plays) <= last - step:
+            number = step + len(self._plays)
+            tasks = self._again.popleft() if self._again else self._sampler.next()
+            play = _Play(number, tasks, asyncio.create_task(self._collect(number, tasks, self._advance(number))))
+            play.work.add_done_callback(self._ended)
+            self._plays.append(play)
+            if self._idle_since is not None:
+                self._idle_s += time.monotonic() - self._idle_since
+                self._idle_since = None
+
+    def _advance(self, step: int) -> ShowProgress:
+        def advance(now: Progress) -> None:
+            for play in self._plays:
+                if play.step == step:
+                    play.progress = now
+
+        return advance
+
+    def _ended(self, _work: asyncio.Task[CollectResult]) -> None:
+        if all(play.work.done() for play in self._plays):
+            self._idle_since = time.monotonic()
+
+    def _take_idle(self) -> float:
+        """Seconds since the last call in which no episode of training was under way."""
+        now, idle = time.monotonic(), self._idle_s
+        if self._idle_since is not None:
+            idle += now - self._idle_since
+            self._idle_since = now
+        self._idle_s = 0.0
+        return idle
+
+    async def _collect(self, step: int, tasks: Sequence[Task], advance: ShowProgress) -> CollectResult:
+        run, rollout = self._config.run, self._config.rollout
+        request = CollectRequest(
+            step=step,
+            tasks=tasks,
+            samples=rollout.samples_per_prompt,
+            temperature=rollout.sampling.temperature,
+            purpose="train",
+            seed=run.seed if run.deterministic else None,
+        )
+        return await self._rollout.collect(request, on_progress=advance)
+
+    async def _known(self, play: _Play, result: CollectResult, show: ShowProgress) -> CollectResult:
+        """``result``, or what was played instead of it: while not one reward is known, nothing is consumed.
+
+        Raises:
+            Outage: for too long.
+        """
+        began, pause = time.monotonic(), FIRST_PROBE_S
+        accounting, limit = result.accounting, self._config.env.outage_limit_s
+        while (reason := _nothing_known(result)) is not None:
+            log.warning("step %d: not one reward is known; most often %s", play.step + 1, reason)
+            pause = await self._wait_for_environment(play.step, reason, began, pause, limit)
+            result = await self._collect(play.step, play.tasks, show)
+            accounting = accounting.all_retried() + result.accounting
+        return replace(result, accounting=accounting)
+
+    async def _wait_for_environment(self, step: int, reason: str, began: float, pause: float, limit: float) -> float:
+        """Wait until the environment answers, at least ``pause`` seconds; the next pause."""
+        while True:
+            waited = time.monotonic() - began
+            if waited + pause > limit:
+                raise Outage(
+                    f"step {step + 1}: not one reward became known for {waited:.0f} s (env.outage_limit_s={limit:g}), "
+                    f"most often: {reason}; mend the environment, then the same command goes on."
+                )
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PROBE_S)
+            problem = await self._rollout.environment_available()
+            if problem is None:
+                return pause
+            log.warning("step %d: waiting for the environment: %s", step + 1, problem)
+
+    async def _fresh(self, play: _Play, result: CollectResult, version: int) -> tuple[list[Group], Accounting]:
+        """The groups, those that are too old played again. Raises RolloutFailed when engines are behind."""
+        most, groups, accounting = self._config.rollout.max_staleness, list(result.groups), result.accounting
+        if stale := [i for i, group in enumerate(groups) if age(group, version) > most]:
+            log.warning("step %d: %d groups are too old and are played again", play.step + 1, len(stale))
+            again = await self._collect(play.step, [play.tasks[i] for i in stale], lambda _: None)
+            for index, group in zip(stale, again.groups, strict=True):
+                accounting = accounting.outdated(groups[index].trajectories)
+                groups[index] = replace(group, index=index)
+            accounting = accounting + again.accounting
+        if (oldest := max((age(group, version) for group in groups), default=0)) > most:
+            raise RolloutFailed(
+                f"step {play.step + 1}: an engine samples with weights that are {oldest} versions old although it was "
+                f"given version {version}."
+            )
+        return groups, accounting
+
+    def _build(self, version: int, groups: list[Group], accounting: Accounting) -> StepBatch:
+        began, algorithm = time.monotonic(), self._config.algorithm
+        batch = build_data(groups, algorithm)
+        built = time.monotonic()
+        updates = [list(part) for part in split_batch(batch, self._config.policy.updates_per_batch, algorithm)]
+        seconds = {
+            "compute_advantages_and_returns": built - began,
+            "convert_to_training_input": time.monotonic() - built,
+        }
+        return StepBatch(groups, batch, updates, accounting, staleness(groups, version), seconds)
+
+
+def age(group: Group, version: int) -> int:
+    """Weight versions between the oldest sampled token of ``group`` and ``version``."""
+    return int(staleness([group], version).max(initial=0))
+
+
+def staleness(groups: Sequence[Group], version: int) -> np.ndarray:
+    """int64 ``[N]``: for each span of sampled tokens, weight versions between its sampling and ``version``."""
+    sampled = [
+        version - span.weight_version
+        for group in groups
+        for trajectory in group.trajectories
+        for span in trajectory.spans
+        if span.kind == "action"
+    ]
+    return np.array(sampled, np.int64)
+
+
+def _nothing_known(result: CollectResult) -> str | None:
+    return why_nothing_is_known(t for group in result.groups for t in group.trajectories)
+
+
+@asynccontextmanager
+async def _shown(play: _Play, show: ShowProgress, interval_s: float = 0.5) -> AsyncIterator[None]:
+    """Show the progress of ``play`` inside."""
+
+    async def watch() -> None:
+        while True:
+            show(play.progress)
+            await asyncio.sleep(interval_s)
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watching.cancel()
+        show(play.progress)

@@ -1,0 +1,119 @@
+"""`mfleet train`: assemble a run from its configuration, train, and end everything that was started."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from megatron_fleet.cluster.inventory import local_inventory
+from megatron_fleet.cluster.placement import Placement, Wanted, place
+from megatron_fleet.config import validate
+from megatron_fleet.config.load import dump_resolved
+from megatron_fleet.config.schema import Config
+from megatron_fleet.loop.attempt import open_attempts
+from megatron_fleet.loop.colocation import Colocation, open_colocation
+from megatron_fleet.loop.tasks import load_data
+from megatron_fleet.loop.train import Training
+from megatron_fleet.loop.weights import EngineWeights
+from megatron_fleet.rollout.service import RolloutService, episode_python
+from megatron_fleet.telemetry.sinks import write_atomically
+from megatron_fleet.trainer.base import TrainerLost
+from megatron_fleet.trainer.group import TrainerGroup
+from megatron_fleet.trainer.start import run_token, start_trainer
+from megatron_fleet.weight_sync.registry import make_transport
+
+STOP_DEADLINE_S = 120.0
+"""After the user's signal: time to stop ranks, engines and servers in order."""
+
+
+def main(config: Config) -> int:
+    """Train, or go on training; returns the exit status.
+
+    Raises:
+        UserError: something the user can mend.
+    """
+    out = Path(config.run.out)
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(out / "config.json", dump_resolved(config).encode())
+    return asyncio.run(_until_stopped(_train(config)))
+
+
+async def _until_stopped(work: Coroutine[None, None, None]) -> int:
+    """Run ``work``; SIGINT and SIGTERM end it in order, a second one at once. Returns the exit status."""
+    task, received = asyncio.current_task(), []
+    assert task is not None  # this is one
+
+    def stop(number: signal.Signals) -> None:
+        received.append(number)
+        if len(received) > 1:
+            os._exit(128 + number)  # what was started ends with this process
+        loop.call_later(STOP_DEADLINE_S, os._exit, 128 + number)
+        task.cancel()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop, number)
+    try:
+        await work
+        return 0
+    except asyncio.CancelledError:
+        name = "Ctrl-C" if received[0] == signal.SIGINT else "SIGTERM"
+        print(f"mfleet: stopped by {name}; the same command goes on from the newest checkpoint.", file=sys.stderr)
+        return 128 + received[0]
+
+
+async def _train(config: Config) -> None:
+    started = time.time()
+    inventory = local_inventory(os.environ)
+    placement = place(inventory, Wanted.of(config))
+    config = as_placed(config, placement)
+    train, held_out = load_data(config)
+    out = Path(config.run.out)
+    async with AsyncExitStack() as stack:
+        trainer = await stack.enter_async_context(start_trainer(config, run_token()))
+        # The ranks import Megatron while Ray and the engines start.
+        gathering = asyncio.create_task(trainer.gather())
+        stack.callback(gathering.cancel)
+        where = {"placement": placement.engines, "inventory": inventory, "transport": placement.transport}
+        rollout = await stack.enter_async_context(RolloutService(config, out, episode_python(), **where))
+        options = {"address": inventory.hosts[0].address, "url": str((out / "weights").absolute())}
+        transport = make_transport(placement.transport, options)
+        stack.callback(transport.close)
+
+        async def colocation() -> Colocation:
+            return await open_colocation(config, trainer, rollout)
+
+        async def start_ranks(reason: TrainerLost | None) -> None:
+            await start(trainer, gathering, reason)
+
+        engines = EngineWeights(config, trainer, rollout, transport, colocation, start_ranks)
+        attempts = open_attempts(config, train, held_out, rollout, lambda: started)
+        await Training(config, trainer, engines, attempts).run()
+
+
+def as_placed(config: Config, placement: Placement) -> Config:
+    """``config`` with what the placement decided.
+
+    Raises:
+        UserError: it does not go with another key.
+    """
+    decided = {"colocated": placement.colocated, "transport": placement.transport}
+    engine = config.rollout.engine.model_copy(update=decided)
+    placed = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": engine})})
+    validate.check(placed)
+    return placed
+
+
+async def start(trainer: TrainerGroup, gathering: asyncio.Task[None], reason: TrainerLost | None) -> None:
+    """Build the trainer whose ranks ``gathering`` waits for, or after a loss start it again."""
+    if reason is not None:
+        await trainer.restart(reason)
+        return
+    await gathering
+    await trainer.build()

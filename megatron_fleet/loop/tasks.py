@@ -1,0 +1,38 @@
+"""The tasks of a run: trained on and held out."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.schema import Config
+from megatron_fleet.data.dataset import run_dataset, save_manifest
+from megatron_fleet.data.mixture import check_mixture
+from megatron_fleet.data.task import Task
+
+log = logging.getLogger(__name__)
+
+
+def load_data(config: Config) -> tuple[list[Task], list[Task]]:
+    """Training and held-out tasks; which is which is written into the run's outputs.
+
+    Raises:
+        UserError: the source is malformed, or one of the two sets is too small for the configuration.
+    """
+    dataset = run_dataset(config)
+    train, held_out = dataset.split.train, dataset.split.held_out
+    for name, tasks, least in (
+        ("training", train, config.rollout.prompts_per_step),
+        ("held-out", held_out, int(config.eval.in_training)),
+    ):
+        if len(tasks) < least:
+            raise UserError(
+                f"data.tasks={config.data.tasks}: only {len(tasks)} {name} tasks with "
+                f"data.eval_fraction={config.data.eval_fraction:g}, at least {least} are needed; use more tasks."
+            )
+    check_mixture(train, config.rollout.prompts_per_step, config.data.mixture)
+    for note in dataset.split.notes:
+        log.warning("%s", note)
+    save_manifest(dataset, Path(config.run.out))
+    return train, held_out

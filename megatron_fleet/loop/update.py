@@ -1,0 +1,47 @@
+"""The optimizer steps of one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from megatron_fleet.algorithms.datum import Datum
+from megatron_fleet.algorithms.loss_metrics import needs_proximal
+from megatron_fleet.config.schema import Config
+from megatron_fleet.loop.guard import StepGuard, Update
+from megatron_fleet.loop.schedule import lr_at
+from megatron_fleet.trainer.base import LossReport, LossSpec, OptimReport, Trainer
+
+Reports = list[tuple[LossReport, OptimReport]]
+
+
+async def update(
+    config: Config, trainer: Trainer, guard: StepGuard, updates: Sequence[Sequence[Datum]], step: int
+) -> Reports:
+    """One optimizer step for each of ``updates``, the parts of the batch of the step after ``step`` steps.
+
+    With one part, π_old is π itself and no pass is spent on it; with several, it is computed before the first, for
+    losses that ask for it.
+    """
+    algorithm = config.algorithm
+    if algorithm.kl.coef > 0:
+        updates = [
+            with_logprobs(data, "reference_logprobs", await trainer.forward(data, "reference")) for data in updates
+        ]
+    if len(updates) > 1 and needs_proximal(algorithm):
+        updates = [with_logprobs(data, "proximal_logprobs", await trainer.forward(data)) for data in updates]
+    parts, reports = config.policy.updates_per_batch, []
+    for part, data in enumerate(updates):
+        lr = lr_at(step * parts + part, config.policy.optimizer, config.run.steps * parts)
+        report = await trainer.forward_backward(data, LossSpec.of(algorithm))
+        reports.append((report, await guard.optim_step(Update(step + 1, part, lr, data, report))))
+    return reports
+
+
+def with_logprobs(data: Sequence[Datum], name: str, values: Sequence[np.ndarray]) -> list[Datum]:
+    """``data`` with field ``name`` of every Datum filled in."""
+    changes: list[dict[str, Any]] = [{name: value} for value in values]
+    return [replace(datum, **change) for datum, change in zip(data, changes, strict=True)]

@@ -1,0 +1,137 @@
+"""The trainer's weights on the engines: when they are synced, who has the devices meanwhile, and whether they agree."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Literal, Protocol, final
+
+import numpy as np
+
+from megatron_fleet.config.schema import Config
+from megatron_fleet.loop.colocation import Colocation
+from megatron_fleet.loop.probe import compare, probe_data
+from megatron_fleet.trainer.base import Trainer, TrainerLost
+from megatron_fleet.weight_sync.base import Transport, WeightReceiver
+
+
+class Engines(Protocol):
+    """The part of `rollout.service.RolloutService` that gets weights."""
+
+    resend: Callable[[WeightReceiver, int], Awaitable[None]] | None
+
+    @property
+    def engines(self) -> WeightReceiver: ...
+
+    async def wait_ready(self) -> None: ...
+
+    async def score(self, sequences: Sequence[np.ndarray]) -> list[list[np.ndarray]]: ...
+
+    async def sleep(self) -> str | None: ...
+
+    async def wake(self, part: Literal["weights", "kv_cache"]) -> None: ...
+
+
+@final
+class EngineWeights:
+    """Moves between training and rollout: colocation, the transport, and the comparison after an update."""
+
+    def __init__(
+        self,
+        config: Config,
+        trainer: Trainer,
+        engines: Engines,
+        transport: Transport,
+        make_colocation: Callable[[], Awaitable[Colocation]],
+        start_trainer: Callable[[TrainerLost | None], Awaitable[None]],
+    ) -> None:
+        """
+        Args:
+            make_colocation: called once the trainer is built, whose sizes it needs.
+            start_trainer: starts the trainer, or starts it again after a loss.
+        """
+        self._config, self._trainer, self._engines, self._transport = config, trainer, engines, transport
+        self._make_colocation, self._start_trainer = make_colocation, start_trainer
+        self._colocation: Colocation | None = None
+        engines.resend = self._resend
+
+    @property
+    def colocation(self) -> Colocation:
+        assert self._colocation is not None, "start() comes first"
+        return self._colocation
+
+    async def start(self) -> None:
+        """Start the trainer; engines that share its devices sleep before.
+
+        Raises:
+            TrainerLost: it died while it started.
+        """
+        await self._begin(None)
+
+    async def restart(self, reason: TrainerLost) -> None:
+        """Start the trainer again.
+
+        Raises:
+            UserError: it died too often.
+        """
+        await self._begin(reason)
+
+    async def _begin(self, reason: TrainerLost | None) -> None:
+        async def start() -> None:
+            await self._start_trainer(reason)
+
+        if self._colocation is not None:
+            await self._colocation.restart(start)
+            return
+        if self._config.rollout.engine.colocated and reason is None:
+            # Engines measure how much memory they may take while they are alone on the devices.
+            await self._engines.wait_ready()
+            await self._engines.sleep()
+        await start()
+        self._colocation = await self._make_colocation()
+
+    async def to_trainer(self) -> None:
+        """Give the devices to the trainer; see `Colocation.to_trainer`."""
+        await self.colocation.to_trainer()
+
+    async def update(self, version: int) -> float | None:
+        """Put the present weights on the engines and let them play.
+
+        Returns:
+            When a comparison is due: the largest mean difference of log-probs of a few tokens, in nats.
+
+        Raises:
+            RolloutFailed: an engine was given up, or differs too much.
+        """
+        engine = self._config.rollout.engine
+        sync = partial(self._sync, version)
+        if not engine.probe_interval or version % engine.probe_interval:
+            await self.colocation.to_engines(sync)
+            return None
+        data = probe_data(self._trainer.info.vocab_size, self._trainer.info.max_tokens)
+        expected = await self._trainer.forward(data, temperature=1.0)  # before the trainer leaves its devices
+        await self.colocation.to_engines(sync)
+        scores = await self._engines.score([datum.token_ids for datum in data])
+        return compare(expected, scores, engine.probe_tolerance, version)
+
+    @asynccontextmanager
+    async def borrowed(self, version: int) -> AsyncIterator[None]:
+        """Give the devices to the trainer inside; the engines go on with the weights of ``version`` afterwards."""
+        async with self.colocation.borrowed(partial(self._sync, version)):
+            yield
+
+    def memory(self) -> Mapping[str, float]:
+        """Metrics, see `MemoryBudget.metrics`."""
+        return self.colocation.memory()
+
+    def read_seconds(self) -> dict[str, float]:
+        """See `Colocation.read_seconds`."""
+        return self.colocation.read_seconds()
+
+    async def _sync(self, version: int) -> None:
+        await self._transport.sync(self._trainer, self._engines.engines, version)
+
+    async def _resend(self, engine: WeightReceiver, version: int) -> None:
+        """Send the weights of ``version`` to an engine that was restarted."""
+        await self._transport.sync(self._trainer, engine, version)

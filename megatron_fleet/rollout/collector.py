@@ -1,0 +1,186 @@
+"""Plays collections: shares the places of the workers among those under way, and keeps each one's book."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from megatron_fleet.agents.trajectory import Outcome, Trajectory
+from megatron_fleet.config.schema import Config
+from megatron_fleet.rollout.budget import budget
+from megatron_fleet.rollout.collection import Collection
+from megatron_fleet.rollout.components import ComponentLost, EnvironmentSlot, WorkerSlot
+from megatron_fleet.rollout.engine_slot import EngineSlot
+from megatron_fleet.rollout.requests import CollectRequest, CollectResult, EpisodeSpec, Progress, RolloutFailed
+
+BATCHES_PER_WORKER = 8
+MAX_BATCH = 16
+"""A batch frees its places when its last episode ends, so batches are small; each costs one Ray call."""
+PROGRESS_INTERVAL_S = 0.5
+
+OnProgress = Callable[[Progress], None]
+OnEpisodes = Callable[[list[Trajectory]], None]
+
+
+class _Play:
+    """A collection under way.
+
+    Attributes:
+        batch: most episodes that a worker gets at once.
+        over: set, or failed, when every episode has come back.
+    """
+
+    def __init__(self, collection: Collection, batch: int) -> None:
+        self.collection, self.batch = collection, batch
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def look(self) -> None:
+        """Set ``over`` if it is so."""
+        if self.collection.done and not self.over.done():
+            self.over.set_result(None)
+
+    def fail(self, error: Exception) -> None:
+        if not self.over.done():
+            self.over.set_exception(error)
+
+
+class Collector:
+    """Plays any number of collections at a time. Places that become free go to the one that began first."""
+
+    def __init__(
+        self,
+        config: Config,
+        engines: Sequence[EngineSlot],
+        workers: Sequence[WorkerSlot],
+        environment: EnvironmentSlot,
+    ) -> None:
+        """Args: all of them are started."""
+        self._engines, self._workers, self._environment = engines, workers, environment
+        self._max_retries = config.rollout.max_retries
+        places = config.rollout.episodes_in_flight + config.env.provisioning.lookahead
+        self._free = dict.fromkeys(workers, math.ceil(places / len(workers)))
+        self._places = sum(self._free.values())
+        self._numbers = itertools.count()
+        self._plays: list[_Play] = []
+        self._changed = asyncio.Event()
+        self._handing_out: asyncio.Task[None] | None = None
+        self._batches: set[asyncio.Task[None]] = set()
+
+    async def collect(
+        self, request: CollectRequest, on_progress: OnProgress | None = None, on_episodes: OnEpisodes | None = None
+    ) -> CollectResult:
+        """Play every episode of ``request`` to its end, see `RolloutService.collect`."""
+        started = time.monotonic()
+        collection = Collection(request, self._max_retries, next(self._numbers))
+        play = _Play(collection, self._batch_size(collection))
+        self._plays.append(play)
+        self._hand_out_from_now_on()
+        play.look()
+        try:
+            async with budget(request.budget_s, partial(self._stop, play)):
+                await _reported(play, on_progress, on_episodes)
+            return collection.result(time.monotonic() - started)
+        finally:
+            self._plays.remove(play)
+            self._changed.set()
+            if not collection.done:
+                await self._abort(collection)
+
+    def close(self) -> None:
+        """Fail what is under way."""
+        for play in self._plays:
+            play.fail(RolloutFailed("the rollout was closed"))
+        for task in (self._handing_out, *self._batches):
+            if task is not None:
+                task.cancel()
+
+    def _batch_size(self, collection: Collection) -> int:
+        places = min(self._places, collection.waiting)
+        return min(MAX_BATCH, max(1, places // (len(self._workers) * BATCHES_PER_WORKER)))
+
+    def _hand_out_from_now_on(self) -> None:
+        self._changed.set()
+        if self._handing_out is None or self._handing_out.done():
+            self._handing_out = asyncio.create_task(self._hand_out())
+
+    async def _hand_out(self) -> None:
+        """Give free places to waiting episodes as long as there are collections."""
+        try:
+            while self._plays:
+                self._changed.clear()
+                if self._waiting() is not None:
+                    await asyncio.gather(*(engine.serving() for engine in self._engines), self._environment.serving())
+                    while (play := self._waiting()) is not None and max(self._free.values()) > 0:
+                        self._give_place(play)
+                await self._changed.wait()
+        except Exception as error:
+            for play in self._plays:
+                play.fail(error)
+
+    def _waiting(self) -> _Play | None:
+        return next((play for play in self._plays if play.collection.waiting), None)
+
+    def _give_place(self, play: _Play) -> None:
+        worker = max(self._free, key=lambda one: self._free[one])
+        specs = play.collection.take(min(play.batch, self._free[worker]))
+        self._free[worker] -= len(specs)
+        task = asyncio.create_task(self._batch(play, worker, specs))
+        self._batches.add(task)
+        task.add_done_callback(self._batches.discard)
+
+    async def _batch(self, play: _Play, worker: WorkerSlot, specs: Sequence[EpisodeSpec]) -> None:
+        try:
+            await self._played(play.collection, worker, specs)
+            play.look()
+        except Exception as error:
+            play.fail(error)
+        finally:
+            self._free[worker] += len(specs)
+            self._changed.set()
+
+    async def _played(self, collection: Collection, worker: WorkerSlot, specs: Sequence[EpisodeSpec]) -> None:
+        losses = self._environment.check()
+        try:
+            trajectories = await worker.run(specs)
+        except ComponentLost:
+            for spec in specs:
+                collection.lost(spec)
+            return
+        if any(trajectory.outcome is Outcome.ABORTED for trajectory in trajectories):
+            # Before they are issued again: a dead engine would fail them at once, a second and last time.
+            await asyncio.gather(*(engine.check() for engine in self._engines))
+        environment_lost = self._environment.check() > losses
+        for spec, trajectory in zip(specs, trajectories, strict=True):
+            trajectory.check()
+            if environment_lost and trajectory.reward is None:
+                collection.lost(spec, trajectory)
+            else:
+                collection.ended(spec, trajectory)
+
+    async def _stop(self, play: _Play, reason: str) -> None:
+        play.collection.stop(reason)
+        play.look()
+        await self._abort(play.collection)
+
+    async def _abort(self, collection: Collection) -> None:
+        await asyncio.gather(*(worker.abort(collection.number) for worker in self._workers))
+
+
+async def _reported(play: _Play, on_progress: OnProgress | None, on_episodes: OnEpisodes | None) -> None:
+    """Wait until ``play`` is over, calling back on the way and once more at its end. Raises what it failed with."""
+    reported = 0
+    while True:
+        over = bool((await asyncio.wait({play.over}, timeout=PROGRESS_INTERVAL_S))[0])
+        if over:
+            play.over.result()
+        if on_progress is not None:
+            on_progress(play.collection.progress())
+        if on_episodes is not None and (ended := play.collection.kept(reported)):
+            reported += len(ended)
+            on_episodes(ended)
+        if over:
+            return

@@ -1,0 +1,362 @@
+"""Engines as components: watched, replaced when they die, and the receivers of weights."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from megatron_fleet.rollout.components import CALL_TIMEOUT_S, ComponentLost, WatchedComponent, brief, within
+from megatron_fleet.rollout.engine_actor import EngineStats
+from megatron_fleet.rollout.requests import RolloutFailed
+from megatron_fleet.weight_sync.base import WeightReceiver
+
+CLOSE_TIMEOUT_S = 5.0
+
+Resend = Callable[[WeightReceiver, int], Awaitable[None]]
+"""Sends a version of the weights once more, to one engine. It may wait as long as the trainer needs: it is cancelled
+when an update of all engines begins before the engine's own has. After that update the engine asks anew."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weights:
+    """A version that all engines were given; ``message``: see `WeightReceiver.finish_update`."""
+
+    version: int
+    message: Mapping[str, Any] | None
+
+
+class EngineSlot(WatchedComponent):
+    """One engine replica. After `start` the slot replaces a dead one by itself, on the same address. The new one
+    answers nothing before it has the weights of the last update.
+
+    Between `sleep` and ``wake("kv_cache")`` the device is the trainer's: an engine that dies then is replaced when the
+    trainer has left, and takes the weights of the last update.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        log: str,
+        make: Callable[[], Any],
+        *,
+        host: str,
+        start_timeout_s: float,
+        update_timeout_s: float,
+        resend: Callable[[], Resend | None],
+    ) -> None:
+        """Args: ``make``: creates the actor; raises ComponentLost when its host is gone. ``host``: address to listen
+        on. ``resend``: finds it."""
+        super().__init__(name, log)
+        self.endpoint = ""
+        self._make, self._host = make, host
+        self._start_timeout_s, self._update_timeout_s = start_timeout_s, update_timeout_s
+        self._find_resend = resend
+        self._actor: Any = None
+        self._updating: Any = None
+        self._init_info: Mapping[str, Any] = {}
+        self._weights: Weights | None = None
+        self._loaded: Weights | None = None
+        self._settled = asyncio.Event()
+        self._settled.set()
+        self._resending: tuple[asyncio.Future[None], _SingleReceiver] | None = None
+        self._device_free = asyncio.Event()
+        self._device_free.set()
+        self._asleep: Any = None
+        self._reason = ""
+
+    async def listen(self) -> None:
+        """Create the actor and learn its endpoint. Raises RolloutFailed when it cannot be."""
+        try:
+            await self._listen()
+        except (RayError, TimeoutError, ComponentLost) as error:
+            raise self.not_started(error) from error
+
+    async def start(self) -> None:
+        """Load the model. Raises RolloutFailed when it cannot."""
+        try:
+            await within(self._actor.start.remote(), self._start_timeout_s)
+            await within(self._actor.serve.remote(), CALL_TIMEOUT_S)
+        except (RayError, TimeoutError) as error:
+            raise self.not_started(error) from error
+        self._begin_to_serve(self._watch())
+
+    async def check(self) -> None:
+        """Learn now, not at the next look of the watcher, whether the engine still serves."""
+        actor = self._actor
+        if self._serving.is_set():
+            try:
+                if not await within(actor.usable.remote(), CALL_TIMEOUT_S):
+                    self._serving.clear()
+            except (RayActorError, TimeoutError) as error:
+                self._lose(actor, error)
+
+    async def score(self, sequences: Sequence[np.ndarray], timeout_s: float) -> list[np.ndarray]:
+        """See `EngineActor.score`."""
+        return await self._repeat(lambda actor: actor.score.remote(list(sequences)), timeout_s)
+
+    async def stats(self) -> EngineStats:
+        """See `EngineActor.stats`."""
+        return await self._repeat(lambda actor: actor.stats.remote(), CALL_TIMEOUT_S)
+
+    async def processes(self) -> list[int]:
+        """See `EngineActor.processes`."""
+        return await self._repeat(lambda actor: actor.processes.remote(), CALL_TIMEOUT_S)
+
+    async def open_transport(self, init_info: Mapping[str, Any]) -> None:
+        """See `WeightReceiver`. What came over another transport cannot be had again: an engine that is being replaced
+        waits for the next update."""
+        self._init_info = init_info
+        self._settled.clear()
+        self._stop_resending()
+        if self._serving.is_set():
+            actor = self._actor
+            await self._or_lose(actor, actor.open_transport.remote(init_info))
+
+    async def begin_update(self) -> None:
+        """See `WeightReceiver`."""
+        self._settled.clear()
+        self._stop_resending()
+        self._updating = self._actor if self._serving.is_set() else None
+        if self._updating is not None:
+            await self._or_lose(self._updating, self._updating.begin_update.remote())
+
+    async def load(self, message: Mapping[str, Any]) -> None:
+        """See `WeightReceiver`."""
+        if self._takes_part():
+            await self._or_lose(self._updating, self._updating.load.remote(message))
+
+    async def finish_update(self, version: int, message: Mapping[str, Any] | None) -> None:
+        """See `WeightReceiver`. An engine whose device is the trainer's takes the version when it comes back.
+
+        Raises:
+            RolloutFailed: the engine was given up.
+        """
+        weights = Weights(version, message)
+        if self._takes_part() and await self._or_lose(self._updating, self._updating.finish_update.remote(version)):
+            self._loaded = weights
+        self._weights = weights
+        self._settled.set()
+        while await self._there() and self._loaded is not weights:
+            actor = self._actor
+            try:
+                await self._catch_up()
+            except (RayError, TimeoutError, ComponentLost) as error:
+                self._lose(actor, error)
+
+    async def sleep(self) -> str | None:
+        """Make the engine leave its device, see `EngineActor.sleep`. One that is being replaced is waited for."""
+        await self.serving()
+        self._device_free.clear()
+        actor = self._asleep = self._actor
+        try:
+            return await within(actor.sleep.remote(), self._update_timeout_s)
+        except (RayError, TimeoutError) as error:
+            self._lose(actor, error)
+            return None
+
+    async def wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        """Let the engine take memory; with the KV cache it has its device, and this returns when it serves."""
+        if self._asleep is self._actor and self._serving.is_set():
+            await self._or_lose(self._actor, self._actor.wake.remote(part))
+        if part == "kv_cache":
+            self._device_free.set()
+            await self.serving()
+
+    async def close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+        if self._actor is not None:
+            with contextlib.suppress(RayError, TimeoutError):
+                await within(self._actor.shutdown.remote(), CLOSE_TIMEOUT_S)
+            ray.kill(self._actor)
+
+    async def _listen(self) -> None:
+        port = int(self.endpoint.rsplit(":", 1)[1]) if self.endpoint else 0
+        self._actor = self._make()
+        self.endpoint = await within(self._actor.listen.remote(self._host, port), self._start_timeout_s)
+
+    async def _repeat(self, call: Callable[[Any], Awaitable[Any]], timeout_s: float) -> Any:
+        """Call the actor; when the engine is lost under the call, call the next one.
+
+        Raises:
+            RolloutFailed: the engine was given up.
+            RayTaskError: the call itself is wrong; the engine is well.
+        """
+        while True:
+            await self.serving()
+            actor = self._actor
+            try:
+                return await within(call(actor), timeout_s)
+            except (RayActorError, TimeoutError) as error:
+                self._lose(actor, error)
+            except RayTaskError:
+                await self.check()
+                if self._serving.is_set():
+                    raise
+
+    def _takes_part(self) -> bool:
+        return self._updating is not None and self._updating is self._actor
+
+    async def _or_lose(self, actor: Any, call: Awaitable[None]) -> bool:
+        """Await a call under which a failing engine is lost; whether it was well."""
+        try:
+            await within(call, self._update_timeout_s)
+            return True
+        except (RayError, TimeoutError) as error:
+            self._lose(actor, error)
+            return False
+
+    def _lose(self, actor: Any, error: BaseException) -> None:
+        """A call failed. It may have taken so long that another engine is in the place already, which lives."""
+        if actor is not self._actor:
+            return
+        self._serving.clear()
+        self._updating = None
+        self._reason = brief(error)
+        ray.kill(self._actor)
+
+    async def _there(self) -> bool:
+        """Wait for the engine, unless it cannot come because the trainer has its device."""
+        if not self._device_free.is_set():
+            return self._serving.is_set()
+        await self.serving()
+        return True
+
+    async def _watch(self) -> None:
+        while True:
+            try:
+                reason = await self._actor.watch.remote()
+            except RayError as error:
+                reason = self._reason or brief(error)
+            self._serving.clear()
+            await self._replace(reason)
+            self.restarts.done()
+            self._reason = ""
+            self._serving.set()
+
+    async def _replace(self, reason: str) -> None:
+        while True:
+            await self.pause(reason)
+            ray.kill(self._actor)
+            await self._device_free.wait()
+            try:
+                await self._listen()
+                await within(self._actor.start.remote(), self._start_timeout_s)
+                self._loaded = None
+                await self._take_settled()
+                await within(self._actor.serve.remote(), CALL_TIMEOUT_S)
+                return
+            except (RayError, TimeoutError, ComponentLost) as error:
+                reason = brief(error)
+
+    async def _take_settled(self) -> None:
+        """An engine comes up with the weights of the start; give it the newest. An update under way goes first: what
+        the older ones are taken from is being overwritten."""
+        while True:
+            await self._settled.wait()
+            if self._weights is self._loaded:
+                return
+            await self._catch_up()
+
+    async def _catch_up(self) -> None:
+        """Load the weights of the last update, unless another one begins meanwhile."""
+        weights = self._weights
+        assert weights is not None  # both callers have looked
+        receiver = _SingleReceiver(self._actor, self._start_timeout_s)
+        if weights.message is None:
+            await self._ask_again(receiver, weights.version)
+        else:
+            await receiver.open_transport(self._init_info)
+            await receiver.begin_update()
+            await receiver.load(weights.message)
+            await receiver.finish_update(weights.version, weights.message)
+        if receiver.version == weights.version:
+            self._loaded = weights
+
+    async def _ask_again(self, receiver: _SingleReceiver, version: int) -> None:
+        resend = self._find_resend()
+        if resend is None:
+            raise RolloutFailed(
+                f"{self.name} was lost and version {version} of the weights cannot be sent a second time; go on from "
+                f"the newest checkpoint. Its log is {self.log}."
+            )
+        sending = asyncio.ensure_future(resend(receiver, version))
+        self._resending = sending, receiver
+        try:
+            await asyncio.wait({sending})
+        finally:
+            self._resending = None
+            sending.cancel()
+        if sending.cancelled():
+            return
+        error = sending.exception()
+        if isinstance(error, RolloutFailed):
+            raise error
+        if error is not None or receiver.version != version:
+            what = "nothing was sent" if error is None else brief(error)
+            raise ComponentLost(f"version {version} of the weights was not sent again: {what}") from error
+
+    def _stop_resending(self) -> None:
+        """What an engine waits for is overtaken by an update of all, which may wait for that engine."""
+        if self._resending is not None and not self._resending[1].begun:
+            self._resending[0].cancel()
+
+
+class _SingleReceiver:
+    """A WeightReceiver for one engine that does not serve yet; its failures are raised.
+
+    Attributes:
+        begun: an update has begun.
+        version: what the engine has; ``None`` before the end of an update.
+    """
+
+    def __init__(self, actor: Any, timeout_s: float) -> None:
+        self._actor, self._timeout_s = actor, timeout_s
+        self.begun = False
+        self.version: int | None = None
+
+    async def open_transport(self, init_info: Mapping[str, Any]) -> None:
+        await within(self._actor.open_transport.remote(init_info), self._timeout_s)
+
+    async def begin_update(self) -> None:
+        self.begun = True
+        await within(self._actor.begin_update.remote(), self._timeout_s)
+
+    async def load(self, message: Mapping[str, Any]) -> None:
+        await within(self._actor.load.remote(message), self._timeout_s)
+
+    async def finish_update(self, version: int, message: Mapping[str, Any] | None) -> None:
+        await within(self._actor.finish_update.remote(version), self._timeout_s)
+        self.version = version
+
+
+class Engines:
+    """All engines of a rollout as one WeightReceiver."""
+
+    def __init__(self, slots: Sequence[EngineSlot], ready: Callable[[], Awaitable[None]]) -> None:
+        """Args: ``ready``: awaited before each verb."""
+        self._slots, self._ready = slots, ready
+
+    async def open_transport(self, init_info: Mapping[str, Any]) -> None:
+        await self._ready()
+        await asyncio.gather(*(slot.open_transport(init_info) for slot in self._slots))
+
+    async def begin_update(self) -> None:
+        await self._ready()
+        await asyncio.gather(*(slot.begin_update() for slot in self._slots))
+
+    async def load(self, message: Mapping[str, Any]) -> None:
+        await self._ready()
+        await asyncio.gather(*(slot.load(message) for slot in self._slots))
+
+    async def finish_update(self, version: int, message: Mapping[str, Any] | None) -> None:
+        """See `WeightReceiver`. Raises RolloutFailed when an engine was given up."""
+        await self._ready()
+        await asyncio.gather(*(slot.finish_update(version, message) for slot in self._slots))

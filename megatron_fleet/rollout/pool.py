@@ -1,0 +1,96 @@
+"""Pool: the engines, workers and environments of one rollout, and the collector that uses them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from megatron_fleet.config.schema import Config
+from megatron_fleet.envs.registry import Start
+from megatron_fleet.rollout.actors import Place, make_engine, make_worker
+from megatron_fleet.rollout.collector import Collector
+from megatron_fleet.rollout.components import EnvironmentSlot, WorkerSlot
+from megatron_fleet.rollout.engine_slot import EngineSlot, Resend
+
+RUN_MARGIN_S = 60.0
+"""Beyond the deadlines that an episode keeps by itself; a worker that takes longer hangs."""
+WORKER_START_TIMEOUT_S = 120.0
+
+
+class Pool:
+    """Made within a Ray cluster; `start` fills the places, and their slots keep them filled."""
+
+    def __init__(
+        self, config: Config, place: Place, environment: Mapping[str, str], resend: Callable[[], Resend | None]
+    ) -> None:
+        """Args: ``environment``: variables of the environment server. ``resend``: finds what sends weights again."""
+        self._config, self._place = config, place
+        self._url = ""
+        self._listening = asyncio.Event()
+        self.engines = [self._engine_slot(i, resend) for i in range(config.rollout.engine.replicas)]
+        self.workers = [self._worker_slot(i) for i in range(config.rollout.workers)]
+        start = Start(config.env, place.logs / "env.log", str(place.episode_python), config.run.seed, environment)
+        self.environment = EnvironmentSlot(start, self._forget_failures)
+        self.collector = Collector(config, self.engines, self.workers, self.environment)
+
+    async def start(self, serving: asyncio.Task[str]) -> None:
+        """Start engines and workers; returns when all of them serve.
+
+        Args:
+            serving: the start of the environments; its result is their address.
+
+        Raises:
+            RolloutFailed: one cannot start.
+            UserError: the environments cannot.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._start_engines())
+                group.create_task(self._start_workers(serving))
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+
+    async def close(self) -> None:
+        """End everything, within some seconds."""
+        self.collector.close()
+        slots = (*self.engines, *self.workers, self.environment)
+        await asyncio.gather(*(slot.close() for slot in slots), return_exceptions=True)
+
+    async def _start_engines(self) -> None:
+        await asyncio.gather(*(engine.listen() for engine in self.engines))
+        self._listening.set()
+        await asyncio.gather(*(engine.start() for engine in self.engines))
+
+    async def _start_workers(self, serving: asyncio.Task[str]) -> None:
+        self._url = await asyncio.shield(serving)
+        await self._listening.wait()
+        await asyncio.gather(*(worker.start() for worker in self.workers))
+
+    async def _forget_failures(self) -> None:
+        await asyncio.gather(*(worker.forget_failures() for worker in self.workers))
+
+    def _engine_slot(self, index: int, resend: Callable[[], Resend | None]) -> EngineSlot:
+        engine = self._config.rollout.engine
+        return EngineSlot(
+            f"engine {index}",
+            str(self._place.logs / f"engine-{index}.log"),
+            partial(make_engine, self._config, self._place, index),
+            host=self._place.engine_host(index),
+            start_timeout_s=engine.start_timeout_s,
+            update_timeout_s=engine.update_timeout_s,
+            resend=resend,
+        )
+
+    def _worker_slot(self, index: int) -> WorkerSlot:
+        rollout, env = self._config.rollout, self._config.env
+        # An environment that was started ahead waits for a place as long as another episode takes.
+        episodes_s = 2 * (rollout.episode_timeout_s + env.verify_timeout_s)
+        run_timeout_s = env.provisioning.wait_s + env.reset_timeout_s + episodes_s + RUN_MARGIN_S
+
+        def make() -> object:
+            endpoints = [engine.endpoint for engine in self.engines]
+            return make_worker(self._config, self._place, index, self._url, endpoints)
+
+        log = str(self._place.logs / f"worker-{index}.log")
+        return WorkerSlot(f"worker {index}", log, make, WORKER_START_TIMEOUT_S, run_timeout_s)

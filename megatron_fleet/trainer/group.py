@@ -1,0 +1,393 @@
+"""The controller's half of a trainer made of ranks: plans, sends each replica its data once, gathers, watches."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections.abc import Awaitable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from megatron_fleet.algorithms.datum import Datum
+from megatron_fleet.cluster import frames
+from megatron_fleet.cluster.launcher import RankStarter
+from megatron_fleet.cluster.restarts import OutOfRestarts, Restarts
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.schema import Config
+from megatron_fleet.trainer.base import (
+    PARTS,
+    AdamParams,
+    Deliver,
+    Examination,
+    Files,
+    LossReport,
+    LossSpec,
+    MicroBatchLoss,
+    OptimReport,
+    Part,
+    TrainerInfo,
+    TrainerLost,
+    as_plain,
+)
+from megatron_fleet.trainer.layout import row_alignment, sequence_alignment
+from megatron_fleet.trainer.links import Call, RankLink, RankListener
+from megatron_fleet.trainer.messages import SYSTEM, USER, RankReady, datum_to_plain, results_from_plain
+from megatron_fleet.trainer.packing.flops import SequenceCost
+from megatron_fleet.trainer.packing.pack_plan import Plan, plan_rows
+
+LAST_WORDS_S = 2.0
+"""After one rank failed: time for the others to say why; they may hang in a collective that never completes."""
+QUIT_S = 20.0
+"""For ranks to leave their process groups and end."""
+
+
+class TrainerGroup:
+    """`trainer.base.Trainer` over ranks; between `open` and `close` it can be lost, and started again by `restart`."""
+
+    def __init__(
+        self,
+        config: Config,
+        listener: RankListener,
+        starter: RankStarter,
+        token: str,
+        cost: SequenceCost,
+        init: str = "hf",
+    ) -> None:
+        """Args: ``token``: of the run. ``cost``: of sequences of the model. ``init``: see `MegatronPolicy`."""
+        self._config, self._listener, self._starter, self._token = config, listener, starter, token
+        self._cost, self._init = cost, init
+        cluster = config.cluster
+        where = f"Logs of the ranks are in {config.run.out}/logs; the same command goes on from the newest checkpoint."
+        self.restarts = Restarts("the trainer", where, cluster.max_restarts)
+        self._links: list[RankLink] = []
+        self._readers: list[asyncio.Task[None]] = []
+        self._ready: list[RankReady] = []
+        self._numbers = itertools.count()
+        self._calls: dict[int, Call] = {}
+        self._sending = asyncio.Lock()
+        self._lost: asyncio.Future[TrainerLost] = asyncio.get_running_loop().create_future()
+        self._plan: Plan = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = False
+
+    # Life
+
+    async def gather(self) -> None:
+        """Start the ranks and wait until they are connected; they import what they need meanwhile.
+
+        Raises:
+            TrainerLost: they did not all come.
+        """
+        await self._starter.start(self._listener.address, self._token)
+        try:
+            self._links = await self._listener.gather(self._config.cluster.join_timeout_s, self._starter.failed)
+        except ConnectionError as error:
+            raise TrainerLost(str(error)) from None
+        self._readers = [asyncio.create_task(self._read(rank, link)) for rank, link in enumerate(self._links)]
+
+    async def build(self) -> None:
+        """Have the ranks find each other and build the model.
+
+        Raises:
+            TrainerLost: a rank died.
+            UserError: model, layout and machine do not fit.
+        """
+        (rendezvous, *_) = await self._call("bind", only=1)
+        arguments = {"rendezvous": rendezvous, "init": self._init}
+        self._ready = [RankReady(**value) for value in await self._call("build", arguments)]
+
+    async def restart(self, reason: TrainerLost) -> None:
+        """Replace ranks that are lost, again and again until all are there, or it was too often.
+
+        Raises:
+            UserError: it was too often; or the ranks cannot be built.
+        """
+        while True:
+            self._disconnect()
+            await self._starter.stop(0.0)
+            try:
+                await self.restarts.pause(str(reason))
+                self._lost = asyncio.get_running_loop().create_future()
+                await self.gather()
+                await self.build()
+            except OutOfRestarts as error:
+                raise UserError(str(error)) from None
+            except TrainerLost as error:
+                reason = error
+                continue
+            self.restarts.done()
+            return
+
+    async def close(self) -> None:
+        """See `Trainer.close`."""
+        self._closing = True
+        for link in self._links:
+            await link.send("quit")
+        alive = bool(self._links) and not self._lost.done()
+        await self._starter.stop(QUIT_S if alive else 0.0)
+        self._disconnect()
+        self._listener.close()
+
+    def _disconnect(self) -> None:
+        for reader in self._readers:
+            reader.cancel()
+        for link in self._links:
+            link.close()
+        self._links, self._readers = [], []
+
+    async def lost(self) -> TrainerLost:
+        """See `Trainer.lost`."""
+        return await asyncio.shield(self._lost)
+
+    def _lose(self, reason: str) -> None:
+        if self._lost.done() or self._closing:
+            return
+        error = TrainerLost(reason)
+        self._lost.set_result(error)
+        for call in self._calls.values():
+            call.fail(error)
+        self._disconnect()  # ranks that hang in a collective end with their connection
+
+    # Frames
+
+    async def _call(
+        self,
+        verb: str,
+        arguments: Mapping[str, Any] | None = None,
+        shares: Sequence[Sequence[Sequence[Datum]]] | None = None,
+        deliver: Deliver | None = None,
+        only: int | None = None,
+    ) -> list[Any]:
+        """A verb on all ranks, or on the first ``only`` ones; their answers by rank. ``shares``: by replica."""
+        if self._lost.done():
+            raise self._lost.result()
+        links = self._links[:only]
+        number, call = next(self._numbers), Call(verb, len(links), deliver)
+        async with self._sending:
+            self._calls[number] = call
+            await self._send(number, verb, dict(arguments or {}), links, shares)
+        try:
+            return await call.result
+        finally:
+            del self._calls[number]
+
+    async def _send(
+        self,
+        number: int,
+        verb: str,
+        arguments: dict[str, Any],
+        links: Sequence[RankLink],
+        shares: Sequence[Sequence[Sequence[Datum]]] | None,
+    ) -> None:
+        if shares is None:
+            await asyncio.gather(*(link.send("call", number, verb, arguments, 0) for link in links))
+            return
+        leaders = self._leaders()
+        heads: list[Awaitable[None]] = []
+        for rank, link in enumerate(links):
+            count = len(shares[self._ready[rank].replica])
+            following = count if rank in leaders else 0
+            heads.append(link.send("call", number, verb, arguments | {"micro_batches": count}, following))
+        await asyncio.gather(*heads)
+        await asyncio.gather(*(self._send_share(number, links[r], shares[self._ready[r].replica]) for r in leaders))
+
+    @staticmethod
+    async def _send_share(number: int, link: RankLink, share: Sequence[Sequence[Datum]]) -> None:
+        """One micro-batch at a time: a whole share need not be encoded at once."""
+        for micro_batch in share:
+            body = frames.body("micro-batch", *map(datum_to_plain, micro_batch))
+            await link.send("data", number, body)
+
+    def _leaders(self) -> set[int]:
+        """The first rank of each replica."""
+        firsts: dict[int, int] = {}
+        for rank, ready in enumerate(self._ready):
+            firsts.setdefault(ready.replica, rank)
+        return set(firsts.values())
+
+    async def _read(self, rank: int, link: RankLink) -> None:
+        posted: dict[int, asyncio.Task[None]] = {}
+        while (frame := await link.read()) is not None:
+            kind, number, *rest = frame
+            call = self._calls.get(number)
+            if kind == "post":
+                before = posted.get(number)
+                posted[number] = self._spawn(self._deliver(link, number, call, rest[0], rest[1], before))
+            elif call is None:
+                continue  # whoever called does not wait any more
+            elif kind == "done":
+                call.done(rank, rest[0])
+            else:
+                call.failed(rank, *rest)
+                self._spawn(self._settle(call))
+        if not self._closing and not self._lost.done():
+            self._lose(await self._starter.how_ended(rank))
+
+    async def _deliver(
+        self,
+        link: RankLink,
+        number: int,
+        call: Call | None,
+        index: int,
+        message: Mapping[str, Any],
+        before: asyncio.Task[None] | None,
+    ) -> None:
+        if before is not None:
+            await before
+        error = None
+        if call is None or call.deliver is None:
+            error = "nobody waits for this message any more"
+        else:
+            try:
+                await call.deliver(message)
+            except Exception as failure:
+                call.fail(failure)
+                error = str(failure) or type(failure).__name__
+        await link.send("delivered", number, index, error)
+
+    async def _settle(self, call: Call) -> None:
+        """A rank has failed: wait for the others' words, then decide what that means."""
+        deadline = asyncio.get_running_loop().time() + LAST_WORDS_S
+        while not call.complete and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.02)
+        failure = call.failure()
+        if call.result.done() or failure is None:
+            return
+        kind, message = failure
+        if kind == USER:
+            call.fail(UserError(message))
+        elif kind == SYSTEM and call.complete:
+            call.fail(OSError(message))
+        else:
+            self._lose(message)
+
+    def _spawn(self, work: Any) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # Verbs
+
+    @property
+    def info(self) -> TrainerInfo:
+        """See `Trainer.info`. After `build`."""
+        first = self._ready[0]
+        sizes = [ready.part_bytes for ready in self._ready] if first.part_bytes else []
+        return TrainerInfo(first.vocab_size, self._config.policy.row_tokens, first.replicas, first.device, sizes)
+
+    def plan(self, data: Sequence[Datum]) -> Plan:
+        """Replica → micro-batches → indices into ``data``; equal data give equal plans.
+
+        Raises:
+            UserError: a sequence is longer than a micro-batch.
+        """
+        parallel, capacity = self._config.parallel, self._config.policy.row_tokens
+        lengths = [len(datum) for datum in data]
+        trained = [int(np.count_nonzero(datum.mask)) for datum in data]
+        align, row_align = sequence_alignment(parallel), row_alignment(parallel, self._config.precision)
+        return plan_rows(lengths, self.info.replicas, capacity, self._cost(lengths, trained), align, row_align)
+
+    async def forward(
+        self,
+        data: Sequence[Datum],
+        which: Literal["current", "reference"] = "current",
+        temperature: float | None = None,
+    ) -> list[np.ndarray]:
+        """See `Trainer.forward`."""
+        plan = self.plan(data)
+        arguments = {"which": which, "temperature": temperature}
+        answers = await self._call("forward", arguments, _shares(plan, data))
+        found: dict[int, np.ndarray] = {}
+        for rank in self._leaders():
+            for members, values in zip(plan[self._ready[rank].replica], answers[rank], strict=True):
+                found |= zip(members, results_from_plain([data[i] for i in members], values), strict=True)
+        return [found[index] for index in range(len(data))]
+
+    async def forward_backward(self, data: Sequence[Datum], loss: LossSpec) -> LossReport:
+        """See `Trainer.forward_backward`."""
+        self._plan = self.plan(data)
+        arguments = {"settings": dict(loss.settings), "per_sequence": loss.per_sequence}
+        answers = await self._call("forward_backward", arguments, _shares(self._plan, data))
+        report = LossReport(**answers[0]["report"])
+        if loss.per_sequence:
+            by_replica = self._by_replica([answer["sequences"] for answer in answers])
+            found: dict[int, float] = {}
+            for micro_batches, losses in zip(self._plan, by_replica, strict=True):
+                for members, values in zip(micro_batches, losses, strict=False):
+                    found |= zip(members, values, strict=True)
+            report.sequence_losses = [found[index] for index in range(len(data))]
+        return report
+
+    async def optim_step(self, adam: AdamParams, hold_above: float = math.inf) -> OptimReport:
+        """See `Trainer.optim_step`."""
+        answers = await self._call("optim_step", {"adam": as_plain(adam), "hold_above": hold_above})
+        return OptimReport(**answers[0])
+
+    async def discard_gradients(self) -> None:
+        """See `Trainer.discard_gradients`."""
+        await self._call("discard_gradients")
+
+    async def examine(self) -> Examination:
+        """See `Trainer.examine`."""
+        answers = await self._call("examine")
+        by_replica = self._by_replica([answer["micro_batches"] for answer in answers])
+        losses = [
+            MicroBatchLoss(list(members), float(loss))
+            for micro_batches, values in zip(self._plan, by_replica, strict=False)
+            for members, loss in zip(micro_batches, values, strict=False)
+            if members
+        ]
+        return Examination(**answers[0]["faults"], micro_batches=losses)
+
+    async def keep_reference(self) -> None:
+        """See `Trainer.keep_reference`."""
+        await self._call("keep_reference")
+
+    async def save_state(self, path: Path) -> Files:
+        """See `Trainer.save_state`."""
+        answers = await self._call("save_state", {"path": str(path.absolute())})
+        return dict(sorted((name, entry) for files in answers for name, entry in files.items()))
+
+    async def load_state(self, path: Path) -> None:
+        """See `Trainer.load_state`."""
+        await self._call("load_state", {"path": str(path.absolute())})
+
+    async def export_hf(self, path: Path) -> None:
+        """See `Trainer.export_hf`."""
+        await self._call("export_hf", {"path": str(path.absolute())})
+
+    async def prepare_weights(self, transport: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See `Trainer.prepare_weights`."""
+        answers = await self._call("prepare_weights", {"transport": transport, "options": dict(options)})
+        return answers[0]
+
+    async def send_weights(self, version: int, options: Mapping[str, Any], deliver: Deliver) -> None:
+        """See `Trainer.send_weights`."""
+        await self._call("send_weights", {"version": version, "options": dict(options)}, deliver=deliver)
+
+    async def offload(self, parts: Collection[Part] = PARTS) -> None:
+        """See `Trainer.offload`."""
+        await self._call("offload", {"parts": list(parts)})
+
+    async def onload(self, parts: Collection[Part] = PARTS) -> None:
+        """See `Trainer.onload`."""
+        await self._call("onload", {"parts": list(parts)})
+
+    async def memory(self, moment: Literal["begin", "end"], quiet: bool = False) -> list[dict[str, int]]:
+        """See `Trainer.memory`."""
+        return await self._call("memory", {"moment": moment, "quiet": quiet})
+
+    def _by_replica(self, values: Sequence[Any]) -> list[Any]:
+        """What the ranks of the last pipeline stage know; those of earlier ones know nothing."""
+        found: list[Any] = [[]] * self.info.replicas
+        for ready, value in zip(self._ready, values, strict=True):
+            found[ready.replica] = found[ready.replica] or value or []
+        return found
+
+
+def _shares(plan: Plan, data: Sequence[Datum]) -> list[list[list[Datum]]]:
+    return [[[data[i] for i in members] for members in micro_batches] for micro_batches in plan]

@@ -1,0 +1,187 @@
+"""The controller's connections to the ranks: who may dial, and a call to all of them with its answers."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from megatron_fleet.cluster import frames
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.trainer.base import Deliver
+from megatron_fleet.trainer.messages import OTHER, SYSTEM, USER, Identity
+
+HELLO_TIMEOUT_S = 10.0
+READ_LIMIT = 1 << 20
+
+
+class RankLink:
+    """One rank's connection. Whoever reads it is `TrainerGroup`."""
+
+    def __init__(self, who: Identity, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.who = who
+        self._reader, self._writer = reader, writer
+        self.sent_bytes = 0
+
+    async def send(self, *frame: Any) -> None:
+        """Send one frame and wait until the rank takes more. A rank that is gone is noticed by its reader."""
+        data = frames.pack(*frame)
+        self.sent_bytes += len(data)
+        with suppress(OSError):
+            self._writer.write(data)
+            await self._writer.drain()
+
+    async def read(self) -> list[Any] | None:
+        """Next frame; ``None`` when the rank is gone, or says what no rank says."""
+        try:
+            return await frames.read(self._reader)
+        except ValueError:
+            return None
+
+    def close(self) -> None:
+        """End the connection; the rank then ends by itself. Idempotent."""
+        self._writer.close()
+
+
+class RankListener:
+    """Where ranks dial. Bound once; ranks of a later attempt dial the same address."""
+
+    def __init__(self, token: str, config: str, world_size: int) -> None:
+        """Args: ``config``: resolved, as JSON; every rank gets it."""
+        self._token, self._config, self._world_size = token, config, world_size
+        self._links: dict[int, RankLink] = {}
+        self._changed = asyncio.Condition()
+        self._server: asyncio.Server | None = None
+        self.address = ""
+
+    async def listen(self, host: str, port: int) -> None:
+        """Bind; port 0 takes a free one. Raises UserError when it cannot."""
+        try:
+            self._server = await asyncio.start_server(self._serve, host, port, limit=READ_LIMIT, backlog=1024)
+        except OSError as error:
+            raise UserError(f"The controller cannot listen at {host}:{port} ({error.strerror}); free it.") from None
+        self.address = f"{host}:{self._server.sockets[0].getsockname()[1]}"
+
+    async def gather(self, timeout_s: float, failed: Callable[[], str | None]) -> list[RankLink]:
+        """Wait until every rank is there; they are the caller's from then on.
+
+        Args:
+            failed: asked now and then; why to give up, in words.
+
+        Raises:
+            ConnectionError: ``failed`` said so, or time is up; with what is missing.
+        """
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        try:
+            while len(self._links) < self._world_size:
+                if (reason := failed()) is not None:
+                    raise ConnectionError(reason)
+                if asyncio.get_running_loop().time() > deadline:
+                    missing = sorted(set(range(self._world_size)) - set(self._links))
+                    raise ConnectionError(
+                        f"{len(missing)} of {self._world_size} ranks did not dial {self.address} within "
+                        f"{timeout_s:g} s (cluster.join_timeout_s), the first is rank {missing[0]}"
+                    )
+                async with self._changed:
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(self._changed.wait(), 0.2)
+        except ConnectionError:
+            for link in self._links.values():
+                link.close()
+            self._links = {}
+            raise
+        links, self._links = [self._links[rank] for rank in range(self._world_size)], {}
+        return links
+
+    def close(self) -> None:
+        """Stop listening. Idempotent."""
+        if self._server is not None:
+            self._server.close()
+        for link in self._links.values():
+            link.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        frames.keep_alive(writer.get_extra_info("socket"))
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                hello = await frames.read(reader)
+            who = self._identified(hello)
+        except (TimeoutError, ValueError):
+            who = None
+        if who is None:  # a peer that does not know the token learns nothing
+            writer.close()
+            return
+        link = RankLink(who, reader, writer)
+        if reason := self._refusal(who):
+            await link.send("refused", reason)
+            link.close()
+            return
+        await link.send("config", self._config)
+        async with self._changed:
+            self._links[who.rank] = link
+            self._changed.notify_all()
+
+    def _identified(self, hello: list[Any] | None) -> Identity | None:
+        if not hello or len(hello) != 3 or hello[0] != "hello" or not isinstance(hello[1], str):
+            return None
+        return Identity.from_plain(hello[2]) if hmac.compare_digest(hello[1].encode(), self._token.encode()) else None
+
+    def _refusal(self, who: Identity) -> str | None:
+        if who.world_size != self._world_size:
+            return (
+                f"{who.world_size} ranks were started ({who.source}), but parallel.tensor × pipeline × context × data "
+                f"needs {self._world_size}; change the launch or the layout."
+            )
+        if not 0 <= who.rank < self._world_size:
+            return f"rank {who.rank} ({who.source}) is none of {self._world_size}; correct what starts the ranks."
+        if (there := self._links.get(who.rank)) is not None and not there._writer.is_closing():
+            return f"rank {who.rank} ({who.source}) is there already, on host {there.who.host}; start each rank once."
+        return None
+
+
+class Call:
+    """One verb on all ranks: collects their answers."""
+
+    def __init__(self, verb: str, ranks: int, deliver: Deliver | None) -> None:
+        self.verb = verb
+        self.deliver = deliver
+        self._answers: dict[int, Any] = {}
+        self._failures: dict[int, tuple[str, str, str]] = {}
+        self._ranks = ranks
+        self.result: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+
+    def done(self, rank: int, value: Any) -> None:
+        """A rank has answered."""
+        self._answers[rank] = value
+        self._settle_when_complete()
+
+    def failed(self, rank: int, kind: str, message: str, name: str) -> None:
+        """A rank could not do it."""
+        self._failures[rank] = kind, message, name
+        self._settle_when_complete()
+
+    def fail(self, error: BaseException) -> None:
+        """Nobody will answer any more."""
+        if not self.result.done():
+            self.result.set_exception(error)
+            self.result.exception()  # it may be that nobody waits
+
+    @property
+    def complete(self) -> bool:
+        """Every rank has answered, in one way or the other."""
+        return len(self._answers) + len(self._failures) == self._ranks
+
+    def failure(self) -> tuple[str, str] | None:
+        """Kind and text of what explains best why it failed; ``None``: nothing failed."""
+        for wanted in (USER, OTHER, SYSTEM):
+            for rank in sorted(self._failures):
+                kind, message, name = self._failures[rank]
+                if kind == wanted:
+                    return kind, message if kind == USER else f"rank {rank}: {self.verb}: {name}: {message}"
+        return None
+
+    def _settle_when_complete(self) -> None:
+        if self.complete and not self._failures and not self.result.done():
+            self.result.set_result([self._answers[rank] for rank in range(self._ranks)])

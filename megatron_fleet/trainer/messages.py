@@ -1,0 +1,106 @@
+"""What travels between the controller and the ranks, as parts of `cluster.frames`.
+
+Rank to controller::
+
+    ["hello", token, identity]          the first frame; identity: see `Identity`
+    ["done", call, value]
+    ["failed", call, kind, message, traceback]      kind: one of `FAILURES`
+    ["post", call, number, message]     `send_weights`: a message for the engines
+
+Controller to rank::
+
+    ["config", text]                    answer to hello: the resolved configuration as JSON
+    ["call", call, verb, arguments, micro-batches that follow]
+    ["data", call, sequences]           one micro-batch, to the first rank of a replica only
+    ["delivered", call, number, error or nil]
+    ["quit"]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from megatron_fleet.algorithms.datum import Datum
+from megatron_fleet.cluster.frames import array_from_plain, array_to_plain
+
+USER, SYSTEM, OTHER = FAILURES = ("user", "system", "other")
+"""A mistake of the user's; the operating system (a full disk, say), on all ranks alike; anything else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who a rank is, as it says itself.
+
+    Attributes:
+        host, pid: where its process is.
+        source: what it read its rank from, see `cluster.rank_identity`.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    host: str
+    pid: int
+    source: str
+
+    def to_plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_plain(cls, value: Any) -> Identity:
+        """Raises ValueError for anything that `to_plain` did not give."""
+        try:
+            found = cls(**value)
+        except TypeError as error:
+            raise ValueError(str(error)) from None
+        if not all(
+            isinstance(getattr(found, f.name), str if f.name in ("host", "source") else int) for f in fields(cls)
+        ):
+            raise ValueError("fields of wrong types")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class RankReady:
+    """What a rank knows once its part of the model exists.
+
+    Attributes:
+        replica: its data-parallel index; ranks of one replica get equal data.
+        part_bytes: see `TrainerInfo`.
+    """
+
+    replica: int
+    replicas: int
+    vocab_size: int
+    device: str
+    part_bytes: dict[str, int]
+
+
+def datum_to_plain(datum: Datum) -> list[Any]:
+    """A Datum as a part of a frame: its fields in order."""
+    values = (getattr(datum, field.name) for field in fields(Datum))
+    return [None if value is None else array_to_plain(value) for value in values]
+
+
+def datum_from_plain(values: Sequence[Any]) -> Datum:
+    """What `datum_to_plain` was given; arrays are read-only."""
+    return Datum(*(None if value is None else array_from_plain(value) for value in values))
+
+
+def results_to_plain(data: Sequence[Datum], values: Sequence[np.ndarray]) -> list[Any]:
+    """Log-probs ``[T]`` of sequences at their trained positions; elsewhere they are 0."""
+    return [array_to_plain(value[datum.mask != 0]) for datum, value in zip(data, values, strict=True)]
+
+
+def results_from_plain(data: Sequence[Datum], values: Sequence[Any]) -> list[np.ndarray]:
+    """What `results_to_plain` was given, float32 ``[T]`` each."""
+    found = []
+    for datum, value in zip(data, values, strict=True):
+        whole = np.zeros(len(datum), np.float32)
+        whole[datum.mask != 0] = array_from_plain(value)
+        found.append(whole)
+    return found

@@ -1,0 +1,214 @@
+"""One rank of the trainer: it dials the controller and serves verbs, waiting for them as long as it takes.
+
+Between verbs no collective is pending, so nothing limits how long a rollout or an evaluation may last. The rank ends
+when it is asked to, and at once when the controller is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from megatron_fleet.cluster import frames
+from megatron_fleet.cluster.frames import FrameSocket
+from megatron_fleet.cluster.rank_identity import controller_address, rank_identity
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.trainer.messages import OTHER, SYSTEM, USER, Identity, datum_from_plain
+
+if TYPE_CHECKING:
+    from megatron_fleet.algorithms.datum import Datum
+    from megatron_fleet.trainer.verbs import RankVerbs
+
+CONNECT_DEADLINE_S = 300.0
+"""Under srun or torchrun ranks may start before the controller listens."""
+CONNECT_TIMEOUT_S, CONNECT_INTERVAL_S = 10.0, 0.2
+CONTROLLER_GONE = 3
+"""Exit status of a rank whose controller died."""
+
+
+def main(environ: Mapping[str, str]) -> int:
+    """Be the rank that ``environ`` says; returns the exit status.
+
+    Raises:
+        UserError: the environment does not say which rank this is or where the controller is, or nobody is there.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the controller decides
+    me = rank_identity(environ)
+    address, token = controller_address(environ)
+    connection = _dial(address)
+    link = FrameSocket(connection)
+    who = Identity(me.rank, me.world_size, me.local_rank, socket.gethostname(), os.getpid(), me.source)
+    link.write("hello", token, who.to_plain())
+    answer = link.read()
+    if answer is None or answer[0] != "config":
+        raise UserError(
+            f"MFLEET_CONTROLLER={address}: the controller refused rank {me.rank} of {me.world_size}; see its output "
+            f"(another MFLEET_TOKEN, another number of ranks, or a rank that is there already)."
+        )
+    return RankServer(link, who, answer[1], connection.getsockname()[0]).serve()
+
+
+def _dial(address: str) -> socket.socket:
+    host, port = address.rsplit(":", 1)
+    deadline = time.monotonic() + CONNECT_DEADLINE_S
+    while True:
+        try:
+            connection = socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S)
+            connection.settimeout(None)  # from here on a rank waits as long as it takes
+            return connection
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"MFLEET_CONTROLLER={address}: nobody answered within {CONNECT_DEADLINE_S:.0f} s ({error}); start "
+                    f"`mfleet train` there first."
+                ) from None
+            time.sleep(CONNECT_INTERVAL_S)
+
+
+class RankServer:
+    """Reads frames in a thread, runs verbs in the main one, in the order in which they came."""
+
+    def __init__(self, link: FrameSocket, who: Identity, config: str, address: str) -> None:
+        """Args: ``config``: resolved, as JSON. ``address``: by which the controller, and so others, reach this host."""
+        self._link, self._who, self._config, self._address = link, who, config, address
+        self._frames: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
+        self._receipts: dict[tuple[int, int], queue.SimpleQueue[str | None]] = {}
+        self._verbs: RankVerbs | None = None
+        self._listener: socket.socket | None = None
+        self._quitting = False
+
+    def serve(self) -> int:
+        """Serve verbs until the controller says ``quit``; returns the exit status."""
+        reading = threading.Thread(target=self._read, name="controller", daemon=True)
+        reading.start()
+        _import_trainer()
+        while (frame := self._frames.get())[0] != "quit":
+            _, call, verb, arguments, following = frame
+            self._answer(call, verb, arguments, following)
+        if self._verbs is not None:
+            self._verbs.close()
+        self._link.close()
+        reading.join()
+        return 0
+
+    def _read(self) -> None:
+        with suppress(ValueError):  # not our protocol: as good as gone
+            while (frame := self._link.read()) is not None:
+                if frame[0] == "delivered":
+                    _, call, number, error = frame
+                    self._receipts[call, number].put(error)
+                    continue
+                self._quitting = self._quitting or frame[0] == "quit"
+                self._frames.put(frame)
+        if not self._quitting:
+            print("the controller is gone", file=sys.stderr, flush=True)
+            os._exit(CONTROLLER_GONE)  # the main thread may be in a collective that never ends
+
+    def _answer(self, call: int, verb: str, arguments: dict[str, Any], following: int) -> None:
+        try:
+            bodies = [self._frames.get()[2] for _ in range(following)]
+            self._link.write("done", call, self._run(call, verb, arguments, bodies))
+        except Exception as error:
+            traceback.print_exc()
+            message = str(error) or type(error).__name__
+            kind = USER if isinstance(error, UserError) else SYSTEM if _is_system(error) else OTHER
+            self._link.write("failed", call, kind, message, type(error).__name__)
+
+    def _run(self, call: int, verb: str, arguments: dict[str, Any], bodies: list[bytes]) -> Any:
+        if verb == "bind":
+            return self._bind()
+        if verb == "build":
+            return self._build(**arguments)
+        assert self._verbs is not None, "build comes first"
+        if verb == "send_weights":
+            return self._verbs.send_weights(**arguments, outbox=_Outbox(self._link, self._receipts, call))
+        served = self._served(self._verbs)
+        if "micro_batches" in arguments:  # how many
+            count = arguments.pop("micro_batches")
+            arguments["micro_batches"] = [_data(body) for body in self._verbs.share_in_replica(bodies, count)]
+        return served[verb](**arguments)
+
+    @staticmethod
+    def _served(verbs: RankVerbs) -> dict[str, Callable[..., Any]]:
+        return {
+            "forward": verbs.forward,
+            "forward_backward": verbs.forward_backward,
+            "optim_step": verbs.optim_step,
+            "discard_gradients": verbs.discard_gradients,
+            "examine": verbs.examine,
+            "keep_reference": verbs.keep_reference,
+            "save_state": verbs.save_state,
+            "load_state": verbs.load_state,
+            "export_hf": verbs.export_hf,
+            "prepare_weights": verbs.prepare_weights,
+            "offload": verbs.offload,
+            "onload": verbs.onload,
+            "memory": verbs.memory,
+        }
+
+    def _bind(self) -> str:
+        """Rank 0 binds the socket at which the ranks find each other and keeps it until it is used."""
+        self._listener = socket.create_server((self._address, 0), backlog=1024)
+        return f"{self._address}:{self._listener.getsockname()[1]}"
+
+    def _build(self, rendezvous: str, init: str) -> dict[str, Any]:
+        from megatron_fleet.trainer.verbs import RankVerbs, join
+
+        join(self._config, self._who, rendezvous, self._address, self._listener)
+        self._listener = None
+        self._verbs = RankVerbs(self._config, init)
+        return self._verbs.ready()
+
+
+class _Outbox:
+    """`weight_sync.base.Outbox` over the controller's socket."""
+
+    def __init__(
+        self, link: FrameSocket, receipts: dict[tuple[int, int], queue.SimpleQueue[str | None]], call: int
+    ) -> None:
+        self._link, self._receipts, self._call, self._next = link, receipts, call, 0
+
+    def post(self, message: Mapping[str, Any]) -> _Receipt:
+        """See `Outbox.post`."""
+        key = self._call, self._next
+        self._next += 1
+        answer = self._receipts[key] = queue.SimpleQueue()
+        self._link.write("post", *key, dict(message))
+        return _Receipt(answer)
+
+
+class _Receipt:
+    def __init__(self, answer: queue.SimpleQueue[str | None]) -> None:
+        self._answer = answer
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """See `Receipt.wait`. Raises TimeoutError, or RuntimeError when the message could not be delivered."""
+        try:
+            error = self._answer.get(timeout=timeout_s)
+        except queue.Empty:
+            raise TimeoutError(f"engines did not take a message within {timeout_s:g} s") from None
+        if error is not None:
+            raise RuntimeError(error)
+
+
+def _data(body: bytes) -> list[Datum]:
+    return [datum_from_plain(values) for values in frames.unpack(body)[1:]]
+
+
+def _is_system(error: Exception) -> bool:
+    """A failure of the file system; torch wraps those of a checkpoint, on all ranks alike."""
+    return isinstance(error, OSError) and not isinstance(error, TimeoutError | ConnectionError)
+
+
+def _import_trainer() -> None:
+    """Import Megatron while the controller waits for other things: it takes seconds."""
+    import megatron_fleet.trainer.verbs  # noqa: F401

@@ -1,0 +1,216 @@
+"""The verbs of `trainer.base.Trainer` as one rank executes them, on Megatron. Every rank executes every verb."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_fleet.algorithms.datum import Datum
+from megatron_fleet.algorithms.losses import make_loss
+from megatron_fleet.config.schema import Algorithm, Config
+from megatron_fleet.platform import device as devices
+from megatron_fleet.platform.communicator import TorchCommunicator
+from megatron_fleet.storage.fingerprint import fingerprint, list_files
+from megatron_fleet.trainer.base import PARTS, AdamParams, Part, as_plain
+from megatron_fleet.trainer.megatron.faults import find_faults
+from megatron_fleet.trainer.megatron.memory import RankMemory
+from megatron_fleet.trainer.megatron.policy import MegatronPolicy
+from megatron_fleet.trainer.messages import Identity, RankReady, results_to_plain
+from megatron_fleet.trainer.recorded_losses import RecordedLosses
+from megatron_fleet.weight_sync.base import Outbox, Sender
+from megatron_fleet.weight_sync.registry import make_sender
+
+MicroBatchList = list[list[Datum]]
+
+
+def join(config: str, who: Identity, rendezvous: str, address: str, listener: socket.socket | None) -> None:
+    """Join the ranks' process group.
+
+    Args:
+        config: resolved, as JSON.
+        rendezvous: ``host:port`` at which rank 0 listens.
+        address: of this host, to which the other ranks connect.
+        listener: rank 0's socket at ``rendezvous``.
+    """
+    timeout = timedelta(seconds=Config.model_validate_json(config).cluster.collective_timeout_s)
+    if interface := _interface(address):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    os.environ["LOCAL_RANK"] = str(who.local_rank)  # Transformer Engine and our devices read it
+    host, port = rendezvous.rsplit(":", 1)
+    how: dict[str, Any] = {"timeout": timeout, "wait_for_workers": False}
+    if listener is not None:
+        how |= {"is_master": True, "master_listen_fd": listener.detach()}
+    store = dist.TCPStore(host, int(port), who.world_size, **how)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(devices.device())
+    dist.init_process_group(devices.backend(), store=store, rank=who.rank, world_size=who.world_size, timeout=timeout)
+
+
+def _interface(address: str) -> str | None:
+    """The network interface that has ``address``."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in addresses):
+            return name
+    return None
+
+
+class RankVerbs:
+    """One rank's part of the trainer; collective: all ranks call the same method with their own data."""
+
+    def __init__(self, config: str, init: Literal["hf", "random", "none"]) -> None:
+        """Build this rank's part of the model. The process group exists.
+
+        Args:
+            config: resolved, as JSON.
+            init: see `MegatronPolicy`.
+
+        Raises:
+            UserError: configuration, model and machine do not fit each other.
+        """
+        self._config = Config.model_validate_json(config)
+        self._policy = MegatronPolicy(self._config, init)
+        self._world = TorchCommunicator()
+        colocated = self._config.rollout.engine.colocated
+        self._state = self._policy.train_state() if colocated else None
+        self._memory = RankMemory(devices.device(), self._state)
+        self._replica = self._replica_group()
+        self._losses: RecordedLosses | None = None
+        self._sender: Sender | None = None
+        self._transport = ""
+
+    def ready(self) -> dict[str, Any]:
+        """`RankReady`, as plain values."""
+        policy = self._policy
+        sizes = self._memory.part_bytes()
+        return as_plain(RankReady(policy.dp_rank, policy.dp_size, policy.vocab_size, devices.device().type, sizes))
+
+    def share_in_replica(self, bodies: Sequence[bytes], count: int) -> list[bytes]:
+        """Messages of the replica's first rank, on every rank of the replica.
+
+        Args:
+            bodies: ``count`` messages on the first rank, none elsewhere.
+        """
+        if dist.get_world_size(self._replica) == 1:
+            return list(bodies)
+        mine, shared = iter(bodies), []
+        for _ in range(count):
+            body = next(mine, b"")
+            length = torch.tensor([len(body)])
+            dist.broadcast(length, group=self._replica, group_src=0)
+            content = torch.frombuffer(bytearray(body), dtype=torch.uint8) if body else None
+            if content is None:
+                content = torch.empty(int(length), dtype=torch.uint8)
+            dist.broadcast(content, group=self._replica, group_src=0)
+            shared.append(body or content.numpy().tobytes())
+        return shared
+
+    def forward(
+        self, micro_batches: MicroBatchList, which: Literal["current", "reference"], temperature: float | None
+    ) -> list[list[Any]] | None:
+        """Log-probs at trained positions, by micro-batch, from the replica's first rank."""
+        values = self._policy.forward(micro_batches, which, temperature)
+        if dist.get_rank(self._replica) > 0:
+            return None
+        return [results_to_plain(*pair) for pair in zip(micro_batches, values, strict=True)]
+
+    def forward_backward(
+        self, micro_batches: MicroBatchList, settings: Mapping[str, Any], per_sequence: bool
+    ) -> dict[str, Any]:
+        """The report, and the losses of sequences by micro-batch where this rank computed them."""
+        loss = make_loss(Algorithm.model_validate(settings))
+        self._losses = RecordedLosses(loss, micro_batches, per_sequence)
+        report = self._policy.forward_backward(micro_batches, self._losses)
+        return {"report": as_plain(report), "sequences": self._losses.sequences() if per_sequence else None}
+
+    def optim_step(self, adam: Mapping[str, Any], hold_above: float) -> dict[str, Any]:
+        """See `Trainer.optim_step`."""
+        return as_plain(self._policy.optim_step(AdamParams(**adam), hold_above))
+
+    def discard_gradients(self) -> None:
+        """See `Trainer.discard_gradients`."""
+        self._policy.discard_gradients()
+
+    def examine(self) -> dict[str, Any]:
+        """Faults, equal on every rank, and the losses of micro-batches where this rank computed them."""
+        losses = [] if self._losses is None else self._losses.micro_batches()
+        return {"faults": as_plain(find_faults(self._policy.model_chunks)), "micro_batches": losses}
+
+    def keep_reference(self) -> None:
+        """See `Trainer.keep_reference`."""
+        self._policy.keep_reference()
+
+    def save_state(self, path: str) -> dict[str, Any]:
+        """Write this rank's part; the files that this rank has flushed and hashed, a share of all."""
+        folder = Path(path)
+        try:
+            self._policy.save_state(folder)
+        except CheckpointException as error:  # no Exception, upstream; raised on every rank
+            raise OSError(str(error)) from error
+        dist.barrier()
+        mine = list_files(folder)[dist.get_rank() :: dist.get_world_size()]
+        return {file.relative_to(folder).as_posix(): fingerprint(file, flush=True) for file in mine}
+
+    def load_state(self, path: str) -> None:
+        """See `Trainer.load_state`."""
+        self._policy.load_state(Path(path))
+
+    def export_hf(self, path: str) -> None:
+        """See `Trainer.export_hf`."""
+        self._policy.export_hf(Path(path))
+
+    def prepare_weights(self, transport: str, options: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Trainer.prepare_weights`."""
+        if self._sender is None or self._transport != transport:
+            self._close_sender()
+            source = self._policy.weight_source()
+            self._sender = make_sender(transport, source, self._world, devices.device(), self._config.model.path)
+            self._transport = transport
+        return dict(self._sender.prepare(options))
+
+    def send_weights(self, version: int, options: Mapping[str, Any], outbox: Outbox) -> None:
+        """See `Trainer.send_weights`."""
+        if self._sender is None:
+            raise RuntimeError("send_weights without prepare_weights")
+        self._sender.send(version, options, outbox)
+
+    def offload(self, parts: Sequence[Part] = PARTS) -> None:
+        """See `Trainer.offload`."""
+        assert self._state is not None, "only a colocated trainer leaves its devices"
+        self._state.offload(parts)
+
+    def onload(self, parts: Sequence[Part] = PARTS) -> None:
+        """See `Trainer.onload`."""
+        assert self._state is not None, "only a colocated trainer leaves its devices"
+        self._state.onload(parts)
+
+    def memory(self, moment: Literal["begin", "end"], quiet: bool) -> dict[str, int]:
+        """See `Trainer.memory`; of this rank."""
+        return self._memory.memory(moment, quiet)
+
+    def close(self) -> None:
+        """Leave the process groups."""
+        self._close_sender()
+        self._policy.close()
+
+    def _close_sender(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+
+    def _replica_group(self) -> dist.ProcessGroup:
+        """The ranks that get equal data, as a group for messages between hosts' CPUs."""
+        replicas = self._world.all_gather(self._policy.dp_rank)
+        members = [[r for r, replica in enumerate(replicas) if replica == n] for n in range(self._policy.dp_size)]
+        timeout = timedelta(seconds=self._config.cluster.collective_timeout_s)
+        groups = [dist.new_group(ranks, timeout=timeout, backend="gloo") for ranks in members]
+        return groups[self._policy.dp_rank]

@@ -1,0 +1,29 @@
+"""The engines' half of ``cuda_ipc``, in vLLM's workers only: vLLM's own, and a check that nothing is left out."""
+
+from __future__ import annotations
+
+from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine, IPCWeightTransferUpdateInfo
+
+from megatron_fleet.weight_sync.reloading import begin_reload, check_names, restore_passthrough
+
+
+class CudaIpcEngine(IPCWeightTransferEngine):
+    """Loads chunks of the ranks' buffer as they come."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self._received: set[str] = set()
+
+    def start_weight_update(self) -> None:
+        self._received.clear()
+        begin_reload(self)
+
+    def receive_weights(self, update_info: IPCWeightTransferUpdateInfo) -> None:
+        super().receive_weights(update_info)
+        self._received.update(update_info.names)
+
+    def finish_weight_update(self) -> None:
+        """Complete the layers. Raises ValueError when the update lacked tensors of the engine's folder."""
+        check_names(self, self._received)
+        restore_passthrough(self)
+        super().finish_weight_update()

@@ -1,0 +1,188 @@
+"""The form in which engines take weights: the tensors that their HF folder stores, quantised where it has them so.
+
+Codes and scales are those that a conversion to the same folder writes, bit for bit: the same code on CPU, its twin for
+other devices (``quant/torch_ops.py``) elsewhere. A folder's headers say what is quantised, its scales are the hints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.weights.convert.content import Fp8Weights, Hint, Int4Weights, PerThread, RowReader
+from megatron_fleet.weights.hf_config import architecture_of, text_config
+from megatron_fleet.weights.hf_folder import StoredTensor
+from megatron_fleet.weights.hf_model import BLOCK, Fp8, HfModel, Int4, Plain
+from megatron_fleet.weights.mapping import Span
+from megatron_fleet.weights.quant import fp8, int4, torch_ops
+from megatron_fleet.weights.source import ParamMeta, Place
+
+SLICE_VALUES = 64 << 20
+"""Values that are quantised at one time; temporaries take several bytes for each."""
+_TORCH = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+
+
+class Source(Protocol):
+    """The trainer's weights as whole HF tensors; a `MegatronWeightSource` is one."""
+
+    @property
+    def place(self) -> Place: ...
+
+    def metadata(self) -> list[ParamMeta]:
+        """The whole model on every rank, in the order of iteration."""
+        ...
+
+    def groups(self) -> list[list[str]]:
+        """Names in the order of iteration, cut where the layer changes."""
+        ...
+
+    def write_local(self, out: Mapping[str, torch.Tensor]) -> None:
+        """Write the elements that this rank owns into whole tensors, cast to their type. No communication."""
+        ...
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, whole tensor); collective over ``place.model``, whose ranks iterate in lockstep."""
+        ...
+
+
+class EngineFormat:
+    """The stored forms of one folder's tensors."""
+
+    def __init__(self, model: HfModel | None = None) -> None:
+        """Args: ``model``: the folder that engines start from; ``None``: nothing is quantised."""
+        self._encodings: dict[str, Fp8 | Int4] = {}
+        self._power_of_two = False
+        if model is not None:
+            self._folder = model.folder
+            self._names = {id(stored): name for name, stored in model.stored.items()}
+            self._encodings = {n: e for n, e in model.encodings.items() if not isinstance(e, Plain)}
+            self._power_of_two = _power_of_two(model.config)
+
+    def is_quantised(self, tensor: str) -> bool:
+        return tensor in self._encodings
+
+    def parts(self, meta: ParamMeta) -> list[ParamMeta]:
+        """The tensors that a tensor is stored as."""
+        encoding = self._encodings.get(meta.name)
+        if encoding is None:
+            return [meta]
+        return [ParamMeta(self._names[id(part)], _TORCH[part.dtype], part.shape) for part in encoding.parts]
+
+    def encode(self, tensor: str, values: torch.Tensor) -> list[torch.Tensor]:
+        """The ``parts`` of a tensor, on its device.
+
+        Args:
+            values: the whole tensor, of any float type.
+
+        Raises:
+            UserError: the tensor is quantised and holds NaN or infinity.
+        """
+        encoding = self._encodings.get(tensor)
+        if encoding is None:
+            return [values]
+        values = values.to(torch.bfloat16)
+        step = max(1, SLICE_VALUES // values.shape[1] // BLOCK) * BLOCK
+        slices = [(row, min(row + step, len(values))) for row in range(0, len(values), step)]
+        if isinstance(encoding, Fp8):
+            encode = self._fp8 if values.device.type == "cpu" else self._fp8_torch
+            coded = [encode(tensor, encoding, values, rows) for rows in slices]
+        else:
+            encode_int4 = self._int4 if values.device.type == "cpu" else self._int4_torch
+            coded = [encode_int4(tensor, encoding, values, rows) for rows in slices]
+        parts = [torch.cat(part) for part in zip(*coded, strict=True)]
+        if isinstance(encoding, Int4):
+            parts.append(torch.tensor(values.shape, dtype=_TORCH[encoding.shape.dtype], device=values.device))
+        return parts
+
+    def _hint(self, scales: StoredTensor) -> Hint:
+        return Hint(self._folder, scales.file, scales.offset, scales.shape)
+
+    def _fp8(self, tensor: str, encoding: Fp8, values: torch.Tensor, rows: Span) -> tuple[torch.Tensor, ...]:
+        readers: PerThread[RowReader] = PerThread(lambda: _Values(values))
+        hint = self._hint(encoding.scales)
+        weights = Fp8Weights(readers, tensor, tuple(values.shape), hint, self._power_of_two)
+        bits, scales = weights.quantise(_blocks(rows))
+        codes = np.empty(bits.shape, np.uint8)
+        fp8.quantize(bits, scales, codes)
+        return torch.from_numpy(codes).view(torch.float8_e4m3fn), torch.from_numpy(scales)
+
+    def _fp8_torch(self, tensor: str, encoding: Fp8, values: torch.Tensor, rows: Span) -> tuple[torch.Tensor, ...]:
+        hint = torch.from_numpy(self._hint(encoding.scales).rows(_blocks(rows), np.float32)).to(values.device)
+        part = values[slice(*rows)]
+        scales, _ = torch_ops.fp8_choose_scales(part, hint, power_of_two=self._power_of_two)
+        _check_finite(tensor, scales)
+        return torch_ops.fp8_quantize(part, scales), scales
+
+    def _int4(self, tensor: str, encoding: Int4, values: torch.Tensor, rows: Span) -> tuple[torch.Tensor, ...]:
+        readers: PerThread[RowReader] = PerThread(lambda: _Values(values))
+        weights = Int4Weights(readers, tensor, tuple(values.shape), self._hint(encoding.scales))
+        bits, scales = weights.quantise(rows)
+        packed = np.empty((rows[1] - rows[0], values.shape[1] // int4.CODES_PER_WORD), np.int32)
+        int4.quantize(bits, scales, packed)
+        return torch.from_numpy(packed), torch.from_numpy(scales.view(np.int16)).view(torch.bfloat16)
+
+    def _int4_torch(self, tensor: str, encoding: Int4, values: torch.Tensor, rows: Span) -> tuple[torch.Tensor, ...]:
+        bits = self._hint(encoding.scales).rows(rows, np.int16)
+        hint = torch.from_numpy(bits).view(torch.bfloat16).to(values.device)
+        part = values[slice(*rows)]
+        scales, exact = torch_ops.int4_choose_scales(part, hint)
+        _check_finite(tensor, scales[~exact])
+        return torch_ops.int4_quantize(part, scales), scales
+
+
+class FormattedSource:
+    """A source's tensors in the engine's stored form, with the two methods that vLLM's trainer engines call."""
+
+    def __init__(self, source: Source, form: EngineFormat) -> None:
+        self._source, self._form = source, form
+        self._parts = {meta.name: form.parts(meta) for meta in source.metadata()}
+
+    def metadata(self) -> list[ParamMeta]:
+        """The parts of all tensors, in the order of iteration."""
+        return [part for parts in self._parts.values() for part in parts]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor) of every part; collective as the source's iteration is."""
+        for name, tensor in self._source:
+            parts = self._form.encode(name, tensor)
+            yield from zip((part.name for part in self._parts[name]), parts, strict=True)
+
+
+class _Values:
+    """`RowReader` over a BF16 tensor ``[rows, cols]`` in host memory."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._bits = values.contiguous().view(torch.int16).numpy().view(np.uint16)
+
+    def dtype(self, tensor: str) -> str:
+        return "BF16"
+
+    def read_rows(self, tensor: str, rows: Span) -> npt.NDArray[Any]:
+        return self._bits[slice(*rows)]
+
+
+def _blocks(rows: Span) -> Span:
+    return rows[0] // BLOCK, -(-rows[1] // BLOCK)
+
+
+def _check_finite(tensor: str, scales: torch.Tensor) -> None:
+    if not scales.isfinite().all():
+        raise UserError(f"{tensor}: holds NaN or infinity, which no quantised form has; was the training run healthy?")
+
+
+def _power_of_two(config: Mapping[str, Any]) -> bool:
+    """Whether the folder's FP8 scales are powers of two."""
+    text = text_config(config, architecture_of(config))
+    declared = config.get("quantization_config") or text.get("quantization_config") or {}
+    return declared.get("scale_fmt") == "ue8m0"

@@ -1,0 +1,117 @@
+"""The transports by name, and which one suits a placement. Nothing here imports torch or vLLM."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.weight_sync.base import Sender, Transport
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+    from megatron_fleet.platform.communicator import Communicator
+    from megatron_fleet.weight_sync.engine_format import Source
+
+
+@dataclass(frozen=True, slots=True)
+class Halves:
+    """The classes of a transport, as ``module:Class``; each is imported where it is used.
+
+    Attributes:
+        controller: a `Transport`, made with ``options``.
+        sender: a `Sender`, made with ``source``, ``world``, ``device`` and the engine's format.
+        engine: a ``WeightTransferEngine`` of vLLM.
+    """
+
+    controller: str
+    sender: str
+    engine: str
+
+
+def _ours(package: str, controller: str, sender: str, engine: str) -> Halves:
+    base = f"megatron_fleet.weight_sync.{package}"
+    return Halves(f"{base}.controller:{controller}", f"{base}.sender:{sender}", f"{base}.engine:{engine}")
+
+
+TRANSPORTS: dict[str, Halves] = {
+    "shm": _ours("shm", "ShmTransport", "ShmSender", "ShmEngine"),
+    "cuda_ipc": _ours("cuda_ipc", "CudaIpcTransport", "CudaIpcSender", "CudaIpcEngine"),
+    "nccl": _ours("broadcast", "NcclTransport", "NcclSender", "NcclEngine"),
+    "gloo": _ours("broadcast", "GlooTransport", "GlooSender", "GlooEngine"),
+    "disk": _ours("disk", "DiskTransport", "DiskSender", "DiskEngine"),
+}
+
+
+def make_transport(name: str, options: Mapping[str, Any] | None = None) -> Transport:
+    """The controller's half of a transport.
+
+    Args:
+        options: ``nccl`` and ``gloo`` need ``address`` (of the host of the trainer's rank 0, as engines reach it),
+            ``disk`` needs ``url`` (a folder that trainer and engines see, or ``s3://bucket/prefix``).
+
+    Raises:
+        UserError: there is no such transport, or an option is missing.
+    """
+    transport: Transport = _load(_halves(name).controller)(options or {})
+    return transport
+
+
+def make_sender(
+    name: str,
+    source: Source,
+    world: Communicator,
+    device: torch.device,
+    engine_model: Path | str | None,
+) -> Sender:
+    """The ranks' half of a transport; collective over ``world``.
+
+    Args:
+        source: the trainer's weights.
+        device: of the weights.
+        engine_model: HF folder that engines start from. What it stores quantised is sent quantised; ``None``: nothing
+            is.
+
+    Raises:
+        UserError: there is no such transport, or the folder is no model.
+    """
+    from megatron_fleet.weight_sync.engine_format import EngineFormat
+    from megatron_fleet.weights.hf_model import open_model
+
+    form = EngineFormat(None if engine_model is None else open_model(engine_model))
+    sender: Sender = _load(_halves(name).sender)(source, world, device, form)
+    return sender
+
+
+def engine_backend(name: str) -> str:
+    """The name under which vLLM knows the engines' half: ``weight_transfer_config={"backend": ...}``."""
+    return f"fleet_{name}"
+
+
+def choose(*, device: str, same_host: bool, same_devices: bool) -> str:
+    """The transport for a placement.
+
+    Args:
+        device: of trainer and engines, ``cpu`` or ``cuda``.
+        same_host: all engines are on the host of the controller and of the trainer's first replica.
+        same_devices: the engines share their devices with the trainer's ranks (colocated).
+    """
+    if device == "cuda":
+        return "cuda_ipc" if same_devices else "nccl"
+    return "shm" if same_host else "gloo"
+
+
+def _halves(name: str) -> Halves:
+    if name not in TRANSPORTS:
+        raise UserError(f"rollout.engine.transport={name}: there is no such transport; choose {', '.join(TRANSPORTS)}.")
+    return TRANSPORTS[name]
+
+
+def _load(path: str) -> Any:
+    module, _, attribute = path.partition(":")
+    return getattr(importlib.import_module(module), attribute)

@@ -1,0 +1,120 @@
+"""The ranks' half of ``shm``: the ranks of the first replica write the parts they own, with no gathering."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.platform.communicator import Communicator, PeerError, together
+from megatron_fleet.weight_sync.base import Outbox
+from megatron_fleet.weight_sync.buckets import aligned, checksum, make_buckets, source_groups, stored_parts, view_in
+from megatron_fleet.weight_sync.engine_format import EngineFormat, Source
+from megatron_fleet.weight_sync.shm.board import ENCODED, SUMMED, WRITTEN, Board, RoundLost
+from megatron_fleet.weight_sync.shm.layout import SharedLayout, map_memory
+from megatron_fleet.weights.source import ParamMeta
+
+
+class ShmSender:
+    """`weight_sync.base.Sender`. Options of `prepare`: ``key`` and ``path`` of the memory that the controller holds, of
+    `send`: ``round``."""
+
+    def __init__(self, source: Source, world: Communicator, device: torch.device, form: EngineFormat) -> None:
+        """Collective over ``world``."""
+        self._source, self._world, self._form = source, world, form
+        self._writers = [rank for rank, replica in enumerate(world.all_gather(source.place.replica)) if replica == 0]
+        groups = source_groups(source)
+        # The first group (the embedding, often larger than a layer) comes last: engines begin sooner.
+        self._buckets = make_buckets([*groups[1:], *groups[:1]])
+        scratch = max(sum(self._scratch_bytes(meta) for meta in bucket) for bucket in self._buckets)
+        self._layout = SharedLayout(stored_parts(self._buckets, form), len(self._writers), scratch)
+        self._description = self._layout.describe()
+        self._key = hashlib.sha256(json.dumps(self._description).encode()).hexdigest()
+        self._path = ""
+        self._memory: torch.Tensor | None = None
+
+    def prepare(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Map the memory, if it has the right layout; otherwise return the layout.
+
+        Raises:
+            UserError: the first replica spans several hosts; on every rank.
+        """
+        if options.get("key") != self._key:
+            sizes = {"nbytes": self._layout.nbytes, "buckets": len(self._buckets), "writers": len(self._writers)}
+            return {"key": self._key, **sizes, "layout": self._description}
+        with together(self._world):
+            if options["path"] != self._path and self._world.rank in self._writers:
+                self._memory = self._map(options["path"])
+                self._path = options["path"]
+        return {"key": self._key}
+
+    def send(self, version: int, options: Mapping[str, Any], deliver: Outbox) -> None:
+        """Write everything in round ``options["round"]``. Raises on every rank when one of them failed."""
+        lost = None
+        with together(self._world):
+            try:
+                if self._world.rank in self._writers:
+                    if self._memory is None:
+                        raise RuntimeError("weights cannot be sent before the memory is prepared")
+                    self._write(self._memory, options["round"])
+            except RoundLost as e:  # the rank that it was lost on says why
+                lost = str(e)
+        if any(reasons := self._world.all_gather(lost)):
+            raise PeerError(next(reason for reason in reasons if reason))
+
+    def close(self) -> None:
+        """See `Sender.close`."""
+        self._memory, self._path = None, ""
+
+    def _write(self, memory: torch.Tensor, number: int) -> None:
+        me = self._writers.index(self._world.rank)
+        board = self._layout.board(memory)
+        try:
+            board.begin(me, number)
+            for bucket in range(len(self._buckets)):
+                self._write_bucket(board, memory, bucket, me, number)
+        except BaseException:
+            board.abandon(number)
+            raise
+
+    def _write_bucket(self, board: Board, memory: torch.Tensor, bucket: int, me: int, number: int) -> None:
+        ready = dict(self._layout.tensors(bucket, memory))
+        raw = self._scratch(memory, bucket)
+        self._source.write_local({m.name: (raw if m.name in raw else ready)[m.name] for m in self._buckets[bucket]})
+        board.mark(WRITTEN, bucket, me, number)
+        board.wait(WRITTEN, bucket, number)
+        if raw:
+            for meta in [m for m in self._buckets[bucket] if m.name in raw][me :: len(self._writers)]:
+                coded = self._form.encode(meta.name, raw[meta.name])
+                for part, values in zip(self._form.parts(meta), coded, strict=True):
+                    ready[part.name].copy_(values)
+            board.mark(ENCODED, bucket, me, number)
+            board.wait(ENCODED, bucket, number)
+        board.checksums[bucket, me] = checksum(memory[slice(*self._layout.piece(bucket, me))])
+        board.mark(SUMMED, bucket, me, number)
+
+    def _scratch_bytes(self, meta: ParamMeta) -> int:
+        return aligned(2 * math.prod(meta.shape)) if self._form.is_quantised(meta.name) else 0
+
+    def _scratch(self, memory: torch.Tensor, bucket: int) -> dict[str, torch.Tensor]:
+        """Space for the tensors of a bucket that are quantised, as BF16."""
+        views, at = {}, self._layout.scratch
+        for meta in self._buckets[bucket]:
+            if self._form.is_quantised(meta.name):
+                views[meta.name] = view_in(memory, at, ParamMeta(meta.name, torch.bfloat16, meta.shape))
+                at += self._scratch_bytes(meta)
+        return views
+
+    def _map(self, path: str) -> torch.Tensor:
+        try:
+            return map_memory(path, self._layout.nbytes)
+        except RuntimeError as e:
+            raise UserError(
+                f"the controller's shared memory {path} cannot be mapped ({e}); with rollout.engine.transport=shm the "
+                f"controller and all ranks of the first replica must run on one host."
+            ) from None

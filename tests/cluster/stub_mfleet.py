@@ -1,0 +1,79 @@
+"""Stand-in for `mfleet` in tests of the launch scripts: ``train`` gathers ranks, ``rank`` connects and obeys.
+
+``train`` writes what it sees to $STUB_FOLDER/train.jsonl. Overrides that start with ``stub.`` are for it:
+``stub.world=N`` ranks are gathered; ``stub.status=N``: it ends at once; ``stub.restart``: it loses a rank once;
+``stub.wait``: it waits for SIGTERM.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_fleet.cluster.rank_identity import controller_address, rank_identity
+
+
+def train(overrides: list[str]) -> int:
+    stub = dict(o.removeprefix("stub.").partition("=")[::2] for o in overrides if o.startswith("stub."))
+    report({"overrides": [o for o in overrides if not o.startswith("stub.")], "host": socket.gethostname()})
+    if "status" in stub:
+        return int(stub["status"])
+    address, token = controller_address(os.environ)
+    host, port = address.rsplit(":", 1)
+    signal.signal(signal.SIGTERM, lambda *_: (report({"stopped": True}), sys.exit(143)))
+    with socket.create_server((host, int(port))) as listener:
+        for command in ["die", "quit"] if "restart" in stub else ["quit"]:
+            ranks = gather(listener, token, int(stub["world"]))
+            report({"ranks": [who for who, _ in ranks]})
+            while "wait" in stub:
+                time.sleep(1)
+            for who, connection in ranks:
+                connection.sendall(command.encode() if who["rank"] == 1 else b"quit")
+                connection.close()
+    return 0
+
+
+def gather(listener: socket.socket, token: str, world: int) -> list[tuple[Any, socket.socket]]:
+    ranks = []
+    while len(ranks) < world:
+        connection, _ = listener.accept()
+        line = connection.makefile().readline()
+        if line:  # else it only looked whether somebody listens
+            who = json.loads(line)
+            assert who.pop("token") == token
+            ranks.append((who, connection))
+    return sorted(ranks, key=lambda rank: rank[0]["rank"])
+
+
+def rank() -> int:
+    me = asdict(rank_identity(os.environ))
+    address, token = controller_address(os.environ)
+    host, port = address.rsplit(":", 1)
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            connection = socket.create_connection((host, int(port)), timeout=60)
+            break
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    connection.sendall((json.dumps(me | {"token": token}) + "\n").encode())
+    return 0 if connection.recv(10) == b"quit" else 1
+
+
+def report(value: dict[str, Any]) -> None:
+    with Path(os.environ["STUB_FOLDER"], "train.jsonl").open("a") as file:
+        file.write(json.dumps(value) + "\n")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "config":
+        kept = [argument for argument in sys.argv[1:] if not argument.startswith("stub.")]
+        sys.exit(subprocess.run([sys.executable, "-m", "megatron_fleet.cli", *kept], check=False).returncode)
+    sys.exit(train(sys.argv[2:]) if sys.argv[1] == "train" else rank())

@@ -1,0 +1,168 @@
+"""launch/ on real torchrun and Slurm: the controller runs once, every rank reaches it, and the run's status is told."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import namespace_hosts
+import pytest
+import slurm_cluster
+from namespace_hosts import ROOT, Hosts, stop
+from slurm_cluster import CONTROLLER, Slurm
+
+TORCHRUN = ROOT / "launch" / "torchrun" / "train.sh"
+SBATCH = ROOT / "launch" / "slurm" / "train.sbatch"
+LAYOUT = ["experiment=quickstart", "parallel.data=2", "parallel.tensor=2"]
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path(sys.prefix, "bin", "torchrun").exists(), reason="needs the engine environment"),
+]
+reason = namespace_hosts.why_not() or slurm_cluster.why_not()
+several_hosts = pytest.mark.skipif(bool(reason), reason=reason or "")
+
+
+@pytest.fixture
+def environ(tmp_path) -> dict[str, str]:
+    """The programs that the scripts start, with a stand-in for mfleet."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    stub = Path(__file__).with_name("stub_mfleet.py")
+    (programs / "mfleet").write_text(f'#!/bin/sh\nexec {sys.executable} {stub} "$@"\n')
+    (programs / "mfleet").chmod(0o755)
+    for name in ("python", "torchrun"):
+        (programs / name).write_text(f'#!/bin/sh\nexec {sys.prefix}/bin/{name} "$@"\n')
+        (programs / name).chmod(0o755)
+    return os.environ | {
+        "MFLEET_BIN": str(programs),
+        "STUB_FOLDER": str(tmp_path),
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory) -> Iterator[Slurm]:
+    with Hosts([CONTROLLER, "n1", "n2"], visible=[tmp_path_factory.getbasetemp()]) as hosts, Slurm(hosts) as slurm:
+        yield slurm
+
+
+def reports(folder: Path) -> list[dict[str, Any]]:
+    file = folder / "train.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def placed(report: dict[str, Any]) -> list[tuple[int, int, int, str]]:
+    assert len({rank["source"] for rank in report["ranks"]}) == 1
+    return [(rank["rank"], rank["world_size"], rank["local_rank"], rank["host"]) for rank in report["ranks"]]
+
+
+FOUR = [(0, 4, 0, "n1"), (1, 4, 1, "n1"), (2, 4, 0, "n2"), (3, 4, 1, "n2")]
+
+
+def free_ports() -> dict[str, str]:
+    """Ports of this machine for the script, which is given them by its user."""
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        return {"MASTER_PORT": str(one.getsockname()[1]), "CONTROLLER_PORT": str(other.getsockname()[1])}
+
+
+def test_torchrun_on_one_host_starts_the_configured_world(environ, tmp_path):
+    command = [TORCHRUN, *LAYOUT, "stub.world=4"]
+    subprocess.run(command, env=environ | free_ports(), timeout=120, check=True, cwd=tmp_path)
+    first, gathered = reports(tmp_path)
+    assert first["overrides"] == ["cluster.ranks=external", *LAYOUT]
+    assert [rank[:3] for rank in placed(gathered)] == [(i, 4, i) for i in range(4)]
+
+
+def test_torchrun_tells_the_controllers_status(environ, tmp_path):
+    command = [TORCHRUN, *LAYOUT, "stub.status=2"]
+    began = time.monotonic()
+    assert subprocess.run(command, env=environ | free_ports(), timeout=60, check=False).returncode == 2
+    assert time.monotonic() - began < 40  # not until the ranks give up
+
+
+def test_a_signal_stops_the_controller_in_order(environ, tmp_path):
+    command = [TORCHRUN, *LAYOUT, "stub.world=4", "stub.wait"]
+    script = subprocess.Popen(command, env=environ | free_ports())
+    deadline = time.monotonic() + 60
+    while len(reports(tmp_path)) < 2:
+        assert time.monotonic() < deadline and script.poll() is None
+        time.sleep(0.1)
+    script.send_signal(signal.SIGTERM)
+    assert script.wait(60) == 143
+    assert reports(tmp_path)[-1] == {"stopped": True}
+
+
+@several_hosts
+def test_torchrun_on_two_hosts_starts_lost_ranks_again(slurm, environ, tmp_path):
+    shared = environ | {"NODES": "2", "MASTER_ADDR": slurm.hosts.addresses["n1"], "MFLEET_TOKEN": "secret"}
+    command = [TORCHRUN, *LAYOUT, "stub.world=4", "stub.restart"]
+    scripts = [slurm.hosts.run(f"n{i + 1}", command, shared | {"NODE_RANK": str(i)}) for i in range(2)]
+    try:
+        assert [script.wait(150) for script in scripts] == [0, 0]
+    finally:
+        for script in scripts:
+            stop(script)
+    _, *gathered = reports(tmp_path)
+    assert [placed(report) for report in gathered] == [FOUR, FOUR]
+
+
+def test_several_hosts_need_a_token_of_the_users(environ):
+    done = subprocess.run(
+        [TORCHRUN, *LAYOUT], env=environ | {"NODES": "2"}, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: MFLEET_TOKEN is not set")
+
+
+def submit(slurm: Slurm, environ: dict[str, str], folder: Path, *overrides: str) -> int:
+    """Run the batch job to its end; its exit status."""
+    options = ["--wait", "--nodes=2", "--ntasks-per-node=2", f"--output={folder}/job.log", f"--chdir={folder}"]
+    both = environ | {"SLURM_CONF": slurm.environ["SLURM_CONF"]}
+    job = slurm.hosts.run(CONTROLLER, ["sbatch", *options, SBATCH, *overrides], both)
+    try:
+        return job.wait(120)
+    finally:
+        stop(job)
+
+
+@several_hosts
+def test_slurm_starts_the_ranks_on_all_hosts_and_lost_ones_again(slurm, environ, tmp_path):
+    status = submit(slurm, environ, tmp_path, *LAYOUT, "stub.world=4", "stub.restart")
+    assert status == 0, (tmp_path / "job.log").read_text()
+    first, *gathered = reports(tmp_path)
+    assert first == {"overrides": ["cluster.ranks=external", *LAYOUT], "host": "n1"}
+    assert [placed(report) for report in gathered] == [FOUR, FOUR]
+
+
+@several_hosts
+def test_slurm_tells_the_controllers_status(slurm, environ, tmp_path):
+    assert submit(slurm, environ, tmp_path, *LAYOUT, "stub.status=2") == 2
+    slurm.wait_until_idle()
+
+
+@several_hosts
+def test_slurm_stops_the_controller_in_order(slurm, environ, tmp_path):
+    result: list[int] = []
+    job = threading.Thread(
+        target=lambda: result.append(submit(slurm, environ, tmp_path, *LAYOUT, "stub.world=4", "stub.wait"))
+    )
+    job.start()
+    deadline = time.monotonic() + 60
+    while len(reports(tmp_path)) < 2:
+        assert time.monotonic() < deadline and job.is_alive()
+        time.sleep(0.1)
+    # As two minutes before the time limit.
+    slurm.output(["sh", "-c", "scancel --batch --signal=TERM $(squeue -h -o %i)"])
+    job.join()
+    assert result == [143]
+    assert reports(tmp_path)[-1] == {"stopped": True}
+    slurm.wait_until_idle()

@@ -1,0 +1,204 @@
+"""Every rank and engine gets its place; what does not fit is one sentence that names the key."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_fleet.cluster.inventory import Device, Host, Inventory
+from megatron_fleet.cluster.placement import EnginePlace, RankPlace, Wanted, place
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.load import load
+
+TRANSPORTS = ("shm", "gloo", "cuda_ipc", "nccl", "disk")
+
+
+def gpus(*numbers: int) -> tuple[Device, ...]:
+    return tuple(Device(i, f"GPU-{i:04d}", "H100", 80 << 30) for i in numbers)
+
+
+def inventory(*counts: int, **ranks: tuple[int, ...]) -> Inventory:
+    """Hosts a, b, … with so many GPUs each, and the ranks that were started on them."""
+    names = "abcdefgh"[: len(counts)]
+    return Inventory(
+        tuple(
+            Host(name, f"10.0.0.{i}", gpus(*range(count)), ranks.get(name, () if ranks else None))
+            for i, (name, count) in enumerate(zip(names, counts, strict=True))
+        )
+    )
+
+
+def ranks_at(*places: tuple[str, int | None]) -> tuple[RankPlace, ...]:
+    return tuple(RankPlace(i, host, device) for i, (host, device) in enumerate(places))
+
+
+def engines_at(*places: tuple[str, tuple[int, ...]]) -> tuple[EnginePlace, ...]:
+    return tuple(EnginePlace(host, devices) for host, devices in places)
+
+
+def test_one_host_without_devices():
+    placed = place(inventory(0), Wanted(2, engines=2, tensor_parallel=2))
+    assert placed.ranks == ranks_at(("a", None), ("a", None))
+    assert placed.engines == engines_at(("a", ()), ("a", ()))
+    assert (placed.colocated, placed.transport) == (False, "shm")
+    assert place(inventory(0), Wanted(2, colocated=True)).colocated
+
+
+def test_several_hosts_without_devices():
+    placed = place(inventory(0, 0), Wanted(3, engines=3))
+    assert placed.ranks == ranks_at(("a", None), ("b", None), ("b", None))
+    assert [engine.host for engine in placed.engines] == ["a", "b", "a"]
+    assert placed.transport == "gloo"
+    # Colocated engines stay with the ranks; the controller's own host is where the shared memory is.
+    placed = place(inventory(0, 0, b=(0, 1)), Wanted(2, engines=2, colocated=True))
+    assert {engine.host for engine in placed.engines} == {"b"}
+    assert placed.transport == "gloo"
+    assert place(inventory(0, 0, a=(0, 1)), Wanted(2, engines=2, colocated=True)).transport == "shm"
+
+
+def test_colocated_is_the_default_on_devices_and_engines_sit_on_consecutive_ranks():
+    placed = place(inventory(4, 4), Wanted(8, engines=3, tensor_parallel=2))
+    assert placed.ranks == ranks_at(*[("a", i) for i in range(4)], *[("b", i) for i in range(4)])
+    assert placed.engines == engines_at(("a", (0, 1)), ("b", (0, 1)), ("a", (2, 3)))
+    assert (placed.colocated, placed.transport) == (True, "cuda_ipc")
+
+
+def test_engines_with_devices_of_their_own():
+    placed = place(inventory(4, 2), Wanted(3, engines=2, colocated=False))
+    assert placed.ranks == ranks_at(("a", 0), ("a", 1), ("a", 2))
+    assert placed.engines == engines_at(("a", (3,)), ("b", (0,)))
+    assert (placed.colocated, placed.transport) == (False, "nccl")
+    # Two devices of one host: not the one that is left on the first.
+    assert place(inventory(4, 2), Wanted(3, 1, 2, colocated=False)).engines == engines_at(("b", (0, 1)))
+
+
+def test_ranks_stay_where_they_were_started():
+    # As srun with --distribution=cyclic starts them, on hosts of different sizes; the first host is the controller's.
+    placed = place(inventory(0, 4, 2, b=(0, 2, 4), c=(1, 3)), Wanted(5, engines=2, tensor_parallel=2))
+    assert placed.ranks == ranks_at(("b", 0), ("c", 0), ("b", 1), ("c", 1), ("b", 2))
+    assert placed.engines == engines_at(("b", (0, 1)), ("c", (0, 1)))
+
+
+def test_devices_go_by_their_index_not_their_position():
+    hosts = Inventory((Host("a", devices=gpus(5, 3, 6)),))
+    placed = place(hosts, Wanted(2, engines=1, colocated=False))
+    assert placed.ranks == ranks_at(("a", 5), ("a", 3))
+    assert placed.engines == engines_at(("a", (6,)))
+    assert hosts.visible_devices("a", (6, 5)) == "GPU-0006,GPU-0005"
+
+
+def test_engines_without_a_trainer():
+    config = load(["experiment=quickstart", "rollout.engine.replicas=3"])
+    placed = place(inventory(2, 1), Wanted.of_evaluation(config))
+    assert (placed.ranks, placed.colocated) == ((), False)
+    assert placed.engines == engines_at(("a", (0,)), ("b", (0,)), ("a", (1,)))
+    with pytest.raises(UserError, match=r"3 × 1 GPUs do not fit into the 2 that there are \(2 on a\)"):
+        place(inventory(2), Wanted.of_evaluation(config))
+
+
+def test_the_keys_are_those_of_the_configuration():
+    keys = ["parallel.tensor=2", "parallel.data=3", "rollout.engine.replicas=4", "rollout.engine.tensor_parallel=5"]
+    config = load(["experiment=quickstart", *keys, "rollout.engine.colocated=true", "rollout.engine.transport=disk"])
+    assert Wanted.of(config) == Wanted(6, 4, 5, True, "disk")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "wanted", "words"),
+    [
+        (inventory(4, 4), Wanted(9), ["context × data = 9 ranks", "there are 8 (4 on a, 4 on b)"]),
+        (inventory(4, 4, a=(0, 1, 2)), Wanted(4), ["4 ranks are wanted", "3 were started (a: 0, 1, 2; b: none)"]),
+        (inventory(0, a=(0, 1, 1)), Wanted(3), ["3 ranks are wanted", "(a: 0, 1, 1)"]),
+        (inventory(0, a=(0, 2)), Wanted(2), ["(a: 0, 2)"]),
+        (inventory(2, 4, a=(0, 1, 2)), Wanted(3), ["3 ranks were started on host a, which has 2 GPUs"]),
+        (inventory(0, 2, a=(0,)), Wanted(1), ["1 ranks were started on host a, which has 0 GPUs"]),
+        (
+            inventory(4, 4),
+            Wanted(6, 7),
+            ["replicas × tensor_parallel = 7 × 1", "6 that the ranks have", "colocated=auto (4 on a, 2 on b)"],
+        ),
+        (inventory(4, 4), Wanted(8, 1, 8), ["1 × 8", "several hosts", "rollout.engine.tensor_parallel"]),
+        (
+            inventory(4, 4),
+            Wanted(8, 1, colocated=False),
+            ["0 that the ranks leave free", "rollout.engine.colocated=false"],
+        ),
+        (inventory(3, 3), Wanted(2, 3, 2, colocated=False), ["3 × 2 GPUs", "4 that the ranks leave free"]),
+        (inventory(0), Wanted(1, transport="cuda_ipc"), ["transport=cuda_ipc", "CPUs of 1 host", "auto or disk"]),
+        (inventory(0), Wanted(1, transport="nccl"), ["transport=nccl", "CPUs of 1 host"]),
+        (inventory(0, 0), Wanted(2, transport="shm"), ["transport=shm works with CPUs of one host", "2 hosts"]),
+        (inventory(2), Wanted(2, transport="nccl"), ["transport=nccl", "rollout.engine.colocated=false", "shared"]),
+        (inventory(2), Wanted(1, colocated=False, transport="cuda_ipc"), ["transport=cuda_ipc", "not shared"]),
+        (inventory(2), Wanted(1, transport="gloo"), ["transport=gloo works with CPUs"]),
+        (inventory(2), Wanted(1, transport="shm"), ["transport=shm"]),
+    ],
+)
+def test_refusal(hosts, wanted, words):
+    with pytest.raises(UserError) as caught:
+        place(hosts, wanted)
+    for word in words:
+        assert word in str(caught.value)
+    assert str(caught.value).count(".\n") == 0
+
+
+@st.composite
+def inventories(draw: st.DrawFn) -> Inventory:
+    counts = draw(st.lists(st.integers(0, 5), min_size=1, max_size=4))
+    if draw(st.booleans()):
+        return inventory(*counts)
+    started = draw(st.permutations(range(draw(st.integers(1, 8)))))
+    owner = [draw(st.sampled_from("abcd"[: len(counts)])) for _ in started]
+    ranks = {name: tuple(r for r, o in zip(started, owner, strict=True) if o == name) for name in "abcd"[: len(counts)]}
+    return inventory(*counts, **ranks)
+
+
+wishes = st.builds(
+    Wanted,
+    ranks=st.integers(1, 8),
+    engines=st.integers(1, 6),
+    tensor_parallel=st.integers(1, 4),
+    colocated=st.none() | st.booleans(),
+    transport=st.just("auto") | st.sampled_from(TRANSPORTS),
+)
+
+
+@settings(max_examples=500)  # most of them do not fit
+@given(inventories(), wishes)
+def test_any_placement_is_sound(hosts: Inventory, wanted: Wanted):
+    try:
+        placed = place(hosts, wanted)
+    except UserError as error:
+        assert any(key in str(error) for key in ("parallel.", "rollout.engine."))
+        return
+    assert placed == place(hosts, wanted)
+    cuda = any(host.devices for host in hosts.hosts)
+    by_name = {host.name: {device.index for device in host.devices} for host in hosts.hosts}
+    assert [p.rank for p in placed.ranks] == list(range(wanted.ranks))
+    assert len(placed.engines) == wanted.engines
+    for host in hosts.hosts:
+        if host.ranks is not None:
+            assert {p.rank for p in placed.ranks if p.host == host.name} == set(host.ranks)
+    if not cuda:
+        assert all(p.device is None for p in placed.ranks) and not any(e.devices for e in placed.engines)
+        return
+    of_ranks = [(p.host, p.device) for p in placed.ranks]
+    of_engines = [(e.host, device) for e in placed.engines for device in e.devices]
+    assert all(device in by_name[host] for host, device in of_ranks + of_engines)
+    assert len(set(of_ranks)) == wanted.ranks
+    assert len(set(of_engines)) == wanted.engines * wanted.tensor_parallel
+    assert all(len(e.devices) == wanted.tensor_parallel for e in placed.engines)
+    if placed.colocated:
+        assert set(of_engines) <= set(of_ranks)
+    else:
+        assert not set(of_engines) & set(of_ranks)
+    assert placed.transport in (("cuda_ipc", "disk") if placed.colocated else ("nccl", "disk"))
+
+
+@settings(max_examples=500)  # most of them do not fit
+@given(inventories(), wishes)
+def test_disk_works_wherever_the_rest_fits(hosts: Inventory, wanted: Wanted):
+    try:
+        place(hosts, replace(wanted, transport="auto"))
+    except UserError:
+        return
+    assert place(hosts, replace(wanted, transport="disk")).transport == "disk"

@@ -1,0 +1,154 @@
+"""A rollout in memory: plays episodes at once with a policy of one softmax, and fails on demand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from megatron_fleet.agents.settings import stable_seed
+from megatron_fleet.agents.trajectory import Group, Outcome, Span, Trajectory
+from megatron_fleet.rollout.accounting import Accounting
+from megatron_fleet.rollout.requests import CollectRequest, CollectResult, Progress
+from megatron_fleet.weight_sync.base import WeightReceiver, WeightSender
+
+TOKENS = 6
+GOOD = 7
+"""Episodes are rewarded for the share of this token among those that they sampled."""
+
+
+class FakeEngines:
+    """All engines; they sample from the logits that they were sent last."""
+
+    def __init__(self, vocab_size: int, calls: list[str]) -> None:
+        self.weights, self.version, self.calls = np.zeros(vocab_size), 0, calls
+
+    async def open_transport(self, init_info: Mapping[str, Any]) -> None:
+        self.calls.append("open_transport")
+
+    async def begin_update(self) -> None:
+        self.calls.append("begin_update")
+
+    async def load(self, message: Mapping[str, Any]) -> None:
+        self.weights = np.array(message["weights"])
+
+    async def finish_update(self, version: int, message: Mapping[str, Any] | None) -> None:
+        self.calls.append(f"finish_update {version}")
+        self.version = version
+
+
+class FakeRollout:
+    """The whole of what the loop uses of `rollout.service.RolloutService`.
+
+    Attributes:
+        unknown: collections of training, by number from 0, in which no reward is known.
+        outages: what `environment_available` answers, one after the other; then it is available.
+        delay_s: seconds that a collection takes; ``delays``: by step.
+        requests: all that was asked for.
+    """
+
+    resend: Callable[[WeightReceiver, int], Awaitable[None]] | None = None
+
+    def __init__(self, vocab_size: int = 512, calls: list[str] | None = None) -> None:
+        self.calls = [] if calls is None else calls
+        self.engines = FakeEngines(vocab_size, self.calls)
+        self.unknown: set[int] = set()
+        self.outages: list[str] = []
+        self.delay_s = 0.0
+        self.delays: dict[int, float] = {}
+        self.requests: list[CollectRequest] = []
+        self.under_way = 0
+        self._collections = 0
+
+    async def wait_ready(self) -> None:
+        self.calls.append("wait_ready")
+
+    async def collect(
+        self, request: CollectRequest, on_progress: Callable[[Progress], None] | None = None, on_episodes: Any = None
+    ) -> CollectResult:
+        self.calls.append(f"collect {request.purpose} {request.step}")
+        self.requests.append(request)
+        known = request.purpose == "eval" or self._collections not in self.unknown
+        self._collections += request.purpose == "train"
+        weights, version = self.engines.weights, self.engines.version
+        self.under_way += 1
+        try:
+            await asyncio.sleep(self.delays.get(request.step, self.delay_s))
+        finally:
+            self.under_way -= 1
+        groups = [
+            Group(
+                index,
+                task.key,
+                task.env_key,
+                [self._episode(request, index, sample, weights, version, known) for sample in range(request.samples)],
+            )
+            for index, task in enumerate(request.tasks)
+        ]
+        wanted = len(request.tasks) * request.samples
+        if on_progress is not None:
+            on_progress(Progress(wanted, wanted, wanted * TOKENS))
+        accounting = Accounting(started=wanted, known=wanted * known, unknown=wanted * (not known))
+        return CollectResult(groups, accounting, self.delay_s)
+
+    def _episode(
+        self, request: CollectRequest, group: int, sample: int, weights: np.ndarray, version: int, known: bool
+    ) -> Trajectory:
+        task = request.tasks[group]
+        rng = np.random.default_rng(stable_seed(request.seed or 0, request.step, task.key, sample, 0))
+        chances = np.exp(weights - weights.max())
+        chances /= chances.sum()
+        tokens = rng.choice(len(weights), TOKENS, p=chances).astype(np.int32)
+        ids = np.concatenate([np.array([1, 2], np.int32), tokens])
+        mask = np.arange(len(ids)) >= 2
+        logprobs = np.where(mask, np.log(chances[ids]), 0).astype(np.float32)
+        reward = float((tokens % 8 == GOOD).mean()) if known else None
+        return Trajectory(
+            task_key=task.key,
+            env_key=task.env_key,
+            group=group,
+            sample=sample,
+            token_ids=ids,
+            action_mask=mask,
+            behaviour_logprobs=logprobs,
+            spans=(Span("prompt", 0, 2, 0), Span("action", 2, len(ids), 0, version)),
+            reward=reward,
+            reward_reason="counted" if known else "the server is gone",
+            outcome=Outcome.COMPLETED if known else Outcome.ENV_FAILED,
+            metrics={"attempts_retried": 0},
+        )
+
+    async def environment_available(self) -> str | None:
+        self.calls.append("environment_available")
+        return self.outages.pop(0) if self.outages else None
+
+    async def score(self, sequences: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
+        shifted = self.engines.weights - self.engines.weights.max()
+        logprobs = shifted - np.log(np.exp(shifted).sum())
+        scores = [logprobs[ids].astype(np.float32) for ids in sequences]
+        for score in scores:
+            score[0] = 0
+        return [scores]
+
+    async def sleep(self) -> str | None:
+        self.calls.append("sleep")
+        return None
+
+    async def wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        self.calls.append(f"wake {part}")
+
+
+class FakeTransport:
+    """Hands the weights over as they are."""
+
+    name, lasting = "fake", False
+
+    async def sync(self, trainer: WeightSender, engines: WeightReceiver, version: int) -> None:
+        await engines.begin_update()
+        await trainer.send_weights(version, {}, engines.load)
+        await engines.finish_update(version, None)
+
+    def close(self) -> None:
+        pass

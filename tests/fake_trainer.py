@@ -1,0 +1,222 @@
+"""A trainer in memory: the whole protocol with a tiny policy that really learns, and failures on demand."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from megatron_fleet.algorithms.datum import Datum
+from megatron_fleet.storage.fingerprint import fingerprint
+from megatron_fleet.trainer.base import (
+    PARTS,
+    AdamParams,
+    Deliver,
+    Examination,
+    Files,
+    LossReport,
+    LossSpec,
+    MicroBatchLoss,
+    OptimReport,
+    Part,
+    TrainerInfo,
+    TrainerLost,
+)
+
+PART_BYTES: dict[str, int] = {"parameters": 20, "gradients": 40, "optimizer": 120}
+STATE = "state.json"
+
+
+class FakeTrainer:
+    """A policy that draws every token from one softmax, trained by REINFORCE with plain gradient descent.
+
+    The loss of a Datum is −Σ ``weights`` · log π, whatever `LossSpec` names. A verb whose parts are offloaded raises
+    RuntimeError, so that a wrong order of moves fails a test.
+
+    Attributes:
+        calls: verbs in the order in which they ran, some with an argument: ``forward reference``,
+            ``send_weights 3``, ``offload gradients optimizer``, ``memory begin``. Pass a list to share it.
+        data: what each `forward_backward` was given.
+        weights: the policy's logits, float64 ``[V]``.
+        held: bytes of each part on the device.
+        delay_s: seconds that every verb takes.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int = 512,
+        calls: list[str] | None = None,
+        fail: Mapping[str, Mapping[int, Exception]] | None = None,
+        sequences_per_micro_batch: int = 2,
+        info: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Args: ``fail``: verb → number of the call, from 1 → what it raises instead. ``info``: changes of `info`."""
+        settings = {"vocab_size": vocab_size, "max_tokens": 4096, "part_bytes": [PART_BYTES]}
+        self.info = TrainerInfo(**settings | dict(info or {}))
+        self.calls = [] if calls is None else calls
+        self.data: list[list[Datum]] = []
+        self.weights = np.zeros(vocab_size)
+        self.gradient = np.zeros(vocab_size)
+        self.reference: np.ndarray | None = None
+        self.held = dict(PART_BYTES)
+        self.delay_s = 0.0
+        self.closed = False
+        self._fail = {verb: dict(calls) for verb, calls in (fail or {}).items()}
+        self._counts: dict[str, int] = {}
+        self._sequences_per_micro_batch = sequences_per_micro_batch
+        self._micro_batches: list[MicroBatchLoss] = []
+        self._turn = asyncio.Lock()
+        self._death = asyncio.Event()
+        self._lost: TrainerLost | None = None
+
+    def fail_next(self, verb: str, error: Exception, after: int = 0) -> None:
+        """Make ``verb`` raise ``error`` once, after that many good calls; `TrainerLost` leaves the trainer dead."""
+        self._fail.setdefault(verb, {})[self._counts.get(verb, 0) + after + 1] = error
+
+    def die(self, reason: str = "rank 0 died") -> None:
+        """Die now, as by ``kill -9``: verbs in flight and later ones raise `TrainerLost`."""
+        self._lost = self._lost or TrainerLost(reason)
+        self._death.set()
+
+    def revive(self) -> None:
+        """Start again after a death: initial weights, everything on the devices."""
+        self.calls.append("revive")
+        self._lost, self._death = None, asyncio.Event()
+        self.weights, self.gradient = np.zeros_like(self.weights), np.zeros_like(self.gradient)
+        self.held = dict(PART_BYTES)
+
+    async def lost(self) -> TrainerLost:
+        await self._death.wait()
+        assert self._lost is not None
+        return self._lost
+
+    @asynccontextmanager
+    async def _verb(self, name: str, *arguments: object, needs: Collection[str] = ()) -> AsyncIterator[None]:
+        async with self._turn:
+            self._raise_if_lost()
+            self.calls.append(" ".join(map(str, (name, *arguments))))
+            self._counts[name] = self._counts.get(name, 0) + 1
+            if error := self._fail.get(name, {}).pop(self._counts[name], None):
+                if isinstance(error, TrainerLost):
+                    self.die(str(error))
+                raise error
+            if away := [part for part in needs if not self.held[part]]:
+                raise RuntimeError(f"{name}: {' and '.join(away)} are offloaded")
+            if self.delay_s:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._death.wait(), self.delay_s)
+            self._raise_if_lost()
+            yield
+
+    def _raise_if_lost(self) -> None:
+        if self._lost is not None:
+            raise TrainerLost(str(self._lost))
+
+    async def forward(
+        self,
+        data: Sequence[Datum],
+        which: Literal["current", "reference"] = "current",
+        temperature: float | None = None,
+    ) -> list[np.ndarray]:
+        async with self._verb("forward", which, needs=("parameters",)):
+            weights = self.weights if which == "current" else self.reference
+            if weights is None:
+                raise ValueError("no reference weights: keep_reference() was not called")
+            values = log_softmax(weights)
+            return [np.where(d.mask != 0, values[d.token_ids], 0).astype(np.float32) for d in data]
+
+    async def forward_backward(self, data: Sequence[Datum], loss: LossSpec) -> LossReport:
+        async with self._verb("forward_backward", needs=("parameters", "gradients")):
+            self.data.append(list(data))
+            values = log_softmax(self.weights)
+            losses = [-float((d.weights * values[d.token_ids])[d.mask != 0].sum()) for d in data]
+            for datum in data:
+                trained = datum.mask != 0
+                np.add.at(self.gradient, datum.token_ids[trained], -datum.weights[trained])
+                with np.errstate(invalid="ignore"):  # tests pass infinite weights
+                    self.gradient += datum.weights[trained].sum() * np.exp(values)
+            starts = range(0, len(data), self._sequences_per_micro_batch)
+            groups = [list(range(len(data)))[a : a + self._sequences_per_micro_batch] for a in starts]
+            self._micro_batches = [MicroBatchLoss(group, sum(losses[i] for i in group)) for group in groups]
+            trained_tokens = sum(int(np.count_nonzero(d.mask)) for d in data)
+            return LossReport(
+                loss=sum(losses),
+                metrics={"policy_loss": sum(losses), "tokens": float(trained_tokens), "entropy": 0.0},
+                tokens=sum(len(d) for d in data),
+                sequence_losses=losses if loss.per_sequence else None,
+            )
+
+    async def optim_step(self, adam: AdamParams, hold_above: float = math.inf) -> OptimReport:
+        async with self._verb("optim_step", needs=PARTS):
+            norm = float(np.linalg.norm(self.gradient))
+            if hold_above < math.inf and not norm <= hold_above:
+                return OptimReport(norm, adam.lr, skipped=False, held=True)
+            if math.isfinite(norm):
+                self.weights = self.weights - adam.lr * self.gradient * min(1.0, adam.clip_grad / max(norm, 1e-12))
+            self.gradient = np.zeros_like(self.gradient)
+            return OptimReport(norm, adam.lr, skipped=not math.isfinite(norm))
+
+    async def discard_gradients(self) -> None:
+        async with self._verb("discard_gradients"):
+            self.gradient = np.zeros_like(self.gradient)
+
+    async def examine(self) -> Examination:
+        async with self._verb("examine", needs=("parameters", "gradients")):
+            bad = [["logits"] if not np.isfinite(v).all() else [] for v in (self.weights, self.gradient)]
+            return Examination(*bad, parameters=1, micro_batches=self._micro_batches)
+
+    async def keep_reference(self) -> None:
+        async with self._verb("keep_reference", needs=("parameters",)):
+            self.reference = self.weights.copy()
+
+    async def save_state(self, path: Path) -> Files:
+        async with self._verb("save_state", needs=("parameters", "optimizer")):
+            (path / STATE).write_text(json.dumps({"weights": self.weights.tolist()}))
+            return {STATE: fingerprint(path / STATE, flush=True)}
+
+    async def load_state(self, path: Path) -> None:
+        async with self._verb("load_state", needs=("parameters", "optimizer")):
+            self.weights = np.array(json.loads((path / STATE).read_text())["weights"])
+            self.gradient = np.zeros_like(self.gradient)
+
+    async def export_hf(self, path: Path) -> None:
+        async with self._verb("export_hf", needs=("parameters",)):
+            path.mkdir(parents=True, exist_ok=True)
+            (path / "model.json").write_text(json.dumps(self.weights.tolist()))
+
+    async def prepare_weights(self, transport: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        async with self._verb("prepare_weights", transport):
+            return {}
+
+    async def send_weights(self, version: int, options: Mapping[str, Any], deliver: Deliver) -> None:
+        async with self._verb("send_weights", version, needs=("parameters",)):
+            await deliver({"version": version, "weights": self.weights.tolist()})
+
+    async def offload(self, parts: Collection[Part] = PARTS) -> None:
+        async with self._verb("offload", *parts):
+            self.held |= dict.fromkeys(parts, 0)
+            if "gradients" in parts:
+                self.gradient = np.zeros_like(self.gradient)
+
+    async def onload(self, parts: Collection[Part] = PARTS) -> None:
+        async with self._verb("onload", *parts):
+            self.held |= {part: PART_BYTES[part] for part in parts}
+
+    async def memory(self, moment: Literal["begin", "end"], quiet: bool = False) -> list[dict[str, int]]:
+        async with self._verb("memory", moment):
+            return [dict(self.held) | {"process": 1000}] if moment == "begin" else [{}]
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """``[V]`` → ``[V]``."""
+    shifted = logits - logits.max()
+    return shifted - np.log(np.exp(shifted).sum())

@@ -1,0 +1,303 @@
+"""Whole training runs in milliseconds: the order of calls, resuming, and what follows each failure."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fake_rollout import FakeRollout, FakeTransport
+from fake_trainer import FakeTrainer
+
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.load import load
+from megatron_fleet.loop.attempt import open_attempts
+from megatron_fleet.loop.colocation import open_colocation
+from megatron_fleet.loop.tasks import load_data
+from megatron_fleet.loop.train import Training
+from megatron_fleet.loop.weights import EngineWeights
+from megatron_fleet.rollout.requests import RolloutFailed
+from megatron_fleet.trainer.base import TrainerLost
+
+VOCABULARY = 16
+OVERRIDES = [
+    "experiment=quickstart", "run.steps=4", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=4",
+    "eval.tasks=2", "eval.samples=1", "eval.greedy=false", "eval.at_start=false", "eval.at_end=false",
+    "checkpoint.interval=2", "logging.tensorboard=false", "logging.plot=false", "algorithm.filter_zero_signal=false",
+    "policy.optimizer.lr=5.0", "policy.optimizer.min_lr=5.0",
+]  # fmt: skip
+
+
+class Run:
+    """A run with fakes; `go` may be called again, which resumes it."""
+
+    def __init__(self, out: Path, *overrides: str):
+        self.config = load([*OVERRIDES, f"run.out={out}", *overrides])
+        self.out, self.calls = out, []
+        self.data = load_data(self.config)
+        self.fresh()
+
+    def fresh(self) -> None:
+        """New processes, as after a restart of everything."""
+        self.trainer, self.rollout = FakeTrainer(VOCABULARY, self.calls), FakeRollout(VOCABULARY, self.calls)
+        self.restarts: list[str] = []
+
+    async def go(self) -> None:
+        async def start(reason):
+            if reason is not None:
+                self.restarts.append(str(reason))
+                if len(self.restarts) > 2:
+                    raise UserError("the trainer died 3 times")
+                self.trainer.revive()
+
+        async def colocation():
+            return await open_colocation(self.config, self.trainer, self.rollout)
+
+        engines = EngineWeights(self.config, self.trainer, self.rollout, FakeTransport(), colocation, start)
+        attempts = open_attempts(self.config, *self.data, self.rollout, lambda: 0.0)
+        await Training(self.config, self.trainer, engines, attempts).run()
+
+    def take(self, *unwanted: str) -> list[str]:
+        """The calls so far, without those that begin with one of ``unwanted``."""
+        taken = [call for call in self.calls if not call.startswith(("memory", *unwanted))]
+        self.calls.clear()
+        return taken
+
+    def rows(self) -> list[dict[str, float]]:
+        """The metrics of each step, clocks left out."""
+        rows = [json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()]
+        hidden = ("time", "attempt", "timing/", "memory/", "generate/")
+        steps: dict[int, dict[str, float]] = {}
+        for row in rows:
+            steps.setdefault(row["step"], {}).update({k: v for k, v in row.items() if not k.startswith(hidden)})
+        return [steps[step] for step in sorted(steps)]
+
+
+STEP = [
+    "collect train {0}", "forward_backward", "optim_step",
+    "begin_update", "send_weights {1}", "finish_update {1}",
+]  # fmt: skip
+
+
+def step_calls(first: int, end: int, interval: int = 2) -> list[str]:
+    return [
+        call.format(step, step + 1)
+        for step in range(first, end)
+        for call in [*STEP, *(["save_state"] if (step + 1) % interval == 0 else [])]
+    ]
+
+
+async def test_a_run_calls_everything_in_order_and_learns(tmp_path):
+    run = Run(tmp_path, "run.steps=30", "checkpoint.interval=0", "eval.at_start=true", "eval.at_end=true")
+    await run.go()
+    calls = run.take()
+    assert calls[:5] == ["wait_ready", "begin_update", "send_weights 0", "finish_update 0", "collect eval 0"]
+    assert calls[5:-3] == step_calls(0, 30, interval=100)
+    assert calls[-3:] == ["collect eval 0", "save_state", "export_hf"]
+    rows = run.rows()
+    assert [row["step"] for row in rows] == list(range(31))
+    assert rows[0]["eval/all/episodes"] == rows[30]["eval/all/episodes"] == 2
+    assert rows[30]["accounting/attempts_started"] == rows[30]["accounting/episodes"] == 16
+    first, last = ([row["reward/avg_raw_reward"] for row in rows[a:b]] for a, b in ((1, 6), (26, 31)))
+    assert np.mean(last) > np.mean(first) + 0.2
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 30
+
+
+async def test_a_resumed_run_ends_like_one_that_was_never_stopped(tmp_path):
+    whole = Run(tmp_path / "whole")
+    await whole.go()
+    cut = Run(tmp_path / "cut")
+    cut.trainer.fail_next("export_hf", RuntimeError("power cut"))
+    cut.rollout.delays[3] = 60.0
+    running = asyncio.create_task(cut.go())
+    while "collect train 3" not in cut.calls:
+        await asyncio.sleep(0.01)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert cut.rollout.under_way == 0, "a stopped run leaves no episodes behind"
+    cut.take()
+    cut.fresh()
+    await cut.go()
+    assert cut.take() == [
+        "load_state", "wait_ready", "begin_update", "send_weights 2", "finish_update 2", *step_calls(2, 4), "export_hf",
+    ]  # fmt: skip
+    assert cut.rows() == whole.rows()
+    np.testing.assert_array_equal(cut.trainer.weights, whole.trainer.weights)
+
+
+VERBS = ["forward_backward", "optim_step", "send_weights", "save_state", "load_state", "export_hf", "memory"]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+async def test_a_lost_trainer_is_started_again_and_the_loop_goes_back(tmp_path, verb):
+    whole = Run(tmp_path / "whole")
+    await whole.go()
+    run = Run(tmp_path / "run")
+    if verb == "load_state":  # dies a second time, while it loads
+        run.trainer._fail = {"optim_step": {4: TrainerLost("gone")}, "load_state": {1: TrainerLost("gone again")}}
+    else:
+        number = {"export_hf": 1, "save_state": 2, "memory": 20}.get(verb, 4)
+        run.trainer._fail = {verb: {number: TrainerLost("gone")}}
+    await run.go()
+    assert run.restarts == (["gone", "gone again"] if verb == "load_state" else ["gone"])
+    assert run.rows() == whole.rows()
+    np.testing.assert_array_equal(run.trainer.weights, whole.trainer.weights)
+
+
+async def test_a_trainer_that_dies_during_a_rollout_stops_it_at_once(tmp_path):
+    run = Run(tmp_path)
+    run.rollout.delays[1] = 60.0
+    running = asyncio.create_task(run.go())
+    while "collect train 1" not in run.calls:
+        await asyncio.sleep(0.01)
+    run.rollout.delays.clear()
+    run.trainer.die("rank 3 was killed by SIGKILL")
+    await asyncio.wait_for(running, 20)
+    assert run.restarts == ["rank 3 was killed by SIGKILL"]
+    assert run.take().count("collect train 1") == 2
+
+
+async def test_a_trainer_that_dies_too_often_ends_the_run_resumable(tmp_path):
+    run = Run(tmp_path)
+    run.trainer._fail = {"optim_step": {n: TrainerLost("out of memory") for n in (3, 4, 5)}}
+    with pytest.raises(UserError, match="died 3 times"):
+        await run.go()
+    run.fresh()
+    await run.go()
+    assert [row["step"] for row in run.rows()] == [1, 2, 3, 4]
+
+
+async def test_an_engine_that_is_given_up_ends_the_run_resumable(tmp_path):
+    run = Run(tmp_path)
+
+    finish_update = run.rollout.engines.finish_update
+
+    async def broken(version, message):
+        if version == 3:
+            raise RolloutFailed("engine 0 died 4 times")
+        await finish_update(version, message)
+
+    run.rollout.engines.finish_update = broken
+    with pytest.raises(RolloutFailed, match="engine 0 died 4 times"):
+        await run.go()
+    run.fresh()
+    await run.go()
+    assert [row["step"] for row in run.rows()] == [1, 2, 3, 4]
+
+
+async def test_an_outage_is_not_a_step(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron_fleet.loop.batches.FIRST_PROBE_S", 0.001)
+    whole = Run(tmp_path / "whole")
+    await whole.go()
+    run = Run(tmp_path / "run")
+    run.rollout.unknown, run.rollout.outages = {1, 2}, ["connection refused"] * 3
+    await run.go()
+    played = [call for call in run.take() if call.startswith(("collect", "environment"))]
+    probes = ["environment_available"]
+    assert played == [
+        "collect train 0", "collect train 1", *probes * 4, "collect train 1", *probes, "collect train 1",
+        "collect train 2", "collect train 3",
+    ]  # fmt: skip
+    rows = run.rows()
+    assert [rows[1][f"accounting/{name}"] for name in ("attempts_started", "attempts_retried", "episodes")] == [
+        48,
+        32,
+        16,
+    ]
+    counts = ("accounting/attempts_started", "accounting/attempts_retried")
+    assert [{k: v for k, v in row.items() if k not in counts} for row in rows] == [
+        {k: v for k, v in row.items() if k not in counts} for row in whole.rows()
+    ]
+
+
+async def test_an_outage_that_lasts_ends_the_run_resumable(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron_fleet.loop.batches.FIRST_PROBE_S", 0.001)
+    whole = Run(tmp_path / "whole", "checkpoint.interval=10")
+    await whole.go()
+    run = Run(tmp_path / "run", "checkpoint.interval=10", "env.outage_limit_s=0.05")
+    run.rollout.unknown = set(range(1, 1000))
+    with pytest.raises(UserError, match=r"step 2: not one reward became known .* env_failed: the server is gone"):
+        await run.go()
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_000001"]
+    run.fresh()
+    await run.go()
+    assert run.rows() == whole.rows()
+
+
+async def test_colocated_engines_sleep_before_the_trainer_starts_again(tmp_path):
+    run = Run(tmp_path, "rollout.engine.colocated=true", "run.steps=2", "checkpoint.interval=1")
+    run.trainer._fail = {"optim_step": {2: TrainerLost("gone")}}
+    await run.go()
+    calls = run.take("collect", "begin_update", "finish_update")
+    again = calls.index("revive")
+    to_engines = [
+        "offload gradients optimizer", "wake weights", "send_weights {0}", "offload parameters gradients optimizer",
+        "wake kv_cache",
+    ]  # fmt: skip
+    assert calls[:2] == ["wait_ready", "sleep"]
+    # The engines slept when the trainer died: it was their turn to wait.
+    assert calls[again - 2 : again] == ["forward_backward", "optim_step"]
+    assert calls[again + 1 : again + 8] == ["load_state", "wait_ready", *(call.format(1) for call in to_engines)]
+
+
+async def test_episodes_play_ahead_and_are_never_too_old(tmp_path):
+    run = Run(tmp_path, "rollout.max_staleness=2", "run.steps=6", "checkpoint.interval=100")
+    run.trainer.delay_s = 0.01
+    await run.go()
+    order = [call for call in run.take() if call.startswith(("collect", "finish_update"))]
+    assert order[:5] == ["finish_update 0", "collect train 0", "collect train 1", "collect train 2", "finish_update 1"]
+    assert order.index("collect train 5") < order.index("finish_update 4")
+    rows = run.rows()
+    assert [row["rollout/staleness_max"] for row in rows] == [0, 1, 2, 2, 2, 2]
+    assert all(row["accounting/attempts_stale"] == 0 for row in rows)
+
+
+async def test_groups_that_are_too_old_are_played_again_and_counted(tmp_path):
+    run = Run(tmp_path, "rollout.max_staleness=1", "run.steps=4", "checkpoint.interval=100")
+    spans = run.rollout._episode
+
+    def one_is_old(request, group, sample, weights, version, known):
+        fresh = any(r is not request and r.step == request.step for r in run.rollout.requests[:-1])
+        old = request.step == 2 and group == 1 and not fresh
+        return spans(request, group, sample, weights, version - 5 * old, known)
+
+    run.rollout._episode = one_is_old
+    await run.go()
+    assert [row["accounting/attempts_stale"] for row in run.rows()] == [0, 0, 4, 0]
+    assert [row["rollout/staleness_max"] <= 1 for row in run.rows()] == [True] * 4
+    again = [request for request in run.rollout.requests if request.step == 2]
+    assert [len(request.tasks) for request in again] == [4, 1]
+
+
+async def test_engines_that_stay_behind_end_the_run(tmp_path):
+    run = Run(tmp_path)
+
+    async def forgetful(version, message):
+        pass
+
+    run.rollout.engines.finish_update = forgetful
+    with pytest.raises(RolloutFailed, match=r"1 versions old although it was given version 1"):
+        await run.go()
+
+
+async def test_tasks_played_ahead_of_a_checkpoint_are_played_after_it(tmp_path):
+    run = Run(tmp_path, "rollout.max_staleness=2", "run.steps=8", "checkpoint.interval=2")
+    run.rollout.delays[5] = 60.0
+    running = asyncio.create_task(run.go())
+    while "save_state" not in run.calls or "collect train 5" not in run.calls:
+        await asyncio.sleep(0.005)
+    await asyncio.sleep(0.2)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    before = {request.step: [t.key for t in request.tasks] for request in run.rollout.requests}
+    run.fresh()
+    await run.go()
+    after = {request.step: [t.key for t in request.tasks] for request in run.rollout.requests}
+    assert min(after) == 4
+    assert {step: before[step] for step in (4, 5)} == {step: after[step] for step in (4, 5)}
+    played = {**before, **after}
+    assert len([key for step in range(8) for key in played[step]]) == 32

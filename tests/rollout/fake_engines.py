@@ -1,0 +1,121 @@
+"""Engines that are not there: vLLM below an EngineActor, and a Ray actor below an EngineSlot."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megatron_fleet.cluster import restarts
+from megatron_fleet.rollout import components, engine_actor, engine_slot
+from megatron_fleet.rollout.components import RayError
+from megatron_fleet.rollout.engine_slot import EngineSlot
+
+INIT_INFO = {"path": "memory"}
+UPDATE = ["open_transport", "begin_update", "load", "finish_update"]
+
+
+class FakeActor:
+    """A Ray handle of an engine that obeys when ``may_start`` is set.
+
+    Attributes:
+        calls: names and arguments of all calls, those of other actors of the slot among them.
+        fail: the call under which it dies.
+        hang: the call that fails when the engine is lost, a little later.
+    """
+
+    def __init__(self, calls: list[Any], may_start: asyncio.Event) -> None:
+        self.calls, self.may_start, self.lost = calls, may_start, asyncio.Event()
+        self.fail = self.hang = ""
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*args: Any) -> Any:
+            if name == "watch":
+                await self.lost.wait()
+                return "killed"
+            if name == "start":
+                await self.may_start.wait()
+            self.calls.append((name, *args))
+            if name == self.fail:
+                self.lost.set()
+                raise RayError("its process died")
+            if name == self.hang:
+                await self.lost.wait()
+                await asyncio.sleep(0.05)
+                raise RayError("its process died")
+            return {"listen": "127.0.0.1:1", "sleep": "nothing freed"}.get(name)
+
+        return type("Method", (), {"remote": staticmethod(call)})
+
+
+class Slot(EngineSlot):
+    """A slot of fake actors.
+
+    Attributes:
+        calls: of all its actors.
+        killed: actors that were killed.
+        resend: what the slot finds when it asks for weights again.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[Any] = []
+        self.killed: list[Any] = []
+        self.resend: Callable[..., Any] | None = None
+        self.may_start = asyncio.Event()
+        self.may_start.set()
+        monkeypatch.setattr(restarts, "BACKOFF_S", 0.0)
+        for module in (components, engine_slot):
+            monkeypatch.setattr(module.ray, "kill", self.killed.append)
+        timeouts = {"start_timeout_s": 5.0, "update_timeout_s": 5.0}
+        make = lambda: FakeActor(self.calls, self.may_start)  # noqa: E731
+        super().__init__("engine 0", "log", make, host="127.0.0.1", resend=lambda: self.resend, **timeouts)
+
+    @property
+    def actor(self) -> FakeActor:
+        return self._actor
+
+    @property
+    def version(self) -> int | None:
+        return None if self._loaded is None else self._loaded.version
+
+    def names(self) -> list[str]:
+        """Names of the calls since the last look."""
+        names = [call[0] for call in self.calls]
+        self.calls.clear()
+        return names
+
+    async def begin(self) -> None:
+        await self.listen()
+        await self.start()
+        assert self.names() == ["listen", "start", "serve"]
+
+    async def update(self, version: int, lasting: bool = True) -> None:
+        """Give the slot a version, as a transport does."""
+        message = {"round": version}
+        await self.open_transport(INIT_INFO)
+        await self.begin_update()
+        await self.load(message)
+        await self.finish_update(version, message if lasting else None)
+
+    async def lose(self) -> None:
+        """Let the engine die, and wait until the slot has seen it."""
+        self.calls.clear()
+        self.actor.lost.set()
+        async with asyncio.timeout(5):
+            while self._serving.is_set():
+                await asyncio.sleep(0)
+
+
+async def pause() -> None:
+    """Let everything else go on for a while."""
+    for _ in range(20):
+        await asyncio.sleep(0.002)
+
+
+def actor_without_vllm(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, config: Any, llm: Any) -> Any:
+    monkeypatch.setattr(engine_actor, "write_output_to", lambda log: None)
+    made = engine_actor.EngineActor(config, "", tmp_path / "log", "shm")
+    made._llm = llm
+    return made

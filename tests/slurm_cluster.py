@@ -1,0 +1,118 @@
+"""A real Slurm cluster on hosts made of namespaces: a controller on one of them, a slurmd on each of the others."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+from namespace_hosts import START_DEADLINE_S, Hosts, stop
+
+CONTROLLER = "ctl"
+_PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "sinfo")
+_CONFIGURATION = """\
+ClusterName=test
+SlurmctldHost={controller}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={folder}/munge.socket
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+MpiDefault=none
+ReturnToService=2
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=sched_interval=1
+SlurmdParameters=config_overrides
+KillWait=5
+SlurmdTimeout=10
+MessageTimeout=5
+"""
+
+
+def why_not() -> str | None:
+    """The reason why there can be no Slurm here, besides that of `namespace_hosts.why_not`; ``None`` when there can."""
+    missing = [name for name in _PROGRAMS if shutil.which(name) is None]
+    return f"needs {', '.join(missing)} (packages slurmctld, slurmd, slurm-client and munge)" if missing else None
+
+
+class Slurm:
+    """Slurm on ``hosts``, which have one named `CONTROLLER`; all others are nodes. Ends with them."""
+
+    def __init__(self, hosts: Hosts, cpus: int = 4) -> None:
+        """Args: ``cpus``: that each node claims to have."""
+        self.hosts = hosts
+        self.nodes = [name for name in hosts.addresses if name != CONTROLLER]
+        self._folder = hosts.folder / "slurm"
+        self._cpus = cpus
+        self._daemons: dict[str, subprocess.Popen[str]] = {}
+        self.environ = os.environ | {"SLURM_CONF": str(self._folder / "slurm.conf")}
+        """Environment of Slurm's commands."""
+
+    def __enter__(self) -> Self:
+        self._configure()
+        folder = self._folder
+        key = folder / "munge.key"
+        key.write_bytes(secrets.token_bytes(128))
+        key.chmod(0o400)
+        files = [f"--{name}={folder}/munge.{name[:-5]}" for name in ("seed-file", "pid-file")]
+        munge = ["munged", "--foreground", "--force", f"--key-file={key}", f"--socket={folder}/munge.socket", *files]
+        self._start("munged", CONTROLLER, munge)
+        self._start("slurmctld", CONTROLLER, ["slurmctld", "-D", "-c"])
+        for name in self.nodes:
+            self.start_node(name)
+        self.wait_until_idle()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for daemon in self._daemons.values():
+            stop(daemon)
+
+    def start_node(self, name: str) -> None:
+        """Start Slurm's daemon of a node, also after `Hosts.power_on`."""
+        self._start(f"slurmd-{name}", name, ["slurmd", "-D", "-N", name, "-c"])
+
+    def wait_until_idle(self, deadline_s: float = START_DEADLINE_S) -> None:
+        """Wait until every node takes jobs and has none. Raises TimeoutError with what the daemons logged."""
+        deadline = time.monotonic() + deadline_s
+        state = ["timeout", "5", "sinfo", "-h", "-N", "-o", "%N %T"]
+        while True:
+            sinfo = self.hosts.run(
+                CONTROLLER, state, self.environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            ).communicate()[0]
+            if sorted(sinfo.split("\n")[:-1]) == sorted(f"{name} idle" for name in self.nodes):
+                return
+            if time.monotonic() > deadline:
+                logs = "\n".join(log.read_text()[-2000:] for log in sorted(self._folder.glob("*.log")))
+                raise TimeoutError(f"Slurm's nodes are not idle: {sinfo}\n{logs}")
+            time.sleep(0.05)
+
+    def output(self, command: Sequence[str | Path], timeout_s: float = 60) -> str:
+        """Run one of Slurm's commands to its end; what it wrote to stdout. Fails the test when it fails."""
+        return self.hosts.output(CONTROLLER, command, self.environ, timeout_s)
+
+    def _start(self, log: str, host: str, command: Sequence[str]) -> None:
+        with (self._folder / f"{log}.log").open("a") as out:
+            self._daemons[log] = self.hosts.run(host, command, self.environ, stdout=out, stderr=subprocess.STDOUT)
+
+    def _configure(self) -> None:
+        folder = self._folder
+        for path in (folder, folder / "state", *(folder / f"spool-{name}" for name in self.nodes)):
+            path.mkdir()
+        nodes = [f"NodeName={name} CPUs={self._cpus} RealMemory=1000 State=UNKNOWN" for name in self.nodes]
+        partition = "PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP"
+        text = _CONFIGURATION.format(controller=CONTROLLER, folder=folder)
+        (folder / "slurm.conf").write_text("\n".join([text, *nodes, partition, ""]))
+        (folder / "cgroup.conf").write_text("CgroupAutomount=no\n")

@@ -1,0 +1,96 @@
+"""Real vLLM engines in processes of their own, as `WeightReceiver`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class EngineProcess:
+    """A ``vllm_process.py``. Its log is beside the answers of every failure."""
+
+    def __init__(self, folder: Path, log: Path, dtype: str = "float32", transport: str = "shm", **more: Any) -> None:
+        """Args: ``more``: for vLLM."""
+        script = Path(__file__).with_name("vllm_process.py")
+        answers, end = os.pipe()
+        self.log = log
+        with log.open("w") as stream:
+            self.process = subprocess.Popen(
+                [sys.executable, script, folder, str(end), dtype, transport, json.dumps(more)],
+                stdin=subprocess.PIPE,
+                stdout=stream,
+                stderr=stream,
+                pass_fds=[end],
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                text=True,
+            )
+        os.close(end)
+        self._answers = os.fdopen(answers)
+
+    def ask(self, *command: Any) -> Any:
+        """Raises RuntimeError when the engine refuses, EOFError when it is gone."""
+        try:
+            self.process.stdin.write(json.dumps(command) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            raise EOFError from None
+        line = self._answers.readline()
+        if not line:
+            raise EOFError(f"the engine ended: {self.log.read_text()[-3000:]}")
+        outcome, answer = json.loads(line)
+        if outcome == "failed":
+            raise RuntimeError(answer)
+        return answer
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._answers.close()
+
+
+class Engines:
+    """`WeightReceiver`. An engine that fails in an update is killed and left out, as a rollout does it.
+
+    Attributes:
+        left: engines that have not failed.
+        calls: the verbs.
+        version: of the last update that was finished.
+        last_message: with it.
+        failures: what the others said.
+    """
+
+    def __init__(self, *engines: EngineProcess) -> None:
+        self.left = list(engines)
+        self.calls: list[str] = []
+        self.failures: list[str] = []
+        self.version: int | None = None
+        self.last_message: Mapping[str, Any] | None = None
+
+    async def open_transport(self, init_info: Mapping[str, Any]) -> None:
+        await self._all("open", "init_weight_transfer_engine", dict(init_info))
+
+    async def begin_update(self) -> None:
+        await self._all("begin", "start_weight_update")
+
+    async def load(self, message: Mapping[str, Any]) -> None:
+        await self._all("load", "update_weights", dict(message))
+
+    async def finish_update(self, version: int, message: Mapping[str, Any] | None) -> None:
+        await self._all("finish", "finish_weight_update")
+        self.version, self.last_message = version, message
+
+    async def _all(self, verb: str, *command: Any) -> None:
+        self.calls.append(verb)
+        asked = self.left.copy()
+        answers = [asyncio.to_thread(engine.ask, "rpc", *command) for engine in asked]
+        for engine, answer in zip(asked, await asyncio.gather(*answers, return_exceptions=True), strict=True):
+            if isinstance(answer, BaseException):
+                self.failures.append(str(answer))
+                self.left.remove(engine)
+                engine.process.kill()

@@ -1,0 +1,165 @@
+"""The engines' half inside vLLM, with a model that only records: what it loads, what it refuses, and when."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from folder_source import FolderSource  # noqa: E402
+from local_sender import LocalSender  # noqa: E402
+from tiny_models import make, stored_tensors  # noqa: E402
+
+from megatron_fleet.weight_sync import buckets, reloading  # noqa: E402
+from megatron_fleet.weight_sync.registry import make_transport  # noqa: E402
+from megatron_fleet.weight_sync.shm.board import SUMMED, RoundLost  # noqa: E402
+from megatron_fleet.weight_sync.shm.engine import ShmEngine, ShmInitInfo, ShmUpdateInfo  # noqa: E402
+from megatron_fleet.weights.hf_model import open_model  # noqa: E402
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded: dict[str, torch.Tensor] = {}
+
+    def load_weights(self, weights):
+        self.loaded |= {name: tensor.clone() for name, tensor in weights}
+
+
+class Engine:
+    """A receiver around one transfer engine in this process. ``before`` runs before a verb."""
+
+    def __init__(self, folder) -> None:
+        self.engine = object.__new__(ShmEngine)
+        self.engine._memory, self.engine._round = None, 0
+        self.engine.model, self.engine.device = Model(), torch.device("cpu")
+        self.engine.model_config = SimpleNamespace(model=str(folder), enable_sleep_mode=False, multimodal_config=None)
+        self.before: dict[str, object] = {}
+        self.version: int | None = None
+
+    @property
+    def loaded(self):
+        return self.engine.model.loaded
+
+    async def open_transport(self, info):
+        self.engine.init_transfer_engine(ShmInitInfo(**info))
+
+    async def begin_update(self):
+        self.engine.start_weight_update()
+
+    async def load(self, info):
+        await asyncio.to_thread(self.before.pop("load", lambda: None))
+        await asyncio.to_thread(self.engine.receive_weights, ShmUpdateInfo(**info))
+
+    async def finish_update(self, version, message):
+        self.engine.finish_weight_update()
+        self.version = version
+
+
+@pytest.fixture
+def setup(tmp_path, monkeypatch):
+    """Folder, engine, and a function that syncs a version, of a model in several buckets."""
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(reloading, "initialize_layerwise_reload", lambda model: None)
+    monkeypatch.setattr(reloading, "finalize_layerwise_reload", lambda model, config: None)
+    opened = []
+
+    def start(family="qwen3"):
+        folder = make(family, tmp_path / family)
+        engine, sender = Engine(folder), LocalSender(FolderSource(folder), folder)
+        transport = make_transport("shm")
+        opened.append(transport)
+        return folder, engine, lambda version: asyncio.run(transport.sync(sender, engine, version))
+
+    yield start
+    for transport in opened:
+        transport.close()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "kimi_k25", "moonlight"])
+def test_all_the_engines_folder_stores_is_loaded_but_what_megatron_has_not(setup, family):
+    folder, engine, sync = setup(family)
+    sync(1)
+    stored, carried = stored_tensors(folder), open_model(folder).carried
+    assert set(engine.loaded) == set(stored) - set(carried)
+    assert (family == "qwen3") == (not carried)
+    assert engine.version == 1
+
+
+@pytest.mark.parametrize("family", ["kimi_k25", "qwen3_vl"])
+def test_what_the_trainer_has_not_comes_from_the_engines_folder_when_sleep_may_have_lost_it(setup, family):
+    folder, engine, sync = setup(family)
+    stored, carried = stored_tensors(folder), open_model(folder).carried
+    assert carried
+    engine.engine.model_config.multimodal_config = SimpleNamespace(language_model_only=True)
+    engine.engine.model_config.enable_sleep_mode = True
+    sync(1)
+    assert not set(engine.loaded) & set(carried), "no part of the model that is served"
+    engine.engine.model_config.multimodal_config = SimpleNamespace(language_model_only=False)
+    sync(2)
+    for name in carried:
+        assert torch.equal(engine.loaded[name].view(-1).view(torch.uint8), stored[name].view(-1).view(torch.uint8))
+
+
+def test_nothing_of_a_bucket_is_loaded_when_its_bytes_changed(setup):
+    _, engine, sync = setup()
+
+    def tear():
+        half = engine.engine
+        for bucket in range(len(half._layout.buckets)):
+            half._board.wait(SUMMED, bucket, 1)
+        half._memory[half._layout.buckets[2][-1].offset + 1] ^= 1
+
+    engine.before["load"] = tear
+    with pytest.raises(ValueError, match="checksum of bucket 2 differs"):
+        sync(1)
+    layout = engine.engine._layout
+    assert set(engine.loaded) == {slot.meta.name for bucket in layout.buckets[:2] for slot in bucket}
+    assert engine.version is None
+    with pytest.raises(RuntimeError, match="without all tensors"):
+        engine.engine.finish_weight_update()
+    sync(1)
+    assert len(engine.loaded) == sum(map(len, layout.buckets)) and engine.version == 1
+
+
+def test_an_update_that_is_overwritten_before_it_is_complete_fails(setup):
+    _, engine, sync = setup()
+    sync(1)
+    half = engine.engine
+    half.start_weight_update()
+    half.receive_weights(ShmUpdateInfo(1))
+    half._board.begin(0, 2)
+    with pytest.raises(RoundLost, match="round 1 was overwritten by round 2"):
+        half.finish_weight_update()
+
+
+def test_a_round_that_the_trainer_gave_up_fails_at_once(setup):
+    _, engine, sync = setup()
+    sync(1)
+    half = engine.engine
+    half._board.begin(0, 2)
+    half._board.abandon(2)
+    half.start_weight_update()
+    with pytest.raises(RoundLost, match="gave round 2 up"):
+        half.receive_weights(ShmUpdateInfo(2))
+
+
+def test_an_engine_of_another_model_refuses_before_it_touches_anything(setup, tmp_path):
+    _, engine, sync = setup()
+    engine.engine.model_config.model = str(make("qwen2", tmp_path / "other"))
+    with pytest.raises(ValueError, match=r"lacks 12 tensors of .*first 'model.layers.0.self_attn.k_proj.bias'"):
+        sync(1)
+    assert engine.loaded == {}
+    with pytest.raises(RuntimeError, match="before init_weight_transfer_engine"):
+        engine.engine.start_weight_update()
+
+
+def test_an_engine_without_a_checkpoint_takes_what_comes(setup, tmp_path):
+    _, engine, sync = setup()
+    engine.engine.model_config.model = str(tmp_path)
+    sync(1)
+    assert engine.loaded

@@ -1,0 +1,105 @@
+"""A vLLM engine in a process of its own, obeying JSON lines.
+
+``["rpc", method, arguments…]``, ``["transport", name]``, ``["generate", prompts, tokens]``, ``["tower"]`` and
+``["lose tower"]`` (of a model with vision). The answer to each is ``["done", result]`` or ``["failed", message]``.
+
+Arguments: HF folder, file descriptor to answer on (stdout belongs to vLLM's log), dtype, transport, and other arguments
+of vLLM as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+
+def use_transport(wrapper: Any, backend: str) -> None:
+    """Give a worker the engine's half of another transport, as if it had been started with it."""
+    from vllm.config.weight_transfer import WeightTransferConfig
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    worker = wrapper.worker
+    worker.weight_transfer_engine.shutdown()
+    config = worker.vllm_config
+    worker.weight_transfer_engine = WeightTransferEngineFactory.create_engine(
+        WeightTransferConfig(backend=backend), config, worker.device, worker.model_runner.get_model()
+    )
+
+
+def tower(wrapper: Any) -> list[float]:
+    """A number for each parameter of the vision tower."""
+    return [p.double().sum().item() for p in _tower(wrapper)]
+
+
+def lose_tower(wrapper: Any) -> None:
+    """Do to the vision tower what sleep of level 2 does on CUDA."""
+    for parameter in _tower(wrapper):
+        parameter.data.zero_()
+    wrapper.worker.vllm_config.model_config.enable_sleep_mode = True
+
+
+def _tower(wrapper: Any) -> list[Any]:
+    named = wrapper.worker.model_runner.get_model().named_parameters()
+    found = [parameter for name, parameter in named if name.startswith("visual.")]
+    assert found
+    return found
+
+
+def obey(engine: Any, command: str, arguments: list[Any]) -> Any:
+    from vllm import SamplingParams
+
+    from megatron_fleet.weight_sync.registry import engine_backend
+
+    if command == "rpc":
+        method, *rest = arguments
+        return engine.collective_rpc(method, args=tuple(rest))[0]
+    if command == "transport":
+        return engine.collective_rpc(use_transport, args=(engine_backend(arguments[0]),))[0]
+    if command in ("tower", "lose tower"):
+        return engine.collective_rpc(tower if command == "tower" else lose_tower)[0]
+    prompts, tokens = arguments
+    engine.reset_prefix_cache()
+    outputs = engine.generate(
+        [{"prompt_token_ids": p} for p in prompts],
+        SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False),
+        use_tqdm=False,
+    )
+    return [list(o.outputs[0].token_ids) for o in outputs]
+
+
+def main(folder: str, descriptor: str, dtype: str, transport: str, more: str) -> None:
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+    from megatron_fleet.rollout.engine_images import find_torchvision
+
+    find_torchvision()  # before vLLM looks for it
+    from vllm import LLM
+
+    from megatron_fleet.rollout.engine_actor import CPU_ATTENTION
+    from megatron_fleet.weight_sync.registry import engine_backend
+
+    arguments: dict[str, Any] = {
+        "dtype": dtype,
+        "enforce_eager": True,
+        "attention_config": CPU_ATTENTION,
+        "max_model_len": 128,
+        "max_num_seqs": 4,
+        "kv_cache_memory_bytes": 32 << 20,
+        "block_size": 32,
+        "skip_tokenizer_init": True,
+        "weight_transfer_config": {"backend": engine_backend(transport)},
+    } | json.loads(more)
+    engine = LLM(folder, **arguments)
+    with os.fdopen(int(descriptor), "w") as answers:
+        for line in sys.stdin:
+            command, *arguments = json.loads(line)
+            try:
+                answer = ["done", obey(engine, command, arguments)]
+            except Exception as error:
+                answer = ["failed", f"{type(error).__name__}: {error}"]
+            print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
