@@ -18,6 +18,8 @@ import msgpack
 import numpy as np
 
 _LENGTH = struct.Struct("<I")
+_BIN32 = struct.Struct(">I")
+"""msgpack: the length behind the byte 0xC6 of binary data."""
 MAX_FRAME = 2 << 30
 """Bytes; a longer frame is a broken or foreign peer. 1 Mi tokens of a model with 61 layers and 8 of 384 experts."""
 KEEPALIVE_S = (5, 1, 3)
@@ -37,6 +39,13 @@ def pack(*frame: Any) -> bytes:
     """The bytes of one frame."""
     content = body(*frame)
     return _LENGTH.pack(len(content)) + content
+
+
+def pack_around(kind: str, number: int, content: bytes) -> tuple[bytes, bytes]:
+    """The frame ``[kind, number, content]`` in two parts, so that large content is not copied."""
+    head = msgpack.Packer()
+    text = head.pack_array_header(3) + head.pack(kind) + head.pack(number) + b"\xc6" + _BIN32.pack(len(content))
+    return _LENGTH.pack(_checked(len(text) + len(content))) + text, content
 
 
 def unpack(body: bytes | memoryview) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Literal, Protocol, final
@@ -121,7 +121,7 @@ class EngineWeights:
         async with self.colocation.borrowed(partial(self._sync, version)):
             yield
 
-    def memory(self) -> Mapping[str, float]:
+    def memory(self) -> dict[str, float]:
         """Metrics, see `MemoryBudget.metrics`."""
         return self.colocation.memory()
 

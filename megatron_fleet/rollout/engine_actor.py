@@ -148,7 +148,7 @@ class EngineActor:
             logprobs_mode="processed_logprobs",
             enable_return_routed_experts=engine.routing_replay,
             weight_transfer_config={"backend": engine_backend(self._transport)},
-            enable_sleep_mode=engine.colocated and current_platform.is_sleep_mode_available(),
+            enable_sleep_mode=bool(engine.colocated) and current_platform.is_sleep_mode_available(),
             disable_log_stats=True,
         )
 

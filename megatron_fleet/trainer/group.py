@@ -40,6 +40,8 @@ from megatron_fleet.trainer.packing.pack_plan import Plan, plan_rows
 
 LAST_WORDS_S = 2.0
 """After one rank failed: time for the others to say why; they may hang in a collective that never completes."""
+SHARES_AT_ONCE = 8
+"""Replicas that are sent their data at the same time; each holds an encoded micro-batch in memory."""
 QUIT_S = 20.0
 """For ranks to leave their process groups and end."""
 
@@ -192,14 +194,19 @@ class TrainerGroup:
             following = count if rank in leaders else 0
             heads.append(link.send("call", number, verb, arguments | {"micro_batches": count}, following))
         await asyncio.gather(*heads)
-        await asyncio.gather(*(self._send_share(number, links[r], shares[self._ready[r].replica]) for r in leaders))
+        places = asyncio.Semaphore(SHARES_AT_ONCE)
+        shared = ((links[rank], shares[self._ready[rank].replica]) for rank in sorted(leaders))
+        await asyncio.gather(*(self._send_share(number, link, share, places) for link, share in shared))
 
     @staticmethod
-    async def _send_share(number: int, link: RankLink, share: Sequence[Sequence[Datum]]) -> None:
+    async def _send_share(
+        number: int, link: RankLink, share: Sequence[Sequence[Datum]], places: asyncio.Semaphore
+    ) -> None:
         """One micro-batch at a time: a whole share need not be encoded at once."""
-        for micro_batch in share:
-            body = frames.body("micro-batch", *map(datum_to_plain, micro_batch))
-            await link.send("data", number, body)
+        async with places:
+            for micro_batch in share:
+                body = frames.body("micro-batch", *map(datum_to_plain, micro_batch))
+                await link.send_content("data", number, body)
 
     def _leaders(self) -> set[int]:
         """The first rank of each replica."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -23,14 +23,18 @@ class RankLink:
     def __init__(self, who: Identity, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.who = who
         self._reader, self._writer = reader, writer
-        self.sent_bytes = 0
 
     async def send(self, *frame: Any) -> None:
         """Send one frame and wait until the rank takes more. A rank that is gone is noticed by its reader."""
-        data = frames.pack(*frame)
-        self.sent_bytes += len(data)
+        await self._write((frames.pack(*frame),))
+
+    async def send_content(self, kind: str, number: int, content: bytes) -> None:
+        """Send the frame ``[kind, number, content]``; large content is not copied."""
+        await self._write(frames.pack_around(kind, number, content))
+
+    async def _write(self, parts: Sequence[bytes]) -> None:
         with suppress(OSError):
-            self._writer.write(data)
+            self._writer.writelines(parts)
             await self._writer.drain()
 
     async def read(self) -> list[Any] | None:

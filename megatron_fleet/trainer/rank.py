@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_fleet.cluster import frames
 from megatron_fleet.cluster.frames import FrameSocket
@@ -160,7 +160,7 @@ class RankServer:
         self._listener = socket.create_server((self._address, 0), backlog=1024)
         return f"{self._address}:{self._listener.getsockname()[1]}"
 
-    def _build(self, rendezvous: str, init: str) -> dict[str, Any]:
+    def _build(self, rendezvous: str, init: Literal["hf", "random", "none"]) -> dict[str, Any]:
         from megatron_fleet.trainer.verbs import RankVerbs, join
 
         join(self._config, self._who, rendezvous, self._address, self._listener)

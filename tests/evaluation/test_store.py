@@ -1,5 +1,6 @@
 """Episodes on disk: they come back as they were, are played once, and never mix with those of something else."""
 
+from asyncio import CancelledError
 from dataclasses import replace
 
 import numpy as np
@@ -40,28 +41,28 @@ class Rollout:
         self.most, self.given_up = most, given_up
         self.specs: list[tuple[str, int, float]] = []
 
-    def collect(self, request, on_progress, on_episodes):
-        collection, told = Collection(request, max_retries=0), 0
+    async def collect(self, request, on_progress, on_episodes):
+        collection, reported = Collection(request, max_retries=0), 0
         while not collection.done:
             (spec,) = collection.take(1)
             if len(self.specs) == self.most:
-                raise KeyboardInterrupt
+                raise CancelledError
             self.specs.append((spec.task.key, spec.sample, spec.temperature))
             if spec.task.key == self.given_up:
                 collection.stop("the budget was over")
                 collection.ended(spec, played(spec, Outcome.ABORTED, None))
                 break
             collection.ended(spec, played(spec))
-            if len(self.specs) % 3 == 0:  # as the service does: now and then, and not at the end
-                on_episodes(collection.kept(told))
-                told = len(collection.kept(0))
+            if len(self.specs) % 3 == 0:
+                on_episodes(collection.kept(reported))
+                reported = len(collection.kept(0))
                 on_progress(collection.progress())
         return collection.result(1.0)
 
 
-def evaluate(folder, rollout: Rollout, tasks=TASKS, samples: int = 3, of=OF):
+async def evaluate(folder, rollout: Rollout, tasks=TASKS, samples: int = 3, of=OF):
     config = load(["experiment=quickstart", f"eval.samples={samples}"])
-    return play(config, tasks, EpisodeStore(folder, of, tasks), rollout.collect)
+    return await play(config, tasks, EpisodeStore(folder, of, tasks), rollout.collect)
 
 
 def numbers(evaluation) -> dict[str, float]:
@@ -69,24 +70,24 @@ def numbers(evaluation) -> dict[str, float]:
     return {name: value for name, value in evaluation.metrics().items() if not name.startswith(skipped)}
 
 
-def test_an_evaluation_that_was_cut_off_goes_on(tmp_path):
-    whole = evaluate(tmp_path / "whole", Rollout())
+async def test_an_evaluation_that_was_cut_off_goes_on(tmp_path):
+    whole = await evaluate(tmp_path / "whole", Rollout())
     first = Rollout(most=8)
-    with pytest.raises(KeyboardInterrupt):
-        evaluate(tmp_path / "cut", first)
+    with pytest.raises(CancelledError):
+        await evaluate(tmp_path / "cut", first)
     second = Rollout()
-    resumed = evaluate(tmp_path / "cut", second)
+    resumed = await evaluate(tmp_path / "cut", second)
     assert 0 < len(second.specs) < 15
     assert set(first.specs) | set(second.specs) == {(t.key, s, 1.0) for t in TASKS for s in range(3)} | {
         (t.key, 0, 0.0) for t in TASKS
     }
-    assert len(set(first.specs) & set(second.specs)) <= 2  # what had ended, but was not told yet
+    assert len(set(first.specs) & set(second.specs)) <= 2  # what had ended, but was not reported yet
     assert numbers(resumed) == numbers(whole)
     for a, b in zip(whole.sampled + whole.greedy, resumed.sampled + resumed.greedy, strict=True):
         for one, two in zip(a.trajectories, b.trajectories, strict=True):
             assert_equal(one, two)
     third = Rollout()
-    assert numbers(evaluate(tmp_path / "cut", third)) == numbers(whole)
+    assert numbers(await evaluate(tmp_path / "cut", third)) == numbers(whole)
     assert third.specs == []
 
 
@@ -99,18 +100,18 @@ def assert_equal(one: Trajectory, two: Trajectory) -> None:
             assert a == b, name
 
 
-def test_what_was_given_up_is_played_the_next_time(tmp_path):
-    cut = evaluate(tmp_path, Rollout(given_up="task-2"), samples=1)
+async def test_what_was_given_up_is_played_the_next_time(tmp_path):
+    cut = await evaluate(tmp_path, Rollout(given_up="task-2"), samples=1)
     assert cut.metrics()["eval/all/tasks_scored"] == 2
     again = Rollout()
-    assert evaluate(tmp_path, again, samples=1).metrics()["eval/all/tasks_scored"] == 4
+    assert (await evaluate(tmp_path, again, samples=1)).metrics()["eval/all/tasks_scored"] == 4
     assert {key for key, _, temperature in again.specs if temperature} == {"task-2", "task-3"}
 
 
-def test_more_tasks_and_samples_add_to_what_is_there(tmp_path):
-    evaluate(tmp_path, Rollout(), TASKS[1:3], samples=1)
+async def test_more_tasks_and_samples_add_to_what_is_there(tmp_path):
+    await evaluate(tmp_path, Rollout(), TASKS[1:3], samples=1)
     more = Rollout()
-    groups = evaluate(tmp_path, more, TASKS, samples=2).sampled
+    groups = (await evaluate(tmp_path, more, TASKS, samples=2)).sampled
     assert {(key, sample) for key, sample, temperature in more.specs if temperature} == {
         *((key, sample) for key in ("task-0", "task-3") for sample in (0, 1)),
         *(("task-1", 1), ("task-2", 1)),

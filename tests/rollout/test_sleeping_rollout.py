@@ -15,6 +15,8 @@ from rollout_runs import running
 from tiny_model import greedy_continuation, write_tiny_model
 
 from megatron_fleet.agents.engine import SamplingParams
+from megatron_fleet.cluster.inventory import local_inventory
+from megatron_fleet.cluster.placement import Wanted, place
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +30,10 @@ def rollout(tmp_path_factory, episode_python):
     folder = tmp_path_factory.mktemp("rollout")
     models = {name: write_tiny_model(folder / name, seed) for name, seed in (("a", 1), ("b", 2))}
     engine = {"kv_cache_bytes": 256 << 20, "colocated": True, "start_timeout_s": 900}
-    with running(rollout_config(models["a"], engine=engine), folder, episode_python, models) as started:
+    config, inventory = rollout_config(models["a"], engine=engine), local_inventory(os.environ)
+    placement = place(inventory, Wanted.of(config))
+    where = {"placement": placement.engines, "inventory": inventory, "transport": placement.transport}
+    with running(config, folder, episode_python, models, **where) as started:
         yield started
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import threading
 import time
 
 import pytest
@@ -13,12 +12,11 @@ import pytest
 pytest.importorskip("vllm")
 
 from rollout_config import rollout_config
-from shm_weights import folder_publisher
+from rollout_runs import running
 from tiny_model import greedy_continuation, write_tiny_model
 
 from megatron_fleet.agents.engine import EngineLost, SamplingParams
-from megatron_fleet.rollout.service import RolloutService
-from megatron_fleet.weight_sync.shared_buffer import Board
+from megatron_fleet.weight_sync.shm.board import SUMMED
 
 pytestmark = pytest.mark.slow
 
@@ -26,64 +24,36 @@ PROMPTS = [[(7 * i + j * j) % 400 + 20 for j in range(5 + 3 * i)] for i in range
 TOKENS = 24
 
 
-class Rollout:
-    def __init__(self, service, models):
-        self.service, self.models = service, models
-        self.client = service.weight_client()
-        self.source, self.publisher = folder_publisher(models["a"], self.client)
-        self.version = 0
-
-    def publish(self, name: str) -> None:
-        self.source.folder = self.models[name]
-        self.version += 1
-        self.publisher.publish(self.version)
-
-    def generate(self, tokens=TOKENS):
-        params = SamplingParams(0.0, tokens, (), 1)
-
-        async def run():
-            engine = self.service.engine()
-            calls = (engine.generate(prompt, params, str(i)) for i, prompt in enumerate(PROMPTS))
-            return await asyncio.gather(*calls, return_exceptions=True)
-
-        return asyncio.run(run())
-
-    def check_serves(self, name: str) -> None:
-        results = self.generate()
-        assert [r.token_ids.tolist() for r in results] == greedy_continuation(self.models[name], PROMPTS, TOKENS)
-        assert {r.versions for r in results} == {((self.version, 0, TOKENS),)}
+def greedy(tokens=TOKENS):
+    return [SamplingParams(0.0, tokens, (), 1)] * len(PROMPTS)
 
 
-class Background:
-    """Requests sent while something else goes on."""
+def check_serves(rollout, name):
+    results = rollout.generate(PROMPTS, greedy())
+    assert [r.token_ids.tolist() for r in results] == greedy_continuation(rollout.models[name], PROMPTS, TOKENS)
+    assert {r.versions for r in results} == {((rollout.version, 0, TOKENS),)}
 
-    def __init__(self, rollout, tokens=TOKENS):
-        self.results = []
-        self._thread = threading.Thread(target=lambda: self.results.extend(rollout.generate(tokens)))
-        self._thread.start()
-        time.sleep(0.3)
 
-    def wait(self):
-        self._thread.join(120)
-        assert self.results
-        return self.results
+def begin_requests(rollout, tokens=TOKENS):
+    """Requests that are sent while something else goes on."""
+    asking = rollout.begin(rollout.answers(PROMPTS, greedy(tokens)))
+    time.sleep(0.3)
+    return asking
 
 
 @pytest.fixture(scope="module")
 def rollout(tmp_path_factory, episode_python):
     folder = tmp_path_factory.mktemp("rollout")
     models = {name: write_tiny_model(folder / name, seed) for name, seed in (("a", 1), ("b", 2))}
-    with RolloutService(rollout_config(models["a"]), folder, episode_python) as service:
-        made = Rollout(service, models)
-        yield made
-        made.publisher.close()
+    with running(rollout_config(models["a"]), folder, episode_python, models) as started:
+        yield started
 
 
 def test_requests_in_flight_go_on_under_the_new_weights(rollout):
-    rollout.publish("a")
-    background = Background(rollout, tokens=400)
-    rollout.publish("b")
-    for prompt, result in zip(PROMPTS, background.wait(), strict=True):
+    rollout.sync("a")
+    asking = begin_requests(rollout, tokens=400)
+    rollout.sync("b")
+    for prompt, result in zip(PROMPTS, asking.result(120), strict=True):
         (first, start, cut), (second, again, end) = result.versions
         assert (first, second, start, again, end) == (rollout.version - 1, rollout.version, 0, cut, 400)
         assert 0 < cut < 400
@@ -93,67 +63,71 @@ def test_requests_in_flight_go_on_under_the_new_weights(rollout):
         assert said[cut : cut + after] == greedy_continuation(rollout.models["b"], [prompt + said[:cut]], after)[0]
 
 
+class Tearing:
+    """Changes a byte after its checksum was taken and before engines look; the next engine finds it mended."""
+
+    def __init__(self, rollout):
+        self.rollout, self.engines = rollout, rollout.service.engines
+        self.open_transport, self.begin_update = self.engines.open_transport, self.engines.begin_update
+        self.finish_update = self.engines.finish_update
+
+    async def load(self, message):
+        sender, board = self.rollout.sender.sender, self.rollout.transport._memory.board
+        for bucket in range(len(sender._layout.buckets)):
+            await asyncio.to_thread(board.wait, SUMMED, bucket, message["round"])
+        torn = sender._layout.spans[-1][0] + 3
+        sender._memory[torn] ^= 1
+        await self.engines.load(message)
+        sender._memory[torn] ^= 1
+
+
 def test_a_torn_update_is_repeated_on_a_fresh_engine(rollout):
-    restarts, layout, memory = rollout.service.stats().restarts, rollout.publisher._layout, rollout.publisher._memory
-    torn = layout.spans[-1][0] + 3
-
-    class Tearing:
-        """Changes a byte after its checksum was taken and before the engine looks; the next engine finds it mended."""
-
-        def __getattr__(self, verb):
-            return getattr(rollout.client, verb)
-
-        def update_weights(self, info):
-            Board(memory, len(layout.buckets), layout.writers).wait_complete(info["round"])
-            memory[torn] ^= 1
-            rollout.client.update_weights(info)
-            memory[torn] ^= 1
-
-    rollout.publisher._client = Tearing()
-    rollout.publish("a")
-    rollout.publisher._client = rollout.client
-    rollout.check_serves("a")
-    assert rollout.service.stats().restarts == restarts + 1
+    restarts = rollout.restarts()
+    rollout.source.folder = rollout.models["a"]
+    rollout.version += 1
+    rollout.run(rollout.transport.sync(rollout.sender, Tearing(rollout), rollout.version))
+    check_serves(rollout, "a")
+    assert rollout.restarts() == restarts + 1
 
 
 def test_an_engine_killed_in_an_update_comes_back_with_it(rollout):
-    restarts, core = rollout.service.stats().restarts, rollout.service.engine_processes()[-1]
-    background = []
+    restarts, core = rollout.restarts(), rollout.processes()[-1]
+    asking = []
 
     def kill():
         rollout.source.before_write = None
         time.sleep(0.5)  # the engine waits for the first bucket, without any weights
-        background.append(Background(rollout))
+        asking.append(begin_requests(rollout))
         os.kill(core, signal.SIGKILL)
 
     rollout.source.before_write = kill
-    rollout.publish("b")
+    rollout.sync("b")
     expected = greedy_continuation(rollout.models["b"], PROMPTS, TOKENS)
-    for result, tokens in zip(background[0].wait(), expected, strict=True):
+    for result, tokens in zip(asking[0].result(120), expected, strict=True):
         assert isinstance(result, EngineLost) or (
             result.versions == ((rollout.version, 0, TOKENS),) and result.token_ids.tolist() == tokens
         )
-    rollout.check_serves("b")
-    assert rollout.service.stats().restarts == restarts + 1
+    check_serves(rollout, "b")
+    assert rollout.restarts() == restarts + 1
 
 
 def test_a_trainer_that_gives_an_update_up_leaves_nobody_serving_until_the_next_one(rollout):
-    background = []
+    asking = []
 
     def fail():
         rollout.source.before_write = None
         time.sleep(0.5)
-        background.append(Background(rollout))
+        asking.append(begin_requests(rollout))
         raise OSError("the trainer failed")
 
     rollout.source.before_write = fail
     with pytest.raises(OSError, match="the trainer failed"):
-        rollout.publish("a")
-    late = Background(rollout)
+        rollout.sync("a")
+    asking.append(begin_requests(rollout))
     time.sleep(3)
-    assert late.results == [] or all(isinstance(r, EngineLost) for r in late.results)
+    assert not asking[1].done() or all(isinstance(r, EngineLost) for r in asking[1].result())
     rollout.version -= 1
-    rollout.publish("a")
-    for result in background[0].wait() + late.wait():
+    rollout.sync("a")
+    for result in [answer for some in asking for answer in some.result(120)]:
         assert isinstance(result, EngineLost) or result.versions == ((rollout.version, 0, TOKENS),)
-    rollout.check_serves("a")
+    check_serves(rollout, "a")

@@ -99,9 +99,6 @@ class Source:
 
 A, B, C = (ParamMeta(name, torch.float32, (1,)) for name in "abc")
 BUCKETS = [[A, B], [C]]
-    [ParamMeta("a", torch.float32, (1,)), ParamMeta("b", torch.float32, (1,))],
-    [ParamMeta("c", torch.float32, (1,))],
-]
 
 
 def test_a_source_is_read_once_and_cut_into_its_buckets():

@@ -62,7 +62,7 @@ def test_write_local_fills_the_memory_without_overlap(tmp_path, tp, pp, tied):
     def body(comm):
         source = make_source(folder, config, comm, tp, pp)
         layout = BucketLayout([source.metadata()])
-        memory = torch.zeros(layout.nbytes, dtype=torch.uint8)
+        memory = torch.zeros(layout.end, dtype=torch.uint8)
         source.write_local({slot.meta.name: view_in(memory, slot.offset, slot.meta) for slot in layout.buckets[0]})
         return memory, layout
 

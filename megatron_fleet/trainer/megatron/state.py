@@ -53,8 +53,7 @@ class _ThreadedSave(TorchDistSaveShardedStrategy):
 
 def save(path: Path, chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer) -> None:
     """Write this rank's part into ``path``; collective. The folder must be empty or not exist."""
-    if dist.get_rank() == 0:
-        path.mkdir(parents=True, exist_ok=True)
+    path.mkdir(parents=True, exist_ok=True)  # on every rank, so that all fail alike
     dist.barrier()
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     with cuda_calls_answered():

@@ -1,0 +1,234 @@
+"""The controller's half of a trainer: who may be a rank, the order of calls, what is sent, and losses of ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from emulated_ranks import EmulatedRank
+from policy_fixtures import make_batch, make_config, write_config
+
+from megatron_fleet.cluster import frames
+from megatron_fleet.cluster.launcher import ExternalRanks
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.schema import Config
+from megatron_fleet.trainer.base import AdamParams, LossSpec, TrainerLost
+from megatron_fleet.trainer.group import TrainerGroup
+from megatron_fleet.trainer.links import RankListener
+from megatron_fleet.trainer.packing.flops import SequenceCost
+from megatron_fleet.trainer.start import open_trainer
+
+TOKEN = "the run's token"
+
+
+def configured(tmp_path, **sections):
+    tree = make_config(write_config(tmp_path / "model")).model_dump()
+    tree["run"] |= {"out": str(tmp_path / "out")}
+    for name, changes in sections.items():
+        tree[name] |= changes
+    return Config.model_validate(tree)
+
+
+@contextlib.asynccontextmanager
+async def emulated(config, world, tensor=1, rank_type=EmulatedRank):
+    """A group over emulated ranks, and these."""
+    listener = RankListener(TOKEN, "{}", world)
+    await listener.listen("127.0.0.1", 0)
+    ranks = [rank_type(rank, world, tensor) for rank in range(world)]
+    group = TrainerGroup(config, listener, ExternalRanks(), TOKEN, SequenceCost(1.0, 1e-3, 1.0))
+    serving = []
+    try:
+        gathering = asyncio.create_task(group.gather())
+        for rank in ranks:
+            assert await rank.dial(listener.address, TOKEN)
+            serving.append(asyncio.create_task(rank.serve()))
+        await gathering
+        await group.build()
+        yield group, ranks
+    finally:
+        await group.close()
+        await asyncio.gather(*serving)
+
+
+async def test_each_replica_is_sent_its_data_once(tmp_path):
+    data = make_batch(count=9, seed=1)
+    async with emulated(configured(tmp_path), world=6, tensor=3) as (group, ranks):
+        await group.forward_backward(data, LossSpec.of(group._config.algorithm))
+        plan = group.plan(data)
+    assert sorted(i for replica in plan for members in replica for i in members) == list(range(9))
+    assert [rank.data_bytes > 0 for rank in ranks] == [True, False, False, True, False, False]
+    arrays = [getattr(d, n) for d in data for n in ("token_ids", "mask", "weights", "behaviour_logprobs")]
+    assert sum(rank.data_bytes for rank in ranks) < 1.3 * sum(array.nbytes for array in arrays)
+    assert all(rank.calls == ["build", "forward_backward"] for rank in ranks[1:])
+
+
+async def test_calls_run_in_the_order_in_which_they_were_made(tmp_path):
+    class Slow(EmulatedRank):
+        async def serve(self):
+            await asyncio.sleep(0.05 * self.rank)
+            await super().serve()
+
+    async with emulated(configured(tmp_path), world=3, rank_type=Slow) as (group, ranks):
+        steps = [group.optim_step(AdamParams(1.0)), group.discard_gradients(), group.optim_step(AdamParams(2.0))]
+        first, _, second = await asyncio.gather(*steps)
+    assert (first.lr, second.lr) == (1.0, 2.0)
+    for rank in ranks:
+        assert rank.calls[-3:] == ["optim_step", "discard_gradients", "optim_step"]
+
+
+async def test_only_ranks_of_this_run_are_let_in():
+    listener = RankListener(TOKEN, "{}", 2)
+    await listener.listen("127.0.0.1", 0)
+
+    async def answer(*hello):
+        host, port = listener.address.rsplit(":", 1)
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(frames.pack(*hello))
+        with contextlib.closing(writer):
+            return await asyncio.wait_for(frames.read(reader), 5)
+
+    def who(rank=0, world=2, **more):
+        return {"rank": rank, "world_size": world, "local_rank": 0, "host": "h", "pid": 1, "source": "srun"} | more
+
+    try:
+        assert await answer("hello", "another token", who()) is None
+        assert await answer("hello", TOKEN, {"rank": "0"}) is None
+        assert await answer("hello", TOKEN) is None
+        assert await answer("GET / HTTP/1.1") is None
+        refused = [await answer("hello", TOKEN, who(**bad)) for bad in ({"world": 4}, {"rank": 2}, {"rank": -1})]
+        assert [kind for kind, _ in refused] == ["refused"] * 3
+        assert "4 ranks were started (srun), but parallel.tensor" in refused[0][1]
+        there = EmulatedRank(1, 2, 1)
+        assert await there.dial(listener.address, TOKEN)
+        kind, reason = await answer("hello", TOKEN, who(rank=1))
+        assert kind == "refused" and "is there already, on host emulated" in reason
+        with pytest.raises(ConnectionError, match=r"1 of 2 ranks did not dial .* within 0.3 s .* the first is rank 0"):
+            await listener.gather(0.3, lambda: None)
+    finally:
+        listener.close()
+
+
+OUT_OF_MEMORY, FULL = ("other", "no memory", "OutOfMemoryError"), ("system", "disk full", "OSError")
+TOO_LARGE = ("user", "lower policy.row_tokens", "UserError")
+
+
+@pytest.mark.parametrize(
+    ("failures", "error", "text"),
+    [
+        ({0: OUT_OF_MEMORY, 1: TOO_LARGE}, UserError, "lower policy.row_tokens"),
+        ({1: OUT_OF_MEMORY}, TrainerLost, "rank 1: optim_step: OutOfMemoryError: no memory"),
+        ({0: FULL, 1: FULL}, OSError, "disk full"),
+        ({0: FULL}, TrainerLost, "disk full"),
+    ],
+)
+async def test_failures_of_ranks_are_told_apart(tmp_path, monkeypatch, failures, error, text):
+    monkeypatch.setattr("megatron_fleet.trainer.group.LAST_WORDS_S", 0.3)
+
+    class Failing(EmulatedRank):
+        async def serve(self):
+            while (frame := await frames.read(self._reader)) is not None and frame[0] != "quit":
+                _, call, verb, arguments, _ = frame
+                if verb != "optim_step":
+                    self._writer.write(frames.pack("done", call, self._answer(verb, arguments, [])))
+                elif self.rank in failures:
+                    self._writer.write(frames.pack("failed", call, *failures[self.rank]))
+                # else it hangs in a collective
+            self._writer.close()
+
+    async with emulated(configured(tmp_path), world=2, rank_type=Failing) as (group, _):
+        with pytest.raises(error, match=text):
+            await group.optim_step(AdamParams(1.0))
+        if error is TrainerLost:
+            assert text in str(await asyncio.wait_for(group.lost(), 1))
+            with pytest.raises(TrainerLost):
+                await group.discard_gradients()
+        else:
+            await group.discard_gradients()
+
+
+async def test_messages_for_engines_arrive_in_order_and_are_confirmed(tmp_path):
+    class Sending(EmulatedRank):
+        async def serve(self):
+            while (frame := await frames.read(self._reader)) is not None and frame[0] != "quit":
+                _, call, verb, arguments, _ = frame
+                if verb == "send_weights" and self.rank == 0:
+                    for number in range(3):
+                        self._writer.write(frames.pack("post", call, number, {"bucket": number}))
+                    self.confirmed = [(await frames.read(self._reader))[2:] for _ in range(3)]
+                self._writer.write(frames.pack("done", call, self._answer(verb, arguments, [])))
+            self._writer.close()
+
+    delivered = []
+
+    async def deliver(message):
+        await asyncio.sleep(0.03 - 0.01 * message["bucket"])
+        delivered.append(message["bucket"])
+
+    async with emulated(configured(tmp_path), world=2, rank_type=Sending) as (group, ranks):
+        await group.send_weights(7, {}, deliver)
+    assert delivered == [0, 1, 2]
+    assert ranks[0].confirmed == [[0, None], [1, None], [2, None]]
+
+
+@pytest.mark.slow
+def test_real_ranks_wait_longer_than_a_collective_may_take_and_are_replaced_when_killed(tmp_path):
+    pytest.importorskip("megatron.core")
+    config = configured(tmp_path, cluster={"collective_timeout_s": 3.0, "max_restarts": 1}, parallel={"data": 2})
+    data = make_batch(count=4, seed=1)
+    state = tmp_path / "state"
+    state.mkdir()
+
+    async def story():
+        async with open_trainer(config, "random") as trainer:
+            before = await trainer.forward(data)
+            files = await trainer.save_state(state)
+            assert files.keys() == {p.relative_to(state).as_posix() for p in state.rglob("*") if p.is_file()}
+            await asyncio.sleep(5)  # no collective is pending: nothing runs out
+            for one, two in zip(before, await trainer.forward(data), strict=True):
+                np.testing.assert_array_equal(one, two)
+            with pytest.raises(OSError, match="save_state"):
+                await trainer.save_state(Path("/proc/none"))
+            await trainer.forward(data)  # a failure of the file system is no loss
+            os.kill(trainer._starter.pids[1], signal.SIGKILL)
+            killed = time.monotonic()
+            reason = await trainer.lost()
+            assert time.monotonic() - killed < 1
+            assert "rank 1 was killed by SIGKILL" in str(reason)
+            with pytest.raises(TrainerLost):
+                await trainer.forward(data)
+            pids = trainer._starter.pids
+            await trainer.restart(reason)
+            assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+            await trainer.load_state(state)
+            for one, two in zip(before, await trainer.forward(data), strict=True):
+                np.testing.assert_array_equal(one, two)
+            os.kill(trainer._starter.pids[0], signal.SIGKILL)
+            with pytest.raises(UserError, match=r"the trainer died 2 times, last: rank 0 was killed by SIGKILL"):
+                await trainer.restart(await trainer.lost())
+
+    asyncio.run(story())
+
+
+@pytest.mark.slow
+def test_a_layout_that_does_not_fit_is_one_sentence(tmp_path):
+    pytest.importorskip("megatron.core")
+    config = configured(tmp_path, parallel={"tensor": 2})
+    file = tmp_path / "model" / "config.json"
+    file.write_text(re.sub(r'("num_(attention|key_value)_heads"): \d+', r"\1: 3", file.read_text()))
+
+    async def open_it():
+        async with open_trainer(config, "random"):
+            pass
+
+    with pytest.raises(UserError, match=r"parallel\.tensor=2"):
+        asyncio.run(open_it())

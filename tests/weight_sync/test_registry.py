@@ -1,0 +1,71 @@
+"""Transports by name: which suits a placement, what is refused, and that the controller's halves are light."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.weight_sync.registry import TRANSPORTS, choose, engine_backend, make_transport
+
+OPTIONS = {"gloo": {"address": "127.0.0.1"}, "nccl": {"address": "127.0.0.1"}, "disk": {"url": "versions"}}
+
+
+@pytest.mark.parametrize(
+    ("device", "same_host", "same_devices", "name"),
+    [
+        ("cpu", True, True, "shm"),
+        ("cpu", True, False, "shm"),
+        ("cpu", False, False, "gloo"),
+        ("cuda", True, True, "cuda_ipc"),
+        ("cuda", False, True, "cuda_ipc"),
+        ("cuda", True, False, "nccl"),
+        ("cuda", False, False, "nccl"),
+    ],
+)
+def test_the_transport_follows_the_placement(device, same_host, same_devices, name):
+    assert choose(device=device, same_host=same_host, same_devices=same_devices) == name
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_a_transport_is_called_what_the_table_calls_it(name):
+    transport = make_transport(name, OPTIONS.get(name))
+    assert transport.name == name
+    assert transport.lasting == (name in ("shm", "disk"))
+    transport.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("tcp", r"rollout.engine.transport=tcp: there is no such transport; choose shm, cuda_ipc, nccl, gloo, disk"),
+        ("gloo", r"transport=gloo: needs the address"),
+        ("nccl", r"transport=nccl: needs the address"),
+        ("disk", r"transport=disk: needs a folder"),
+    ],
+)
+def test_a_mistake_is_a_sentence(name, message):
+    with pytest.raises(UserError, match=message):
+        make_transport(name)
+
+
+def test_the_controllers_halves_import_neither_torch_nor_vllm():
+    program = (
+        "import sys\nfrom megatron_fleet.weight_sync.registry import TRANSPORTS, make_transport\n"
+        f"for name in TRANSPORTS: make_transport(name, {OPTIONS!r}.get(name))\nprint(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert {name.split(".")[0] for name in done.stdout.split()} & {"torch", "vllm", "ray", "megatron"} == set()
+
+
+def test_vllm_finds_the_engines_half_of_every_transport():
+    pytest.importorskip("vllm")
+    from vllm.distributed.weight_transfer.base import WeightTransferEngine
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    for name in TRANSPORTS:
+        assert issubclass(Factory._registry[engine_backend(name)](), WeightTransferEngine)
