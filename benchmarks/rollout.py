@@ -10,7 +10,7 @@ and the solver's tokens are returned in their place, so that even random weights
   socket, worker or environment, at the same concurrency; on a random model of Qwen3-0.6B's shape. Runs alternate.
 * ``cpu_ms_per_turn``: CPU of everything but the engine proper, on the tiny model's shape, in parts. ``front_end`` is
   the engine actor's process (socket and AsyncLLM), of which ``front_end_raw`` is AsyncLLM's own.
-* ``ray_ms_per_episode``: Ray and the manager, measured on a whole RolloutService.
+* ``ray_ms_per_episode``: Ray and the controller, measured on a whole RolloutService.
 
 The last line of the output is one JSON object.
 """
@@ -18,7 +18,9 @@ The last line of the output is one JSON object.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -180,17 +182,18 @@ def measure_cpu(work: Path, episode_python: Path, episodes: int) -> dict[str, An
     }
 
 
-def measure_ray(work: Path, episode_python: Path, episodes: int) -> dict[str, Any]:
-    """Ray's processes and the manager, over a collection of short episodes."""
+async def measure_ray(work: Path, episode_python: Path, episodes: int) -> dict[str, Any]:
+    """Ray's processes and this one, over a collection of short episodes."""
     config = configuration(work / "tiny", work, "float32", {"engine": {"kv_cache_bytes": 1 << 30}})
     tasks = load_tasks(SHIPPED_TASKS)[: episodes // 8]
     request = CollectRequest(0, tasks, 8, 1.0, "train", None)
-    with RolloutService(config, work, episode_python) as service:
-        service.collect(request)
-        players = {*service.engine_processes(), *(p for p in marked(service.run_id) if "WorkerActor" in _command(p))}
-        others = [pid for pid in marked(service.run_id) if pid not in players and "embedded" not in _command(pid)]
+    async with RolloutService(config, work, episode_python) as service:
+        await service.collect(request)
+        marks = marked(service.run_id)
+        players = {*await service.engine_processes(), *(pid for pid in marks if "WorkerActor" in _command(pid))}
+        others = [os.getpid(), *(pid for pid in marks if pid not in players and "embedded" not in _command(pid))]
         before = sum(cpu_seconds(pid) for pid in others)
-        result = service.collect(request)
+        result = await service.collect(request)
         spent = sum(cpu_seconds(pid) for pid in others) - before
     return {
         "ray_ms_per_episode": round(1e3 * spent / result.accounting.started, 3),
@@ -217,7 +220,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         work = Path(folder)
         result = measure_cpu(work, args.episode_python, args.tiny_episodes)
-        result |= measure_ray(work, args.episode_python, args.tiny_episodes)
+        result |= asyncio.run(measure_ray(work, args.episode_python, args.tiny_episodes))
         if args.pairs:
             result |= measure_ratio(work, args.episode_python, args.pairs, args.episodes)
     result |= {"seconds": round(time.time() - started), "machine": describe()}

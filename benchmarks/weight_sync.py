@@ -1,10 +1,11 @@
-"""A whole weight update, Megatron TP2 → vLLM, against vLLM's own time to load the tensors. Prints one line of JSON.
+"""A whole weight sync through shared memory, Megatron TP2 → vLLM, against vLLM's own time to load the tensors. Prints
+one line of JSON.
 
 Two Megatron ranks hold a random Qwen3 of about 0.6 billion parameters in BF16, one vLLM engine on CPU has the
-environment and the controls of a run's. ``ratio`` is vLLM's own time to load the tensors when they lie in its memory
-already (no waiting, no checksums, one call) ÷ the time of ``publish``: what gathering, hand-over, checksums and control
-cost beside it. Both alternate, so that a busy machine disturbs them alike. Rates are those of the whole update;
-``disk_reload_gbps`` is vLLM loading the same tensors again from its HF folder.
+environment and the controls of a run's, this process is the controller. ``ratio`` is vLLM's own time to load the
+tensors when they lie in its memory already (no waiting, no checksums, one call) ÷ the time of ``sync``: what gathering,
+hand-over, checksums and control cost beside it. Both alternate, so that a busy machine disturbs them alike. Rates are
+those of the whole sync; ``disk_reload_gbps`` is vLLM loading the same tensors again from its HF folder.
 
     python benchmarks/weight_sync.py [--layers 28] [--hidden 1024] [--vocab 151936] [--repeats 7]
 """
@@ -20,8 +21,8 @@ import socket
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from machine import describe
 from safetensors.torch import save_file
 
 from megatron_fleet.config.schema import Config, Parallel
+from megatron_fleet.trainer.base import Deliver
 from megatron_fleet.weights.mapping import WeightTable
 
 RANKS = 2
@@ -96,9 +98,9 @@ class LoadMapped:
         began = time.perf_counter()
         with set_current_vllm_config(worker.vllm_config):
             engine.start_weight_update()
-            buckets = range(len(engine._layout.buckets))
-            engine.model.load_weights(pair for bucket in buckets for pair in engine._tensors(bucket))
-            engine._loaded = int(engine._board._begun.max())
+            layout, memory = engine._layout, engine._memory
+            engine.load_buckets(layout.tensors(bucket, memory) for bucket in range(len(layout.buckets)))
+            engine._round = int(engine._board._begun.max())
             engine.finish_weight_update()
         return time.perf_counter() - began
 
@@ -107,7 +109,7 @@ def engine_process(folder: Path, control: Connection) -> None:
     """One engine as `EngineActor` runs it, driven over a pipe: (verb, arguments) in, seconds and result out."""
     from megatron_fleet.rollout.engine_actor import EngineActor
 
-    actor = EngineActor(run_config(folder), "", folder / "engine.log")
+    actor = EngineActor(run_config(folder), "", folder / "engine.log", "shm")
 
     async def serve() -> None:
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -131,33 +133,56 @@ def engine_process(folder: Path, control: Connection) -> None:
     asyncio.run(serve())
 
 
-class PipeClient:
-    """`WeightClient` of `engine_process`.
+class EngineOverPipe:
+    """`WeightReceiver` of `engine_process`.
 
     Attributes:
-        seconds: of the engine's verbs since the last look.
+        seconds: of the engine's verbs when they were called last.
     """
 
     def __init__(self, control: Connection) -> None:
         self._control = control
         self.seconds: dict[str, float] = {}
 
-    def call(self, verb: str, *arguments: Any) -> Any:
+    async def call(self, verb: str, *arguments: Any) -> Any:
         self._control.send((verb, arguments))
-        self.seconds[verb], result = self._control.recv()
+        self.seconds[verb], result = await asyncio.to_thread(self._control.recv)
         return result
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self.call("init_weight_transfer", init_info)
+    async def open_transport(self, init_info: Mapping[str, Any]) -> None:
+        await self.call("open_transport", dict(init_info))
 
-    def start_weight_update(self) -> None:
-        self.call("start_update")
+    async def begin_update(self) -> None:
+        await self.call("begin_update")
 
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        self.call("update_weights", update_info)
+    async def load(self, message: Mapping[str, Any]) -> None:
+        await self.call("load", dict(message))
 
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self.call("finish_update", int(weight_version or 0))
+    async def finish_update(self, version: int, message: Mapping[str, Any] | None) -> None:
+        await self.call("finish_update", version)
+
+
+class RanksOverPipes:
+    """`WeightSender` of `rank_process`.
+
+    Attributes:
+        spent: seconds of rank 0 in parts of the last update.
+    """
+
+    def __init__(self, controls: list[Connection]) -> None:
+        self._controls = controls
+        self.spent: dict[str, float] = {}
+
+    async def prepare_weights(self, transport: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        return (await self._all("prepare", dict(options)))[0]
+
+    async def send_weights(self, version: int, options: Mapping[str, Any], deliver: Deliver) -> None:
+        self.spent = (await self._all("send", version, dict(options)))[0]
+
+    async def _all(self, *command: Any) -> list[Any]:
+        for control in self._controls:
+            control.send(command)
+        return await asyncio.gather(*(asyncio.to_thread(control.recv) for control in self._controls))
 
 
 def timed(function: Callable[[], object]) -> float:
@@ -166,14 +191,15 @@ def timed(function: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def rank_process(rank: int, port: int, folder: Path, repeats: int, control: Connection, results: Connection) -> None:
-    """One Megatron rank; rank 0 has the engine and measures."""
+def rank_process(rank: int, port: int, folder: Path, control: Connection) -> None:
+    """One Megatron rank, driven over a pipe: ("prepare", options) or ("send", version, options) until it is closed."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     from megatron_fleet.platform import device
     from megatron_fleet.platform.communicator import TorchCommunicator
     from megatron_fleet.trainer.megatron import parallel
     from megatron_fleet.trainer.megatron.build import build_chunks
-    from megatron_fleet.weights import publish_shm
+    from megatron_fleet.weight_sync.registry import make_sender
+    from megatron_fleet.weight_sync.shm import sender as shm_sender
     from megatron_fleet.weights.load import load_hf
     from megatron_fleet.weights.source import MegatronWeightSource, megatron_place
 
@@ -183,26 +209,22 @@ def rank_process(rank: int, port: int, folder: Path, repeats: int, control: Conn
     config = json.loads((folder / "config.json").read_text())
     (chunk,) = build_chunks(config, layout, torch.bfloat16, row_tokens=256)
     load_hf([chunk], folder)
-    world = TorchCommunicator()
     source = MegatronWeightSource([chunk], config, dtype=torch.bfloat16, place=megatron_place())
     spent = {"write": 0.0, "checksum": 0.0}
     source.write_local = counted(source.write_local, spent, "write")  # type: ignore[method-assign]
-    publish_shm.checksum = counted(publish_shm.checksum, spent, "checksum")
-    client = PipeClient(control) if rank == 0 else None
-    with closing(publish_shm.ShmPublisher(source, client, world)) as publisher:
-        rows = []
-        for version in range(1, repeats + WARM_UP + 1):
+    shm_sender.checksum = counted(shm_sender.checksum, spent, "checksum")
+    sender = make_sender("shm", source, TorchCommunicator(), torch.device("cpu"), folder)
+    no_outbox: Any = None
+    with suppress(EOFError):
+        while True:
+            verb, *arguments = control.recv()
+            if verb == "prepare":
+                control.send(dict(sender.prepare(*arguments)))
+                continue
             spent |= dict.fromkeys(spent, 0.0)
-            row = {"publish": timed(lambda version=version: publisher.publish(version))}
-            if client is not None:
-                row |= client.seconds | spent
-                (row["own"],) = client.call("load_mapped")
-                row["disk_reload"] = timed(lambda: client.call("reload_weights"))
-                rows.append(row)
-            world.all_gather(None)
-        if rank == 0:
-            results.send((sum(m.nbytes for m in source.metadata()), rows[WARM_UP:]))
-            control.send(("stop", ()))
+            sender.send(*arguments, no_outbox)
+            control.send(dict(spent))
+    sender.close()
     parallel.shutdown()
 
 
@@ -217,38 +239,56 @@ def counted(function: Callable[..., Any], spent: dict[str, float], name: str) ->
     return call
 
 
-def measure(folder: Path, repeats: int) -> tuple[int, list[dict[str, float]]]:
-    """Bytes of one update, and per repeat the seconds of its parts."""
+async def repeat(ranks: RanksOverPipes, engine: EngineOverPipe, repeats: int) -> list[dict[str, float]]:
+    """Per repeat the seconds of its parts."""
+    from megatron_fleet.weight_sync.registry import make_transport
+
+    transport, measured = make_transport("shm"), []
+    for version in range(1, repeats + WARM_UP + 1):
+        began = time.perf_counter()
+        await transport.sync(ranks, engine, version)
+        seconds = {"sync": time.perf_counter() - began} | engine.seconds | ranks.spent
+        (seconds["own"],) = await engine.call("load_mapped")
+        began = time.perf_counter()
+        await engine.call("reload_weights")
+        measured.append(seconds | {"disk_reload": time.perf_counter() - began})
+    transport.close()
+    return measured[WARM_UP:]
+
+
+def measure(folder: Path, repeats: int) -> list[dict[str, float]]:
+    """Start everything, and `repeat`."""
     from megatron_fleet.rollout.engine_actor import environment
 
     spawn = multiprocessing.get_context("spawn")
-    engine_end, rank_end = spawn.Pipe()
-    results, results_end = spawn.Pipe(duplex=False)
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    ranks = [
-        spawn.Process(target=rank_process, args=(rank, port, folder, repeats, rank_end, results_end))
-        for rank in range(RANKS)
+    ends = [spawn.Pipe() for _ in range(RANKS + 1)]
+    processes = [
+        spawn.Process(target=rank_process, args=(rank, port, folder, theirs))
+        for rank, (_, theirs) in enumerate(ends[:RANKS])
     ]
-    for process in ranks:
+    for process in processes:
         process.start()
     before = dict(os.environ)
     os.environ |= environment(cuda=False)
-    engine = spawn.Process(target=engine_process, args=(folder, engine_end))
-    engine.start()
+    processes.append(spawn.Process(target=engine_process, args=(folder, ends[RANKS][1])))
+    processes[RANKS].start()
     os.environ.clear()
     os.environ |= before
-    results_end.close()
-    engine_end.close()
-    rank_end.close()
-    processes = [engine, *ranks]
+    for _, theirs in ends:
+        theirs.close()
+    controls = [ours for ours, _ in ends]
     try:
-        while not results.poll(1):
-            if any(process.exitcode for process in processes):
-                raise RuntimeError(f"a process failed: {(folder / 'engine.log').read_text()[-2000:]}")
-        return results.recv()
+        measured = asyncio.run(repeat(RanksOverPipes(controls[:RANKS]), EngineOverPipe(controls[RANKS]), repeats))
+        controls[RANKS].send(("stop", ()))
+        return measured
+    except (EOFError, OSError):
+        raise RuntimeError(f"a process failed: {(folder / 'engine.log').read_text()[-2000:]}") from None
     finally:
+        for control in controls:
+            control.close()
         for process in processes:
             process.join(20)
             process.kill()
@@ -269,22 +309,23 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), args)
-        nbytes, rows = measure(Path(folder), args.repeats)
-    medians = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
-    publish = sorted(row["publish"] for row in rows)
-    own = sorted(row["own"] for row in rows)
+        measured = measure(Path(folder), args.repeats)
+        nbytes = (Path(folder) / "model.safetensors").stat().st_size
+    medians = {name: statistics.median(seconds[name] for seconds in measured) for name in measured[0]}
+    sync = sorted(seconds["sync"] for seconds in measured)
+    own = sorted(seconds["own"] for seconds in measured)
     report = {
         "benchmark": "weight_sync",
-        "ratio": round(medians["own"] / medians["publish"], 3),
-        "ratio_fastest": round(own[0] / publish[0], 3),
-        "gbps": round(nbytes / medians["publish"] / 1e9, 3),
+        "ratio": round(medians["own"] / medians["sync"], 3),
+        "ratio_fastest": round(own[0] / sync[0], 3),
+        "gbps": round(nbytes / medians["sync"] / 1e9, 3),
         "memcpy_gbps": round(memcpy_gbps(args.repeats), 2),
         "disk_reload_gbps": round(nbytes / medians["disk_reload"] / 1e9, 3),
-        "publish_s": [round(value, 3) for value in publish],
+        "sync_s": [round(value, 3) for value in sync],
         "own_s": [round(value, 3) for value in own],
         "breakdown_s": {
-            "engine_start": round(medians["start_update"], 4),
-            "engine_load": round(medians["update_weights"], 4),
+            "engine_begin": round(medians["begin_update"], 4),
+            "engine_load": round(medians["load"], 4),
             "engine_finish": round(medians["finish_update"], 4),
             "rank0_write": round(medians["write"], 4),
             "rank0_checksum": round(medians["checksum"], 4),

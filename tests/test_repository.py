@@ -43,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "storage": set(),
     "telemetry": {"agents.images", "agents.trajectory", "algorithms", "trainer.base"},
     "trainer": {"algorithms", "cluster", "storage", "weight_sync", "weights"},
-    "tuning": {"algorithms", "data", "embedded_fleet", "envs", "storage", "trainer", "weights"},
+    "tuning": {"agents", "algorithms", "data", "envs", "platform", "storage", "trainer", "weights"},
     "weight_sync": {"storage", "trainer.base", "weights"},
     "weights": {"storage"},
 }  # fmt: skip
@@ -112,6 +112,13 @@ def closure(*starts: str) -> dict[str, str]:
 def test_the_episode_side_needs_nothing_of_the_engine_environment():
     reached = closure(*EPISODE_SIDE)
     wrong = [f"{who} imports {m}" for m, who in reached.items() if m.split(".")[0] in NOT_IN_EPISODE_ENVIRONMENT]
+    assert wrong == []
+
+
+def test_the_controller_needs_no_torch():
+    """Also not what its functions import when they are called, of our own modules."""
+    reached = closure("cli", "loop", "cluster", "trainer.group", "trainer.start")
+    wrong = [f"{who} imports {m}" for m, who in reached.items() if m.split(".")[0] in ("torch", "vllm", "megatron")]
     assert wrong == []
 
 

@@ -117,7 +117,7 @@ def test_equal_seeds_give_equal_runs_to_the_last_bit_though_trainer_and_engines_
     parameters, gradients, optimizer = held["train"]
     # float32: the parameters are their own masters.
     assert 0 < gradients <= parameters and optimizer == pytest.approx(2 * parameters, rel=0.02)
-    assert held["publish"] == [parameters, 0, 0]
+    assert held["sync"] == [parameters, 0, 0]
     assert held["roll"] == [0, 0, 0]
 
 

@@ -1,0 +1,170 @@
+"""The run's environment server as a component, with servers that are not there, and what counts as an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray")
+
+from megatron_fleet.cluster import restarts
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.schema import Env
+from megatron_fleet.envs import registry
+from megatron_fleet.envs.embedded.fleet import EmbeddedFleet
+from megatron_fleet.envs.registry import Start, no_answer
+from megatron_fleet.rollout import components
+from megatron_fleet.rollout.components import EnvironmentSlot
+from megatron_fleet.rollout.requests import RolloutFailed
+
+
+class FakeServer:
+    """A server without an address that dies when it should; ``failures``: restarts that fail."""
+
+    url = ""
+
+    def __init__(self, failures: int = 0) -> None:
+        self.reason: str | None = None
+        self.failures, self.starts, self.stopped = failures, 0, False
+
+    def ended(self) -> str | None:
+        return self.reason
+
+    def restart(self) -> None:
+        self.starts += 1
+        if self.starts <= self.failures:
+            raise UserError("the port is taken")
+        self.reason = None
+
+    def stop(self) -> None:
+        self.stopped = True
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    monkeypatch.setattr(restarts, "BACKOFF_S", 0.001)
+    monkeypatch.setattr(components, "WATCH_INTERVAL_S", 0.01)
+    server = FakeServer()
+    monkeypatch.setattr(components, "serve", lambda start: server)
+    return server
+
+
+def slot(on_return=None) -> EnvironmentSlot:
+    return EnvironmentSlot(Start(Env(), Path("env.log"), "python", 0), on_return)
+
+
+async def test_a_server_that_died_is_used_again_when_everybody_knows_that_it_is_back(fake):
+    knowing = asyncio.Event()
+    environments = slot(knowing.wait)
+    assert await environments.start() == "" and await environments.available() is None
+    fake.reason, fake.failures = "its process ended with status -9", 2
+    assert environments.check() == 1
+    assert "being restarted: its process ended with status -9" in await environments.available()
+    while fake.reason is not None:
+        await asyncio.sleep(0.01)
+    serving = asyncio.create_task(environments.serving())
+    await asyncio.sleep(0.05)
+    assert not serving.done() and fake.starts == 3
+    knowing.set()
+    await asyncio.wait_for(serving, 5)
+    assert environments.check() == 1 and await environments.available() is None
+    await environments.close()
+    assert fake.stopped
+
+
+async def test_a_server_that_dies_again_and_again_is_given_up(fake):
+    environments = slot()
+    await environments.start()
+    fake.reason, fake.failures = "its process ended with status 1", 99
+    for ask in (environments.serving, environments.available):
+        with pytest.raises(RolloutFailed, match=r"the environment server died 4 times, last: the port is taken"):
+            while True:
+                await asyncio.sleep(0.01)
+                await asyncio.wait_for(ask(), 5)
+    await environments.close()
+
+
+def test_a_restart_keeps_the_address_and_ends_with_a_stop(tmp_path, episode_python):
+    fleet = EmbeddedFleet()
+    url = fleet.start(Env(), tmp_path / "env.log", episode_python)
+    try:
+        first = fleet.pid
+        assert fleet.ended() is None and no_answer(url, 5) is None
+        fleet.restart()
+        assert fleet.url == url and fleet.pid != first and no_answer(url, 5) is None
+    finally:
+        fleet.stop()
+    assert fleet.pid is None and "not reachable" in no_answer(url, 5)
+    with pytest.raises(UserError, match="stopped"):
+        fleet.restart()
+
+
+def test_a_stop_ends_a_restart_that_waits(tmp_path, episode_python):
+    fleet = EmbeddedFleet()
+    fleet.start(Env(), tmp_path / "env.log", episode_python)
+    failures = []
+
+    def restart():
+        try:
+            fleet.restart()
+        except UserError as error:
+            failures.append(str(error))
+
+    first, thread = fleet.pid, threading.Thread(target=restart)
+    thread.start()
+    while fleet.pid == first:
+        pass
+    fleet.stop()
+    thread.join(10)
+    assert not thread.is_alive() and len(failures) == 1
+
+
+@contextmanager
+def answering(status: int):
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, *args):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize(("status", "there"), [(200, True), (404, True), (401, True), (502, False), (503, False)])
+def test_a_server_without_such_a_page_is_there_and_a_proxy_without_a_server_is_not(status, there):
+    with answering(status) as url:
+        assert (no_answer(url, 5) is None) == there
+        assert (no_answer(url.replace("http", "ws"), 5) is None) == there
+
+
+def test_what_listens_and_says_nothing_gives_no_answer():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        assert "gives no answer" in no_answer(url, 0.2)
+    assert "not reachable" in no_answer(url, 5)
+    assert no_answer("http://", 1) is not None and no_answer("nonsense", 1) is not None
+
+
+async def test_environments_elsewhere_are_asked_and_hosted_ones_are_not(monkeypatch, tmp_path):
+    monkeypatch.setattr(components, "serve", registry.serve)
+    with answering(200) as url:
+        environments = EnvironmentSlot(Start(Env(kind="openenv", url=url), tmp_path / "env.log", "python", 0))
+        assert await environments.start() == url and await environments.available() is None
+    assert "not reachable" in await environments.available()
+    await environments.close()
