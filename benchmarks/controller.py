@@ -73,7 +73,7 @@ async def measure(config: Config, data: list[Datum], world: int, steps: int) -> 
     command = [sys.executable, str(HERE / "emulated_ranks.py"), "--world", str(world), "--tensor", str(tensor)]
     environment = os.environ | {"MFLEET_CONTROLLER": listener.address, "MFLEET_TOKEN": token}
     ranks = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-    group = TrainerGroup(config, listener, ExternalRanks(), token, SequenceCost(1.0, 1e-4, 1.0))
+    group = TrainerGroup(config, listener, ExternalRanks(Path("logs")), token, SequenceCost(1.0, 1e-4, 1.0))
     try:
         await group.gather()
         await group.build()

@@ -38,7 +38,7 @@ from megatron_fleet.data.loader import load_tasks
 from megatron_fleet.envs.embedded.fleet import EmbeddedFleet
 from megatron_fleet.envs.embedded.tasks import SHIPPED_TASKS
 from megatron_fleet.rollout.engine_actor import environment
-from megatron_fleet.rollout.janitor import marked
+from megatron_fleet.cluster.janitor import marked
 from megatron_fleet.rollout.requests import CollectRequest
 from megatron_fleet.rollout.service import RolloutService
 

@@ -32,7 +32,7 @@ class ScriptedEngine(EngineActor):
     """Samples as many tokens as the script's next turn has, and says the script's."""
 
     def __init__(self, config: Config, log: Path) -> None:
-        super().__init__(config, TOKEN, log)
+        super().__init__(config, TOKEN, log, "shm")
         tokenizer = Tokenizer(config.model.path)
         self._scripts = {task.key: _script(task, tokenizer) for task in bench_tasks()}
         self._asked: dict[str, list[tuple[list[int], SamplingParams]]] = defaultdict(list)

@@ -69,18 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"megatron_fleet {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
 
-    train = commands.add_parser(
-        "train", help="train a policy; starts the trainer's ranks unless cluster.ranks=external"
-    )
-    train.add_argument("--dry-run", action="store_true", help="check everything, print what would be started, stop")
-    train.add_argument("--out", type=Path, metavar="DIR", help="folder of the outputs (short for run.out=DIR)")
-    train.add_argument("--resolved", type=Path, metavar="FILE", help="the config.json of a run, instead of overrides")
-    train.add_argument("overrides", nargs="*", help=OVERRIDES_HELP)
-    train.set_defaults(run=_train)
-
-    rank = commands.add_parser("rank", help="be one rank of a trainer, under torchrun or srun; see docs/launching.md")
-    rank.set_defaults(run=_rank)
-
+    _add_run_commands(commands)
     evaluate = commands.add_parser("eval", help="evaluate a model without training; goes on where it was cut off")
     evaluate.add_argument("--out", type=Path, metavar="DIR", help="folder of the outputs (default: runs/eval)")
     evaluate.add_argument("--checkpoint", metavar="PATH", help="a run's folder, or a checkpoint, instead of model.path")
@@ -127,6 +116,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_run_commands(commands: Any) -> None:
+    train = commands.add_parser(
+        "train", help="train a policy; starts the trainer's ranks unless cluster.ranks=external"
+    )
+    train.add_argument("--dry-run", action="store_true", help="check everything, print what would be started, stop")
+    train.add_argument("--out", type=Path, metavar="DIR", help="folder of the outputs (short for run.out=DIR)")
+    train.add_argument("--resolved", type=Path, metavar="FILE", help="the config.json of a run, instead of overrides")
+    train.add_argument("overrides", nargs="*", help=OVERRIDES_HELP)
+    train.set_defaults(run=_train)
+    rank = commands.add_parser("rank", help="be one rank of a trainer, under torchrun or srun; see docs/launching.md")
+    rank.set_defaults(run=_rank)
+    node = commands.add_parser("node", help="be one host of a run with cluster.nodes; see docs/launching.md")
+    node.set_defaults(run=_node)
+
+
 def _add_model_commands(model: Any) -> None:
     extend = model.add_parser("extend", help="make a model folder with a longer context, by YaRN")
     extend.add_argument("source", type=Path, help="HF folder of the model as it was trained; TARGET has links to it")
@@ -161,6 +165,12 @@ def _rank(args: argparse.Namespace) -> int:
     return rank(os.environ)
 
 
+def _node(args: argparse.Namespace) -> int:
+    from megatron_fleet.cluster.node import main as node
+
+    return node(os.environ)
+
+
 def _load(args: argparse.Namespace) -> Config:
     from megatron_fleet.config.load import load, load_resolved
 
@@ -177,7 +187,9 @@ def _evaluate(args: argparse.Namespace) -> int:
 
     config, run = read_config(args.overrides, args.out, args.checkpoint, args.endpoint, args.model)
     args.out = Path(config.run.out)
-    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))  # as an exception, it closes what was started
+    signal.signal(
+        signal.SIGTERM, lambda number, _frame: sys.exit(128 + number)
+    )  # as an exception, it closes what was started
     return evaluate(config, args.checkpoint, run, args.tasks)
 
 

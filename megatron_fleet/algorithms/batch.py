@@ -74,8 +74,11 @@ class Batch:
         return {fate: counter[fate] for fate in Fate}
 
 
-def build_data(groups: Sequence[Group], algo: Algorithm) -> Batch:
+def build_data(groups: Sequence[Group], algo: Algorithm, version: int | None = None) -> Batch:
     """Turn the groups of one step (all of them: the normaliser is global) into scaled training rows.
+
+    Args:
+        version: of the weights that will be updated, for `Datum.staleness`; ``None``: everything was sampled by them.
 
     The normaliser counts trained rows only, so left-out groups neither dilute the gradient nor change its scale;
     zero-signal groups that are kept (``filter_zero_signal: false``) do count, with weight 0. Every segment of a
@@ -90,7 +93,7 @@ def build_data(groups: Sequence[Group], algo: Algorithm) -> Batch:
             if fate is Fate.TRAINED:
                 advantage = advantages[s] if advantages else None
                 assert advantage is not None, "a trained trajectory has a known reward"
-                for segment, datum in _unscaled_data(trajectory):
+                for segment, datum in _unscaled_data(trajectory, version):
                     batch.data.append(datum)
                     batch.origin.append(Origin(g, s, segment))
                     batch.advantages.append(advantage)
@@ -136,16 +139,27 @@ def _trained_mask(trajectory: Trajectory) -> np.ndarray:
     return mask
 
 
-def _unscaled_data(trajectory: Trajectory) -> Iterator[tuple[int, Datum]]:
+def _unscaled_data(trajectory: Trajectory, version: int | None) -> Iterator[tuple[int, Datum]]:
     """Number and row of each segment in which a token was sampled. ``mask`` is 0/1 here, for ``_scale``."""
     trained = _trained_mask(trajectory)
+    ages = None if version is None else _ages(trajectory, version)
     for number, part in enumerate(trajectory.segments()):
         if trained[part].any():
             mask = trained[part].astype(np.float32)
             logprobs = np.where(mask > 0, trajectory.behaviour_logprobs[part], 0.0).astype(np.float32)
             token_ids = trajectory.token_ids[part].astype(np.int32, copy=False)
             routing = None if trajectory.routing is None else trajectory.routing[part]
-            yield number, Datum(token_ids, mask, np.zeros_like(mask), logprobs, routing=routing)
+            staleness = None if ages is None else ages[part] * trained[part]
+            yield number, Datum(token_ids, mask, np.zeros_like(mask), logprobs, routing=routing, staleness=staleness)
+
+
+def _ages(trajectory: Trajectory, version: int) -> np.ndarray:
+    """int32 ``[T]``: weight versions between the sampling of a token and ``version``; 0 where none was sampled."""
+    ages = np.zeros(len(trajectory.token_ids), np.int32)
+    for span in trajectory.spans:
+        if span.kind == "action":
+            ages[span.start : span.end] = version - span.weight_version
+    return ages
 
 
 def _scale(

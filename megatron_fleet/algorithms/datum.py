@@ -23,6 +23,8 @@ class Datum:
         reference_logprobs: float32 ``[T]``, log π_ref; ``None`` = no KL term.
         routing: uint8 or int16 ``[T, layers, k]``, experts to use again (see ``Trajectory.routing``); the only field
             that speaks of token t as an input. ``None`` = the router chooses.
+        staleness: int32 ``[T]``, weight versions between the sampling of a trained token and the update; 0 elsewhere.
+            ``None`` = none is older than the update.
     """
 
     token_ids: np.ndarray
@@ -32,6 +34,7 @@ class Datum:
     proximal_logprobs: np.ndarray | None = None
     reference_logprobs: np.ndarray | None = None
     routing: np.ndarray | None = None
+    staleness: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -26,6 +26,7 @@ class LossInputs:
         sequences: sequences in the row; some may have no trained position.
         proximal: log π_old; ``None`` = the single-forward on-policy case, π_old := stop-grad(π).
         reference: log π_ref; ``None`` when there is no KL term.
+        staleness: weight versions since a token was sampled; ``None`` = 0 everywhere.
     """
 
     logprobs: torch.Tensor
@@ -37,6 +38,7 @@ class LossInputs:
     sequences: int
     proximal: torch.Tensor | None = None
     reference: torch.Tensor | None = None
+    staleness: torch.Tensor | None = None
 
     def old_logprobs(self) -> torch.Tensor:
         """log π_old, without gradient."""

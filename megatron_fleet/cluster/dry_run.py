@@ -31,7 +31,9 @@ def describe(config: Config) -> str:
 
 def _placement(config: Config) -> list[str]:
     if config.cluster.ranks == "external":
-        return ["by the hosts that the ranks connect from: cluster.ranks=external"]
+        return ["not known yet: by the hosts that the ranks connect from (cluster.ranks=external)"]
+    if config.cluster.nodes:
+        return [f"not known yet: by the devices of the {config.cluster.nodes} hosts that join (cluster.nodes)"]
     inventory = local_inventory(os.environ)
     return draw(inventory, place(inventory, Wanted.of(config)))
 

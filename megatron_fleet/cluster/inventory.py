@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import csv
 import ipaddress
+import itertools
 import shutil
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 
 from megatron_fleet.config.errors import UserError
@@ -47,12 +48,14 @@ class Host:
         address: under which the other hosts reach it.
         devices: none: it computes on its CPU. Ranks sit on the first ones: the host's i-th rank on the i-th device.
         ranks: the ranks that run here, in the order of their local ranks; ``None``: `placement.place` decides.
+        rollout: engines and episode workers can run here.
     """
 
     name: str
     address: str = LOOPBACK
     devices: tuple[Device, ...] = ()
     ranks: tuple[int, ...] | None = None
+    rollout: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,56 @@ class Inventory:
         """CUDA_VISIBLE_DEVICES for a process that gets these devices (by index) of ``host``. Raises KeyError."""
         by_index = {device.index: device.uuid for device in self.host(host).devices}
         return ",".join(by_index[index] for index in devices)
+
+
+@dataclass(frozen=True, slots=True)
+class StartedRank:
+    """Where a rank is that somebody else has started; ``device``: the one that it takes, ``None`` on a CPU."""
+
+    rank: int
+    local_rank: int
+    host: str
+    address: str
+    device: Device | None = None
+
+
+def with_nodes(own: Host, nodes: Sequence[Host]) -> Inventory:
+    """The hosts that run `mfleet node`, whose ranks are to be placed. ``own``: the controller's host."""
+    others = [node for node in nodes if node.name != own.name]
+    if len(others) < len(nodes):
+        return Inventory((own, *others))
+    # The controller alone is there.
+    return Inventory((Host(own.name, own.address, ranks=(), rollout=False), *others))
+
+
+def with_started_ranks(own: Host, nodes: Sequence[Host], ranks: Sequence[StartedRank]) -> Inventory:
+    """The hosts of ranks that somebody else has started, and those that run `mfleet node`.
+
+    Args:
+        own: the controller's host; it needs no node to have engines.
+
+    Raises:
+        UserError: ranks contradict each other.
+    """
+    hosts = {host.name: host for host in (own, *nodes)}
+    for rank in ranks:
+        hosts.setdefault(rank.host, Host(rank.host, rank.address, rollout=False))
+    return Inventory(tuple(_with_ranks(host, [r for r in ranks if r.host == host.name]) for host in hosts.values()))
+
+
+def _with_ranks(host: Host, ranks: Sequence[StartedRank]) -> Host:
+    """``host`` with its ranks, and their devices before its others."""
+    ordered = sorted(ranks, key=lambda rank: rank.local_rank)
+    for one, other in itertools.pairwise(ordered):
+        if one.local_rank == other.local_rank:
+            raise UserError(
+                f"Ranks {one.rank} and {other.rank} both say that they are local rank {one.local_rank} of host "
+                f"{host.name}; give hosts names of their own, or correct what starts the ranks."
+            )
+    used = tuple(rank.device for rank in ordered if rank.device is not None)
+    named = {device.uuid for device in used}
+    free = tuple(device for device in host.devices if device.uuid not in named)
+    return replace(host, devices=used + free, ranks=tuple(rank.rank for rank in ordered))
 
 
 def local_inventory(environ: Mapping[str, str], alone: bool = True) -> Inventory:

@@ -1,4 +1,4 @@
-"""Start the ranks of a trainer as processes of this machine, say how they ended, and end all of them."""
+"""Start ranks of a trainer as processes of this host, say how they ended, and end all of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from megatron_fleet.cluster.rank_identity import rank_variables
+from megatron_fleet.cluster.nodes import RanksOfHost
+from megatron_fleet.cluster.rank_identity import without_rank_variables
 
 POLL_S = 0.05
 LAST_LINES = 2000
@@ -45,12 +46,16 @@ class RankStarter(Protocol):
 class ExternalRanks:
     """Ranks that torchrun, srun or somebody else starts, and starts again."""
 
+    def __init__(self, logs: Path) -> None:
+        """Args: ``logs``: folder in which ranks write."""
+        self._logs = logs
+
     async def start(self, address: str, token: str) -> None:
         """They dial by themselves."""
 
     async def how_ended(self, rank: int) -> str:
         """Nobody here knows."""
-        return f"rank {rank} closed its connection; see the output of the command that started it"
+        return f"rank {rank} closed its connection; see {self._logs / f'rank_{rank}.log'}, and what started it"
 
     def failed(self) -> str | None:
         """Nobody here knows."""
@@ -61,34 +66,37 @@ class ExternalRanks:
 
 
 class LocalRanks:
-    """Ranks as child processes; each writes to ``<logs>/rank_N.log`` and dies with this process."""
+    """Ranks as child processes of this host; each writes to ``<logs>/rank_N.log`` and dies with this process."""
 
-    def __init__(self, world_size: int, threads: int, logs: Path, command: Sequence[str] | None = None) -> None:
-        """Args: ``threads``: CPU threads of each rank. ``command``: of a rank; its environment says which one it is."""
-        self._world_size, self._threads, self._logs = world_size, threads, logs
+    def __init__(self, ranks: RanksOfHost, logs: Path, command: Sequence[str] | None = None) -> None:
+        """Args: ``command``: of a rank; its environment says which one it is."""
+        self._ranks, self._logs = ranks, logs
         self._command = list(command or (sys.executable, "-m", "megatron_fleet.cli", "rank"))
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
     @property
     def pids(self) -> list[int]:
-        """Process ids, by rank."""
-        return [process.pid for process in self._processes]
+        """Process ids, in the order of the ranks."""
+        return [process.pid for process in self._processes.values()]
 
     async def start(self, address: str, token: str) -> None:
         """See `RankStarter.start`."""
         self._logs.mkdir(parents=True, exist_ok=True)
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith(tuple(rank_variables()))}
+        mine = self._ranks
+        inherited = without_rank_variables(os.environ)
         common = {
-            "MFLEET_WORLD_SIZE": str(self._world_size),
-            "MFLEET_LOCAL_WORLD_SIZE": str(self._world_size),
+            "MFLEET_WORLD_SIZE": str(mine.world_size),
+            "MFLEET_LOCAL_WORLD_SIZE": str(len(mine.ranks)),
             "MFLEET_CONTROLLER": address,
             "MFLEET_TOKEN": token,
-            "OMP_NUM_THREADS": str(self._threads),
+            "OMP_NUM_THREADS": str(mine.threads),
             "PYTHONUNBUFFERED": "1",
         }
-        for rank in range(self._world_size):
-            own = {"MFLEET_RANK": str(rank), "MFLEET_LOCAL_RANK": str(rank)}
-            self._processes.append(self._spawn(rank, inherited | common | own))
+        if mine.visible is not None:
+            common["CUDA_VISIBLE_DEVICES"] = mine.visible
+        for i, rank in enumerate(mine.ranks):
+            own = {"MFLEET_RANK": str(rank), "MFLEET_LOCAL_RANK": str(i)}
+            self._processes[rank] = self._spawn(rank, inherited | common | own)
 
     def _spawn(self, rank: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
         with self._log_of(rank).open("ab") as log:
@@ -100,7 +108,7 @@ class LocalRanks:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=_die_with_parent(),
+                preexec_fn=die_with_parent(),
             )
 
     async def how_ended(self, rank: int) -> str:
@@ -112,26 +120,28 @@ class LocalRanks:
 
     def failed(self) -> str | None:
         """See `RankStarter.failed`."""
-        for rank, process in enumerate(self._processes):
-            if (status := _status(process)) is not None:
-                return self._in_words(rank, status)
-        return None
+        return next(iter(self.ended().values()), None)
+
+    def ended(self) -> dict[int, str]:
+        """How ranks have ended that did, in words."""
+        statuses = {rank: _status(process) for rank, process in self._processes.items()}
+        return {rank: self._in_words(rank, status) for rank, status in statuses.items() if status is not None}
 
     async def stop(self, deadline_s: float) -> None:
         """See `RankStarter.stop`. The ranks are reaped last, so that no group's id can have passed to somebody else."""
         deadline = time.monotonic() + deadline_s
-        while None in map(_status, self._processes) and time.monotonic() < deadline:
+        while None in map(_status, self._processes.values()) and time.monotonic() < deadline:
             await asyncio.sleep(POLL_S)
         self.kill()
 
     def kill(self) -> None:
         """End every rank and what it started, at once."""
-        for process in self._processes:
+        for process in self._processes.values():
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
-        for process in self._processes:
+        for process in self._processes.values():
             process.wait()
-        self._processes = []
+        self._processes = {}
 
     def _log_of(self, rank: int) -> Path:
         return self._logs / f"rank_{rank}.log"
@@ -164,8 +174,8 @@ def _status(process: subprocess.Popen[bytes]) -> int | None:
     return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
 
 
-def _die_with_parent() -> Callable[[], None]:
-    """For the child, before it becomes a rank: get SIGKILL when its parent dies without a word."""
+def die_with_parent() -> Callable[[], None]:
+    """For the child, before it becomes another program: get SIGKILL when its parent dies without a word."""
     libc, parent = ctypes.CDLL(None, use_errno=True), os.getpid()
 
     def prepare() -> None:

@@ -94,8 +94,7 @@ def place(inventory: Inventory, wanted: Wanted) -> Placement:
     if cuda:
         engines = _engines_on_devices(inventory.hosts, ranks_of, wanted, colocated)
     else:
-        hosts = [host.name for host in inventory.hosts if ranks_of[host.name] or not colocated]
-        engines = tuple(EnginePlace(hosts[i % len(hosts)], ()) for i in range(wanted.engines))
+        engines = _engines_on_cpus(inventory.hosts, ranks_of, wanted, colocated)
     ranks = sorted(
         (
             RankPlace(rank, host.name, host.devices[i].index if cuda else None)
@@ -111,8 +110,8 @@ def place(inventory: Inventory, wanted: Wanted) -> Placement:
 
 
 def _ranks_of_hosts(hosts: Sequence[Host], wanted: int, cuda: bool) -> _RanksOf:
-    if all(host.ranks is None for host in hosts):
-        return _fill(hosts, wanted) if cuda else _spread(hosts, wanted)
+    if undecided := [host for host in hosts if host.ranks is None]:
+        return dict.fromkeys((host.name for host in hosts), ()) | (_fill if cuda else _spread)(undecided, wanted)
     ranks_of: _RanksOf = {host.name: host.ranks or () for host in hosts}
     started = sorted(chain.from_iterable(ranks_of.values()))
     if started != list(range(wanted)):
@@ -154,12 +153,31 @@ def _spread(hosts: Sequence[Host], wanted: int) -> _RanksOf:
     return {host.name: tuple(range(bounds[i], bounds[i + 1])) for i, host in enumerate(hosts)}
 
 
+def _engines_on_cpus(
+    hosts: Sequence[Host], ranks_of: _RanksOf, wanted: Wanted, colocated: bool
+) -> tuple[EnginePlace, ...]:
+    names = [host.name for host in hosts if host.rollout and (ranks_of[host.name] or not colocated)]
+    if not names:
+        raise UserError(_no_host_for_engines(hosts, ranks_of))
+    return tuple(EnginePlace(names[i % len(names)], ()) for i in range(wanted.engines))
+
+
+def _no_host_for_engines(hosts: Sequence[Host], ranks_of: _RanksOf) -> str:
+    there = ", ".join(host.name for host in hosts if ranks_of[host.name])
+    return (
+        f"Engines are to share the hosts of the ranks ({there}) with rollout.engine.colocated=true, but none of these "
+        f"has joined Ray; run `mfleet node` there and set cluster.nodes, or set rollout.engine.colocated=false."
+    )
+
+
 def _engines_on_devices(
     hosts: Sequence[Host], ranks_of: _RanksOf, wanted: Wanted, colocated: bool
 ) -> tuple[EnginePlace, ...]:
     size = wanted.tensor_parallel
     free: list[tuple[Host, tuple[Device, ...]]] = []
     for host in hosts:
+        if not host.rollout:
+            continue
         taken = len(ranks_of[host.name])
         free.append((host, host.devices[:taken] if colocated else host.devices[taken:]))
     # The n-th engine of every host, before the n+1st of any.
@@ -179,8 +197,8 @@ def _engines_on_devices(
 def _engines_do_not_fit(free: Sequence[tuple[str, int]], wanted: Wanted, colocated: bool) -> str:
     """The refusal. ``free``: hosts and how many devices engines may have there."""
     size = wanted.tensor_parallel
-    there, largest = sum(count for _, count in free), max(count for _, count in free)
-    listed = ", ".join(f"{count} on {name}" for name, count in free)
+    there, largest = sum(count for _, count in free), max((count for _, count in free), default=0)
+    listed = ", ".join(f"{count} on {name}" for name, count in free) or "no host runs `mfleet node`"
     if not wanted.ranks:
         whose = "there are"
     else:

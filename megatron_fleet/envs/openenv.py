@@ -36,13 +36,15 @@ class OpenEnvEnvironment:
     did meanwhile is unknown: every later call raises EnvLost.
     """
 
-    def __init__(self, config: Env, url: str, openenv: OpenEnv, episode: str | None = None) -> None:
+    def __init__(self, config: Env, url: str, openenv: OpenEnv, episode: str | None = None, token: str = "") -> None:
         """
         Args:
             config: gives the deadlines.
             openenv: how to play this server.
             episode: what the server is to call the episode; a random name by default.
+            token: that the server asks for; empty: none.
         """
+        self._headers = {"Authorization": f"Bearer {token}"} if token else None
         self._config = config
         self._openenv = openenv
         self._episode = episode or uuid.uuid4().hex
@@ -119,7 +121,10 @@ class OpenEnvEnvironment:
         longest = max(config.reset_timeout_s, config.step_timeout_s, config.verify_timeout_s)
         # The deadlines below are the ones that count; the client's own must never come first.
         return one_socket_client()(
-            base_url=self._url, connect_timeout_s=config.make_timeout_s + 1, message_timeout_s=longest + 1
+            base_url=self._url,
+            connect_timeout_s=config.make_timeout_s + 1,
+            message_timeout_s=longest + 1,
+            headers=self._headers,
         )
 
     async def _list_tools(self) -> dict[str, dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import http.client
 import subprocess
 import urllib.error
@@ -30,6 +31,8 @@ class Start:
         python: interpreter of the episode environment.
         seed: of the run.
         environment: variables of a server's process; ``None``: those of this one.
+        host: address that a server listens on.
+        token: secret that it asks for, see `environment_token`; empty: none, on loopback only.
     """
 
     env: Env
@@ -37,6 +40,8 @@ class Start:
     python: str
     seed: int
     environment: Mapping[str, str] | None = None
+    host: str = "127.0.0.1"
+    token: str = ""
 
 
 class Server(Protocol):
@@ -65,17 +70,28 @@ class Kind:
     """One kind of environments.
 
     Attributes:
-        open: the section ``env``, the address of the server, the episode's name → an Environment for one episode.
+        open: the section ``env``, the address of the server, the episode's name, the token of the run's own server → an
+            Environment for one episode.
         serve: starts what the run needs. Raises UserError.
     """
 
-    open: Callable[[Env, str, str | None], Environment]
+    open: Callable[[Env, str, str | None, str], Environment]
     serve: Callable[[Start], Server]
 
 
-def make_environment(config: Env, url: str, episode: str | None = None) -> Environment:
-    """One Environment, for one episode, at what ``serve`` gave as ``url``. ``episode`` names it to the server."""
-    return KINDS[config.kind].open(config, url, episode)
+def make_environment(config: Env, url: str, episode: str | None = None, token: str = "") -> Environment:
+    """One Environment, for one episode, at what ``serve`` gave as ``url``.
+
+    Args:
+        episode: names it to the server.
+        token: that ``serve`` was given.
+    """
+    return KINDS[config.kind].open(config, url, episode, token)
+
+
+def environment_token(token: str) -> str:
+    """The secret of the run's own environment server, made of the run's: what tasks do there cannot find that out."""
+    return hmac.new(token.encode(), b"environment server", "sha256").hexdigest()
 
 
 def serve(start: Start) -> Server:
@@ -116,7 +132,7 @@ class _Elsewhere:
 
 def _embedded(start: Start) -> Server:
     fleet = EmbeddedFleet()
-    fleet.start(start.env, start.log, start.python, start.seed, start.environment)
+    fleet.start(start.env, start.log, start.python, start.seed, start.environment, start.host, start.token)
     return fleet
 
 
@@ -141,8 +157,10 @@ EMBEDDED = OpenEnv(interface="mcp", finish_tool=FINISH_TOOL)
 """How the embedded fleet's server is played."""
 KINDS: Mapping[str, Kind] = MappingProxyType(
     {
-        "embedded": Kind(lambda config, url, name: OpenEnvEnvironment(config, url, EMBEDDED, name), _embedded),
-        "openenv": Kind(lambda config, url, name: OpenEnvEnvironment(config, url, config.openenv, name), _elsewhere),
-        "fleet": Kind(lambda config, url, name: FleetEnvironment(config), _hosted),
+        "embedded": Kind(
+            lambda config, url, name, token: OpenEnvEnvironment(config, url, EMBEDDED, name, token), _embedded
+        ),
+        "openenv": Kind(lambda config, url, name, _: OpenEnvEnvironment(config, url, config.openenv, name), _elsewhere),
+        "fleet": Kind(lambda config, url, name, _: FleetEnvironment(config), _hosted),
     }
 )

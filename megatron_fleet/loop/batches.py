@@ -241,7 +241,7 @@ class Batches:
 
     def _build(self, version: int, groups: list[Group], accounting: Accounting) -> StepBatch:
         began, algorithm = time.monotonic(), self._config.algorithm
-        batch = build_data(groups, algorithm)
+        batch = build_data(groups, algorithm, version if self._config.rollout.max_staleness else None)
         built = time.monotonic()
         updates = [list(part) for part in split_batch(batch, self._config.policy.updates_per_batch, algorithm)]
         seconds = {

@@ -112,6 +112,19 @@ class Colocation:
         yield
         await self.to_engines(sync if self._colocated else _nothing)
 
+    @asynccontextmanager
+    async def with_parameters(self) -> AsyncIterator[None]:
+        """Inside, the trainer has its parameters on its devices; in ``roll`` they are brought there for so long."""
+        brought = self._colocated and self._phase is Phase.ROLL
+        if brought:
+            await self._trainer.onload(("parameters",))
+        try:
+            yield
+        finally:
+            # When the next phase has begun to be entered, it is the one that decides what is where.
+            if brought and self._phase is Phase.ROLL:
+                await self._trainer.offload(("parameters",))
+
     def memory(self) -> dict[str, float]:
         """Metrics, see `MemoryBudget.metrics`."""
         return self._budget.metrics()

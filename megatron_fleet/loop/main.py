@@ -11,17 +11,17 @@ from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from megatron_fleet.cluster.inventory import local_inventory
 from megatron_fleet.cluster.placement import Placement, Wanted, place
 from megatron_fleet.config import validate
 from megatron_fleet.config.load import dump_resolved
 from megatron_fleet.config.schema import Config
 from megatron_fleet.loop.attempt import open_attempts
 from megatron_fleet.loop.colocation import Colocation, open_colocation
+from megatron_fleet.loop.hosts import open_hosts
 from megatron_fleet.loop.tasks import load_data
 from megatron_fleet.loop.train import Training
 from megatron_fleet.loop.weights import EngineWeights
-from megatron_fleet.rollout.service import RolloutService, episode_python
+from megatron_fleet.rollout.service import Ground, RolloutService, episode_python
 from megatron_fleet.telemetry.sinks import write_atomically
 from megatron_fleet.trainer.base import TrainerLost
 from megatron_fleet.trainer.group import TrainerGroup
@@ -70,19 +70,21 @@ async def _until_stopped(work: Coroutine[None, None, None]) -> int:
 
 async def _train(config: Config) -> None:
     started = time.time()
-    inventory = local_inventory(os.environ)
-    placement = place(inventory, Wanted.of(config))
-    config = as_placed(config, placement)
     train, held_out = load_data(config)
-    out = Path(config.run.out)
+    out, token = Path(config.run.out), run_token()
     async with AsyncExitStack() as stack:
-        trainer = await stack.enter_async_context(start_trainer(config, run_token()))
+        hosts = await stack.enter_async_context(open_hosts(config, token))
+        inventory = hosts.inventory
+        placement = place(inventory, Wanted.of(config))
+        config = as_placed(config, placement)
+        starter = hosts.starter(config, placement)
+        trainer = await stack.enter_async_context(start_trainer(config, hosts.listener, starter, token))
         # The ranks import Megatron while Ray and the engines start.
         gathering = asyncio.create_task(trainer.gather())
         stack.callback(gathering.cancel)
-        where = {"placement": placement.engines, "inventory": inventory, "transport": placement.transport}
-        rollout = await stack.enter_async_context(RolloutService(config, out, episode_python(), **where))
-        options = {"address": inventory.hosts[0].address, "url": str((out / "weights").absolute())}
+        ground = Ground(inventory, placement, token, hosts.nodes)
+        rollout = await stack.enter_async_context(RolloutService(config, out, episode_python(), ground))
+        options = {"address": inventory.host(placement.ranks[0].host).address, "url": str((out / "weights").absolute())}
         transport = make_transport(placement.transport, options)
         stack.callback(transport.close)
 

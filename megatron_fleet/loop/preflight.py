@@ -90,7 +90,7 @@ def _launch(config: Config) -> None:
                 f"mfleet train was started as rank {me.rank} of {me.world_size} ({me.source}), but it is the one "
                 f"controller of a run; start it once, with cluster.ranks=external, and `mfleet rank` as the ranks."
             )
-    if config.cluster.ranks == "local":
+    if config.cluster.ranks == "local" and not config.cluster.nodes:
         place(local_inventory(os.environ), Wanted.of(config))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -54,6 +55,7 @@ class EngineWeights:
         self._config, self._trainer, self._engines, self._transport = config, trainer, engines, transport
         self._make_colocation, self._start_trainer = make_colocation, start_trainer
         self._colocation: Colocation | None = None
+        self._unchanged = asyncio.Event()
         engines.resend = self._resend
 
     @property
@@ -92,8 +94,9 @@ class EngineWeights:
         self._colocation = await self._make_colocation()
 
     async def to_trainer(self) -> None:
-        """Give the devices to the trainer; see `Colocation.to_trainer`."""
+        """Give the devices to the trainer, whose weights are about to change; see `Colocation.to_trainer`."""
         await self.colocation.to_trainer()
+        self._unchanged.clear()
 
     async def update(self, version: int) -> float | None:
         """Put the present weights on the engines and let them play.
@@ -118,7 +121,7 @@ class EngineWeights:
     @asynccontextmanager
     async def borrowed(self, version: int) -> AsyncIterator[None]:
         """Give the devices to the trainer inside; the engines go on with the weights of ``version`` afterwards."""
-        async with self.colocation.borrowed(partial(self._sync, version)):
+        async with self.colocation.borrowed(partial(self._sync, version)):  # nothing changes the weights inside
             yield
 
     def memory(self) -> dict[str, float]:
@@ -130,8 +133,14 @@ class EngineWeights:
         return self.colocation.read_seconds()
 
     async def _sync(self, version: int) -> None:
+        self._unchanged.set()
         await self._transport.sync(self._trainer, self._engines.engines, version)
 
     async def _resend(self, engine: WeightReceiver, version: int) -> None:
-        """Send the weights of ``version`` to an engine that was restarted."""
-        await self._transport.sync(self._trainer, engine, version)
+        """Send the weights of ``version``, the last that were synced, to an engine that was restarted.
+
+        While the trainer's weights are changing, this waits: the next sync is for all engines, and cancels it.
+        """
+        await self._unchanged.wait()
+        async with self.colocation.with_parameters():
+            await self._transport.sync(self._trainer, engine, version)

@@ -75,8 +75,8 @@ def together(comm: Communicator) -> Iterator[None]:
         yield
     except Exception as e:
         error = e
-    told = None if error is None else (isinstance(error, UserError), str(error) or type(error).__name__)
-    failures = [(rank, *t) for rank, t in enumerate(comm.all_gather(told)) if t]
+    report = None if error is None else (isinstance(error, UserError), str(error) or type(error).__name__)
+    failures = [(rank, *r) for rank, r in enumerate(comm.all_gather(report)) if r]
     if error is not None:
         raise error
     for rank, is_user_error, message in failures:

@@ -12,10 +12,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_fleet.agents.trajectory import Trajectory
 from megatron_fleet.cluster.inventory import LOOPBACK, Inventory
+from megatron_fleet.cluster.logs import write_output_to
 from megatron_fleet.config.schema import Config
 from megatron_fleet.rollout import engine_actor
 from megatron_fleet.rollout.components import ComponentLost
-from megatron_fleet.rollout.logs import write_output_to
+from megatron_fleet.rollout.ray_local import live_nodes
 from megatron_fleet.rollout.requests import EpisodeSpec
 
 if TYPE_CHECKING:
@@ -29,36 +30,40 @@ class Place:
     Attributes:
         logs: folder of the log files.
         episode_python: interpreter of the episode environment.
-        token: the secret that engines ask for.
+        token: the run's secret, which engines ask for.
         env_vars: set in every process of the run.
-        cuda: engines run on GPUs.
+        engines: place of each engine.
         transport: name of the transport whose half engines have.
-        host: address that engines listen on, unless ``engines`` says another.
-        engines: place of each engine; ``None``: Ray chooses.
-        inventory: hosts and devices that ``engines`` names.
+        inventory: the hosts of the run, the controller's first.
     """
 
     logs: Path
     episode_python: Path
     token: str
     env_vars: dict[str, str]
-    cuda: bool
+    engines: Sequence[EnginePlace]
     transport: str
-    host: str = LOOPBACK
-    engines: Sequence[EnginePlace] | None = None
-    inventory: Inventory | None = None
+    inventory: Inventory
+
+    @property
+    def host(self) -> str:
+        """Address of the controller's host, where the environment server is."""
+        return self.inventory.hosts[0].address
 
     def engine_host(self, index: int) -> str:
         """Address of the host of an engine."""
-        if self.engines is None or self.inventory is None:
-            return self.host
         return self.inventory.host(self.engines[index].host).address
+
+    def worker_host(self, index: int) -> str:
+        """Address of the host of an episode worker: workers are dealt to the hosts in turn."""
+        hosts = [host.address for host in self.inventory.hosts if host.rollout]
+        return hosts[index % len(hosts)]
 
     def engine_devices(self, index: int) -> dict[str, str]:
         """Variables that give an engine its devices by name, and keep Ray from giving it others."""
-        if self.engines is None or self.inventory is None or not self.engines[index].devices:
-            return {}
         place = self.engines[index]
+        if not place.devices:
+            return {}
         visible = self.inventory.visible_devices(place.host, place.devices)
         return {"CUDA_VISIBLE_DEVICES": visible, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 
@@ -82,21 +87,22 @@ class WorkerActor:
         await self._worker.forget_failures()
 
 
-def engine_options(config: Config, place: Place, index: int) -> dict[str, Any]:
+def engine_options(place: Place, index: int) -> dict[str, Any]:
     """Ray's options for an engine's actor. Raises ComponentLost when the engine's host is not part of the cluster."""
-    env_vars = place.env_vars | engine_actor.environment(place.cuda) | place.engine_devices(index)
+    devices = place.engine_devices(index)
+    env_vars = place.env_vars | engine_actor.environment(bool(devices)) | devices
     options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0, "runtime_env": {"env_vars": env_vars}}
-    if place.engines is None:
-        return options | {"num_gpus": config.rollout.engine.tensor_parallel if place.cuda else 0}
-    if place.inventory is None or len(place.inventory.hosts) == 1:
-        return options  # Ray may call a lone node by another address than the loopback one
-    node = _node_at(place.engine_host(index))
+    host = place.engine_host(index)
+    if host == LOOPBACK:
+        return options  # Ray calls a lone node by another address
+    if (node := live_nodes().get(host)) is None:
+        raise ComponentLost(f"no Ray node has the address {host}")
     return options | {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
 
 
 def make_engine(config: Config, place: Place, index: int) -> Any:
     """Create the actor of an engine. Raises ComponentLost as `engine_options` does."""
-    actor = ray.remote(engine_actor.EngineActor).options(**engine_options(config, place, index))
+    actor = ray.remote(engine_actor.EngineActor).options(**engine_options(place, index))
     return actor.remote(config, place.token, place.logs / f"engine-{index}.log", place.transport)
 
 
@@ -105,7 +111,11 @@ def make_worker(config: Config, place: Place, index: int, environment_url: str, 
     rollout, env = config.rollout, config.env
     own = env.model_copy(update={"provisioning": env.provisioning.share(index, rollout.workers)})
     runtime_env = {"py_executable": str(place.episode_python), "env_vars": place.env_vars | {"OMP_NUM_THREADS": "1"}}
-    actor = ray.remote(WorkerActor).options(num_cpus=0, runtime_env=runtime_env)
+    options: dict[str, Any] = {"num_cpus": 0, "runtime_env": runtime_env}
+    host = place.worker_host(index)
+    if (node := live_nodes().get(host)) is not None:  # else anywhere
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=True)
+    actor = ray.remote(WorkerActor).options(**options)
     return actor.remote(
         place.logs / f"worker-{index}.log",
         config.model.path,
@@ -115,12 +125,5 @@ def make_worker(config: Config, place: Place, index: int, environment_url: str, 
         environment_url,
         endpoints,
         place.token,
+        host,
     )
-
-
-def _node_at(host: str) -> str:
-    """Id of the live Ray node with this address. Raises ComponentLost."""
-    for node in ray.nodes():
-        if node["Alive"] and f"node:{host}" in node["Resources"]:
-            return str(node["NodeID"])
-    raise ComponentLost(f"no Ray node has the address {host}")

@@ -21,10 +21,10 @@ import numpy as np
 
 from megatron_fleet.agents.engine import EngineLost, Generation, SamplingParams
 from megatron_fleet.agents.images import PlacedImage, read_vision
+from megatron_fleet.cluster.logs import write_output_to
 from megatron_fleet.config.schema import Config
 from megatron_fleet.rollout.engine_images import ImageRequests, find_torchvision
 from megatron_fleet.rollout.engine_server import EngineServer
-from megatron_fleet.rollout.logs import write_output_to
 from megatron_fleet.rollout.prefix_sharing import BLOCK, AttentionTiles, PrefixSharing
 from megatron_fleet.weight_sync.registry import engine_backend
 from megatron_fleet.weight_sync.vllm_plugin import DIE_WITH_PARENT

@@ -15,22 +15,31 @@ from megatron_fleet.rollout import wire
 
 MAX_SESSIONS = 65_536
 """Remembered session-to-replica choices; forgetting one costs a prefix-cache miss, nothing else."""
+FAR_REQUESTS = 8
+"""What a replica on another host counts as more in flight, where this one has replicas of its own."""
 MAX_SENT = 65_536
 """Remembered pictures that an engine was sent; forgetting one costs sending it again."""
 
 
-def connect(endpoints: Sequence[str], token: str, request_timeout_s: float) -> Engine:
+def connect(endpoints: Sequence[str], token: str, request_timeout_s: float, host: str = "") -> Engine:
     """An Engine over the replicas at ``endpoints`` (``host:port``). Connects on first use, from any event loop.
 
     Args:
         token: the run's secret; an engine closes the connection without it.
         request_timeout_s: deadline of one ``generate``, after which the request is cancelled and EngineLost raised.
+        host: address of this host; its replicas are preferred where it has some.
     """
-    return EnginePool([_Replica(endpoint, token) for endpoint in endpoints], request_timeout_s)
+    near = [endpoint.rsplit(":", 1)[0] == host for endpoint in endpoints]
+    handicaps = [FAR_REQUESTS if any(near) and not is_near else 0 for is_near in near]
+    replicas = [_Replica(*where, token) for where in zip(endpoints, handicaps, strict=True)]
+    return EnginePool(replicas, request_timeout_s)
 
 
 class EnginePool:
-    """Sticky sessions: a new one goes to the least loaded replica (ties by a stable hash), later turns stay there."""
+    """Sticky sessions: a new one goes to the least loaded replica (ties by a stable hash), later turns stay there.
+
+    A replica on another host counts as more loaded than it is, so that it gets what near ones are too busy for.
+    """
 
     def __init__(self, replicas: Sequence[_Replica], request_timeout_s: float):
         self._replicas = list(replicas)
@@ -57,7 +66,7 @@ class EnginePool:
         replica = self._sessions.pop(session, None)
         if replica is None:
             start = zlib.crc32(session.encode()) % len(self._replicas)
-            replica = min(self._replicas[start:] + self._replicas[:start], key=lambda r: r.in_flight)
+            replica = min(self._replicas[start:] + self._replicas[:start], key=lambda r: r.in_flight + r.handicap)
         self._sessions[session] = replica
         if len(self._sessions) > MAX_SESSIONS:
             self._sessions.popitem(last=False)
@@ -71,8 +80,8 @@ class _ImagesMissing(ValueError):
 class _Replica:
     """One engine: one connection, any number of concurrent requests, made again after it broke."""
 
-    def __init__(self, endpoint: str, token: str):
-        self.endpoint = endpoint
+    def __init__(self, endpoint: str, handicap: int, token: str):
+        self.endpoint, self.handicap = endpoint, handicap
         self._token = token
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Generation]] = {}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from megatron_fleet.config.schema import Config
-from megatron_fleet.envs.registry import Start
+from megatron_fleet.envs.registry import Start, environment_token
 from megatron_fleet.rollout.actors import Place, make_engine, make_worker
 from megatron_fleet.rollout.collector import Collector
 from megatron_fleet.rollout.components import EnvironmentSlot, WorkerSlot
@@ -30,7 +30,15 @@ class Pool:
         self._listening = asyncio.Event()
         self.engines = [self._engine_slot(i, resend) for i in range(config.rollout.engine.replicas)]
         self.workers = [self._worker_slot(i) for i in range(config.rollout.workers)]
-        start = Start(config.env, place.logs / "env.log", str(place.episode_python), config.run.seed, environment)
+        start = Start(
+            config.env,
+            place.logs / "env.log",
+            str(place.episode_python),
+            config.run.seed,
+            environment,
+            place.host,
+            environment_token(place.token),
+        )
         self.environment = EnvironmentSlot(start, self._forget_failures)
         self.collector = Collector(config, self.engines, self.workers, self.environment)
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import secrets
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
+from megatron_fleet.cluster.janitor import MARK
+from megatron_fleet.cluster.nodes import OBJECT_STORE_BYTES, RayHead
 from megatron_fleet.cluster.rank_identity import without_rank_variables
-from megatron_fleet.rollout.janitor import MARK
+from megatron_fleet.config.errors import UserError
 
-OBJECT_STORE_BYTES = 256 << 20
+JOIN_POLL_S = 0.1
 SOCKET_PATH_LIMIT = 107
 """Bytes of a unix socket's path on Linux."""
 RAY_SOCKET_SUFFIX = 75
@@ -36,6 +40,7 @@ def children_environment(run_id: str) -> Iterator[dict[str, str]]:
     """The variables that processes started within inherit: the run's mark, and nothing that names a trainer rank."""
     before = dict(os.environ)
     inherited = without_rank_variables(before) | {MARK: run_id}
+    inherited.pop("MFLEET_TOKEN", None)  # whoever needs it is given it
     _replace_environment(inherited)
     try:
         yield inherited
@@ -57,13 +62,16 @@ def authenticate() -> None:
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
-def start(folder: Path, host: str) -> None:
+def start(run_id: str, folder: Path, host: str) -> RayHead | None:
     """Join the cluster at RAY_ADDRESS, or start one in this process's care. Blocks for some seconds.
 
     Call within ``children_environment``.
 
     Args:
         host: address of this machine that the cluster's other machines reach.
+
+    Returns:
+        How other machines join; ``None``: the cluster is somebody else's.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     address = os.environ.get("RAY_ADDRESS")
@@ -75,7 +83,7 @@ def start(folder: Path, host: str) -> None:
     with _termination_handler_kept():
         if address is not None:
             ray.init(address=address, **common)
-            return
+            return None
         ray.init(
             num_cpus=1,  # all our actors take none; Ray starts as many idle workers as there are CPUs
             include_dashboard=False,
@@ -84,6 +92,27 @@ def start(folder: Path, host: str) -> None:
             _temp_dir=str(folder),
             **common,
         )
+    trust = {name: os.environ[name] for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")}
+    return RayHead(ray.get_runtime_context().gcs_address, trust, str(folder), run_id)
+
+
+def live_nodes() -> dict[str, str]:
+    """Ids of the cluster's live nodes by their address."""
+    import ray
+
+    return {str(node["NodeManagerAddress"]): str(node["NodeID"]) for node in ray.nodes() if node["Alive"]}
+
+
+async def wait_for_nodes(addresses: Collection[str], timeout_s: float) -> None:
+    """Wait until the machines with these addresses have joined. Raises UserError when some have not in time."""
+    deadline = time.monotonic() + timeout_s
+    while missing := [address for address in addresses if address not in live_nodes()]:
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"{', '.join(missing)} did not join Ray within {timeout_s:g} s (cluster.join_timeout_s); the logs of "
+                f"these hosts' `mfleet node` say why."
+            )
+        await asyncio.sleep(JOIN_POLL_S)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import os
 import secrets
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,21 +17,43 @@ import numpy as np
 
 from megatron_fleet.agents.engine import Engine
 from megatron_fleet.cluster.inventory import Inventory, local_inventory
+from megatron_fleet.cluster.janitor import MARK, Janitor
+from megatron_fleet.cluster.nodes import Nodes, RayHead
+from megatron_fleet.cluster.placement import Placement, Wanted, place
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
 from megatron_fleet.rollout import ray_local
 from megatron_fleet.rollout.engine_client import connect
-from megatron_fleet.rollout.janitor import MARK, Janitor
 from megatron_fleet.rollout.requests import CollectRequest, CollectResult, RolloutStats
 from megatron_fleet.weight_sync.base import WeightReceiver
-from megatron_fleet.weight_sync.registry import choose
 
 if TYPE_CHECKING:
-    from megatron_fleet.cluster.placement import EnginePlace
     from megatron_fleet.rollout.actors import Place
     from megatron_fleet.rollout.collector import OnEpisodes, OnProgress
     from megatron_fleet.rollout.engine_slot import Resend
     from megatron_fleet.rollout.pool import Pool
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """Where a rollout takes place.
+
+    Attributes:
+        inventory: the hosts of the run, the controller's first.
+        token: the run's secret, which every socket asks for.
+        nodes: the hosts that are to join Ray; ``None``: there are none.
+    """
+
+    inventory: Inventory
+    placement: Placement
+    token: str
+    nodes: Nodes | None = None
+
+    @classmethod
+    def alone(cls, config: Config) -> Ground:
+        """This machine, where nothing else needs devices. Raises UserError when the engines do not fit."""
+        inventory = local_inventory(os.environ)
+        return cls(inventory, place(inventory, Wanted.of_evaluation(config)), secrets.token_hex(32))
 
 
 class RolloutService:
@@ -41,7 +64,7 @@ class RolloutService:
     stays.
 
     Attributes:
-        run_id: marks every process of this rollout (see ``janitor``).
+        run_id: marks every process of this rollout (see `cluster.janitor`).
         engines: all engines, for a transport of weights.
         resend: sends the present weights again to one engine that was restarted; the controller sets it. Without it a
             restarted engine ends the run unless its transport is lasting.
@@ -54,26 +77,20 @@ class RolloutService:
         config: Config,
         out: Path,
         episode_python: Path,
-        *,
-        placement: Sequence[EnginePlace] | None = None,
-        inventory: Inventory | None = None,
-        transport: str | None = None,
+        ground: Ground | None = None,
     ) -> None:
         """Prepare; nothing is started yet.
 
         Args:
             out: logs go to ``out/logs``.
             episode_python: interpreter of the episode environment.
-            placement: place of each engine; ``None``: on this machine, on devices that Ray chooses.
-            inventory: the hosts of the run, this one first; ``None``: only this one.
-            transport: of weights; ``None``: that of engines on the trainer's own devices.
+            ground: where it takes place; ``None``: on this machine, which it has for itself.
         """
         self.run_id = secrets.token_hex(4)
         self.resend: Resend | None = None
         self._config = config
         self._out, self._episode_python = out.resolve(), episode_python
-        self._placement, self._inventory, self._transport = placement, inventory, transport
-        self._token = secrets.token_hex(32)
+        self._ground = ground or Ground.alone(config)
         self._cleanup = contextlib.AsyncExitStack()
         self._pool: Pool
         self._starting: asyncio.Task[None] | None = None
@@ -133,7 +150,7 @@ class RolloutService:
         """The engines themselves, for requests outside any episode."""
         await self.wait_ready()
         endpoints = [engine.endpoint for engine in self._pool.engines]
-        return connect(endpoints, self._token, self._config.rollout.engine.request_timeout_s)
+        return connect(endpoints, self._ground.token, self._config.rollout.engine.request_timeout_s)
 
     async def stats(self) -> RolloutStats:
         """What engines did and which components were replaced, since the start."""
@@ -176,13 +193,12 @@ class RolloutService:
     async def _start(self) -> None:
         logs = self._out / "logs"
         logs.mkdir(parents=True, exist_ok=True)
-        inventory = self._inventory or local_inventory(os.environ)
         folder = ray_local.run_folder(self.run_id)
         janitor = Janitor(self.run_id, folder)
         self._cleanup.callback(janitor.close)
         # No await within: other code would see variables that are not this process's own.
         with ray_local.children_environment(self.run_id) as inherited:
-            ray_local.start(folder, inventory.hosts[0].address)
+            head = ray_local.start(self.run_id, folder, self._ground.inventory.hosts[0].address)
         self._cleanup.callback(_leave_ray)
         self._cleanup.callback(janitor.look)
         from megatron_fleet.rollout.engine_slot import Engines
@@ -190,29 +206,35 @@ class RolloutService:
 
         # What a killed server leaves goes with the run's folder.
         variables = inherited | {"TMPDIR": str(folder)}
-        self._pool = Pool(self._config, self._place(logs, inventory), variables, lambda: self.resend)
+        self._pool = Pool(self._config, self._place(logs), variables, lambda: self.resend)
         self.engines = Engines(self._pool.engines, self.wait_ready)
         self._cleanup.push_async_callback(self._pool.close)
         serving = asyncio.create_task(self._pool.environment.start())
-        self._starting = asyncio.create_task(self._pool.start(serving))
+        self._starting = asyncio.create_task(self._start_pool(serving, head))
         self._cleanup.push_async_callback(_end, self._starting, serving)
         await asyncio.shield(serving)
 
-    def _place(self, logs: Path, inventory: Inventory) -> Place:
+    async def _start_pool(self, serving: asyncio.Task[str], head: RayHead | None) -> None:
+        hosts, nodes = self._ground.inventory.hosts, self._ground.nodes
+        if nodes is not None:
+            if head is not None:
+                self._cleanup.push_async_callback(nodes.leave)
+                await nodes.join(head, hosts[0].name)
+            addresses = [host.address for host in hosts if host.rollout]
+            await ray_local.wait_for_nodes(addresses, self._config.cluster.join_timeout_s)
+        await self._pool.start(serving)
+
+    def _place(self, logs: Path) -> Place:
         from megatron_fleet.rollout.actors import Place
 
-        cuda = any(host.devices for host in inventory.hosts)
-        device = "cuda" if cuda else "cpu"
         return Place(
             logs=logs,
             episode_python=self._episode_python,
-            token=self._token,
+            token=self._ground.token,
             env_vars={MARK: self.run_id},
-            cuda=cuda,
-            transport=self._transport or choose(device=device, same_host=True, same_devices=True),
-            host=inventory.hosts[0].address,
-            engines=self._placement,
-            inventory=inventory,
+            engines=self._ground.placement.engines,
+            transport=self._ground.placement.transport,
+            inventory=self._ground.inventory,
         )
 
 

@@ -20,7 +20,7 @@ from megatron_fleet.agents.settings import EpisodeSettings, stable_seed
 from megatron_fleet.agents.trajectory import Outcome, Trajectory
 from megatron_fleet.config.schema import Agent, Env, Rollout
 from megatron_fleet.envs.provision import ProvisionedEnvironment, Provisioner, Quarantined
-from megatron_fleet.envs.registry import make_environment
+from megatron_fleet.envs.registry import environment_token, make_environment
 from megatron_fleet.rollout.engine_client import connect
 from megatron_fleet.rollout.loop_lag import LoopLag
 from megatron_fleet.rollout.requests import EpisodeSpec
@@ -31,8 +31,9 @@ log = logging.getLogger(__name__)
 class EpisodeRunner(ABC):
     """Runs batches of episodes on one event loop. Who plays them is a subclass's business."""
 
-    def __init__(self, rollout: Rollout, env: Env, env_url: str) -> None:
-        self._env_config, self._env_url = env, env_url
+    def __init__(self, rollout: Rollout, env: Env, env_url: str, env_token: str = "") -> None:
+        """Args: ``env_token``: that the run's own environment server asks for."""
+        self._env_config, self._env_url, self._env_token = env, env_url, env_token
         places = math.ceil(rollout.episodes_in_flight / rollout.workers)
         self._provisioner = Provisioner(env.provisioning)
         self._started = asyncio.Semaphore(places + env.provisioning.lookahead)
@@ -95,7 +96,7 @@ class EpisodeRunner(ABC):
 
     async def _play_admitted(self, spec: EpisodeSpec, provisioner: Provisioner) -> Trajectory:
         """Start the environment, then wait for a place to play."""
-        inner = make_environment(self._env_config, self._env_url, _name(spec))
+        inner = make_environment(self._env_config, self._env_url, _name(spec), self._env_token)
         environment = provisioner.environment(spec.task.env_key, inner)
         try:
             await environment.start(spec.task)
@@ -123,18 +124,23 @@ class EpisodeWorker(EpisodeRunner):
         env_url: str,
         endpoints: Sequence[str],
         token: str,
+        host: str = "",
     ) -> None:
         """``rollout``, ``env`` and ``agent`` are the dumped configuration sections of those names.
+
+        Args:
+            token: the run's secret.
+            host: address of this host; engines here are preferred.
 
         Raises:
             UserError: the tokenizer folder or the file of prompts cannot be used.
         """
         rollout_config: Rollout = Rollout.model_validate(rollout)
         env_config = Env.model_validate(env)
-        super().__init__(rollout_config, env_config, env_url)
+        super().__init__(rollout_config, env_config, env_url, environment_token(token))
         self._settings = EpisodeSettings.from_config(rollout_config, env_config, Agent.model_validate(agent))
         self._renderer = make_renderer(tokenizer_folder, rollout_config.thinking, rollout_config.renderer)
-        self._engine = connect(endpoints, token, rollout_config.engine.request_timeout_s)
+        self._engine = connect(endpoints, token, rollout_config.engine.request_timeout_s, host)
 
     async def _episode(self, spec: EpisodeSpec, environment: ProvisionedEnvironment) -> Trajectory:
         settings = dataclasses.replace(

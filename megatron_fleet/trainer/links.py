@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -44,21 +44,43 @@ class RankLink:
         except ValueError:
             return None
 
+    @property
+    def gone(self) -> bool:
+        """The rank has ended, or the connection to it."""
+        return self._writer.is_closing() or self._reader.at_eof()
+
     def close(self) -> None:
         """End the connection; the rank then ends by itself. Idempotent."""
         self._writer.close()
 
 
+Admit = Callable[[Any, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+"""Takes over a connection: what the peer says of itself, and its streams. Raises ValueError for nonsense."""
+
+
 class RankListener:
     """Where ranks dial. Bound once; ranks of a later attempt dial the same address."""
 
-    def __init__(self, token: str, config: str, world_size: int) -> None:
-        """Args: ``config``: resolved, as JSON; every rank gets it."""
-        self._token, self._config, self._world_size = token, config, world_size
+    def __init__(self, token: str, config: str | None, world_size: int) -> None:
+        """Args: ``config``: resolved, as JSON; every rank gets it. ``None``: ranks wait for `configure`."""
+        self._token, self._world_size = token, world_size
+        self._config: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        if config is not None:
+            self.configure(config)
+        self._others: dict[str, Admit] = {}
+        self._dialled: dict[int, RankLink] = {}
         self._links: dict[int, RankLink] = {}
         self._changed = asyncio.Condition()
         self._server: asyncio.Server | None = None
         self.address = ""
+
+    def configure(self, config: str) -> None:
+        """Give ranks the resolved configuration, as JSON."""
+        self._config.set_result(config)
+
+    def admit(self, kind: str, serve: Admit) -> None:
+        """Serve peers that are no ranks: those whose first frame is ``[kind, token, who]``."""
+        self._others[kind] = serve
 
     async def listen(self, host: str, port: int) -> None:
         """Bind; port 0 takes a free one. Raises UserError when it cannot."""
@@ -67,6 +89,15 @@ class RankListener:
         except OSError as error:
             raise UserError(f"The controller cannot listen at {host}:{port} ({error.strerror}); free it.") from None
         self.address = f"{host}:{self._server.sockets[0].getsockname()[1]}"
+
+    async def who(self, timeout_s: float) -> list[Identity]:
+        """Who the ranks are, by rank, once all of them have dialled; they still wait for `configure`.
+
+        Raises:
+            ConnectionError: time is up; with what is missing.
+        """
+        links = await self._all(self._dialled, timeout_s, lambda: None)
+        return [link.who for link in links]
 
     async def gather(self, timeout_s: float, failed: Callable[[], str | None]) -> list[RankLink]:
         """Wait until every rank is there; they are the caller's from then on.
@@ -77,33 +108,38 @@ class RankListener:
         Raises:
             ConnectionError: ``failed`` said so, or time is up; with what is missing.
         """
-        deadline = asyncio.get_running_loop().time() + timeout_s
         try:
-            while len(self._links) < self._world_size:
-                if (reason := failed()) is not None:
-                    raise ConnectionError(reason)
-                if asyncio.get_running_loop().time() > deadline:
-                    missing = sorted(set(range(self._world_size)) - set(self._links))
-                    raise ConnectionError(
-                        f"{len(missing)} of {self._world_size} ranks did not dial {self.address} within "
-                        f"{timeout_s:g} s (cluster.join_timeout_s), the first is rank {missing[0]}"
-                    )
-                async with self._changed:
-                    with suppress(TimeoutError):
-                        await asyncio.wait_for(self._changed.wait(), 0.2)
+            return await self._all(self._links, timeout_s, failed)
         except ConnectionError:
             for link in self._links.values():
                 link.close()
-            self._links = {}
             raise
-        links, self._links = [self._links[rank] for rank in range(self._world_size)], {}
-        return links
+        finally:
+            self._links = {}
+
+    async def _all(
+        self, links: dict[int, RankLink], timeout_s: float, failed: Callable[[], str | None]
+    ) -> list[RankLink]:
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while len(links) < self._world_size:
+            if (reason := failed()) is not None:
+                raise ConnectionError(reason)
+            if asyncio.get_running_loop().time() > deadline:
+                missing = sorted(set(range(self._world_size)) - set(links))
+                raise ConnectionError(
+                    f"{len(missing)} of {self._world_size} ranks did not dial {self.address} within "
+                    f"{timeout_s:g} s (cluster.join_timeout_s), the first is rank {missing[0]}"
+                )
+            async with self._changed:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), 0.2)
+        return [links[rank] for rank in range(self._world_size)]
 
     def close(self) -> None:
         """Stop listening. Idempotent."""
         if self._server is not None:
             self._server.close()
-        for link in self._links.values():
+        for link in (*self._dialled.values(), *self._links.values()):
             link.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -111,26 +147,39 @@ class RankListener:
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 hello = await frames.read(reader)
-            who = self._identified(hello)
+            if hello is not None and self._is_trusted(hello):
+                await self._admit(hello[0], hello[2], reader, writer)
+                return
         except (TimeoutError, ValueError):
-            who = None
-        if who is None:  # a peer that does not know the token learns nothing
-            writer.close()
+            pass
+        writer.close()  # a peer that does not know the token learns nothing
+
+    def _is_trusted(self, hello: list[Any]) -> bool:
+        if len(hello) != 3 or not isinstance(hello[1], str):
+            return False
+        return hmac.compare_digest(hello[1].encode(), self._token.encode())
+
+    async def _admit(self, kind: str, who: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if kind != "hello":
+            if kind not in self._others:
+                raise ValueError(f"unknown peer {kind}")
+            await self._others[kind](who, reader, writer)
             return
-        link = RankLink(who, reader, writer)
-        if reason := self._refusal(who):
+        link = RankLink(Identity.from_plain(who), reader, writer)
+        if reason := self._refusal(link.who):
             await link.send("refused", reason)
             link.close()
             return
-        await link.send("config", self._config)
-        async with self._changed:
-            self._links[who.rank] = link
-            self._changed.notify_all()
+        await self._keep(self._dialled, link)
+        await link.send("config", await asyncio.shield(self._config))
+        if self._dialled.get(link.who.rank) is link:
+            del self._dialled[link.who.rank]
+        await self._keep(self._links, link)
 
-    def _identified(self, hello: list[Any] | None) -> Identity | None:
-        if not hello or len(hello) != 3 or hello[0] != "hello" or not isinstance(hello[1], str):
-            return None
-        return Identity.from_plain(hello[2]) if hmac.compare_digest(hello[1].encode(), self._token.encode()) else None
+    async def _keep(self, links: dict[int, RankLink], link: RankLink) -> None:
+        async with self._changed:
+            links[link.who.rank] = link
+            self._changed.notify_all()
 
     def _refusal(self, who: Identity) -> str | None:
         if who.world_size != self._world_size:
@@ -140,7 +189,8 @@ class RankListener:
             )
         if not 0 <= who.rank < self._world_size:
             return f"rank {who.rank} ({who.source}) is none of {self._world_size}; correct what starts the ranks."
-        if (there := self._links.get(who.rank)) is not None and not there._writer.is_closing():
+        there = self._links.get(who.rank) or self._dialled.get(who.rank)
+        if there is not None and not there.gone:
             return f"rank {who.rank} ({who.source}) is there already, on host {there.who.host}; start each rank once."
         return None
 

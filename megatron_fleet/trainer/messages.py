@@ -26,6 +26,7 @@ import numpy as np
 
 from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.cluster.frames import array_from_plain, array_to_plain
+from megatron_fleet.cluster.inventory import LOOPBACK, Device, StartedRank
 
 USER, SYSTEM, OTHER = FAILURES = ("user", "system", "other")
 """A mistake of the user's; the operating system (a full disk, say), on all ranks alike; anything else."""
@@ -38,6 +39,8 @@ class Identity:
     Attributes:
         host, pid: where its process is.
         source: what it read its rank from, see `cluster.rank_identity`.
+        address: by which other hosts reach its host.
+        device: the one that it takes, the fields of `cluster.inventory.Device`; ``None`` on a CPU.
     """
 
     rank: int
@@ -46,6 +49,8 @@ class Identity:
     host: str
     pid: int
     source: str
+    address: str = LOOPBACK
+    device: dict[str, Any] | None = None
 
     def to_plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -57,11 +62,19 @@ class Identity:
             found = cls(**value)
         except TypeError as error:
             raise ValueError(str(error)) from None
-        if not all(
-            isinstance(getattr(found, f.name), str if f.name in ("host", "source") else int) for f in fields(cls)
-        ):
+        texts = found.host, found.source, found.address
+        numbers = found.rank, found.world_size, found.local_rank, found.pid
+        if not all(isinstance(t, str) for t in texts) or not all(isinstance(n, int) for n in numbers):
             raise ValueError("fields of wrong types")
         return found
+
+    def started(self) -> StartedRank:
+        """The same for `cluster.inventory`. Raises ValueError when its device is none."""
+        try:
+            device = None if self.device is None else Device(**self.device)
+        except TypeError as error:
+            raise ValueError(str(error)) from None
+        return StartedRank(self.rank, self.local_rank, self.host, self.address, device)
 
 
 @dataclass(frozen=True, slots=True)

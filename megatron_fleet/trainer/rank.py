@@ -6,6 +6,7 @@ when it is asked to, and at once when the controller is gone.
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import signal
@@ -16,10 +17,14 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_fleet.cluster import frames
 from megatron_fleet.cluster.frames import FrameSocket
+from megatron_fleet.cluster.inventory import cuda_is_installed, nvidia_devices
+from megatron_fleet.cluster.logs import write_output_to
 from megatron_fleet.cluster.rank_identity import controller_address, rank_identity
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.trainer.messages import OTHER, SYSTEM, USER, Identity, datum_from_plain
@@ -44,9 +49,12 @@ def main(environ: Mapping[str, str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the controller decides
     me = rank_identity(environ)
     address, token = controller_address(environ)
+    device = None if me.source == "mfleet" else _device(me.local_rank, environ)  # who started it knows
     connection = _dial(address)
     link = FrameSocket(connection)
-    who = Identity(me.rank, me.world_size, me.local_rank, socket.gethostname(), os.getpid(), me.source)
+    here = connection.getsockname()[0]
+    place = me.rank, me.world_size, me.local_rank, socket.gethostname(), os.getpid()
+    who = Identity(*place, me.source, here, device)
     link.write("hello", token, who.to_plain())
     answer = link.read()
     if answer is None or answer[0] != "config":
@@ -54,7 +62,22 @@ def main(environ: Mapping[str, str]) -> int:
             f"MFLEET_CONTROLLER={address}: the controller refused rank {me.rank} of {me.world_size}; see its output "
             f"(another MFLEET_TOKEN, another number of ranks, or a rank that is there already)."
         )
-    return RankServer(link, who, answer[1], connection.getsockname()[0]).serve()
+    if me.source != "mfleet":  # else whoever started it has seen to that
+        write_output_to(Path(json.loads(answer[1])["run"]["out"], "logs", f"rank_{me.rank}.log"))
+    return RankServer(link, who, answer[1], here).serve()
+
+
+def _device(local_rank: int, environ: Mapping[str, str]) -> dict[str, Any] | None:
+    """The device of a rank, in the form of `Identity`."""
+    devices = nvidia_devices(environ) if cuda_is_installed() else ()
+    if not devices:
+        return None
+    if local_rank >= len(devices):
+        raise UserError(
+            f"Host {socket.gethostname()} has {len(devices)} GPUs for its ranks, and this is its local rank "
+            f"{local_rank}; start fewer ranks there, or give them more GPUs."
+        )
+    return asdict(devices[local_rank])
 
 
 def _dial(address: str) -> socket.socket:

@@ -1,4 +1,4 @@
-"""Open a trainer made of ranks, as a configuration says: ranks of this machine, or ranks that somebody else starts."""
+"""Open a trainer made of ranks, as a configuration says."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Literal
 
-from megatron_fleet.cluster.launcher import ExternalRanks, LocalRanks, RankStarter
-from megatron_fleet.cluster.rank_identity import controller_address
+from megatron_fleet.cluster.inventory import LOOPBACK
+from megatron_fleet.cluster.launcher import LocalRanks, RankStarter
+from megatron_fleet.cluster.nodes import RanksOfHost
 from megatron_fleet.config.schema import Config
 from megatron_fleet.trainer.group import TrainerGroup
 from megatron_fleet.trainer.links import RankListener
@@ -18,16 +19,23 @@ from megatron_fleet.trainer.packing.flops import SequenceCost
 from megatron_fleet.weights.hf_config import read_model
 from megatron_fleet.weights.hf_folder import read_config
 
+Init = Literal["hf", "random", "none"]
+"""Where the weights come from; see `MegatronPolicy`."""
+
 
 @asynccontextmanager
-async def open_trainer(config: Config, init: Literal["hf", "random", "none"] = "hf") -> AsyncIterator[TrainerGroup]:
-    """A trainer whose ranks are started, connected and built; its logs are below ``run.out``.
+async def open_trainer(config: Config, init: Init = "hf") -> AsyncIterator[TrainerGroup]:
+    """A trainer whose ranks are started on this machine, connected and built; its logs are below ``run.out``.
 
     Raises:
         UserError: model, layout and machine do not fit each other.
         TrainerLost: a rank died.
     """
-    async with start_trainer(config, run_token(), init) as group:
+    token, world = run_token(), config.parallel.world_size
+    listener = RankListener(token, None, world)
+    await listener.listen(LOOPBACK, 0)
+    starter = LocalRanks(RanksOfHost(tuple(range(world)), world, config.policy.threads), Path(config.run.out, "logs"))
+    async with start_trainer(config, listener, starter, token, init) as group:
         await group.gather()
         await group.build()
         yield group
@@ -35,20 +43,11 @@ async def open_trainer(config: Config, init: Literal["hf", "random", "none"] = "
 
 @asynccontextmanager
 async def start_trainer(
-    config: Config, token: str, init: Literal["hf", "random", "none"] = "hf"
+    config: Config, listener: RankListener, starter: RankStarter, token: str, init: Init = "hf"
 ) -> AsyncIterator[TrainerGroup]:
-    """A trainer that listens for its ranks, which `TrainerGroup.gather` starts; leaving ends all of them."""
-    external = config.cluster.ranks == "external"
-    host, port = "127.0.0.1", "0"
-    starter: RankStarter
-    if external:
-        address, _ = controller_address(os.environ)
-        host, port = address.rsplit(":", 1)
-        starter = ExternalRanks()
-    else:
-        starter = LocalRanks(config.parallel.world_size, config.policy.threads, Path(config.run.out) / "logs")
-    listener = RankListener(token, config.model_dump_json(), config.parallel.world_size)
-    await listener.listen(host, int(port))
+    """A trainer for the ranks that dial ``listener``, which `TrainerGroup.gather` starts; leaving ends all of them."""
+    run = config.run.model_copy(update={"out": str(Path(config.run.out).absolute())})
+    listener.configure(config.model_copy(update={"run": run}).model_dump_json())
     cost = SequenceCost.of(read_model(read_config(config.model.path)))
     group = TrainerGroup(config, listener, starter, token, cost, init)
     try:

@@ -1,4 +1,4 @@
-"""The transports by name, and which one suits a placement. Nothing here imports torch or vLLM."""
+"""The transports by name. Nothing here imports torch or vLLM."""
 
 from __future__ import annotations
 
@@ -91,19 +91,6 @@ def make_sender(
 def engine_backend(name: str) -> str:
     """The name under which vLLM knows the engines' half: ``weight_transfer_config={"backend": ...}``."""
     return f"fleet_{name}"
-
-
-def choose(*, device: str, same_host: bool, same_devices: bool) -> str:
-    """The transport for a placement.
-
-    Args:
-        device: of trainer and engines, ``cpu`` or ``cuda``.
-        same_host: all engines are on the host of the controller and of the trainer's first replica.
-        same_devices: the engines share their devices with the trainer's ranks (colocated).
-    """
-    if device == "cuda":
-        return "cuda_ipc" if same_devices else "nccl"
-    return "shm" if same_host else "gloo"
 
 
 def _halves(name: str) -> Halves:

@@ -192,3 +192,14 @@ def test_the_first_token_is_never_trained():
     batch = build_data([group(1, 0, masks=("##", "##"))], Algorithm())
     assert [d.mask[0] for d in batch.data] == [0, 0]
     assert [d.behaviour_logprobs[0] for d in batch.data] == [0, 0]
+
+
+def test_every_trained_token_knows_how_many_versions_ago_it_was_sampled():
+    played = group(1, 0, masks=("..####", "..#"))
+    spans = (Span("action", 2, 4, 0, 3), Span("action", 4, 5, 0, 5), Span("action", 5, 6, 1, 6))
+    played.trajectories[0].spans = (Span("prompt", 0, 2, 0), *spans)
+    played.trajectories[1].spans = (Span("prompt", 0, 2, 0), Span("action", 2, 3, 0, 6))
+    old, new = build_data([played], Algorithm(), version=6).data
+    assert old.staleness.tolist() == [0, 0, 3, 3, 1, 0]
+    assert new.staleness.tolist() == [0, 0, 0]
+    assert all(datum.staleness is None for datum in build_data([played], Algorithm()).data)

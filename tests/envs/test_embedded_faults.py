@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("openenv")
@@ -94,6 +95,16 @@ def test_faults_depend_on_seed_episode_and_call_alone():
     backwards = [again.of(*place, "b", last=False) for place in reversed(where)]
     assert first == backwards[::-1]
     assert first != [other.of(*place, "a", last=False) for place in where]
+
+
+def test_latency_is_log_normal_and_the_same_in_equal_runs():
+    rates = FaultRates(latency_median_s=0.2, latency_sigma=1.0)
+    waits = [RandomFaults(rates, 1).of(f"e{n}", 0, "tool", last=False).slow_s for n in range(4000)]
+    logs = np.log(waits)
+    assert np.exp(np.median(logs)) == pytest.approx(0.2, rel=0.1)
+    assert logs.std() == pytest.approx(1.0, rel=0.1)
+    assert waits[7] == RandomFaults(rates, 1).of("e7", 0, "tool", last=False).slow_s
+    assert waits[7] != RandomFaults(rates, 2).of("e7", 0, "tool", last=False).slow_s
 
 
 def test_no_rates_no_faults():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_rollout import FakeRollout, FakeTransport
+from fake_rollout import FakeEngines, FakeRollout, FakeTransport
 from fake_trainer import FakeTrainer
 
 from megatron_fleet.config.errors import UserError
@@ -241,6 +241,44 @@ async def test_colocated_engines_sleep_before_the_trainer_starts_again(tmp_path)
     # The engines slept when the trainer died: it was their turn to wait.
     assert calls[again - 2 : again] == ["forward_backward", "optim_step"]
     assert calls[again + 1 : again + 8] == ["load_state", "wait_ready", *(call.format(1) for call in to_engines)]
+
+
+async def test_a_restarted_engine_is_sent_the_weights_again(tmp_path):
+    run = Run(tmp_path, "rollout.engine.colocated=true", "run.steps=2")
+    restarted, collect = FakeEngines(VOCABULARY, []), run.rollout.collect
+
+    async def losing_an_engine(request, **callbacks):
+        if request.step == 1:
+            run.calls.append("engine lost")
+            await run.rollout.resend(restarted, 1)
+            run.calls.append("engine back")
+        return await collect(request, **callbacks)
+
+    run.rollout.collect = losing_an_engine
+    await run.go()
+    calls = run.take()
+    begin = calls.index("engine lost")
+    assert calls[begin + 1 : begin + 5] == [
+        "onload parameters", "send_weights 1", "offload parameters", "engine back",
+    ]  # fmt: skip
+    assert restarted.version == 1 and restarted.weights.any()
+
+
+async def test_weights_that_are_changing_are_not_sent_under_the_old_version(tmp_path):
+    run = Run(tmp_path, "run.steps=2", "checkpoint.interval=100")
+    restarted, sending = FakeEngines(VOCABULARY, []), []
+    forward_backward = run.trainer.forward_backward
+
+    async def losing_an_engine(data, loss):
+        sending.append(asyncio.create_task(run.rollout.resend(restarted, len(sending))))
+        await asyncio.sleep(0.01)
+        return await forward_backward(data, loss)
+
+    run.trainer.forward_backward = losing_an_engine
+    run.rollout.engines.begin_update = lambda: asyncio.sleep(0, [task.cancel() for task in sending])  # as real ones do
+    await run.go()
+    assert len(sending) == 2 and all(task.cancelled() for task in sending)
+    assert restarted.version == 0 and not restarted.weights.any()
 
 
 async def test_episodes_play_ahead_and_are_never_too_old(tmp_path):

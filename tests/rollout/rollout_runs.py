@@ -80,12 +80,12 @@ def request(tasks: int = 4, samples: int = 4, seed: int | None = 0, **changes: A
 
 
 @contextmanager
-def running(config: Config, out: Path, python: Path, models: Mapping[str, Path], **where: Any) -> Iterator[Rollout]:
-    """A started rollout; ``where``: see `RolloutService`."""
+def running(config: Config, out: Path, python: Path, models: Mapping[str, Path]) -> Iterator[Rollout]:
+    """A started rollout on this machine."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="rollout")
     thread.start()
-    service = RolloutService(config, out, python, **where)
+    service = RolloutService(config, out, python)
     rollout = Rollout(service, models, loop)
     try:
         rollout.run(service.__aenter__())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import tempfile
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -90,9 +92,16 @@ async def test_a_server_that_dies_again_and_again_is_given_up(fake):
     await environments.close()
 
 
-def test_a_restart_keeps_the_address_and_ends_with_a_stop(tmp_path, episode_python):
+@pytest.fixture
+def environment():
+    """Variables of a server that keep its files where they are removed."""
+    with tempfile.TemporaryDirectory() as folder:  # its path is short enough for a socket in it
+        yield os.environ | {"TMPDIR": folder}
+
+
+def test_a_restart_keeps_the_address_and_ends_with_a_stop(tmp_path, episode_python, environment):
     fleet = EmbeddedFleet()
-    url = fleet.start(Env(), tmp_path / "env.log", episode_python)
+    url = fleet.start(Env(), tmp_path / "env.log", episode_python, environment=environment)
     try:
         first = fleet.pid
         assert fleet.ended() is None and no_answer(url, 5) is None
@@ -105,9 +114,9 @@ def test_a_restart_keeps_the_address_and_ends_with_a_stop(tmp_path, episode_pyth
         fleet.restart()
 
 
-def test_a_stop_ends_a_restart_that_waits(tmp_path, episode_python):
+def test_a_stop_ends_a_restart_that_waits(tmp_path, episode_python, environment):
     fleet = EmbeddedFleet()
-    fleet.start(Env(), tmp_path / "env.log", episode_python)
+    fleet.start(Env(), tmp_path / "env.log", episode_python, environment=environment)
     failures = []
 
     def restart():

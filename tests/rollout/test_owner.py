@@ -23,7 +23,7 @@ OWNER = """
 import asyncio, json, signal, sys
 from pathlib import Path
 from megatron_fleet.config.schema import Config
-from megatron_fleet.rollout.janitor import marked, shared_files
+from megatron_fleet.cluster.janitor import marked, shared_files
 from megatron_fleet.rollout.service import RolloutService
 
 async def own():

@@ -22,7 +22,7 @@ from rollout_runs import request, running
 from tiny_model import greedy_continuation, write_tiny_model
 
 from megatron_fleet.agents.engine import EngineLost, SamplingParams
-from megatron_fleet.rollout.janitor import marked
+from megatron_fleet.cluster.janitor import marked
 
 pytestmark = pytest.mark.slow
 

@@ -14,9 +14,7 @@ from rollout_config import rollout_config
 from rollout_runs import running
 from tiny_model import greedy_continuation, write_tiny_model
 
-from megatron_fleet.agents.engine import SamplingParams
-from megatron_fleet.cluster.inventory import local_inventory
-from megatron_fleet.cluster.placement import Wanted, place
+from megatron_fleet.agents.engine import EngineLost, SamplingParams
 
 pytestmark = pytest.mark.slow
 
@@ -30,10 +28,7 @@ def rollout(tmp_path_factory, episode_python):
     folder = tmp_path_factory.mktemp("rollout")
     models = {name: write_tiny_model(folder / name, seed) for name, seed in (("a", 1), ("b", 2))}
     engine = {"kv_cache_bytes": 256 << 20, "colocated": True, "start_timeout_s": 900}
-    config, inventory = rollout_config(models["a"], engine=engine), local_inventory(os.environ)
-    placement = place(inventory, Wanted.of(config))
-    where = {"placement": placement.engines, "inventory": inventory, "transport": placement.transport}
-    with running(config, folder, episode_python, models, **where) as started:
+    with running(rollout_config(models["a"], engine=engine), folder, episode_python, models) as started:
         yield started
 
 
@@ -72,4 +67,39 @@ def test_an_engine_killed_in_its_sleep_comes_back_with_the_new_weights(rollout, 
     rollout.run(rollout.service.wake("weights"))
     rollout.sync("b")
     rollout.run(rollout.service.wake("kv_cache"))
+    check_serves(rollout, "b", rollout.generate(PROMPTS, PARAMS))
+
+
+class NotLasting:
+    """Engines of a transport that cannot let a restarted one catch up by itself."""
+
+    def __init__(self, engines):
+        self.open_transport, self.begin_update, self.load = engines.open_transport, engines.begin_update, engines.load
+        self.engines = engines
+
+    async def finish_update(self, version, message):
+        await self.engines.finish_update(version, None)
+
+
+def test_a_restarted_engine_is_sent_its_weights_again(rollout):
+    resent = []
+
+    async def resend(engine, version):
+        resent.append(version)
+        await rollout.transport.sync(rollout.sender, engine, version)
+
+    rollout.service.resend = resend
+    rollout.source.folder = rollout.models["b"]
+    rollout.version += 1
+    rollout.run(rollout.transport.sync(rollout.sender, NotLasting(rollout.service.engines), rollout.version))
+    check_serves(rollout, "b", rollout.generate(PROMPTS, PARAMS))
+    assert resent == []
+    before = rollout.restarts()
+    os.kill(rollout.processes()[-1], signal.SIGKILL)
+    asking = rollout.begin(rollout.answers(PROMPTS, PARAMS))
+    while rollout.restarts() == before:
+        time.sleep(0.1)
+    assert resent == [rollout.version]
+    versions = {r.versions for r in asking.result(120) if not isinstance(r, EngineLost)}
+    assert versions <= {((rollout.version, 0, TOKENS),)}
     check_serves(rollout, "b", rollout.generate(PROMPTS, PARAMS))

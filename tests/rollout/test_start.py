@@ -9,8 +9,8 @@ pytest.importorskip("vllm")
 from rollout_config import rollout_config
 from tiny_model import write_tiny_model
 
+from megatron_fleet.cluster.janitor import marked
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.rollout.janitor import marked
 from megatron_fleet.rollout.requests import RolloutFailed
 from megatron_fleet.rollout.service import RolloutService
 

@@ -131,36 +131,3 @@ def test_a_trainer_that_gives_an_update_up_leaves_nobody_serving_until_the_next_
     for result in [answer for some in asking for answer in some.result(120)]:
         assert isinstance(result, EngineLost) or result.versions == ((rollout.version, 0, TOKENS),)
     check_serves(rollout, "a")
-
-
-class NotLasting:
-    """Engines of a transport that cannot let a restarted one catch up by itself."""
-
-    def __init__(self, engines):
-        self.open_transport, self.begin_update, self.load = engines.open_transport, engines.begin_update, engines.load
-        self.engines = engines
-
-    async def finish_update(self, version, message):
-        await self.engines.finish_update(version, None)
-
-
-def test_a_restarted_engine_is_sent_its_weights_again(rollout):
-    resent = []
-
-    async def resend(engine, version):
-        resent.append(version)
-        await rollout.transport.sync(rollout.sender, engine, version)
-
-    rollout.service.resend = resend
-    rollout.source.folder = rollout.models["b"]
-    rollout.version += 1
-    rollout.run(rollout.transport.sync(rollout.sender, NotLasting(rollout.service.engines), rollout.version))
-    check_serves(rollout, "b")
-    assert resent == []
-    os.kill(rollout.processes()[-1], signal.SIGKILL)
-    asking = begin_requests(rollout)
-    assert {r.versions for r in asking.result(120) if not isinstance(r, EngineLost)} <= {
-        ((rollout.version, 0, TOKENS),)
-    }
-    check_serves(rollout, "b")
-    assert resent == [rollout.version]

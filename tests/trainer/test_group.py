@@ -45,7 +45,7 @@ async def emulated(config, world, tensor=1, rank_type=EmulatedRank):
     listener = RankListener(TOKEN, "{}", world)
     await listener.listen("127.0.0.1", 0)
     ranks = [rank_type(rank, world, tensor) for rank in range(world)]
-    group = TrainerGroup(config, listener, ExternalRanks(), TOKEN, SequenceCost(1.0, 1e-3, 1.0))
+    group = TrainerGroup(config, listener, ExternalRanks(Path("logs")), TOKEN, SequenceCost(1.0, 1e-3, 1.0))
     serving = []
     try:
         gathering = asyncio.create_task(group.gather())

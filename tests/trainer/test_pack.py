@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -27,7 +29,9 @@ def datum(tokens, mask, reference=None):
 
 
 def test_row_predicts_each_trained_token_from_the_one_before():
-    row = pack_row([datum([5, 6, 7], [0, 0.5, 0.5]), datum([8, 9, 10, 11], [0, 0, 0, 0.25])], 12, sequence_align=4)
+    data = [datum([5, 6, 7], [0, 0.5, 0.5]), datum([8, 9, 10, 11], [0, 0, 0, 0.25])]
+    data = [replace(d, staleness=np.arange(len(d), dtype=np.int32)) for d in data]
+    row = pack_row(data, 12, sequence_align=4)
     assert row.tokens.tolist() == [5, 6, 7, 0, 8, 9, 10, 11, 0, 0, 0, 0]
     assert row.positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3]
     assert row.real.tolist() == [True] * 3 + [False] + [True] * 4 + [False] * 4
@@ -36,6 +40,7 @@ def test_row_predicts_each_trained_token_from_the_one_before():
     assert row.targets.tolist() == [6, 7, 11]
     assert row.sequence.tolist() == [0, 0, 1]
     assert row.mask.tolist() == [0.5, 0.5, 0.25]
+    assert row.staleness.tolist() == [1, 2, 3]
     assert row.weights.tolist() == [0.5, 1.0, 0.75]
     assert row.behaviour.tolist() == [-0.5, -1.0, -0.75]
     assert row.proximal is None and row.reference is None

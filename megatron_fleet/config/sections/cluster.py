@@ -12,10 +12,13 @@ from megatron_fleet.config.sections.base import Section
 class Cluster(Section):
     ranks: Literal["local", "external"] = Field(
         "local",
-        description="local: `mfleet train` starts the ranks on this machine; external: torchrun, srun or `mfleet node` "
-        "does, and MFLEET_CONTROLLER and MFLEET_TOKEN tell them where this process listens.",
+        description="local: `mfleet train` starts the ranks, on this machine or through cluster.nodes; external: "
+        "torchrun or srun does, and MFLEET_CONTROLLER and MFLEET_TOKEN tell them where this process listens.",
     )
-    join_timeout_s: float = Field(600, gt=0, description="Deadline for all ranks to connect.")
+    nodes: int = Field(
+        0, ge=0, description="Hosts that run `mfleet node`, this one included if it does; 0: all is on this machine."
+    )
+    join_timeout_s: float = Field(600, gt=0, description="Deadline for all hosts, and for all ranks, to connect.")
     collective_timeout_s: float = Field(
         1800, gt=0, description="A collective of the ranks that takes longer ends them; no rank waits in one for verbs."
     )

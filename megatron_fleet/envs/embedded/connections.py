@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextvars import ContextVar
 from typing import Any
@@ -16,6 +17,7 @@ Application = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None
 
 GRACE_S = 0.5
 """After the client left, for a session that listens to notice by itself."""
+POLICY_VIOLATION = 1008
 WENT_AWAY = 1011
 """WebSocket close code: the server met an unexpected condition (RFC 6455 §7.4.1)."""
 
@@ -51,6 +53,24 @@ _CONNECTION: ContextVar[Connection] = ContextVar("connection")
 def connection() -> Connection:
     """The connection that the running session serves. Raises LookupError elsewhere."""
     return _CONNECTION.get()
+
+
+class Guard:
+    """ASGI middleware. Who does not show the token as ``Authorization: Bearer`` is answered 401, a WebSocket 403."""
+
+    def __init__(self, app: Application, token: str) -> None:
+        self._app, self._wanted = app, f"Bearer {token}".encode()
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        shown = dict(scope.get("headers", ())).get(b"authorization", b"")
+        if hmac.compare_digest(shown, self._wanted):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await receive()
+            await send({"type": "websocket.close", "code": POLICY_VIOLATION})  # before it is accepted: 403
+        else:
+            await send({"type": "http.response.start", "status": 401, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
 
 
 class Connections:

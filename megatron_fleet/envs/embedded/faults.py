@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -74,6 +76,7 @@ class RandomFaults:
         """See ``FaultSource.of``."""
         rates = self._rates
         slow = rates.slow_s if self._draw(episode, "slow", call) < rates.slow_rate else 0.0
+        slow += self._latency(episode, call)
         hangs = self._strikes(episode, "hang", rates.hang_rate, call, last)
         dies = self._strikes(episode, "dead", rates.dead_session_rate, call, last)
         if last:
@@ -90,6 +93,14 @@ class RandomFaults:
             return False
         first = int(self._draw(episode, f"{kind} call") * FATAL_CALLS)
         return call == first or (last and call < first)
+
+    def _latency(self, episode: str, call: int) -> float:
+        """Seconds, log-normal."""
+        rates = self._rates
+        if not rates.latency_median_s:
+            return 0.0
+        normal = statistics.NormalDist().inv_cdf(max(self._draw(episode, "latency", call), 2**-53))
+        return rates.latency_median_s * math.exp(rates.latency_sigma * normal)
 
     def _draw(self, *what: str | int) -> float:
         """Uniform in [0, 1)."""

@@ -20,6 +20,9 @@ from megatron_fleet.config.sections.faults import FaultRates
 
 POLL_S = 0.02
 STOP_S = 5.0
+TOKEN = "MFLEET_ENVIRONMENT_TOKEN"
+"""Environment variable that tells the server what its clients must show."""
+STOPPED = "The embedded fleet's server was stopped."
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,8 @@ class _Launch:
     python: str | Path | None
     seed: int
     environment: Mapping[str, str] | None
+    host: str
+    token: str
 
 
 class EmbeddedFleet:
@@ -53,6 +58,8 @@ class EmbeddedFleet:
         python: str | Path | None = None,
         seed: int = 0,
         environment: Mapping[str, str] | None = None,
+        host: str = "127.0.0.1",
+        token: str = "",
     ) -> str:
         """Start the server and wait until it listens.
 
@@ -62,6 +69,8 @@ class EmbeddedFleet:
             python: interpreter of the episode environment; this process's own by default.
             seed: decides the faults.
             environment: variables of the server; this process's own by default.
+            host: address that it listens on.
+            token: that clients must show; empty: none.
 
         Returns:
             The base URL.
@@ -71,9 +80,9 @@ class EmbeddedFleet:
         """
         if self._process is not None:
             raise RuntimeError("the embedded fleet runs already")
-        self._launch = _Launch(config, log_path, python, seed, environment)
+        self._launch = _Launch(config, log_path, python, seed, environment, host, token)
         try:
-            self.url = f"http://127.0.0.1:{self._run(port=0, instead_of=None)}"
+            self.url = f"http://{host}:{self._run(port=0, instead_of=None)}"
         except UserError:
             self.stop()
             raise
@@ -87,7 +96,10 @@ class EmbeddedFleet:
         Raises:
             UserError: as of `start`; it may be called again.
         """
-        self._run(port=int(self.url.rsplit(":", 1)[1]), instead_of=self._process)
+        process = self._process
+        if process is None:
+            raise UserError(STOPPED)
+        self._run(port=int(self.url.rsplit(":", 1)[1]), instead_of=process)
 
     def ended(self) -> str | None:
         """Return why the server serves no more; ``None`` while its process lives."""
@@ -120,7 +132,7 @@ class EmbeddedFleet:
             ready = Path(folder) / "ready.json"
             with self._changing:
                 if self._process is not instead_of:
-                    raise UserError("The embedded fleet's server was stopped.")
+                    raise UserError(STOPPED)
                 if instead_of is not None:
                     instead_of.kill()
                     instead_of.wait()
@@ -139,15 +151,23 @@ class EmbeddedFleet:
     def _popen(self, port: int, ready: Path) -> subprocess.Popen[bytes]:
         launch = self._launch
         command = [str(launch.python or sys.executable), "-m", "megatron_fleet.envs.embedded.server"]
-        command += ["--port", str(port), "--ready-file", str(ready), "--parent", str(os.getpid())]
+        command += [
+            "--host",
+            launch.host,
+            "--port",
+            str(port),
+            "--ready-file",
+            str(ready),
+            "--parent",
+            str(os.getpid()),
+        ]
         if launch.config.faults != FaultRates():
             command += ["--faults", launch.config.faults.model_dump_json(), "--seed", str(launch.seed)]
+        environment = {**(os.environ if launch.environment is None else launch.environment), TOKEN: launch.token}
         launch.log.parent.mkdir(parents=True, exist_ok=True)
         with launch.log.open("ab") as log:
             try:
-                return subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=launch.environment
-                )
+                return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
             except OSError as error:
                 raise UserError(f"Cannot start the episode environment's Python: {error}") from error
 

@@ -13,13 +13,13 @@ from pathlib import Path
 import uvicorn
 
 from megatron_fleet.config.sections.faults import FaultRates
-from megatron_fleet.envs.embedded.connections import Connections
+from megatron_fleet.envs.embedded.connections import Connections, Guard
 from megatron_fleet.envs.embedded.environment import ACTION, NO_FAULTS, OBSERVATION, FleetEnvironment
 from megatron_fleet.envs.embedded.faults import FaultSource, RandomFaults
+from megatron_fleet.envs.embedded.fleet import TOKEN
 from megatron_fleet.envs.embedded.verifier_client import Limits, VerifierClient
 from megatron_fleet.envs.openenv_client import import_openenv
 
-HOST = "127.0.0.1"
 MAX_SESSIONS = 1024
 PARENT_CHECK_S = 0.5
 SHUTDOWN_S = 1
@@ -29,6 +29,8 @@ async def serve(
     port: int,
     ready_file: Path | None,
     *,
+    host: str = "127.0.0.1",
+    token: str = "",
     parent: int | None = None,
     faults: FaultSource = NO_FAULTS,
     limits: Limits | None = None,
@@ -38,12 +40,14 @@ async def serve(
 
     Args:
         port: 0 for any free one.
+        host: address to listen on.
+        token: that clients must show; empty: none.
         ready_file: written, at once and whole, when the server listens: ``{"port": int, "pid": int}``.
     """
     core = import_openenv()
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((HOST, port))
+    listener.bind((host, port))
     listener.listen(max_sessions)
     verifier = VerifierClient(limits)
     app = core.create_app(
@@ -55,7 +59,7 @@ async def serve(
     )
     # Compression costs more CPU than it saves on a loopback connection.
     config = uvicorn.Config(
-        Connections(app),
+        Guard(Connections(app), token) if token else Connections(app),
         log_level="warning",
         ws_per_message_deflate=False,
         timeout_graceful_shutdown=SHUTDOWN_S,
@@ -89,7 +93,8 @@ async def _watch(server: uvicorn.Server, listener: socket.socket, ready_file: Pa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Serve the embedded fleet over OpenEnv, on the loopback interface.")
+    parser = argparse.ArgumentParser(description="Serve the embedded fleet over OpenEnv.")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=0, help="0 = any free port")
     parser.add_argument("--ready-file", type=Path, help="written as JSON with the port when the server listens")
     parser.add_argument("--parent", type=int, help="stop when this process id is no longer the parent")
@@ -98,7 +103,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the faults")
     args = parser.parse_args()
     faults = RandomFaults(FaultRates.model_validate_json(args.faults), args.seed) if args.faults else NO_FAULTS
-    asyncio.run(serve(args.port, args.ready_file, parent=args.parent, faults=faults, max_sessions=args.max_sessions))
+    where = {"host": args.host, "token": os.environ.pop(TOKEN, "")}
+    asyncio.run(
+        serve(args.port, args.ready_file, **where, parent=args.parent, faults=faults, max_sessions=args.max_sessions)
+    )
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def loss_inputs(row: PackedRow, outputs: Outputs) -> LossInputs:
     where = outputs[0].device
     optional = {
         name: None if field is None else field.to(where)
-        for name, field in (("proximal", row.proximal), ("reference", row.reference))
+        for name, field in (("proximal", row.proximal), ("reference", row.reference), ("staleness", row.staleness))
     }
     return LossInputs(
         logprobs=outputs[0],

@@ -34,7 +34,7 @@ class PackedRow:
         trained: int64 ``[A]``, indices into the row that predict a trained token.
         targets: int64 ``[A]``, the tokens they predict.
         sequence: int64 ``[A]``, which of the row's sequences they belong to.
-        mask, weights, behaviour, proximal, reference: float32 ``[A]``, the `Datum` fields of these tokens.
+        mask, weights, behaviour, proximal, reference, staleness: float32 ``[A]``, the `Datum` fields of these tokens.
         real_tokens: tokens that belong to sequences.
         routing: where a sequence begins in the row and its ``Datum.routing``, for those that have one.
     """
@@ -52,6 +52,7 @@ class PackedRow:
     behaviour: torch.Tensor
     proximal: torch.Tensor | None
     reference: torch.Tensor | None
+    staleness: torch.Tensor | None
     real_tokens: int
     routing: tuple[tuple[int, np.ndarray], ...]
 
@@ -64,8 +65,7 @@ def pack_row(row: Sequence[Datum], width: int, sequence_align: int = 1) -> Packe
         sequence_align: each sequence takes a multiple of this many tokens.
 
     Raises:
-        ValueError: the sequences do not fit, a first token is trained, or only some carry proximal or reference
-            log-probs.
+        ValueError: the sequences do not fit, a first token is trained, or only some carry an optional field.
     """
     tokens, positions, real = np.zeros(width, np.int64), np.zeros(width, np.int64), np.zeros(width, np.bool_)
     trained, lengths, routing, start = [], [], [], 0
@@ -100,8 +100,9 @@ def pack_row(row: Sequence[Datum], width: int, sequence_align: int = 1) -> Packe
         mask=_at_trained(row, [d.mask for d in row]),
         weights=_at_trained(row, [d.weights for d in row]),
         behaviour=_at_trained(row, [d.behaviour_logprobs for d in row]),
-        proximal=_optional(row, [d.proximal_logprobs for d in row], "proximal"),
-        reference=_optional(row, [d.reference_logprobs for d in row], "reference"),
+        proximal=_optional(row, [d.proximal_logprobs for d in row], "proximal log-probs"),
+        reference=_optional(row, [d.reference_logprobs for d in row], "reference log-probs"),
+        staleness=_optional(row, [d.staleness for d in row], "staleness"),
         real_tokens=sum(len(d) for d in row),
         routing=tuple(routing),
     )
@@ -130,5 +131,5 @@ def _optional(row: Sequence[Datum], fields: Sequence[np.ndarray | None], name: s
     if len(present) == len(fields):
         return _at_trained(row, present)
     if present:
-        raise ValueError(f"only {len(present)} of {len(fields)} sequences carry {name} log-probs")
+        raise ValueError(f"only {len(present)} of {len(fields)} sequences carry {name}")
     return None

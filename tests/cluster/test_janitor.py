@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fleet.rollout.janitor import MARK, Janitor, marked
+from megatron_fleet.cluster.janitor import MARK, Janitor, marked
 
 OWNER = """
 import signal, sys, time
 from pathlib import Path
-from megatron_fleet.rollout.janitor import Janitor
+from megatron_fleet.cluster.janitor import Janitor
 signal.signal(signal.SIGINT, signal.default_int_handler)  # as a background job it would ignore it
 janitor = Janitor(sys.argv[1], Path(sys.argv[2]))
 print("up", flush=True)

@@ -1,4 +1,4 @@
-"""Where a process of the rollout writes."""
+"""Where a process writes."""
 
 from __future__ import annotations
 

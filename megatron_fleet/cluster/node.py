@@ -1,0 +1,218 @@
+"""`mfleet node`: one host of a run. It starts this host's ranks and joins Ray, as the controller asks.
+
+Everything that it started ends with it, and it ends when its connection to the controller does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_fleet.cluster import frames
+from megatron_fleet.cluster.inventory import Host, local_inventory
+from megatron_fleet.cluster.janitor import MARK, Janitor
+from megatron_fleet.cluster.launcher import POLL_S, LocalRanks, die_with_parent
+from megatron_fleet.cluster.nodes import OBJECT_STORE_BYTES, RanksOfHost, RayHead, host_to_plain
+from megatron_fleet.cluster.rank_identity import controller_address, without_rank_variables
+from megatron_fleet.cluster.restarts import OutOfRestarts, Restarts
+from megatron_fleet.config.errors import UserError
+
+CONNECT_DEADLINE_S = 600.0
+"""The other hosts may be up before the first one is."""
+CONNECT_INTERVAL_S = 0.5
+CONTROLLER_GONE = 3
+"""Exit status of a node whose controller died."""
+MAX_RAY_RESTARTS = 3
+READ_LIMIT = 1 << 20
+
+
+def main(environ: Mapping[str, str]) -> int:
+    """Be a host of the run whose controller ``environ`` names; returns the exit status.
+
+    Raises:
+        UserError: the environment does not say where the controller is, nobody is there, or it refuses this host.
+    """
+    address, token = controller_address(environ)
+    (host,) = local_inventory(environ, alone=False).hosts
+    return asyncio.run(_until_stopped(_serve(address, token, host)))
+
+
+async def _until_stopped(work: Any) -> int:
+    """Run ``work``; SIGINT and SIGTERM end it, and what it started."""
+    task, received = asyncio.ensure_future(work), []
+
+    def stop(number: signal.Signals) -> None:
+        received.append(number)
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop, number)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        return 128 + received[0]
+
+
+async def _serve(address: str, token: str, host: Host) -> int:
+    reader, writer = await _dial(address)
+    frames.keep_alive(writer.get_extra_info("socket"))
+    writer.write(frames.pack("node", token, host_to_plain(host)))
+    answer = await frames.read(reader)
+    if answer is None or answer[0] != "welcome":
+        reason = answer[1] if answer else "its MFLEET_TOKEN is another one, or it waits for no node (cluster.nodes)."
+        raise UserError(f"MFLEET_CONTROLLER={address}: the controller refused host {host.name}: {reason}")
+    print(f"mfleet node: {host.name} ({host.address}) has joined the run at {address}", file=sys.stderr, flush=True)
+    node = Node(host, Path(answer[1]), writer)
+    try:
+        return await node.obey(reader)
+    finally:
+        await node.close()
+        writer.close()
+
+
+async def _dial(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, port = address.rsplit(":", 1)
+    deadline = asyncio.get_running_loop().time() + CONNECT_DEADLINE_S
+    while True:
+        try:
+            return await asyncio.open_connection(host, int(port), limit=READ_LIMIT)
+        except OSError as error:
+            if asyncio.get_running_loop().time() > deadline:
+                raise UserError(
+                    f"MFLEET_CONTROLLER={address}: nobody answered within {CONNECT_DEADLINE_S:.0f} s ({error}); start "
+                    f"`mfleet train` there."
+                ) from None
+            await asyncio.sleep(CONNECT_INTERVAL_S)
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """One set of ranks."""
+
+    number: int
+    ranks: LocalRanks
+    watching: asyncio.Task[None]
+
+
+class Node:
+    """What this host runs for the controller."""
+
+    def __init__(self, host: Host, logs: Path, writer: asyncio.StreamWriter) -> None:
+        self._host, self._logs, self._writer = host, logs, writer
+        self._log = logs / f"node-{host.name}.log"
+        self._attempt: _Attempt | None = None
+        self._janitor: Janitor | None = None
+        self._ray: asyncio.Task[None] | None = None
+        self._stopping: set[asyncio.Task[None]] = set()
+
+    async def obey(self, reader: asyncio.StreamReader) -> int:
+        """Do what the controller asks until it is done with this host, or gone; returns the exit status."""
+        while (frame := await frames.read(reader)) is not None:
+            match frame:
+                case ["start", int(attempt), str(address), dict(ranks)]:
+                    await self._start(attempt, address, RanksOfHost(**ranks))
+                case ["stop", int(attempt), deadline_s]:
+                    stopping = asyncio.create_task(self._stop(attempt, deadline_s))
+                    self._stopping.add(stopping)
+                    stopping.add_done_callback(self._stopping.discard)
+                case ["join", dict(head)]:
+                    self._join(RayHead(**head))
+                case ["leave"]:
+                    await self._leave()
+                    self._tell("left")
+                case ["quit"]:
+                    return 0
+        self._say("the controller is gone")
+        return CONTROLLER_GONE
+
+    async def close(self) -> None:
+        """End everything that was started here, at once."""
+        for stopping in self._stopping:
+            stopping.cancel()
+        if self._attempt is not None:
+            self._attempt.watching.cancel()
+            self._attempt.ranks.kill()
+        await self._leave()
+
+    async def _start(self, attempt: int, address: str, ranks: RanksOfHost) -> None:
+        started = LocalRanks(ranks, self._logs)
+        await started.start(address, os.environ["MFLEET_TOKEN"])
+        self._attempt = _Attempt(attempt, started, asyncio.create_task(self._watch(attempt, started)))
+
+    async def _watch(self, attempt: int, ranks: LocalRanks) -> None:
+        told: set[int] = set()
+        while True:
+            for rank, words in ranks.ended().items():
+                if rank not in told:
+                    told.add(rank)
+                    self._tell("ended", attempt, rank, f"{words}, on host {self._host.name}")
+            await asyncio.sleep(POLL_S)
+
+    async def _stop(self, attempt: int, deadline_s: float) -> None:
+        if self._attempt is not None and self._attempt.number == attempt:
+            ended, self._attempt = self._attempt, None
+            ended.watching.cancel()
+            await ended.ranks.stop(deadline_s)
+        self._tell("stopped", attempt)
+
+    def _join(self, head: RayHead) -> None:
+        Path(head.folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._janitor = Janitor(head.run_id, Path(head.folder))
+        self._ray = asyncio.create_task(self._keep_ray(head))
+
+    async def _leave(self) -> None:
+        if self._ray is not None:
+            self._ray.cancel()
+        if self._janitor is not None:
+            janitor, self._janitor = self._janitor, None
+            janitor.look()
+            await asyncio.to_thread(janitor.close)
+
+    async def _keep_ray(self, head: RayHead) -> None:
+        restarts = Restarts(f"Ray on host {self._host.name}", f"Its log is {self._log}.", MAX_RAY_RESTARTS)
+        while True:
+            process = self._start_ray(head)
+            while process.poll() is None:
+                await asyncio.sleep(POLL_S)
+            try:
+                await restarts.pause(f"`ray start` ended with status {process.returncode}")
+            except OutOfRestarts as error:
+                self._say(str(error))
+                return  # the controller finds its engines gone
+
+    def _start_ray(self, head: RayHead) -> subprocess.Popen[bytes]:
+        own = {"RAY_ADDRESS", "MFLEET_TOKEN"}
+        environment = {name: value for name, value in without_rank_variables(os.environ).items() if name not in own}
+        environment |= head.trust | {MARK: head.run_id, "RAY_USAGE_STATS_ENABLED": "0"}
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={head.address}", "--block"]
+        # All our actors take no CPU; Ray starts as many idle workers as there are.
+        command += [f"--node-ip-address={self._host.address}", "--num-cpus=1"]
+        command += [f"--object-store-memory={OBJECT_STORE_BYTES}"]
+        with self._log.open("ab") as log:
+            return subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=die_with_parent(),
+            )
+
+    def _tell(self, *frame: Any) -> None:
+        with suppress(OSError):
+            self._writer.write(frames.pack(*frame))
+
+    def _say(self, text: str) -> None:
+        print(f"mfleet node: {text}", file=sys.stderr, flush=True)
+        with self._log.open("a") as log:
+            print(f"{socket.gethostname()}: {text}", file=log)

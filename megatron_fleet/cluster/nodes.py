@@ -1,0 +1,271 @@
+"""The controller's half of `mfleet node`: the hosts that have joined a run, and the ranks that they start.
+
+Node to controller, as parts of `cluster.frames`::
+
+    ["node", token, host]                   the first frame; host: see `host_to_plain`
+    ["ended", attempt, rank, words]         a rank has ended, and how
+    ["stopped", attempt]                    no rank is left
+    ["left"]                                nothing of Ray is left
+
+Controller to node::
+
+    ["refused", reason]
+    ["welcome", logs]                       folder of the logs
+    ["join", head]                          see `RayHead`; the controller's own host has Ray already
+    ["leave"]
+    ["start", attempt, address, ranks]      see `RanksOfHost`
+    ["stop", attempt, seconds]              wait so long for the ranks to end, then kill them
+    ["quit"]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_fleet.cluster import frames
+from megatron_fleet.cluster.inventory import Device, Host
+from megatron_fleet.config.errors import UserError
+
+log = logging.getLogger(__name__)
+
+LAST_WORDS_S = 2.0
+"""For a node to say how a rank ended whose connection has closed."""
+OBJECT_STORE_BYTES = 256 << 20
+"""Of Ray on each host: only batches of trajectories pass through it."""
+ANSWER_S = 15.0
+"""For a node to act on what it was asked, beyond the deadline that it was given."""
+
+
+@dataclass(frozen=True, slots=True)
+class RayHead:
+    """What a host needs to join the run's Ray cluster.
+
+    Attributes:
+        address: of the head's control store, ``host:port``.
+        trust: environment variables by which Ray's processes trust each other.
+        folder: of Ray's session, the same path on every host.
+        run_id: marks the processes, see `cluster.janitor`.
+    """
+
+    address: str
+    trust: dict[str, str]
+    folder: str
+    run_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class RanksOfHost:
+    """Ranks that one host starts, in the order of their local ranks.
+
+    Attributes:
+        threads: CPU threads of each rank.
+        visible: CUDA_VISIBLE_DEVICES of all of them, the i-th one's device being the i-th; ``None``: as inherited.
+    """
+
+    ranks: tuple[int, ...]
+    world_size: int
+    threads: int
+    visible: str | None = None
+
+
+def host_to_plain(host: Host) -> dict[str, Any]:
+    """Name, address and devices of a host, for a frame."""
+    return {"name": host.name, "address": host.address, "devices": [asdict(device) for device in host.devices]}
+
+
+def host_from_plain(value: Any) -> Host:
+    """What `host_to_plain` was given. Raises ValueError for anything else."""
+    try:
+        devices = tuple(Device(**device) for device in value["devices"])
+        name, address = value["name"], value["address"]
+    except (TypeError, KeyError) as error:
+        raise ValueError(str(error)) from None
+    if not isinstance(name, str) or not isinstance(address, str):
+        raise ValueError("fields of wrong types")
+    return Host(name, address, devices)
+
+
+class _Link:
+    """One node's connection."""
+
+    def __init__(self, host: Host, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.host, self.reader = host, reader
+        self._writer = writer
+        self.ended: dict[tuple[int, int], str] = {}
+        self.answers: set[tuple[Any, ...]] = set()
+        self.gone = False
+
+    async def send(self, *frame: Any) -> None:
+        with suppress(OSError):
+            self._writer.write(frames.pack(*frame))
+            await self._writer.drain()
+
+    def close(self) -> None:
+        self.gone = True
+        self._writer.close()
+
+
+class Nodes:
+    """The hosts that run `mfleet node`. One that was lost may dial again."""
+
+    def __init__(self, count: int, logs: Path, timeout_s: float) -> None:
+        """Args: ``count``: of nodes that the run waits for. ``timeout_s``: for how long."""
+        self._count, self._logs, self.timeout_s = count, logs, timeout_s
+        self._links: dict[str, _Link] = {}
+        self._known: dict[str, Host] = {}
+        self._changed = asyncio.Condition()
+        self._head: tuple[RayHead, str] | None = None
+
+    async def admit(self, identity: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one node until it leaves. ``identity``: what it says of its host. Raises ValueError for nonsense."""
+        link = _Link(host_from_plain(identity), reader, writer)
+        if reason := self._refusal(link.host):
+            await link.send("refused", reason)
+            link.close()
+            return
+        name = link.host.name
+        self._links[name], self._known[name] = link, link.host
+        await link.send("welcome", str(self._logs.absolute()))
+        if self._head is not None:
+            await self._join(link)
+        await self._notify()
+        await self._read(link)
+        if self._links.get(name) is link:
+            del self._links[name]
+        await self._notify()
+
+    async def hosts(self) -> list[Host]:
+        """All hosts, once they are there.
+
+        Raises:
+            UserError: some did not dial in time.
+        """
+        if not await self.wait(lambda: len(self._known) == self._count, self.timeout_s):
+            there = ", ".join(self._known) or "none"
+            raise UserError(
+                f"cluster.nodes={self._count}: {len(self._known)} hosts have joined within {self.timeout_s:g} s "
+                f"(cluster.join_timeout_s): {there}; start `mfleet node` on each host, with this run's "
+                f"MFLEET_CONTROLLER and MFLEET_TOKEN."
+            )
+        return list(self._known.values())
+
+    async def join(self, head: RayHead, own: str) -> None:
+        """Have all hosts but ``own``, the controller's, join Ray; one that comes back joins again."""
+        self._head = head, own
+        await asyncio.gather(*(self._join(link) for link in self._links.values()))
+
+    async def leave(self) -> None:
+        """Have them leave Ray; returns when nothing of it is left there."""
+        if self._head is None:
+            return
+        _, own = self._head
+        self._head = None
+        links = [link for name, link in self._links.items() if name != own]
+        await asyncio.gather(*(link.send("leave") for link in links))
+        await self.wait(lambda: all(link.gone or ("left",) in link.answers for link in links), ANSWER_S)
+
+    async def close(self) -> None:
+        """Have all nodes end."""
+        await asyncio.gather(*(link.send("quit") for link in self._links.values()))
+        await self.wait(lambda: not self._links, ANSWER_S)
+        for link in self._links.values():
+            link.close()
+
+    async def _join(self, link: _Link) -> None:
+        assert self._head is not None
+        head, own = self._head
+        if link.host.name != own:
+            await link.send("join", asdict(head))
+
+    async def _read(self, link: _Link) -> None:
+        with suppress(ValueError):  # not our protocol: as good as gone
+            while (frame := await frames.read(link.reader)) is not None:
+                match frame:
+                    case ["ended", int(attempt), int(rank), str(words)]:
+                        link.ended[attempt, rank] = words
+                    case _:
+                        link.answers.add(tuple(frame))
+                await self._notify()
+        link.close()
+
+    def _refusal(self, host: Host) -> str | None:
+        if host.name in self._links:
+            return (
+                f"a host that calls itself {host.name} is there already, at {self._links[host.name].host.address}; "
+                f"start one `mfleet node` on each host, and give hosts names of their own."
+            )
+        if host.name not in self._known and len(self._known) == self._count:
+            return f"the run has its {self._count} hosts (cluster.nodes): {', '.join(self._known)}."
+        if self._known.get(host.name, host) != host:
+            return f"host {host.name} was there before with another address or other devices; start the run again."
+        return None
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def wait(self, true: Any, timeout_s: float) -> bool:
+        try:
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(true)
+        except TimeoutError:
+            return False
+        return True
+
+
+class NodeRanks:
+    """Ranks that `mfleet node` starts; see `cluster.launcher.RankStarter`."""
+
+    def __init__(self, nodes: Nodes, ranks: Mapping[str, RanksOfHost]) -> None:
+        """Args: ``ranks``: of each host, by its name."""
+        self._nodes, self._ranks = nodes, dict(ranks)
+        self._host_of = {rank: host for host, mine in ranks.items() for rank in mine.ranks}
+        self._numbers = itertools.count(1)
+        self._attempt = 0
+
+    async def start(self, address: str, token: str) -> None:
+        """See `RankStarter.start`; waits for hosts that were lost. Raises UserError when they do not come back."""
+        if not await self._nodes.wait(lambda: not self._missing(), self._nodes.timeout_s):
+            raise UserError(
+                f"Host {self._missing()[0]} was lost and did not come back within {self._nodes.timeout_s:g} s "
+                f"(cluster.join_timeout_s); start `mfleet node` there again, and then the same run."
+            )
+        self._attempt = next(self._numbers)
+        for host, ranks in self._ranks.items():
+            await self._nodes._links[host].send("start", self._attempt, address, asdict(ranks))
+
+    async def how_ended(self, rank: int) -> str:
+        """See `RankStarter.how_ended`."""
+        await self._nodes.wait(lambda: self._words(rank) is not None, LAST_WORDS_S)
+        return self._words(rank) or f"rank {rank} on host {self._host_of[rank]} closed its connection"
+
+    def failed(self) -> str | None:
+        """See `RankStarter.failed`."""
+        return next((words for rank in self._host_of if (words := self._words(rank)) is not None), None)
+
+    async def stop(self, deadline_s: float) -> None:
+        """See `RankStarter.stop`."""
+        links = [link for host in self._ranks if (link := self._nodes._links.get(host)) is not None]
+        for link in links:
+            await link.send("stop", self._attempt, deadline_s)
+        stopped = ("stopped", self._attempt)
+        await self._nodes.wait(
+            lambda: all(link.gone or stopped in link.answers for link in links), deadline_s + ANSWER_S
+        )
+
+    def _missing(self) -> list[str]:
+        return [host for host in self._ranks if host not in self._nodes._links]
+
+    def _words(self, rank: int) -> str | None:
+        host = self._host_of[rank]
+        link = self._nodes._links.get(host)
+        if link is None:
+            return f"rank {rank} was lost with host {host}, whose `mfleet node` is gone"
+        return link.ended.get((self._attempt, rank))

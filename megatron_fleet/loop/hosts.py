@@ -1,0 +1,98 @@
+"""The hosts of a run: this machine alone, those that run `mfleet node`, those of ranks that others start."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_fleet.cluster.inventory import LOOPBACK, Inventory, local_inventory, with_nodes, with_started_ranks
+from megatron_fleet.cluster.launcher import ExternalRanks, LocalRanks, RankStarter
+from megatron_fleet.cluster.nodes import NodeRanks, Nodes, RanksOfHost
+from megatron_fleet.cluster.placement import Placement
+from megatron_fleet.cluster.rank_identity import controller_address
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.schema import Config
+from megatron_fleet.trainer.links import RankListener
+
+
+@dataclass(frozen=True, slots=True)
+class RunHosts:
+    """Where a run takes place.
+
+    Attributes:
+        listener: where ranks and nodes dial.
+        nodes: the hosts that run `mfleet node`; ``None``: there are none.
+        inventory: all hosts, this one first.
+    """
+
+    listener: RankListener
+    nodes: Nodes | None
+    inventory: Inventory
+
+    def starter(self, config: Config, placement: Placement) -> RankStarter:
+        """Who starts the ranks where ``placement`` has them."""
+        logs = Path(config.run.out, "logs")
+        if config.cluster.ranks == "external":
+            return ExternalRanks(logs)
+        by_host = ranks_by_host(placement, self.inventory, config.policy.threads)
+        if self.nodes is not None:
+            return NodeRanks(self.nodes, by_host)
+        (mine,) = by_host.values()
+        return LocalRanks(mine, logs)
+
+
+def ranks_by_host(placement: Placement, inventory: Inventory, threads: int) -> dict[str, RanksOfHost]:
+    """The ranks of each host that has some, by its name. ``threads``: CPU threads of each rank."""
+    found: dict[str, RanksOfHost] = {}
+    for host in inventory.hosts:
+        mine = [place for place in placement.ranks if place.host == host.name]
+        devices = [place.device for place in mine if place.device is not None]
+        visible = inventory.visible_devices(host.name, devices) if devices else None
+        if mine:
+            ranks = tuple(place.rank for place in mine)
+            found[host.name] = RanksOfHost(ranks, len(placement.ranks), threads, visible)
+    return found
+
+
+@asynccontextmanager
+async def open_hosts(config: Config, token: str) -> AsyncIterator[RunHosts]:
+    """Wait until every host of the run is known; leaving ends what runs there.
+
+    Raises:
+        UserError: a host or a rank did not dial in time, or they contradict each other.
+    """
+    cluster = config.cluster
+    listener = RankListener(token, None, config.parallel.world_size)
+    nodes = Nodes(cluster.nodes, Path(config.run.out, "logs"), cluster.join_timeout_s) if cluster.nodes else None
+    host, port = LOOPBACK, "0"
+    if nodes is not None or cluster.ranks == "external":
+        address, _ = controller_address(os.environ)
+        host, port = address.rsplit(":", 1)
+    if nodes is not None:
+        listener.admit("node", nodes.admit)
+    await listener.listen(host, int(port))
+    try:
+        yield RunHosts(listener, nodes, await _inventory(config, listener, nodes))
+    finally:
+        if nodes is not None:
+            await nodes.close()
+        listener.close()
+
+
+async def _inventory(config: Config, listener: RankListener, nodes: Nodes | None) -> Inventory:
+    joined = [] if nodes is None else await nodes.hosts()
+    if config.cluster.ranks == "local":
+        if nodes is None:
+            return local_inventory(os.environ)
+        return with_nodes(local_inventory(os.environ, alone=False).hosts[0], joined)
+    try:
+        started = [who.started() for who in await listener.who(config.cluster.join_timeout_s)]
+    except ConnectionError as error:
+        raise UserError(f"{error}; start them, and see what they say.") from None
+    (own,) = local_inventory(os.environ).hosts
+    if any(name != own.name for name in [*(host.name for host in joined), *(rank.host for rank in started)]):
+        (own,) = local_inventory(os.environ, alone=False).hosts
+    return with_started_ranks(own, joined, started)

@@ -1,0 +1,181 @@
+"""Whole runs over two hosts: ranks, engines and workers on both, started by `mfleet node`, torchrun and Slurm."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import namespace_hosts
+import pytest
+import slurm_cluster
+from namespace_hosts import ROOT, Hosts, stop
+from slurm_cluster import CONTROLLER, Slurm
+
+reason = namespace_hosts.why_not()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path(sys.prefix, "bin", "torchrun").exists(), reason="needs the engine environment"),
+    pytest.mark.skipif(bool(reason), reason=reason or ""),
+]
+
+MFLEET = Path(sys.prefix, "bin", "mfleet")
+SMALL = (
+    "experiment=quickstart",
+    "rollout.prompts_per_step=4",
+    "rollout.samples_per_prompt=4",
+    "rollout.workers=2",
+    "rollout.engine.replicas=2",
+    "parallel.data=2",
+    "policy.threads=1",
+    "eval=none",
+)
+RUN_S = 420.0
+EXACT = 1e-5
+"""Relative: the sum over ranks may be taken in another order."""
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory) -> Iterator[Hosts]:
+    with Hosts([CONTROLLER, "n1", "n2"], visible=[tmp_path_factory.getbasetemp()]) as hosts:
+        yield hosts
+
+
+@pytest.fixture(scope="module")
+def alone(hosts, tmp_path_factory) -> float:
+    """The gradient norm of the first step of a run on one host."""
+    out = tmp_path_factory.mktemp("alone")
+    hosts.output("n1", [MFLEET, "train", *SMALL, "run.steps=1", "--out", out], environ(hosts, out), RUN_S)
+    return norms(out)[0]
+
+
+def environ(hosts: Hosts, out: Path) -> dict[str, str]:
+    """Of everything that belongs to one run."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("MFLEET_", "RAY_"))}
+    where = {"MFLEET_CONTROLLER": f"{hosts.addresses['n1']}:29600", "MFLEET_TOKEN": "only this run knows it"}
+    return kept | where | {"OMP_NUM_THREADS": "1", "MFLEET_TEST_MARK": str(out)}
+
+
+def norms(out: Path) -> list[float]:
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [row["policy/grad_norm"] for row in rows if "policy/grad_norm" in row]
+
+
+def left_over(out: Path) -> list[str]:
+    """Command lines of living processes, on whatever host, that have the run's mark."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        try:
+            if f"MFLEET_TEST_MARK={out}".encode() in (folder / "environ").read_bytes():
+                found.append((folder / "cmdline").read_text().replace("\0", " "))
+        except (OSError, ValueError):
+            continue
+    return found
+
+
+def tail(out: Path) -> str:
+    """The ends of all logs, for a failed test."""
+    return "\n".join(f"--- {p.name}\n{p.read_text()[-1500:]}" for p in sorted((out / "logs").glob("*.log")))
+
+
+class Processes:
+    """Commands on hosts, of which the first is the controller. Ends all of them on leaving the ``with`` block."""
+
+    def __init__(self, hosts: Hosts, out: Path) -> None:
+        self._hosts, self._out = hosts, out
+        self._environ = environ(hosts, out)
+        self._started: list[tuple[str, subprocess.Popen[str], Path]] = []
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for _, process, _ in self._started:
+            stop(process)
+
+    def start(self, name: str, host: str, command: Sequence[str | Path], **variables: str) -> None:
+        said = self._out / f"{name}.txt"
+        with said.open("w") as file:
+            process = self._hosts.run(host, command, self._environ | variables, stdout=file, stderr=subprocess.STDOUT)
+        self._started.append((name, process, said))
+
+    def finish(self, until: Callable[[], bool] | None = None) -> None:
+        """Wait until all have ended well, or until something is true while they run."""
+        deadline = time.monotonic() + RUN_S
+        while until is None or not until():
+            states = {name: process.poll() for name, process, _ in self._started}
+            if until is None and set(states.values()) == {0}:
+                return
+            failed = [name for name, status in states.items() if status]
+            if failed or time.monotonic() > deadline:
+                said = "\n".join(f"--- {name}: {states[name]}\n{file.read_text()}" for name, _, file in self._started)
+                pytest.fail(f"{failed or 'not done in time'}\n{said}\n{tail(self._out)}")
+            time.sleep(0.1)
+
+
+def nodes(processes: Processes) -> None:
+    for host in ("n1", "n2"):
+        processes.start(f"node-{host}", host, [MFLEET, "node"])
+
+
+def engines_on(hosts: Hosts, host: str) -> list[int]:
+    """Pids on that host of the engines' processes."""
+    text = hosts.output(host, ["sh", "-c", "grep -al Engine[A]ctor /proc/[0-9]*/cmdline || true"])
+    return [int(line.split("/")[2]) for line in text.splitlines()]
+
+
+def logged(out: Path) -> set[str]:
+    return {path.name for path in (out / "logs").iterdir()}
+
+
+def test_nodes_start_ranks_and_engines_on_both_hosts(hosts, alone, tmp_path):
+    with Processes(hosts, tmp_path) as processes:
+        changes = ["run.steps=3", "cluster.nodes=2"]
+        processes.start("train", "n1", [MFLEET, "train", *SMALL, *changes, "--out", tmp_path])
+        nodes(processes)
+        metrics = tmp_path / "metrics.jsonl"
+        processes.finish(until=lambda: metrics.exists() and bool(metrics.read_text()))
+        own, other = engines_on(hosts, "n1"), engines_on(hosts, "n2")
+        assert len(own) == 1 and len(other) == 1
+        hosts.output("n2", ["kill", "-KILL", str(other[0])])
+        processes.finish()
+    assert norms(tmp_path)[0] == pytest.approx(alone, rel=EXACT)
+    assert len(norms(tmp_path)) == 3
+    names = {f"{kind}.log" for kind in ("rank_0", "rank_1", "engine-0", "engine-1", "worker-0", "worker-1", "node-n2")}
+    assert names <= logged(tmp_path)
+    assert "engine 1 is back" in (tmp_path / "train.txt").read_text()
+    assert left_over(tmp_path) == []
+
+
+def test_torchrun_on_two_hosts_with_nodes_for_engines_and_weights_by_disk(hosts, alone, tmp_path):
+    command = [ROOT / "launch" / "torchrun" / "train.sh", *SMALL, "run.steps=2", "--out", tmp_path]
+    command += ["cluster.nodes=2", "rollout.engine.transport=disk"]
+    shared = {"NODES": "2", "MASTER_ADDR": hosts.addresses["n1"]}
+    with Processes(hosts, tmp_path) as processes:
+        for rank, host in enumerate(("n1", "n2")):
+            processes.start(f"torchrun-{host}", host, command, **shared, NODE_RANK=str(rank))
+        nodes(processes)
+        processes.finish()
+    assert norms(tmp_path)[0] == pytest.approx(alone, rel=EXACT)
+    assert {"rank_0.log", "rank_1.log", "engine-0.log", "engine-1.log", "node-n2.log"} <= logged(tmp_path)
+    assert left_over(tmp_path) == []
+
+
+@pytest.mark.skipif(bool(missing := slurm_cluster.why_not()), reason=missing or "")
+def test_slurm_starts_ranks_on_two_hosts(hosts, alone, tmp_path):
+    options = ["--wait", "--nodes=2", "--ntasks-per-node=1", f"--output={tmp_path}/job.txt", f"--chdir={tmp_path}"]
+    batch = ROOT / "launch" / "slurm" / "train.sbatch"
+    with Slurm(hosts) as slurm, Processes(hosts, tmp_path) as processes:
+        variables = {"SLURM_CONF": slurm.environ["SLURM_CONF"], "MFLEET_BIN": str(MFLEET.parent)}
+        command = ["sbatch", *options, batch, *SMALL, "run.steps=2", "--out", tmp_path]
+        processes.start("sbatch", CONTROLLER, command, **variables)
+        processes.finish()
+    assert norms(tmp_path)[0] == pytest.approx(alone, rel=EXACT)
+    assert {"rank_0.log", "rank_1.log", "engine-0.log", "engine-1.log"} <= logged(tmp_path)
+    assert left_over(tmp_path) == []
