@@ -80,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.set_defaults(run=_evaluate)
 
     config = commands.add_parser("config", help="print the resolved configuration")
+    config.add_argument("--out", type=Path, metavar="DIR", help="short for run.out=DIR")
     config.add_argument("overrides", nargs="*", help=OVERRIDES_HELP)
     config.set_defaults(run=_config)
 
@@ -175,10 +176,14 @@ def _load(args: argparse.Namespace) -> Config:
     from megatron_fleet.config.load import load, load_resolved
 
     if args.resolved is None:
-        return load([*args.overrides, *([f"run.out={args.out}"] if args.out else [])])
+        return load(_overrides(args))
     if args.overrides or args.out:
         raise UserError("--resolved names a complete configuration; remove the overrides and --out.")
     return load_resolved(args.resolved)
+
+
+def _overrides(args: argparse.Namespace) -> list[str]:
+    return [*args.overrides, *([f"run.out={args.out}"] if args.out else [])]
 
 
 def _evaluate(args: argparse.Namespace) -> int:
@@ -197,7 +202,7 @@ def _config(args: argparse.Namespace) -> int:
     from megatron_fleet.cluster.dry_run import as_yaml
     from megatron_fleet.config.load import load
 
-    print(as_yaml(load(args.overrides)), end="")
+    print(as_yaml(load(_overrides(args))), end="")
     return 0
 
 

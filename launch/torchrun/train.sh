@@ -23,6 +23,15 @@ if [ -z "$ranks_per_node" ]; then
   ranks_per_node=$((world / nodes))
 fi
 
+# Engines run on all hosts: each of several runs a node, for Ray.
+run_node() {
+  while :; do
+    "$bin/mfleet" node || true
+    (: <>"/dev/tcp/$address/$port") 2>/dev/null || return 0
+    sleep 1
+  done
+}
+
 # Ranks end together when one of them dies; they are started again as long as the controller wants them.
 run_ranks() {
   while :; do
@@ -35,16 +44,23 @@ run_ranks() {
   done
 }
 
-if [ "$node_rank" -ne 0 ]; then
+start_host() {
+  [ "$nodes" -eq 1 ] || run_node &
   run_ranks
+  wait
+}
+
+if [ "$node_rank" -ne 0 ]; then
+  start_host
   exit
 fi
 # A session of its own: Ctrl-C is for the controller, which ends the ranks in order.
-export -f run_ranks
+export -f run_node run_ranks start_host
 export bin nodes node_rank address port ranks_per_node
-setsid bash -c run_ranks &
+setsid bash -c start_host &
 ranks=$!
-"$bin/mfleet" train cluster.ranks=external "$@" &
+joined=$((nodes > 1 ? nodes : 0))
+"$bin/mfleet" train cluster.ranks=external cluster.nodes="$joined" "$@" &
 controller=$!
 trap 'kill -TERM "$controller" 2>/dev/null' TERM
 trap : INT

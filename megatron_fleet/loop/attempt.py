@@ -81,7 +81,8 @@ class Attempt:
         metrics = step_metrics(batch.groups, batch.batch, losses, optims, seconds, step, difference)
         metrics |= attempt_metrics(asdict(batch.accounting), "accounting")
         metrics |= progress_metrics(step, self.config.rollout.prompts_per_step, self.training_tasks)
-        metrics |= data_metrics(self.batches.status(batch.groups)) | staleness_metrics(batch.staleness) | dict(more)
+        metrics |= data_metrics(self.batches.status(batch.groups)) | dict(more)
+        metrics |= staleness_metrics(batch.staleness, batch.accounting.stale)
         self.records.step(step, metrics, distributions(batch.groups, batch.batch, batch.staleness))
 
     def state(self) -> dict[str, Any]:

@@ -139,8 +139,13 @@ class EngineWeights:
     async def _resend(self, engine: WeightReceiver, version: int) -> None:
         """Send the weights of ``version``, the last that were synced, to an engine that was restarted.
 
-        While the trainer's weights are changing, this waits: the next sync is for all engines, and cancels it.
+        While the trainer's weights are changing, or it is being restarted, this waits: the next sync is for all
+        engines, and cancels it.
         """
-        await self._unchanged.wait()
-        async with self.colocation.with_parameters():
-            await self._transport.sync(self._trainer, engine, version)
+        while True:
+            await self._unchanged.wait()
+            try:
+                async with self.colocation.with_parameters():
+                    return await self._transport.sync(self._trainer, engine, version)
+            except TrainerLost:  # whoever watches the trainer starts it again, and then syncs all engines
+                self._unchanged.clear()

@@ -12,8 +12,9 @@ from megatron_fleet.agents.trajectory import Group, Outcome, Trajectory
 from megatron_fleet.rollout.accounting import Accounting
 from megatron_fleet.rollout.requests import CollectRequest, CollectResult, EpisodeSpec, Progress
 
-MAX_LOSSES = 2
-"""An episode that went down with a component this often is given up: it may be what kills them."""
+MAX_LOSSES = 3
+"""An episode that went down with a component this often is given up: it may be what kills them. Not more often than a
+component is restarted."""
 
 
 class Collection:
@@ -77,7 +78,7 @@ class Collection:
             self._keep(key, trajectory)
 
     def lost(self, spec: EpisodeSpec, trajectory: Trajectory | None = None) -> None:
-        """One attempt went down with a component. It is issued again, once."""
+        """One attempt went down with a component. It is issued again, unless that happened too often."""
         key = (spec.group, spec.sample)
         if self._stopped is not None:
             self._keep(key, _given_up(spec, self._stopped))
@@ -138,7 +139,7 @@ class Collection:
         )
 
     def _seed(self, group: int) -> int | None:
-        """31 bits. The worker mixes in step, task, sample and attempt; purpose and group it does not know, and the same
+        """31 bits. The worker mixes in step, task and sample; purpose and group it does not know, and the same
         task may be asked for twice in a step."""
         request = self._request
         if request.seed is None:

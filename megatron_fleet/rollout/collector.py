@@ -151,7 +151,7 @@ class Collector:
                 collection.lost(spec)
             return
         if any(trajectory.outcome is Outcome.ABORTED for trajectory in trajectories):
-            # Before they are issued again: a dead engine would fail them at once, a second and last time.
+            # Before they are issued again: a dead engine would fail them at once, again and again.
             await asyncio.gather(*(engine.check() for engine in self._engines))
         environment_lost = self._environment.check() > losses
         for spec, trajectory in zip(specs, trajectories, strict=True):

@@ -19,7 +19,7 @@ class RolloutFailed(Exception):
 class CollectRequest:
     """Play each of ``tasks`` ``samples`` times.
 
-    ``seed`` decides every sampled token, together with step, purpose, task, sample and attempt; ``None`` leaves
+    ``seed`` decides every sampled token, together with step, purpose, task and sample; ``None`` leaves
     sampling to chance. Of an evaluation, every task is begun once, environments by turns, before any is begun again.
     After ``budget_s`` seconds what is not over is given up as ``aborted``.
 
@@ -44,7 +44,7 @@ class EpisodeSpec:
         step: training step, for the seed only.
         temperature: 0 is greedy.
         seed: of the run; ``None`` leaves sampling unseeded.
-        attempt: 0, then +1 for each retry, which gets different seeds.
+        attempt: 0, then +1 for each retry; it names the episode to environments.
         trained: a policy may learn from it; what only training needs is not kept otherwise.
         collection: the collection that it is of; no two of a rollout have the same number.
     """

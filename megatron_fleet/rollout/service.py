@@ -196,6 +196,9 @@ class RolloutService:
         folder = ray_local.run_folder(self.run_id)
         janitor = Janitor(self.run_id, folder)
         self._cleanup.callback(janitor.close)
+        if self._ground.nodes is not None:
+            # After this process has left: Ray would tell it of each node's end at length.
+            self._cleanup.push_async_callback(self._ground.nodes.leave)
         # No await within: other code would see variables that are not this process's own.
         with ray_local.children_environment(self.run_id) as inherited:
             head = ray_local.start(self.run_id, folder, self._ground.inventory.hosts[0].address)
@@ -218,7 +221,6 @@ class RolloutService:
         hosts, nodes = self._ground.inventory.hosts, self._ground.nodes
         if nodes is not None:
             if head is not None:
-                self._cleanup.push_async_callback(nodes.leave)
                 await nodes.join(head, hosts[0].name)
             addresses = [host.address for host in hosts if host.rollout]
             await ray_local.wait_for_nodes(addresses, self._config.cluster.join_timeout_s)

@@ -163,10 +163,15 @@ class EpisodeWorker(EpisodeRunner):
 
 
 def episode_seed(spec: EpisodeSpec) -> int | None:
-    """Differs between any two episodes and attempts; ``None``: unseeded."""
+    """Differs between any two episodes; ``None``: unseeded.
+
+    Further attempts at an episode have the same: what a failed component or verifier costs is time, not other tokens,
+    and episodes that their environment fails are not replaced by luckier ones.
+    """
     if spec.seed is None:
         return None
-    return stable_seed(spec.seed, spec.step, spec.task.key, spec.sample, spec.attempt)
+    # The 0 stands for the attempt, so that seeds give the runs that they always gave.
+    return stable_seed(spec.seed, spec.step, spec.task.key, spec.sample, 0)
 
 
 def _name(spec: EpisodeSpec) -> str:

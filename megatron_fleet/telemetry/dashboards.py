@@ -34,7 +34,6 @@ _MARKED = (
     "were counted too, those of the last turn and of unknown tools were not."
 )
 _ONE_ENVIRONMENT = "The former split was by env_class, so of all environments together."
-_ASYNC = "Rollout and training take turns, so no token is stale; generate/weight_version_{min,max} would show it."
 _GRADIENT = {
     "snr": "The mean over elements of mean over deviation was above 0 for noise alone and depended on the number of "
     "micro-steps; of rank 0's shard, as the next three.",
@@ -94,8 +93,8 @@ FORMER: tuple[FormerName, ...] = (
     FormerName("timing/fwd_logprobs_values_reward", "timing/{phase}", "Part of timing/policy_train."),
     FormerName("timing/cleanup_old_checkpoints", "timing/{phase}", "Part of timing/save_checkpoints."),
     FormerName("timing/postprocess_generator_output", None, "There is nothing to do: trajectories arrive finished."),
-    *(FormerName(f"async/staleness_{name}", None, _ASYNC) for name in ("mean", "max", "min", "ratio")),
-    FormerName("async/staleness_violation_count", None, _ASYNC),
+    *(FormerName(f"async/staleness_{name}", f"async/staleness_{name}") for name in ("mean", "max", "min", "ratio")),
+    FormerName("async/staleness_violation_count", "async/staleness_violation_count"),
     *(FormerName(f"policy/grad:{name}", f"policy/grad:{name}", note) for name, note in _GRADIENT.items()),
     FormerName("advantage/mean", "loss/avg_raw_advantages", "Over trained tokens."),
     FormerName("advantage/std", None, "loss/avg_raw_advantages_abs tells how far advantages are from 0."),

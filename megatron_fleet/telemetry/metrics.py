@@ -137,11 +137,18 @@ def attempt_metrics(attempts: Mapping[str, int], family: Literal["accounting", "
     return {f"{family}/attempts_{name}": attempts[name] for name in names}
 
 
-def staleness_metrics(staleness: np.ndarray) -> dict[str, float]:
-    """``rollout/staleness_*`` from weight versions ``[N]``; none without a sampled token."""
-    if not len(staleness):
-        return {}
-    return {"rollout/staleness_mean": float(staleness.mean()), "rollout/staleness_max": float(staleness.max())}
+def staleness_metrics(staleness: np.ndarray, replayed: int) -> dict[str, float]:
+    """``async/``.
+
+    Args:
+        staleness: weight versions ``[N]`` of spans of sampled tokens.
+        replayed: episodes that were too old.
+    """
+    out: dict[str, float] = {"async/staleness_violation_count": replayed}
+    if len(staleness):
+        out |= {f"async/staleness_{name}": float(getattr(staleness, name)()) for name in ("mean", "min", "max")}
+        out["async/staleness_ratio"] = float((staleness > 0).mean())
+    return out
 
 
 def timing_metrics(groups: Sequence[Group], seconds: Mapping[str, float]) -> dict[str, float]:

@@ -147,7 +147,15 @@ _ACCOUNTING = {
     "too_few_known": "Episodes left out because no other reward of their group is known.",
     "no_tokens": "Episodes whose reward counted for the group, but in which the policy sampled no token.",
     "trained_tokens": "Tokens with a gradient.",
-    "attempts_stale": "Episodes that were too old to be trained on (rollout.max_staleness) and were played again.",
+    "attempts_stale": "Episodes that were too old (rollout.max_staleness) and were played again.",
+}
+
+_ASYNC = {
+    "staleness_mean": "Mean over spans of sampled tokens of the weight versions between their sampling and the update.",
+    "staleness_min": "The smallest of these.",
+    "staleness_max": "The largest of these; at most rollout.max_staleness.",
+    "staleness_ratio": "Share of these spans that are older than the weights that are updated.",
+    "staleness_violation_count": "Episodes that were too old and were played again.",
 }
 
 _LOSS = {
@@ -251,8 +259,7 @@ METRICS: tuple[Metric, ...] = (
     *_family(("data/",), _DATA),
     *_family(("loss/",), _LOSS),
     *_family(("policy/",), _POLICY),
-    Metric("rollout/staleness_mean", "Mean over sampled spans of tokens of the weight versions since their sampling."),
-    Metric("rollout/staleness_max", "The largest of these; at most rollout.max_staleness."),
+    *_family(("async/",), _ASYNC),
     Metric(
         "timing/loop_lag_p99",
         "99th percentile of the seconds by which a worker's event loop wakes late; the worst worker's.",

@@ -31,7 +31,7 @@ def opened(monkeypatch):
     """Environments that were opened; the task's prompt is what the user says."""
     opened = []
 
-    def make(config, url, name):
+    def make(config, url, name, token):
         lost = "gone" in name and name.split("/")[3] == "0"
         first = EnvLost("gone") if lost else Observation(TASK.prompt, TOOLS)
         env = ScriptedEnvironment(reset_script=[first], step_script=[Observation("x")] * 9)

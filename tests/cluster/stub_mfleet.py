@@ -1,4 +1,5 @@
-"""Stand-in for `mfleet` in tests of the launch scripts: ``train`` gathers ranks, ``rank`` connects and obeys.
+"""Stand-in for `mfleet` in tests of the launch scripts: ``train`` gathers ranks, ``rank`` connects and obeys, ``node``
+writes its host's name to $STUB_FOLDER/nodes and stays until the controller is gone.
 
 ``train`` writes what it sees to $STUB_FOLDER/train.jsonl. Overrides that start with ``stub.`` are for it:
 ``stub.world=N`` ranks are gathered; ``stub.status=N``: it ends at once; ``stub.restart``: it loses a rank once;
@@ -67,6 +68,28 @@ def rank() -> int:
     return 0 if connection.recv(10) == b"quit" else 1
 
 
+def node() -> int:
+    address, _ = controller_address(os.environ)
+    host, port = address.rsplit(":", 1)
+    with Path(os.environ["STUB_FOLDER"], "nodes").open("a") as file:
+        file.write(f"{socket.gethostname()}\n")
+    deadline = time.monotonic() + 60
+    while not listens(host, int(port)):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    while listens(host, int(port)):
+        time.sleep(0.2)
+    return 0
+
+
+def listens(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=60).close()
+        return True
+    except OSError:
+        return False
+
+
 def report(value: dict[str, Any]) -> None:
     with Path(os.environ["STUB_FOLDER"], "train.jsonl").open("a") as file:
         file.write(json.dumps(value) + "\n")
@@ -76,4 +99,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "config":
         kept = [argument for argument in sys.argv[1:] if not argument.startswith("stub.")]
         sys.exit(subprocess.run([sys.executable, "-m", "megatron_fleet.cli", *kept], check=False).returncode)
-    sys.exit(train(sys.argv[2:]) if sys.argv[1] == "train" else rank())
+    sys.exit(train(sys.argv[2:]) if sys.argv[1] == "train" else {"rank": rank, "node": node}[sys.argv[1]]())

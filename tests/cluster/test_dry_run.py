@@ -63,7 +63,9 @@ def test_describe_draws_this_machine():
     assert "#   │ CPU    ranks 0–1  engines 0–1 " in text
     assert "# processes" in text and "# outputs" in text
     external = describe(load(["experiment=quickstart", "cluster.ranks=external"]))
-    assert "cluster.ranks=external" in external and "┌" not in external
+    assert "not known yet: by the hosts that the ranks connect from" in external and "┌" not in external
+    several = describe(load(["experiment=quickstart", "cluster.nodes=2"]))
+    assert "not known yet: by the devices of the 2 hosts that join" in several and "┌" not in several
 
 
 @pytest.fixture
@@ -88,8 +90,9 @@ def test_preflight_compares_with_the_devices_that_are_there(two_gpus):
         checked("rollout.engine.replicas=2")
     with pytest.raises(UserError, match=r"replicas × tensor_parallel = 1 × 1 GPUs do not fit into the 0 "):
         checked("parallel.data=2", "rollout.engine.colocated=false")
-    # Others start the ranks, on hosts of their own.
+    # Ranks are elsewhere too.
     checked("parallel.data=4", "cluster.ranks=external")
+    checked("parallel.data=4", "cluster.nodes=2")
 
 
 def test_preflight_of_an_evaluation_looks_at_engines_alone(two_gpus):

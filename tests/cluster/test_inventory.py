@@ -8,7 +8,16 @@ import pytest
 from namespace_hosts import ROOT, why_not
 
 from megatron_fleet.cluster import inventory
-from megatron_fleet.cluster.inventory import Device, host_address, local_inventory, nvidia_devices
+from megatron_fleet.cluster.inventory import (
+    Device,
+    Host,
+    StartedRank,
+    host_address,
+    local_inventory,
+    nvidia_devices,
+    with_nodes,
+    with_started_ranks,
+)
 from megatron_fleet.config.errors import UserError
 
 LINE = "{}, GPU-{}-aaaa, NVIDIA H100 80GB HBM3, 81559, {}"
@@ -147,3 +156,32 @@ def test_no_route_means_no_address(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert "no default route" in done.stdout
     assert "MFLEET_HOST_ADDRESS" in done.stdout
+
+
+def test_the_controllers_host_comes_first_and_has_ranks_only_with_a_node():
+    own, other = Host("a", "10.0.0.1", (device(0),)), Host("b", "10.0.0.2", (device(1),))
+    assert with_nodes(own, [other, own]).hosts == (own, other)
+    assert with_nodes(own, [other]).hosts == (Host("a", "10.0.0.1", ranks=(), rollout=False), other)
+
+
+def test_ranks_that_others_started_come_with_their_hosts_and_devices():
+    own, node = Host("a", "10.0.0.1", (device(0), device(1))), Host("b", "10.0.0.2", (device(2), device(3)))
+    ranks = [
+        StartedRank(0, 1, "b", "10.9.0.2", device(2)),
+        StartedRank(1, 0, "b", "10.9.0.2", device(3)),
+        StartedRank(2, 0, "c", "10.9.0.3", device(0)),
+    ]
+    a, b, c = with_started_ranks(own, [node], ranks).hosts
+    assert (a.ranks, a.rollout, a.devices) == ((), True, own.devices)
+    # Its i-th rank sits on its i-th device; the address is what the node says.
+    assert (b.ranks, b.devices, b.address, b.rollout) == ((1, 0), (device(3), device(2)), "10.0.0.2", True)
+    assert (c.ranks, c.devices, c.address, c.rollout) == ((2,), (device(0),), "10.9.0.3", False)
+    on_cpus = [StartedRank(0, 0, "a", "10.0.0.1"), StartedRank(1, 1, "a", "10.0.0.1")]
+    (alone,) = with_started_ranks(Host("a"), [], on_cpus).hosts
+    assert (alone.ranks, alone.devices) == ((0, 1), ())
+
+
+def test_hosts_of_one_name_are_refused():
+    ranks = [StartedRank(0, 0, "localhost", "10.0.0.1"), StartedRank(1, 0, "localhost", "10.0.0.2")]
+    with pytest.raises(UserError, match=r"Ranks 0 and 1 both say that they are local rank 0 of host localhost"):
+        with_started_ranks(Host("a"), [], ranks)

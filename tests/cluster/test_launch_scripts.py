@@ -60,6 +60,11 @@ def reports(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
+def nodes(folder: Path) -> set[str]:
+    """Hosts on which a node ran."""
+    return set((folder / "nodes").read_text().split())
+
+
 def placed(report: dict[str, Any]) -> list[tuple[int, int, int, str]]:
     assert len({rank["source"] for rank in report["ranks"]}) == 1
     return [(rank["rank"], rank["world_size"], rank["local_rank"], rank["host"]) for rank in report["ranks"]]
@@ -78,7 +83,7 @@ def test_torchrun_on_one_host_starts_the_configured_world(environ, tmp_path):
     command = [TORCHRUN, *LAYOUT, "stub.world=4"]
     subprocess.run(command, env=environ | free_ports(), timeout=120, check=True, cwd=tmp_path)
     first, gathered = reports(tmp_path)
-    assert first["overrides"] == ["cluster.ranks=external", *LAYOUT]
+    assert first["overrides"] == ["cluster.ranks=external", "cluster.nodes=0", *LAYOUT]
     assert [rank[:3] for rank in placed(gathered)] == [(i, 4, i) for i in range(4)]
 
 
@@ -139,7 +144,8 @@ def test_slurm_starts_the_ranks_on_all_hosts_and_lost_ones_again(slurm, environ,
     status = submit(slurm, environ, tmp_path, *LAYOUT, "stub.world=4", "stub.restart")
     assert status == 0, (tmp_path / "job.log").read_text()
     first, *gathered = reports(tmp_path)
-    assert first == {"overrides": ["cluster.ranks=external", *LAYOUT], "host": "n1"}
+    assert first == {"overrides": ["cluster.ranks=external", "cluster.nodes=2", *LAYOUT], "host": "n1"}
+    assert nodes(tmp_path) == {"n1", "n2"}
     assert [placed(report) for report in gathered] == [FOUR, FOUR]
 
 

@@ -202,3 +202,23 @@ def test_disk_works_wherever_the_rest_fits(hosts: Inventory, wanted: Wanted):
     except UserError:
         return
     assert place(hosts, replace(wanted, transport="disk")).transport == "disk"
+
+
+def test_engines_go_only_where_ray_is_and_ranks_only_where_they_may():
+    controller = Host("a", "10.0.0.0", ranks=(), rollout=False)
+    nodes = Host("b", "10.0.0.1"), Host("c", "10.0.0.2")
+    placed = place(Inventory((controller, *nodes)), Wanted(2, engines=2))
+    assert placed.ranks == ranks_at(("b", None), ("c", None))
+    assert [engine.host for engine in placed.engines] == ["b", "c"]
+    with_gpus = Inventory((controller, *(replace(node, devices=gpus(0, 1)) for node in nodes)))
+    placed = place(with_gpus, Wanted(3, engines=3))
+    assert placed.ranks == ranks_at(("b", 0), ("b", 1), ("c", 0))
+    assert placed.engines == engines_at(("b", (0,)), ("c", (0,)), ("b", (1,)))
+    # Ranks that others have started, on a host that did not join.
+    elsewhere = Inventory((Host("a", ranks=()), Host("b", "10.0.0.1", ranks=(0,), rollout=False)))
+    assert place(elsewhere, Wanted(1)).engines == engines_at(("a", ()))
+    with pytest.raises(UserError, match=r"share the hosts of the ranks \(b\).*run `mfleet node` there"):
+        place(elsewhere, Wanted(1, colocated=True))
+    one = Inventory((Host("a", ranks=()), Host("b", "10.0.0.1", gpus(0), ranks=(0,), rollout=False)))
+    with pytest.raises(UserError, match=r"1 × 1 GPUs do not fit into the 0 that the ranks have .*\(0 on a\)"):
+        place(one, Wanted(1))

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import namespace_hosts
 import pytest
@@ -119,11 +117,6 @@ class Processes:
             time.sleep(0.1)
 
 
-def nodes(processes: Processes) -> None:
-    for host in ("n1", "n2"):
-        processes.start(f"node-{host}", host, [MFLEET, "node"])
-
-
 def engines_on(hosts: Hosts, host: str) -> list[int]:
     """Pids on that host of the engines' processes."""
     text = hosts.output(host, ["sh", "-c", "grep -al Engine[A]ctor /proc/[0-9]*/cmdline || true"])
@@ -138,7 +131,8 @@ def test_nodes_start_ranks_and_engines_on_both_hosts(hosts, alone, tmp_path):
     with Processes(hosts, tmp_path) as processes:
         changes = ["run.steps=3", "cluster.nodes=2"]
         processes.start("train", "n1", [MFLEET, "train", *SMALL, *changes, "--out", tmp_path])
-        nodes(processes)
+        for host in ("n1", "n2"):
+            processes.start(f"node-{host}", host, [MFLEET, "node"])
         metrics = tmp_path / "metrics.jsonl"
         processes.finish(until=lambda: metrics.exists() and bool(metrics.read_text()))
         own, other = engines_on(hosts, "n1"), engines_on(hosts, "n2")
@@ -153,14 +147,13 @@ def test_nodes_start_ranks_and_engines_on_both_hosts(hosts, alone, tmp_path):
     assert left_over(tmp_path) == []
 
 
-def test_torchrun_on_two_hosts_with_nodes_for_engines_and_weights_by_disk(hosts, alone, tmp_path):
+def test_torchrun_on_two_hosts_with_weights_by_disk(hosts, alone, tmp_path):
     command = [ROOT / "launch" / "torchrun" / "train.sh", *SMALL, "run.steps=2", "--out", tmp_path]
-    command += ["cluster.nodes=2", "rollout.engine.transport=disk"]
+    command += ["rollout.engine.transport=disk"]
     shared = {"NODES": "2", "MASTER_ADDR": hosts.addresses["n1"]}
     with Processes(hosts, tmp_path) as processes:
         for rank, host in enumerate(("n1", "n2")):
             processes.start(f"torchrun-{host}", host, command, **shared, NODE_RANK=str(rank))
-        nodes(processes)
         processes.finish()
     assert norms(tmp_path)[0] == pytest.approx(alone, rel=EXACT)
     assert {"rank_0.log", "rank_1.log", "engine-0.log", "engine-1.log", "node-n2.log"} <= logged(tmp_path)
@@ -177,5 +170,5 @@ def test_slurm_starts_ranks_on_two_hosts(hosts, alone, tmp_path):
         processes.start("sbatch", CONTROLLER, command, **variables)
         processes.finish()
     assert norms(tmp_path)[0] == pytest.approx(alone, rel=EXACT)
-    assert {"rank_0.log", "rank_1.log", "engine-0.log", "engine-1.log"} <= logged(tmp_path)
+    assert {"rank_0.log", "rank_1.log", "engine-0.log", "engine-1.log", "node-n2.log"} <= logged(tmp_path)
     assert left_over(tmp_path) == []

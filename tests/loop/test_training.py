@@ -289,7 +289,7 @@ async def test_episodes_play_ahead_and_are_never_too_old(tmp_path):
     assert order[:5] == ["finish_update 0", "collect train 0", "collect train 1", "collect train 2", "finish_update 1"]
     assert order.index("collect train 5") < order.index("finish_update 4")
     rows = run.rows()
-    assert [row["rollout/staleness_max"] for row in rows] == [0, 1, 2, 2, 2, 2]
+    assert [row["async/staleness_max"] for row in rows] == [0, 1, 2, 2, 2, 2]
     assert all(row["accounting/attempts_stale"] == 0 for row in rows)
 
 
@@ -305,7 +305,7 @@ async def test_groups_that_are_too_old_are_played_again_and_counted(tmp_path):
     run.rollout._episode = one_is_old
     await run.go()
     assert [row["accounting/attempts_stale"] for row in run.rows()] == [0, 0, 4, 0]
-    assert [row["rollout/staleness_max"] <= 1 for row in run.rows()] == [True] * 4
+    assert [row["async/staleness_max"] <= 1 for row in run.rows()] == [True] * 4
     again = [request for request in run.rollout.requests if request.step == 2]
     assert [len(request.tasks) for request in again] == [4, 1]
 

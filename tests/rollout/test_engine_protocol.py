@@ -11,7 +11,7 @@ import pytest
 
 from megatron_fleet.agents.engine import EngineLost, Generation, SamplingParams
 from megatron_fleet.rollout import wire
-from megatron_fleet.rollout.engine_client import connect
+from megatron_fleet.rollout.engine_client import FAR_REQUESTS, connect
 from megatron_fleet.rollout.engine_server import EngineServer
 
 TOKEN = "secret"
@@ -176,6 +176,24 @@ async def test_a_session_stays_and_new_ones_go_where_there_is_room():
         for session in map(str, range(100, 120)):
             assert (await pool.generate([5], params(), session)).versions[0][0] == 1 - loaded
         busy.cancel()
+
+
+async def test_near_engines_are_preferred_until_they_are_clearly_busier():
+    engines = [Echo(0), Echo(1)]
+    async with serving(engines[0]) as (_, far), serving(engines[1]) as (_, near):
+        far = far.replace("127.0.0.1", "localhost")  # as if on another host
+        pool = connect([far, near], TOKEN, 30, host="127.0.0.1")
+        for session in map(str, range(16)):
+            assert (await pool.generate([5], params(), session)).versions[0][0] == 1
+        busy = [asyncio.create_task(pool.generate([0], params(), f"busy {i}")) for i in range(FAR_REQUESTS)]
+        await _until(lambda: len(engines[1].seen) == 16 + len(busy))
+        late = [(await pool.generate([5], params(), f"late {i}")).versions[0][0] for i in range(16)]
+        assert 0 in late
+        for request in busy:
+            request.cancel()
+        nowhere_near = connect([far, near], TOKEN, 30, host="10.0.0.9")
+        homes = [(await nowhere_near.generate([5], params(), s)).versions[0][0] for s in map(str, range(32))]
+        assert set(homes) == {0, 1}
 
 
 class _Relay:

@@ -51,7 +51,7 @@ class World:
         ids = [*self.tokenizer.encode("42 <done>"), self.tokenizer.special["<|im_end|>"]]
         return Generation(np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32), "stop", ((3, 0, len(ids)),))
 
-    def environment(self, config, url, episode):
+    def environment(self, config, url, episode, token):
         assert isinstance(config, Env) and url == "http://127.0.0.1:1" and episode
         self.opened += 1
         return WorldEnvironment(self)
@@ -84,7 +84,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def world(folder, monkeypatch):
     world = World(Tokenizer(folder))
-    monkeypatch.setattr(worker_module, "connect", lambda endpoints, token, timeout_s: world)
+    monkeypatch.setattr(worker_module, "connect", lambda endpoints, token, timeout_s, host: world)
     monkeypatch.setattr(worker_module, "make_environment", world.environment)
     return world
 
@@ -217,14 +217,14 @@ async def test_cancelling_run_stops_its_episodes(worker, world):
     assert world.in_flight == 0
 
 
-async def test_seeds_differ_by_sample_and_attempt_and_repeat_otherwise(worker, world):
+async def test_seeds_differ_by_sample_and_step_and_repeat_for_another_attempt(worker, world):
     one = spec("fine")
     specs = [one, one, replace(one, sample=1), replace(one, attempt=1), replace(one, step=10), replace(one, seed=None)]
     seeds = []
     for s in specs:
         await worker.run([s])
         seeds.append(world.requests[-1][1].seed)
-    assert seeds[0] == seeds[1] and len(set(seeds[1:])) == 5 and seeds[-1] is None
+    assert seeds[0] == seeds[1] == seeds[3] and len(set(seeds[1:])) == 4 and seeds[-1] is None
     assert {p.temperature for _, p in world.requests} == {0.7}
     assert len({session for session, _ in world.requests}) == 4  # sample, attempt and step name a new episode
     await worker.run([replace(one, collection=1)])

@@ -14,7 +14,13 @@ from megatron_fleet.config.schema import Algorithm
 from megatron_fleet.telemetry import dashboards, registry
 from megatron_fleet.telemetry.distributions import DISTRIBUTIONS, distributions
 from megatron_fleet.telemetry.episodes import NGRAM, eval_metrics, repeated_ngrams
-from megatron_fleet.telemetry.metrics import attempt_metrics, policy_metrics, progress_metrics, step_metrics
+from megatron_fleet.telemetry.metrics import (
+    attempt_metrics,
+    policy_metrics,
+    progress_metrics,
+    staleness_metrics,
+    step_metrics,
+)
 from megatron_fleet.trainer.base import LossReport, OptimReport
 
 ATTEMPTS = {"started": 11, "known": 6, "unknown": 2, "retried": 2, "aborted": 1, "unstarted": 3, "stale": 4}
@@ -235,6 +241,17 @@ def test_attempts():
     assert "accounting/attempts_unstarted" not in attempt_metrics(ATTEMPTS, "accounting")
 
 
+def test_staleness():
+    assert staleness_metrics(np.array([0, 2, 1, 0]), 3) == {
+        "async/staleness_mean": 0.75,
+        "async/staleness_min": 0,
+        "async/staleness_max": 2,
+        "async/staleness_ratio": 0.5,
+        "async/staleness_violation_count": 3,
+    }
+    assert staleness_metrics(np.zeros(0), 0) == {"async/staleness_violation_count": 0}
+
+
 def test_every_name_is_registered_once():
     correction = {"correction_weight": 18.0, "correction_weight_squared": 18.0, "corrected_tokens": 0.0}
     correction |= {"corrected_sequences": 0.0, "sequences": 2.0}
@@ -244,9 +261,9 @@ def test_every_name_is_registered_once():
     optims = [OptimReport(grad_norm=2.0, lr=1e-3, skipped=False, gradient=gradient)]
     names = one_step(reports=full, optims=optims, probe=0.25).keys() | eval_metrics(step_groups(), step_groups()).keys()
     names = {*names, *attempt_metrics(ATTEMPTS, "accounting"), *attempt_metrics(ATTEMPTS, "eval/all")}
-    names |= progress_metrics(1, 1, 1).keys()
+    names |= progress_metrics(1, 1, 1).keys() | staleness_metrics(np.array([0, 2]), 1).keys()
     names |= {p.replace("{env}", "shop") for m in registry.METRICS if (p := m.pattern).startswith(ELSEWHERE)}
-    names |= {"memory/train/parameters", "eval/all/uploads_failed"}  # tests/test_ledger.py, tests/evaluation
+    names |= {"memory/train/parameters", "eval/all/uploads_failed"}  # tests/loop, tests/evaluation
     names |= {"generate/repeated_ngram_rate", "eval/all/repeated_ngram_rate"}  # of longer episodes than these
     for name in names:
         matching = [m.pattern for m in registry.METRICS if m.matches(name)]

@@ -1,0 +1,135 @@
+"""Ranks as processes of one host: each learns its place, its end is told, and nothing of it stays."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from megatron_fleet.cluster.launcher import LocalRanks
+from megatron_fleet.cluster.nodes import RanksOfHost
+
+PRELUDE = """
+import json, os, signal, sys, time
+from pathlib import Path
+rank = int(os.environ["MFLEET_RANK"])
+def mark(name):
+    Path(f"{name}_{rank}.tmp").write_text(str(os.getpid()))
+    Path(f"{name}_{rank}.tmp").rename(f"{name}_{rank}")
+"""
+OWNER = """
+import asyncio, sys
+from pathlib import Path
+from megatron_fleet.cluster.launcher import LocalRanks
+from megatron_fleet.cluster.nodes import RanksOfHost
+async def main():
+    ranks = LocalRanks(RanksOfHost((0, 1), 2, 1), Path("logs"), [sys.executable, "-c", sys.argv[1]])
+    await ranks.start("h:1", "t")
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+
+
+def local_ranks(program: str, ranks: RanksOfHost) -> LocalRanks:
+    return LocalRanks(ranks, Path("logs"), [sys.executable, "-c", PRELUDE + program])
+
+
+def two() -> RanksOfHost:
+    return RanksOfHost((0, 1), 2, 1)
+
+
+async def there(*files: str) -> None:
+    deadline = time.monotonic() + 20
+    while not all(Path(f).exists() for f in files):
+        assert time.monotonic() < deadline, "a rank did not start"
+        await asyncio.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def assert_gone(*files: str) -> None:
+    deadline = time.monotonic() + 5
+    while any(alive(int(Path(f).read_text())) for f in files):
+        assert time.monotonic() < deadline, "a process was left behind"
+        await asyncio.sleep(0.02)
+
+
+async def test_every_rank_learns_its_place_and_its_devices(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"RANK": "9", "SLURM_PROCID": "9", "TORCHELASTIC_RUN_ID": "x"}.items():
+        monkeypatch.setenv(name, value)
+    ranks = local_ranks(
+        'Path(f"env_{rank}").write_text(json.dumps(dict(os.environ))); print("hello from", rank)',
+        RanksOfHost((2, 5), 6, 3, "GPU-b,GPU-a"),
+    )
+    await ranks.start("h:1", "secret")
+    await ranks.stop(20)
+    said = [json.loads(Path(f"env_{rank}").read_text()) for rank in (2, 5)]
+    assert [(s["MFLEET_LOCAL_RANK"], s["MFLEET_RANK"]) for s in said] == [("0", "2"), ("1", "5")]
+    for each in said:
+        assert (each["MFLEET_WORLD_SIZE"], each["MFLEET_LOCAL_WORLD_SIZE"], each["OMP_NUM_THREADS"]) == ("6", "2", "3")
+        assert (each["MFLEET_CONTROLLER"], each["MFLEET_TOKEN"]) == ("h:1", "secret")
+        assert each["CUDA_VISIBLE_DEVICES"] == "GPU-b,GPU-a"
+        assert not {"RANK", "SLURM_PROCID", "TORCHELASTIC_RUN_ID"} & each.keys()
+    assert Path("logs", "rank_5.log").read_text() == "hello from 5\n"
+
+
+async def test_how_a_rank_ended_is_told_in_words(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    program = """
+if rank == 1:
+    print("the reason", flush=True)
+    sys.exit(7)
+os.kill(os.getpid(), signal.SIGSEGV)
+"""
+    ranks = local_ranks(program, two())
+    await ranks.start("h:1", "t")
+    log = Path("logs", "rank_1.log")
+    try:
+        while len(ranks.ended()) < 2:
+            await asyncio.sleep(0.02)
+        assert await ranks.how_ended(1) == f"rank 1 ended with status 7 (the reason); its log is {log}"
+        assert (ranks.failed() or "").startswith("rank 0 was killed by SIGSEGV")
+    finally:
+        ranks.kill()
+    assert ranks.ended() == {}
+
+
+async def test_ranks_deaf_to_everything_go_after_the_deadline_with_what_they_started(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    program = """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.fork() == 0:
+    mark("child")
+else:
+    mark("started")
+time.sleep(60)
+"""
+    ranks = local_ranks(program, two())
+    await ranks.start("h:1", "t")
+    files = [f"{kind}_{rank}" for kind in ("started", "child") for rank in (0, 1)]
+    await there(*files)
+    began = time.monotonic()
+    await ranks.stop(0.3)
+    assert 0.3 <= time.monotonic() - began < 5
+    await assert_gone(*files)
+
+
+async def test_ranks_do_not_outlive_a_killed_owner(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    program = PRELUDE + 'mark("started")\ntime.sleep(60)'
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, program])
+    await there("started_0", "started_1")
+    os.kill(owner.pid, signal.SIGKILL)
+    owner.wait()
+    await assert_gone("started_0", "started_1")

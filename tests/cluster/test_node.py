@@ -1,0 +1,175 @@
+"""`mfleet node` with its controller: real processes on this machine, as many hosts as they say they are."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_fleet.cluster import frames
+from megatron_fleet.cluster.inventory import Device, Host
+from megatron_fleet.cluster.nodes import NodeRanks, Nodes, RanksOfHost, host_from_plain, host_to_plain
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.trainer.links import RankListener
+
+TOKEN = "the run's token"
+HERE = os.uname().nodename
+
+
+@contextlib.asynccontextmanager
+async def controller(logs: Path, count: int = 1, ranks: int = 2, wait_s: float = 30) -> AsyncIterator:
+    """A listener that admits nodes, and these."""
+    listener, nodes = RankListener(TOKEN, '{"run": {}}', ranks), Nodes(count, logs, wait_s)
+    listener.admit("node", nodes.admit)
+    await listener.listen("127.0.0.1", 0)
+    try:
+        yield listener, nodes
+    finally:
+        await nodes.close()
+        listener.close()
+
+
+@contextlib.contextmanager
+def node(address: str, token: str = TOKEN) -> Iterator[subprocess.Popen[str]]:
+    """`mfleet node` on this machine."""
+    environment = os.environ | {"MFLEET_CONTROLLER": address, "MFLEET_TOKEN": token, "MFLEET_HOST_ADDRESS": "127.0.0.1"}
+    command = [sys.executable, "-m", "megatron_fleet.cli", "node"]
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+async def ended(process: subprocess.Popen[str], within_s: float = 20) -> int:
+    return await asyncio.to_thread(process.wait, within_s)
+
+
+async def gone(pids: list[int], within_s: float = 10) -> None:
+    deadline = time.monotonic() + within_s
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline, "a process was left behind"
+        await asyncio.sleep(0.02)
+
+
+def both(nodes: Nodes) -> NodeRanks:
+    return NodeRanks(nodes, {HERE: RanksOfHost((0, 1), 2, 1)})
+
+
+async def test_a_node_starts_ranks_tells_their_end_and_starts_them_again(tmp_path):
+    async with controller(tmp_path / "logs") as (listener, nodes):
+        with node(listener.address) as process:
+            (host,) = await nodes.hosts()
+            assert (host.name, host.address) == (HERE, "127.0.0.1")
+            ranks = both(nodes)
+            await ranks.start(listener.address, TOKEN)
+            links = await listener.gather(60, ranks.failed)
+            assert [(link.who.rank, link.who.local_rank, link.who.source) for link in links] == [
+                (0, 0, "mfleet"),
+                (1, 1, "mfleet"),
+            ]
+            first = [link.who.pid for link in links]
+            os.kill(first[1], signal.SIGKILL)
+            log = tmp_path / "logs" / "rank_1.log"
+            words = await ranks.how_ended(1)
+            assert words.startswith("rank 1 was killed by SIGKILL")
+            assert words.endswith(f"; its log is {log}, on host {HERE}") and ranks.failed() == words
+            await ranks.stop(0.0)
+            await gone(first)
+            await ranks.start(listener.address, TOKEN)
+            assert ranks.failed() is None  # what the first ones did is past
+            links = await listener.gather(60, ranks.failed)
+            await nodes.close()
+            assert await ended(process) == 0
+            await gone([link.who.pid for link in links])
+
+
+async def test_everything_ends_when_the_controller_is_gone(tmp_path):
+    async with controller(tmp_path / "logs") as (listener, nodes):
+        with node(listener.address) as process:
+            await nodes.hosts()
+            ranks = both(nodes)
+            await ranks.start(listener.address, TOKEN)
+            links = await listener.gather(60, ranks.failed)
+            nodes._links[HERE].close()
+            assert await ended(process) == 3
+            await gone([link.who.pid for link in links])
+            assert "the controller is gone" in (tmp_path / "logs" / f"node-{HERE}.log").read_text()
+
+
+async def test_a_lost_node_is_told_waited_for_and_taken_back(tmp_path):
+    async with controller(tmp_path / "logs") as (listener, nodes):
+        ranks = both(nodes)
+        with node(listener.address) as process:
+            await nodes.hosts()
+            await ranks.start(listener.address, TOKEN)
+            links = await listener.gather(60, ranks.failed)
+            process.kill()
+            assert f"rank 0 was lost with host {HERE}" in await ranks.how_ended(0)
+            await gone([link.who.pid for link in links])
+        starting = asyncio.create_task(ranks.start(listener.address, TOKEN))
+        await asyncio.sleep(0.2)
+        assert not starting.done()
+        with node(listener.address):
+            await starting
+            assert len(await listener.gather(60, ranks.failed)) == 2
+
+
+async def test_a_host_that_does_not_come_back_is_named(tmp_path):
+    async with controller(tmp_path / "logs", wait_s=0.2) as (_, nodes):
+        with pytest.raises(UserError, match=r"cluster.nodes=1: 0 hosts have joined within 0.2 s .*`mfleet node`"):
+            await nodes.hosts()
+        with pytest.raises(UserError, match=rf"Host {HERE} was lost and did not come back within 0.2 s"):
+            await both(nodes).start("h:1", TOKEN)
+
+
+async def dial(address: str, *hello: object) -> tuple[list | None, asyncio.StreamWriter]:
+    """The answer, and what keeps the connection."""
+    host, port = address.rsplit(":", 1)
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(frames.pack(*hello))
+    return await asyncio.wait_for(frames.read(reader), 5), writer
+
+
+async def test_only_hosts_of_this_run_are_let_in(tmp_path):
+    a, b = (host_to_plain(Host(name, "10.0.0.1")) for name in "ab")
+    async with controller(tmp_path / "logs", count=1) as (listener, _):
+        for hello in (("node", "another", a), ("node", TOKEN, {"name": 1}), ("intruder", TOKEN, a)):
+            assert (await dial(listener.address, *hello))[0] is None
+        welcome, writer = await dial(listener.address, "node", TOKEN, a)
+        assert welcome == ["welcome", str(tmp_path / "logs")]
+        for who, words in ((a, "calls itself a is there already"), (b, "has its 1 hosts")):
+            refusal, _ = await dial(listener.address, "node", TOKEN, who)
+            assert refusal is not None and refusal[0] == "refused" and words in refusal[1]
+        writer.close()
+
+
+def test_a_refused_node_says_why(tmp_path):
+    async def story() -> tuple[int, str]:
+        async with controller(tmp_path / "logs") as (listener, _):
+            with node(listener.address, "another") as process:
+                status = await ended(process)
+                assert process.stderr is not None
+                return status, process.stderr.read()
+
+    status, errors = asyncio.run(story())
+    assert status == 2
+    assert errors.startswith("error: MFLEET_CONTROLLER=127.0.0.1:") and "MFLEET_TOKEN is another one" in errors
+    assert "another," not in errors.replace("another one,", "")
+
+
+def test_a_host_travels_whole():
+    host = Host("a", "10.0.0.1", (Device(3, "GPU-3", "H100", 80 << 30),))
+    assert host_from_plain(frames.unpack(frames.body("node", host_to_plain(host)))[1]) == host
+    for wrong in (None, {}, {"name": "a", "address": "b", "devices": [{"index": 1}]}):
+        with pytest.raises(ValueError):
+            host_from_plain(wrong)

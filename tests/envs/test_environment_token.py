@@ -1,0 +1,59 @@
+"""The run's own environment server, reachable from other hosts: who does not know its secret gets nothing."""
+
+import asyncio
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("openenv")
+
+from megatron_fleet.config.schema import Env
+from megatron_fleet.envs.base import EnvLost
+from megatron_fleet.envs.embedded.fleet import EmbeddedFleet
+from megatron_fleet.envs.embedded.tasks import generate
+from megatron_fleet.envs.registry import environment_token, make_environment, no_answer
+
+TASK = generate(seed=3, per_env=1)[0]
+TOKEN = environment_token("the run's token")
+
+
+@pytest.fixture
+def fleet(tmp_path):
+    fleet = EmbeddedFleet()
+    # Every address of 127.0.0.0/8 is this machine; another one than usual shows that the host is obeyed.
+    fleet.start(Env(), tmp_path / "env.log", host="127.0.0.2", token=TOKEN)
+    yield fleet
+    fleet.stop()
+
+
+def test_the_secret_is_asked_for_everywhere(fleet):
+    assert fleet.url.startswith("http://127.0.0.2:")
+
+    async def reset(token: str) -> str:
+        environment = make_environment(Env(), fleet.url, token=token)
+        try:
+            return (await environment.reset(TASK)).content
+        finally:
+            await environment.close()
+
+    assert asyncio.run(reset(TOKEN)) == TASK.prompt
+    for wrong in ("", "the run's token", TOKEN[:-1]):
+        with pytest.raises(EnvLost, match="403"):
+            asyncio.run(reset(wrong))
+    for page in ("/schema", "/health", "/"):
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(fleet.url + page, timeout=10)
+    assert no_answer(fleet.url, 10) is None  # it answers: that is all the controller asks
+
+    command = Path(f"/proc/{fleet.pid}/cmdline").read_text()
+    assert TOKEN not in command
+    fleet.restart()
+    assert asyncio.run(reset(TOKEN)) == TASK.prompt
+    with pytest.raises(EnvLost, match="403"):
+        asyncio.run(reset("wrong"))
+
+
+def test_the_secret_does_not_give_away_the_runs():
+    assert environment_token("another run's token") != TOKEN and "token" not in TOKEN
