@@ -33,12 +33,12 @@ from machine import describe
 from roles import Role, children, cpu_seconds
 
 from megatron_fleet.agents.tokenizer import train_tokenizer
+from megatron_fleet.cluster.janitor import marked
 from megatron_fleet.config.schema import Config
 from megatron_fleet.data.loader import load_tasks
 from megatron_fleet.envs.embedded.fleet import EmbeddedFleet
 from megatron_fleet.envs.embedded.tasks import SHIPPED_TASKS
 from megatron_fleet.rollout.engine_actor import environment
-from megatron_fleet.cluster.janitor import marked
 from megatron_fleet.rollout.requests import CollectRequest
 from megatron_fleet.rollout.service import RolloutService
 

@@ -48,7 +48,7 @@ def pack_around(kind: str, number: int, content: bytes) -> tuple[bytes, bytes]:
     return _LENGTH.pack(_checked(len(text) + len(content))) + text, content
 
 
-def unpack(body: bytes | memoryview) -> list[Any]:
+def unpack(body: bytes | bytearray) -> list[Any]:
     """A frame from the bytes behind its length. Raises ValueError for bytes that are no frame."""
     try:
         frame = msgpack.unpackb(body, strict_map_key=False, max_bin_len=MAX_FRAME)

@@ -22,7 +22,7 @@ from typing import Literal, Protocol, final
 
 from megatron_fleet.config.schema import Config
 from megatron_fleet.loop.memory_budget import GIB, Limits, MemoryBudget
-from megatron_fleet.trainer.base import PARTS, Trainer
+from megatron_fleet.trainer.base import PARTS, Part, Trainer
 
 Action = Callable[[], Awaitable[None]]
 
@@ -115,15 +115,16 @@ class Colocation:
     @asynccontextmanager
     async def with_parameters(self) -> AsyncIterator[None]:
         """Inside, the trainer has its parameters on its devices; in ``roll`` they are brought there for so long."""
+        parameters: tuple[Part, ...] = ("parameters",)
         brought = self._colocated and self._phase is Phase.ROLL
         if brought:
-            await self._trainer.onload(("parameters",))
+            await self._trainer.onload(parameters)
         try:
             yield
         finally:
             # When the next phase has begun to be entered, it is the one that decides what is where.
             if brought and self._phase is Phase.ROLL:
-                await self._trainer.offload(("parameters",))
+                await self._trainer.offload(parameters)
 
     def memory(self) -> dict[str, float]:
         """Metrics, see `MemoryBudget.metrics`."""

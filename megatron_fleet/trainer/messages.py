@@ -101,7 +101,8 @@ def datum_to_plain(datum: Datum) -> list[Any]:
 
 def datum_from_plain(values: Sequence[Any]) -> Datum:
     """What `datum_to_plain` was given; arrays are read-only."""
-    return Datum(*(None if value is None else array_from_plain(value) for value in values))
+    arrays: list[Any] = [None if value is None else array_from_plain(value) for value in values]
+    return Datum(*arrays)
 
 
 def results_to_plain(data: Sequence[Datum], values: Sequence[np.ndarray]) -> list[Any]:

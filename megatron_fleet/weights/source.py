@@ -116,10 +116,6 @@ class MegatronWeightSource:
         """Names in order, cut where the transformer layer changes: the unit of gathering."""
         return self._groups
 
-    def held_names(self) -> None:
-        """Every rank yields every tensor, which vLLM's protocol says by ``None``."""
-        return
-
     def iter_groups(self) -> Iterator[tuple[list[str], list[torch.Tensor]]]:
         """Names and whole tensors, one group at a time; see `__iter__`."""
         for group in self._groups:

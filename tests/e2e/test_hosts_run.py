@@ -65,7 +65,14 @@ def norms(out: Path) -> list[float]:
     return [row["policy/grad_norm"] for row in rows if "policy/grad_norm" in row]
 
 
-def left_over(out: Path) -> list[str]:
+def assert_nothing_left(out: Path, within_s: float = 20) -> None:
+    deadline = time.monotonic() + within_s
+    while left := living(out):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+def living(out: Path) -> list[str]:
     """Command lines of living processes, on whatever host, that have the run's mark."""
     found = []
     for folder in Path("/proc").iterdir():
@@ -144,7 +151,7 @@ def test_nodes_start_ranks_and_engines_on_both_hosts(hosts, alone, tmp_path):
     names = {f"{kind}.log" for kind in ("rank_0", "rank_1", "engine-0", "engine-1", "worker-0", "worker-1", "node-n2")}
     assert names <= logged(tmp_path)
     assert "engine 1 is back" in (tmp_path / "train.txt").read_text()
-    assert left_over(tmp_path) == []
+    assert_nothing_left(tmp_path)
 
 
 def test_torchrun_on_two_hosts_with_weights_by_disk(hosts, alone, tmp_path):
@@ -157,7 +164,7 @@ def test_torchrun_on_two_hosts_with_weights_by_disk(hosts, alone, tmp_path):
         processes.finish()
     assert norms(tmp_path)[0] == pytest.approx(alone, rel=EXACT)
     assert {"rank_0.log", "rank_1.log", "engine-0.log", "engine-1.log", "node-n2.log"} <= logged(tmp_path)
-    assert left_over(tmp_path) == []
+    assert_nothing_left(tmp_path)
 
 
 @pytest.mark.skipif(bool(missing := slurm_cluster.why_not()), reason=missing or "")
@@ -169,6 +176,7 @@ def test_slurm_starts_ranks_on_two_hosts(hosts, alone, tmp_path):
         command = ["sbatch", *options, batch, *SMALL, "run.steps=2", "--out", tmp_path]
         processes.start("sbatch", CONTROLLER, command, **variables)
         processes.finish()
+        slurm.wait_until_idle()
+        assert_nothing_left(tmp_path)
     assert norms(tmp_path)[0] == pytest.approx(alone, rel=EXACT)
     assert {"rank_0.log", "rank_1.log", "engine-0.log", "engine-1.log", "node-n2.log"} <= logged(tmp_path)
-    assert left_over(tmp_path) == []

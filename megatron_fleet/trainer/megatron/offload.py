@@ -60,10 +60,6 @@ class TrainState:
         held = self.held()
         return {part: held[part] + sum(n for _, n in self._away.get(part, ())) for part in PARTS}
 
-    def host_bytes(self) -> int:
-        """Host memory of the copies. It is kept while the parts are on the device, and used again."""
-        return sum(copy.nbytes for copy in self._copies.values())
-
     def offload(self, parts: Collection[Part] = PARTS) -> None:
         """Free the device memory of ``parts``; what is away already stays away.
 
