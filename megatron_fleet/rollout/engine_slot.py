@@ -44,14 +44,14 @@ class EngineSlot(WatchedComponent):
         self,
         name: str,
         log: str,
-        make: Callable[[], Any],
+        make: Callable[[], Awaitable[Any]],
         *,
         host: str,
         start_timeout_s: float,
         update_timeout_s: float,
         resend: Callable[[], Resend | None],
     ) -> None:
-        """Args: ``make``: creates the actor; raises ComponentLost when its host is gone. ``host``: address to listen
+        """Args: ``make``: creates the actor; raises ComponentLost when its host stays away. ``host``: address to listen
         on. ``resend``: finds it."""
         super().__init__(name, log)
         self.endpoint = ""
@@ -179,7 +179,7 @@ class EngineSlot(WatchedComponent):
 
     async def _listen(self) -> None:
         port = int(self.endpoint.rsplit(":", 1)[1]) if self.endpoint else 0
-        self._actor = self._make()
+        self._actor = await self._make()
         self.endpoint = await within(self._actor.listen.remote(self._host, port), self._start_timeout_s)
 
     async def _repeat(self, call: Callable[[Any], Awaitable[Any]], timeout_s: float) -> Any:

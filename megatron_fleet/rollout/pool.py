@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from functools import partial
 
+from megatron_fleet.cluster.inventory import LOOPBACK
+from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
 from megatron_fleet.envs.registry import Start, environment_token
 from megatron_fleet.rollout.actors import Place, make_engine, make_worker
 from megatron_fleet.rollout.collector import Collector
-from megatron_fleet.rollout.components import EnvironmentSlot, WorkerSlot
+from megatron_fleet.rollout.components import ComponentLost, EnvironmentSlot, WorkerSlot
 from megatron_fleet.rollout.engine_slot import EngineSlot, Resend
+from megatron_fleet.rollout.ray_local import wait_for_nodes
 
 RUN_MARGIN_S = 60.0
 """Beyond the deadlines that an episode keeps by itself; a worker that takes longer hangs."""
@@ -79,12 +81,21 @@ class Pool:
         await asyncio.gather(*(worker.forget_failures() for worker in self.workers))
 
     def _engine_slot(self, index: int, resend: Callable[[], Resend | None]) -> EngineSlot:
-        engine = self._config.rollout.engine
+        engine, host = self._config.rollout.engine, self._place.engine_host(index)
+
+        async def make() -> object:
+            if host != LOOPBACK:  # as Ray does not call a lone node
+                try:
+                    await wait_for_nodes([host], self._config.cluster.join_timeout_s)
+                except UserError as error:
+                    raise ComponentLost(str(error)) from None
+            return make_engine(self._config, self._place, index)
+
         return EngineSlot(
             f"engine {index}",
             str(self._place.logs / f"engine-{index}.log"),
-            partial(make_engine, self._config, self._place, index),
-            host=self._place.engine_host(index),
+            make,
+            host=host,
             start_timeout_s=engine.start_timeout_s,
             update_timeout_s=engine.update_timeout_s,
             resend=resend,

@@ -110,6 +110,12 @@ class Processes:
             process = self._hosts.run(host, command, self._environ | variables, stdout=file, stderr=subprocess.STDOUT)
         self._started.append((name, process, said))
 
+    def forget(self, name: str) -> None:
+        """A process that has ended badly, as it should."""
+        (lost,) = (entry for entry in self._started if entry[0] == name)
+        stop(lost[1])
+        self._started.remove(lost)
+
     def finish(self, until: Callable[[], bool] | None = None) -> None:
         """Wait until all have ended well, or until something is true while they run."""
         deadline = time.monotonic() + RUN_S
@@ -151,6 +157,26 @@ def test_nodes_start_ranks_and_engines_on_both_hosts(hosts, alone, tmp_path):
     names = {f"{kind}.log" for kind in ("rank_0", "rank_1", "engine-0", "engine-1", "worker-0", "worker-1", "node-n2")}
     assert names <= logged(tmp_path)
     assert "engine 1 is back" in (tmp_path / "train.txt").read_text()
+    assert_nothing_left(tmp_path)
+
+
+def test_a_host_that_was_lost_comes_back(hosts, alone, tmp_path):
+    with Processes(hosts, tmp_path) as processes:
+        changes = ["run.steps=3", "cluster.nodes=2", "checkpoint.interval=1"]
+        processes.start("train", "n1", [MFLEET, "train", *SMALL, *changes, "--out", tmp_path])
+        for host in ("n1", "n2"):
+            processes.start(f"node-{host}", host, [MFLEET, "node"])
+        saved = tmp_path / "checkpoints"
+        processes.finish(until=lambda: saved.exists() and any(saved.glob("step_*/manifest.json")))
+        hosts.power_off("n2")
+        processes.forget("node-n2")
+        hosts.power_on("n2")
+        processes.start("node-n2-again", "n2", [MFLEET, "node"])
+        processes.finish()
+    assert norms(tmp_path)[0] == pytest.approx(alone, rel=EXACT)
+    assert len(norms(tmp_path)) == 3
+    said = (tmp_path / "train.txt").read_text()
+    assert "the trainer is back" in said and "engine 1 is back" in said
     assert_nothing_left(tmp_path)
 
 

@@ -339,3 +339,26 @@ async def test_tasks_played_ahead_of_a_checkpoint_are_played_after_it(tmp_path):
     assert {step: before[step] for step in (4, 5)} == {step: after[step] for step in (4, 5)}
     played = {**before, **after}
     assert len([key for step in range(8) for key in played[step]]) == 32
+
+
+async def test_a_run_that_only_skips_stops_and_can_be_resumed(tmp_path):
+    skipping = ("policy.safety.max_skipped_in_a_row=2", "policy.safety.max_dumps=1", "checkpoint.interval=0")
+    run = Run(tmp_path, *skipping, "run.steps=6")
+    forward_backward, bad = run.trainer.forward_backward, {2, 4, 5}
+
+    async def poisoned(data, loss):
+        report = await forward_backward(data, loss)
+        if len(run.trainer.data) in bad:
+            run.trainer.gradient[:] = np.nan
+        return report
+
+    run.trainer.forward_backward = poisoned
+    with pytest.raises(UserError, match="2 updates in a row were skipped"):
+        await run.go()
+    assert [row["policy/skipped_steps"] for row in run.rows()] == [0, 1, 0, 1, 1]
+    assert [path.name for path in (tmp_path / "dumps").iterdir()] == ["step-000002.0"]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000005"]
+    run.fresh()
+    await run.go()
+    rows = run.rows()
+    assert [row["policy/skipped_steps_total"] for row in rows] == [0, 1, 1, 2, 3, 3]

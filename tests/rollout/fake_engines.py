@@ -69,7 +69,10 @@ class Slot(EngineSlot):
         for module in (components, engine_slot):
             monkeypatch.setattr(module.ray, "kill", self.killed.append)
         timeouts = {"start_timeout_s": 5.0, "update_timeout_s": 5.0}
-        make = lambda: FakeActor(self.calls, self.may_start)  # noqa: E731
+
+        async def make() -> FakeActor:
+            return FakeActor(self.calls, self.may_start)
+
         super().__init__("engine 0", "log", make, host="127.0.0.1", resend=lambda: self.resend, **timeouts)
 
     @property
