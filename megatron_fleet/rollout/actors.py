@@ -114,7 +114,8 @@ def make_worker(config: Config, place: Place, index: int, environment_url: str, 
     options: dict[str, Any] = {"num_cpus": 0, "runtime_env": runtime_env}
     host = place.worker_host(index)
     if (node := live_nodes().get(host)) is not None:  # else anywhere
-        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=True)
+        # Ray ignores a soft affinity of an actor without CPUs.
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
     actor = ray.remote(WorkerActor).options(**options)
     return actor.remote(
         place.logs / f"worker-{index}.log",

@@ -17,6 +17,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from megatron_fleet.agents.trajectory import Trajectory
 from megatron_fleet.cluster.restarts import OutOfRestarts, Restarts
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.envs.embedded.fleet import ServerKilled
 from megatron_fleet.envs.registry import Server, Start, no_answer, serve
 from megatron_fleet.rollout.requests import EpisodeSpec, RolloutFailed
 
@@ -94,11 +95,13 @@ class WorkerSlot(Component):
         self._replacing = asyncio.Lock()
 
     async def start(self) -> None:
-        """Create the worker. Raises RolloutFailed when it cannot be."""
+        """Create the worker. Raises RolloutFailed when it cannot be, or was killed too often while it started."""
         try:
             await self._create()
         except (RayError, TimeoutError) as error:
-            raise self.not_started(error) from error
+            if not died(error):
+                raise self.not_started(error) from error
+            await self._replace(self._actor, brief(error))
 
     async def run(self, specs: Sequence[EpisodeSpec]) -> list[Trajectory]:
         """Play a batch.
@@ -157,8 +160,17 @@ class EnvironmentSlot(WatchedComponent):
         self.losses = 0
 
     async def start(self) -> str:
-        """Start what the environments need; their address. Raises UserError."""
-        self._server = await asyncio.to_thread(serve, self._start)
+        """Start what the environments need; their address.
+
+        Raises:
+            UserError: they cannot be started.
+            RolloutFailed: the server was killed too often while it started.
+        """
+        while self._server is None:
+            try:
+                self._server = await asyncio.to_thread(serve, self._start)
+            except ServerKilled as error:
+                await self.pause(str(error))
         self._begin_to_serve(self._watch(self._server))
         return self._server.url
 
@@ -226,9 +238,14 @@ async def within(awaitable: Awaitable[Any], timeout_s: float) -> Any:
             raise TimeoutError(str(error)) from error
 
 
+def died(error: BaseException) -> bool:
+    """Whether the process of an actor ended under a call, as by a signal; not by an error of its own."""
+    return isinstance(error, RayActorError) and "creation task" not in str(error)
+
+
 def brief(error: BaseException) -> str:
     """One line of an error that may carry a remote traceback or a page of advice."""
-    if isinstance(error, RayActorError) and "creation task" not in str(error):
+    if died(error):
         return "its process died"
     if isinstance(error, ComponentLost):
         return str(error)

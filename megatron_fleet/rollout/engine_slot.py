@@ -12,7 +12,7 @@ import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from megatron_fleet.rollout.components import CALL_TIMEOUT_S, ComponentLost, WatchedComponent, brief, within
+from megatron_fleet.rollout.components import CALL_TIMEOUT_S, ComponentLost, WatchedComponent, brief, died, within
 from megatron_fleet.rollout.engine_actor import EngineStats
 from megatron_fleet.rollout.requests import RolloutFailed
 from megatron_fleet.weight_sync.base import WeightReceiver
@@ -72,19 +72,24 @@ class EngineSlot(WatchedComponent):
         self._reason = ""
 
     async def listen(self) -> None:
-        """Create the actor and learn its endpoint. Raises RolloutFailed when it cannot be."""
-        try:
-            await self._listen()
-        except (RayError, TimeoutError, ComponentLost) as error:
-            raise self.not_started(error) from error
+        """Create the actor and learn its endpoint. Raises RolloutFailed when it cannot be, or was killed too often."""
+        while True:
+            try:
+                return await self._listen()
+            except (RayError, TimeoutError, ComponentLost) as error:
+                if not died(error):
+                    raise self.not_started(error) from error
+                await self.pause(brief(error))
 
     async def start(self) -> None:
-        """Load the model. Raises RolloutFailed when it cannot."""
+        """Load the model. Raises RolloutFailed when it cannot, or was killed too often meanwhile."""
         try:
             await within(self._actor.start.remote(), self._start_timeout_s)
             await within(self._actor.serve.remote(), CALL_TIMEOUT_S)
         except (RayError, TimeoutError) as error:
-            raise self.not_started(error) from error
+            if not died(error):
+                raise self.not_started(error) from error
+            await self._replace(brief(error))
         self._begin_to_serve(self._watch())
 
     async def check(self) -> None:

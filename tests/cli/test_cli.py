@@ -99,12 +99,6 @@ def test_unexpected_error_leaves_its_traceback_in_the_outputs(monkeypatch, capsy
     assert "boom\nmore" in log.read_text()
 
 
-def test_each_rank_has_its_own_traceback(monkeypatch, tmp_path):
-    monkeypatch.setenv("RANK", "3")
-    assert fail_with(monkeypatch, RuntimeError("boom"), tmp_path) == 1
-    assert (tmp_path / "error_rank_3.log").is_file()
-
-
 def test_traceback_survives_outputs_that_cannot_be_written(monkeypatch, capsys, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "temporary"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -130,10 +131,11 @@ class Processes:
             time.sleep(0.1)
 
 
-def engines_on(hosts: Hosts, host: str) -> list[int]:
-    """Pids on that host of the engines' processes."""
-    text = hosts.output(host, ["sh", "-c", "grep -al Engine[A]ctor /proc/[0-9]*/cmdline || true"])
-    return [int(line.split("/")[2]) for line in text.splitlines()]
+def actors_on(hosts: Hosts, host: str) -> dict[str, int]:
+    """Pids of engines and episode workers on that host, by the names of their logs."""
+    logs = "for p in /proc/[0-9]*; do echo $p $(readlink $p/fd/1); done"
+    said = hosts.output(host, ["sh", "-c", logs])
+    return {name: int(pid) for pid, name in re.findall(r"^/proc/(\d+) .*/((?:engine|worker)-\d+)\.log$", said, re.M)}
 
 
 def logged(out: Path) -> set[str]:
@@ -148,9 +150,10 @@ def test_nodes_start_ranks_and_engines_on_both_hosts(hosts, alone, tmp_path):
             processes.start(f"node-{host}", host, [MFLEET, "node"])
         metrics = tmp_path / "metrics.jsonl"
         processes.finish(until=lambda: metrics.exists() and bool(metrics.read_text()))
-        own, other = engines_on(hosts, "n1"), engines_on(hosts, "n2")
-        assert len(own) == 1 and len(other) == 1
-        hosts.output("n2", ["kill", "-KILL", str(other[0])])
+        assert actors_on(hosts, "n1").keys() == {"engine-0", "worker-0"}
+        other = actors_on(hosts, "n2")
+        assert other.keys() == {"engine-1", "worker-1"}
+        hosts.output("n2", ["kill", "-KILL", str(other["engine-1"])])
         processes.finish()
     assert norms(tmp_path)[0] == pytest.approx(alone, rel=EXACT)
     assert len(norms(tmp_path)) == 3

@@ -38,6 +38,10 @@ class _Launch:
     token: str
 
 
+class ServerKilled(UserError):
+    """A signal ended the server while it started: starting it again may help."""
+
+
 class EmbeddedFleet:
     """One server process, owned by whoever started it; it also ends by itself when this process does.
 
@@ -140,7 +144,8 @@ class EmbeddedFleet:
             deadline = time.monotonic() + self._launch.config.start_timeout_s
             while not ready.exists():
                 if process.poll() is not None:
-                    raise self._failure(f"ended with status {process.returncode}")
+                    failure = self._failure(f"ended with status {process.returncode}")
+                    raise ServerKilled(str(failure)) if process.returncode < 0 else failure
                 if time.monotonic() > deadline:
                     process.kill()
                     limit = f"{self._launch.config.start_timeout_s:g} s (env.start_timeout_s)"
