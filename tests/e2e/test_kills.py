@@ -16,7 +16,7 @@ import psutil
 import pytest
 from whole_runs import Run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2700)]
 
 KILLS_PER_RUN, SEEDS = 10, (1, 2, 3, 4)
 LIMIT_S = 900
