@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -133,7 +134,9 @@ def test_an_evaluation_that_is_interrupted_keeps_what_ended_and_leaves_no_proces
 
     with serving(ChatServer(speak, key=KEY)) as server:
         command = [sys.executable, "-m", "megatron_fleet.cli", "eval", "--endpoint", server.url, "--model", MODEL]
-        with subprocess.Popen([*command, "--out", str(out), *SMALL], start_new_session=True) as evaluation:
+        heeding = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # shells ignore it in the background
+        started = subprocess.Popen([*command, "--out", str(out), *SMALL], start_new_session=True, preexec_fn=heeding)
+        with started as evaluation:
             while len(server.bodies) < 17:
                 assert evaluation.poll() is None
                 time.sleep(0.1)

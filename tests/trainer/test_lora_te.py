@@ -21,7 +21,13 @@ VARIANTS = [("qwen3", "te"), ("deepseek_v3", "te"), ("deepseek_v3", "te_grouped"
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> dict[Any, Any]:
     out = tmp_path_factory.mktemp("lora_te") / "built.pt"
-    path = [ROOT / "tests" / "weights" / "te_stub", ROOT, Path(__file__).parent, os.environ.get("PYTHONPATH", "")]
+    path = [
+        ROOT / "tests" / "weights" / "te_stub",
+        ROOT,
+        ROOT / "tests",
+        Path(__file__).parent,
+        os.environ.get("PYTHONPATH", ""),
+    ]
     env = {"PYTHONPATH": os.pathsep.join(map(str, path)), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(Path(__file__).with_name("lora_te.py")), str(out)]
     done = subprocess.run(command, env=os.environ | env, capture_output=True, text=True, timeout=300)
