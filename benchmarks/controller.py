@@ -1,4 +1,4 @@
-"""What the controller itself costs. Prints one line of JSON.
+"""Measure the cost of the controller itself. Prints one line of JSON.
 
 ``steps``: with emulated ranks (no model, another process), processor milliseconds of the controller per training step
 (plan, encode, send, gather), and bytes sent to each replica over the bytes of its data (1.0: one copy each), for

@@ -1,4 +1,4 @@
-"""What the controller must know of losses: which log-probs they need, and metrics from their sums. Without torch."""
+"""Metrics from the sums of a loss, and which log-probs a loss needs; without torch, for the controller."""
 
 from __future__ import annotations
 

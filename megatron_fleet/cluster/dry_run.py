@@ -1,4 +1,4 @@
-"""What a run would start and write, in words: the text of ``mfleet train --dry-run``."""
+"""Describe the processes and files of a run before it starts: the text of ``mfleet train --dry-run``."""
 
 from __future__ import annotations
 

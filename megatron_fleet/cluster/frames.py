@@ -129,7 +129,7 @@ def array_to_plain(array: np.ndarray) -> list[Any]:
 
 
 def array_from_plain(value: list[Any]) -> np.ndarray:
-    """What `array_to_plain` was given, read-only."""
+    """Read the array that `array_to_plain` wrote; it is read-only."""
     dtype, shape, data = value
     return np.frombuffer(data, np.dtype(dtype)).reshape(shape)
 

@@ -128,7 +128,7 @@ class RankServer:
             while (frame := self._link.read()) is not None:
                 if frame[0] == "delivered":
                     _, call, number, error = frame
-                    self._receipts[call, number].put(error)
+                    self._receipts.pop((call, number)).put(error)
                     continue
                 self._quitting = self._quitting or frame[0] == "quit"
                 self._frames.put(frame)
