@@ -25,6 +25,13 @@ GRACE_S = 2.0
 """What the processes of a dead driver get to end by themselves."""
 
 
+def marks(run_id: str) -> dict[str, str]:
+    """Variables for every process of a run, which keep it recognizable: where a process sets its title, as Ray's agents
+    and vLLM do, setproctitle would write it over the process's environment, the mark included (SPT_NOENV: it does not).
+    """
+    return {MARK: run_id, "SPT_NOENV": "1"}
+
+
 class Janitor:
     """The owner's handle. ``close`` ends the janitor after its work; so does the owner's death."""
 

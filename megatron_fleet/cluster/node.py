@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron_fleet.cluster import frames
 from megatron_fleet.cluster.inventory import Host, local_inventory
-from megatron_fleet.cluster.janitor import MARK, Janitor
+from megatron_fleet.cluster.janitor import Janitor, marks
 from megatron_fleet.cluster.launcher import POLL_S, LocalRanks, die_with_parent
 from megatron_fleet.cluster.nodes import OBJECT_STORE_BYTES, RanksOfHost, RayHead, host_to_plain
 from megatron_fleet.cluster.rank_identity import controller_address, without_rank_variables
@@ -192,7 +192,7 @@ class Node:
     def _start_ray(self, head: RayHead) -> subprocess.Popen[bytes]:
         own = {"RAY_ADDRESS", "MFLEET_TOKEN"}
         environment = {name: value for name, value in without_rank_variables(os.environ).items() if name not in own}
-        environment |= head.trust | {MARK: head.run_id, "RAY_USAGE_STATS_ENABLED": "0"}
+        environment |= head.trust | marks(head.run_id) | {"RAY_USAGE_STATS_ENABLED": "0"}
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={head.address}", "--block"]
         # All our actors take no CPU; Ray starts as many idle workers as there are.
         command += [f"--node-ip-address={self._host.address}", "--num-cpus=1"]

@@ -13,7 +13,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-from megatron_fleet.cluster.janitor import MARK
+from megatron_fleet.cluster.janitor import marks
 from megatron_fleet.cluster.nodes import OBJECT_STORE_BYTES, RayHead
 from megatron_fleet.cluster.rank_identity import without_rank_variables
 from megatron_fleet.config.errors import UserError
@@ -39,7 +39,7 @@ def run_folder(run_id: str) -> Path:
 def children_environment(run_id: str) -> Iterator[dict[str, str]]:
     """The variables that processes started within inherit: the run's mark, and nothing that names a trainer rank."""
     before = dict(os.environ)
-    inherited = without_rank_variables(before) | {MARK: run_id}
+    inherited = without_rank_variables(before) | marks(run_id)
     inherited.pop("MFLEET_TOKEN", None)  # whoever needs it is given it
     _replace_environment(inherited)
     try:

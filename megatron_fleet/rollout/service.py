@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_fleet.agents.engine import Engine
 from megatron_fleet.cluster.inventory import Inventory, local_inventory
-from megatron_fleet.cluster.janitor import MARK, Janitor
+from megatron_fleet.cluster.janitor import Janitor, marks
 from megatron_fleet.cluster.nodes import Nodes, RayHead
 from megatron_fleet.cluster.placement import Placement, Wanted, place
 from megatron_fleet.config.errors import UserError
@@ -233,7 +233,7 @@ class RolloutService:
             logs=logs,
             episode_python=self._episode_python,
             token=self._ground.token,
-            env_vars={MARK: self.run_id},
+            env_vars=marks(self.run_id),
             engines=self._ground.placement.engines,
             transport=self._ground.placement.transport,
             inventory=self._ground.inventory,

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 pytest.importorskip("vllm")
@@ -65,6 +66,11 @@ def test_nothing_outlives_the_owner(tmp_path, episode_python, model, how, when, 
     try:
         told = json.loads(owner.stdout.readline())
         assert len(told["pids"]) >= 5  # Ray's own and ours
+        if when == "ready":  # Ray's agents, too, which would write their title over their environment, mark and all
+            started = psutil.Process(owner.pid).children(recursive=True)
+            agents = {p.pid: p.cmdline()[0].rstrip() for p in started if "Agent" in p.cmdline()[0]}
+            assert set(agents.values()) == {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}
+            assert agents.keys() <= set(told["pids"])
         assert not any(b"MASTER_ADDR=" in _environment(pid) for pid in told["pids"])
         owner.send_signal(how)
         owner.wait(within_s)
