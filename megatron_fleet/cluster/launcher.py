@@ -96,20 +96,7 @@ class LocalRanks:
             common["CUDA_VISIBLE_DEVICES"] = mine.visible
         for i, rank in enumerate(mine.ranks):
             own = {"MFLEET_RANK": str(rank), "MFLEET_LOCAL_RANK": str(i)}
-            self._processes[rank] = self._spawn(rank, inherited | common | own)
-
-    def _spawn(self, rank: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-        with self._log_of(rank).open("ab") as log:
-            # A session of its own keeps the terminal's Ctrl-C away from the rank, and makes it a group to kill.
-            return subprocess.Popen(
-                self._command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                preexec_fn=die_with_parent(),
-            )
+            self._processes[rank] = spawn(self._command, inherited | common | own, self._log_of(rank))
 
     async def how_ended(self, rank: int) -> str:
         """See `RankStarter.how_ended`."""
@@ -172,6 +159,21 @@ def _status(process: subprocess.Popen[bytes]) -> int | None:
     if end is None:
         return None
     return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+
+
+def spawn(command: Sequence[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+    """Start a process that writes to the end of ``log`` and dies with this one."""
+    with log.open("ab") as file:
+        # A session of its own keeps the terminal's Ctrl-C away from it, and makes it a group to kill.
+        return subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+            preexec_fn=die_with_parent(),
+        )
 
 
 def die_with_parent() -> Callable[[], None]:

@@ -20,7 +20,7 @@ from typing import Any
 from megatron_fleet.cluster import frames
 from megatron_fleet.cluster.inventory import Host, local_inventory
 from megatron_fleet.cluster.janitor import Janitor, marks
-from megatron_fleet.cluster.launcher import POLL_S, LocalRanks, die_with_parent
+from megatron_fleet.cluster.launcher import POLL_S, LocalRanks, spawn
 from megatron_fleet.cluster.nodes import OBJECT_STORE_BYTES, RanksOfHost, RayHead, host_to_plain
 from megatron_fleet.cluster.rank_identity import controller_address, without_rank_variables
 from megatron_fleet.cluster.restarts import OutOfRestarts, Restarts
@@ -197,16 +197,7 @@ class Node:
         # All our actors take no CPU; Ray starts as many idle workers as there are.
         command += [f"--node-ip-address={self._host.address}", "--num-cpus=1"]
         command += [f"--object-store-memory={OBJECT_STORE_BYTES}"]
-        with self._log.open("ab") as log:
-            return subprocess.Popen(
-                command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                preexec_fn=die_with_parent(),
-            )
+        return spawn(command, environment, self._log)
 
     def _tell(self, *frame: Any) -> None:
         with suppress(OSError):

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_fleet.agents.engine import Engine, EngineLost, Generation, SamplingParams
 from megatron_fleet.agents.images import PlacedImage
+from megatron_fleet.cluster import frames
 from megatron_fleet.rollout import wire
 
 MAX_SESSIONS = 65_536
@@ -117,18 +118,18 @@ class _Replica:
             writer = await self._connected()
             for placed in images:
                 self._send_image(writer, placed)
-            writer.write(wire.pack("generate", number, *request))
+            writer.write(frames.pack("generate", number, *request))
             return await answer
         except asyncio.CancelledError:
             if writer is not None and not writer.is_closing():
-                writer.write(wire.pack("cancel", number))
+                writer.write(frames.pack("cancel", number))
             raise
         finally:
             self._waiting.pop(number, None)
 
     def _send_image(self, writer: asyncio.StreamWriter, placed: PlacedImage) -> None:
         if placed.digest not in self._sent:
-            writer.write(wire.pack("image", placed.image.media_type, placed.image.data))
+            writer.write(frames.pack("image", placed.image.media_type, placed.image.data))
         self._sent[placed.digest] = None
         self._sent.move_to_end(placed.digest)
         if len(self._sent) > MAX_SENT:
@@ -142,7 +143,7 @@ class _Replica:
                     reader, writer = await asyncio.open_connection(host, int(port), limit=1 << 20)
                 except OSError as error:
                     raise EngineLost(f"engine {self.endpoint} is not reachable: {error.strerror}") from error
-                writer.write(wire.pack("hello", self._token))
+                writer.write(frames.pack("hello", self._token))
                 self._writer = writer
                 self._sent.clear()
                 self._reading = asyncio.create_task(self._read(reader, writer))
@@ -150,7 +151,7 @@ class _Replica:
 
     async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            while (frame := await wire.read(reader)) is not None:
+            while (frame := await frames.read(reader)) is not None:
                 self._settle(frame)
         except ValueError:
             pass  # not our protocol: as good as gone
@@ -170,7 +171,8 @@ class _Replica:
             ids, logprobs, reason, versions, routing = rest
             spans = tuple((int(v), int(start), int(end)) for v, start, end in versions)
             arrays = wire.bytes_to_ids(ids), wire.bytes_to_floats(logprobs)
-            answer.set_result(Generation(*arrays, reason, spans, wire.list_to_routing(routing)))
+            experts = None if routing is None else frames.array_from_plain(routing)
+            answer.set_result(Generation(*arrays, reason, spans, experts))
         elif kind == "lost":
             answer.set_exception(EngineLost(rest[0]))
         elif kind == "missing":

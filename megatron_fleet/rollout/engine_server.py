@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_fleet.agents.engine import EngineLost, Generation, SamplingParams
 from megatron_fleet.agents.images import PlacedImage, digest
+from megatron_fleet.cluster import frames
 from megatron_fleet.envs.base import Image
 from megatron_fleet.rollout import wire
 
@@ -75,10 +76,10 @@ class EngineServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         running: dict[int, asyncio.Task[None]] = {}
         try:
-            hello = await asyncio.wait_for(wire.read(reader), HELLO_TIMEOUT_S)
+            hello = await asyncio.wait_for(frames.read(reader), HELLO_TIMEOUT_S)
             if not self._trusted(hello):
                 return
-            while (frame := await wire.read(reader)) is not None:
+            while (frame := await frames.read(reader)) is not None:
                 self._dispatch(frame, writer, running)
         except (TimeoutError, ValueError):
             return  # a peer that does not speak the protocol gets no answer
@@ -102,7 +103,7 @@ class EngineServer:
             case ["generate", int(number), str(session), bytes(prompt), temperature, max_tokens, stop, seed, start, at]:
                 images = self._images.placed(at)
                 if images is None:
-                    writer.write(wire.pack("missing", number))
+                    writer.write(frames.pack("missing", number))
                     return
                 params = SamplingParams(temperature, max_tokens, tuple(stop), seed, start)
                 request = (wire.bytes_to_ids(prompt).tolist(), params, session, images)
@@ -119,12 +120,12 @@ class EngineServer:
         try:
             await self._open.wait()
             result = await self._generate(*request)
-            ids, logprobs = wire.ids_to_bytes(result.token_ids), wire.floats_to_bytes(result.logprobs)
-            routing = wire.routing_to_list(result.routing)
-            writer.write(wire.pack("done", number, ids, logprobs, result.finish_reason, result.versions, routing))
+            arrays = wire.ids_to_bytes(result.token_ids), wire.floats_to_bytes(result.logprobs)
+            end = (result.finish_reason, result.versions, result.routing)
+            writer.write(frames.pack("done", number, *arrays, *end))
         except ValueError as error:
-            writer.write(wire.pack("refused", number, str(error)))
+            writer.write(frames.pack("refused", number, str(error)))
         except Exception as error:  # the client must hear of it, whatever it is, or it would wait for its deadline
             if not isinstance(error, EngineLost):
                 traceback.print_exc()
-            writer.write(wire.pack("lost", number, str(error) or type(error).__name__))
+            writer.write(frames.pack("lost", number, str(error) or type(error).__name__))

@@ -121,6 +121,17 @@ def test_equal_seeds_give_equal_runs_to_the_last_bit_though_trainer_and_engines_
     assert held["roll"] == [0, 0, 0]
 
 
+def test_rollouts_may_take_longer_than_a_collective_may(tmp_path):
+    """No rank waits in a collective for the rollout: torch would end it."""
+    limit_s = 8
+    slow = ("env.faults.latency_median_s=3", "env.faults.latency_sigma=0")
+    pair = ("parallel.data=2", f"cluster.collective_timeout_s={limit_s}", "cluster.max_restarts=0")
+    run = Run(tmp_path / "gaps", (*pair, *slow, "run.steps=2", "eval=none"))
+    run.finish()
+    waits = [row["timing/rollout_wait"] for row in run.metrics() if "timing/rollout_wait" in row]
+    assert len(waits) == 2 and min(waits) > limit_s, waits
+
+
 def test_a_killed_run_ends_like_the_undisturbed_one(first, tmp_path):
     """To the last bit, though its first evaluation went beside the training and not before it."""
     run = Run(tmp_path / "killed", (*PROBED, "eval.overlap=true"))

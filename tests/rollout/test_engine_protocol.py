@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_fleet.agents.engine import EngineLost, Generation, SamplingParams
-from megatron_fleet.rollout import wire
+from megatron_fleet.cluster import frames
 from megatron_fleet.rollout.engine_client import FAR_REQUESTS, connect
 from megatron_fleet.rollout.engine_server import EngineServer
 
@@ -86,7 +86,9 @@ async def test_a_wrong_token_gets_nothing(token):
     assert engine.seen == []
 
 
-@pytest.mark.parametrize("raw", [b"GET / HTTP/1.1\r\n\r\n", wire.pack("generate", 1, b"", 1.0, 1, [], 0), b"\xff" * 64])
+@pytest.mark.parametrize(
+    "raw", [b"GET / HTTP/1.1\r\n\r\n", frames.pack("generate", 1, b"", 1.0, 1, [], 0), b"\xff" * 64]
+)
 async def test_a_foreign_peer_is_disconnected(raw):
     engine = Echo()
     async with serving(engine) as (_, endpoint):
