@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Sequence
 from importlib import metadata
@@ -17,6 +18,8 @@ from megatron_fleet.config import validate
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
 from megatron_fleet.data.task import Task
+
+log = logging.getLogger(__name__)
 
 
 def check(config: Config) -> None:
@@ -34,6 +37,8 @@ def check(config: Config) -> None:
     _routing(config, hf_config)
     _renderer(config)
     _prompts(config)
+    _verifiers(config)
+    _environment_server(config)
     _fleet_key(config)
     _wandb_key(config)
     _mlflow_server(config)
@@ -52,6 +57,8 @@ def check_evaluation(config: Config) -> None:
     _engine(config, _model(config))
     _renderer(config)
     _prompts(config)
+    _verifiers(config)
+    _environment_server(config)
     _fleet_key(config)
 
 
@@ -64,8 +71,12 @@ def check_endpoint(config: Config) -> None:
     validate.check(config)
     _out(config)
     _prompts(config)
+    _verifiers(config)
+    _environment_server(config)
     _fleet_key(config)
     endpoint = config.eval.endpoint
+    if "@" in str(endpoint.url):
+        raise UserError("eval.endpoint.url holds a user or a password, which would be written to files; leave it out.")
     if not str(endpoint.url).startswith(("http://", "https://")):
         raise UserError(f"eval.endpoint.url={endpoint.url} is no address; write it as https://host/v1.")
     if not endpoint.model:
@@ -200,6 +211,29 @@ def _prompts(config: Config) -> None:
     load_prompts(config.agent.prompts)
 
 
+def _verifiers(config: Config) -> None:
+    from megatron_fleet.envs.embedded.verifier_client import check_sandbox
+
+    if config.env.kind == "embedded" and (note := check_sandbox(config.env.sandbox)):
+        log.warning("%s", note)
+
+
+def _environment_server(config: Config) -> None:
+    """Whether anything answers at ``env.url``; what it plays is seen at the first reset."""
+    if config.env.kind == "openenv":
+        url = str(config.env.url)
+        _must_answer("env.url", url, url.replace("ws", "http", 1) if url.startswith("ws") else url)
+
+
+def _must_answer(key: str, value: str, url: str) -> None:
+    import httpx
+
+    try:
+        httpx.get(url, timeout=10)
+    except httpx.HTTPError as error:
+        raise UserError(f"{key}={value}: nothing answers there ({error}); start the server, or correct it.") from error
+
+
 def _fleet_key(config: Config) -> None:
     from megatron_fleet.envs.fleet_package import check_key
 
@@ -221,18 +255,13 @@ def _wandb_key(config: Config) -> None:
 
 def _mlflow_server(config: Config) -> None:
     """Whether anything answers; that it takes the user or token is seen when the run begins."""
-    import httpx
-
     uri = config.logging.mlflow.uri
     if uri is None:
         return
     if find_spec("mlflow") is None:
         raise UserError(f"logging.mlflow.uri={uri}: MLflow is missing; pip install mlflow-skinny, or remove the key.")
-    try:
-        if uri.startswith("http"):
-            httpx.get(uri, timeout=10)
-    except httpx.HTTPError as error:
-        raise UserError(f"logging.mlflow.uri={uri}: nothing answers there ({error}); correct it.") from error
+    if uri.startswith("http"):
+        _must_answer("logging.mlflow.uri", uri, uri)
 
 
 def _tasks(config: Config) -> None:

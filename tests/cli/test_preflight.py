@@ -141,6 +141,17 @@ def test_an_mlflow_server_must_answer(model, tmp_path):
     check(model, f"logging.mlflow.uri=sqlite:///{tmp_path / 'store.db'}")
 
 
+def test_an_environment_server_must_answer(model, tmp_path):
+    (tmp_path / "tasks.json").write_text('[{"task_key": "a", "env_key": "e", "prompt": "p"}]')
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # bound, not listening
+        address = f"127.0.0.1:{nobody.getsockname()[1]}"
+        tasks = ("data=file", f"data.tasks={tmp_path / 'tasks.json'}")
+        for scheme in ("http", "ws"):
+            refused = refusal(model, "env=openenv", f"env.url={scheme}://{address}", *tasks)
+            assert refused.startswith(f"env.url={scheme}://{address}: nothing answers there")
+
+
 def test_outputs_must_be_a_folder(model, tmp_path):
     (tmp_path / "file").write_text("")
     assert str(tmp_path / "file") in refusal(model, f"run.out={tmp_path / 'file' / 'out'}")

@@ -21,6 +21,7 @@ def check(*overrides: str) -> None:
     ("overrides", "keys"),
     [
         ([*FLEET, "env.url=http://h"], ["env.url=http://h", "env.kind=fleet"]),
+        (["env=openenv", "env.url=http://me:secret@h"], ["env.url holds a user or a password"]),
         (["env=fleet"], ["data.tasks", "env.kind=fleet", "set data.tasks=FILE"]),
         ([*FLEET, *NEEDED, "env.fleet.ttl_s=799"], ["env.fleet.ttl_s=799", "are 800 s", "at least 800", "lookahead=4"]),
         ([*FLEET, *NEEDED, "env.fleet.ttl_s=499", "env.provisioning.lookahead=0"], ["at least 500"]),
@@ -34,6 +35,7 @@ def test_impossible_environments_are_explained(overrides, keys):
     with pytest.raises(UserError) as caught:
         check(*overrides)
     assert all(key in str(caught.value) for key in keys), str(caught.value)
+    assert "secret" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ FLEET_CALL_S = 62.0
 def _env_url(c: Config) -> str | None:
     if c.env.kind == "openenv" and not c.env.url:
         return "env.kind=openenv needs the address of the server; add env.url=http://…"
+    if "@" in str(c.env.url):
+        return "env.url holds a user or a password, which would be written to files; leave it out."
     if c.env.kind == "openenv" and not str(c.env.url).startswith(("http://", "https://", "ws://", "wss://")):
         return f"env.url={c.env.url} is no address; it must begin with http://, https://, ws:// or wss://."
     if c.env.kind != "openenv" and c.env.url:

@@ -19,6 +19,11 @@ class Env(Section):
         description="embedded: the fleet in this package, started for the run; openenv: a server at `url`; fleet: "
         "Fleet's hosted environments (FLEET_API_KEY).",
     )
+    sandbox: Literal["full", "available"] = Field(
+        "available",
+        description="Of the verifiers of kind=embedded. full: refuse machines without user namespaces or Landlock; "
+        "available: warn of what is missing. Without seccomp none starts.",
+    )
     url: str | None = Field(None, description="Base URL of the OpenEnv server; only for kind=openenv.")
     start_timeout_s: float = Field(60, gt=0, description="Deadline of the environment server's start.")
     make_timeout_s: float = Field(30, gt=0, description="Deadline of connecting to, or making, one environment.")

@@ -8,16 +8,18 @@ import json
 import os
 import signal
 import socket
+import sys
 from pathlib import Path
 
 import uvicorn
 
+from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.sections.faults import FaultRates
 from megatron_fleet.envs.embedded.connections import Connections, Guard
 from megatron_fleet.envs.embedded.environment import ACTION, NO_FAULTS, OBSERVATION, FleetEnvironment
 from megatron_fleet.envs.embedded.faults import FaultSource, RandomFaults
 from megatron_fleet.envs.embedded.fleet import TOKEN
-from megatron_fleet.envs.embedded.verifier_client import Limits, VerifierClient
+from megatron_fleet.envs.embedded.verifier_client import Limits, VerifierClient, check_sandbox
 from megatron_fleet.envs.openenv_client import import_openenv
 
 MAX_SESSIONS = 1024
@@ -102,6 +104,11 @@ def main() -> None:
     parser.add_argument("--faults", help="rates of faults on purpose as JSON, the keys of env.faults")
     parser.add_argument("--seed", type=int, default=0, help="of the faults")
     args = parser.parse_args()
+    try:
+        if note := check_sandbox("available"):
+            print(f"warning: {note}", file=sys.stderr, flush=True)
+    except UserError as error:
+        sys.exit(f"error: {error}")
     faults = RandomFaults(FaultRates.model_validate_json(args.faults), args.seed) if args.faults else NO_FAULTS
     where = {"host": args.host, "token": os.environ.pop(TOKEN, "")}
     asyncio.run(

@@ -12,14 +12,37 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from megatron_fleet.config.errors import UserError
 from megatron_fleet.envs.base import Reward
 
 CONCURRENT = 8
 """Verifiers that run at one time; bounds memory to this many times ``Limits.memory_bytes``."""
+SANDBOX = Path(__file__).with_name("sandbox.py")
 GRACE_S = 5.0
 """Beyond the verifier's own deadline, for the host to tell the outcome."""
+
+
+def check_sandbox(wanted: Literal["full", "available"]) -> str | None:
+    """What this machine cannot keep from verifiers, in a sentence; ``None``: nothing.
+
+    Raises:
+        UserError: it lacks what is ``wanted`` (env.sandbox), or the filter of system calls, without which a verifier
+            could do what this user can.
+    """
+    probe = subprocess.run([sys.executable, "-I", str(SANDBOX)], stdout=subprocess.PIPE, env={}, check=True)
+    missing = json.loads(probe.stdout)
+    if not missing:
+        return None
+    lacks = "this machine's kernel or container refuses " + ", ".join(
+        f"{name} ({why})" for name, why in missing.items()
+    )
+    if "system calls" in missing:
+        raise UserError(f"Verifiers cannot be confined: {lacks}; use a machine with seccomp, or env.kind=openenv.")
+    if wanted == "full":
+        raise UserError(f"env.sandbox=full: {lacks}; allow it, or set env.sandbox=available.")
+    return f"Verifiers run without a layer of their sandbox: {lacks}."
 
 
 @dataclass(frozen=True, slots=True)
