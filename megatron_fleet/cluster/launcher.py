@@ -16,6 +16,7 @@ from typing import Protocol
 
 from megatron_fleet.cluster.nodes import RanksOfHost
 from megatron_fleet.cluster.rank_identity import without_rank_variables
+from megatron_fleet.config.secrets import STORE, without_secrets
 
 POLL_S = 0.05
 LAST_LINES = 2000
@@ -83,7 +84,7 @@ class LocalRanks:
         """See `RankStarter.start`."""
         self._logs.mkdir(parents=True, exist_ok=True)
         mine = self._ranks
-        inherited = without_rank_variables(os.environ)
+        inherited = without_secrets(without_rank_variables(os.environ), keep=STORE)
         common = {
             "MFLEET_WORLD_SIZE": str(mine.world_size),
             "MFLEET_LOCAL_WORLD_SIZE": str(len(mine.ranks)),

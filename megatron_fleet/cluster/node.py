@@ -25,6 +25,7 @@ from megatron_fleet.cluster.nodes import OBJECT_STORE_BYTES, RanksOfHost, RayHea
 from megatron_fleet.cluster.rank_identity import controller_address, without_rank_variables
 from megatron_fleet.cluster.restarts import OutOfRestarts, Restarts
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.secrets import without_secrets
 
 CONNECT_DEADLINE_S = 600.0
 """The other hosts may be up before the first one is."""
@@ -190,8 +191,8 @@ class Node:
                 return  # the controller finds its engines gone
 
     def _start_ray(self, head: RayHead) -> subprocess.Popen[bytes]:
-        own = {"RAY_ADDRESS", "MFLEET_TOKEN"}
-        environment = {name: value for name, value in without_rank_variables(os.environ).items() if name not in own}
+        environment = without_secrets(without_rank_variables(os.environ))
+        environment.pop("RAY_ADDRESS", None)
         environment |= head.trust | marks(head.run_id) | {"RAY_USAGE_STATS_ENABLED": "0"}
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={head.address}", "--block"]
         # All our actors take no CPU; Ray starts as many idle workers as there are.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from megatron_fleet.agents.trajectory import Trajectory
 from megatron_fleet.cluster.inventory import LOOPBACK, Inventory
 from megatron_fleet.cluster.logs import write_output_to
 from megatron_fleet.config.schema import Config
+from megatron_fleet.config.secrets import STORE, of_environments, secrets
 from megatron_fleet.rollout import engine_actor
 from megatron_fleet.rollout.components import ComponentLost
 from megatron_fleet.rollout.ray_local import live_nodes
@@ -71,8 +73,10 @@ class Place:
 class WorkerActor:
     """An EpisodeWorker as a Ray actor. The worker's module exists in the episode environment only."""
 
-    def __init__(self, log: Path, *args: Any) -> None:
+    def __init__(self, log: Path, secrets: dict[str, str], *args: Any) -> None:
+        """Args: ``secrets``: variables that the environments' client reads."""
         write_output_to(log)
+        os.environ.update(secrets)
         from megatron_fleet.rollout.worker import EpisodeWorker
 
         self._worker = EpisodeWorker(*args)
@@ -103,7 +107,8 @@ def engine_options(place: Place, index: int) -> dict[str, Any]:
 def make_engine(config: Config, place: Place, index: int) -> Any:
     """Create the actor of an engine. Raises ComponentLost as `engine_options` does."""
     actor = ray.remote(engine_actor.EngineActor).options(**engine_options(place, index))
-    return actor.remote(config, place.token, place.logs / f"engine-{index}.log", place.transport)
+    of_store = secrets(os.environ, STORE) if place.transport == "disk" else {}
+    return actor.remote(config, place.token, place.logs / f"engine-{index}.log", place.transport, of_store)
 
 
 def make_worker(config: Config, place: Place, index: int, environment_url: str, endpoints: Sequence[str]) -> Any:
@@ -119,6 +124,7 @@ def make_worker(config: Config, place: Place, index: int, environment_url: str, 
     actor = ray.remote(WorkerActor).options(**options)
     return actor.remote(
         place.logs / f"worker-{index}.log",
+        secrets(os.environ, of_environments(config)),
         config.model.path,
         rollout.model_dump(),
         own.model_dump(),

@@ -14,6 +14,7 @@ from typing import Any
 from megatron_fleet.agents.chat_client import Dialect
 from megatron_fleet.agents.trajectory import Trajectory
 from megatron_fleet.config.schema import Config
+from megatron_fleet.config.secrets import of_environments, without_secrets
 from megatron_fleet.envs.registry import Server, Start, serve
 from megatron_fleet.rollout.chat_messages import Ended, Frames, Report, Setup
 from megatron_fleet.rollout.requests import CollectRequest, CollectResult, Progress, RolloutFailed
@@ -88,6 +89,7 @@ class ChatService:
         answers, stdout = os.pipe()
         self._frames = await Frames.open(answers, requests)
         self._cleanup.callback(self._frames.close)
+        keep = (*of_environments(config), config.eval.endpoint.api_key_env)
         try:
             with (self._logs / "endpoint.log").open("ab") as log:
                 # A session of its own: Ctrl-C is for this process, which then has episodes to put away.
@@ -96,7 +98,7 @@ class ChatService:
                     stdin=stdin,
                     stdout=stdout,
                     stderr=log,
-                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                    env=without_secrets(os.environ, keep) | {"OMP_NUM_THREADS": "1"},
                     start_new_session=True,
                 )
         finally:

@@ -84,9 +84,10 @@ def environment(cuda: bool) -> dict[str, str]:
 class EngineActor:
     """One replica. Methods are called by its `EngineSlot` only."""
 
-    def __init__(self, config: Config, token: str, log: Path, transport: str):
-        """Args: ``transport``: name of the one by which weights will come."""
+    def __init__(self, config: Config, token: str, log: Path, transport: str, secrets: Mapping[str, str] | None = None):
+        """Args: ``transport``: name of the one by which weights will come. ``secrets``: variables that it reads."""
         write_output_to(log)
+        os.environ.update(secrets or {})
         self._config, self._transport = config, transport
         self._server = EngineServer(self._generate, token)
         self._llm: Any = None

@@ -17,12 +17,13 @@ from megatron_fleet.cluster.janitor import marks
 from megatron_fleet.cluster.nodes import OBJECT_STORE_BYTES, RayHead
 from megatron_fleet.cluster.rank_identity import without_rank_variables
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.secrets import without_secrets
 
 JOIN_POLL_S = 0.1
 SOCKET_PATH_LIMIT = 107
 """Bytes of a unix socket's path on Linux."""
-RAY_SOCKET_SUFFIX = 75
-"""Ray's own part of it: /session_<date>_<pid>/sockets/plasma_store."""
+RAY_SOCKET_SUFFIX = 79
+"""Ray's own part of it: /ray/session_<date>_<pid>/sockets/plasma_store."""
 
 
 def run_folder(run_id: str) -> Path:
@@ -37,10 +38,9 @@ def run_folder(run_id: str) -> Path:
 
 @contextlib.contextmanager
 def children_environment(run_id: str) -> Iterator[dict[str, str]]:
-    """The variables that processes started within inherit: the run's mark, and nothing that names a trainer rank."""
+    """The variables that processes started within inherit: the run's mark, no secret, nothing that names a rank."""
     before = dict(os.environ)
-    inherited = without_rank_variables(before) | marks(run_id)
-    inherited.pop("MFLEET_TOKEN", None)  # whoever needs it is given it
+    inherited = without_secrets(without_rank_variables(before)) | marks(run_id)
     _replace_environment(inherited)
     try:
         yield inherited
@@ -89,7 +89,8 @@ def start(run_id: str, folder: Path, host: str) -> RayHead | None:
             include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,
             _node_ip_address=host,
-            _temp_dir=str(folder),
+            # A folder of its own: Ray opens it to everybody. The one around it stays private.
+            _temp_dir=str(folder / "ray"),
             **common,
         )
     trust = {name: os.environ[name] for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 from score_rollouts import assert_all_agree
-from whole_runs import RUN_TIMEOUT_S, Run, wait_for
+from whole_runs import PLANTED, RUN_TIMEOUT_S, Run, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -66,6 +66,12 @@ def test_a_run_leaves_what_it_promises(first):
     assert sorted(p.name for p in (first.out / "checkpoints").iterdir()) == ["step_000002", "step_000003"]
     assert "finished 3 steps" in first.output.strip().splitlines()[-1]
     first.assert_nothing_left()
+
+
+def test_no_file_holds_a_secret(first):
+    files = [path for path in first.out.parent.rglob("*") if path.is_file()]
+    assert len(files) > 30
+    assert not [path for path in files if PLANTED.encode() in path.read_bytes()]
 
 
 def test_every_episode_is_accounted_for(first):

@@ -23,6 +23,7 @@ SMALL = (
     "checkpoint.interval=1",
     "policy.threads=1",
 )
+PLANTED = "a-secret-that-is-to-stay-in-the-controller"
 RUN_TIMEOUT_S = 400
 CLOCK_METRICS = ("time", "attempt", "timing/", "memory/", "generate/tokens_per_second")
 
@@ -39,7 +40,7 @@ class Run:
         command = [sys.executable, "-m", "megatron_fleet.cli", "train", "experiment=quickstart", "--out", str(self.out)]
         return subprocess.Popen(
             [*command, *SMALL, *self.overrides],
-            env={**os.environ, "MFLEET_TEST_MARK": self.mark},
+            env={**os.environ, "MFLEET_TEST_MARK": self.mark, "SOME_API_KEY": PLANTED},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -62,6 +64,7 @@ def test_nothing_outlives_the_owner(tmp_path, episode_python, model, how, when, 
     command = [sys.executable, "owner.py", "config.json", "out", str(episode_python), when]
     # As a torchrun rank would be: what it says about ranks must not reach the engines.
     environment = os.environ | {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    environment |= {"WANDB_API_KEY": "planted", "AWS_SECRET_ACCESS_KEY": "planted"}
     owner = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE)
     try:
         told = json.loads(owner.stdout.readline())
@@ -71,6 +74,9 @@ def test_nothing_outlives_the_owner(tmp_path, episode_python, model, how, when, 
             agents = {p.pid: p.cmdline()[0].rstrip() for p in started if "Agent" in p.cmdline()[0]}
             assert set(agents.values()) == {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}
             assert agents.keys() <= set(told["pids"])
+        (folder,) = Path(tempfile.gettempdir()).glob(f"mf-{told['run']}")
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700  # whatever Ray makes of its folder within
+        assert not any(b"planted" in _environment(pid) for pid in told["pids"])
         assert not any(b"MASTER_ADDR=" in _environment(pid) for pid in told["pids"])
         owner.send_signal(how)
         owner.wait(within_s)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Env
+from megatron_fleet.config.secrets import without_secrets
 from megatron_fleet.config.sections.faults import FaultRates
 
 POLL_S = 0.02
@@ -168,7 +169,8 @@ class EmbeddedFleet:
         ]
         if launch.config.faults != FaultRates():
             command += ["--faults", launch.config.faults.model_dump_json(), "--seed", str(launch.seed)]
-        environment = {**(os.environ if launch.environment is None else launch.environment), TOKEN: launch.token}
+        inherited = os.environ if launch.environment is None else launch.environment
+        environment = without_secrets(inherited) | {TOKEN: launch.token}
         launch.log.parent.mkdir(parents=True, exist_ok=True)
         with launch.log.open("ab") as log:
             try:
