@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,6 +31,9 @@ from megatron_fleet.envs.base import Environment, EnvLost, Observation
 
 MIN_TURN_TOKENS = 16
 """A turn starts only if this many tokens (or a whole turn, when that is shorter) still fit into the context."""
+
+MAX_CHARS_PER_TOKEN = 16
+"""A first prompt with more characters for each token of the context is too long, without a look at its tokens."""
 
 
 async def run_episode(
@@ -151,6 +155,9 @@ class _Play:
         self.toolbox = Toolbox(self.env, self.settings, self.builder, outputs, self.local, look)
         self.builder.say("system", system)
         self.builder.say("user", user, seen.images)
+        # Encoding takes seconds for each MB, during which no other episode of the worker goes on.
+        if len(system) + len(user) + len(json.dumps(self.tools)) > MAX_CHARS_PER_TOKEN * self.settings.max_context:
+            return False
         ids = self.history.render()
         if not self._fits(ids):
             return False

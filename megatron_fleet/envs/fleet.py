@@ -24,10 +24,10 @@ from megatron_fleet.envs.base import EnvBusy, EnvLost, Observation, Reward, Tool
 from megatron_fleet.envs.busy import is_busy
 from megatron_fleet.envs.content import read_content, score_of
 from megatron_fleet.envs.fleet_package import give_threads, load_fleet_task_env
+from megatron_fleet.envs.openenv_tools import FINISH_TOOL
 
 T = TypeVar("T")
 
-FINISH_TOOL = "submit_final_answer"
 NO_LIMIT = 2**31
 """FleetTaskEnv's own step limit would end an episode, and score it, before the policy is done."""
 CALL_MARGIN_S = 2.0

@@ -16,7 +16,14 @@ from megatron_fleet.envs.base import EnvBusy, EnvLost, Observation, Reward, Tool
 from megatron_fleet.envs.busy import is_busy
 from megatron_fleet.envs.content import error_text, read_content
 from megatron_fleet.envs.openenv_client import action_schema, one_socket_client
-from megatron_fleet.envs.openenv_tools import action_tool, explain, finish_arguments, mcp_tools, reset_arguments
+from megatron_fleet.envs.openenv_tools import (
+    FINISH_TOOL,
+    action_tool,
+    explain,
+    finish_arguments,
+    mcp_tools,
+    reset_arguments,
+)
 from megatron_fleet.envs.verdict import verdict
 
 T = TypeVar("T")
@@ -77,6 +84,10 @@ class OpenEnvEnvironment:
             self._client, self._lost = self._new_client(), None
             raise
         hidden = (self._openenv.finish_tool, self._openenv.verify_tool)
+        for key, name in zip(("finish_tool", "verify_tool"), hidden, strict=True):
+            if name not in (None, FINISH_TOOL, *self._tools):
+                self._lost = f"env.openenv.{key}={name}: no such tool; the environment has {', '.join(self._tools)}"
+                raise EnvLost(self._lost)
         offered = tuple(tool for name, tool in self._tools.items() if name not in hidden)
         # A server that asks one question has one tool, which takes the final answer: the policy then has none.
         if not offered and self._openenv.finish_tool not in self._tools:
@@ -184,7 +195,8 @@ class OpenEnvEnvironment:
             if error is not None:
                 return Reward(None, f"the environment could not finish: {error.message}")
             scored = name == self._openenv.verify_tool
-        return verdict(self._openenv.reward, self._rewards, last, scored)
+        openenv = self._openenv
+        return verdict(openenv.reward, self._rewards, last, scored, openenv.unfinished_reward)
 
     async def _within(
         self, timeout_s: float, what: str, request: Callable[[], Awaitable[T]], starting: bool = False

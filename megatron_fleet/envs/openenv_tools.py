@@ -11,6 +11,8 @@ from megatron_fleet.data.task import Task
 Schema = dict[str, Any]
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]+")
 _REFERENCE = "task:"
+FINISH_TOOL = "submit_final_answer"
+"""Ends an episode of Fleet's servers, which take it without listing it."""
 
 
 def openai_tool(name: str, description: str | None, parameters: Schema | None) -> dict[str, Any]:

@@ -10,24 +10,27 @@ from megatron_fleet.envs.base import Reward
 from megatron_fleet.envs.content import score_of
 
 
-def verdict(source: Literal["finish", "last", "sum"], given: Sequence[Any], last: Any, scored: bool) -> Reward:
-    """The episode's reward; unknown unless the environment told one.
+def verdict(
+    source: Literal["finish", "last", "sum"], given: Sequence[Any], last: Any, scored: bool, unfinished: float | None
+) -> Reward:
+    """The episode's reward; unknown unless the environment told one, or the policy left it nothing to tell.
 
     Args:
         source: where it stands, see ``env.openenv.reward``.
         given: reward of every step, in order; ``None`` where a step gave none.
         last: the step that ended or scored the episode, ``None`` when there was none.
         scored: ``last`` is the answer of a tool that scores, whose result then may hold the score.
+        unfinished: reward of a policy that did nothing, or stopped before the end.
     """
+    if not given and last is None:
+        return Reward(unfinished, "the policy did not act")
     if source != "finish" and not scored:
         known = [value for value in map(_number, given) if value is not None]
         if not known:
             return Reward(None, "no step gave a reward")
         return Reward(known[-1] if source == "last" else math.fsum(known), f"{source} of {len(known)} rewards")
     if last is None:
-        return Reward(
-            None, "the environment did not end the episode; env.openenv.finish_tool may name the tool that does"
-        )
+        return Reward(unfinished, "the policy stopped before the environment ended the episode")
     result = last.observation.get("result")
     value = _number(last.reward)
     if value is None and scored:

@@ -13,6 +13,7 @@ from megatron_fleet.agents import ending as ending_module
 from megatron_fleet.agents import toolbox as toolbox_module
 from megatron_fleet.agents.engine import EngineLost
 from megatron_fleet.agents.episode import run_episode
+from megatron_fleet.agents.history import History
 from megatron_fleet.agents.settings import stable_seed
 from megatron_fleet.agents.trajectory import Outcome
 from megatron_fleet.envs.base import EnvBusy, EnvLost, Observation, Reward, ToolCall, ToolError
@@ -162,6 +163,15 @@ async def test_context_limits_shrink_the_turn_then_end_the_episode(play, rendere
     assert (t.outcome, t.reward, len(t.token_ids), env.verified) == (Outcome.PROMPT_TOO_LONG, None, 0, [])
     t, _, _ = await play([ANSWER], max_context=len(prompt) + 16)
     assert t.outcome is Outcome.COMPLETED
+
+
+async def test_a_first_observation_that_cannot_fit_is_never_encoded(play, monkeypatch):
+    """Encoding it would stop all episodes of the worker for minutes."""
+    encoded = []
+    monkeypatch.setattr(History, "render", encoded.append)
+    env = ScriptedEnvironment(reset_script=[Observation("a " * 5_000_000)])
+    t, _, _ = await play([ANSWER], env, max_context=65_536)
+    assert (t.outcome, t.reward) == (Outcome.PROMPT_TOO_LONG, None) and not encoded
 
 
 async def test_long_tool_output_is_cut_with_a_note(play):

@@ -42,6 +42,11 @@ def test_a_search_is_plain_text_and_finds_the_first_place(text, pattern):
     assert all("\n" not in snippet for _, snippet in found)
 
 
+def test_a_repetitive_pattern_takes_linear_time():
+    """Hours, where every place of the text is compared with the whole pattern."""
+    assert list(matches("a" * 1_000_000, "A" * 300_000 + "b")) == []
+
+
 def test_an_expression_that_would_take_for_ever_is_only_text():
     assert list(matches("a" * 5000 + "!", "(a+)+$")) == []
 

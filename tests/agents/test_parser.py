@@ -121,6 +121,14 @@ def test_a_call_that_cannot_be_read_says_why_and_the_next_one_counts(body, sente
     assert turn.tool_calls == (CALL_A,)
 
 
+@pytest.mark.parametrize("depth", [*range(900, 1010), 101, 5_000])
+def test_no_depth_of_arguments_ends_the_episode(depth):
+    """Just below the interpreter's limit reading succeeds and whatever writes the value again fails."""
+    nested = "[" * depth + "]" * depth
+    turn = parse_turn(call('{"name": "a", "arguments": {"x": ' + nested + "}}") + A)
+    assert turn.tool_calls == (CALL_A,) and "too deeply" in turn.errors[0]
+
+
 def test_a_large_integer_that_python_can_hold_is_kept():
     number = 10**400
     assert parse_turn(call(f'{{"name": "a", "arguments": {{"n": {number}}}}}')).tool_calls[0].arguments == {"n": number}

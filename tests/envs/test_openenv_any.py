@@ -79,7 +79,11 @@ async def test_an_image_has_a_place_in_the_text(urls):
         ({"finish_tool": "done", "verify_tool": "verify"}, [ADD], "three", 0.5),
         ({"verify_tool": "verify"}, [ADD], "three", 0.5),
         ({"verify_tool": "verify"}, [ADD, ADD], "three", 0.0),
-        ({}, [ADD], "three", None),
+        ({}, [ADD], "three", 0.0),
+        ({"unfinished_reward": -1}, [ADD], "three", -1.0),
+        ({"unfinished_reward": None}, [ADD], "three", None),
+        ({"reward": "sum", "unfinished_reward": -1}, [], None, -1.0),
+        ({"reward": "last", "verify_tool": "verify"}, [], None, 0.0),
         ({}, [ADD, ToolCall("submit", {"text": "three"})], None, 1.0),
         ({"finish_tool": "done"}, [ADD, ToolCall("submit", {"text": "three"})], None, 1.0),
         ({"reward": "sum"}, [ADD, ADD], None, 0.5),
@@ -87,7 +91,6 @@ async def test_an_image_has_a_place_in_the_text(urls):
         ({"reward": "sum", "finish_tool": "submit"}, [ADD], "three", 1.25),
         ({"reward": "last", "finish_tool": "submit"}, [ADD], "three", 1.0),
         ({"reward": "sum"}, [ToolCall("asked", {})], None, None),
-        ({"finish_tool": "submitt"}, [ADD], "three", None),
         ({}, [ToolCall("add", {"by": 101})], None, 0.25),
     ],
 )
@@ -95,12 +98,20 @@ async def test_the_reward_is_what_the_environment_told(urls, openenv, calls, ans
     session, _ = await opened(urls["counter"], **openenv)
     for call in calls:
         shown = await session.step(call)
-    ended = calls[-1].name == "submit" or calls[-1].arguments.get("by") == 101
-    assert shown.done == ended
+    if calls:
+        assert shown.done == (calls[-1].name == "submit" or calls[-1].arguments.get("by") == 101)
     reward = await session.verify(answer, [])
     again = await finished(session, "another")
     assert (reward.value, again) == (value, reward)
     assert reward.reason or value is not None
+
+
+@pytest.mark.parametrize("key", ["finish_tool", "verify_tool"])
+async def test_a_misspelt_tool_is_found_at_the_first_reset(urls, key):
+    session = environment(urls["counter"], **{key: "submitt"})
+    with pytest.raises(EnvLost, match=rf"env\.openenv\.{key}=submitt: no such tool; the environment has add, .*submit"):
+        await session.reset(TASK)
+    await session.close()
 
 
 async def test_a_server_that_asks_for_patience_is_busy(urls):
@@ -123,7 +134,7 @@ async def test_fastmcp_results(urls):
     assert (await session.step(ToolCall("add", {"by": "much"}))).error is not None
     assert (await session.step(ToolCall("unheard_of", {}))).error.kind == "tool_not_found"
     assert (await session.step(ToolCall("add", {"by": 1}))).content == '{"total": 4}'
-    assert (await finished(session)).value is None
+    assert (await finished(session)).value == 0.0
 
 
 async def test_an_action_is_the_one_tool(urls):
@@ -145,7 +156,7 @@ async def test_an_action_is_the_one_tool(urls):
     assert (await finished(session)).value == 1.0
 
 
-@pytest.mark.parametrize(("reward", "value"), [("finish", None), ("last", 0.1), ("sum", 0.2)])
+@pytest.mark.parametrize(("reward", "value"), [("finish", 0.0), ("last", 0.1), ("sum", 0.2)])
 async def test_an_action_environment_that_was_not_ended(urls, reward, value):
     session, shown = await opened(urls["guessing"], interface="action", action_tool="try_it", reward=reward)
     assert names(shown) == ["try_it"]

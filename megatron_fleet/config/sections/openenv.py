@@ -29,6 +29,11 @@ class OpenEnv(Section):
         description="finish: of verify_tool, finish_tool or the step that ended the episode; last: the last one given; "
         "sum: of all steps.",
     )
+    unfinished_reward: float | None = Field(
+        0.0,
+        description="Of an episode in which the policy did not act, or stopped before the environment ended it: the "
+        "environment's lowest. null: unknown, which lets a policy dodge a negative reward.",
+    )
     reset_kwargs: dict[str, Value | dict[str, Value]] = Field(
         {},
         description="More arguments of reset; `task:data_key` or `task:env_variables.NAME` stand for the task's value.",

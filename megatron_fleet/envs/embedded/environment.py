@@ -12,6 +12,7 @@ from megatron_fleet.envs.embedded.faults import Fault, Faults, FaultSource
 from megatron_fleet.envs.embedded.session import EmbeddedSession
 from megatron_fleet.envs.embedded.verifier_client import VerifierClient
 from megatron_fleet.envs.openenv_client import import_openenv
+from megatron_fleet.envs.openenv_tools import FINISH_TOOL
 
 import_openenv()
 
@@ -26,9 +27,6 @@ from openenv.core.env_server import (  # noqa: E402
     Tool,
 )
 from openenv.core.env_server import ToolError as WireError  # noqa: E402
-
-FINISH_TOOL = "submit_final_answer"
-
 
 NO_FAULTS = Faults()
 
