@@ -14,11 +14,13 @@ import logging
 import os
 import re
 import shutil
+import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_fleet.checkpoint.hashing import check_hashes
 from megatron_fleet.checkpoint.manifest import MANIFEST, read_manifest, sync_folder, write_json
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.storage.fingerprint import fingerprint, list_files
@@ -41,11 +43,8 @@ class Checkpoint:
     step: int
 
     @staticmethod
-    def open(path: Path | str, checksums: bool = False) -> Checkpoint:
-        """The checkpoint at ``path``, after comparing every file with the manifest.
-
-        Args:
-            checksums: read every file and compare its SHA-256 too; otherwise sizes only.
+    def open(path: Path | str) -> Checkpoint:
+        """The checkpoint at ``path``, after comparing the size of every file with the manifest.
 
         Raises:
             UserError: naming the file and what is wrong with it.
@@ -56,37 +55,43 @@ class Checkpoint:
             file = path / name
             if not file.is_file():
                 raise UserError(f"{file}: is missing although the checkpoint's {MANIFEST} lists it.")
-            found = fingerprint(file) if checksums else {"bytes": file.stat().st_size}
-            for key, value in found.items():
-                if value != expected[key]:
-                    raise UserError(f"{file}: {key} is {value}, the checkpoint's {MANIFEST} says {expected[key]}.")
+            if (size := file.stat().st_size) != expected["bytes"]:
+                raise UserError(f"{file}: has {size} bytes, the checkpoint's {MANIFEST} says {expected['bytes']}.")
         return Checkpoint(path, manifest["step"])
 
+    def verify(self, stop: threading.Event | None = None) -> None:
+        """Read every file and compare its SHA-256 with the manifest; what takes long shows its progress.
+
+        Arguments and errors are those of `check_hashes`.
+        """
+        check_hashes(self.path, read_manifest(self.path)["files"], stop or threading.Event())
+
     def trainer_state(self) -> dict[str, Any]:
-        """State of the controller, saved beside the trainer's shards."""
-        return json.loads((self.path / TRAINER_STATE).read_text(encoding="utf-8"))
+        """State of the controller, saved beside the trainer's shards. Raises UserError when it is no JSON object."""
+        file = self.path / TRAINER_STATE
+        try:
+            state = json.loads(file.read_bytes())
+            if not isinstance(state, dict):
+                raise ValueError(f"a {type(state).__name__}")
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{file}: is no JSON object ({error}); use another checkpoint.") from None
+        return state
 
 
 class Checkpoints:
     """The checkpoints under one folder, on a file system that the controller and all ranks see."""
 
     def __init__(self, folder: Path | str, keep: int) -> None:
-        """Make the folder; remove what earlier, interrupted saves and removals left in it.
-
-        Args:
-            keep: newest checkpoints kept after a save.
-        """
+        """Changes nothing on disk. ``keep``: newest checkpoints kept after a save."""
         self._folder = Path(folder)
         self._keep = keep
-        self._folder.mkdir(parents=True, exist_ok=True)
-        for stale in self._folder.glob(".step_*"):
-            log.warning("removing %s, left by an interrupted run", stale)
-            shutil.rmtree(stale)
+        self._damaged: set[Path] = set()
 
     async def save(self, step: int, write_state: Write, trainer_state: dict[str, Any]) -> Checkpoint:
         """Save and commit one checkpoint, then remove the oldest ones beyond ``keep``.
 
-        A step that is committed already stays as it is. Until the commit, earlier checkpoints are untouched.
+        A step that is committed already stays as it is, unless it is damaged. Until the commit, earlier checkpoints are
+        untouched; what interrupted saves and removals left is removed.
 
         Args:
             write_state: writes the trainer's shards (``trainer_state.json`` and ``manifest.json`` are taken).
@@ -108,27 +113,74 @@ class Checkpoints:
             write_json(partial / TRAINER_STATE, trainer_state)
             return files
 
+        await asyncio.to_thread(self._prepare)
         await save_folder(final, step, write)
+        self._damaged.discard(final)
         await asyncio.to_thread(self._prune)
         return Checkpoint(final, step)
 
-    def latest(self) -> Checkpoint | None:
-        """The newest checkpoint whose files have the sizes of its manifest; ``None`` when there is none.
+    def newest(self, stop: threading.Event | None = None) -> Checkpoint | None:
+        """The newest checkpoint whose files are what its manifest says; ``None`` when no save was ever finished.
 
-        Damaged ones are skipped with a warning.
+        Reads every byte of it. Damaged ones are told, do not count as kept, and are replaced when their step is saved.
+
+        Args:
+            stop: see `check_hashes`.
+
+        Raises:
+            UserError: there are checkpoints, and all are damaged.
         """
-        return next(iter(self._committed()), None)
+        faults = []
+        for path in self._folders():
+            try:
+                found = Checkpoint.open(path)
+                found.verify(stop)
+            except UserError as error:
+                self._damaged.add(path)
+                faults.append(str(error))
+                continue
+            for fault in faults:
+                log.warning("a damaged checkpoint is passed over: %s", fault)
+            if faults:
+                log.warning("the run goes on from step %d, %s", found.step, path)
+            return found
+        if faults:
+            raise UserError(
+                f"{faults[0].rstrip('.')}, and {self._folder} has no other checkpoint that is whole; restore the file, "
+                f"choose another run.out, or start over with run.resume=never, which moves the records of this run "
+                f"aside."
+            )
+        return None
+
+    async def newest_in_thread(self) -> Checkpoint | None:
+        """`newest`, while the event loop goes on; given up when it is cancelled."""
+        stop = threading.Event()
+        try:
+            return await asyncio.to_thread(self.newest, stop)
+        finally:
+            stop.set()
+
+    def _folders(self) -> list[Path]:
+        """Of all checkpoints, newest first."""
+        found = [path for path in self._folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
+        return sorted(found, key=lambda path: int(path.name.partition("_")[2]), reverse=True)
 
     def _committed(self) -> list[Checkpoint]:
-        """Whole checkpoints, newest first."""
+        """Checkpoints that are not known to be damaged, newest first. Compares sizes only."""
         found = []
-        for path in self._folder.iterdir():
-            if re.fullmatch(r"step_\d+", path.name):
+        for path in self._folders():
+            if path not in self._damaged:
                 try:
                     found.append(Checkpoint.open(path))
                 except UserError as e:
                     log.warning("skipping checkpoint %s: %s", path.name, e)
-        return sorted(found, key=lambda c: c.step, reverse=True)
+        return found
+
+    def _prepare(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for stale in self._folder.glob(".step_*"):
+            log.warning("removing %s, left by an interrupted run", stale)
+            shutil.rmtree(stale)
 
     def _prune(self) -> None:
         for old in self._committed()[self._keep :]:

@@ -68,7 +68,9 @@ class Run(Section):
     steps: int = Field(ge=0, description="Optimizer batches (rollout + update) to run in all, resumed ones included.")
     deterministic: bool = Field(True, description="Seed every request, so that equal seeds give equal runs.")
     resume: Literal["auto", "never"] = Field(
-        "auto", description="auto: go on from the newest whole checkpoint in `out`."
+        "auto",
+        description="auto: go on from the newest whole checkpoint in `out`. never: start anew; if `out` has the "
+        "records of an earlier run, it is renamed to `<out>.1`, or the next free number.",
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zipfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from megatron_fleet.algorithms.datum import Datum
+from megatron_fleet.config.errors import UserError
 
 
 def save_data(path: Path, data: Sequence[Datum]) -> None:
@@ -37,14 +40,20 @@ def save_data(path: Path, data: Sequence[Datum]) -> None:
 
 
 def load_data(path: Path) -> list[Datum]:
-    """Read what `save_data` wrote."""
-    with np.load(path, allow_pickle=False) as file:
-        content = dict(file)
-    columns: dict[str, list[Any]] = {}
-    for field in fields(Datum):
-        if field.name in content:
-            columns[field.name] = _split(content[field.name], content[f"{field.name}.lengths"])
-    return [Datum(**{name: values[i] for name, values in columns.items()}) for i in range(int(content["sequences"]))]
+    """Read what `save_data` wrote. Raises UserError when it is damaged, or holds objects."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            content = dict(file)
+        columns: dict[str, list[Any]] = {}
+        for field in fields(Datum):
+            if field.name in content:
+                columns[field.name] = _split(content[field.name], content[f"{field.name}.lengths"])
+        count = int(content["sequences"])
+        return [Datum(**{name: values[i] for name, values in columns.items()}) for i in range(count)]
+    except (ValueError, TypeError, KeyError, IndexError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise UserError(
+            f"{path}: cannot be read ({type(error).__name__}); it is damaged, or holds something other than arrays."
+        ) from None
 
 
 def _split(joined: np.ndarray, lengths: np.ndarray) -> list[np.ndarray | None]:

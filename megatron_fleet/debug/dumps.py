@@ -54,7 +54,7 @@ class Dump:
 
 
 def open_dump(path: Path) -> Dump:
-    """Open a dump, after comparing its files with its manifest.
+    """Open a dump, after comparing the sizes of its files with its manifest.
 
     Raises:
         UserError: it is none, or it is damaged.

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_fleet.algorithms.datum import Datum
+from megatron_fleet.checkpoint.checkpoints import Checkpoint
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load_resolved
 from megatron_fleet.config.schema import Config, Parallel
@@ -42,6 +43,7 @@ def main(folder: Path, overrides: Sequence[str], as_json: bool) -> int:
         UserError: the dump cannot be read, the layout does not fit, or a rank died.
     """
     dump = open_dump(folder)
+    Checkpoint(folder, dump.record.step).verify()
     outputs = Path(tempfile.mkdtemp(prefix="mfleet-replay-"))
     try:
         config, same_layout = _configure(dump, outputs, overrides)

@@ -11,6 +11,7 @@ from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+from megatron_fleet.checkpoint.checkpoints import Checkpoint, Checkpoints
 from megatron_fleet.cluster.placement import Placement, Wanted, place
 from megatron_fleet.config import validate
 from megatron_fleet.config.load import dump_resolved
@@ -18,6 +19,7 @@ from megatron_fleet.config.schema import Config
 from megatron_fleet.loop.attempt import open_attempts
 from megatron_fleet.loop.colocation import Colocation, open_colocation
 from megatron_fleet.loop.hosts import open_hosts
+from megatron_fleet.loop.resume import find_start
 from megatron_fleet.loop.tasks import load_data
 from megatron_fleet.loop.train import Training
 from megatron_fleet.loop.weights import EngineWeights
@@ -39,9 +41,11 @@ def main(config: Config) -> int:
         UserError: something the user can mend.
     """
     out = Path(config.run.out)
+    checkpoints = Checkpoints(out / "checkpoints", config.checkpoint.keep)
+    found = find_start(config, checkpoints)  # first of all: what it refuses must leave the folder as it was
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / "config.json", dump_resolved(config).encode())
-    return asyncio.run(_until_stopped(_train(config)))
+    return asyncio.run(_until_stopped(_train(config, checkpoints, found)))
 
 
 async def _until_stopped(work: Coroutine[None, None, None]) -> int:
@@ -68,7 +72,7 @@ async def _until_stopped(work: Coroutine[None, None, None]) -> int:
         return 128 + received[0]
 
 
-async def _train(config: Config) -> None:
+async def _train(config: Config, checkpoints: Checkpoints, found: Checkpoint | None) -> None:
     started = time.time()
     train, held_out = load_data(config)
     out, token = Path(config.run.out), run_token()
@@ -96,7 +100,7 @@ async def _train(config: Config) -> None:
 
         engines = EngineWeights(config, trainer, rollout, transport, colocation, start_ranks)
         attempts = open_attempts(config, train, held_out, rollout, lambda: started)
-        await Training(config, trainer, engines, attempts).run()
+        await Training(config, trainer, engines, attempts, checkpoints).run(found)
 
 
 def as_placed(config: Config, placement: Placement) -> Config:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, TypeVar, final
 
 from megatron_fleet.checkpoint.checkpoints import Checkpoint, Checkpoints
-from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
 from megatron_fleet.loop.attempt import Attempt, OpenAttempt
 from megatron_fleet.loop.batches import Outage, StepBatch
@@ -27,16 +26,26 @@ T = TypeVar("T")
 class Training:
     """One run: everything that it needs is passed in, so that it runs with fakes as well."""
 
-    def __init__(self, config: Config, trainer: Trainer, engines: EngineWeights, open_attempt: OpenAttempt) -> None:
+    def __init__(
+        self,
+        config: Config,
+        trainer: Trainer,
+        engines: EngineWeights,
+        open_attempt: OpenAttempt,
+        checkpoints: Checkpoints,
+    ) -> None:
         """Args: ``open_attempt``: makes what belongs to one attempt, from the state of a checkpoint or anew."""
         self._config, self._trainer, self._engines, self._open = config, trainer, engines, open_attempt
-        self._checkpoints = Checkpoints(Path(config.run.out) / "checkpoints", config.checkpoint.keep)
+        self._checkpoints = checkpoints
         self._attempt: Attempt
         self._guard: StepGuard
         self._step = 0
 
-    async def run(self) -> None:
+    async def run(self, found: Checkpoint | None) -> None:
         """Train to the end. A trainer that dies is started again and goes on from the last checkpoint.
+
+        Args:
+            found: where to begin, see `loop.resume.find_start`.
 
         Raises:
             UserError: something the user can mend; the run can be resumed.
@@ -45,12 +54,12 @@ class Training:
         while True:
             try:
                 await start
-                return await until_lost(self._trainer, self._from_checkpoint())
+                return await until_lost(self._trainer, self._from_checkpoint(found))
             except TrainerLost as reason:
+                found = await self._checkpoints.newest_in_thread()
                 start = self._engines.restart(reason)
 
-    async def _from_checkpoint(self) -> None:
-        found = resumable(self._config, self._checkpoints.latest())
+    async def _from_checkpoint(self, found: Checkpoint | None) -> None:
         state = None if found is None else found.trainer_state()
         if self._config.algorithm.kl.coef > 0:
             await self._trainer.keep_reference()
@@ -114,25 +123,6 @@ class Training:
             async with self._engines.borrowed(self._step):
                 await self._checkpoints.save(self._step, self._trainer.save_state, state)
         self._attempt.records.add(self._step, {f"timing/{k}": v for k, v in clock.seconds.items()})
-
-
-def resumable(config: Config, found: Checkpoint | None) -> Checkpoint | None:
-    """``found``, unless that may not be resumed.
-
-    Raises:
-        UserError: ``run.resume=never`` although there is something to resume, or the run is over already.
-    """
-    if found is not None and config.run.resume == "never":
-        raise UserError(
-            f"run.out={config.run.out} holds a checkpoint of step {found.step} and run.resume=never; choose another "
-            f"run.out or remove the folder."
-        )
-    if found is not None and found.step > config.run.steps:
-        raise UserError(
-            f"run.steps={config.run.steps} is below step {found.step} of {found.path}; raise it or choose another "
-            f"run.out."
-        )
-    return found
 
 
 async def until_lost(trainer: Trainer, work: Coroutine[Any, Any, T]) -> T:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import json
 import logging
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import CancelledError
 from pathlib import Path
 
 import pytest
 from fake_trainer import FakeTrainer
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_fleet.checkpoint.checkpoints import Checkpoint, Checkpoints
 from megatron_fleet.config.errors import UserError
@@ -37,12 +44,12 @@ def names(folder: Path) -> list[str]:
 
 async def test_a_saved_checkpoint_is_found_and_read_back(tmp_path):
     store = Checkpoints(tmp_path / "ck", keep=2)
-    assert store.latest() is None
+    assert store.newest() is None
     state = {"step": 3, "cursor": [1, 2], "lr": 0.1}
     saved = await store.save(3, writer(), state)
     assert names(tmp_path / "ck") == ["step_000003"]
-    found = Checkpoints(tmp_path / "ck", keep=2).latest()
-    assert found == saved == Checkpoint.open(saved.path, checksums=True)
+    found = Checkpoints(tmp_path / "ck", keep=2).newest()
+    assert found == saved == Checkpoint.open(saved.path)
     assert found.trainer_state() == state
     manifest = json.loads((saved.path / "manifest.json").read_text())
     assert sorted(manifest["files"]) == ["policy/.metadata", "policy/shards/0.distcp", "trainer_state.json"]
@@ -83,7 +90,7 @@ async def test_a_committed_step_is_not_written_twice(tmp_path):
 async def test_a_damaged_step_is_written_anew(tmp_path):
     store = Checkpoints(tmp_path, keep=2)
     ((await store.save(1, writer(b"first"), {})).path / "policy/shards/0.distcp").unlink()
-    assert Checkpoint.open((await store.save(1, writer(b"second"), {})).path, checksums=True).step == 1
+    (await store.save(1, writer(b"second"), {})).verify()
 
 
 async def test_state_that_is_no_json_is_told_before_anything_is_written(tmp_path):
@@ -102,10 +109,10 @@ def damage(case: str, path: Path) -> str:
         return f"{shard}: is missing"
     if case == "truncated file":
         shard.write_bytes(b"weigh")
-        return f"{shard}: bytes is 5"
+        return f"{shard}: has 5 bytes"
     if case == "flipped bits":
         shard.write_bytes(b"Weights")
-        return f"{shard}: sha256 is"
+        return f"{shard}: is damaged, its SHA-256 is not that of the manifest.json"
     if case == "no manifest":
         manifest.unlink()
         return "manifest.json is missing"
@@ -123,30 +130,92 @@ def damage(case: str, path: Path) -> str:
     return f"{manifest}: malformed"
 
 
-CASES = ["missing file", "truncated file", "no manifest", "torn manifest", "other format", "no files", "outside"]
+CASES = [
+    "missing file", "truncated file", "flipped bits", "no manifest", "torn manifest", "other format", "no files",
+    "outside",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
-async def test_a_damaged_checkpoint_is_explained_and_skipped(tmp_path, caplog, case):
+async def test_a_damaged_checkpoint_is_explained_and_passed_over(tmp_path, caplog, case):
     store = Checkpoints(tmp_path, keep=2)
     good = await store.save(1, writer(), {})
-    bad = await store.save(2, writer(), {})
-    words = damage(case, bad.path)
-    with pytest.raises(UserError) as e:
-        Checkpoint.open(bad.path)
-    assert words in str(e.value)
+    words = damage(case, (await store.save(2, writer(), {})).path)
     with caplog.at_level(logging.WARNING):
-        assert store.latest() == good
-    assert "skipping checkpoint step_000002" in caplog.text
+        assert store.newest() == good
+    assert words in caplog.text
+    assert f"the run goes on from step 1, {good.path}" in caplog.text
 
 
-async def test_flipped_bits_are_found_by_checksum(tmp_path):
-    saved = await Checkpoints(tmp_path, keep=2).save(1, writer(), {})
-    words = damage("flipped bits", saved.path)
-    assert Checkpoint.open(saved.path) == saved
+@pytest.mark.parametrize("case", CASES)
+async def test_when_all_are_damaged_nothing_starts_over(tmp_path, case):
+    store = Checkpoints(tmp_path, keep=2)
+    damage("missing file", (await store.save(1, writer(), {})).path)
+    words = damage(case, (await store.save(2, writer(), {})).path)
+    (tmp_path / ".step_000003.partial").mkdir()
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     with pytest.raises(UserError) as e:
-        Checkpoint.open(saved.path, checksums=True)
+        Checkpoints(tmp_path, keep=2).newest()
     assert words in str(e.value)
+    assert "choose another run.out, or start over with run.resume=never" in str(e.value)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+async def test_a_damaged_checkpoint_neither_displaces_a_good_one_nor_stays_when_its_step_comes_again(tmp_path):
+    store = Checkpoints(tmp_path, keep=2)
+    await store.save(10, writer(), {})
+    damage("flipped bits", (await store.save(20, writer(), {})).path)
+    store = Checkpoints(tmp_path, keep=1)
+    assert store.newest().step == 10
+    await store.save(15, writer(), {})
+    assert store.newest().step == 15
+    await store.save(20, writer(), {})
+    assert store.newest().step == 20
+    assert names(tmp_path) == ["step_000020"]
+
+
+async def test_a_file_that_cannot_be_read_is_damage(tmp_path, monkeypatch):
+    saved = await Checkpoints(tmp_path, keep=2).save(1, writer(), {})
+    opened = Path.open
+
+    def failing(self, *args, **kwargs):
+        if self.name == "0.distcp":
+            raise OSError(errno.EIO, "Input/output error")
+        return opened(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", failing)
+    with pytest.raises(UserError, match=r"0\.distcp: cannot be read \(Input/output error\)"):
+        saved.verify()
+
+
+async def test_hashing_ends_when_it_is_given_up(tmp_path):
+    saved = await Checkpoints(tmp_path, keep=2).save(1, writer(), {})
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(CancelledError):
+        saved.verify(stop)
+
+
+@given(st.integers(0), st.integers(1, 255))
+def test_every_flipped_byte_is_found(checkpoint_once, where, flip):
+    folder, content = checkpoint_once
+    file, data = content[where % len(content)]
+    position = where // len(content) % len(data)
+    try:
+        file.write_bytes(data[:position] + bytes([data[position] ^ flip]) + data[position + 1 :])
+        with pytest.raises(UserError, match=re.escape(str(file))):
+            Checkpoint.open(folder).verify()
+    finally:
+        file.write_bytes(data)
+    Checkpoint.open(folder).verify()
+
+
+@pytest.fixture(scope="module")
+def checkpoint_once(tmp_path_factory):
+    """A checkpoint's folder, and the files that its manifest lists with their content."""
+    saved = asyncio.run(Checkpoints(tmp_path_factory.mktemp("once"), keep=1).save(1, writer(), {"n": 1}))
+    files = [file for file in list_files(saved.path) if file.name != "manifest.json"]
+    return saved.path, [(file, file.read_bytes()) for file in files]
 
 
 def test_a_folder_that_is_no_checkpoint_is_told(tmp_path):
@@ -184,7 +253,7 @@ async def write_state(path):
 
 async def main():
     store = module.Checkpoints(folder, keep=1)
-    step = store.latest().step if store.latest() else 0
+    step = store.newest().step if store.newest() else 0
     print("started", flush=True)
     while True:
         step += 1
@@ -218,10 +287,8 @@ async def test_kill_in_the_middle_of_a_save_leaves_a_whole_checkpoint(tmp_path, 
     child = run_child(tmp_path, stage)
     assert child.wait(60) == -signal.SIGKILL
     store = Checkpoints(tmp_path, keep=1)
-    found = store.latest()
+    found = store.newest()
     assert found.step == survivor == found.trainer_state()["step"]
-    Checkpoint.open(found.path, checksums=True)
-    assert not [n for n in names(tmp_path) if n.startswith(".")]
     assert (await store.save(7, writer(), {})).step == 7
     assert names(tmp_path) == ["step_000007"]
 
@@ -238,10 +305,10 @@ def test_kill_at_any_time_leaves_a_whole_checkpoint(tmp_path):
         committed = [int(line) for line in child.stdout.read().split()]
         child.wait()
         reached = max([reached, *committed])
-        found = Checkpoints(tmp_path, keep=1).latest()
+        found = Checkpoints(tmp_path, keep=1).newest()
         if reached:
             assert found.step in (reached, reached + 1)
-            assert Checkpoint.open(found.path, checksums=True).trainer_state() == {"step": found.step}
+            assert found.trainer_state() == {"step": found.step}
             reached = found.step
     assert reached > 8
 
@@ -283,9 +350,8 @@ async def test_a_trainer_that_is_lost_in_a_save_leaves_the_checkpoint_before(tmp
     with pytest.raises(TrainerLost, match="rank 1 died"):
         await store.save(2, trainer.save_state, {})
     assert names(tmp_path) == ["step_000001"]
-    found = store.latest()
+    found = store.newest()
     assert found.step == 1
-    Checkpoint.open(found.path, checksums=True)
     again = FakeTrainer()
     await again.load_state(found.path)
     assert (await store.save(2, again.save_state, {})).step == 2

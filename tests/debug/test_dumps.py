@@ -59,6 +59,11 @@ async def test_spikes_leave_a_place_whatever_comes_first(tmp_path, config):
     assert not await place(Verdict.NOT_FINITE, bad, bad)
 
 
+def flipped(file: Path) -> bytes:
+    content = file.read_bytes()
+    return bytes([content[0] ^ 1]) + content[1:]
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -67,8 +72,12 @@ async def test_spikes_leave_a_place_whatever_comes_first(tmp_path, config):
             "is no dump, record.json is missing; name a folder below dumps/",
         ),
         (lambda dump: (dump / "manifest.json").unlink(), "manifest.json is missing"),
-        (lambda dump: (dump / "data.npz").write_bytes(b"PK"), "data.npz: bytes is 2"),
+        (lambda dump: (dump / "data.npz").write_bytes(b"PK"), "data.npz: has 2 bytes"),
         (lambda dump: (dump / "state" / "state.json").unlink(), "state.json: is missing"),
+        (
+            lambda dump: (dump / "state" / "state.json").write_bytes(flipped(dump / "state" / "state.json")),
+            "state.json: is damaged, its SHA-256 is not that of the manifest.json",
+        ),
     ],
 )
 async def test_what_is_no_whole_dump_is_refused(tmp_path, config, capsys, damage, message):

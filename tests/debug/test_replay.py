@@ -19,6 +19,7 @@ from megatron_fleet.debug import replay as module
 from megatron_fleet.debug.dumps import Dumps, open_dump
 from megatron_fleet.debug.record import Record, Verdict
 from megatron_fleet.debug.report import to_json, to_text
+from megatron_fleet.storage.fingerprint import fingerprint
 from megatron_fleet.trainer.base import LossSpec, TrainerLost
 
 VOCABULARY = 511
@@ -178,7 +179,7 @@ def test_bad_overrides_and_a_difference_have_their_status(replays, dump, command
     (dump.path / "record.json").write_text(json.dumps(dump.record.to_json() | {"grad_norm": 7.0}))
     manifest = dump.path / "manifest.json"
     content = json.loads(manifest.read_text())
-    content["files"]["record.json"]["bytes"] = (dump.path / "record.json").stat().st_size
+    content["files"]["record.json"] = fingerprint(dump.path / "record.json")
     manifest.write_text(json.dumps(content))
     status, printed = command(dump.path)
     assert status == 1

@@ -11,10 +11,12 @@ import pytest
 from fake_rollout import FakeEngines, FakeRollout, FakeTransport
 from fake_trainer import FakeTrainer
 
+from megatron_fleet.checkpoint.checkpoints import Checkpoints
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
 from megatron_fleet.loop.attempt import open_attempts
 from megatron_fleet.loop.colocation import open_colocation
+from megatron_fleet.loop.resume import find_start
 from megatron_fleet.loop.tasks import load_data
 from megatron_fleet.loop.train import Training
 from megatron_fleet.loop.weights import EngineWeights
@@ -57,7 +59,9 @@ class Run:
 
         engines = EngineWeights(self.config, self.trainer, self.rollout, FakeTransport(), colocation, start)
         attempts = open_attempts(self.config, *self.data, self.rollout, lambda: 0.0)
-        await Training(self.config, self.trainer, engines, attempts).run()
+        checkpoints = Checkpoints(self.out / "checkpoints", self.config.checkpoint.keep)
+        found = find_start(self.config, checkpoints)
+        await Training(self.config, self.trainer, engines, attempts, checkpoints).run(found)
 
     def take(self, *unwanted: str) -> list[str]:
         """The calls so far, without those that begin with one of ``unwanted``."""

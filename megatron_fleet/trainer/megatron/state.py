@@ -16,7 +16,6 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 )
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
-    TorchDistLoadShardedStrategy,
     TorchDistSaveShardedStrategy,
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
@@ -25,10 +24,14 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.transformer.module import MegatronModule
 from torch.distributed import checkpoint as torch_checkpoint
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.platform.megatron.adapt import cuda_calls_answered
+from megatron_fleet.trainer.megatron import extra_state
 from megatron_fleet.trainer.megatron.lora import Adapters
+from megatron_fleet.trainer.megatron.shard_reader import CommonLoad, ShardedLoad, read_metadata
 
 # The optimizer's state in model space: loads under other tensor, pipeline and data sizes.
 _CONTENT = {
@@ -69,20 +72,39 @@ def load(path: Path, chunks: Sequence[DistributedDataParallel], optimizer: Chain
     """Read what `save` wrote, in this or another layout; collective.
 
     Raises:
-        UserError: it has adapters and the model none, or the other way round.
+        UserError: it has adapters and the model none, or the other way round; a file is damaged or holds code.
     """
-    _check_kind(path, any(getattr(chunk.module, "adapters", None) is not None for chunk in chunks))
+    metadata = read_metadata(path)
+    _check_kind(path, metadata, any(getattr(chunk.module, "adapters", None) is not None for chunk in chunks))
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     with cuda_calls_answered():
-        state = dist_checkpointing.load(
-            _describe(chunks, optimizer, is_loading=True),
-            str(path),
-            FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), group),
-        )
+        try:
+            state = dist_checkpointing.load(
+                _describe(chunks, optimizer, is_loading=True),
+                str(path),
+                FullyParallelLoadStrategyWrapper(ShardedLoad(metadata), group),
+                CommonLoad(),
+            )
+        except CheckpointException as error:  # no Exception, upstream; raised on every rank
+            causes = [cause for cause, _ in error.failures.values()]
+            raise next((c for c in causes if isinstance(c, UserError)), RuntimeError(str(error))) from error
+    for index in range(len(chunks)):
+        _replace_extra_states(path, state[f"model{index}"])
     with torch.no_grad():
         for index, chunk in enumerate(chunks):
             chunk.module.load_state_dict(state[f"model{index}"], strict=False)
         optimizer.load_state_dict(_regroup(state["optimizer"], optimizer))
+
+
+def _replace_extra_states(path: Path, model: dict[str, Any]) -> None:
+    """Replace what the modules would unpickle."""
+    for name in [name for name in model if "_extra_state" in name.rpartition(".")[2]]:
+        try:
+            state = extra_state.rebuild(model.pop(name))
+        except ValueError as error:
+            raise UserError(f"{path}: {name} {error}; use another checkpoint.") from None
+        if state is not None:
+            model[name] = state
 
 
 def _describe(
@@ -99,9 +121,8 @@ def _describe(
     return state
 
 
-def _check_kind(path: Path, adapters: bool) -> None:
-    names = torch_checkpoint.FileSystemReader(path).read_metadata().state_dict_metadata
-    if any(name.startswith("adapters.") for name in names) != adapters:
+def _check_kind(path: Path, metadata: Metadata, adapters: bool) -> None:
+    if any(name.startswith("adapters.") for name in metadata.state_dict_metadata) != adapters:
         held, now = ("all parameters", "above 0") if adapters else ("adapters alone", "0")
         raise UserError(
             f"{path}: holds {held} and policy.lora.rank is {now}; train as this run began, or choose another run.out."

@@ -92,17 +92,33 @@ def read_index(read: Read, sizes: Mapping[str, int], where: str) -> CheckpointIn
         UserError: naming the file, the tensor and what is wrong: another format, a save that did not finish, a file
             that is missing or cut off, chunks that leave holes or overlap, compressed data, a dangerous pickle.
     """
+    tensors, objects, optimizer = _read_metadata(read, sizes, where, _OPTIMIZER.match)
+    common = _common(read, sizes, objects, where)
+    objects.pop(COMMON_OBJECT, None)
+    return CheckpointIndex(tensors, objects, optimizer, common)
+
+
+def read_places(read: Read, sizes: Mapping[str, int], where: str) -> tuple[dict[str, StoredTensor], dict[str, Blob]]:
+    """All tensors and all objects of the checkpoint in a folder by key, the optimizer's and the common state too.
+
+    Arguments and errors are those of `read_index`. Reads ``.metadata`` and ``metadata.json`` only.
+    """
+    tensors, objects, _ = _read_metadata(read, sizes, where, lambda key: False)
+    return tensors, objects
+
+
+def _read_metadata(
+    read: Read, sizes: Mapping[str, int], where: str, left_out: Callable[[str], object]
+) -> tuple[dict[str, StoredTensor], dict[str, Blob], tuple[str, ...]]:
+    """Tensors, objects, and the keys that are ``left_out``."""
     _check_format(read, sizes, where)
     try:
         if sizes[METADATA] > _LARGEST_METADATA:
             raise BadPickle(f"has {sizes[METADATA]} bytes, more than any checkpoint's")
-        builder = _Builder(unpickle(read(METADATA, 0, None), _METADATA_NAMES), sizes)
-        tensors, objects, optimizer = builder.tensors(), builder.objects(), builder.optimizer()
+        builder = _Builder(unpickle(read(METADATA, 0, None), _METADATA_NAMES), sizes, left_out)
+        return builder.tensors(), builder.objects(), builder.left_out()
     except ValueError as e:
         raise UserError(f"{where}/{METADATA}: {e}; save or copy the checkpoint again.") from None
-    common = _common(read, sizes, objects, where)
-    objects.pop(COMMON_OBJECT, None)
-    return CheckpointIndex(tensors, objects, optimizer, common)
 
 
 def _check_format(read: Read, sizes: Mapping[str, int], where: str) -> None:
@@ -163,7 +179,8 @@ def _common(read: Read, sizes: Mapping[str, int], objects: Mapping[str, Blob], w
 class _Builder:
     """The parts of an index out of an unpickled ``Metadata``. Every method raises ValueError for what is wrong."""
 
-    def __init__(self, metadata: Any, sizes: Mapping[str, int]) -> None:
+    def __init__(self, metadata: Any, sizes: Mapping[str, int], left_out: Callable[[str], object]) -> None:
+        """``left_out``: says of a key whether it is only listed; nothing about it is checked then."""
         state = _state(metadata, "Metadata")
         self._entries = state.get("state_dict_metadata")
         storage = state.get("storage_data")
@@ -171,10 +188,11 @@ class _Builder:
             raise BadPickle("lists no places in data files")
         if not all(type(key) is str for key in self._entries):
             raise BadPickle("has keys that are no text")
-        self._places = dict(_places(storage, sizes))
+        self._left_out = left_out
+        self._places = dict(_places(storage, sizes, left_out))
 
-    def optimizer(self) -> tuple[str, ...]:
-        return tuple(key for key in self._entries if _OPTIMIZER.match(key))
+    def left_out(self) -> tuple[str, ...]:
+        return tuple(key for key in self._entries if self._left_out(key))
 
     def objects(self) -> dict[str, Blob]:
         return {key: self._place(key, None) for key, _ in self._of("BytesStorageMetadata")}
@@ -187,7 +205,7 @@ class _Builder:
         for key, entry in self._entries.items():
             if not isinstance(entry, Opaque) or entry.name not in kinds:
                 raise BadPickle(f"says of {key!r} neither that it is a tensor nor an object")
-            if entry.name == f"{_MODULE}.{kind}" and not _OPTIMIZER.match(key):
+            if entry.name == f"{_MODULE}.{kind}" and not self._left_out(key):
                 yield key, entry
 
     def _place(self, key: str, offsets: tuple[int, ...] | None) -> Blob:
@@ -243,15 +261,15 @@ def _dims(values: Any) -> tuple[int, ...]:
 
 
 def _places(
-    storage: dict[Any, Any], sizes: Mapping[str, int]
+    storage: dict[Any, Any], sizes: Mapping[str, int], left_out: Callable[[str], object]
 ) -> Iterator[tuple[tuple[str, tuple[int, ...] | None], Blob]]:
-    """(key, offsets) → place, of everything but the optimizer's, each inside its file."""
+    """(key, offsets) → place, of everything that is not ``left_out``, each inside its file."""
     for index, info in storage.items():
         at = _state(index, "MetadataIndex")
         key, offsets = at.get("fqn"), at.get("offset")
         if type(key) is not str:
             raise BadPickle("has keys that are no text")
-        if _OPTIMIZER.match(key):
+        if left_out(key):
             continue
         place = info.state if isinstance(info, Opaque) and isinstance(info.state, dict) else {}
         file, offset, length = place.get("relative_path"), place.get("offset"), place.get("length")

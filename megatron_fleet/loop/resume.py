@@ -1,0 +1,69 @@
+"""Where a run begins: at its newest good checkpoint, or anew with the records of an earlier run moved aside."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from megatron_fleet.checkpoint.checkpoints import Checkpoint, Checkpoints
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.schema import Config
+
+log = logging.getLogger(__name__)
+
+_RECORDS = ("checkpoints", "metrics.jsonl")
+"""What a run has that came to its first step or checkpoint, and that starting over would replace."""
+
+
+def find_start(config: Config, checkpoints: Checkpoints) -> Checkpoint | None:
+    """The checkpoint to go on from; ``None`` to start anew. Nothing in ``run.out`` is changed, except by
+    ``run.resume=never``: it renames a folder with an earlier run's records to ``<run.out>.1``, or the next free number.
+
+    Raises:
+        UserError: there are checkpoints and all are damaged, or the run is over already; the folder cannot be renamed.
+    """
+    if config.run.resume == "never":
+        _set_aside(config)
+        return None
+    found = checkpoints.newest()
+    if found is not None and found.step > config.run.steps:
+        raise UserError(
+            f"run.steps={config.run.steps} is below step {found.step} of {found.path}; raise it or choose another "
+            f"run.out."
+        )
+    return found
+
+
+def _set_aside(config: Config) -> None:
+    out = Path(config.run.out).resolve()
+    if not any((out / name).exists() for name in _RECORDS):
+        return
+    for place in (os.getcwd(), *_paths(config.model_dump(mode="json", exclude={"run"}))):
+        if Path(place).resolve().is_relative_to(out):
+            raise UserError(
+                f"run.out={config.run.out}: run.resume=never moves this folder aside, and the run needs {place} in it; "
+                f"choose another run.out."
+            )
+    aside = next(path for n in count(1) if not (path := out.with_name(f"{out.name}.{n}")).exists())
+    try:
+        out.rename(aside)
+        out.mkdir()
+    except OSError as error:
+        raise UserError(
+            f"run.out={config.run.out}: cannot be renamed to {aside} ({error.strerror}), as run.resume=never wants; "
+            f"choose another run.out."
+        ) from None
+    log.warning("run.resume=never: what an earlier run left in %s is now in %s", config.run.out, aside)
+
+
+def _paths(values: Any) -> Iterator[str]:
+    """Every text among ``values`` that is the path of something."""
+    if isinstance(values, dict | list):
+        for value in values.values() if isinstance(values, dict) else values:
+            yield from _paths(value)
+    elif isinstance(values, str) and values and os.path.exists(values):
+        yield values

@@ -1,0 +1,68 @@
+"""Transformer Engine's state of delayed FP8 scaling, out of a checkpoint: tensors and numbers, never unpickled.
+
+A module's state is a pickle in a tensor of bytes, and ``set_extra_state`` unpickles whatever it is given
+(``transformer_engine/pytorch/module/base.py``, 2.x). So what a checkpoint holds is read here as data, and a new pickle
+of the plain parts takes its place. Other recipes keep nothing there that a run needs.
+"""
+
+from __future__ import annotations
+
+import pickle
+from io import BytesIO
+from math import prod
+from typing import Any
+
+import torch
+
+from megatron_fleet.weights.torch_dist.pickle_reader import BadPickle, Opaque, unpickle
+
+_TENSORS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
+_NAMES = ("torch", "transformer_engine", "megatron", "collections", "enum")
+
+
+def rebuild(saved: Any) -> torch.Tensor | None:
+    """What may be given to ``set_extra_state`` in place of ``saved``; ``None`` when there is nothing to restore.
+
+    Args:
+        saved: what ``get_extra_state`` of a module gave: uint8 ``[N]``; anything else is taken for nothing.
+
+    Raises:
+        ValueError: it is no state of delayed scaling. The message goes after a file's name.
+    """
+    if not isinstance(saved, torch.Tensor) or not saved.numel():
+        return None
+    state = unpickle(saved.cpu().numpy().tobytes(), _NAMES)
+    if not isinstance(state, dict) or _TENSORS[0] not in state:
+        return None
+    from transformer_engine.common.recipe import DelayedScaling
+
+    plain: dict[str, Any] = {name: _tensor(state.get(name)) for name in _TENSORS}
+    variables = state.get("extra_fp8_variables")
+    plain["extra_fp8_variables"] = {k: v for k, v in variables.items() if _is_plain(v)} if variables else {}
+    # Replaced by the run's own at the first forward pass; until then the length of the history is what matters.
+    plain["recipe"] = DelayedScaling(amax_history_len=len(plain["amax_history_fwd"]))
+    return torch.frombuffer(bytearray(pickle.dumps(plain)), dtype=torch.uint8)
+
+
+def _tensor(made: Any) -> torch.Tensor:
+    """A tensor as `pickle` alone writes it: its storage is a file of `torch.save` in a call of its own."""
+    try:
+        storage, offset, shape, *_ = _arguments(made, "torch._utils._rebuild_tensor_v2")
+        (stored,) = _arguments(storage, "torch.storage._load_from_bytes")
+        values = torch.load(BytesIO(stored), map_location="cpu", weights_only=True)
+        flat = torch.frombuffer(bytearray(values._untyped_storage.tolist()), dtype=values.dtype)
+        return flat[offset : offset + prod(shape)].reshape(shape).clone()
+    except (pickle.UnpicklingError, RuntimeError, TypeError, ValueError, AttributeError, EOFError) as error:
+        raise BadPickle(f"holds something other than a tensor ({type(error).__name__})") from None
+
+
+def _arguments(made: Any, name: str) -> tuple[Any, ...]:
+    if not isinstance(made, Opaque) or made.name != name or not isinstance(made.args, tuple):
+        raise BadPickle(f"lacks a {name}")
+    return made.args
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_is_plain(part) for part in value)
+    return type(value) in (bool, int, float, str)
