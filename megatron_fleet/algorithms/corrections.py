@@ -3,6 +3,7 @@
 With ρ_t = π_old/μ (π_old = stop-grad(π) when no pass computed it), each gives a weight c_t without gradient, and the
 policy term becomes −Σ_t c_t·J_t; KL and entropy terms are not weighted. Tokens with c_t = 0 still count in the
 normaliser, as in IcePop, whose 1/Σ|y| runs over all tokens: what becomes of one token changes no other's weight.
+A ratio that is not a number, as of a log μ that the engine gave as NaN, is within no bounds: its weight is 0.
 
 | kind           | c_t                                                     | source                             |
 |----------------|---------------------------------------------------------|------------------------------------|
@@ -79,7 +80,8 @@ def correction_weights(x: LossInputs, correction: Correction) -> tuple[torch.Ten
 
 
 def _truncated(log_ratio: torch.Tensor, high: float) -> Weights:
-    return torch.exp(log_ratio).clamp(max=high), log_ratio > math.log(high)
+    weight = torch.exp(log_ratio).clamp(max=high).masked_fill(torch.isnan(log_ratio), 0.0)
+    return weight, ~(log_ratio <= math.log(high))
 
 
 def _left_out(touched: torch.Tensor, like: torch.Tensor) -> Weights:
@@ -87,4 +89,4 @@ def _left_out(touched: torch.Tensor, like: torch.Tensor) -> Weights:
 
 
 def _outside(log_ratio: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    return (log_ratio < math.log(low)) | (log_ratio > math.log(high))
+    return ~((log_ratio >= math.log(low)) & (log_ratio <= math.log(high)))  # so that NaN is outside

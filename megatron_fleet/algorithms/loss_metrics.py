@@ -32,6 +32,7 @@ def finalize_metrics(sums: Mapping[str, float]) -> dict[str, float]:
         "entropy": "policy/policy_entropy",
         "nll": "policy/nll",
         "kl": "policy/policy_kl",
+        "kl_clamped": "policy/policy_kl_clamped",
         "ratio": "policy/ratio_mean",
         "clipped_low": "policy/ppo_clip_ratio_low",
         "clipped_high": "policy/ppo_clip_ratio_high",
@@ -54,6 +55,6 @@ def finalize_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     if "mismatch_excess" in sums:
         mean = sums["mismatch_excess"] / tokens
         out["policy/rollout_train_prob_diff_mean"] = 1.0 + mean
-        variance = sums["mismatch_excess_squared"] / tokens - mean**2
+        variance = (sums["mismatch_excess_squared"] - tokens * mean**2) / max(tokens - 1, 1)
         out["policy/rollout_train_prob_diff_std"] = math.sqrt(max(variance, 0.0))
     return out

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from megatron_fleet.algorithms.corrections import correction_weights
-from megatron_fleet.algorithms.kl import kl_estimate
-from megatron_fleet.algorithms.loss_inputs import LossFn, LossInputs, LossResult, bounded_log_ratio
+from megatron_fleet.algorithms.kl import MAX_K3, kl_estimate
+from megatron_fleet.algorithms.loss_inputs import LossFn, LossInputs, LossResult, bounded_log_ratio, count
 from megatron_fleet.algorithms.policy_terms import POLICY_TERMS, PolicyTerm
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Algorithm
@@ -39,6 +39,8 @@ def make_loss(algo: Algorithm) -> LossFn:
             kl_loss = algo.kl.coef * (x.mask * kl).sum()
             total = total + kl_loss
             sums |= {"kl_loss": kl_loss.detach(), "kl": kl.detach().sum()}
+            if algo.kl.estimator == "k3":
+                sums["kl_clamped"] = count(kl.detach() >= MAX_K3)
         if algo.entropy_coef > 0:
             entropy_loss = -algo.entropy_coef * (x.mask * x.entropy).sum()
             total = total + entropy_loss

@@ -106,12 +106,16 @@ def importance_weighted(x: LossInputs, algo: Algorithm) -> TermResult:
     """J_t = r·w where 1−ε_low ≤ r ≤ 1+ε_high and 0 elsewhere, r = π/μ: one forward pass, however stale the samples are.
 
     Masked importance sampling against the sampler itself: INTELLECT-3, arXiv:2512.16144 eq. 1, after IcePop (Ring-1T,
-    arXiv:2510.18855).
+    arXiv:2510.18855). A token whose log μ is NaN counts as r = 0, so it is left out.
     """
     smallest, largest = clip_bounds(algo)
-    ratio = torch.exp(bounded_log_ratio(x.logprobs, x.behaviour))
-    kept = (ratio >= smallest) & (ratio <= largest)
-    return torch.where(kept, ratio * x.weights, 0.0), _outside(ratio.detach(), smallest, largest)
+    log_ratio = bounded_log_ratio(x.logprobs, x.behaviour)
+    # Not only the result is masked: the gradient of an exponential that is NaN would be NaN times 0.
+    unknown = torch.isnan(log_ratio)
+    ratio = torch.exp(log_ratio.masked_fill(unknown, 0.0)).masked_fill(unknown, 0.0)
+    kept = ~unknown & (ratio >= smallest) & (ratio <= largest)
+    sums = _outside(ratio.detach(), smallest, largest) | {"clipped_low": count(unknown | (ratio < smallest))}
+    return torch.where(kept, ratio * x.weights, 0.0), sums
 
 
 def sapo(x: LossInputs, algo: Algorithm) -> TermResult:

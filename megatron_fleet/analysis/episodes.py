@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_fleet.telemetry.rewards import is_solved
+
 FILE_NAME = re.compile(r"(step|eval|greedy)_(\d{6})\.jsonl")
 
 
@@ -20,6 +22,7 @@ class Episode:
     Attributes:
         kind, step, line: where it stands: ``trajectories/{kind}_{step}.jsonl``, line from 0.
         reward: ``None`` = unknown, which is never counted as 0.
+        solved: by the run's ``eval.pass_threshold``; ``None`` = unknown.
         spans: ``(kind, start, end, turn, weight version)`` over the tokens.
         segment_starts: where the tokens begin anew because the history was rewritten.
         messages: ``(role, text)`` of the conversation.
@@ -34,6 +37,7 @@ class Episode:
     sample: int
     outcome: str
     reward: float | None
+    solved: bool | None
     reason: str
     final_answer: str | None
     tokens: int
@@ -49,16 +53,11 @@ class Episode:
         return f"{self.kind}-{self.step}-{self.line}"
 
     @property
-    def solved(self) -> bool | None:
-        """Fleet's rule: a reward above 0. ``None`` = unknown."""
-        return None if self.reward is None else self.reward > 0
-
-    @property
     def result(self) -> str:
         return {True: "solved", False: "not solved", None: "unknown"}[self.solved]
 
 
-def read_episodes(path: Path) -> tuple[list[Episode], int]:
+def read_episodes(path: Path, pass_threshold: float) -> tuple[list[Episode], int]:
     """The episodes of one file, and how many lines were left out because they are cut or no record."""
     name = FILE_NAME.fullmatch(path.name)
     if name is None:
@@ -68,7 +67,7 @@ def read_episodes(path: Path) -> tuple[list[Episode], int]:
     with path.open("rb") as file:
         for line, content in enumerate(file):
             try:
-                episodes.append(_episode(json.loads(content), name[1], int(name[2]), line))
+                episodes.append(_episode(json.loads(content), name[1], int(name[2]), line, pass_threshold))
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 left_out += 1
     return episodes, left_out
@@ -94,8 +93,8 @@ def _part_text(part: Any) -> str:
     return json.dumps(part, ensure_ascii=False, default=str)
 
 
-def _episode(record: Mapping[str, Any], kind: str, step: int, line: int) -> Episode:
-    answer = record.get("final_answer")
+def _episode(record: Mapping[str, Any], kind: str, step: int, line: int, pass_threshold: float) -> Episode:
+    answer, reward = record.get("final_answer"), _number(record.get("reward"))
     return Episode(
         kind=kind,
         step=step,
@@ -104,7 +103,8 @@ def _episode(record: Mapping[str, Any], kind: str, step: int, line: int) -> Epis
         env=str(record["env"]),
         sample=int(record.get("sample", 0)),
         outcome=str(record["outcome"]),
-        reward=_number(record.get("reward")),
+        reward=reward,
+        solved=None if reward is None else is_solved(reward, pass_threshold),
         reason=str(record.get("reason") or ""),
         final_answer=None if answer is None else str(answer),
         tokens=int(record.get("tokens", 0)),

@@ -191,7 +191,7 @@ CATEGORIES: tuple[Category, ...] = (
     Category(
         "false_completion",
         "false completion",
-        "the outcome is `completed` and the known reward is not above 0",
+        "the outcome is `completed` and its known reward is below eval.pass_threshold",
         _false_completion,
     ),
     Category(

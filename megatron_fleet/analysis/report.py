@@ -94,7 +94,7 @@ def _after_head(run: Run, pairs: list[Pair], shown: list[str]) -> tuple[sections
         sections.errors(run),
         sections.differences(run, pairs),
         sections.trajectories(shown),
-        sections.method(),
+        sections.method(run),
     )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from megatron_fleet.analysis.episodes import FILE_NAME, Episode, read_episodes
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.sections.evaluation import Eval
 from megatron_fleet.data.manifest import NAME as SPLIT_MANIFEST
 from megatron_fleet.telemetry.sinks import read_metrics
 
@@ -51,6 +52,13 @@ class Run:
         return str(self.config.get("model", {}).get("path") or "")
 
     @property
+    def pass_threshold(self) -> float:
+        """``eval.pass_threshold`` of the run's own configuration; the default where that has none."""
+        evaluation = self.config.get("eval")
+        found = evaluation.get("pass_threshold") if isinstance(evaluation, dict) else None
+        return float(found) if isinstance(found, int | float) else Eval().pass_threshold
+
+    @property
     def main_kind(self) -> str:
         """What tables compare: evaluations at the training temperature where there are some, else greedy ones, else
         training steps."""
@@ -68,7 +76,7 @@ class Run:
     def read_step(self, kind: str, step: int) -> list[Episode]:
         """The episodes of one file; lines that cannot be read are left out with a note."""
         path = self.folder / "trajectories" / f"{kind}_{step:06d}.jsonl"
-        episodes, left_out = read_episodes(path)
+        episodes, left_out = read_episodes(path, self.pass_threshold)
         if left_out:
             self.notes.append(f"{path.name}: {left_out} lines are cut or damaged and were left out.")
         return episodes

@@ -251,7 +251,7 @@ def trajectories(shown: Sequence[str]) -> Section:
     return Section("trajectories", "Trajectories", (*map(Text, shown), Browser()))
 
 
-def method() -> Section:
+def method(run: Run) -> Section:
     """What the words mean: every threshold and rule that the other sections use."""
     statuses = tuple(f"{status}: {RULES[status]}." for status in Status)
     categories = tuple(f"{c.label}: {c.rule}." for c in CATEGORIES)
@@ -260,11 +260,11 @@ def method() -> Section:
         "Definitions",
         (
             Text(
-                "A task is solved when its reward is above 0. An unknown reward (environment or verifier failed) is in "
-                "no mean and is never counted as 0. pass@1 is the mean over tasks of the share of attempts that solved "
-                f"the task. Brackets hold 95 % percentile bootstrap intervals over tasks ({RESAMPLES} resamples, fixed "
-                "seed); a change is paired by task. An interval without width says that the tasks agree, not that the "
-                "value is certain."
+                f"A task is solved when its reward is at least {run.pass_threshold:g} (eval.pass_threshold). An "
+                "unknown reward (environment or verifier failed) is in no mean and is never counted as 0. pass@1 is "
+                "the mean over tasks of the share of attempts that solved the task. Brackets hold 95 % percentile "
+                f"bootstrap intervals over tasks ({RESAMPLES} resamples, fixed seed); a change is paired by task. An "
+                "interval without width says that the tasks agree, not that the value is certain."
             ),
             Text("Status, the first that fits:"),
             Items(statuses),

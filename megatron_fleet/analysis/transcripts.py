@@ -164,6 +164,7 @@ def index_row(episode: Episode) -> list[Any]:
         episode.sample,
         episode.outcome,
         episode.reward,
+        episode.result,
         sorted(failures(episode)),
         int(episode.metrics.get("turns", 0)),
         episode.tokens,

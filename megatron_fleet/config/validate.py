@@ -6,7 +6,6 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.rules import (
     agent,
     algorithm,
-    data,
     env,
     evaluation,
     mixture,
@@ -19,7 +18,6 @@ from megatron_fleet.config.schema import Config
 
 RULES = (
     *rollout.RULES,
-    *data.RULES,
     *env.RULES,
     *provisioning.RULES,
     *trainer.RULES,

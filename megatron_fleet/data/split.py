@@ -47,8 +47,8 @@ def split(tasks: Sequence[Task], rules: Data, previous: SplitManifest | None = N
     """Assign every task; the order of ``tasks`` and of their environments does not matter.
 
     1. Candidates for evaluation are the tasks whose hash is below ``rules.eval_fraction``; an environment with fewer
-       than ``min_eval_per_env`` has none; of more than ``max_eval_per_env`` those of the smallest hash stay. A held-out
-       environment's tasks are all candidates.
+       than ``min_eval_per_env / eval_fraction`` tasks has none; of more than ``max_eval_per_env`` those of the smallest
+       hash stay. A held-out environment's tasks are all candidates.
     2. Of more than ``max_eval`` the environments give one each in turn, in the order of their names.
     3. The others are for training, but for held-out environments' and what ``max_env_share`` cuts.
 
@@ -66,7 +66,11 @@ def split(tasks: Sequence[Task], rules: Data, previous: SplitManifest | None = N
         task.key: _fate(task, task.key in chosen, task.env_key in rules.held_out_environments, was.get(task.key))
         for task in tasks
     }
-    notes = _limit_shares(by_env, fates, rules.max_env_share)
+    notes = [
+        f"data.held_out_environments names {env}, of which there is no task."
+        for env in sorted(set(rules.held_out_environments) - by_env.keys())
+    ]
+    notes += _limit_shares(by_env, fates, rules.max_env_share)
     lists: dict[Fate, list[Task]] = {"train": [], "eval": [], "retired": [], "unused": []}
     for task in tasks:
         lists[fates[task.key]].append(task)
@@ -92,7 +96,7 @@ def _evaluation(by_env: Mapping[str, Sequence[Task]], rules: Data, was: Mapping[
         new = [
             task.key for task in tasks if task.key not in was and (held_out or key_hash(task.key) < rules.eval_fraction)
         ]
-        if not held_out and len(old) + len(new) < rules.min_eval_per_env:
+        if not held_out and len(tasks) * rules.eval_fraction < rules.min_eval_per_env:
             new = []
         keys = old + new
         if not held_out:

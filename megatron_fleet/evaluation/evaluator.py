@@ -36,17 +36,28 @@ class Collect(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """One evaluation: the episodes at the training temperature, the greedy ones, and how long they took."""
+    """One evaluation.
+
+    Attributes:
+        sampled: the episodes at the training temperature.
+        greedy: those at temperature 0.
+        accounting: what became of the attempts at both.
+        held_out: tasks among which those played were chosen.
+        seconds: how long it took.
+    """
 
     sampled: list[Group]
     greedy: list[Group]
     accounting: Accounting
+    held_out: int
     seconds: float
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, pass_threshold: float) -> dict[str, float]:
+        """``eval/`` and ``timing/eval``. ``pass_threshold``: ``eval.pass_threshold``."""
         return {
-            **eval_metrics(self.sampled, self.greedy),
+            **eval_metrics(self.sampled, self.greedy, pass_threshold),
             **attempt_metrics(asdict(self.accounting), "eval/all"),
+            "eval/all/tasks_held_out": self.held_out,
             "timing/eval": self.seconds,
         }
 
@@ -56,7 +67,7 @@ class Evaluator:
 
     def __init__(self, config: Config, held_out: Sequence[Task], collect: Collect) -> None:
         self._config, self._collect = config, collect
-        self.tasks = choose(held_out, config.eval.tasks)
+        self.tasks, self._held_out = choose(held_out, config.eval.tasks), len(held_out)
         self._running: asyncio.Task[Evaluation] | None = None
 
     async def play(self, show: ShowPhase) -> Evaluation:
@@ -94,7 +105,7 @@ class Evaluator:
                 budget = max(config.budget_s - sampled.seconds, 0)  # not what engines took to start
             result = await self._episodes(1, 0.0, budget, show)
             accounting, greedy = accounting + result.accounting, result.groups
-        return Evaluation(sampled.groups, greedy, accounting, time.monotonic() - started)
+        return Evaluation(sampled.groups, greedy, accounting, self._held_out, time.monotonic() - started)
 
     async def _episodes(
         self, samples: int, temperature: float, budget_s: float | None, show: ShowPhase | None

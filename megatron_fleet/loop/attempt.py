@@ -78,7 +78,8 @@ class Attempt:
         """
         losses, optims = [r[0] for r in reports], [r[1] for r in reports]
         seconds = {**batch.seconds, **seconds}
-        metrics = step_metrics(batch.groups, batch.batch, losses, optims, seconds, step, difference)
+        threshold = self.config.eval.pass_threshold
+        metrics = step_metrics(batch.groups, batch.batch, losses, optims, seconds, step, threshold, difference)
         metrics |= attempt_metrics(asdict(batch.accounting), "accounting")
         metrics |= progress_metrics(step, self.config.rollout.prompts_per_step, self.training_tasks)
         metrics |= data_metrics(self.batches.status(batch.groups)) | dict(more)

@@ -22,7 +22,7 @@ from megatron_fleet.data.manifest import SplitManifest
 from megatron_fleet.data.task import Task
 from megatron_fleet.evaluation.dumps import Decode, EvalDumps
 from megatron_fleet.evaluation.evaluator import Evaluation, Evaluator
-from megatron_fleet.evaluation.plan import choose
+from megatron_fleet.evaluation.plan import choose, notes
 from megatron_fleet.evaluation.store import EpisodeStore, identity
 from megatron_fleet.evaluation.terminal import show, table
 from megatron_fleet.evaluation.uploads import Uploads
@@ -31,6 +31,7 @@ from megatron_fleet.rollout.chat_service import ChatService
 from megatron_fleet.rollout.collection import Collection
 from megatron_fleet.rollout.requests import CollectRequest, CollectResult, Progress
 from megatron_fleet.rollout.service import RolloutService, episode_python
+from megatron_fleet.telemetry.episodes import why_nothing_is_known
 from megatron_fleet.telemetry.sinks import TrajectoryLog, write_atomically
 
 Side = Literal["held-out", "all"]
@@ -98,7 +99,8 @@ async def evaluate_model(config: Config, run: Path | None, side: Side) -> int:
     """Evaluate the HF folder ``model.path``; see `main`."""
     out = Path(config.run.out)
     preflight.check_evaluation(config)
-    tasks = chosen_tasks(config, run, side)
+    held_out = tasks_of(config, run, side)
+    tasks = chosen_tasks(config, held_out)
     preflight.check_sight(config, tasks)
     store = open_store(config, fingerprint(Path(config.model.path)), tasks)
     async with AsyncExitStack() as stack:
@@ -109,8 +111,9 @@ async def evaluate_model(config: Config, run: Path | None, side: Side) -> int:
                 services.append(await stack.enter_async_context(RolloutService(config, out, episode_python())))
             return await services[0].collect(*args)
 
-        evaluation = await play(config, tasks, store, collect)
+        evaluation = await play(config, held_out, store, collect)
     finish(config, evaluation, Tokenizer(config.model.path).decode)
+    check_known(evaluation)
     return 0
 
 
@@ -124,7 +127,8 @@ async def evaluate_endpoint(config: Config, run: Path | None, side: Side) -> int
 
     preflight.check_endpoint(config)
     endpoint, sampling = config.eval.endpoint, config.rollout.sampling
-    tasks = chosen_tasks(config, run, side)
+    held_out = tasks_of(config, run, side)
+    tasks = chosen_tasks(config, held_out)
     store = open_store(config, endpoint.model_dump(exclude={"api_key_env", "max_retries"}), tasks)
     services: list[ChatService] = []
     async with AsyncExitStack() as stack:
@@ -138,12 +142,13 @@ async def evaluate_endpoint(config: Config, run: Path | None, side: Side) -> int
                 services.append(await stack.enter_async_context(service))
             return await services[0].collect(*args)
 
-        evaluation = await play(config, tasks, store, collect)
+        evaluation = await play(config, held_out, store, collect)
     finish(config, evaluation, decode=lambda _: "")
     if services and services[0].dead is not None:
         raise UserError(
             f"eval.endpoint.url={endpoint.url}: stopped because {services[0].dead}; the same command goes on."
         )
+    check_known(evaluation)
     return 0
 
 
@@ -222,12 +227,11 @@ def tasks_of(config: Config, run: Path | None, side: Side) -> list[Task]:
     return tasks
 
 
-def chosen_tasks(config: Config, run: Path | None, side: Side) -> list[Task]:
-    """As many of ``tasks_of`` as ``eval.tasks`` says; prints when that is not all of them."""
-    found = tasks_of(config, run, side)
-    tasks = choose(found, config.eval.tasks)
-    if len(tasks) < len(found):
-        print(f"{len(tasks)} of {len(found)} tasks are played (eval.tasks).")
+def chosen_tasks(config: Config, held_out: Sequence[Task]) -> list[Task]:
+    """As many of ``held_out`` as ``eval.tasks`` says; prints what is to be known of them before they are played."""
+    tasks = choose(held_out, config.eval.tasks)
+    for note in notes(tasks, held_out):
+        print(note)
     return tasks
 
 
@@ -238,18 +242,20 @@ def fingerprint(model: Path) -> dict[str, Any]:
 
 
 async def play(
-    config: Config, tasks: Sequence[Task], store: EpisodeStore, collect: Callable[..., Awaitable[CollectResult]]
+    config: Config, held_out: Sequence[Task], store: EpisodeStore, collect: Callable[..., Awaitable[CollectResult]]
 ) -> Evaluation:
-    """Play what is not in ``store`` yet, and keep it there as it ends."""
+    """Play those of ``held_out`` that ``eval.tasks`` chooses, as far as they are not in ``store`` yet, and keep there
+    what ends."""
 
     async def resumed(request: CollectRequest, on_progress: Callable[[Progress], None] | None) -> CollectResult:
         kind = "eval" if request.temperature else "greedy"
         played = store.played(kind, request.samples)
         request = replace(request, played=played)
-        if len(played) == len(tasks) * request.samples:
+        episodes = len(request.tasks) * request.samples
+        if len(played) == episodes:
             return Collection(request, max_retries=0).result(seconds=0.0)
         if played:
-            print(f"{kind}: {len(played)} of {len(tasks) * request.samples} episodes were played before")
+            print(f"{kind}: {len(played)} of {episodes} episodes were played before")
         seen: set[tuple[int, int]] = set(played)
 
         def keep(trajectories: Sequence[Trajectory]) -> None:
@@ -263,13 +269,20 @@ async def play(
             store.flush()
         return result
 
-    return await Evaluator(config, tasks, resumed).play(show)
+    return await Evaluator(config, held_out, resumed).play(show)
+
+
+def check_known(evaluation: Evaluation) -> None:
+    """Raise UserError when not one reward is known: that is no result."""
+    groups = (*evaluation.sampled, *evaluation.greedy)
+    if reason := why_nothing_is_known(t for group in groups for t in group.trajectories):
+        raise UserError(f"Not one reward is known, most often: {reason}. Mend that and evaluate with another --out.")
 
 
 def finish(config: Config, evaluation: Evaluation, decode: Decode) -> None:
     """Records, dumps, their copies, ``metrics.json`` and the table. ``decode``: text of token ids."""
     out = Path(config.run.out)
-    metrics = evaluation.metrics()
+    metrics = evaluation.metrics(config.eval.pass_threshold)
     log = TrajectoryLog(out / "trajectories", None)
     written = log.write(0, evaluation.sampled, "eval") + log.write(0, evaluation.greedy, "greedy")
     dumps = EvalDumps(out / "dumped_evals", decode, config.rollout.sampling.max_turns, None)

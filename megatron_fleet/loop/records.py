@@ -35,7 +35,7 @@ class Records:
     def __init__(self, config: Config, resumed_step: int | None, started: float):
         """``resumed_step``: what is newer is dropped; ``None`` starts anew. ``started``: unix time of this attempt."""
         self._out = Path(config.run.out)
-        self._plot, self._name = config.logging.plot, config.run.name
+        self._plot, self._name, self._pass_threshold = config.logging.plot, config.run.name, config.eval.pass_threshold
         self._sinks: list[MetricSink] = [MetricsLog(self._out / "metrics.jsonl", resumed_step, started)]
         if config.logging.tensorboard:
             self._sinks.append(TensorBoardSink(self._out / "tensorboard", resumed_step))
@@ -74,7 +74,7 @@ class Records:
         kinds: tuple[tuple[Literal["eval", "greedy"], list[Group]], ...]
         kinds = (("eval", evaluation.sampled), ("greedy", evaluation.greedy))
         written = [path for kind, groups in kinds if groups for path in self._trajectories.write(step, groups, kind)]
-        metrics = evaluation.metrics()
+        metrics = evaluation.metrics(self._pass_threshold)
         if self._uploads is not None:
             metrics["eval/all/uploads_failed"] = self._uploads.failed
         files = self._dumps.write(step, evaluation.sampled, evaluation.greedy, metrics)

@@ -10,6 +10,7 @@ from megatron_fleet.config.schema import Config
 from megatron_fleet.data.dataset import run_dataset, save_manifest
 from megatron_fleet.data.mixture import check_mixture
 from megatron_fleet.data.task import Task
+from megatron_fleet.evaluation.plan import choose, notes
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,10 @@ def load_data(config: Config) -> tuple[list[Task], list[Task]]:
                 f"data.eval_fraction={config.data.eval_fraction:g}, at least {least} are needed; use more tasks."
             )
     check_mixture(train, config.rollout.prompts_per_step, config.data.mixture)
-    for note in dataset.split.notes:
+    told = list(dataset.split.notes)
+    if config.eval.in_training:
+        told += notes(choose(held_out, config.eval.tasks), held_out)
+    for note in told:
         log.warning("%s", note)
     save_manifest(dataset, Path(config.run.out))
     return train, held_out

@@ -43,16 +43,21 @@ _GRADIENT = {
 }
 _TINKER = "Of the hosted backend, which is not part of this package."
 
+_SOLVED = "Any reward above 0 counted as solved; now one of at least eval.pass_threshold."
+_UNBIASED = f"k = n; unbiased when rewards are unknown. {_SOLVED}"
+
 FORMER: tuple[FormerName, ...] = (
-    *_same("reward/", "avg_pass_at_{n}", "avg_raw_reward"),
+    FormerName("reward/avg_pass_at_1", "reward/avg_pass_at_1", _SOLVED),
+    FormerName("reward/avg_pass_at_{n}", "reward/avg_pass_at_{n}", _SOLVED),
+    *_same("reward/", "avg_raw_reward"),
     FormerName(
         "reward/mean_positive_reward", "reward/mean_clipped_reward", "It was the mean of max(reward, 0) over all."
     ),
-    FormerName("reward/{env}/pass_at_{n}", "reward/{env}/pass_at_{k}", "k = n; unbiased when rewards are unknown."),
+    FormerName("reward/{env}/pass_at_{n}", "reward/{env}/pass_at_{k}", _UNBIASED),
     *_same("reward/{env}/", *_SPREAD),
-    FormerName("eval/{env}/pass_at_{n}", "eval/{env}/pass_at_{k}", "k = n; unbiased when rewards are unknown."),
+    FormerName("eval/{env}/pass_at_{n}", "eval/{env}/pass_at_{k}", _UNBIASED),
     *_same("eval/{env}/", *_SPREAD),
-    FormerName("eval/all/pass_at_{n}", "eval/{env}/pass_at_{k}", "{env} = all."),
+    FormerName("eval/all/pass_at_{n}", "eval/{env}/pass_at_{k}", f"{{env}} = all, {_UNBIASED}"),
     *(FormerName(f"eval/all/{name}", f"eval/{{env}}/{name}", "{env} = all.") for name in _SPREAD),
     *_same("environment/{env}/", *_ACTIVITY, "min_turns", "max_turns", "num_episodes"),
     FormerName("environment/{env}/env_init_failed", "environment/{env}/env_init_failed", _LOST),

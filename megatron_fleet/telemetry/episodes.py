@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_fleet.agents.trajectory import Group, Outcome, Trajectory
 from megatron_fleet.algorithms.advantages import is_known
-from megatron_fleet.telemetry.rewards import reward_metrics
+from megatron_fleet.telemetry.rewards import is_solved, reward_metrics
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -24,31 +24,32 @@ NGRAM = 20
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
-def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
+def rollout_metrics(groups: Sequence[Group], pass_threshold: float) -> dict[str, float]:
     """``reward/``, ``environment/`` and ``generate/``: what the episodes did, whatever training made of them."""
     episodes = trajectories_of(groups)
-    activity = _activity(episodes)
+    activity = _activity(episodes, pass_threshold)
     for extreme in ("min_turns", "max_turns"):
         activity.pop(extreme, None)  # only per environment
-    out = _prefixed("reward/", reward_metrics(groups))
+    out = _prefixed("reward/", reward_metrics(groups, pass_threshold))
     out |= _prefixed("environment/", activity)
     out["environment/total_episodes"] = len(episodes)
     out["environment/total_env_init_failed"] = _count(episodes, Outcome.ENV_FAILED)
     for env, own in by_environment(groups).items():
-        out |= _prefixed(f"reward/{env}/", reward_metrics(own))
-        out |= _prefixed(f"environment/{env}/", _environment(trajectories_of(own)))
+        out |= _prefixed(f"reward/{env}/", reward_metrics(own, pass_threshold))
+        out |= _prefixed(f"environment/{env}/", _environment(trajectories_of(own), pass_threshold))
     return out | _prefixed("generate/", _generation(episodes))
 
 
-def eval_metrics(sampled: Sequence[Group], greedy: Sequence[Group] = ()) -> dict[str, float]:
+def eval_metrics(sampled: Sequence[Group], greedy: Sequence[Group], pass_threshold: float) -> dict[str, float]:
     """Metrics of one evaluation: ``sampled`` at the training temperature, ``greedy`` at temperature 0."""
     out: dict[str, float] = {}
     for env, groups in [("all", sampled), *by_environment(sampled).items()]:
         episodes = trajectories_of(groups)
-        numbers = {**reward_metrics(groups), **_activity(episodes), **_failures(episodes), **_lengths(episodes)}
-        out |= _prefixed(f"eval/{env}/", {**numbers, **_coverage(groups), **_volume(episodes)})
+        numbers = {**reward_metrics(groups, pass_threshold), **_activity(episodes, pass_threshold)}
+        numbers |= {**_failures(episodes), **_lengths(episodes), **_coverage(groups), **_volume(episodes)}
+        out |= _prefixed(f"eval/{env}/", numbers)
     for env, groups in [("all", greedy), *by_environment(greedy).items()]:
-        rewards = reward_metrics(groups)
+        rewards = reward_metrics(groups, pass_threshold)
         names = ("avg_raw_reward", "pass_at_1")
         out |= _prefixed(f"eval/{env}/greedy_", {name: rewards[name] for name in names if name in rewards})
     if greedy:
@@ -111,10 +112,10 @@ def _outcomes(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return {f"outcome/{outcome}": _count(trajectories, outcome) for outcome in Outcome}
 
 
-def _environment(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def _environment(trajectories: Sequence[Trajectory], pass_threshold: float) -> dict[str, float]:
     """Everything about the episodes of one environment, without prefix."""
     return {
-        **_activity(trajectories),
+        **_activity(trajectories, pass_threshold),
         **_failures(trajectories),
         **_outcomes(trajectories),
         "num_episodes": len(trajectories),
@@ -123,7 +124,7 @@ def _environment(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     }
 
 
-def _activity(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def _activity(trajectories: Sequence[Trajectory], pass_threshold: float) -> dict[str, float]:
     """Turns, tool calls, their errors and habits of the policy, without prefix."""
     if not trajectories:
         return {}
@@ -154,7 +155,8 @@ def _activity(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         out["repeated_call_rate"] = float(repeated.sum() / calls.sum())
     claimed = [t.reward for t in trajectories if t.outcome is Outcome.COMPLETED and is_known(t.reward)]
     if claimed:
-        out["false_completion_rate"] = sum(reward == 0 for reward in claimed) / len(claimed)
+        unsolved = sum(not is_solved(reward, pass_threshold) for reward in claimed)
+        out["false_completion_rate"] = unsolved / len(claimed)
     if said := sampled_tokens(trajectories):
         out["think_token_share"] = float(_values(trajectories, "think_tokens").sum() / said)
     return out

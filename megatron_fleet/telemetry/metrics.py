@@ -37,6 +37,7 @@ def step_metrics(
     optims: Sequence[OptimReport],
     seconds: Mapping[str, float],
     weight_version: int,
+    pass_threshold: float,
     probe: float | None = None,
 ) -> dict[str, float]:
     """All metrics of one training step.
@@ -46,10 +47,11 @@ def step_metrics(
         reports, optims: one per optimizer step, in order; empty when there was nothing to train on.
         seconds: duration of each phase; ``generate`` gives the token rate.
         weight_version: the version published at the end of the step.
+        pass_threshold: ``eval.pass_threshold``.
         probe: how far engines were from the trainer then; ``None`` = nobody looked.
     """
     return {
-        **rollout_metrics(groups),
+        **rollout_metrics(groups, pass_threshold),
         **batch_metrics(groups, batch),
         **policy_metrics(reports, optims),
         **timing_metrics(groups, seconds),

@@ -14,7 +14,7 @@ from megatron_fleet.telemetry.distributions import DISTRIBUTIONS
 WILDCARDS = {
     "{env}": ("[^/]+", "environment key, `/` written as `_`; `all` under `eval/` = all environments together"),
     "{k}": ("[0-9]+", "1, 2, 4 … up to the samples per prompt, and that number itself"),
-    "{n}": ("[0-9]+", "samples per prompt"),
+    "{n}": ("(?!1$)[0-9]+", "samples per prompt, when it is not 1"),
     "{outcome}": ("[a-z_]+", "why an episode ended, see `Outcome`"),
     "{phase}": (
         "[a-z_]+",
@@ -51,9 +51,11 @@ _REWARD = {
     "avg_raw_reward": "Mean reward over episodes with a known reward; with 0/1 rewards this is pass@1.",
     "mean_clipped_reward": "Mean of max(reward, 0) over episodes with a known reward.",
     "mean_positive_reward": "Mean reward over the episodes whose reward is above 0; absent when there is none.",
-    "avg_pass_at_{n}": "Share of prompts (with a known reward) that have any reward above 0.",
-    "pass_at_{k}": "Mean over prompts with at least k known rewards of 1 − C(m−c, k)/C(m, k), m known, c above 0 "
-    "(unbiased pass@k); equals avg_pass_at_{n} for k = n when nothing is unknown.",
+    "avg_pass_at_1": "pass_at_1, by the name that Fleet's runs are compared by.",
+    "avg_pass_at_{n}": "Share of prompts (with a known reward) that have any solved episode: a known reward of at "
+    "least eval.pass_threshold.",
+    "pass_at_{k}": "Mean over prompts with at least k known rewards of 1 − C(m−c, k)/C(m, k), m known, c of them "
+    "solved (unbiased pass@k); equals avg_pass_at_{n} for k = n when nothing is unknown.",
     "variance_per_prompt": "Mean over prompts with at least 2 known rewards of their population variance.",
     "signal_ratio": "Share of prompts with at least 2 known rewards whose known rewards are not all equal.",
 }
@@ -77,8 +79,8 @@ _ACTIVITY = {
     "avg_images": "Mean pictures per episode that the policy was shown.",
     "avg_image_tokens": "Mean tokens of pictures per episode, all segments together.",
     "total_images_unseen": "Pictures that were left out: the model sees none, or their file was broken.",
-    "false_completion_rate": "Episodes that ended as `completed` with reward 0, divided by all that ended as "
-    "`completed` with a known reward.",
+    "false_completion_rate": "Episodes that ended as `completed` with a reward below eval.pass_threshold, divided by "
+    "all that ended as `completed` with a known reward.",
     "think_token_share": "Tokens of thinking divided by tokens that the policy sampled.",
 }
 
@@ -185,25 +187,28 @@ _POLICY = {
     "kl_loss": "algorithm.kl.coef × Σ normaliser × KL estimate, mean over the updates of the batch.",
     "entropy_loss": "−algorithm.entropy_coef × Σ normaliser × entropy, mean over the updates of the batch.",
     "policy_kl": "Mean over trained tokens of the estimate of KL(π‖π_ref) that algorithm.kl.estimator names.",
+    "policy_kl_clamped": "Share of trained tokens whose k3 is clamped at 10, where it has no gradient; k3 only.",
     "policy_entropy": "Mean entropy of π at trained tokens, in nats.",
     "nll": "Mean −log π(token) over trained tokens (supervised warm start only).",
     "ratio_mean": "Mean of the loss's ratio over trained tokens: π/π_old (exactly 1 with one update per batch), its "
     "geometric mean over the sequence (gspo, gmpo), or π/μ (importance_weighted).",
     "ppo_clip_ratio": "Share of trained tokens that the bounds of the ratio changed: the sum of those below.",
     "ppo_clip_ratio_low": "Share of trained tokens with ratio < 1 − clip_low: gradient removed if the advantage is "
-    "negative and not counted otherwise (ppo_clip, gspo, gmpo), weight raised (cispo), left out (importance_weighted).",
+    "negative and not counted otherwise (ppo_clip, gspo, gmpo), weight raised (cispo), left out, as "
+    "tokens whose log μ is not a number (importance_weighted).",
     "ppo_clip_ratio_high": "Share of trained tokens with ratio > 1 + clip_high: gradient removed if the advantage is "
     "positive and not counted otherwise (ppo_clip, gspo, gmpo), weight cut (cispo), left out (importance_weighted).",
     "ppo_clip_ratio_dual": "Share of trained tokens with negative advantage and ratio > dual_clip (ppo_clip).",
     "correction_weight_mean": "Mean over trained tokens of the correction's weight c; 1 when engine and trainer agree.",
-    "correction_tokens": "Share of trained tokens whose weight the correction truncated or set to 0.",
+    "correction_tokens": "Share of trained tokens whose weight the correction truncated or set to 0, those whose log μ "
+    "is not a number among them.",
     "correction_sequences": "Share of sequences with trained tokens in which the correction touched one.",
     "correction_ess": "Effective sample size (Σc)² / Σc² divided by the trained tokens: 1 when all weigh the same.",
     "mismatch_kl": "KL(μ‖π), engine against trainer: mean of ρ − 1 − log ρ, ρ = π/μ, first update only (k3, ≥ 0).",
     "mismatch_kl_k1": "KL(μ‖π): mean of log μ − log π, first update only (k1).",
     "probe_difference": "Mean |log π_engine − log π_trainer| over the probe's tokens, worst engine; only when probed.",
     "rollout_train_prob_diff_mean": "Mean of μ/π over trained tokens, first update only: a ratio, 1 when they agree.",
-    "rollout_train_prob_diff_std": "Population standard deviation of μ/π over trained tokens, first update only.",
+    "rollout_train_prob_diff_std": "Unbiased standard deviation of μ/π over trained tokens, first update only.",
     "routing_replayed": "Share of tokens × expert layers whose experts were replayed; first update, and only with "
     "rollout.engine.routing_replay.",
     "routing_disagreement": "Share of the replayed experts that the trainer's router would not have taken; as above.",
@@ -278,6 +283,7 @@ METRICS: tuple[Metric, ...] = (
     *_family(("eval/{env}/",), _EVAL),
     *_family(("eval/all/",), _ATTEMPTS),
     Metric("eval/all/attempts_unstarted", "Episodes that no worker had begun when eval.budget_s was over."),
+    Metric("eval/all/tasks_held_out", "Tasks of which eval.tasks were chosen to be played."),
     Metric("eval/all/greedy_tasks", "Tasks that were to be played greedily."),
     Metric("eval/all/greedy_tasks_scored", "Those with a known reward."),
     Metric("eval/all/uploads_failed", "Files of evaluations that could not be uploaded, since this attempt began."),

@@ -30,12 +30,12 @@ def known_rewards(groups: Sequence[Group]) -> list[np.ndarray]:
     return [np.array(row, dtype=np.float64) for row in rows if row]
 
 
-def passes(rewards: np.ndarray) -> int:
-    """How many of these rewards count as solved: those above 0, Fleet's rule."""
-    return int((rewards > 0).sum())
+def is_solved(reward: float, pass_threshold: float) -> bool:
+    """Whether an episode with this known reward counts as solved, by ``eval.pass_threshold``: Fleet's rule is 1."""
+    return reward >= pass_threshold
 
 
-def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
+def reward_metrics(groups: Sequence[Group], pass_threshold: float) -> dict[str, float]:
     """Reward metrics without their prefix; a metric without a single value to average is absent."""
     prompts = known_rewards(groups)
     if not prompts:
@@ -47,16 +47,19 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
     }
     if (rewards > 0).any():
         out["mean_positive_reward"] = float(rewards[rewards > 0].mean())
-    return out | _pass_metrics(prompts, max(len(g.trajectories) for g in groups)) | _spread_metrics(prompts)
+    known_and_solved = [(len(p), sum(is_solved(reward, pass_threshold) for reward in p.tolist())) for p in prompts]
+    samples = max(len(g.trajectories) for g in groups)
+    return out | _pass_metrics(known_and_solved, samples) | _spread_metrics(prompts)
 
 
-def _pass_metrics(prompts: Sequence[np.ndarray], n: int) -> dict[str, float]:
-    out = {f"avg_pass_at_{n}": float(np.mean([passes(p) > 0 for p in prompts]))}
+def _pass_metrics(prompts: Sequence[tuple[int, int]], n: int) -> dict[str, float]:
+    """``prompts``: known rewards of each, and how many of them count as solved; ``n``: samples per prompt."""
+    out = {f"avg_pass_at_{n}": float(np.mean([solved > 0 for _, solved in prompts]))}
     for k in sorted({2**i for i in range(n.bit_length()) if 2**i <= n} | {n}):
-        values = [pass_at_k(len(p), passes(p), k) for p in prompts if len(p) >= k]
+        values = [pass_at_k(known, solved, k) for known, solved in prompts if known >= k]
         if values:
             out[f"pass_at_{k}"] = float(np.mean(values))
-    return out
+    return out | {"avg_pass_at_1": out["pass_at_1"]}
 
 
 def _spread_metrics(prompts: Sequence[np.ndarray]) -> dict[str, float]:

@@ -131,6 +131,30 @@ def test_a_product_over_a_long_sequence_survives_float32():
     torch.testing.assert_close(weight, represented.float().expand(n), rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("kind", CORRECTION_BOUNDS)
+def test_a_behaviour_that_is_not_a_number_is_rejected_and_counted(kind):
+    """By token or with its whole sequence; other sequences are as they were."""
+    batch = samples(mismatch=0.0)
+    before = make_loss(Algorithm())(pack(batch, normalisers(batch, "token_mean")))[0]
+    before.backward()
+    plain = gradients(batch)
+    batch[2].behaviour[3] = math.nan
+    start = len(batch[0]) + len(batch[1])
+    lost = [start + 3] if kind in ("token_tis", "icepop") else list(range(start, start + len(batch[2])))
+    x = pack(batch, normalisers(batch, "token_mean"))
+    algo = Algorithm(correction={"kind": kind})
+    value, sums = make_loss(algo)(x)
+    value.backward()
+    gradient = gradients(batch)
+    assert torch.isfinite(value)
+    plain[lost] = 0
+    torch.testing.assert_close(gradient, plain)
+    metrics = finalize_metrics({key: value.item() for key, value in sums.items()})
+    assert metrics["policy/correction_tokens"] == pytest.approx(len(lost) / len(plain))
+    assert metrics["policy/correction_sequences"] == pytest.approx(1 / len(batch))
+    assert metrics["policy/correction_weight_mean"] == pytest.approx(1 - len(lost) / len(plain))
+
+
 def test_all_left_out_has_no_effective_sample():
     batch = samples(mismatch=0.0)
     x = pack(batch, normalisers(batch, "token_mean"))

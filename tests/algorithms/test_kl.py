@@ -1,10 +1,14 @@
 """KL estimators: on a small categorical the mean over samples is a finite sum, so means and gradients are exact."""
 
+import math
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from megatron_fleet.algorithms.kl import kl_estimate  # noqa: E402
+from megatron_fleet.algorithms.kl import MAX_K3, kl_estimate  # noqa: E402
 
 LOGITS = torch.tensor([0.3, -1.2, 0.9, 0.0], dtype=torch.float64)
 REFERENCE = torch.log_softmax(torch.tensor([-0.5, 0.4, 0.1, 0.2], dtype=torch.float64), 0)
@@ -65,3 +69,14 @@ def test_equal_policies_have_no_kl_and_far_ones_stay_finite(estimator):
     far = kl_estimate(logprobs, torch.tensor([-0.1, -500.0]), estimator)
     far.sum().backward()
     assert torch.isfinite(far).all() and torch.isfinite(logprobs.grad).all()
+
+
+@given(st.floats(-100, 100))
+def test_k3_is_bounded_in_value_and_gradient(d):
+    """As ``(exp(−d) − 1 + d).clamp(max=10)``, which is what verl, SkyRL, NeMo RL and slime use."""
+    logprob = torch.tensor(d, dtype=torch.float64, requires_grad=True)
+    value = kl_estimate(logprob, torch.zeros((), dtype=torch.float64), "k3")
+    value.backward()
+    clamped = math.exp(-d) - 1 + d > MAX_K3 == 10
+    assert value.item() == (MAX_K3 if clamped else pytest.approx(math.exp(-d) - 1 + d, rel=1e-9, abs=1e-12))
+    assert logprob.grad.item() == (0 if clamped else pytest.approx(1 - math.exp(-d), rel=1e-9, abs=1e-12))

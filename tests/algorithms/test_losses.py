@@ -81,6 +81,15 @@ def test_the_kl_term_is_added_and_has_a_gradient(estimator):
     torch.testing.assert_close(difference, 0.5 * per_token / N)
 
 
+def test_clamped_tokens_of_k3_are_counted():
+    x = inputs(reference=True)
+    x.reference[:3] = x.logprobs[:3].detach() + torch.tensor([-12.0, 2.7, 2.5])  # π rose by 12, fell by 2.7 and 2.5
+    sums = make_loss(Algorithm(kl={"coef": 0.5}))(x)[1]
+    metrics = finalize_metrics({name: value.item() for name, value in sums.items()})
+    assert metrics["policy/policy_kl_clamped"] == 2 / N
+    assert "kl_clamped" not in make_loss(Algorithm(kl={"coef": 0.5, "estimator": "k2"}))(x)[1]
+
+
 def test_the_entropy_bonus_has_a_gradient_through_the_entropy_alone():
     plain, with_bonus = inputs(), inputs()
     with_bonus.entropy.requires_grad_()
@@ -124,7 +133,7 @@ def test_mismatch_metrics_by_hand():
         (1.25 - 1 - math.log(1.25) + 0.5 - 1 - math.log(0.5)) / 2, rel=1e-5
     )
     assert metrics["policy/rollout_train_prob_diff_mean"] == pytest.approx((0.8 + 2.0) / 2, rel=1e-6)
-    assert metrics["policy/rollout_train_prob_diff_std"] == pytest.approx((2.0 - 0.8) / 2, rel=1e-5)
+    assert metrics["policy/rollout_train_prob_diff_std"] == pytest.approx((mu / pi).std().item(), rel=1e-5)
     assert metrics["policy/policy_entropy"] == 1
 
 

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from loss_fixtures import Sample, gradients, normalisers, pack, reduced, samples  # noqa: E402
+from loss_fixtures import LENGTHS, Sample, gradients, normalisers, pack, reduced, samples  # noqa: E402
 
 from megatron_fleet.algorithms.loss_inputs import LossInputs  # noqa: E402
 from megatron_fleet.algorithms.loss_metrics import needs_proximal  # noqa: E402
@@ -195,6 +195,25 @@ def test_far_policies_stay_finite(name, kind):
         value.backward()
         assert torch.isfinite(value) and torch.isfinite(gradients(batch)).all()
         assert all(torch.isfinite(v) for v in sums.values())
+
+
+@pytest.mark.parametrize("clip_low", [0.2, 1.0])
+def test_a_behaviour_that_is_not_a_number_is_left_out_and_counted(clip_low):
+    algo = Algorithm(loss="importance_weighted", clip_low=clip_low, clip_high=9.0)
+    whole, broken = samples(mismatch=0.01, update=0.01), samples(mismatch=0.01, update=0.01)
+    broken[2].behaviour[3] = math.nan
+    results = []
+    for batch in (whole, broken):
+        value, sums = make_loss(algo)(pack(batch, normalisers(batch, "token_mean")))
+        value.backward()
+        results.append((value, sums, gradients(batch)))
+    (_, before, plain), (value, after, gradient) = results
+    place = LENGTHS[0] + LENGTHS[1] + 3
+    assert torch.isfinite(value) and gradient[place] == 0 != plain[place]
+    plain[place] = 0
+    torch.testing.assert_close(gradient, plain)
+    assert (before["clipped_low"], after["clipped_low"]) == (0, 1) and before["clipped_high"] == after["clipped_high"]
+    assert torch.isfinite(after["ratio"])
 
 
 @pytest.mark.parametrize("kind", CORRECTIONS)

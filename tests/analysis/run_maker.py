@@ -79,7 +79,9 @@ def by_environment(prefix: str, whole: str, collected: list[Group]) -> dict[str,
     found = {}
     for env in [whole, *sorted({g.env_key for g in collected})]:
         own = [g for g in collected if env in (whole, g.env_key)]
-        found |= {prefix.format(env).replace("//", "/") + name: value for name, value in reward_metrics(own).items()}
+        found |= {
+            prefix.format(env).replace("//", "/") + name: value for name, value in reward_metrics(own, 1.0).items()
+        }
     return found
 
 
@@ -127,4 +129,6 @@ def episode(**fields: Any) -> Episode:
         "tokens": 10,
         "action_tokens": 4,
     }
-    return Episode(**{**defaults, **fields})
+    given = {**defaults, **fields}
+    solved = None if given["reward"] is None else given["reward"] >= 1
+    return Episode(**{"solved": solved, **given})

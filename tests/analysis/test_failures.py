@@ -153,7 +153,7 @@ def test_false_completion_needs_a_known_reward():
     assert set(failures(episode(reward=0.0))) == {"false_completion"}
     assert set(failures(episode(reward=-1.0))) == {"false_completion"}
     assert failures(episode(reward=None)) == {}
-    assert failures(episode(reward=0.5)) == {}
+    assert failures(episode(reward=0.5, solved=True)) == {}
     assert "false_completion" not in failures(episode(reward=0.0, outcome=Outcome.MAX_TURNS))
 
 

@@ -50,7 +50,7 @@ def test_the_report_of_a_run(simple_run, capsys):
 
 def test_the_terminal_tells_first_of_environments_that_need_a_look(make_run: RunMaker, capsys):
     def collected(last: bool) -> list:
-        rewards = {f"a{i}": 0.5 for i in range(9)} | {"worse": 0.0 if last else 1.0, "better": float(last)}
+        rewards = {f"a{i}": 1.0 for i in range(9)} | {"worse": 0.0 if last else 1.0, "better": float(last)}
         return [g for env, r in rewards.items() for g in groups({f"{env}-{i}": [r] for i in range(6)}, env)]
 
     make_run.evaluate(0, collected(False)).evaluate(3, collected(True))
@@ -58,6 +58,25 @@ def test_the_terminal_tells_first_of_environments_that_need_a_look(make_run: Run
     told = capsys.readouterr().out.splitlines()
     names = [line.split(":")[0] for line in told if " → " in line][1:]
     assert len(told) == 12 and names[:2] == ["worse", "better"] and names[2:] == sorted(names[2:])
+
+
+@pytest.mark.parametrize(
+    ("section", "rate", "rule"),
+    [(None, "0.000 → 0.500", "at least 1 "), ({"pass_threshold": 0.5}, "0.500 → 1.000", "at least 0.5 ")],
+)
+def test_solved_is_what_the_runs_own_configuration_says(make_run: RunMaker, capsys, section, rate, rule):
+    """Old configurations have no such key."""
+    config = json.loads((make_run.folder / "config.json").read_text())
+    (make_run.folder / "config.json").write_text(json.dumps(config | {"eval": section}))
+    make_run.evaluate(0, groups({"a": [0.5], "b": [0.25]})).evaluate(4, groups({"a": [0.5], "b": [1.0]}))
+    assert main(["report", str(make_run.folder)]) == 0
+    assert rate in capsys.readouterr().out
+    page = (make_run.folder / "report.html").read_text()
+    assert f"its reward is {rule}" in page
+    index = json.loads(re.search(r'<script[^>]*id="index"[^>]*>(.*?)</script>', page, re.DOTALL)[1])
+    results = {(row[1], row[3]): row[7] for row in index}
+    assert results["eval 0", "a"] == ("not solved" if section is None else "solved")
+    assert (results["eval 0", "b"], results["eval 4", "b"]) == ("not solved", "solved")
 
 
 def test_files_go_where_the_arguments_say(simple_run, tmp_path, capsys):

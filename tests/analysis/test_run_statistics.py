@@ -18,7 +18,7 @@ def attempts(rates: dict[str, list[float | None]]) -> list[Episode]:
 
 
 def test_unknown_rewards_are_in_no_rate():
-    known = attempts({"a": [1.0, 0.0], "b": [0.5]})
+    known = attempts({"a": [1.0, 0.0], "b": [1.0]})
     more = [*known, *attempts({"a": [None, None], "c": [None]})]
     assert pass_rate(more).value == pass_rate(known).value == (0.5 + 1.0) / 2
     assert pass_rate(more).tasks == 2

@@ -79,9 +79,8 @@ def test_prepare_prints_the_table_and_writes_what_a_run_reads(tasks_file, tmp_pa
     [
         (["run.steps=3"], "run.steps=3"),
         (["data.max_task=3"], "did you mean data.max_tasks"),
-        (["data=v5"], "embedded, file, v0.2, v0.3, v4"),
+        (["data=v5"], "balanced, embedded, file, v0.2, v0.2.3, v0.3, v4"),
         (["data.environments=[jira]"], "data.environments names jira"),
-        (["data.min_eval_per_env=9", "data.max_eval_per_env=3"], "data.min_eval_per_env=9"),
     ],
 )
 def test_wrong_keys_are_refused(tasks_file, capsys, arguments, word):

@@ -12,6 +12,8 @@ from megatron_fleet.config.load import load
 from megatron_fleet.data.dataset import run_dataset, save_manifest
 from megatron_fleet.data.loader import load_tasks
 from megatron_fleet.data.manifest import SplitManifest
+from megatron_fleet.loop.evaluate import chosen_tasks
+from megatron_fleet.loop.tasks import load_data
 
 
 @pytest.fixture
@@ -52,6 +54,30 @@ def test_a_resumed_run_keeps_its_split_and_a_new_one_does_not(play, tmp_path):
     checkpoint.rmdir()
     again = play(400, "data.max_eval=7")
     assert again.split.held_out != first.split.held_out
+
+
+@pytest.mark.parametrize("limit", ["20", "null"])
+def test_a_run_and_an_evaluation_say_at_their_start_what_is_evaluated(tmp_path, caplog, capsys, limit):
+    """60 of 194 tasks, as once without a word."""
+    rows = [
+        {"key": f"{env}{i}", "prompt": f"Do {env} {i} times {i}.", "env_key": env, "verifier_code": "v"}
+        for env, count in (("github", 200), ("zillow", 10))
+        for i in range(count)
+    ]
+    (tmp_path / "t.json").write_text(json.dumps(rows))
+    data = ["data=file", f"data.tasks={tmp_path / 't.json'}", f"run.out={tmp_path / 'out'}"]
+    config = load(["experiment=quickstart", "eval=fleet", *data, f"eval.tasks={limit}"])
+    held_out = load_data(config)[1]
+    zillow = sum(task.env_key == "zillow" for task in held_out)
+    expected = [f"20 of {len(held_out)} evaluation tasks are played (eval.tasks)."] if limit == "20" else []
+    assert len(held_out) > 20 and 0 < zillow < 5
+    said = [record.getMessage() for record in caplog.records]
+    assert said[:-1] == expected and said[-1].endswith(f": zillow {zillow} of {zillow}.")
+    assert len(chosen_tasks(config, held_out)) == (20 if limit == "20" else len(held_out))
+    assert capsys.readouterr().out.splitlines() == said
+    caplog.clear()
+    load_data(load([*data, "experiment=quickstart", "eval=none"]))
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("verifier", [None, " "])

@@ -50,10 +50,16 @@ def test_the_first_filter_that_removes_a_task_is_its_reason():
     assert removed == {"a1": "difficulty", "a2": "modality", "b2": "difficulty", "d1": "environment"}
 
 
-@pytest.mark.parametrize("key", ["environments", "held_out_environments"])
-def test_environments_that_no_task_has_are_refused(key):
+@pytest.mark.parametrize(
+    ("key", "names"), [("environments", ("a", "githb")), ("held_out_environments", ("githb", "instacart"))]
+)
+def test_environments_that_no_task_has_are_refused(key, names):
     with pytest.raises(UserError, match=rf"data\.{key} names githb, .*a, b, dropbox"):
-        chosen(**{key: ("a", "githb")})
+        chosen(**{key: names})
+
+
+def test_held_out_environments_need_not_all_be_there():
+    assert chosen(held_out_environments=("a", "instacart")) == chosen()
 
 
 def test_shipped_lists():

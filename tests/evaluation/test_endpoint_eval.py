@@ -76,6 +76,17 @@ def test_an_oracle_solves_everything_and_an_endpoint_that_died_on_the_way_is_gon
     assert server.keys == {KEY}
 
 
+@pytest.mark.slow
+def test_an_evaluation_that_knows_nothing_is_no_result(tmp_path, capfd):
+    oracle, faults = Oracle(load_tasks(SHIPPED_TASKS)), ("env.faults.verifier_failure_rate=1", "rollout.max_retries=0")
+    with serving(ChatServer(oracle, key=KEY)) as server:
+        address = ("--endpoint", server.url, "--model", MODEL)
+        assert main(("eval", *address, "--out", str(tmp_path / "out"), *SMALL, *faults, "eval.greedy=false")) == 2
+    told = capfd.readouterr().err.strip().splitlines()[-1]
+    assert told.startswith("error: Not one reward is known, most often: verifier_failed: ")
+    assert json.loads((tmp_path / "out" / "metrics.json").read_text())["eval/all/unknown_reward_rate"] == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -19,7 +19,7 @@ def evaluation(reward: float) -> Evaluation:
     spans = (Span("prompt", 0, 1, 0), Span("action", 1, 2, 0, 3))
     ids = np.array([300, 301], np.int32)
     one = Trajectory("task", "shop", 0, 0, ids, mask, none, spans, reward, "", Outcome.COMPLETED)
-    return Evaluation([Group(0, "task", "shop", [one])], [Group(0, "task", "shop", [one])], Accounting(2, 2), 1.5)
+    return Evaluation([Group(0, "task", "shop", [one])], [Group(0, "task", "shop", [one])], Accounting(2, 2), 3, 1.5)
 
 
 def records(out, resumed_step: int | None = None, tensorboard: bool = False, more: tuple[str, ...] = ()) -> Records:

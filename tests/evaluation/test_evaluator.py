@@ -20,7 +20,7 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
 from megatron_fleet.data.task import Task
 from megatron_fleet.evaluation.evaluator import Evaluator
-from megatron_fleet.evaluation.plan import choose
+from megatron_fleet.evaluation.plan import FEW_TASKS, choose, notes
 from megatron_fleet.rollout.accounting import Accounting
 from megatron_fleet.rollout.collection import Collection
 from megatron_fleet.rollout.requests import CollectRequest, EpisodeSpec
@@ -54,6 +54,29 @@ def test_the_choice_is_even_stable_and_in_order(environments, limit):
     counts = Counter(task.env_key for task in chosen)
     for env in left:  # an environment with tasks left has no more than one fewer than any other
         assert counts[env] >= max(counts.values()) - 1
+
+
+@given(ENVIRONMENTS)
+def test_no_limit_leaves_nothing_out(environments):
+    rows = [Task(f"t{i}", "p", env, "") for i, env in enumerate(environments)]
+    assert choose(rows, None) == rows
+
+
+def test_what_is_left_out_is_told():
+    rows = [Task(f"{env}-{i}", f"Close the ticket {env * 3}{i} now.", env, "") for env in "ab" for i in range(9)]
+    assert notes(rows, rows) == []
+    assert notes(choose(rows, 10), rows) == ["10 of 18 evaluation tasks are played (eval.tasks)."]
+
+
+def test_environments_with_few_different_tasks_are_named():
+    """Fleet's ticketmaster once had 28 evaluation tasks, all of them nearly the same."""
+    words = "please buy two tickets for the concert of the band that plays in the old hall on friday evening number"
+    same = [Task(f"s{i}", f"{words} {i}", "ticketmaster", "") for i in range(28)]
+    different = [Task(f"g{i}", f"close issue {i} of the {i}th repository", "github", "") for i in range(FEW_TASKS)]
+    (note,) = notes([*same, *different], [*same, *different])
+    assert "fewer than 5 different evaluation tasks" in note and note.endswith(": ticketmaster 1 of 28.")
+    (note,) = notes([*same, *different[1:]], [*same, *different[1:]])
+    assert note.endswith(": github 4 of 4, ticketmaster 1 of 28.")
 
 
 def chosen_keys(rows: list[Task]) -> list[str]:
@@ -166,7 +189,7 @@ def evaluator(rollout: Rollout, *overrides: str, rows: list[Task] | None = None)
 
 async def test_an_evaluation_plays_both_temperatures_and_tells_its_numbers():
     rollout, shown = Rollout(), Shown()
-    metrics = (await evaluator(rollout).play(shown.phase)).metrics()
+    metrics = (await evaluator(rollout).play(shown.phase)).metrics(1.0)
     assert [(r.samples, r.temperature, r.purpose, r.budget_s) for r in rollout.requests] == [
         (4, 1.0, "eval", None),
         (1, 0.0, "eval", None),
@@ -177,13 +200,14 @@ async def test_an_evaluation_plays_both_temperatures_and_tells_its_numbers():
     ]
     assert (metrics["eval/all/pass_at_1"], metrics["eval/all/greedy_pass_at_1"]) == (0.5, 0)
     assert (metrics["eval/a/tasks"], metrics["eval/b/tasks"]) == (2, 1)
+    assert (metrics["eval/all/tasks"], metrics["eval/all/tasks_held_out"]) == (3, 5)
     assert metrics["eval/all/attempts_started"] == 15
     assert metrics["timing/eval"] > 0
 
 
 async def test_a_budget_covers_every_environment_and_is_shared_with_the_greedy_part():
     rollout = Rollout(batch=3)
-    metrics = (await evaluator(rollout, "eval.budget_s=100", "eval.samples=99").play(Shown().phase)).metrics()
+    metrics = (await evaluator(rollout, "eval.budget_s=100", "eval.samples=99").play(Shown().phase)).metrics(1.0)
     assert (metrics["eval/all/tasks"], metrics["eval/all/tasks_scored"]) == (3, 3)
     assert metrics["eval/all/attempts_unstarted"] >= 3 * 90
     assert metrics["eval/all/outcome/aborted"] + metrics["eval/all/outcome/completed"] == metrics["eval/all/episodes"]
@@ -203,9 +227,9 @@ async def test_the_greedy_part_has_what_the_episodes_left_of_the_budget(took, le
 async def test_the_background_gives_the_same_and_raises_what_it_met():
     rollout = Rollout()
     one = evaluator(rollout)
-    now = (await one.play(Shown().phase)).metrics()
+    now = (await one.play(Shown().phase)).metrics(1.0)
     one.start()
-    later = (await one.finish()).metrics()
+    later = (await one.finish()).metrics(1.0)
     assert {k: v for k, v in now.items() if k != "timing/eval"} == {
         k: v for k, v in later.items() if k != "timing/eval"
     }

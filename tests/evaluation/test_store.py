@@ -67,7 +67,7 @@ async def evaluate(folder, rollout: Rollout, tasks=TASKS, samples: int = 3, of=O
 
 def numbers(evaluation) -> dict[str, float]:
     skipped = ("timing/", "eval/all/attempts_")
-    return {name: value for name, value in evaluation.metrics().items() if not name.startswith(skipped)}
+    return {name: value for name, value in evaluation.metrics(1.0).items() if not name.startswith(skipped)}
 
 
 async def test_an_evaluation_that_was_cut_off_goes_on(tmp_path):
@@ -102,9 +102,9 @@ def assert_equal(one: Trajectory, two: Trajectory) -> None:
 
 async def test_what_was_given_up_is_played_the_next_time(tmp_path):
     cut = await evaluate(tmp_path, Rollout(given_up="task-2"), samples=1)
-    assert cut.metrics()["eval/all/tasks_scored"] == 2
+    assert cut.metrics(1.0)["eval/all/tasks_scored"] == 2
     again = Rollout()
-    assert (await evaluate(tmp_path, again, samples=1)).metrics()["eval/all/tasks_scored"] == 4
+    assert (await evaluate(tmp_path, again, samples=1)).metrics(1.0)["eval/all/tasks_scored"] == 4
     assert {key for key, _, temperature in again.specs if temperature} == {"task-2", "task-3"}
 
 

@@ -62,7 +62,17 @@ def step_groups() -> list[Group]:
 
 
 def report(tokens: float, **sums: float) -> LossReport:
-    names = ("entropy", "policy_loss", "kl_loss", "kl", "ratio", "clipped_low", "clipped_high", "clipped_dual")
+    names = (
+        "entropy",
+        "policy_loss",
+        "kl_loss",
+        "kl",
+        "kl_clamped",
+        "ratio",
+        "clipped_low",
+        "clipped_high",
+        "clipped_dual",
+    )
     mismatch = ("mismatch_k1", "mismatch_k3", "mismatch_excess", "mismatch_excess_squared")
     metrics = {"tokens": tokens, **dict.fromkeys((*names, *mismatch), 0.0), **sums}
     return LossReport(loss=0.5, metrics=metrics, tokens=48, padded_tokens=16)
@@ -76,6 +86,7 @@ def one_step(**changes) -> dict[str, float]:
         "optims": [OptimReport(grad_norm=2.0, lr=1e-3, skipped=False)],
         "seconds": {"generate": 2.0, "step": 3.0},
         "weight_version": 5,
+        "pass_threshold": 1.0,
     }
     return step_metrics(groups, **(arguments | changes))
 
@@ -161,7 +172,7 @@ def test_outcomes_and_fates_both_add_up_to_the_episodes():
 
 def test_an_empty_batch_has_counts_and_no_means():
     empty = build_data([], Algorithm())
-    metrics = step_metrics([], empty, [], [], {}, 1)
+    metrics = step_metrics([], empty, [], [], {}, 1, 1.0)
     assert metrics["accounting/episodes"] == metrics["generate/action_tokens"] == 0
     assert "reward/avg_raw_reward" not in metrics and "policy/final_loss" not in metrics
     assert all(math.isfinite(v) for v in metrics.values())
@@ -190,7 +201,7 @@ def test_several_updates_of_one_batch():
 def test_evaluation():
     sampled = step_groups()
     greedy = [Group(g.index, g.task_key, g.env_key, g.trajectories[:1]) for g in sampled]
-    metrics = eval_metrics(sampled, greedy)
+    metrics = eval_metrics(sampled, greedy, 1.0)
     assert metrics["eval/all/pass_at_1"] == pytest.approx((0.5 + 0 + 1 + 1) / 4)
     assert metrics["eval/shop/pass_at_1"] == pytest.approx(0.25)
     assert metrics["eval/all/greedy_pass_at_1"] == pytest.approx((1 + 0 + 1) / 3)
@@ -204,12 +215,13 @@ def test_evaluation():
     assert (metrics["eval/all/tasks_scored"], metrics["eval/all/greedy_tasks_scored"]) == (4, 3)
 
 
-def test_a_completion_is_false_when_its_reward_is_known_to_be_0():
-    fields = [(0.0, Outcome.COMPLETED), (1.0, Outcome.COMPLETED), (None, Outcome.COMPLETED), (0.0, Outcome.MAX_TURNS)]
+def test_a_completion_is_false_when_it_is_known_not_to_be_solved():
+    fields = [(0.5, Outcome.COMPLETED), (1.0, Outcome.COMPLETED), (None, Outcome.COMPLETED), (0.0, Outcome.MAX_TURNS)]
     group = Group(0, "task0", "shop", [episode("shop", 0, s, *f, 1) for s, f in enumerate(fields)])
-    assert eval_metrics([group])["eval/shop/false_completion_rate"] == 1 / 2
+    assert eval_metrics([group], [], 1.0)["eval/shop/false_completion_rate"] == 1 / 2
+    assert eval_metrics([group], [], 0.5)["eval/shop/false_completion_rate"] == 0
     unknown = Group(0, "task0", "shop", [episode("shop", 0, 0, None, Outcome.COMPLETED, 1)])
-    assert "eval/shop/false_completion_rate" not in eval_metrics([unknown])
+    assert "eval/shop/false_completion_rate" not in eval_metrics([unknown], [], 1.0)
 
 
 def test_progress():
@@ -259,11 +271,16 @@ def test_every_name_is_registered_once():
     full = [report(18.0, nll=1.0, entropy_loss=-0.1, **correction, **routing)]
     gradient = dict.fromkeys(("snr", "megabytes_edited", "update_diversity", "effective_rank"), 0.5)
     optims = [OptimReport(grad_norm=2.0, lr=1e-3, skipped=False, gradient=gradient)]
-    names = one_step(reports=full, optims=optims, probe=0.25).keys() | eval_metrics(step_groups(), step_groups()).keys()
+    evaluated = eval_metrics(step_groups(), step_groups(), 1.0).keys()
+    names = one_step(reports=full, optims=optims, probe=0.25).keys() | evaluated
     names = {*names, *attempt_metrics(ATTEMPTS, "accounting"), *attempt_metrics(ATTEMPTS, "eval/all")}
     names |= progress_metrics(1, 1, 1).keys() | staleness_metrics(np.array([0, 2]), 1).keys()
     names |= {p.replace("{env}", "shop") for m in registry.METRICS if (p := m.pattern).startswith(ELSEWHERE)}
-    names |= {"memory/train/parameters", "eval/all/uploads_failed"}  # tests/loop, tests/evaluation
+    names |= {
+        "memory/train/parameters",
+        "eval/all/uploads_failed",
+        "eval/all/tasks_held_out",
+    }  # tests/loop, tests/evaluation
     names |= {"generate/repeated_ngram_rate", "eval/all/repeated_ngram_rate"}  # of longer episodes than these
     for name in names:
         matching = [m.pattern for m in registry.METRICS if m.matches(name)]
@@ -292,7 +309,13 @@ def former_names() -> list[str]:
     timing = ("step", "generate", "postprocess_generator_output", "convert_to_training_input", "policy_train", "eval")
     timing += ("fwd_logprobs_values_reward", "compute_advantages_and_returns", "train_critic_and_policy")
     names = {
-        "reward": ["avg_pass_at_{n}", "avg_raw_reward", "mean_positive_reward", *(f"{{env}}/{n}" for n in spread)],
+        "reward": [
+            "avg_pass_at_1",
+            "avg_pass_at_{n}",
+            "avg_raw_reward",
+            "mean_positive_reward",
+            *(f"{{env}}/{n}" for n in spread),
+        ],
         "eval": [*(f"{{env}}/{n}" for n in spread), *(f"all/{n}" for n in spread if n != "signal_ratio")],
         "environment": [
             *(f"{env}{n}" for env in ("", "{env}/") for n in (*calls, "tool_error_rate")),

@@ -93,7 +93,7 @@ def test_dumps_have_one_placeholder_for_a_picture():
 
 
 def test_pictures_are_counted():
-    metrics = rollout_metrics([Group(0, "t-1", "shop", [seen(0), seen(1), seen(2)])])
+    metrics = rollout_metrics([Group(0, "t-1", "shop", [seen(0), seen(1), seen(2)])], 1.0)
     numbers = {name: metrics[f"environment/shop/{name}"] for name in ("avg_images", "avg_image_tokens")}
     assert numbers == {"avg_images": 4, "avg_image_tokens": 6}
     assert metrics["environment/total_images_unseen"] == 3

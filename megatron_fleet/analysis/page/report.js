@@ -1,8 +1,8 @@
 "use strict";
 // Trajectories are untrusted text: everything reaches the page through textContent, never as markup.
 const json = (id) => JSON.parse(document.getElementById(id).textContent);
-const index = json("index").map(([id, set, env, task, sample, outcome, reward, failures, turns, tokens]) =>
-  ({ id, set, env, task, sample, outcome, reward, failures, turns, tokens, result: reward === null ? "unknown" : reward > 0 ? "solved" : "not solved" }));
+const index = json("index").map(([id, set, env, task, sample, outcome, reward, result, failures, turns, tokens]) =>
+  ({ id, set, env, task, sample, outcome, reward, result, failures, turns, tokens }));
 const labels = json("labels");
 const known = new Map(index.map((row) => [row.id, row]));
 const MOST_ROWS = 300;

@@ -12,7 +12,11 @@ from megatron_fleet.config.sections.base import Section
 
 class KL(Section):
     coef: float = Field(0.0, ge=0, description="0: no reference model, no reference pass.")
-    estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Per-token estimate of KL(π‖π_ref) (Schulman 2020).")
+    estimator: Literal["k1", "k2", "k3"] = Field(
+        "k3",
+        description="Per-token estimate of KL(π‖π_ref) (Schulman 2020). A value of k3 is at most 10, as in other "
+        "trainers.",
+    )
 
 
 CLIP_BOUNDS: dict[str, tuple[float, float]] = {

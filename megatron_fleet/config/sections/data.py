@@ -37,7 +37,10 @@ class Data(Section):
         0.2, gt=0, lt=1, description="Held-out share, by a fixed hash threshold of the task key."
     )
     min_eval_per_env: int = Field(
-        0, ge=0, description="An environment with fewer evaluation tasks gives all its tasks to training."
+        0,
+        ge=0,
+        description="An environment of which fewer evaluation tasks are to be expected (its tasks × eval_fraction) "
+        "gives all its tasks to training.",
     )
     max_eval_per_env: int | None = Field(
         None, ge=1, description="Most evaluation tasks of one environment; the others return to training."
@@ -47,7 +50,9 @@ class Data(Section):
         ge=1,
         description="Most evaluation tasks in all, taken from the environments in turn; the others return to training.",
     )
-    held_out_environments: tuple[str, ...] = Field((), description="Environments that are only evaluated on.")
+    held_out_environments: tuple[str, ...] = Field(
+        (), description="Environments that are only evaluated on; at least one of them has to be there."
+    )
     max_env_share: float | None = Field(
         None,
         gt=0,

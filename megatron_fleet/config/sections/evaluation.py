@@ -31,9 +31,19 @@ class Eval(Section):
     at_start: bool = Field(True, description="Evaluate before the first step.")
     at_end: bool = Field(True, description="Evaluate after the last step.")
     interval: int = Field(0, ge=0, description="Steps between evaluations; 0 = none in between.")
-    tasks: int = Field(100, ge=1, description="Held-out tasks used, the same every time, of all environments by turns.")
+    tasks: int | None = Field(
+        100,
+        ge=1,
+        description="Held-out tasks used, the same every time, of all environments by turns; none = all of them.",
+    )
     samples: int = Field(4, ge=1, description="Samples per task at the training temperature.")
     greedy: bool = Field(True, description="Also one greedy sample per task.")
+    pass_threshold: float = Field(
+        1.0,
+        gt=0,
+        description="Least reward of an episode that counts as solved, in pass@k of training and evaluation and in "
+        "reports; smaller ones, as env.fleet.partial_reward gives, count as not solved.",
+    )
     budget_s: float | None = Field(
         None,
         gt=0,

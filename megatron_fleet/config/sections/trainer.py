@@ -63,7 +63,9 @@ class Parallel(Section):
 
 class Optimizer(Section):
     lr: float = Field(gt=0, description="Peak learning rate.")
-    min_lr: float = Field(0.0, ge=0, description="Learning rate at the end of a linear or cosine schedule.")
+    min_lr: float = Field(
+        0.0, ge=0, description="Learning rate that a linear or cosine schedule reaches one step after the last."
+    )
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Shape after the warm-up.")
     warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up.")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled (AdamW).")
