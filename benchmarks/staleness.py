@@ -5,7 +5,7 @@ Prints one line of JSON: for each bound and seed wall seconds, their ratio to st
 pass@1 before and after, the mean and largest staleness, and how long trainer and engines waited for each other, as
 shares of the steps' time. Runs go one after the other; a run that is there already (``--out``) is not repeated.
 
-    python benchmarks/staleness.py --out runs/staleness [--bounds 0 1 4] [--seeds 0 1 2] [--steps 40]
+    python benchmarks/staleness.py --out runs/staleness [--bounds 0 1 4] [--seeds 0 1 2] [--steps 20]
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from machine import describe
 
-LATENCY = ("env.faults.latency_median_s=1.0", "env.faults.latency_sigma=1.0", "env.step_timeout_s=120")
+LATENCY = ("env.faults.latency_median_s=0.5", "env.faults.latency_sigma=1.0", "env.step_timeout_s=120")
 
 
 def measure(out: Path, bound: int, seed: int, steps: int, more: list[str]) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--bounds", type=int, nargs="+", default=[0, 1, 4])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("overrides", nargs="*", help="further overrides, after --")
     given = parser.parse_args()
     runs = [measure(given.out, b, s, given.steps, given.overrides) for s in given.seeds for b in given.bounds]

@@ -30,6 +30,8 @@ class Fate(StrEnum):
     """Its reward is unknown."""
     TOO_FEW_KNOWN = "too_few_known"
     """Its reward is known, but it is the only one known in its group."""
+    MASKED = "masked"
+    """Its reward counted for the group, but its outcome is one of ``algorithm.masked_outcomes``."""
     NO_TOKENS = "no_tokens"
     """Its reward counted for the group, but the policy sampled no token in it."""
 
@@ -81,14 +83,15 @@ def build_data(groups: Sequence[Group], algo: Algorithm, version: int | None = N
         version: of the weights that will be updated, for `Datum.staleness`; ``None``: everything was sampled by them.
 
     The normaliser counts trained rows only, so left-out groups neither dilute the gradient nor change its scale;
-    zero-signal groups that are kept (``filter_zero_signal: false``) do count, with weight 0. Every segment of a
-    trajectory has the trajectory's advantage, and the normaliser sees to it that a trajectory weighs what it would in
-    one piece. Losses with one ratio per sequence take it per segment.
+    zero-signal groups that are kept (``filter_zero_signal: false``) do count, with weight 0. Masked trajectories are
+    part of their group's baseline and of nothing else. Every segment of a trajectory has the trajectory's advantage,
+    and the normaliser sees to it that a trajectory weighs what it would in one piece. Losses with one ratio per
+    sequence take it per segment.
     """
     batch = Batch([], [], [], [], 0)
     for g, group in enumerate(groups):
         advantages = group_advantages([t.reward for t in group.trajectories], algo.advantage)
-        batch.fates.append(_group_fates(group, algo.filter_zero_signal))
+        batch.fates.append(_group_fates(group, algo))
         for s, (trajectory, fate) in enumerate(zip(group.trajectories, batch.fates[-1], strict=True)):
             if fate is Fate.TRAINED:
                 advantage = advantages[s] if advantages else None
@@ -116,7 +119,7 @@ def split_batch(batch: Batch, parts: int, algo: Algorithm) -> list[list[Datum]]:
     return [_scale(batch.data[a:b], batch.origin[a:b], batch.advantages[a:b], algo) for a, b in pairwise(edges)]
 
 
-def _group_fates(group: Group, filter_zero_signal: bool) -> list[Fate]:
+def _group_fates(group: Group, algo: Algorithm) -> list[Fate]:
     rewards = [t.reward for t in group.trajectories]
     known = sum(is_known(r) for r in rewards)
 
@@ -125,8 +128,10 @@ def _group_fates(group: Group, filter_zero_signal: bool) -> list[Fate]:
             return Fate.UNKNOWN
         if known < MIN_KNOWN:
             return Fate.TOO_FEW_KNOWN
-        if filter_zero_signal and not has_signal(rewards):
+        if algo.filter_zero_signal and not has_signal(rewards):
             return Fate.ZERO_SIGNAL
+        if trajectory.outcome in algo.masked_outcomes:
+            return Fate.MASKED
         return Fate.TRAINED if _trained_mask(trajectory).any() else Fate.NO_TOKENS
 
     return [fate(t) for t in group.trajectories]

@@ -142,11 +142,12 @@ _ATTEMPTS = {
 
 _ACCOUNTING = {
     **_ATTEMPTS,
-    "episodes": "Episodes collected for this step; the sum of the five fates below.",
+    "episodes": "Episodes collected for this step; the sum of the six fates below.",
     "trained": "Episodes that became training rows.",
     "zero_signal": "Episodes left out because all known rewards of their group are equal.",
     "unknown": "Episodes left out because their reward is unknown.",
     "too_few_known": "Episodes left out because no other reward of their group is known.",
+    "masked": "Episodes whose reward counted for the group, but which were cut short (algorithm.masked_outcomes).",
     "no_tokens": "Episodes whose reward counted for the group, but in which the policy sampled no token.",
     "trained_tokens": "Tokens with a gradient.",
     "attempts_stale": "Episodes that were too old (rollout.max_staleness) and were played again.",

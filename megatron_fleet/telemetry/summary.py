@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_fleet.algorithms.batch import Fate
 from megatron_fleet.telemetry.sinks import read_metrics, write_atomically
 
 Row = dict[str, Any]
@@ -48,10 +49,7 @@ def summarise(rows: Sequence[Row]) -> dict[str, Any]:
         "episodes_retried": retried,
         "episodes_aborted": aborted,
         "episodes_by_outcome": _by_suffix(rows, ("generate/outcome/", "eval/all/outcome/", "eval/all/greedy_outcome/")),
-        "episodes_by_fate": {
-            fate: _total(steps, (f"accounting/{fate}",))
-            for fate in ("trained", "zero_signal", "unknown", "too_few_known", "no_tokens")
-        },
+        "episodes_by_fate": {str(fate): _total(steps, (f"accounting/{fate}",)) for fate in Fate},
         "tokens_generated": _total(
             rows, ("generate/action_tokens", "eval/all/action_tokens", "eval/all/greedy_action_tokens")
         ),

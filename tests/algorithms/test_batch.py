@@ -1,5 +1,7 @@
 """Training rows: scale, content, and an account that adds up for any mixture of rewards."""
 
+from typing import get_args
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,6 +11,7 @@ from megatron_fleet.agents.trajectory import Group, Outcome, Span, Trajectory
 from megatron_fleet.algorithms.advantages import ADVANTAGES
 from megatron_fleet.algorithms.batch import Fate, Origin, build_data, split_batch
 from megatron_fleet.config.schema import Algorithm
+from megatron_fleet.config.sections.algorithm import Cut
 
 
 def trajectory(reward: float | None, mask: str = "..##.#", sample: int = 0) -> Trajectory:
@@ -73,6 +76,24 @@ def test_fates_by_hand():
     assert kept.fates[1] == [t, t]
     equal = [d for d, o in zip(kept.data, kept.origin, strict=True) if o.group == 1]
     assert all(not d.weights.any() and d.mask.any() for d in equal)
+
+
+def test_an_episode_that_was_cut_short_counts_for_its_group_and_trains_nothing():
+    cut, whole = group(1, 0, 0, 1), group(1, 0, 0, 1)
+    cut.trajectories[1].outcome = Outcome.CONTEXT_OVERFLOW
+    cut.trajectories[3].outcome = Outcome.MAX_TURNS
+    batch = build_data([cut], Algorithm())
+    assert batch.fates == [[Fate.TRAINED, Fate.MASKED, Fate.TRAINED, Fate.TRAINED]]
+    everything = build_data([whole], Algorithm(masked_outcomes=()))
+    assert everything.fates == [[Fate.TRAINED] * 4] == build_data([cut], Algorithm(masked_outcomes=())).fates
+    # The same baseline, and a normaliser of what is trained.
+    assert batch.advantages == [everything.advantages[i] for i in (0, 2, 3)]
+    assert sum(d.mask.sum() for d in batch.data) == pytest.approx(1) and batch.trained_tokens == 9
+    assert build_data([cut], Algorithm(masked_outcomes=("max_turns",))).counts[Fate.MASKED] == 1
+
+
+def test_masked_outcomes_are_outcomes_with_a_verdict():
+    assert set(get_args(Cut)) <= {str(outcome) for outcome in Outcome}
 
 
 def test_rows_by_hand():

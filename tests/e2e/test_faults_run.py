@@ -21,7 +21,7 @@ FAULTS = (
     "env.faults.dead_session_rate=0.1",
     "env.faults.verifier_failure_rate=0.2",
 )
-FATES = ("trained", "zero_signal", "unknown", "too_few_known", "no_tokens")
+FATES = ("trained", "zero_signal", "unknown", "too_few_known", "masked", "no_tokens")
 
 
 def advantages(episodes):

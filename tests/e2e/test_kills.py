@@ -117,7 +117,7 @@ def same_as(run: Run, undisturbed: Run) -> None:
     for row in run.metrics():
         if "accounting/episodes" not in row:
             continue
-        fates = ("trained", "zero_signal", "unknown", "too_few_known", "no_tokens")
+        fates = ("trained", "zero_signal", "unknown", "too_few_known", "masked", "no_tokens")
         assert sum(row[f"accounting/{fate}"] for fate in fates) == row["accounting/episodes"] == 16
         assert row["accounting/unknown"] == 0
         attempts = [row[f"accounting/attempts_{name}"] for name in ("started", "retried", "aborted", "stale")]

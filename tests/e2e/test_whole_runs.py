@@ -76,7 +76,7 @@ def test_no_file_holds_a_secret(first):
 
 def test_every_episode_is_accounted_for(first):
     for row in first.metrics()[1:]:
-        fates = ("trained", "zero_signal", "unknown", "too_few_known", "no_tokens")
+        fates = ("trained", "zero_signal", "unknown", "too_few_known", "masked", "no_tokens")
         assert sum(row[f"accounting/{fate}"] for fate in fates) == row["accounting/episodes"] == 16
 
 

@@ -166,7 +166,7 @@ def test_outcomes_and_fates_both_add_up_to_the_episodes():
     metrics = one_step()
     outcomes = [v for k, v in metrics.items() if k.startswith("generate/outcome/")]
     assert sum(outcomes) == metrics["accounting/episodes"] > 0
-    fates = ("trained", "zero_signal", "unknown", "too_few_known", "no_tokens")
+    fates = ("trained", "zero_signal", "unknown", "too_few_known", "masked", "no_tokens")
     assert sum(metrics[f"accounting/{fate}"] for fate in fates) == metrics["accounting/episodes"]
 
 

@@ -9,6 +9,9 @@ from pydantic import Field
 
 from megatron_fleet.config.sections.base import Section
 
+Cut = Literal["generation_truncated", "context_overflow", "max_turns", "timeout", "no_action"]
+"""Outcomes of an episode (agents/trajectory.py) that the policy did not end by itself."""
+
 
 class KL(Section):
     coef: float = Field(0.0, ge=0, description="0: no reference model, no reference pass.")
@@ -80,6 +83,11 @@ class Algorithm(Section):
     )
     reduction_constant: float = Field(
         1024.0, gt=0, description="Dr. GRPO's constant: the largest number of action tokens."
+    )
+    masked_outcomes: tuple[Cut, ...] = Field(
+        ("generation_truncated", "context_overflow"),
+        description="Outcomes of episodes that train no token though their reward counts for their group: what was cut "
+        "short says little of what it would have become (DAPO's overlong filtering, arXiv:2503.14476 §3.4).",
     )
     filter_zero_signal: bool = Field(True, description="Leave out groups whose known rewards are all equal.")
     entropy_coef: float = Field(0.0, ge=0, description="Bonus on the entropy of the policy; 0 = off.")
