@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -11,11 +12,21 @@ from pathlib import Path
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.storage.folder import Folder, aligned_buffer
 from megatron_fleet.storage.open import open_folder
+from megatron_fleet.telemetry.sinks import write_atomically
 
 CLOSE_TIMEOUT_S = 300.0
 """What is not copied when a run has waited so long at its end, stays behind."""
 
 log = logging.getLogger(__name__)
+
+
+def unique_name(name: str, out: Path) -> str:
+    """``<name>_<8 hex digits>``, the same for every attempt at the run in ``out``: no two runs share a remote path,
+    though they have one name. The digits are in ``<out>/run_id``."""
+    file = out / "run_id"
+    if not file.exists():
+        write_atomically(file, f"{secrets.token_hex(4)}\n".encode())
+    return f"{name}_{file.read_text(encoding='ascii').strip()}"
 
 
 class Uploads:

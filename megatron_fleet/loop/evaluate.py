@@ -25,7 +25,7 @@ from megatron_fleet.evaluation.evaluator import Evaluation, Evaluator
 from megatron_fleet.evaluation.plan import choose, notes
 from megatron_fleet.evaluation.store import EpisodeStore, identity
 from megatron_fleet.evaluation.terminal import show, table
-from megatron_fleet.evaluation.uploads import Uploads
+from megatron_fleet.evaluation.uploads import Uploads, unique_name
 from megatron_fleet.loop import preflight
 from megatron_fleet.rollout.chat_service import ChatService
 from megatron_fleet.rollout.collection import Collection
@@ -290,9 +290,8 @@ def finish(config: Config, evaluation: Evaluation, decode: Decode) -> None:
     write_atomically(out / "metrics.json", (json.dumps(metrics, indent=2) + "\n").encode())
     if config.eval.upload is not None:
         uploads = Uploads(config.eval.upload)
-        uploads.add(
-            files | {f"{path.parent.name}/{path.name}": path for path in written}, f"evals/{config.run.name}/eval_only"
-        )
+        files |= {f"{path.parent.name}/{path.name}": path for path in written}
+        uploads.add(files, f"evals/{unique_name(config.run.name, out)}/eval_only")
         uploads.close()
     print(table(metrics, config.eval.samples))
     if left := metrics["eval/all/outcome/aborted"] + metrics.get("eval/all/greedy_outcome/aborted", 0):

@@ -14,7 +14,7 @@ from megatron_fleet.agents.trajectory import Group
 from megatron_fleet.config.schema import Config
 from megatron_fleet.evaluation.dumps import EvalDumps
 from megatron_fleet.evaluation.evaluator import Evaluation
-from megatron_fleet.evaluation.uploads import Uploads
+from megatron_fleet.evaluation.uploads import Uploads, unique_name
 from megatron_fleet.telemetry.console import Progress
 from megatron_fleet.telemetry.curve import draw_learning_curve
 from megatron_fleet.telemetry.sinks import (
@@ -80,7 +80,7 @@ class Records:
         files = self._dumps.write(step, evaluation.sampled, evaluation.greedy, metrics)
         if self._uploads is not None:
             files |= {f"{path.parent.name}/{path.name}": path for path in written}
-            self._uploads.add(files, f"evals/{self._name}/global_step_{step}")
+            self._uploads.add(files, f"evals/{unique_name(self._name, self._out)}/global_step_{step}")
         return metrics
 
     def step(self, step: int, metrics: Mapping[str, float], distributions: Mapping[str, np.ndarray]) -> None:
