@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -20,6 +21,8 @@ from megatron_fleet.weights.convert.commands import add_commands as add_convert_
 if TYPE_CHECKING:
     from megatron_fleet.config.schema import Config
 
+MAX_MESSAGE = 2000
+"""Characters of an error message."""
 OVERRIDES_HELP = "group=option or section.key=value; docs/config.md lists the keys"
 
 
@@ -34,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return args.run(args)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("mfleet: stopped by Ctrl-C.", file=sys.stderr)
@@ -45,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
     except Exception as error:
         where = _save_traceback(args)
-        print(f"error: {type(error).__name__}: {_first_line(error)} (traceback in {where})", file=sys.stderr)
+        said = printable(_first_line(error))
+        print(f"error: {type(error).__name__}: {said} (traceback in {where})", file=sys.stderr)
         return 1
 
 
@@ -250,19 +254,30 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or ["no message"])[0]
 
 
-def _save_traceback(args: argparse.Namespace) -> Path:
-    name = "error.log"
-    for folder in (getattr(args, "out", None), Path(tempfile.gettempdir())):
-        if folder is None:
-            continue
-        try:
+def printable(text: str) -> str:
+    """``text`` for a terminal: names and values in it may come from anywhere, so control characters, halves of
+    surrogate pairs and marks that change the direction of writing are escaped, and what is very long is cut."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    cut = len(shown) - MAX_MESSAGE
+    return shown if cut <= 0 else f"{shown[: MAX_MESSAGE // 2]} [{cut} characters] {shown[-MAX_MESSAGE // 2 :]}"
+
+
+def _save_traceback(args: argparse.Namespace) -> str:
+    """Where it is: the folder of the outputs, if the command has one, or a new file with the temporary ones."""
+    text, folder = traceback.format_exc(), getattr(args, "out", None)
+    if isinstance(folder, Path):
+        with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_text(traceback.format_exc(), encoding="utf-8")
-        except OSError:
-            continue
-        return folder / name
-    traceback.print_exc()
-    return Path("stderr")
+            (folder / "error.log").write_text(text, encoding="utf-8", errors="backslashreplace")
+            return str(folder / "error.log")
+    try:
+        handle, name = tempfile.mkstemp(prefix="mfleet-error-", suffix=".log")
+        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+    except OSError:
+        print(text, file=sys.stderr)
+        return "stderr"
+    return name
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """The command line: fast, and every bad end is one line."""
 
+import argparse
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -101,9 +103,61 @@ def test_unexpected_error_leaves_its_traceback_in_the_outputs(monkeypatch, capsy
 
 def test_traceback_survives_outputs_that_cannot_be_written(monkeypatch, capsys, tmp_path):
     (tmp_path / "file").write_text("")
+    (tmp_path / "temporary").mkdir()
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "temporary"))
     assert fail_with(monkeypatch, RuntimeError("boom"), tmp_path / "file") == 1
     assert str(tmp_path / "temporary") in capsys.readouterr().err
+
+
+COMMANDS = (
+    *("train", "eval", "rank", "node", "config", "data inspect T", "data prepare T --out OUT", "data export T"),
+    *("convert to-megatron A OUT", "convert to-hf A OUT", "convert inspect A", "convert verify A B", "report R"),
+    *("debug replay D", "tune precision", "model extend A OUT --factor 2 --original 8", "model make-tiny"),
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("out", ["a", "s3://bucket/a"])
+def test_no_command_ends_with_a_traceback(monkeypatch, capsys, tmp_path, command, out):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    args = cli._parse(command.replace("OUT", out).split())
+    args.run = lambda _: (_ for _ in ()).throw(RuntimeError("boom"))
+    monkeypatch.setattr(cli, "_parse", lambda argv: args)
+    assert cli.main([]) == 1
+    said = re.fullmatch(r"error: RuntimeError: boom \(traceback in (.*)\)\n", capsys.readouterr().err)
+    assert "RuntimeError: boom" in Path(said[1]).read_text() and len(list(tmp_path.iterdir())) == 1
+
+
+def test_these_are_all_commands():
+    def leaves(parser, name=""):
+        groups = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+        found = [leaf for g in groups for n, sub in g.choices.items() for leaf in leaves(sub, f"{name} {n}".strip())]
+        return found or [name]
+
+    assert {tuple(c.split()[:2]) for c in COMMANDS} >= {
+        tuple(leaf.split()) for leaf in leaves(cli._parser()) if " " in leaf
+    }
+    assert {c.split()[0] for c in COMMANDS} == {leaf.split()[0] for leaf in leaves(cli._parser())}
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("a\x1b[31mb\x07\r\nc\x00", r"a\x1b[31mb\x07\r\nc\x00"),
+        ("\ud800 \u202e \u2028", r"\ud800 \u202e \u2028"),
+        ("größer 中文 😀", "größer 中文 😀"),
+    ],
+)
+def test_a_message_quotes_nothing_that_a_terminal_obeys(monkeypatch, capsys, tmp_path, said, shown):
+    assert fail_with(monkeypatch, UserError(said), tmp_path) == 2
+    assert capsys.readouterr().err == f"error: {shown}\n"
+
+
+def test_a_message_is_short_whatever_it_quotes(monkeypatch, capsys, tmp_path):
+    assert fail_with(monkeypatch, UserError(f"{'x' * 100_000} is no name; choose another."), tmp_path) == 2
+    told = capsys.readouterr().err
+    assert len(told) < 2100 and "characters] x" in told and told.endswith("is no name; choose another.\n")
 
 
 def test_user_error_from_any_command(monkeypatch, capsys, tmp_path):

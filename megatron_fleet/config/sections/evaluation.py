@@ -56,8 +56,8 @@ class Eval(Section):
     )
     upload: str | None = Field(
         None,
-        description="s3://bucket/prefix: evaluations are copied to evals/<run.name>_<id>/global_step_<N>/ below it; the "
-        "id is in <run.out>/run_id.",
+        description="s3://bucket/prefix: evaluations are copied to evals/<run.name>_<id>/global_step_<N>/ below it; "
+        "the id is in <run.out>/run_id.",
     )
     endpoint: Endpoint = Endpoint()
 
