@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any, Protocol
 import PIL.Image
 
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.files import read_object
 from megatron_fleet.envs.base import Image
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
@@ -205,8 +205,4 @@ def _processor(folder: Path) -> dict[str, Any]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is no valid JSON ({error}); fetch the model again.") from error
-    return content if isinstance(content, dict) else {}
+    return read_object(path, "fetch the model again")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ import numpy as np
 
 from megatron_fleet.analysis.episodes import FILE_NAME, Episode, read_episodes
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.files import read_object
 from megatron_fleet.config.sections.evaluation import Eval
 from megatron_fleet.data.manifest import NAME as SPLIT_MANIFEST
 from megatron_fleet.telemetry.sinks import read_metrics
@@ -153,13 +153,10 @@ def _metrics(path: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 def _json(path: Path, notes: list[str], consequence: str) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        content = None
-    if not isinstance(content, dict):
+        return read_object(path)
+    except UserError:
         notes.append(f"{path.name}: missing or unreadable, so {consequence}.")
         return {}
-    return content
 
 
 def _gaps(run: Run) -> list[str]:

@@ -23,6 +23,7 @@ from typing import Any
 from megatron_fleet.checkpoint.hashing import check_hashes
 from megatron_fleet.checkpoint.manifest import MANIFEST, read_manifest, sync_folder, write_json
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.files import read_object
 from megatron_fleet.storage.fingerprint import fingerprint, list_files
 from megatron_fleet.trainer.base import Files
 
@@ -68,14 +69,7 @@ class Checkpoint:
 
     def trainer_state(self) -> dict[str, Any]:
         """State of the controller, saved beside the trainer's shards. Raises UserError when it is no JSON object."""
-        file = self.path / TRAINER_STATE
-        try:
-            state = json.loads(file.read_bytes())
-            if not isinstance(state, dict):
-                raise ValueError(f"a {type(state).__name__}")
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{file}: is no JSON object ({error}); use another checkpoint.") from None
-        return state
+        return read_object(self.path / TRAINER_STATE, "use another checkpoint")
 
 
 class Checkpoints:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.files import read_object
 
 MANIFEST = "manifest.json"
 
@@ -18,7 +19,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         raise UserError(f"{folder}: is no checkpoint, {MANIFEST} is missing (an interrupted save has none).")
     try:
-        manifest = json.loads(file.read_bytes())
+        manifest = read_object(file, "use another checkpoint")
         if manifest["format"] != 1:
             raise UserError(f"{file}: format is {manifest['format']}, this version reads 1.")
         for name, entry in manifest["files"].items():

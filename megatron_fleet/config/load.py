@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_fleet.config import keys
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.files import read_object
 from megatron_fleet.config.schema import Config
 
 if TYPE_CHECKING:
@@ -47,10 +48,7 @@ def load_resolved(path: Path, overrides: Sequence[str] = ()) -> Config:
     Raises:
         UserError: the file is missing, is no JSON or does not fit the schema; an override names no key.
     """
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read as a resolved configuration ({error}).") from error
+    tree = read_object(path, "give the config.json of a run")
     for text in overrides:
         _replace(tree, text)
     return _typed(tree)

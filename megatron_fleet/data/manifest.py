@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.files import parse_json
 
 NAME = "split.json"
 """Of the manifest in a run's outputs and in a prepared folder."""
@@ -55,14 +56,14 @@ class SplitManifest:
             UserError: it is something else; ``where`` is named.
         """
         try:
-            content = json.loads(data)
+            content = parse_json(data, where, f"give the {NAME} of a run or prepared folder")
             if not isinstance(content, dict) or "format" not in content:
                 raise ValueError("it has no format")
             if content.pop("format") != FORMAT:
                 raise UserError(f"{where}: is a split manifest of another format; this version reads {FORMAT}.")
             manifest = SplitManifest(**content)
             _check(manifest)
-        except (ValueError, TypeError, RecursionError) as error:
+        except (ValueError, TypeError) as error:
             raise UserError(
                 f"{where}: is no split manifest ({error}); give the {NAME} of a run or prepared folder."
             ) from None

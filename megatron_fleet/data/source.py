@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import megatron_fleet
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.files import parse_json, read_file
 from megatron_fleet.data import prepared
 from megatron_fleet.data.manifest import SplitManifest
 
@@ -75,21 +75,11 @@ def read_bytes(address: str, key: str = "data.tasks") -> bytes:
         file = Path(megatron_fleet.__file__).parent / "envs" / "embedded" / "tasks.json"
     else:
         file = Path(address).expanduser()
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise UserError(f"{key}: cannot read {file} ({error.strerror}); correct the path.") from error
+    return read_file(file, f"correct {key}")
 
 
 def _rows(data: bytes, file: str) -> list[Any]:
-    try:
-        content = json.loads(data)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{file}: line {error.lineno}, column {error.colno}: not JSON ({error.msg}).") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file}: byte {error.start}: not UTF-8 text; save the file as UTF-8.") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file}: not usable JSON ({error}).") from error
+    content = parse_json(data, file)
     rows = content.get("tasks") if isinstance(content, dict) else content
     if not isinstance(rows, list):
         raise UserError(f'{file}: expected a list of tasks, or an object with such a list under "tasks".')

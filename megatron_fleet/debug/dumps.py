@@ -8,7 +8,6 @@ not at all (`checkpoint.checkpoints.save_folder`).
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.checkpoint.checkpoints import Checkpoint, Write, save_folder
 from megatron_fleet.checkpoint.manifest import write_json
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.files import read_object
 from megatron_fleet.config.load import dump_resolved
 from megatron_fleet.config.schema import Config
 from megatron_fleet.debug.data_file import load_data, save_data
@@ -63,7 +63,7 @@ def open_dump(path: Path) -> Dump:
         raise UserError(f"{path}: is no dump, {RECORD} is missing; name a folder below dumps/ of a run's outputs.")
     Checkpoint.open(path)
     try:
-        return Dump(path, Record.from_json(json.loads((path / RECORD).read_text(encoding="utf-8"))))
+        return Dump(path, Record.from_json(read_object(path / RECORD, "use another dump")))
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path / RECORD}: cannot be read ({error}); use the version that wrote it.") from error
 

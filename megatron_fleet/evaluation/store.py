@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_fleet.agents.trajectory import Outcome, Trajectory
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.files import read_object
 from megatron_fleet.config.schema import Config
 from megatron_fleet.data.task import Task
 from megatron_fleet.telemetry.sinks import load_trajectories, save_trajectories, write_atomically
@@ -94,8 +95,8 @@ class EpisodeStore:
         """The digests of the tasks known here."""
         if not self._file.is_file():
             return {}
-        before = json.loads(self._file.read_text(encoding="utf-8"))
         advice = "choose another folder with --out, or remove this one."
+        before = read_object(self._file, advice.removesuffix("."))
         for name, now in _flat(of).items():
             was = _flat(before["of"]).get(name)
             if was != now:

@@ -16,6 +16,7 @@ from megatron_fleet.cluster.placement import Wanted, place
 from megatron_fleet.cluster.rank_identity import rank_identity
 from megatron_fleet.config import validate
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.files import read_object
 from megatron_fleet.config.schema import Config
 from megatron_fleet.data.task import Task
 
@@ -125,11 +126,13 @@ def _model(config: Config) -> dict[str, Any]:
         raise UserError(
             f"model.path={folder}: there is no *.safetensors file; name a complete Hugging Face model folder."
         )
-    try:
-        hf_config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{folder / 'config.json'} is no valid JSON ({error}); fetch the model again.") from error
-    limit = (hf_config.get("text_config") or hf_config).get("max_position_embeddings")
+    hf_config = read_object(folder / "config.json", "fetch the model again")
+    text_config = hf_config.get("text_config") or hf_config
+    limit = text_config.get("max_position_embeddings") if isinstance(text_config, dict) else None
+    if limit is not None and not isinstance(limit, int):
+        raise UserError(
+            f"{folder / 'config.json'}: max_position_embeddings={limit!r} is no number; fetch the model again."
+        )
     if limit and config.rollout.max_context > limit:
         raise UserError(
             f"rollout.max_context={config.rollout.max_context} is above the model's max_position_embeddings={limit}; "

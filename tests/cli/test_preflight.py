@@ -79,7 +79,7 @@ def test_a_chat_template_that_our_renderer_does_not_write_is_refused_unless_the_
 
 def test_a_broken_model_config_is_refused(model):
     (model / "config.json").write_text("{")
-    assert "config.json is no valid JSON" in refusal(model)
+    assert "config.json: line 1, column 2: not JSON" in refusal(model)
 
 
 def test_a_layout_that_does_not_divide_is_refused(model):

@@ -119,7 +119,7 @@ def test_a_kill_in_the_middle_of_a_dump_leaves_none(tmp_path, capsys):
     (left,) = (tmp_path / "dumps").iterdir()
     assert left.name == ".step-000001.0.partial"
     assert cli.main(["debug", "replay", str(left)]) == 2
-    assert "manifest.json: malformed" in capsys.readouterr().err
+    assert "manifest.json: line 1, column" in capsys.readouterr().err
     dumps = Dumps(tmp_path / "dumps", 1)
     assert list((tmp_path / "dumps").iterdir()) == []
     assert not dumps.has_place(Verdict.SPIKE)

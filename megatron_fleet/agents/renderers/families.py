@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from megatron_fleet.agents.renderers.kimi import Kimi
 from megatron_fleet.agents.renderers.qwen import Qwen
 from megatron_fleet.agents.tokenizer import IMAGE_PAD, QWEN3_TOKENS, AddedTokens, Tokenizer
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.files import read_file, read_object
 
 AUTO = "auto"
 
@@ -129,7 +129,10 @@ def read_template(folder: str | Path) -> str | None:
     """The model's own chat template, the one for tools if there are several; ``None`` when it has none."""
     path = Path(folder) / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return read_file(path).decode()
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}: byte {error.start}: not UTF-8 text; fetch the model again.") from None
     found = _json(Path(folder) / "tokenizer_config.json").get("chat_template")
     if isinstance(found, list):
         named = {t["name"]: t["template"] for t in found}
@@ -166,10 +169,4 @@ def _qwen(template: str | None, thinks: bool) -> str | None:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as e:
-        raise UserError(f"{path} is no valid JSON ({e}); fetch the model again.") from e
-    return found if isinstance(found, dict) else {}
+    return read_object(path, "fetch the model again") if path.is_file() else {}

@@ -1,0 +1,92 @@
+"""What comes out of a file, read once and checked: the outcome is a value, or one sentence that names the file, what is
+wrong with it and what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Any
+
+from megatron_fleet.config.errors import UserError
+
+MAX_BYTES = 4 << 30
+MAX_DEPTH = 200
+"""Objects and lists within each other, far below what the interpreter's own recursion takes."""
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def read_file(path: Path, remedy: str = "correct the path") -> bytes:
+    """A whole file.
+
+    Args:
+        remedy: what the user can do, for the message.
+
+    Raises:
+        UserError: it cannot be read, is no regular file (a pipe would be waited for, a device has no end) or is larger
+            than ``MAX_BYTES``.
+    """
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise UserError(f"{path}: is no regular file; {remedy}.")
+            if found.st_size > MAX_BYTES:
+                raise UserError(f"{path}: has {found.st_size} bytes, at most {MAX_BYTES} are read; {remedy}.")
+            return file.read()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); {remedy}.") from None
+    except ValueError:
+        raise UserError(f"{path}: holds a NUL character, so it is the name of no file; {remedy}.") from None
+
+
+def parse_json(data: bytes, where: str, remedy: str = "correct the file") -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        UserError: it is no UTF-8 or no JSON, nested more than ``MAX_DEPTH`` deep, or has half of a surrogate pair,
+            which could not be written again.
+    """
+    try:
+        value = json.loads(data)
+        if _depth_exceeds(value, MAX_DEPTH):
+            raise RecursionError
+        if _SURROGATE.search(data):
+            json.dumps(value, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"{where}: line {error.lineno}, column {error.colno}: not JSON ({error.msg}); {remedy}."
+        ) from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: byte {error.start}: not UTF-8 text; {remedy}.") from None
+    except UnicodeEncodeError:
+        raise UserError(f"{where}: a text holds half of a surrogate pair; {remedy}.") from None
+    except RecursionError:
+        raise UserError(f"{where}: its JSON is nested more than {MAX_DEPTH} levels deep; {remedy}.") from None
+    except ValueError as error:  # an integer of more digits than Python converts
+        raise UserError(f"{where}: not usable JSON ({error}); {remedy}.") from None
+    return value
+
+
+def read_object(path: Path, remedy: str = "correct the file") -> dict[str, Any]:
+    """The JSON object that a file holds. Raises UserError as `read_file` and `parse_json` do, and for another value."""
+    value = parse_json(read_file(path, remedy), str(path), remedy)
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: holds a {type(value).__name__}, expected a JSON object; {remedy}.")
+    return value
+
+
+def _depth_exceeds(value: Any, limit: int) -> bool:
+    level = [value]
+    for _ in range(limit):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, (dict, list))
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return False
+    return True
