@@ -171,7 +171,7 @@ def assert_rows_are_what_was_sampled(trajectory: Trajectory, expected: list) -> 
         return
     whole = dataclasses.replace(trajectory, reward=1.0)
     other = dataclasses.replace(trajectory, reward=0.0, sample=1)
-    batch = build_data([Group(0, "t", "e", [whole, other])], Algorithm(reduction="sequence_mean"))
+    batch = build_data([Group(0, "t", "e", [whole, other])], Algorithm(reduction="sequence_mean", masked_outcomes=()))
     own = [datum for datum, origin in zip(batch.data, batch.origin, strict=True) if origin.sample == 0]
     assert [int(i) for d in own for i in d.token_ids[d.mask > 0]] == [i for _, ids, _ in expected for i in ids]
     assert [p for d in own for p in d.behaviour_logprobs[d.mask > 0]] == [p for _, _, ps in expected for p in ps]
