@@ -39,7 +39,9 @@ def read_file(path: Path, remedy: str = "correct the path") -> bytes:
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); {remedy}.") from None
     except ValueError:
-        raise UserError(f"{path}: holds a NUL character, so it is the name of no file; {remedy}.") from None
+        raise UserError(
+            f"{path}: cannot be the name of a file (a NUL or half of a surrogate pair); {remedy}."
+        ) from None
 
 
 def parse_json(data: bytes, where: str, remedy: str = "correct the file") -> Any:
