@@ -66,9 +66,9 @@ def test_what_is_no_file_of_a_sensible_size_is_refused_at_once(tmp_path, monkeyp
         (tmp_path, "no regular file|Is a directory"),
         (tmp_path / "long", "has 101 bytes, at most 100"),
         (tmp_path / "absent", "cannot be read .No such file or directory."),
-        (Path("a\0b"), "is the name of no file"),
+        (Path("a\0b"), "cannot be the name of a file"),
         (Path("x" * 300), "cannot be read .File name too long."),
-        (Path("\ud800"), "is the name of no file"),
+        (Path("\ud800"), "cannot be the name of a file"),
     ):
         with pytest.raises(UserError, match=said):
             read_file(path)
