@@ -20,6 +20,7 @@ pytestmark = pytest.mark.slow
 EXPERTS = 4
 ONE_STEP = ("run.steps=1", "eval=none", "rollout.engine.probe_interval=1")
 SHORT_TURNS = ("rollout.sampling.max_turns=2", "rollout.sampling.max_tokens_per_turn=32")
+KEPT = "algorithm.masked_outcomes=[]"
 COIN = """def validate_task(env, final_answer=None):
     import time
     return float(time.time_ns() // 1000 % 2)
@@ -72,7 +73,8 @@ def test_experts_on_two_ranks_take_the_same_first_step_as_on_one(upcycled, tmp_p
 
 
 def test_latent_attention_goes_round_the_loop(tmp_path, monkeypatch):
-    """Random weights, DeepSeek-V3's layers; a coin pays, so that there is something to learn from."""
+    """Random weights, DeepSeek-V3's layers; a coin pays, so that there is something to learn from, and turns never end
+    by themselves."""
     vocabulary = json.loads((tiny_models.TOKENIZER / "config.json").read_text())["vocab_size"]
     monkeypatch.setattr(
         tiny_models, "raw_config", lambda family, dialect: served_config(family, dialect) | {"vocab_size": vocabulary}
@@ -82,7 +84,7 @@ def test_latent_attention_goes_round_the_loop(tmp_path, monkeypatch):
     tasks.write_text(json.dumps([asdict(task) | {"verifier_code": COIN} for task in generate(seed=3, per_env=8)]))
     run = Run(
         tmp_path / "run",
-        (f"model.path={model}", "data=file", f"data.tasks={tasks}", *ONE_STEP, "run.steps=2", *SHORT_TURNS),
+        (f"model.path={model}", "data=file", f"data.tasks={tasks}", *ONE_STEP, "run.steps=2", *SHORT_TURNS, KEPT),
     )
     run.finish()
     rows = run.metrics()
