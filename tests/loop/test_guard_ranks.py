@@ -167,7 +167,6 @@ FAULTS = {
     # Field, algorithm, how many gradients are not finite. The last fault ends in a clamp, behind which the gradient
     # is 0: the loss alone shows it.
     "weights": ({}, ALL),
-    "behaviour_logprobs": ({"correction": {"kind": "token_tis"}}, ALL),
     "proximal_logprobs": ({}, 0),
 }
 
@@ -195,6 +194,15 @@ async def test_a_step_that_is_not_finite_is_skipped_kept_and_replayed(run, tmp_p
     blamed = {s.index: s.fields for m in found.micro_batches for s in m.sequences if not np.isfinite(s.loss)}
     assert blamed == {BAD: [field]}
     assert not (await run.step(healthy())).skipped
+
+
+async def test_an_unknown_behaviour_is_left_out_by_a_correction(run, tmp_path):
+    """It is within no bounds, so the step is taken without it."""
+    run.begin(tmp_path / "out", {"correction": {"kind": "token_tis"}})
+    await run.step(healthy())
+    before = await run.state()
+    report = await run.step(spoil(healthy(), "behaviour_logprobs"))
+    assert not report.skipped and np.isfinite(report.grad_norm) and await run.state() != before
 
 
 async def test_a_bad_weight_is_named(tmp_path, caplog):

@@ -62,7 +62,7 @@ def test_several_updates_measure_the_ratio_against_the_policy_before_the_first(m
     assert one.metrics["ratio"] == one.metrics["tokens"]
     assert two.metrics["ratio"] / two.metrics["tokens"] == pytest.approx(expected, abs=1e-5)
     assert abs(expected - 1) > 1e-4
-    assert (lr_one.lr, lr_two.lr) == (pytest.approx(1e-3), pytest.approx(1e-3 * 6 / 7))
+    assert (lr_one.lr, lr_two.lr) == (pytest.approx(1e-3), pytest.approx(1e-3 * 7 / 8))
 
 
 def test_the_kl_term_measures_from_the_weights_the_run_began_with(make):
