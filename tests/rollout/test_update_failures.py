@@ -50,13 +50,16 @@ def rollout(tmp_path_factory, episode_python):
 
 
 def test_requests_in_flight_go_on_under_the_new_weights(rollout):
+    tokens = 1900  # as many as the context holds: they must outlast the update
     rollout.sync("a")
-    asking = begin_requests(rollout, tokens=400)
+    rollout.generate(PROMPTS, greedy(1))  # what is slow about a first request is over
+    asking = begin_requests(rollout, tokens)
+    time.sleep(1)  # every request has its first tokens
     rollout.sync("b")
     for prompt, result in zip(PROMPTS, asking.result(120), strict=True):
         (first, start, cut), (second, again, end) = result.versions
-        assert (first, second, start, again, end) == (rollout.version - 1, rollout.version, 0, cut, 400)
-        assert 0 < cut < 400
+        assert (first, second, start, again, end) == (rollout.version - 1, rollout.version, 0, cut, tokens)
+        assert 0 < cut < tokens
         said = result.token_ids.tolist()
         assert said[: min(cut, 16)] == greedy_continuation(rollout.models["a"], [prompt], min(cut, 16))[0]
         after = min(16, end - cut)
