@@ -116,7 +116,8 @@ class Checkpoints:
     def newest(self, stop: threading.Event | None = None) -> Checkpoint | None:
         """The newest checkpoint whose files are what its manifest says; ``None`` when no save was ever finished.
 
-        Reads every byte of it. Damaged ones are reported, do not count as kept, and are replaced when their step is saved.
+        Reads every byte of it. Damaged ones are reported, do not count as kept, and are replaced when their step is
+        saved.
 
         Args:
             stop: see `check_hashes`.
