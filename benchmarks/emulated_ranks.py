@@ -13,7 +13,7 @@ import json
 import os
 from typing import Any
 
-from megatron_fleet.cluster import frames
+from megatron_fleet.cluster import frames, handshake
 from megatron_fleet.cluster.rank_identity import controller_address
 from megatron_fleet.trainer.base import Examination, LossReport, OptimReport, as_plain
 from megatron_fleet.trainer.messages import Identity, RankReady
@@ -40,7 +40,8 @@ class EmulatedRank:
         host, port = address.rsplit(":", 1)
         self._reader, self._writer = await asyncio.open_connection(host, int(port), limit=LIMIT)
         who = Identity(self.rank, self.world, self.rank, "emulated", os.getpid(), "emulated")
-        self._writer.write(frames.pack("hello", token, who.to_plain()))
+        proof = await handshake.dial(self._reader, self._writer, token)
+        self._writer.write(frames.pack("rank", proof, who.to_plain()))
         answer = await frames.read(self._reader)
         return answer is not None and answer[0] == "config"
 

@@ -85,7 +85,7 @@ def _script(task: Task, tokenizer: Tokenizer) -> list[list[int]]:
 
 async def engine(settings: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> dict[str, Handler]:
     actor = ScriptedEngine(Config.model_validate(settings["config"]), Path(settings["log"]))
-    endpoint = await actor.listen("127.0.0.1", 0)
+    endpoint = await actor.listen("127.0.0.1")
     await actor.start()
     await actor.serve()
     answer({"endpoint": endpoint})

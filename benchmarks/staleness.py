@@ -19,6 +19,8 @@ from typing import Any
 
 from machine import describe
 
+STALE = ("algorithm=importance_weighted",)
+"""With bounds above 0: samples of earlier weights are weighed by their ratio to these."""
 LATENCY = ("env.faults.latency_median_s=0.5", "env.faults.latency_sigma=1.0", "env.step_timeout_s=120")
 
 
@@ -26,7 +28,8 @@ def measure(out: Path, bound: int, seed: int, steps: int, more: list[str]) -> di
     """One run, and what it was like."""
     folder = out / f"staleness{bound}_seed{seed}"
     if not (folder / "summary.json").exists():
-        overrides = [f"rollout.max_staleness={bound}", f"run.seed={seed}", f"run.steps={steps}", *LATENCY, *more]
+        overrides = [f"rollout.max_staleness={bound}", f"run.seed={seed}", f"run.steps={steps}", *LATENCY]
+        overrides += [*(STALE if bound else ()), *more]
         command = [sys.executable, "-m", "megatron_fleet.cli", "train", "experiment=quickstart"]
         subprocess.run([*command, "--out", str(folder), *overrides], check=True, stdout=subprocess.DEVNULL)
     summary = json.loads((folder / "summary.json").read_text())

@@ -17,7 +17,6 @@ import asyncio
 import json
 import multiprocessing
 import os
-import socket
 import statistics
 import tempfile
 import time
@@ -31,6 +30,7 @@ import numpy as np
 import torch
 from machine import describe
 from safetensors.torch import save_file
+from torch.distributed import TCPStore
 
 from megatron_fleet.config.schema import Config, Parallel
 from megatron_fleet.trainer.base import Deliver
@@ -194,6 +194,7 @@ def timed(function: Callable[[], object]) -> float:
 def rank_process(rank: int, port: int, folder: Path, control: Connection) -> None:
     """One Megatron rank, driven over a pipe: ("prepare", options) or ("send", version, options) until it is closed."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is there already, at the process that starts ranks
     from megatron_fleet.platform import device
     from megatron_fleet.platform.communicator import TorchCommunicator
     from megatron_fleet.trainer.megatron import parallel
@@ -261,12 +262,10 @@ def measure(folder: Path, repeats: int) -> list[dict[str, float]]:
     from megatron_fleet.rollout.engine_actor import environment
 
     spawn = multiprocessing.get_context("spawn")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ends = [spawn.Pipe() for _ in range(RANKS + 1)]
     processes = [
-        spawn.Process(target=rank_process, args=(rank, port, folder, theirs))
+        spawn.Process(target=rank_process, args=(rank, store.port, folder, theirs))
         for rank, (_, theirs) in enumerate(ends[:RANKS])
     ]
     for process in processes:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
+import io
 import os
 import signal
 import sys
@@ -11,18 +13,22 @@ import tempfile
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_fleet import __version__
-from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.errors import UserError, printable, say
 from megatron_fleet.data.commands import add_commands as add_data_commands
 from megatron_fleet.weights.convert.commands import add_commands as add_convert_commands
 
 if TYPE_CHECKING:
     from megatron_fleet.config.schema import Config
 
-MAX_MESSAGE = 2000
-"""Characters of an error message."""
+_UNUSABLE_PATH = {
+    *(errno.EACCES, errno.EDQUOT, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT),
+    *(errno.ENOSPC, errno.ENOTDIR, errno.ENXIO, errno.EPERM, errno.EROFS),
+}
+MAX_SHOWN = 4096
+"""Characters of a file's name in a message; Linux takes no longer path."""
 OVERRIDES_HELP = "group=option or section.key=value; docs/config.md lists the keys"
 
 
@@ -31,9 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0 done, 2 something to mend (one line says what), 130 Ctrl-C, 1 anything else (one line says
-        where the traceback is) and a replay that differs.
+        where the traceback is) and a replay that differs. A path that cannot be used is something to mend.
     """
     args = _parse(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold half of a surrogate pair
     try:
         return args.run(args)
     except UserError as error:
@@ -48,8 +56,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
     except Exception as error:
         where = _save_traceback(args)
-        said = printable(_first_line(error))
-        print(f"error: {type(error).__name__}: {said} (traceback in {where})", file=sys.stderr)
+        if isinstance(error, OSError) and error.filename is not None and error.errno in _UNUSABLE_PATH:
+            said = f"{str(error.filename)[:MAX_SHOWN]}: {error.strerror}"
+            said = f"error: {said}; name another path, or mend this one. (traceback in {where})"
+            print(printable(said), file=sys.stderr)
+            return 2
+        said = f"error: {type(error).__name__}: {_first_line(error)} (traceback in {where})"
+        print(printable(said), file=sys.stderr)
         return 1
 
 
@@ -68,8 +81,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+class _Parser(argparse.ArgumentParser):
+    """Its errors quote arguments, which come from anywhere."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="mfleet", description="Reinforcement learning of tool-using agents.")
+    parser = _Parser(prog="mfleet", description="Reinforcement learning of tool-using agents.")
     parser.add_argument("--version", action="version", version=f"megatron_fleet {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
 
@@ -157,7 +177,7 @@ def _train(args: argparse.Namespace) -> int:
     if args.dry_run:
         from megatron_fleet.cluster.dry_run import describe
 
-        print(describe(config))
+        say(describe(config))
         return 0
     from megatron_fleet.loop.main import main as train
 
@@ -213,7 +233,7 @@ def _config(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace) -> int:
     from megatron_fleet.analysis.report import write_report
 
-    print(write_report(args.folder, args.page, args.markdown))
+    say(str(write_report(args.folder, args.page, args.markdown)))
     return 0
 
 
@@ -240,7 +260,7 @@ def _extend(args: argparse.Namespace) -> int:
     from megatron_fleet.weights.extend import extend
 
     context = extend(args.source, args.target, args.factor, args.original)
-    print(f"{args.target}: {context} tokens; train with model.path={args.target} rollout.max_context={context}")
+    say(f"{args.target}: {context} tokens; train with model.path={args.target} rollout.max_context={context}")
     return 0
 
 
@@ -252,14 +272,6 @@ def _make_tiny(args: argparse.Namespace) -> int:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or ["no message"])[0]
-
-
-def printable(text: str) -> str:
-    """``text`` for a terminal: names and values in it may come from anywhere, so control characters, halves of
-    surrogate pairs and marks that change the direction of writing are escaped, and what is very long is cut."""
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    cut = len(shown) - MAX_MESSAGE
-    return shown if cut <= 0 else f"{shown[: MAX_MESSAGE // 2]} [{cut} characters] {shown[-MAX_MESSAGE // 2 :]}"
 
 
 def _save_traceback(args: argparse.Namespace) -> str:
@@ -275,7 +287,7 @@ def _save_traceback(args: argparse.Namespace) -> str:
         with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
     except OSError:
-        print(text, file=sys.stderr)
+        say(text, sys.stderr)
         return "stderr"
     return name
 

@@ -45,7 +45,7 @@ class FakeRollout:
     Attributes:
         unknown: collections of training, by number from 0, in which no reward is known.
         outages: what `environment_available` answers, one after the other; then it is available.
-        delay_s: seconds that a collection takes; ``delays``: by step.
+        delays: seconds that a collection takes, by step; none by default.
         requests: all that was asked for.
     """
 
@@ -56,7 +56,6 @@ class FakeRollout:
         self.engines = FakeEngines(vocab_size, self.calls)
         self.unknown: set[int] = set()
         self.outages: list[str] = []
-        self.delay_s = 0.0
         self.delays: dict[int, float] = {}
         self.requests: list[CollectRequest] = []
         self.under_way = 0
@@ -75,7 +74,7 @@ class FakeRollout:
         weights, version = self.engines.weights, self.engines.version
         self.under_way += 1
         try:
-            await asyncio.sleep(self.delays.get(request.step, self.delay_s))
+            await asyncio.sleep(self.delays.get(request.step, 0.0))
         finally:
             self.under_way -= 1
         groups = [
@@ -91,7 +90,7 @@ class FakeRollout:
         if on_progress is not None:
             on_progress(Progress(wanted, wanted, wanted * TOKENS))
         accounting = Accounting(started=wanted, known=wanted * known, unknown=wanted * (not known))
-        return CollectResult(groups, accounting, self.delay_s)
+        return CollectResult(groups, accounting, 0.0)
 
     def _episode(
         self, request: CollectRequest, group: int, sample: int, weights: np.ndarray, version: int, known: bool

@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,7 +45,6 @@ class FakeTrainer:
         data: what each `forward_backward` was given.
         weights: the policy's logits, float64 ``[V]``.
         held: bytes of each part on the device.
-        delay_s: seconds that every verb takes.
     """
 
     def __init__(
@@ -65,7 +64,6 @@ class FakeTrainer:
         self.gradient = np.zeros(vocab_size)
         self.reference: np.ndarray | None = None
         self.held = dict(PART_BYTES)
-        self.delay_s = 0.0
         self.closed = False
         self._fail = {verb: dict(calls) for verb, calls in (fail or {}).items()}
         self._counts: dict[str, int] = {}
@@ -108,10 +106,6 @@ class FakeTrainer:
                 raise error
             if away := [part for part in needs if not self.held[part]]:
                 raise RuntimeError(f"{name}: {' and '.join(away)} are offloaded")
-            if self.delay_s:
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._death.wait(), self.delay_s)
-            self._raise_if_lost()
             yield
 
     def _raise_if_lost(self) -> None:

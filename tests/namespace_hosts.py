@@ -20,7 +20,7 @@ from typing import Any, Self
 
 ROOT = Path(__file__).parents[1]
 NETWORK = "10.77.0"
-START_DEADLINE_S = 30.0
+START_DEADLINE_S = 300.0
 
 _REAP_UNTIL_KILLED = """\
 import os, signal, time
@@ -165,7 +165,7 @@ class Hosts:
         )
 
     def output(
-        self, name: str, command: Sequence[str | Path], env: Mapping[str, str] | None = None, timeout_s: float = 60
+        self, name: str, command: Sequence[str | Path], env: Mapping[str, str] | None = None, timeout_s: float = 300
     ) -> str:
         """Run ``command`` on a host to its end; what it wrote to stdout. Fails the test when it fails."""
         process = self.run(name, command, env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

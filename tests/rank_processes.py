@@ -6,7 +6,6 @@ import gc
 import multiprocessing
 import os
 import runpy
-import socket
 import sys
 import time
 from multiprocessing import forkserver
@@ -29,12 +28,14 @@ def run_ranks(script: Path, world: int, folder: Path, *arguments: str, timeout_s
 
     It also lies in ``folder``, as ``<script>.<world>.<rank>.log``. The script may import what tests share. A rank that
     fails or takes too long fails the test; the others are ended. Ranks are forks of one process that has imported
-    Megatron and done nothing else.
+    Megatron and done nothing else. They meet, as under torchrun, at a store of the process that starts them: it has its
+    port before anybody is told.
     """
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    common |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1"}
     logs = [folder / f"{script.stem}.{world}.{rank}.log" for rank in range(world)]
     forks = multiprocessing.get_context("forkserver")
     forks.set_forkserver_preload(IMPORTED)

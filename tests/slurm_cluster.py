@@ -87,7 +87,7 @@ class Slurm:
     def wait_until_idle(self, deadline_s: float = START_DEADLINE_S) -> None:
         """Wait until every node takes jobs and has none. Raises TimeoutError with what the daemons logged."""
         deadline = time.monotonic() + deadline_s
-        state = ["timeout", "5", "sinfo", "-h", "-N", "-o", "%N %T"]
+        state = ["timeout", "30", "sinfo", "-h", "-N", "-o", "%N %T"]
         while True:
             sinfo = self.hosts.run(
                 CONTROLLER, state, self.environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
@@ -99,7 +99,7 @@ class Slurm:
                 raise TimeoutError(f"Slurm's nodes are not idle: {sinfo}\n{logs}")
             time.sleep(0.05)
 
-    def output(self, command: Sequence[str | Path], timeout_s: float = 60) -> str:
+    def output(self, command: Sequence[str | Path], timeout_s: float = 300) -> str:
         """Run one of Slurm's commands to its end; what it wrote to stdout. Fails the test when it fails."""
         return self.hosts.output(CONTROLLER, command, self.environ, timeout_s)
 

@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from waiting import HANG_S
 
 ROOT = Path(__file__).parents[1]
 TOOLS = ["bash", "dirname", "uname", "df", "awk", "flock", "lscpu", "mkdir", "cat", "sha256sum", "cut", "rm", "grep"]
@@ -40,7 +41,7 @@ def program(project: Path, name: str, text: str) -> None:
 def setup(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PATH": str(project.parent / "bin")}
     command = [str(project / "setup.sh"), *arguments]
-    return subprocess.run(["bash", *command], capture_output=True, text=True, timeout=60, env=environment)
+    return subprocess.run(["bash", *command], capture_output=True, text=True, timeout=HANG_S, env=environment)
 
 
 def test_broken_shims_are_no_python(project):
@@ -92,6 +93,6 @@ def test_nothing_happens_when_nothing_changed():
     if not all(stamp.exists() for stamp in stamps):
         pytest.skip("the environments were not made by setup.sh")
     before = [stamp.stat().st_mtime_ns for stamp in stamps]
-    done = subprocess.run([str(ROOT / "setup.sh")], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([str(ROOT / "setup.sh")], capture_output=True, text=True, timeout=HANG_S)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert [stamp.stat().st_mtime_ns for stamp in stamps] == before

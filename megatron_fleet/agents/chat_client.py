@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import random
 import re
@@ -12,15 +13,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Any, TypeGuard
 
 import openai
 
 from megatron_fleet.agents.engine import EngineLost
+from megatron_fleet.config.files import MAX_DEPTH, depth_exceeds
 from megatron_fleet.config.sections.evaluation import Endpoint
 
 PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
 """First and longest pause before a request is tried again, where the endpoint names none; doubled, with jitter."""
+MAX_ASKED_S = 600.0
+"""Longest pause that an endpoint gets if it names one."""
 TOLD_CHARS = 300
 """Of what an endpoint says about a failure."""
 _AGAIN = {408, 409, 425, 429}
@@ -176,14 +180,14 @@ class ChatClient:
         try:
             # The answer is read by hand: what endpoints send is not always what the library's types promise.
             raw = await self._client.chat.completions.with_raw_response.create(**body, extra_body=self._extra)
-            return _read(json.loads(raw.text))
+            return _read(_parsed(raw.text))
         except openai.APITimeoutError:
             raise Unanswered(f"no answer within {self._timeout_s:g} s") from None
         except openai.APIConnectionError as error:
             raise Unanswered(self._told(error.__cause__ or error)) from None
         except openai.APIStatusError as error:
             raise self._status(error) from None
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise Unanswered(f"an answer that is no chat completion ({self._told(error)})") from None
 
     async def models(self) -> list[str]:
@@ -200,11 +204,11 @@ class ChatClient:
         content: Any = error.body if isinstance(error.body, dict) else {}
         content = content["error"] if isinstance(content.get("error"), dict) else content
         message = self._told(content.get("message") or error.message)
-        code = str(content.get("code") or content.get("type") or "")
+        code = _word(content.get("code") or content.get("type"))
         status = error.status_code
         if (status in _AGAIN or status >= 500) and code != "insufficient_quota":
             return Unanswered(f"{status}: {message}", _asked_pause(error.response.headers))
-        return Refused(status, message, str(content.get("param") or ""), code)
+        return Refused(status, message, _word(content.get("param")), code)
 
     def _given_up(self, refusal: Refused) -> EngineLost | PromptTooLong:
         if refusal.status in (400, 413, 422) and _TOO_LONG.search(f"{refusal.code} {refusal}"):
@@ -215,7 +219,10 @@ class ChatClient:
         return EngineLost(reason)
 
     def _told(self, what: object) -> str:
-        text = " ".join(str(what).split()) or type(what).__name__
+        try:
+            text = " ".join(str(what).split()) or type(what).__name__
+        except RecursionError:
+            text = type(what).__name__
         return (text.replace(self._key, "***") if self._key else text)[:TOLD_CHARS]
 
 
@@ -225,17 +232,44 @@ def _pause(number: int) -> float:
 
 
 def _asked_pause(headers: Mapping[str, str]) -> float | None:
-    """Seconds that ``Retry-After`` asks for: a number or a date (RFC 9110 §10.2.3); ``None`` without a sound one."""
+    """Seconds that ``Retry-After`` asks for, at most ``MAX_ASKED_S``: a number or a date (RFC 9110 §10.2.3).
+
+    ``None`` without a sound one.
+    """
     value = headers.get("retry-after", "")
     try:
-        return max(0.0, float(value))
+        return min(max(0.0, float(value)), MAX_ASKED_S)
     except ValueError:
         pass
     try:
         date = parsedate_to_datetime(value)
-    except ValueError:
+        seconds = (date.replace(tzinfo=date.tzinfo or UTC) - datetime.now(UTC)).total_seconds()
+    except (ValueError, OverflowError):
         return None
-    return max(0.0, (date.replace(tzinfo=date.tzinfo or UTC) - datetime.now(UTC)).total_seconds())
+    return min(max(0.0, seconds), MAX_ASKED_S)
+
+
+def _parsed(text: str) -> Any:
+    """The JSON of an answer, without what could not be sent back with the next request: halves of surrogate pairs are
+    replaced, numbers that are not finite become ``None``.
+
+    Raises ValueError, also when it is nested too deep to be written again; RecursionError when it cannot even be read.
+    """
+    value = json.loads(text, parse_constant=lambda _: None, parse_float=_finite)
+    if depth_exceeds(value, MAX_DEPTH):
+        raise ValueError(f"its JSON is nested more than {MAX_DEPTH} levels deep")
+    written = json.dumps(value, ensure_ascii=False)
+    return value if written.isascii() else json.loads(written.encode("utf-8", "replace"))
+
+
+def _finite(digits: str) -> float | None:
+    number = float(digits)
+    return number if math.isfinite(number) else None
+
+
+def _word(value: Any) -> str:
+    """A name that an endpoint gives; some give numbers."""
+    return str(value) if isinstance(value, str | int) and value else ""
 
 
 def _read(completion: Any) -> Answer:
@@ -245,14 +279,16 @@ def _read(completion: Any) -> Answer:
     choice = completion["choices"][0]
     if not isinstance(choice["message"], dict):
         raise TypeError("its message is no object")
-    return Answer(choice["message"], str(choice.get("finish_reason") or "stop"), _usage(completion.get("usage")))
+    return Answer(choice["message"], _word(choice.get("finish_reason")) or "stop", _usage(completion.get("usage")))
 
 
 def _usage(told: Any) -> Usage | None:
-    if not isinstance(told, dict) or not all(
-        isinstance(told.get(f"{n}_tokens"), int) for n in ("prompt", "completion")
-    ):
+    if not isinstance(told, dict) or not all(_is_count(told.get(f"{n}_tokens")) for n in ("prompt", "completion")):
         return None
     details = told.get("completion_tokens_details")
     reasoning = details.get("reasoning_tokens") if isinstance(details, dict) else None
-    return Usage(told["prompt_tokens"], told["completion_tokens"], reasoning if isinstance(reasoning, int) else 0)
+    return Usage(told["prompt_tokens"], told["completion_tokens"], reasoning if _is_count(reasoning) else 0)
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value < 1 << 53

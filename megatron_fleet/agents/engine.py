@@ -12,7 +12,7 @@ from megatron_fleet.agents.images import PlacedImage
 
 
 class EngineLost(Exception):
-    """The engine cannot answer (crashed, unreachable, past its deadline). The episode ends as ``aborted``."""
+    """The engine cannot answer (crashed, unreachable, silent). The episode ends as ``aborted``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Generation:
     Attributes:
         token_ids: int32 ``[A]``, the stop token included when one ended the turn.
         logprobs: float32 ``[A]``, log μ at the request's temperature.
-        finish_reason: ``stop``, ``length`` or ``abort``.
+        finish_reason: ``stop``, ``length``, ``deadline`` (what was sampled until the turn's deadline) or ``abort``.
         versions: ``(weight version, start, end)`` over ``[0, A)``.
         routing: uint8 or int16 ``[R, layers, k]`` (see ``Trajectory.routing``), the experts of the tokens from
             ``routing_start`` on, in order. The last sampled token was no input, so R ends before it, or earlier.
@@ -62,6 +62,6 @@ class Engine(Protocol):
         ``images`` are those of the prompt, in order; its ids have all their placeholders.
 
         Raises:
-            EngineLost: no answer within the engine's deadline, or the engine died.
+            EngineLost: not one token within the turn's deadline, or the engine died.
         """
         ...

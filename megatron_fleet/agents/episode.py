@@ -117,6 +117,9 @@ class _Play:
             generation = await self._generate(turn, max_tokens)
             if generation.finish_reason == "abort":
                 return Ending(Outcome.ABORTED, "the engine aborted the turn")
+            if generation.finish_reason == "deadline":
+                self.builder.count("turns_past_deadline", 1)
+                return Ending(Outcome.GENERATION_TRUNCATED)
             if generation.finish_reason == "length":
                 shrunk = max_tokens < self.settings.max_tokens_per_turn
                 return Ending(Outcome.CONTEXT_OVERFLOW if shrunk else Outcome.GENERATION_TRUNCATED)

@@ -126,7 +126,7 @@ def read_vision(folder: str | Path) -> Vision | None:
     processor = _processor(Path(folder))
     try:
         size = processor.get("size") or {}
-        return QwenVision(
+        vision = QwenVision(
             placeholder_id=int(config["image_token_id"]),
             unspoken_ids=(int(config["image_token_id"]), int(config["video_token_id"])),
             patch=int(processor["patch_size"]),
@@ -134,7 +134,11 @@ def read_vision(folder: str | Path) -> Vision | None:
             min_pixels=int(processor.get("min_pixels") or size["shortest_edge"]),
             max_pixels=int(processor.get("max_pixels") or size["longest_edge"]),
         )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        for name in ("patch", "merge", "min_pixels", "max_pixels"):
+            if getattr(vision, name) < 1:
+                raise ValueError(f"{name} is {getattr(vision, name)}")
+        return vision
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise UserError(
             f"model.path={folder}: config.json and preprocessor_config.json do not say how pictures become tokens "
             f"({error}); fetch the model again."

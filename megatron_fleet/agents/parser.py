@@ -16,6 +16,8 @@ from megatron_fleet.envs.base import ToolCall
 DONE = "<done>"
 MAX_CALLS = 16
 """Calls read in one turn. A policy that repeats itself must not flood its own context with results and errors."""
+MAX_TRIED = 256
+"""The same, with those that a ``</think>`` makes thinking: reading one may take time in proportion to the turn."""
 _THINK, _THOUGHT = "<think>", "</think>"
 
 Tools = Sequence[Mapping[str, Any]]
@@ -102,6 +104,7 @@ def parse_turn(text: str, syntax: Syntax, tools: Tools = ()) -> ParsedTurn:
     calls: list[WrittenCall] = []
     errors: list[str] = []
     answer_parts: int | None = None
+    tried = 0
     start = continued = 0  # text[:continued] is thinking that was opened before this turn
     while tag := syntax.tag.search(text, start):
         content.append(text[start : tag.start()])
@@ -115,7 +118,8 @@ def parse_turn(text: str, syntax: Syntax, tools: Tools = ()) -> ParsedTurn:
             thinking, content, calls, errors, answer_parts = [], [], [], [], None
         elif tag[0] == DONE:
             answer_parts = len(content) if answer_parts is None else answer_parts
-        elif tag[0] == syntax.opening and len(calls) + len(errors) < MAX_CALLS:
+        elif tag[0] == syntax.opening and len(calls) + len(errors) < MAX_CALLS and tried < MAX_TRIED:
+            tried += 1
             start = _read_call(text, start, syntax, tools, calls, errors)
         elif tag[0] == syntax.opening:
             errors.append(f"Invalid tool call: only the first {MAX_CALLS} of a turn are read.")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import ValidationError
 
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.files import parse_yaml, read_file
 from megatron_fleet.config.sections.base import Section
 from megatron_fleet.data.task import Task
 
@@ -70,13 +70,8 @@ def _shipped() -> Prompts:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"agent.prompts={path}: cannot be read ({error.strerror}).") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        problem = " ".join(str(error).split())
-        raise UserError(f"agent.prompts={path}: no YAML ({problem}); {SHIPPED.name} shows the form.") from None
+    remedy = f"correct agent.prompts; {SHIPPED.name} shows the form"
+    content = parse_yaml(read_file(path, remedy), str(path), remedy)
     if not isinstance(content, dict):
         raise UserError(f"agent.prompts={path}: must be a table of texts; {SHIPPED.name} shows the form.")
     return content

@@ -7,10 +7,8 @@ the conversations do not go.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from megatron_fleet.agents.renderer import ToolResult
 from megatron_fleet.agents.renderers.families import make_format, read_template
 from megatron_fleet.agents.renderers.format import ChatFormat, Spoken
 from megatron_fleet.agents.sight import around
+from megatron_fleet.agents.template_process import render
 from megatron_fleet.agents.tokenizer import Tokenizer
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.envs.base import Image, ToolCall
@@ -56,14 +55,15 @@ def check_template(folder: str | Path, thinking: bool) -> None:
     template = read_template(folder)
     if template is None:
         return
-    for talk in _examples(thinking, read_vision(folder) is not None):
-        try:
-            theirs = render_template(template, chat, talk)
-        except Exception as e:  # a template is a program of its own and may raise anything
-            raise UserError(
-                f"{folder}: its chat template cannot be rendered ({e}); repair it, or set rollout.renderer to the "
-                f"model's format to leave the template unread."
-            ) from e
+    talks = list(_examples(thinking, read_vision(folder) is not None))
+    try:
+        texts = render_template(template, chat, talks)
+    except ValueError as e:
+        raise UserError(
+            f"{folder}: its chat template cannot be rendered ({e}); repair it, or set rollout.renderer to the "
+            f"model's format to leave the template unread."
+        ) from None
+    for talk, theirs in zip(talks, texts, strict=True):
         ours = written(chat, talk)
         if ours != theirs:
             raise UserError(f"{folder}: {difference(ours, theirs)}")
@@ -131,29 +131,10 @@ def _content(talk: Conversation, text: str) -> str | list[dict[str, str]]:
     return [part for part in parts if part.get("text") != ""]
 
 
-def render_template(template: str, chat: ChatFormat, talk: Conversation) -> str:
-    """``talk`` by a Jinja chat template, in an environment like that of transformers' ``apply_chat_template``."""
-    from jinja2.ext import loopcontrols
-    from jinja2.sandbox import SandboxedEnvironment
-
-    environment = SandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = datetime(2025, 1, 1).strftime
-    return environment.from_string(template).render(
-        messages=list(messages(talk)),
-        add_generation_prompt=True,
-        **chat.template_tools(talk.tools),
-        **chat.template_arguments,
-    )
-
-
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-
-def _raise(message: str) -> None:
-    raise ValueError(message)
+def render_template(template: str, chat: ChatFormat, talks: Sequence[Conversation]) -> list[str]:
+    """Each of ``talks`` by a Jinja chat template. Raises ValueError as `template_process.render` does."""
+    shared = {"add_generation_prompt": True, **chat.template_arguments}
+    return render(template, [{"messages": list(messages(t)), **shared, **chat.template_tools(t.tools)} for t in talks])
 
 
 def _examples(thinking: bool, sees: bool) -> Iterator[Conversation]:

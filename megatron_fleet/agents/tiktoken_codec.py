@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.files import read_file, read_object
 
+CONFIG = "tokenizer_config.json"
+REMEDY = "copy the model's own file again"
 _WORD = r"[^\r\n\p{L}\p{N}]?"
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
@@ -41,18 +43,23 @@ class TiktokenCodec:
         try:
             import tiktoken
         except ModuleNotFoundError as e:
-            raise UserError(f"{path} needs the package tiktoken; install requirements/episode.txt again") from e
+            raise UserError(f"{path} needs the package tiktoken; install requirements/episode.txt again.") from e
         ranks = _read_ranks(path)
-        added = _read_added(path.with_name("tokenizer_config.json"))
+        added = _read_added(path.with_name(CONFIG))
         ids = range(len(ranks), len(ranks) + RESERVED)
         names = {i: added.get(i, (f"<|reserved_token_{i}|>", True))[0] for i in ids}
         self.special: Mapping[str, int] = {name: i for i, name in names.items()}
         self.vocab_size = ids.stop
+        config = path.with_name(CONFIG)
+        if len(self.special) < RESERVED or "" in self.special:
+            raise UserError(f"{config}: added_tokens_decoder names a token twice or not at all; {REMEDY}.")
         # Tags may stand in ordinary text, as in a tokenizer.json; text that spells a control token stays text.
         self._tags = {name for i, name in names.items() if not added.get(i, ("", True))[1]}
-        self._inner = tiktoken.Encoding(
-            path.name, pat_str=SPLIT, mergeable_ranks=ranks, special_tokens=dict(self.special)
-        )
+        control = dict(self.special)
+        try:
+            self._inner = tiktoken.Encoding(path.name, pat_str=SPLIT, mergeable_ranks=ranks, special_tokens=control)
+        except ValueError as e:  # its regular expression of all names has a largest size
+            raise UserError(f"{config}: added_tokens_decoder: the names are too long ({e}); {REMEDY}.") from None
 
     def encode(self, text: str) -> list[int]:
         """Ids of ``text``."""
@@ -81,19 +88,24 @@ def split_runs(text: str, limit: int) -> Iterator[str]:
 
 
 def _read_ranks(path: Path) -> dict[bytes, int]:
+    data = read_file(path, REMEDY)
     try:
-        lines = [line.split() for line in path.read_bytes().splitlines() if line]
-        return {base64.b64decode(token): int(rank) for token, rank in lines}
+        lines = [line.split() for line in data.splitlines() if line]
+        ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
     except ValueError as e:
-        raise UserError(f"{path}: not a tiktoken file ({e}); copy the model's own file again") from e
+        raise UserError(f"{path}: not a tiktoken file ({e}); {REMEDY}.") from e
+    # The package checks neither, and panics later.
+    if sorted(ranks.values()) != list(range(len(ranks))) or not all(bytes([i]) in ranks for i in range(256)):
+        raise UserError(f"{path}: its ranks are not 0 to {len(ranks) - 1}, or a byte is missing; {REMEDY}.")
+    return ranks
 
 
 def _read_added(path: Path) -> dict[int, tuple[str, bool]]:
     """Id of each added token → its text, and whether it is a control token."""
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; it names the tokens that tiktoken.model leaves out.")
+    tokens = read_object(path, REMEDY).get("added_tokens_decoder", {})
     try:
-        tokens = json.loads(path.read_text(encoding="utf-8")).get("added_tokens_decoder", {})
         return {int(i): (str(token["content"]), bool(token.get("special"))) for i, token in tokens.items()}
-    except FileNotFoundError as e:
-        raise UserError(f"{path}: no such file; it names the tokens that tiktoken.model leaves out") from e
     except (ValueError, KeyError, AttributeError, TypeError) as e:
-        raise UserError(f"{path}: added_tokens_decoder cannot be read ({e}); copy the model's own file again") from e
+        raise UserError(f"{path}: added_tokens_decoder cannot be read ({e}); {REMEDY}.") from e

@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from megatron_fleet.agents.chat_template import QWEN3_CHAT_TEMPLATE
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.files import read_file
 
 TOKENIZER_FILES = ("tokenizer.json", "tiktoken.model")
 """What a model folder may have, the first found being used; Kimi's have the second."""
@@ -102,7 +103,7 @@ class Tokenizer:
 
             self._codec = TiktokenCodec(tiktoken_file)
         else:
-            raise UserError(f"{json_file}: no such file; model.path must be an HF folder that holds tokenizer.json")
+            raise UserError(f"{json_file}: no such file; model.path must be an HF folder that holds tokenizer.json.")
         self.special: Mapping[str, int] = self._codec.special
         self.vocab_size = self._codec.vocab_size
 
@@ -124,16 +125,24 @@ class JsonCodec:
 
     def __init__(self, path: Path) -> None:
         """Raises UserError when ``path`` cannot be read."""
+        remedy = "copy the model's own file again"
         try:
-            self._inner = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as e:  # the library raises bare Exception
-            raise UserError(f"{path}: not a readable tokenizer ({e}); copy the model's own file again") from e
+            self._inner = tokenizers.Tokenizer.from_buffer(read_file(path, remedy))
+        except UserError:
+            raise
+        except BaseException as e:  # the library raises bare Exception, and panics of Rust, which are none
+            if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
+                raise
+            raise UserError(f"{path}: not a readable tokenizer ({e}); {remedy}.") from e
         # Text that merely spells a control token must not end a turn or open another one.
         self._inner.encode_special_tokens = True
         self.special: Mapping[str, int] = {
             token.content: i for i, token in self._inner.get_added_tokens_decoder().items()
         }
-        self.vocab_size = max(self._inner.get_vocab(with_added_tokens=True).values()) + 1
+        vocabulary = self._inner.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise UserError(f"{path}: holds no token; {remedy}.")
+        self.vocab_size = max(vocabulary.values()) + 1
 
     def encode(self, text: str) -> list[int]:
         """Ids of ``text``."""

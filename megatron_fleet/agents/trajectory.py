@@ -25,7 +25,7 @@ class Outcome(StrEnum):
     PROMPT_TOO_LONG = "prompt_too_long"
     """The first prompt alone did not fit; nothing was generated."""
     GENERATION_TRUNCATED = "generation_truncated"
-    """A turn hit the per-turn token limit before it ended; the verifier still scored the state left behind."""
+    """A turn hit its token limit or its deadline before it ended; the verifier still scored the state left behind."""
     NO_ACTION = "no_action"
     """The policy repeatedly produced neither a valid tool call nor a final answer."""
     TIMEOUT = "timeout"
@@ -105,8 +105,12 @@ class Trajectory:
         """Where each segment lies in the arrays."""
         return [slice(a, b) for a, b in pairwise((*self.segment_starts, len(self.token_ids)))]
 
-    def check(self) -> None:
-        """Raise ValueError when an invariant is broken; called where trajectories enter the trainer."""
+    def check(self, images_kept: bool = True) -> None:
+        """Raise ValueError when an invariant is broken; called where trajectories enter the trainer.
+
+        Args:
+            images_kept: ``images`` has every image; of a trajectory read from a file they are files of their own.
+        """
         n = len(self.token_ids)
         if not (len(self.action_mask) == len(self.behaviour_logprobs) == n):
             raise ValueError(f"trajectory {self.task_key}#{self.sample}: array lengths differ")
@@ -120,10 +124,10 @@ class Trajectory:
         starts, prompts = self.segment_starts, {s.start for s in self.spans if s.kind == "prompt"}
         if starts[:1] != (0,) or any(a >= b for a, b in pairwise(starts)) or (n and not prompts.issuperset(starts)):
             raise ValueError(f"trajectory {self.task_key}#{self.sample}: its segments do not begin with their prompts")
-        if wrong := self._wrong_image():
+        if wrong := self._wrong_image(images_kept):
             raise ValueError(f"trajectory {self.task_key}#{self.sample}: {wrong}")
 
-    def _wrong_image(self) -> str:
+    def _wrong_image(self, kept: bool) -> str:
         """What is wrong with a picture; nothing when none is."""
         behind, ids = 0, self.token_ids
         for span in self.image_spans:
@@ -135,7 +139,7 @@ class Trajectory:
                 return f"{where} stands where tokens were sampled"
             if (ids[start:end] != ids[self.image_spans[0].start]).any():
                 return f"{where} is not a run of one placeholder"
-            if span.digest not in self.images:
+            if kept and span.digest not in self.images:
                 return f"{where} was not kept"
             behind = end
         return ""

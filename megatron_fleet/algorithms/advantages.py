@@ -12,10 +12,12 @@ from typing import TypeGuard
 import numpy as np
 
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.extension import load
 
 AdvantageFn = Callable[[np.ndarray], np.ndarray]
 """Known rewards of one group, float64 ``[K]`` with K ≥ 2, to advantages, float64 ``[K]``."""
 
+ARGUMENTS = ("rewards",)
 STD_EPS = 1e-6
 MIN_KNOWN = 2
 """A group with fewer known rewards has nothing to compare and is left out."""
@@ -64,14 +66,18 @@ def group_advantages(rewards: Sequence[float | None], name: str) -> list[float |
     Returns ``None`` for the whole group when fewer than two rewards are known.
 
     Raises:
-        UserError: ``name`` is not registered.
+        UserError: ``name`` is neither ours nor can it be loaded, or what it gives are no advantages.
     """
-    if name not in ADVANTAGES:
-        raise UserError(f"algorithm.advantage: {name!r} is unknown, use one of {', '.join(sorted(ADVANTAGES))}")
+    advantage = ADVANTAGES.get(name) or load("algorithm.advantage", name, ARGUMENTS)
     known = [i for i, r in enumerate(rewards) if is_known(r)]
     if len(known) < MIN_KNOWN:
         return None
-    values = ADVANTAGES[name](np.array([rewards[i] for i in known], dtype=np.float64))
+    values = np.asarray(advantage(np.array([rewards[i] for i in known], dtype=np.float64)))
+    if values.shape != (len(known),) or not np.isfinite(values).all():
+        raise UserError(
+            f"algorithm.advantage={name}: gave {str(values)[:200]} for {len(known)} rewards; it must give as many "
+            f"finite numbers."
+        )
     result: list[float | None] = [None] * len(rewards)
     for i, value in zip(known, values, strict=True):
         result[i] = float(value)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_fleet.algorithms.advantages import MIN_KNOWN, group_advantages, has_signal, is_known
+from megatron_fleet.algorithms.advantages import MIN_KNOWN, group_advantages, is_known
 from megatron_fleet.algorithms.datum import Datum
+from megatron_fleet.algorithms.groups import learnt_from, shaped_rewards
 from megatron_fleet.config.schema import Algorithm
 
 if TYPE_CHECKING:
@@ -24,8 +25,8 @@ class Fate(StrEnum):
 
     TRAINED = "trained"
     """It became a training row, or one for each of its segments."""
-    ZERO_SIGNAL = "zero_signal"
-    """All known rewards of its group are equal, and such groups are left out."""
+    FILTERED = "filtered"
+    """``algorithm.group_filter`` leaves its group out."""
     UNKNOWN = "unknown"
     """Its reward is unknown."""
     TOO_FEW_KNOWN = "too_few_known"
@@ -60,6 +61,7 @@ class Batch:
         origin: aligned with ``data``.
         advantages: aligned with ``data``, before the normaliser.
         fates: aligned with the groups and their trajectories.
+        rewards: the same, as they were shaped for learning; ``None`` = unknown.
         trained_tokens: tokens with a gradient in ``data``.
     """
 
@@ -67,6 +69,7 @@ class Batch:
     origin: list[Origin]
     advantages: list[float]
     fates: list[list[Fate]]
+    rewards: list[list[float | None]]
     trained_tokens: int
 
     @property
@@ -83,15 +86,16 @@ def build_data(groups: Sequence[Group], algo: Algorithm, version: int | None = N
         version: of the weights that will be updated, for `Datum.staleness`; ``None``: everything was sampled by them.
 
     The normaliser counts trained rows only, so left-out groups neither dilute the gradient nor change its scale;
-    zero-signal groups that are kept (``filter_zero_signal: false``) do count, with weight 0. Masked trajectories are
-    part of their group's baseline and of nothing else. Every segment of a trajectory has the trajectory's advantage,
+    groups without signal that are kept (``group_filter: none``) do count, with weight 0. Masked trajectories are part
+    of their group's baseline and of nothing else. Every segment of a trajectory has the trajectory's advantage,
     and the normaliser sees to it that a trajectory weighs what it would in one piece. Losses with one ratio per
     sequence take it per segment.
     """
-    batch = Batch([], [], [], [], 0)
+    batch = Batch([], [], [], [], [], 0)
     for g, group in enumerate(groups):
-        advantages = group_advantages([t.reward for t in group.trajectories], algo.advantage)
-        batch.fates.append(_group_fates(group, algo))
+        batch.rewards.append(shaped_rewards(group, algo))
+        advantages = group_advantages(batch.rewards[-1], algo.advantage)
+        batch.fates.append(_group_fates(group, batch.rewards[-1], algo))
         for s, (trajectory, fate) in enumerate(zip(group.trajectories, batch.fates[-1], strict=True)):
             if fate is Fate.TRAINED:
                 advantage = advantages[s] if advantages else None
@@ -119,17 +123,17 @@ def split_batch(batch: Batch, parts: int, algo: Algorithm) -> list[list[Datum]]:
     return [_scale(batch.data[a:b], batch.origin[a:b], batch.advantages[a:b], algo) for a, b in pairwise(edges)]
 
 
-def _group_fates(group: Group, algo: Algorithm) -> list[Fate]:
-    rewards = [t.reward for t in group.trajectories]
-    known = sum(is_known(r) for r in rewards)
+def _group_fates(group: Group, rewards: Sequence[float | None], algo: Algorithm) -> list[Fate]:
+    enough = sum(map(is_known, rewards)) >= MIN_KNOWN
+    kept = enough and learnt_from(group, rewards, algo)
 
     def fate(trajectory: Trajectory) -> Fate:
         if not is_known(trajectory.reward):
             return Fate.UNKNOWN
-        if known < MIN_KNOWN:
+        if not enough:
             return Fate.TOO_FEW_KNOWN
-        if algo.filter_zero_signal and not has_signal(rewards):
-            return Fate.ZERO_SIGNAL
+        if not kept:
+            return Fate.FILTERED
         if trajectory.outcome in algo.masked_outcomes:
             return Fate.MASKED
         return Fate.TRAINED if _trained_mask(trajectory).any() else Fate.NO_TOKENS

@@ -10,6 +10,11 @@ from megatron_fleet.config.schema import Algorithm
 NORMALISED = ("policy_loss", "kl_loss", "entropy_loss")
 """Metric sums that contain the normaliser: each update's are a mean already. All others are divided by a count."""
 
+OWN = "own/"
+"""Begins the names of the sums of a user's loss."""
+TERM_ARGUMENTS = ("inputs", "algorithm")
+"""Arguments of a policy term: a `LossInputs`, and the section ``algorithm`` of the configuration."""
+
 WITHOUT_PROXIMAL = frozenset({"reinforce", "importance_weighted"})
 """Losses without π_old."""
 
@@ -43,6 +48,7 @@ def finalize_metrics(sums: Mapping[str, float]) -> dict[str, float]:
         "corrected_tokens": "policy/correction_tokens",
     }
     out = {name: sums[key] / tokens for key, name in means.items() if key in sums}
+    out |= {f"policy/{key}": sums[key] / tokens for key in sums if key.startswith(OWN)}
     out |= {f"policy/{key}": sums[key] for key in NORMALISED if key in sums}
     if "clipped_low" in sums:
         out["policy/ppo_clip_ratio"] = (

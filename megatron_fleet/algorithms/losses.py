@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 from megatron_fleet.algorithms.corrections import correction_weights
 from megatron_fleet.algorithms.kl import MAX_K3, kl_estimate
 from megatron_fleet.algorithms.loss_inputs import LossFn, LossInputs, LossResult, bounded_log_ratio, count
-from megatron_fleet.algorithms.policy_terms import POLICY_TERMS, PolicyTerm
+from megatron_fleet.algorithms.loss_metrics import OWN, TERM_ARGUMENTS
+from megatron_fleet.algorithms.policy_terms import POLICY_TERMS, PolicyTerm, TermResult
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.extension import load
 from megatron_fleet.config.schema import Algorithm
 
 
@@ -20,9 +24,9 @@ def make_loss(algo: Algorithm) -> LossFn:
     is missing.
 
     Raises:
-        UserError: ``algo.loss`` is not registered.
+        UserError: ``algo.loss`` is neither ours nor can it be loaded.
     """
-    objective = _policy_term(algo)
+    objective = POLICY_TERMS.get(algo.loss) or _own_term(algo.loss)
 
     def loss(x: LossInputs) -> LossResult:
         gain, sums = objective(x, algo)
@@ -50,10 +54,26 @@ def make_loss(algo: Algorithm) -> LossFn:
     return loss
 
 
-def _policy_term(algo: Algorithm) -> PolicyTerm:
-    if algo.loss not in POLICY_TERMS:
-        raise UserError(f"algorithm.loss: {algo.loss!r} is unknown, use one of {', '.join(sorted(POLICY_TERMS))}")
-    return POLICY_TERMS[algo.loss]
+def _own_term(path: str) -> PolicyTerm:
+    """A user's term; what it gives is checked."""
+    own = load("algorithm.loss", path, TERM_ARGUMENTS)
+
+    def term(x: LossInputs, algo: Algorithm) -> TermResult:
+        try:
+            gain, sums = own(x, algo)
+            shape, named = tuple(gain.shape), dict(sums)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise UserError(f"algorithm.loss={path}: {type(error).__name__}: {error}") from error
+        if bad := [name for name in named if not re.fullmatch("[A-Za-z0-9_]+", str(name))]:
+            raise UserError(f"algorithm.loss={path}: {bad[0]!r} cannot name a metric; use letters, digits and _.")
+        if shape != tuple(x.logprobs.shape):
+            raise UserError(
+                f"algorithm.loss={path}: gave values of shape {shape} for {len(x.logprobs)} tokens; it must give one "
+                f"for each."
+            )
+        return gain, {f"{OWN}{name}": value.detach() for name, value in named.items()}
+
+    return term
 
 
 def sft_loss(x: LossInputs) -> LossResult:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import errno
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,7 +12,9 @@ from typing import Any
 
 from megatron_fleet.telemetry.rewards import is_solved
 
-FILE_NAME = re.compile(r"(step|eval|greedy)_(\d{6})\.jsonl")
+FILE_NAME = re.compile(r"(step|eval|greedy)_([0-9]{6})\.jsonl")
+LARGEST = 1e100
+"""What is larger is no measured number, and sums of it overflow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +60,22 @@ class Episode:
 
 
 def read_episodes(path: Path, pass_threshold: float) -> tuple[list[Episode], int]:
-    """The episodes of one file, and how many lines were left out because they are cut or no record."""
+    """The episodes of one file, and how many lines were left out because they are cut or no record.
+
+    Raises OSError when it cannot be read.
+    """
     name = FILE_NAME.fullmatch(path.name)
     if name is None:
         raise ValueError(f"{path}: not the name of a trajectory log")
+    if not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file")
     episodes: list[Episode] = []
     left_out = 0
     with path.open("rb") as file:
         for line, content in enumerate(file):
             try:
                 episodes.append(_episode(json.loads(content), name[1], int(name[2]), line, pass_threshold))
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
                 left_out += 1
     return episodes, left_out
 
@@ -94,30 +101,45 @@ def _part_text(part: Any) -> str:
 
 
 def _episode(record: Mapping[str, Any], kind: str, step: int, line: int, pass_threshold: float) -> Episode:
-    answer, reward = record.get("final_answer"), _number(record.get("reward"))
+    answer, reward = record.get("final_answer"), number_of(record.get("reward"))
     return Episode(
         kind=kind,
         step=step,
         line=line,
-        task=str(record["task"]),
-        env=str(record["env"]),
-        sample=int(record.get("sample", 0)),
-        outcome=str(record["outcome"]),
+        task=shown(str(record["task"])),
+        env=shown(str(record["env"])),
+        sample=_count(record.get("sample", 0)),
+        outcome=shown(str(record["outcome"])),
         reward=reward,
         solved=None if reward is None else is_solved(reward, pass_threshold),
         reason=str(record.get("reason") or ""),
         final_answer=None if answer is None else str(answer),
-        tokens=int(record.get("tokens", 0)),
-        action_tokens=int(record.get("action_tokens", 0)),
-        metrics={str(k): v for k, value in (record.get("metrics") or {}).items() if (v := _number(value)) is not None},
-        spans=tuple((str(k), int(a), int(b), int(t), int(v)) for k, a, b, t, v in record.get("spans") or ()),
-        segment_starts=tuple(int(start) for start in record.get("segment_starts") or ()),
+        tokens=_count(record.get("tokens", 0)),
+        action_tokens=_count(record.get("action_tokens", 0)),
+        metrics={k: v for k, value in (record.get("metrics") or {}).items() if (v := number_of(value)) is not None},
+        spans=tuple(
+            (str(k), _count(a), _count(b), _count(t), _count(v, -1)) for k, a, b, t, v in record.get("spans") or ()
+        ),
+        segment_starts=tuple(_count(start) for start in record.get("segment_starts") or ()),
         messages=tuple((str(m.get("role", "")), message_text(m)) for m in record.get("messages") or ()),
         pictures=tuple(tuple(map(str, m.get("images") or ())) for m in record.get("messages") or ()),
     )
 
 
-def _number(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+def number_of(value: Any) -> float | None:
+    """``value`` if it is a finite number, of a magnitude that something measured has."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -LARGEST < value < LARGEST:
         return None
     return float(value)
+
+
+def shown(text: str) -> str:
+    """``text`` with the characters escaped that do something to a terminal, or that nothing can show."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _count(value: Any, least: int = 0) -> int:
+    """Raises ValueError, or OverflowError for infinity, unless ``value`` is a number of things."""
+    if not least <= (count := int(value)) < 1 << 53:
+        raise ValueError("no count")
+    return count

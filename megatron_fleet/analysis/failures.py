@@ -132,10 +132,10 @@ def _tool_error(text: str) -> tuple[str, str] | None:
     if text.lstrip().startswith("{"):
         try:
             value = json.loads(text)
+            if isinstance(value, dict) and value.get("error"):
+                return "", str(value["error"])
         except (ValueError, RecursionError):
             return None
-        if isinstance(value, dict) and value.get("error"):
-            return "", str(value["error"])
     return None
 
 
@@ -203,7 +203,7 @@ CATEGORIES: tuple[Category, ...] = (
     Category(
         "truncated",
         "turn cut off",
-        "the outcome is `generation_truncated`: one turn reached its token limit",
+        "the outcome is `generation_truncated`: one turn reached its token limit or its deadline",
         _from_outcome(Outcome.GENERATION_TRUNCATED),
     ),
     Category("max_turns", "turn limit", "the outcome is `max_turns`", _from_outcome(Outcome.MAX_TURNS)),

@@ -65,7 +65,7 @@ def _steps_fact(run: Run) -> Fact | None:
     if not run.rows:
         return None
     steps = [row for row in run.rows if "accounting/episodes" in row]
-    planned = run.config.get("run", {}).get("steps")
+    planned = run.setting("run", "steps")
     attempts = len(resumed_at(run.rows)) + 1
     detail = f"in {duration(wall_seconds(run.rows))}" + (f", {attempts} attempts" if attempts > 1 else "")
     done = str(steps[-1]["step"]) if steps else "0"
@@ -99,8 +99,9 @@ def _model_fact(run: Run) -> Fact:
 
 
 def _tasks_fact(run: Run) -> Fact:
-    source = str(run.split.get("source") or run.config.get("data", {}).get("tasks") or NOTHING)
-    sides = [f"{len(run.split[side])} {side}" for side in ("train", "eval", "retired") if run.split.get(side)]
+    source = str(run.split.get("source") or run.setting("data", "tasks") or NOTHING)
+    keys = {side: run.split.get(side) for side in ("train", "eval", "retired")}
+    sides = [f"{len(found)} {side}" for side, found in keys.items() if isinstance(found, list) and found]
     digest = run.split.get("sha256")
     told = f"SHA-256 {str(digest)[:16]}…" if digest else "content hash not recorded"
     return Fact("tasks", source.rstrip("/").rpartition("/")[2] or source, ", ".join([told, *sides]))

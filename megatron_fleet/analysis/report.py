@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections import Counter
 from pathlib import Path
 
 from megatron_fleet.analysis import html, markdown, sections
 from megatron_fleet.analysis.document import Document, Facts
 from megatron_fleet.analysis.environments import ALL, EnvironmentResult, Status, environment_results
-from megatron_fleet.analysis.episodes import Episode
+from megatron_fleet.analysis.episodes import Episode, shown
 from megatron_fleet.analysis.failures import CATEGORIES, by_category
 from megatron_fleet.analysis.head import head
 from megatron_fleet.analysis.pairs import Pair, choose_pairs
@@ -18,7 +20,7 @@ from megatron_fleet.analysis.signals import FINE, signals
 from megatron_fleet.analysis.transcripts import Transcripts
 from megatron_fleet.analysis.wording import rate, value
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.telemetry.sinks import write_atomically
+from megatron_fleet.storage.local import write_atomically
 
 PAGE_LIMIT = 20_000_000
 """Bytes of a page at most."""
@@ -47,11 +49,13 @@ def write_report(folder: Path, page: Path | None = None, text: Path | None = Non
     for path, content in targets.items():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            if path.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
             write_atomically(path, content)
         except OSError as e:
             raise UserError(f"{path}: cannot be written ({e.strerror}); name another file.") from e
     written = [f"{path} ({len(content) / 1e6:.1f} MB)" for path, content in targets.items()]
-    return "\n".join([*_summary(run, document.sections[0]), *written])
+    return "\n".join(map(shown, [*_summary(run, document.sections[0]), *written]))
 
 
 def build(run: Run, limit: int = PAGE_LIMIT) -> tuple[Document, Transcripts]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -11,13 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from megatron_fleet.analysis.episodes import FILE_NAME, Episode, read_episodes
+from megatron_fleet.analysis.episodes import FILE_NAME, Episode, number_of, read_episodes, shown
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import read_object
 from megatron_fleet.config.sections.evaluation import Eval
 from megatron_fleet.data.manifest import NAME as SPLIT_MANIFEST
 from megatron_fleet.telemetry.sinks import read_metrics
 
+_KINDS = {"token_ids": "i", "action_mask": "b", "behaviour_logprobs": "f", "offsets": "i"}
+"""Arrays of a step and the kinds of their types, as numpy names them."""
 EVALUATIONS = ("eval", "greedy")
 TRAINING = "step"
 
@@ -45,18 +46,23 @@ class Run:
 
     @property
     def name(self) -> str:
-        return str(self.config.get("run", {}).get("name") or self.folder.resolve().name)
+        return str(self.setting("run", "name") or shown(self.folder.resolve().name))
 
     @property
     def model(self) -> str:
-        return str(self.config.get("model", {}).get("path") or "")
+        return str(self.setting("model", "path") or "")
 
     @property
     def pass_threshold(self) -> float:
         """``eval.pass_threshold`` of the run's own configuration; the default where that has none."""
-        evaluation = self.config.get("eval")
-        found = evaluation.get("pass_threshold") if isinstance(evaluation, dict) else None
-        return float(found) if isinstance(found, int | float) else Eval().pass_threshold
+        found = number_of(self.setting("eval", "pass_threshold"))
+        return Eval().pass_threshold if found is None else found
+
+    def setting(self, section: str, key: str) -> Any:
+        """A text or number of the configuration; ``None`` where it has none."""
+        found = self.config.get(section)
+        value = found.get(key) if isinstance(found, dict) else None
+        return shown(value) if isinstance(value, str) else value if isinstance(value, int | float) else None
 
     @property
     def main_kind(self) -> str:
@@ -76,7 +82,11 @@ class Run:
     def read_step(self, kind: str, step: int) -> list[Episode]:
         """The episodes of one file; lines that cannot be read are left out with a note."""
         path = self.folder / "trajectories" / f"{kind}_{step:06d}.jsonl"
-        episodes, left_out = read_episodes(path, self.pass_threshold)
+        try:
+            episodes, left_out = read_episodes(path, self.pass_threshold)
+        except OSError as error:
+            self.notes.append(f"{path.name}: cannot be read ({error.strerror}) and was left out.")
+            return []
         if left_out:
             self.notes.append(f"{path.name}: {left_out} lines are cut or damaged and were left out.")
         return episodes
@@ -85,12 +95,18 @@ class Run:
         """The arrays beside a file (telemetry/sinks.py tells their shapes); ``None`` when they cannot be read."""
         path = self.folder / "trajectories" / f"{kind}_{step:06d}.npz"
         try:
+            if not path.is_file():
+                raise FileNotFoundError(path)
             with np.load(path, allow_pickle=False) as file:
-                arrays = {name: file[name] for name in ("token_ids", "action_mask", "behaviour_logprobs", "offsets")}
-            total = int(arrays["offsets"][-1])
-            if any(len(arrays[name]) != total for name in ("token_ids", "action_mask", "behaviour_logprobs")):
+                arrays = {name: file[name] for name in _KINDS}
+            offsets, total = arrays["offsets"], len(arrays["token_ids"])
+            if any(arrays[name].dtype.kind not in kinds or arrays[name].ndim != 1 for name, kinds in _KINDS.items()):
+                raise ValueError("arrays of other types")
+            if len(arrays["action_mask"]) != total or len(arrays["behaviour_logprobs"]) != total:
                 raise ValueError("lengths differ")
-        except (OSError, ValueError, KeyError, IndexError, EOFError, zipfile.BadZipFile):
+            if offsets[0] != 0 or offsets[-1] != total or (np.diff(offsets) < 0).any():
+                raise ValueError("offsets of something else")
+        except Exception:  # broken archives make zipfile, zlib and numpy raise anything
             self.notes.append(f"{path.name}: missing or damaged, so its trajectories are shown without tokens.")
             return None
         return arrays
@@ -141,14 +157,24 @@ def resumed_at(rows: Sequence[dict[str, Any]]) -> list[int]:
 
 
 def _metrics(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+    """The rows that have a step, and of each the finite numbers."""
     try:
-        rows = read_metrics(path)
-    except (ValueError, OSError) as e:
+        found = read_metrics(path) if path.is_file() else []
+    except (ValueError, OSError, RecursionError) as e:
         raise UserError(f"{path}: not a metrics log ({e}); repair or remove the broken line.") from e
-    rows = [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
+    rows = [_numbers(row) for row in found if isinstance(row, dict) and _is_step(row.get("step"))]
     if not rows:
         notes.append(f"{path.name}: missing or empty, so there are no curves and no learning signal.")
     return rows
+
+
+def _is_step(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 31
+
+
+def _numbers(row: dict[str, Any]) -> dict[str, Any]:
+    numbers = {shown(name): number_of(value) for name, value in row.items()}
+    return {name: value for name, value in numbers.items() if value is not None} | {"step": row["step"]}
 
 
 def _json(path: Path, notes: list[str], consequence: str) -> dict[str, Any]:

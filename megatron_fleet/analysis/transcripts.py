@@ -84,7 +84,7 @@ class Transcripts:
         return {
             "ids": ids.tolist(),
             "runs": run_lengths(mask),
-            "logprobs": [round(float(p), 3) for p in logprobs[mask]],
+            "logprobs": [round(float(p), 3) if np.isfinite(p) else None for p in logprobs[mask]],
             **({"cut": end - start} if end - start > MAX_TOKENS else {}),
         }
 
@@ -117,11 +117,11 @@ def _load_tokenizer(run: Run) -> tokenizers.Tokenizer | None:
 
     for folder in (run.folder / "hf", *([Path(run.model)] if run.model else [])):
         path = folder / "tokenizer.json"
-        if path.is_file():
-            try:
+        try:
+            if path.is_file():
                 return tokenizers.Tokenizer.from_file(str(path))
-            except Exception as e:  # the library raises bare Exception
-                run.notes.append(f"{path}: not a readable tokenizer ({e}).")
+        except Exception as e:  # the library raises bare Exception; the system, for a path that is too long
+            run.notes.append(f"{path}: not a readable tokenizer ({e}).")
     run.notes.append("No tokenizer.json was found in the run's hf folder or its model's, so tokens are shown as ids.")
     return None
 

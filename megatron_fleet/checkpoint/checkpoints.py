@@ -54,7 +54,7 @@ class Checkpoint:
         manifest = read_manifest(path)
         for name, expected in manifest["files"].items():
             file = path / name
-            if not file.is_file():
+            if not os.path.isfile(file):  # False also for a name that no file can have
                 raise UserError(f"{file}: is missing although the checkpoint's {MANIFEST} lists it.")
             if (size := file.stat().st_size) != expected["bytes"]:
                 raise UserError(f"{file}: has {size} bytes, the checkpoint's {MANIFEST} says {expected['bytes']}.")
@@ -156,7 +156,7 @@ class Checkpoints:
             stop.set()
 
     def _folders(self) -> list[Path]:
-        """Of all checkpoints, newest first."""
+        """Folders of all checkpoints, newest first."""
         found = [path for path in self._folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
         return sorted(found, key=lambda path: int(path.name.partition("_")[2]), reverse=True)
 

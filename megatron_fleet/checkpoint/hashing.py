@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fleet.checkpoint.manifest import MANIFEST
-from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.errors import UserError, say
 
 _BLOCK = 4 << 20
 _LONG = 1 << 30
@@ -68,7 +68,7 @@ def _progress(name: str, total: int) -> Iterator[Callable[[int], None]]:
     """A bar on a terminal, a line elsewhere; what it gives counts bytes."""
     if total < _LONG or not sys.stderr.isatty():
         if total >= _LONG:
-            print(f"checking {name}: {total / 1e9:.1f} GB", file=sys.stderr, flush=True)
+            say(f"checking {name}: {total / 1e9:.1f} GB", sys.stderr)
         yield lambda count: None
         return
     from rich.console import Console

@@ -11,6 +11,8 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import read_object
 
 MANIFEST = "manifest.json"
+MAX_NAME = 255
+"""Bytes of a file's name on Linux."""
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -25,8 +27,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         for name, entry in manifest["files"].items():
             if Path(name).is_absolute() or ".." in Path(name).parts:
                 raise ValueError(f"{name} lies outside the checkpoint")
-            int(entry["bytes"]), str(entry["sha256"])
-        int(manifest["step"])
+            if "\0" in name or any(len(part.encode()) > MAX_NAME for part in Path(name).parts):
+                raise ValueError(f"{name[:60]!r} cannot be the name of a file")
+            if type(entry["bytes"]) is not int or not isinstance(entry["sha256"], str):
+                raise ValueError(f"{name} has no size or checksum")
+        if type(manifest["step"]) is not int:
+            raise ValueError("step is no integer")
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise UserError(f"{file}: malformed ({type(e).__name__}: {e}); use another checkpoint.") from None
     return manifest

@@ -22,6 +22,8 @@ _BIN32 = struct.Struct(">I")
 """msgpack: the length behind the byte 0xC6 of binary data."""
 MAX_FRAME = 2 << 30
 """Bytes; a longer frame is a broken or foreign peer. 1 Mi tokens of a model with 61 layers and 8 of 384 experts."""
+MAX_HELLO = 1 << 16
+"""Bytes of the first frame of a peer, which has not shown the run's token yet."""
 KEEPALIVE_S = (5, 1, 3)
 """Seconds until the first probe of a silent peer, between probes, and probes without an answer that end a connection:
 a host that vanished is noticed within 8 seconds. The end of a process is noticed at once."""
@@ -52,17 +54,17 @@ def unpack(body: bytes | bytearray) -> list[Any]:
     """A frame from the bytes behind its length. Raises ValueError for bytes that are no frame."""
     try:
         frame = msgpack.unpackb(body, strict_map_key=False, max_bin_len=MAX_FRAME)
-    except (msgpack.UnpackException, ValueError) as error:
+    except (msgpack.UnpackException, ValueError, TypeError) as error:  # TypeError: a key that is a list
         raise ValueError("bytes that are no msgpack") from error
     if not isinstance(frame, list) or not frame:
         raise ValueError("a frame must be a non-empty list")
     return frame
 
 
-async def read(reader: asyncio.StreamReader) -> list[Any] | None:
-    """Next frame, ``None`` at the end of the stream. Raises ValueError for bytes that are no frame."""
+async def read(reader: asyncio.StreamReader, max_bytes: int = MAX_FRAME) -> list[Any] | None:
+    """Next frame, ``None`` at the end of the stream. Raises ValueError for bytes that are no frame, or too many."""
     try:
-        length = _checked(_LENGTH.unpack(await reader.readexactly(_LENGTH.size))[0])
+        length = _checked(_LENGTH.unpack(await reader.readexactly(_LENGTH.size))[0], max_bytes)
         return unpack(await reader.readexactly(length))
     except (asyncio.IncompleteReadError, OSError):
         return None
@@ -129,14 +131,17 @@ def array_to_plain(array: np.ndarray) -> list[Any]:
 
 
 def array_from_plain(value: list[Any]) -> np.ndarray:
-    """Read the array that `array_to_plain` wrote; it is read-only."""
-    dtype, shape, data = value
-    return np.frombuffer(data, np.dtype(dtype)).reshape(shape)
+    """Read the array that `array_to_plain` wrote; it is read-only. Raises ValueError for anything else."""
+    try:
+        dtype, shape, data = value
+        return np.frombuffer(data, np.dtype(dtype)).reshape(shape)
+    except (TypeError, OverflowError, SyntaxError) as error:  # SyntaxError: a text that is no dtype
+        raise ValueError("a value that is no array") from error
 
 
-def _checked(length: int) -> int:
-    if length > MAX_FRAME:
-        raise ValueError(f"frame of {length} bytes; the limit is {MAX_FRAME}")
+def _checked(length: int, limit: int = MAX_FRAME) -> int:
+    if length > limit:
+        raise ValueError(f"frame of {length} bytes; the limit is {limit}")
     return length
 
 

@@ -74,14 +74,18 @@ def marked(run_id: str) -> list[int]:
 
 
 def shared_files(pids: list[int]) -> set[str]:
-    """Files of /dev/shm that the processes have mapped and that still have a name."""
-    files = set()
+    """Files of /dev/shm that the processes have mapped and that still have a name: another one than they were mapped by
+    where the file was linked later, as the C library makes semaphores."""
+    files, names = set(), {}
+    with contextlib.suppress(FileNotFoundError):
+        names = {entry.inode(): entry.path for entry in os.scandir("/dev/shm")}
     for pid in pids:
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-                path = line.partition("/dev/shm/")[2]
-                if path and not path.endswith(" (deleted)"):
-                    files.add(f"/dev/shm/{path}")
+                *_, inode, path = line.split(maxsplit=5) if "/dev/shm/" in line else ("0", "")
+                path = names.get(int(inode), "") if path.endswith(" (deleted)") else path
+                if path.startswith("/dev/shm/"):
+                    files.add(path)
     return files
 
 

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_fleet.cluster import frames
+from megatron_fleet.cluster import frames, handshake
 from megatron_fleet.cluster.inventory import Host, local_inventory
 from megatron_fleet.cluster.janitor import Janitor, marks
 from megatron_fleet.cluster.launcher import POLL_S, LocalRanks, spawn
-from megatron_fleet.cluster.nodes import OBJECT_STORE_BYTES, RanksOfHost, RayHead, host_to_plain
+from megatron_fleet.cluster.nodes import OBJECT_STORE_BYTES, RAY_SETTINGS, RanksOfHost, RayHead, host_to_plain
 from megatron_fleet.cluster.rank_identity import controller_address, without_rank_variables
 from megatron_fleet.cluster.restarts import OutOfRestarts, Restarts
-from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.errors import UserError, say
 from megatron_fleet.config.secrets import without_secrets
 
 CONNECT_DEADLINE_S = 600.0
@@ -66,12 +66,15 @@ async def _until_stopped(work: Any) -> int:
 async def _serve(address: str, token: str, host: Host) -> int:
     reader, writer = await _dial(address)
     frames.keep_alive(writer.get_extra_info("socket"))
-    writer.write(frames.pack("node", token, host_to_plain(host)))
+    try:
+        writer.write(frames.pack("node", await handshake.dial(reader, writer, token), host_to_plain(host)))
+    except handshake.NotOfThisRun as error:
+        raise UserError(f"MFLEET_CONTROLLER={address}: {error}; give both sides the same MFLEET_TOKEN.") from None
     answer = await frames.read(reader)
     if answer is None or answer[0] != "welcome":
-        reason = answer[1] if answer else "its MFLEET_TOKEN is another one, or it waits for no node (cluster.nodes)."
+        reason = answer[1] if answer else "it waits for no node (cluster.nodes)."
         raise UserError(f"MFLEET_CONTROLLER={address}: the controller refused host {host.name}: {reason}")
-    print(f"mfleet node: {host.name} ({host.address}) has joined the run at {address}", file=sys.stderr, flush=True)
+    say(f"mfleet node: {host.name} ({host.address}) has joined the run at {address}", sys.stderr)
     node = Node(host, Path(answer[1]), writer)
     try:
         return await node.obey(reader)
@@ -193,7 +196,7 @@ class Node:
     def _start_ray(self, head: RayHead) -> subprocess.Popen[bytes]:
         environment = without_secrets(without_rank_variables(os.environ))
         environment.pop("RAY_ADDRESS", None)
-        environment |= head.trust | marks(head.run_id) | {"RAY_USAGE_STATS_ENABLED": "0"}
+        environment |= head.trust | marks(head.run_id) | RAY_SETTINGS
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={head.address}", "--block"]
         # All our actors take no CPU; Ray starts as many idle workers as there are.
         command += [f"--node-ip-address={self._host.address}", "--num-cpus=1"]
@@ -205,6 +208,6 @@ class Node:
             self._writer.write(frames.pack(*frame))
 
     def _say(self, text: str) -> None:
-        print(f"mfleet node: {text}", file=sys.stderr, flush=True)
+        say(f"mfleet node: {text}", sys.stderr)
         with self._log.open("a") as log:
             print(f"{socket.gethostname()}: {text}", file=log)

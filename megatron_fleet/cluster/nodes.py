@@ -1,8 +1,8 @@
 """The controller's half of `mfleet node`: the hosts that have joined a run, and the ranks that they start.
 
-Node to controller, as parts of `cluster.frames`::
+Node to controller, as parts of `cluster.frames`, after the hello of `cluster.handshake`::
 
-    ["node", token, host]                   the first frame; host: see `host_to_plain`
+    ["node", proof, host]                   the first frame; host: see `host_to_plain`
     ["ended", attempt, rank, words]         a rank has ended, and how
     ["stopped", attempt]                    no rank is left
     ["left"]                                nothing of Ray is left
@@ -39,6 +39,12 @@ LAST_WORDS_S = 2.0
 """For a node to say how a rank ended whose connection has closed."""
 OBJECT_STORE_BYTES = 256 << 20
 """Of Ray on each host: only batches of trajectories pass through it."""
+RAY_SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray runs actors at a lower priority (15) than all else: on busy cores an engine would hardly run at all.
+    "RAY_worker_niceness": "0",
+}
+"""Variables of Ray's processes on each host."""
 ANSWER_S = 15.0
 """For a node to act on what it was asked, beyond the deadline that it was given."""
 

@@ -17,6 +17,7 @@ import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
 from megatron_fleet.config.errors import UserError
@@ -84,21 +85,59 @@ def controller_address(environ: Mapping[str, str]) -> tuple[str, str]:
     Raises:
         UserError: MFLEET_CONTROLLER or MFLEET_TOKEN is missing or malformed. The token is in no message.
     """
-    address, token = environ.get("MFLEET_CONTROLLER", "").strip(), environ.get("MFLEET_TOKEN", "").strip()
+    return _address(environ, lowest_port=1), _token(environ)
+
+
+@dataclass(frozen=True, slots=True)
+class ListenAt:
+    """Where the controller is to listen.
+
+    Attributes:
+        port: 0: any free one.
+        file: the address is written there once it is bound, so that others need not guess a port; ``None``: nowhere.
+    """
+
+    host: str
+    port: int
+    file: Path | None
+
+
+def listen_at(environ: Mapping[str, str]) -> ListenAt:
+    """Read where the controller of a run with external ranks or several hosts is to listen.
+
+    Raises:
+        UserError: as `controller_address`; or a free port is asked for and nobody would learn which.
+    """
+    file = environ.get("MFLEET_CONTROLLER_FILE", "").strip()
+    address, _ = _address(environ, lowest_port=0 if file else 1), _token(environ)
+    host, port = address.rsplit(":", 1)
+    return ListenAt(host, int(port), Path(file) if file else None)
+
+
+def _address(environ: Mapping[str, str], lowest_port: int) -> str:
+    address = environ.get("MFLEET_CONTROLLER", "").strip()
     if not address:
         raise UserError(
             "MFLEET_CONTROLLER is not set; set it to the host:port where `mfleet train` listens, for it and for every "
             "rank."
         )
     match = re.fullmatch(r"[^:\[\]\s]+:([0-9]{1,5})", address)
-    if match is None or not 0 < int(match[1]) < 65536:
-        raise UserError(f"MFLEET_CONTROLLER={address} is no address; write it as host:port.")
+    if match is None or not lowest_port <= int(match[1]) < 65536:
+        raise UserError(
+            f"MFLEET_CONTROLLER={address} is no address; write it as host:port. Port 0, any free one, is for "
+            f"`mfleet train` with MFLEET_CONTROLLER_FILE, where it writes the address."
+        )
+    return address
+
+
+def _token(environ: Mapping[str, str]) -> str:
+    token = environ.get("MFLEET_TOKEN", "").strip()
     if not token:
         raise UserError(
             "MFLEET_TOKEN is not set; set the same secret, as from `openssl rand -hex 32`, for `mfleet train` and for "
             "every rank."
         )
-    return address, token
+    return token
 
 
 def rank_variables() -> tuple[str, ...]:

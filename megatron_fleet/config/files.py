@@ -1,5 +1,5 @@
-"""What comes out of a file, read once and checked: the outcome is a value, or one sentence that names the file, what is
-wrong with it and what to do."""
+"""Read files that users or other programs wrote. A file that cannot be used raises a UserError that names the file,
+the problem and the remedy."""
 
 from __future__ import annotations
 
@@ -16,6 +16,14 @@ MAX_BYTES = 4 << 30
 MAX_DEPTH = 200
 """Objects and lists within each other, far below what the interpreter's own recursion takes."""
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def user_path(text: str) -> Path:
+    """The path that a user wrote, its ``~`` expanded. Raises UserError for the home of a user that there is not."""
+    expanded = os.path.expanduser(text)
+    if expanded.startswith("~"):
+        raise UserError(f"{text}: there is no home folder of {expanded.split('/', 1)[0]}; write the path without ~.")
+    return Path(expanded)
 
 
 def read_file(path: Path, remedy: str = "correct the path") -> bytes:
@@ -52,8 +60,8 @@ def parse_json(data: bytes, where: str, remedy: str = "correct the file") -> Any
             which could not be written again.
     """
     try:
-        value = json.loads(data)
-        if _depth_exceeds(value, MAX_DEPTH):
+        value = json.loads(data.decode())  # of bytes json takes halves of surrogate pairs
+        if depth_exceeds(value, MAX_DEPTH):
             raise RecursionError
         if _SURROGATE.search(data):
             json.dumps(value, ensure_ascii=False).encode()
@@ -80,7 +88,33 @@ def read_object(path: Path, remedy: str = "correct the file") -> dict[str, Any]:
     return value
 
 
-def _depth_exceeds(value: Any, limit: int) -> bool:
+def parse_yaml(data: bytes, where: str, remedy: str = "correct the file") -> Any:
+    """The value of a YAML text. Raises UserError: it is no UTF-8 or no YAML, too deep, or has aliases, by which a small
+    file could stand for an endless value."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                raise yaml.YAMLError("it has an alias (*name)")
+            return super().compose_node(parent, index)
+
+    try:
+        value = yaml.load(data.decode(), Loader)
+        if depth_exceeds(value, MAX_DEPTH):
+            raise RecursionError
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: byte {error.start}: not UTF-8 text; {remedy}.") from None
+    # ValueError: a date that there is not, too many digits. The others: a tag whose value is no such thing.
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError) as error:
+        raise UserError(f"{where}: not usable YAML ({' '.join(str(error).split())}); {remedy}.") from None
+    except RecursionError:
+        raise UserError(f"{where}: its YAML is nested too deep; {remedy}.") from None
+    return value
+
+
+def depth_exceeds(value: Any, limit: int) -> bool:
+    """Whether a JSON value has more than ``limit`` objects and lists within each other. Does not recurse."""
     level = [value]
     for _ in range(limit):
         level = [

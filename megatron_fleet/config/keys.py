@@ -6,11 +6,12 @@ import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from megatron_fleet.config.extension import Open
 from megatron_fleet.config.schema import Config
 
 
@@ -64,6 +65,8 @@ def accepts(info: FieldInfo) -> str:
     """What a field accepts, in words: ``integer ≥ 1``, ``one of k1, k2, k3``, ``number > 0 or null``."""
     bounds = []
     for rule in info.metadata:
+        if isinstance(rule, Open):
+            return rule.spelt
         for attribute, sign in (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤")):
             if (bound := getattr(rule, attribute, None)) is not None:
                 bounds.append(f"{sign} {bound}")
@@ -76,6 +79,8 @@ def _kind(annotation: Any) -> str:
     words = {int: "integer", float: "number", str: "text", bool: "true/false", type(None): "null"}
     if annotation in words:
         return words[annotation]
+    if get_origin(annotation) is Annotated:
+        return next(rule.spelt for rule in annotation.__metadata__ if isinstance(rule, Open))
     if get_origin(annotation) is Literal:
         return "one of " + ", ".join(map(str, get_args(annotation)))
     if get_origin(annotation) is dict:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_fleet.config import keys
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.files import read_object
+from megatron_fleet.config.files import read_object, user_path
 from megatron_fleet.config.schema import Config
 
 if TYPE_CHECKING:
@@ -50,17 +50,19 @@ def load_resolved(path: Path, overrides: Sequence[str] = ()) -> Config:
     """
     tree = read_object(path, "give the config.json of a run")
     for text in overrides:
-        _replace(tree, text)
+        _replace(tree, text, path)
     return _typed(tree)
 
 
-def _replace(tree: dict[str, Any], text: str) -> None:
+def _replace(tree: dict[str, Any], text: str, path: Path) -> None:
     name, equals, value = text.partition("=")
     if not equals or name not in {leaf.name for leaf in keys.leaves()}:
         raise UserError(f"Override '{text}': {_unknown(name) if equals else 'write key=value.'}")
     *sections, key = name.split(".")
     for section in sections:
-        tree = tree[section]
+        tree = tree.get(section)  # type: ignore[assignment]  # checked on the next line
+        if not isinstance(tree, dict):
+            raise UserError(f"{path}: has no section {section}; give the config.json of a run.")
     try:
         tree[key] = value if name in keys.texts() and value != "null" else json.loads(value)
     except ValueError:
@@ -87,7 +89,7 @@ def _override(text: str, folder: Path) -> str:
         return f"++{name}='{_escape(value)}'"
     try:
         parsed = OverridesParser.create().parse_override(text)
-    except HydraException as error:
+    except (HydraException, ValueError, RecursionError) as error:  # ValueError: too many digits
         raise UserError(f"Override '{text}' cannot be read; write key=value, special characters quoted.") from error
     if parsed.type is OverrideType.DEL or parsed.package or parsed.is_sweep_override():
         raise UserError(f"Override '{text}' deletes, re-packages or sweeps, which is not supported; write key=value.")
@@ -138,13 +140,12 @@ def _absolute(tree: dict[str, Any]) -> dict[str, Any]:
         values = tree.get(section)
         value = values.get(key) if isinstance(values, dict) else None
         if isinstance(value, str) and value and value != "embedded" and "://" not in value:
-            tree[section][key] = str(Path(value).expanduser().absolute())
+            tree[section][key] = str(user_path(value).absolute())
     if isinstance(tree.get("data"), dict) and isinstance(names := tree["data"].get("exclusions"), list):
         # Names of lists that come with the package stay names.
         files = (isinstance(name, str) and bool(Path(name).suffix) for name in names)
         tree["data"]["exclusions"] = [
-            str(Path(name).expanduser().absolute()) if is_file else name
-            for name, is_file in zip(names, files, strict=True)
+            str(user_path(name).absolute()) if is_file else name for name, is_file in zip(names, files, strict=True)
         ]
     return tree
 
@@ -154,12 +155,27 @@ def _typed(tree: dict[str, Any]) -> Config:
 
     try:
         # JSON, strict: `true` is no integer and "3" is no number, while a list may still become a tuple.
-        return Config.model_validate_json(json.dumps(tree), strict=True)
+        return Config.model_validate_json(json.dumps(tree, ensure_ascii=False).encode(), strict=True)
+    except UnicodeEncodeError:
+        raise UserError(f"{_without_utf8(tree)} is not UTF-8 text; correct it.") from None
     except ValidationError as error:
         # An unknown key first: it is often the misspelt form of one that is then missing.
         problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
         more = f" ({len(problems) - 1} more: {', '.join(_dotted(p) for p in problems[1:])}.)" if problems[1:] else ""
         raise UserError(_explain(problems[0]) + more) from error
+
+
+def _without_utf8(value: Any, name: str = "") -> str:
+    """The first key, with its value, that holds half of a surrogate pair; empty: none does."""
+    if isinstance(value, str):
+        return f"{name}={value!a}" if any("\ud800" <= c <= "\udfff" for c in value) else ""
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    found = (
+        _without_utf8(key, f"A key of {name or 'the configuration'}")
+        or _without_utf8(item, f"{name}.{key}" if name else str(key))
+        for key, item in pairs
+    )
+    return next(filter(None, found), "")
 
 
 def _explain(problem: ErrorDetails) -> str:

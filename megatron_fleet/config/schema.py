@@ -6,10 +6,11 @@ several keys are in ``megatron_fleet.config.validate``. The larger sections live
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
+from megatron_fleet.config.extension import Open
 from megatron_fleet.config.sections.agent import Agent
 from megatron_fleet.config.sections.algorithm import CLIP_BOUNDS, CORRECTION_BOUNDS, KL, Algorithm, Correction
 from megatron_fleet.config.sections.base import Section
@@ -90,6 +91,9 @@ class Checkpoint(Section):
 class Logging(Section):
     tensorboard: bool = Field(True, description="Write TensorBoard event files beside metrics.jsonl.")
     plot: bool = Field(True, description="Draw the learning curve as PNG at the end.")
+    own: tuple[Annotated[str, Open(())], ...] = Field(
+        (), description="Loggers of your own that metrics go to as well (examples/my_logger.py)."
+    )
     wandb: Wandb = Wandb()
     mlflow: Mlflow = Mlflow()
 

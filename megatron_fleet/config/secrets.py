@@ -1,4 +1,4 @@
-"""Which secrets of the controller's environment reach its children: those that they use, and no other.
+"""Pass each child process only the secrets that it uses.
 
 Whoever runs code of others inherits what it was started with: a task's environment, a chat template, an engine's
 plugin. So children start without any variable that looks like a secret, and what one of them needs it is handed.
@@ -20,15 +20,15 @@ _KEPT = ("RAY_AUTH_TOKEN",)
 
 
 def without_secrets(environ: Mapping[str, str], keep: Sequence[str] = _KEPT) -> dict[str, str]:
-    """A copy of ``environ`` without what looks like a secret, but for names that begin like one of ``keep``."""
+    """A copy of ``environ`` without secrets, except those whose names begin with one of ``keep``."""
     return {n: value for n, value in environ.items() if n.startswith(tuple(keep)) or not _SECRET.search(n)}
 
 
 def secrets(environ: Mapping[str, str], wanted: Sequence[str]) -> dict[str, str]:
-    """What looks like a secret and begins like one of ``wanted``."""
+    """The variables that look like secrets and whose names begin with one of ``wanted``."""
     return {n: value for n, value in environ.items() if n.startswith(tuple(wanted)) and _SECRET.search(n)}
 
 
 def of_environments(config: Config) -> tuple[str, ...]:
-    """Beginnings of the names that who plays needs."""
+    """Beginnings of the names of the secrets that episode workers need."""
     return ("FLEET_",) if config.env.kind == "fleet" else ()

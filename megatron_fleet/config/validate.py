@@ -13,10 +13,12 @@ from megatron_fleet.config.rules import (
     rollout,
     tracking,
     trainer,
+    values,
 )
 from megatron_fleet.config.schema import Config
 
 RULES = (
+    *values.RULES,
     *rollout.RULES,
     *env.RULES,
     *provisioning.RULES,

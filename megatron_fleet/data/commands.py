@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.errors import UserError, say
 
 if TYPE_CHECKING:
     from megatron_fleet.config.sections.data import Data
@@ -43,8 +43,11 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
 def _inspect(args: argparse.Namespace) -> int:
     from megatron_fleet.data.inspection import as_json, describe, inspect
 
-    found = inspect(_data(args.source, args.overrides), _say)
-    print(json.dumps(as_json(found), indent=1, ensure_ascii=False) if args.json else describe(found))
+    found = inspect(_data(args.source, args.overrides), _progress)
+    if args.json:
+        print(json.dumps(as_json(found), indent=1))
+    else:
+        say(describe(found))
     return 2 if found.problems else 0
 
 
@@ -54,11 +57,11 @@ def _prepare(args: argparse.Namespace) -> int:
     from megatron_fleet.data.table import as_text, environments
 
     previous = [f"data.split_manifest={args.previous}"] if args.previous else []
-    dataset = build(_data(args.source, [*args.overrides, *previous]), say=_say)
-    print("\n".join([as_text(environments(dataset)), *dataset.split.notes]))
-    _say(f"writing {args.out}")
+    dataset = build(_data(args.source, [*args.overrides, *previous]), say=_progress)
+    say("\n".join([as_text(environments(dataset)), *dataset.split.notes]))
+    _progress(f"writing {args.out}")
     written = prepared.write(args.out, dataset.split.train, dataset.split.held_out, dataset.manifest)
-    print(f"{args.out}: {'written' if written else 'is there already, with the same content'}; data.tasks={args.out}")
+    say(f"{args.out}: {'written' if written else 'is there already, with the same content'}; data.tasks={args.out}")
     return 0
 
 
@@ -69,7 +72,7 @@ def _export(args: argparse.Namespace) -> int:
         raise UserError(f"{args.file}: exists already; name another file or remove it.")
     args.file.parent.mkdir(parents=True, exist_ok=True)
     args.file.write_bytes(read_bytes(EMBEDDED))
-    print(f"{args.file}: {len(read_source(args.file).rows)} tasks")
+    say(f"{args.file}: {len(read_source(args.file).rows)} tasks")
     return 0
 
 
@@ -84,5 +87,5 @@ def _data(source: str, overrides: Sequence[str]) -> Data:
     return load(["model=tiny", *overrides, f"data.tasks={source}"]).data
 
 
-def _say(what: str) -> None:
-    print(f"mfleet: {what} …", file=sys.stderr, flush=True)
+def _progress(what: str) -> None:
+    say(f"mfleet: {what} …", sys.stderr)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.files import parse_yaml, read_file, user_path
 from megatron_fleet.data import exclusions
 from megatron_fleet.data.task import Task
 
@@ -33,25 +34,13 @@ def read_exclusion(name: str) -> Exclusion:
         UserError: there is no such list, or it is not formed like one.
     """
     shipped = Path(exclusions.__file__).parent
-    file = Path(name).expanduser() if name.endswith(SUFFIXES) else shipped / f"{name}.yaml"
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        known = ", ".join(sorted(path.stem for path in shipped.glob("*.yaml")))
-        raise UserError(
-            f"data.exclusions: there is no readable list {name}; name one of {known}, or a file of yours that ends "
-            f"with .yaml or .json."
-        ) from error
-    return _exclusion(Path(name).stem, _mapping(text, name), name)
+    file = user_path(name) if name.endswith(SUFFIXES) else shipped / f"{name}.yaml"
+    known = ", ".join(sorted(path.stem for path in shipped.glob("*.yaml")))
+    remedy = f"data.exclusions names one of {known}, or a file of yours that ends with .yaml or .json"
+    return _exclusion(Path(name).stem, _mapping(parse_yaml(read_file(file, remedy), name), name), name)
 
 
-def _mapping(text: str, name: str) -> dict[str, Any]:
-    import yaml
-
-    try:
-        content = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UserError(f"{name}: is neither YAML nor JSON ({' '.join(str(error).split())}).") from error
+def _mapping(content: Any, name: str) -> dict[str, Any]:
     if not isinstance(content, dict) or not isinstance(content.get("reason"), str):
         raise UserError(f"{name}: an exclusion list needs `reason: text`, and `environments` or `tasks`.")
     return content

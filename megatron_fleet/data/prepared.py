@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.files import user_path
 from megatron_fleet.data.manifest import NAME, SplitManifest
 from megatron_fleet.data.rows import ALIASES
 from megatron_fleet.data.task import Task
@@ -53,7 +54,7 @@ def read(address: str) -> tuple[bytes, list[dict[str, Any]]]:
     Raises:
         UserError: the folder is no prepared one, or a file is not the one that the manifest names.
     """
-    folder = open_folder(address if "://" in address else Path(address).expanduser())
+    folder = open_folder(address if "://" in address else user_path(address))
     sizes = folder.sizes()
     missing = [name for name in (NAME, TRAIN, EVAL) if name not in sizes]
     if missing:
@@ -70,7 +71,11 @@ def read(address: str) -> tuple[bytes, list[dict[str, Any]]]:
             raise UserError(
                 f"{folder.join(name)}: is not the file that {NAME} was written for; prepare the data again."
             )
-        rows += _from_parquet(content)
+        try:
+            rows += _from_parquet(content)
+        except (OSError, ValueError, TypeError, LookupError) as error:  # what pyarrow and json raise is one of these
+            problem = type(error).__name__
+            raise UserError(f"{folder.join(name)}: no table of tasks ({problem}); prepare the data again.") from None
     return data, rows
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megatron_fleet.config.names import environment_name
 from megatron_fleet.data.task import Task
 
 ALIASES: dict[str, tuple[str, ...]] = {
@@ -28,7 +30,14 @@ REQUIRED = frozenset({"key", "prompt", "env_key"})
 OPTIONAL_TEXT = frozenset({"env_version", "data_key", "data_version", "verifier_code"})
 """Empty text means the default, as no value does."""
 ALL_ENVIRONMENTS = "all"
-"""What metrics and tables call the environments together, so that none may have that name."""
+RESERVED = {
+    ALL_ENVIRONMENTS: "means all environments together",
+    "aggregated_results": "is the name of a file of every evaluation",
+}
+"""Names that no environment may have → why."""
+MAX_CHARS = {"env_key": 60, "key": 1000, "env_version": 1000, "data_key": 1000, "data_version": 1000}
+"""Of fields that name something. An environment's becomes a file's name, at most 255 bytes with what is added."""
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 MODALITIES = ("tool_use", "computer_use", "browser_use")
 
 Kind = Literal["not an object", "missing", "wrong value", "conflict", "duplicate key"]
@@ -53,7 +62,7 @@ class Problem:
     found: str
 
     def __str__(self) -> str:
-        key = f" ({self.key})" if self.key is not None else ""
+        key = f" ({_quote(self.key)[1:-1]})" if self.key is not None else ""
         field = f" {self.field}:" if self.field else ""
         return f"task {self.row}{key}:{field} expected {self.expected}, found {self.found}."
 
@@ -77,10 +86,20 @@ def parse(rows: Sequence[Any]) -> Parsed:
     """Check every row; nothing is raised for a bad one."""
     parsed = Parsed([], [], [])
     first: dict[str, int] = {}
+    environments: dict[str, str] = {}
     for number, row in enumerate(rows, start=1):
         task, problems = parse_row(row, number)
         parsed.problems.extend(problems)
         if task is None:
+            continue
+        namesake = environments.setdefault(environment_name(task.env_key), task.env_key)
+        if namesake != task.env_key:
+            expected = (
+                f"{_quote(namesake)} or another name, as metrics and files call both {environment_name(namesake)}"
+            )
+            parsed.problems.append(
+                Problem(number, task.key, ALIASES["env_key"][0], "conflict", expected, _quote(task.env_key))
+            )
             continue
         earlier = first.setdefault(task.key, number)
         if earlier == number:
@@ -143,8 +162,11 @@ def _mismatch(field: str, value: Any) -> str | None:
         return None if value in MODALITIES else "one of " + ", ".join(MODALITIES)
     if not isinstance(value, str):
         return "text"
-    if field == "env_key" and value == ALL_ENVIRONMENTS:
-        return f"another name, as {ALL_ENVIRONMENTS} means all environments together"
+    limit = MAX_CHARS.get(field)
+    if limit is not None and (len(value) > limit or _CONTROL.search(value)):
+        return f"text of at most {limit} characters without control characters"
+    if field == "env_key" and value in RESERVED:
+        return f"another name, as {value} {RESERVED[value]}"
     return "text that is not empty" if field in REQUIRED and not value.strip() else None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import megatron_fleet
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.files import parse_json, read_file
+from megatron_fleet.config.files import parse_json, read_file, user_path
 from megatron_fleet.data import prepared
 from megatron_fleet.data.manifest import SplitManifest
 
@@ -52,7 +52,7 @@ def is_prepared(address: str) -> bool:
     """Whether an address means a prepared folder. On S3 everything that does not end with ``.json`` does."""
     if "://" in address:
         return not address.endswith(".json")
-    return address != EMBEDDED and Path(address).expanduser().is_dir()
+    return address != EMBEDDED and user_path(address).is_dir()
 
 
 def read_bytes(address: str, key: str = "data.tasks") -> bytes:
@@ -74,7 +74,7 @@ def read_bytes(address: str, key: str = "data.tasks") -> bytes:
     if address == EMBEDDED:
         file = Path(megatron_fleet.__file__).parent / "envs" / "embedded" / "tasks.json"
     else:
-        file = Path(address).expanduser()
+        file = user_path(address)
     return read_file(file, f"correct {key}")
 
 

@@ -55,8 +55,11 @@ class Record:
     @staticmethod
     def from_json(values: dict[str, Any]) -> Record:
         """What `to_json` gave. Raises ValueError, KeyError or TypeError for anything else."""
-        numbers = {name: float(values[name]) for name in ("lr", "loss", "grad_norm", "median")}
-        losses = [MicroBatchLoss(list(m["sequences"]), float(m["loss"])) for m in values["micro_batches"]]
+        try:
+            numbers = {name: float(values[name]) for name in ("lr", "loss", "grad_norm", "median")}
+            losses = [MicroBatchLoss(list(m["sequences"]), float(m["loss"])) for m in values["micro_batches"]]
+        except OverflowError as error:  # an integer of hundreds of digits
+            raise ValueError(str(error)) from error
         return Record(**{**values, **numbers, "micro_batches": losses})
 
 

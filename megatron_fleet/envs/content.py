@@ -10,6 +10,7 @@ from typing import Any, TypeGuard
 from megatron_fleet.envs.base import Image
 
 _DATA_URL = re.compile(r"data:(?P<type>[\w.+-]+/[\w.+-]+)?(?:;[\w=.+-]+)*;base64,(?P<data>.*)", re.DOTALL)
+MAX_REWARD = 1e30
 _BLOCKS = ("text", "image", "image_url", "audio", "resource", "resource_link")
 """Kinds of content blocks: the Model Context Protocol's, and OpenAI's name for images."""
 
@@ -37,11 +38,16 @@ def score_of(result: Any) -> float | None:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
     if isinstance(value, dict):
         value = next((value[name] for name in ("score", "reward") if value.get(name) is not None), None)
-    return float(value) if isinstance(value, int | float) else None
+    return known_number(value)
+
+
+def known_number(value: Any) -> float | None:
+    """``value`` as a reward; ``None`` for what is none: another type, NaN, infinities and what comes near them."""
+    return float(value) if isinstance(value, int | float) and abs(value) <= MAX_REWARD else None
 
 
 def _unwrap(result: Any) -> Any:

@@ -14,10 +14,10 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from importlib import import_module, metadata
-from pathlib import Path
 from typing import Any
 
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.files import user_path
 from megatron_fleet.config.sections.fleet import Fleet
 
 COMMIT = "009c1ed90ffee3575785eb169b8254f4c682e09a"
@@ -49,7 +49,7 @@ def load_fleet_task_env(config: Fleet) -> type[Any]:
     _prepare_process(config)
     _check_mcp()
     if config.package is not None:
-        folder = Path(config.package).expanduser()
+        folder = user_path(config.package)
         if not (folder / "envs" / "fleet_env").is_dir():
             raise UserError(f"env.fleet.package={folder}: there is no envs/fleet_env in it; {INSTALL}.")
         if str(folder) not in sys.path:
@@ -67,7 +67,7 @@ def _prepare_process(config: Fleet) -> None:
     os.environ.setdefault("LOGFIRE_IGNORE_NO_CONFIG", "1")
     if config.ca_file is None:
         return
-    file = Path(config.ca_file).expanduser()
+    file = user_path(config.ca_file)
     try:
         ssl.create_default_context(cafile=str(file))
     except (OSError, ssl.SSLError) as error:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
+from functools import cache
 from typing import Any, TypeVar
 
 from megatron_fleet.config.sections.env import Env
@@ -14,12 +16,24 @@ from megatron_fleet.config.sections.openenv import OpenEnv
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.base import EnvBusy, EnvLost, Observation, Reward, ToolCall, ToolError
 from megatron_fleet.envs.busy import is_busy
-from megatron_fleet.envs.content import error_text, read_content
 from megatron_fleet.envs.openenv_client import action_schema, one_socket_client
+from megatron_fleet.envs.openenv_replies import (
+    begun,
+    checked,
+    is_refusal,
+    listed,
+    metadata,
+    raised,
+    tool_error,
+    tool_result,
+    visible,
+)
 from megatron_fleet.envs.openenv_tools import (
     FINISH_TOOL,
     action_tool,
+    calls_tools,
     explain,
+    final_arguments,
     finish_arguments,
     mcp_tools,
     reset_arguments,
@@ -27,12 +41,15 @@ from megatron_fleet.envs.openenv_tools import (
 from megatron_fleet.envs.verdict import verdict
 
 T = TypeVar("T")
-
-TOOL_ERROR_KINDS = frozenset({"tool_not_found", "invalid_args", "execution_error", "timeout", "transport_error"})
+log = logging.getLogger(__name__)
 
 
 class Refused(Exception):
     """The server did not take the request's form; nothing happened and the session goes on."""
+
+
+class Raised(Exception):
+    """The environment raised an exception at an action and told its message; the session goes on."""
 
 
 class OpenEnvEnvironment:
@@ -71,7 +88,7 @@ class OpenEnvEnvironment:
         arguments = reset_arguments(task, self._episode, self._openenv.reset_kwargs)
 
         async def start() -> Any:
-            shown = _checked(await self._client.reset(**arguments))
+            shown = begun(checked(await self._client.reset(**arguments)))
             self._tools = await self._list_tools()
             return shown
 
@@ -83,17 +100,11 @@ class OpenEnvEnvironment:
             await self.close()
             self._client, self._lost = self._new_client(), None
             raise
-        hidden = (self._openenv.finish_tool, self._openenv.verify_tool)
-        for key, name in zip(("finish_tool", "verify_tool"), hidden, strict=True):
-            if name not in (None, FINISH_TOOL, *self._tools):
-                self._lost = f"env.openenv.{key}={name}: no such tool; the environment has {', '.join(self._tools)}"
-                raise EnvLost(self._lost)
-        offered = tuple(tool for name, tool in self._tools.items() if name not in hidden)
-        # A server that asks one question has one tool, which takes the final answer: the policy then has none.
-        if not offered and self._openenv.finish_tool not in self._tools:
-            self._lost = "the environment lists no tools"
-            raise EnvLost(self._lost)
-        return Observation(content=_opening(task.prompt, shown.observation), tools=offered)
+        try:
+            return Observation(content=self._opening(task.prompt, shown), tools=self._offered())
+        except EnvLost as lost:
+            self._lost = str(lost)
+            raise
 
     async def step(self, call: ToolCall) -> Observation:
         """See ``Environment.step``."""
@@ -109,6 +120,8 @@ class OpenEnvEnvironment:
             tool = self._tools.get(call.name)
             message = explain(tool, call.arguments) if tool else "the environment refuses these arguments"
             return Observation("", error=ToolError("invalid_args", message))
+        except Raised as failure:
+            return Observation("", error=ToolError("execution_error", str(failure)))
         return self._shown(result)
 
     async def verify(self, final_answer: str | None, conversation: list[dict[str, Any]]) -> Reward:
@@ -140,27 +153,60 @@ class OpenEnvEnvironment:
 
     async def _list_tools(self) -> dict[str, dict[str, Any]]:
         """The server's tools by name; for one that takes an action, that alone."""
-        interface = self._openenv.interface
-        if interface != "action":
+        refusal = None
+        if self._openenv.interface != "action":
             try:
-                listed = _checked(await self._client.step({"type": "list_tools"}))
+                return listed(checked(await self._client.step({"type": "list_tools"})))
             except RuntimeError as error:
-                if interface == "mcp" or not _is_refusal(error):
+                if not is_refusal(error):
                     raise
-            else:
-                return mcp_tools(listed.observation.get("tools") or ())
-        tool = action_tool(await action_schema(self._url), self._openenv.action_tool)
+                refusal = error
+        schema = await action_schema(self._url)
+        if refusal is not None and calls_tools(schema):
+            return mcp_tools(await self._client.list_tools())
+        if refusal is not None and self._openenv.interface == "mcp":
+            raise refusal
+        tool = action_tool(schema, self._openenv.action_tool)
         self._action = tool["function"]["name"]
         return {self._action: tool}
 
+    def _offered(self) -> tuple[dict[str, Any], ...]:
+        """The policy's tools. Raises EnvLost."""
+        openenv = self._openenv
+        hidden = {"finish_tool": openenv.finish_tool, "verify_tool": openenv.verify_tool}
+        for key, name in hidden.items():
+            if name not in (None, FINISH_TOOL, *openenv.final_calls, *self._tools):
+                raise EnvLost(
+                    f"env.openenv.{key}={name}: no such tool; the environment has {', '.join(self._tools)} "
+                    f"(one that it does not list belongs into env.openenv.final_calls, with its arguments)"
+                )
+        offered = tuple(tool for name, tool in self._tools.items() if name not in hidden.values())
+        # A server that asks one question has one tool, which takes the final answer: the policy then has none.
+        if not offered and openenv.finish_tool not in self._tools:
+            raise EnvLost("the environment lists no tools")
+        return offered
+
+    def _opening(self, prompt: str, shown: Any) -> str:
+        """The task, and the first observation where there is one: a board, a question, a greeting. Raises EnvLost."""
+        observation, hidden = visible(shown), metadata(shown)
+        for name in self._openenv.shown_metadata:
+            if name not in hidden:
+                raise EnvLost(
+                    f"env.openenv.shown_metadata={name}: the metadata of the reset observation has no such field; it "
+                    f"has {_names(hidden)}, and shown without this key are {_names(observation)}"
+                )
+            observation[name] = hidden[name]
+        told = {name: value for name, value in observation.items() if value not in (None, "", [], {}, prompt)}
+        return f"{prompt}\n\n{json.dumps(told, ensure_ascii=False)}" if told else prompt
+
     async def _call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> Any:
-        """Call a tool, or act. Raises EnvLost, or Refused."""
+        """Call a tool, or act. Raises EnvLost, Refused, or Raised."""
         action = arguments
         if self._action is None:
             action = {"type": "call_tool", "tool_name": name, "arguments": arguments}
 
         async def request() -> Any:
-            return _checked(await self._client.step(action))
+            return checked(await self._client.step(action))
 
         result = await self._within(timeout_s, name, request)
         self._rewards.append(result.reward)
@@ -168,35 +214,45 @@ class OpenEnvEnvironment:
             self._last = result
         return result
 
-    def _shown(self, result: Any) -> Observation:
+    def _shown(self, reply: Any) -> Observation:
+        done = bool(reply.done)
         if self._action is not None:
-            return Observation(json.dumps(_visible(result.observation), ensure_ascii=False), done=bool(result.done))
-        error = _tool_error(result.observation)
-        if error is not None:
-            return Observation("", error=error, done=bool(result.done))
-        content, images = read_content(result.observation.get("result"))
-        return Observation(content, done=bool(result.done), images=images)
+            return Observation(json.dumps(visible(reply), ensure_ascii=False), done=done)
+        if error := tool_error(reply):
+            return Observation("", error=error, done=done)
+        content, images = tool_result(reply)
+        return Observation(content, done=done, images=images)
 
     async def _score(self, final_answer: str | None, conversation: list[dict[str, Any]]) -> Reward:
         """End the episode if nothing has, have it scored if a tool does that, and read the reward."""
         assert self._task is not None, "reset() comes first"
+        if self._lost is not None:
+            raise EnvLost(self._lost)
         tools = [] if self._last is not None else [self._openenv.finish_tool]
         last, scored = self._last, False
         for name in (*tools, self._openenv.verify_tool):
             if name is None:
                 continue
-            code = self._task.verifier_code
-            arguments = finish_arguments(self._tools.get(name), final_answer, conversation, code)
+            arguments = self._final_arguments(name, self._task, final_answer, conversation)
             try:
                 last = await self._call(name, arguments, self._config.verify_timeout_s)
             except Refused:
                 return Reward(None, f"the environment does not take {name} with {sorted(arguments)}")
-            error = _tool_error(last.observation)
-            if error is not None:
+            except Raised as failure:
+                return Reward(None, f"the environment failed at {name}: {failure}")
+            if error := tool_error(last):
                 return Reward(None, f"the environment could not finish: {error.message}")
             scored = name == self._openenv.verify_tool
         openenv = self._openenv
         return verdict(openenv.reward, self._rewards, last, scored, openenv.unfinished_reward)
+
+    def _final_arguments(
+        self, name: str, task: Task, answer: str | None, conversation: list[dict[str, Any]]
+    ) -> dict[str, Any]:
+        given = self._openenv.final_calls.get(name)
+        if given is not None:
+            return final_arguments(given, task, answer)
+        return finish_arguments(self._tools.get(name), answer, conversation, task.verifier_code)
 
     async def _within(
         self, timeout_s: float, what: str, request: Callable[[], Awaitable[T]], starting: bool = False
@@ -214,43 +270,32 @@ class OpenEnvEnvironment:
         except Exception as error:
             self._lost = f"{what}: {type(error).__name__}: {error}"
             if starting and is_busy(error):
+                if "CAPACITY_REACHED" in str(error):
+                    _warn_of_a_full_server(self._url, str(error))
                 raise EnvBusy(self._lost) from error
-            if not starting and _is_refusal(error):
+            if not starting and is_refusal(error):
                 self._lost = None
                 raise Refused(str(error)) from error
+            # Tools have a place for their failures; an environment that takes an action has only exceptions, and what
+            # a policy does must not end in an unknown reward.
+            if not starting and self._action is not None and (message := raised(error)) is not None:
+                self._lost = None
+                raise Raised(message) from error
             raise EnvLost(self._lost) from error
         self._lost = None
         return answer
 
 
-def _checked(result: Any) -> Any:
-    """A reply that can be read. Raises TypeError for one that is no object, as a broken server or proxy sends."""
-    if not isinstance(result.observation, dict):
-        raise TypeError(f"the observation is no object but {result.observation!r:.80}")
-    return result
+@cache
+def _warn_of_a_full_server(url: str, said: str) -> None:
+    """Once per process and server: a run that waits for places is not wrong, but seldom meant."""
+    log.warning(
+        "%s has no place for another episode, so that episodes wait for each other (%s). Start it with more, by "
+        "MAX_CONCURRENT_ENVS where it reads that variable, or set rollout.episodes_in_flight to what it has.",
+        url,
+        said,
+    )
 
 
-def _is_refusal(error: Exception) -> bool:
-    return isinstance(error, RuntimeError) and "(code: VALIDATION_ERROR)" in str(error)
-
-
-def _tool_error(observation: dict[str, Any]) -> ToolError | None:
-    error = observation.get("error")
-    if error is None:
-        message = error_text(observation.get("result"))
-        return None if message is None else ToolError("execution_error", message)
-    if not isinstance(error, dict):
-        return ToolError("execution_error", str(error))
-    kind = error.get("error_type")
-    return ToolError(kind if kind in TOOL_ERROR_KINDS else "execution_error", str(error.get("message", "")))
-
-
-def _visible(observation: dict[str, Any]) -> dict[str, Any]:
-    """What an environment shows to who acts; ``metadata`` is for programs and may hold the solution."""
-    return {name: value for name, value in observation.items() if name != "metadata"}
-
-
-def _opening(prompt: str, observation: dict[str, Any]) -> str:
-    """The task, and the first observation where there is one: a board, a question, a greeting."""
-    shown = {name: value for name, value in _visible(observation).items() if value not in (None, "", [], {}, prompt)}
-    return f"{prompt}\n\n{json.dumps(shown, ensure_ascii=False)}" if shown else prompt
+def _names(fields: Iterable[str]) -> str:
+    return ", ".join(fields) or "none"

@@ -1,4 +1,4 @@
-"""OpenEnv's client, imported late and kept from reconnecting; and the schema of a server's action."""
+"""OpenEnv's client, imported late and kept from reconnecting; and what a server says of its action and its tools."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from types import ModuleType
 from typing import Any
 
 from megatron_fleet.config.errors import UserError
+
+NO_SESSIONS = (403, 404, 405)
+"""How web servers refuse a WebSocket at a path that has none."""
 
 
 def import_openenv() -> ModuleType:
@@ -48,6 +51,7 @@ def one_socket_client() -> type[Any]:
     """
     import_openenv()
     from openenv.core.generic_client import GenericEnvClient
+    from websockets.exceptions import InvalidStatus
     from websockets.protocol import State
 
     class OneSocketClient(GenericEnvClient):
@@ -60,7 +64,15 @@ def one_socket_client() -> type[Any]:
                 if self._ws is None or (self._heard and self._ws.state is not State.OPEN):
                     raise ConnectionError("the session's socket is closed")
                 return self
-            await super()._connect_async()
+            try:
+                await super()._connect_async()
+            except ConnectionError as error:
+                if isinstance(error.__cause__, InvalidStatus) and error.__cause__.response.status_code in NO_SESSIONS:
+                    raise ConnectionError(
+                        f"{error}; a server that has only HTTP routes, and no WebSocket at /ws, cannot be played, "
+                        f"because they keep no episode apart from the others"
+                    ) from error
+                raise
             self._connected = True
             return self
 
@@ -68,6 +80,14 @@ def one_socket_client() -> type[Any]:
             message = await super()._receive()
             self._heard = True
             return message
+
+        async def list_tools(self) -> list[dict[str, Any]]:
+            """Ask by the Model Context Protocol (JSON-RPC), which no action's form stands in the way of."""
+            request = {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}}
+            answer = (await self._send_and_receive({"type": "mcp", "data": request}))["data"]
+            if answer.get("error") is not None:
+                raise RuntimeError(f"tools/list: {answer['error'].get('message')}")
+            return answer["result"]["tools"]
 
     return OneSocketClient
 

@@ -10,14 +10,22 @@ from megatron_fleet.data.task import Task
 
 Schema = dict[str, Any]
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]+")
-_REFERENCE = "task:"
 FINISH_TOOL = "submit_final_answer"
 """Ends an episode of Fleet's servers, which take it without listing it."""
 
 
 def openai_tool(name: str, description: str | None, parameters: Schema | None) -> dict[str, Any]:
-    """A tool in OpenAI function format; ``parameters`` is its JSON schema, ``None`` for none."""
+    """A tool in OpenAI function format; ``parameters`` is its JSON schema, ``None`` for none.
+
+    Raises:
+        ValueError: a server sent what is no name or no schema of an object.
+    """
     schema = parameters or {"type": "object", "properties": {}}
+    properties = schema.get("properties") or {} if isinstance(schema, dict) else None
+    if not isinstance(name, str) or not isinstance(properties, dict):
+        raise ValueError(f"tool {name!r:.60}: its name is no text, or its parameters are no schema of an object")
+    if not all(isinstance(inner, dict | bool) for inner in properties.values()):
+        raise ValueError(f"tool {name:.60}: a parameter has no schema")
     return {"type": "function", "function": {"name": name, "description": description or "", "parameters": schema}}
 
 
@@ -47,12 +55,25 @@ def action_tool(schema: Schema, name: str | None) -> dict[str, Any]:
     )
 
 
+def calls_tools(schema: Schema) -> bool:
+    """Whether an action, of which this is the JSON schema, calls a tool: OpenEnv's CallToolAction, or a class of it.
+
+    A server lists its tools to an action of its own ``type`` only while the class is CallToolAction itself.
+    """
+    properties = schema.get("properties") or {}
+    kind = properties.get("type") or {}
+    return "tool_name" in properties and "call_tool" in (kind.get("const"), kind.get("default"))
+
+
 def explain(tool: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
     """What a schema has against ``arguments`` that the server refused without saying why."""
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import best_match
 
-    error = best_match(Draft202012Validator(tool["function"]["parameters"]).iter_errors(arguments))
+    try:
+        error = best_match(Draft202012Validator(tool["function"]["parameters"]).iter_errors(arguments))
+    except Exception:  # a schema that is none makes the validator raise anything
+        error = None
     if error is None:
         return "the environment refuses these arguments"
     return f"{error.json_path.removeprefix('$.')}: {error.message}" if error.path else error.message
@@ -73,7 +94,7 @@ def finish_arguments(
     parameters = tool["function"]["parameters"]
     properties: dict[str, Any] = parameters.get("properties") or {}
     place = "answer" if "answer" in properties else None
-    texts = [name for name, schema in properties.items() if schema.get("type") == "string"]
+    texts = [name for name, schema in properties.items() if isinstance(schema, dict) and schema.get("type") == "string"]
     if place is None and len(texts) == 1 and texts[0] != "conversation":
         place = texts[0]
     arguments: dict[str, Any] = {}
@@ -84,13 +105,25 @@ def finish_arguments(
     return arguments
 
 
+def final_arguments(given: Mapping[str, Any], task: Task, answer: str | None) -> dict[str, Any]:
+    """What ``env.openenv.final_calls`` gives for a call: ``task:FIELD`` as in `reset_arguments`, and
+    ``episode:final_answer`` for ``answer``. What there is not is left out.
+    """
+    return _filled(given, {"task": _fields(task), "episode": {"final_answer": answer}})
+
+
 def reset_arguments(task: Task, episode_id: str, extra: Mapping[str, Any]) -> dict[str, Any]:
     """What ``reset`` is called with: the task, and ``extra``, of which ``task:FIELD`` and ``task:env_variables.NAME``
     stand for values of the task.
 
     A server takes those that its ``reset`` has names for. What the task does not have is left out.
     """
-    fields: dict[str, Any] = {
+    fields = _fields(task)
+    return {"episode_id": episode_id, **fields} | _filled(extra, {"task": fields})
+
+
+def _fields(task: Task) -> dict[str, Any]:
+    return {
         "task_key": task.key,
         "prompt": task.prompt,
         "env_key": task.env_key,
@@ -101,16 +134,17 @@ def reset_arguments(task: Task, episode_id: str, extra: Mapping[str, Any]) -> di
         "verifier_code": task.verifier_code,
         "task_modality": task.modality,
     }
-    return {"episode_id": episode_id, **fields} | _of_task(extra, fields)
 
 
-def _of_task(value: Any, fields: Mapping[str, Any]) -> Any:
+def _filled(value: Any, known: Mapping[str, Any]) -> Any:
+    """``value`` with what ``NAME:PATH`` refers to in ``known``, at any depth of objects."""
     if isinstance(value, Mapping):
-        given = {name: _of_task(inner, fields) for name, inner in value.items()}
+        given = {name: _filled(inner, known) for name, inner in value.items()}
         return {name: inner for name, inner in given.items() if inner is not None}
-    if not isinstance(value, str) or not value.startswith(_REFERENCE):
+    name, colon, path = value.partition(":") if isinstance(value, str) else ("", "", "")
+    if not colon or name not in known:
         return value
-    found: Any = fields
-    for part in value.removeprefix(_REFERENCE).split("."):
+    found: Any = known[name]
+    for part in path.split("."):
         found = found.get(part) if isinstance(found, Mapping) else None
     return found

@@ -9,11 +9,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.extension import load
 from megatron_fleet.config.sections.env import Env
 from megatron_fleet.config.sections.openenv import OpenEnv
 from megatron_fleet.envs.base import Environment
@@ -21,6 +23,9 @@ from megatron_fleet.envs.embedded.fleet import EmbeddedFleet
 from megatron_fleet.envs.fleet import FleetEnvironment
 from megatron_fleet.envs.openenv import OpenEnvEnvironment
 from megatron_fleet.envs.openenv_tools import FINISH_TOOL
+
+OWN_ARGUMENTS = ("config", "episode")
+"""Arguments of a user's class: the section ``env`` of the configuration, and the name of the episode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +92,7 @@ def make_environment(config: Env, url: str, episode: str | None = None, token: s
         episode: names it to the server.
         token: that ``serve`` was given.
     """
-    return KINDS[config.kind].open(config, url, episode, token)
+    return _kind(config.kind).open(config, url, episode, token)
 
 
 def environment_token(token: str) -> str:
@@ -97,7 +102,21 @@ def environment_token(token: str) -> str:
 
 def serve(start: Start) -> Server:
     """Start the environments of a run. Raises UserError."""
-    return KINDS[start.env.kind].serve(start)
+    return _kind(start.env.kind).serve(start)
+
+
+def _kind(name: str) -> Kind:
+    return KINDS.get(name) or Kind(partial(_own, name), _own_server)
+
+
+def _own(path: str, config: Env, url: str, episode: str | None, token: str) -> Environment:
+    environment: Environment = load("env.kind", path, OWN_ARGUMENTS)(config, episode)
+    return environment
+
+
+def _own_server(start: Start) -> Server:
+    """A user's class starts what it needs, and what answers at ``env.url`` is its own business."""
+    return _Elsewhere("")
 
 
 def no_answer(url: str, timeout_s: float) -> str | None:

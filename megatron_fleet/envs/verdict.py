@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from megatron_fleet.envs.base import Reward
-from megatron_fleet.envs.content import score_of
+from megatron_fleet.envs.content import known_number, score_of
 
 
 def verdict(
@@ -25,19 +25,15 @@ def verdict(
     if not given and last is None:
         return Reward(unfinished, "the policy did not act")
     if source != "finish" and not scored:
-        known = [value for value in map(_number, given) if value is not None]
+        known = [value for value in map(known_number, given) if value is not None]
         if not known:
             return Reward(None, "no step gave a reward")
         return Reward(known[-1] if source == "last" else math.fsum(known), f"{source} of {len(known)} rewards")
     if last is None:
         return Reward(unfinished, "the policy stopped before the environment ended the episode")
     result = last.observation.get("result")
-    value = _number(last.reward)
+    value = known_number(last.reward)
     if value is None and scored:
         value = score_of(result)
     reason = str(result.get("reason", "")) if isinstance(result, dict) else ""
     return Reward(value, reason or ("" if value is not None else "the environment gave no reward"))
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) else None

@@ -18,8 +18,8 @@ import numpy as np
 
 from megatron_fleet.agents.trajectory import Group, Outcome, Trajectory
 from megatron_fleet.algorithms.advantages import is_known
+from megatron_fleet.storage.local import write_atomically
 from megatron_fleet.telemetry.episodes import by_environment, response_tokens
-from megatron_fleet.telemetry.sinks import write_atomically
 
 AGGREGATED = "aggregated_results.jsonl"
 ENV_CLASS = "fleet_task"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -15,9 +16,12 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import read_object
 from megatron_fleet.config.schema import Config
 from megatron_fleet.data.task import Task
-from megatron_fleet.telemetry.sinks import load_trajectories, save_trajectories, write_atomically
+from megatron_fleet.storage.local import write_atomically
+from megatron_fleet.telemetry.sinks import load_trajectories, save_trajectories
 
 IDENTITY = "evaluation.json"
+LARGEST = 1e100
+"""What is larger is no measured number, and sums of it overflow."""
 FLUSH_EPISODES, FLUSH_S = 64, 20.0
 """Episodes, or seconds, until what ended is on disk: what a crash can cost."""
 
@@ -57,9 +61,13 @@ class EpisodeStore:
         self._file, self._parts = folder / IDENTITY, folder / "parts"
         self._tasks = list(tasks)
         known = self._check(of)
-        self._parts.mkdir(parents=True, exist_ok=True)
         content = {"of": of, "tasks": known | {task.key: task_digest(task) for task in tasks}}
-        write_atomically(self._file, (json.dumps(content, indent=2) + "\n").encode())
+        try:
+            self._parts.mkdir(parents=True, exist_ok=True)
+            write_atomically(self._file, (json.dumps(content, indent=2) + "\n").encode())
+        except OSError as error:
+            why = error.strerror
+            raise UserError(f"{folder}: cannot be written ({why}); name another folder with --out.") from None
         self._open: defaultdict[str, list[Trajectory]] = defaultdict(list)
         self._flushed = time.monotonic()
 
@@ -68,7 +76,7 @@ class EpisodeStore:
         places = {task.key: index for index, task in enumerate(self._tasks)}
         found = {}
         for path in sorted(self._parts.glob(f"{kind}-*.jsonl")):
-            for trajectory in load_trajectories(path):
+            for trajectory in _read_part(path):
                 if trajectory.task_key in places and trajectory.sample < samples:
                     trajectory.group = places[trajectory.task_key]
                     found[trajectory.group, trajectory.sample] = trajectory
@@ -84,7 +92,8 @@ class EpisodeStore:
         """Put on disk what is not."""
         for kind, trajectories in self._open.items():
             if trajectories:
-                number = len(list(self._parts.glob(f"{kind}-*.jsonl")))
+                names = (re.fullmatch(r".*-([0-9]{6})", path.stem) for path in self._parts.glob(f"{kind}-*.jsonl"))
+                number = 1 + max((int(name[1]) for name in names if name), default=-1)
                 save_trajectories(self._parts / f"{kind}-{number:06d}", trajectories)
             for trajectory in trajectories:
                 trajectory.images = {}  # they are files now, and many episodes' screenshots are many gigabytes
@@ -93,18 +102,60 @@ class EpisodeStore:
 
     def _check(self, of: Mapping[str, Any]) -> dict[str, str]:
         """The digests of the tasks known here."""
-        if not self._file.is_file():
+        if not self._file.exists():
             return {}
         advice = "choose another folder with --out, or remove this one."
         before = read_object(self._file, advice.removesuffix("."))
+        shared, tasks = before.get("of"), before.get("tasks")
+        if not isinstance(shared, dict) or not isinstance(tasks, dict):
+            raise UserError(f"{self._file}: does not say what its episodes were played with; {advice}")
         for name, now in _flat(of).items():
-            was = _flat(before["of"]).get(name)
+            was = _flat(shared).get(name)
             if was != now:
                 raise UserError(f"{self._file}: its episodes were played with {name}={was}, not {now}; {advice}")
         for task in self._tasks:
-            if before["tasks"].get(task.key, task_digest(task)) != task_digest(task):
+            if tasks.get(task.key, task_digest(task)) != task_digest(task):
                 raise UserError(f"{self._file}: task {task.key} is not what it was when it was played; {advice}")
-        return before["tasks"]
+        return tasks
+
+
+def _read_part(path: Path) -> list[Trajectory]:
+    """The episodes of one part. Raises UserError when it is damaged."""
+    try:
+        if not all(p.is_file() for p in (path, path.with_suffix(".npz"))):
+            raise FileNotFoundError("a file of it is missing")
+        found = load_trajectories(path)
+        for trajectory in found:
+            _check(trajectory)
+    except Exception as error:  # broken archives make zipfile, zlib and numpy raise anything
+        raise UserError(
+            f"{path}: is damaged ({type(error).__name__}: {error!s:.100}); remove it and the .npz beside it, and its "
+            f"episodes are played again."
+        ) from None
+    return found
+
+
+def _check(t: Trajectory) -> None:
+    """Raise ValueError or TypeError for what a trajectory cannot hold, which a file may."""
+    t.check(images_kept=False)
+    texts = (t.task_key, t.env_key, t.reward_reason, *(() if t.final_answer is None else (t.final_answer,)))
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError("a text is none")
+    if type(t.sample) is not int or t.sample < 0:
+        raise TypeError("sample is no number")
+    numbers = (*t.metrics.values(), *(() if t.reward is None else (t.reward,)))
+    if not all(isinstance(number, int | float) and abs(number) < LARGEST for number in numbers):
+        raise TypeError("a number is none")
+    places = [n for s in t.spans for n in (s.start, s.end, s.turn, s.weight_version)]
+    places += [n for image in t.image_spans for n in (image.start, image.end)]
+    if not all(type(n) is int for n in (*places, *t.segment_starts)):
+        raise TypeError("a place is no number")
+    for message in t.messages:
+        if not isinstance(message["role"], str) or not isinstance(message["content"], str):
+            raise TypeError("a message has no text")
+    kinds = (t.token_ids.dtype.kind, t.action_mask.dtype.kind, t.behaviour_logprobs.dtype.kind)
+    if kinds != ("i", "b", "f"):
+        raise TypeError("arrays of other types")
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

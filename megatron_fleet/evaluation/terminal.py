@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
+from megatron_fleet.config.errors import say
+
 COLUMNS = (
     ("environment", ""),
     ("tasks", "tasks"),
@@ -54,7 +56,7 @@ def _lines(name: str, total: int) -> Callable[[int], None]:
         nonlocal told
         if done - told >= max(TELL_EVERY * total, 1):
             told = done
-            print(f"{name}: {done}/{total} episodes", flush=True)
+            say(f"{name}: {done}/{total} episodes")
 
     return tell
 

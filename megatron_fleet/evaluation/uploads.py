@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 import threading
 from collections.abc import Mapping
@@ -10,9 +11,10 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.files import read_file
 from megatron_fleet.storage.folder import Folder, aligned_buffer
+from megatron_fleet.storage.local import write_atomically
 from megatron_fleet.storage.open import open_folder
-from megatron_fleet.telemetry.sinks import write_atomically
 
 CLOSE_TIMEOUT_S = 300.0
 """What is not copied when a run has waited so long at its end, stays behind."""
@@ -22,11 +24,14 @@ log = logging.getLogger(__name__)
 
 def unique_name(name: str, out: Path) -> str:
     """``<name>_<8 hex digits>``, the same for every attempt at the run in ``out``: no two runs share a remote path,
-    though they have one name. The digits are in ``<out>/run_id``."""
-    file = out / "run_id"
+    though they have one name. The digits are in ``<out>/run_id``. Raises UserError when something else is there."""
+    file, remedy = out / "run_id", "remove it, and copies go to a new path"
     if not file.exists():
         write_atomically(file, f"{secrets.token_hex(4)}\n".encode())
-    return f"{name}_{file.read_text(encoding='ascii').strip()}"
+    digits = read_file(file, remedy).decode("ascii", "replace").strip()
+    if not re.fullmatch("[0-9a-f]{8}", digits):
+        raise UserError(f"{file}: holds {digits[:20]!r}, expected 8 hex digits; {remedy}.")
+    return f"{name}_{digits}"
 
 
 class Uploads:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from megatron_fleet.agents.tokenizer import Tokenizer
 from megatron_fleet.agents.trajectory import Trajectory
-from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.errors import UserError, say
 from megatron_fleet.config.load import dump_resolved, load, load_resolved
 from megatron_fleet.config.schema import Config
 from megatron_fleet.data.dataset import build, check_verifiers
@@ -31,8 +31,9 @@ from megatron_fleet.rollout.chat_service import ChatService
 from megatron_fleet.rollout.collection import Collection
 from megatron_fleet.rollout.requests import CollectRequest, CollectResult, Progress
 from megatron_fleet.rollout.service import RolloutService, episode_python
+from megatron_fleet.storage.local import write_atomically
 from megatron_fleet.telemetry.episodes import why_nothing_is_known
-from megatron_fleet.telemetry.sinks import TrajectoryLog, write_atomically
+from megatron_fleet.telemetry.sinks import TrajectoryLog
 
 Side = Literal["held-out", "all"]
 
@@ -231,7 +232,7 @@ def chosen_tasks(config: Config, held_out: Sequence[Task]) -> list[Task]:
     """As many of ``held_out`` as ``eval.tasks`` says; prints what is to be known of them before they are played."""
     tasks = choose(held_out, config.eval.tasks)
     for note in notes(tasks, held_out):
-        print(note)
+        say(note)
     return tasks
 
 
@@ -255,7 +256,7 @@ async def play(
         if len(played) == episodes:
             return Collection(request, max_retries=0).result(seconds=0.0)
         if played:
-            print(f"{kind}: {len(played)} of {episodes} episodes were played before")
+            say(f"{kind}: {len(played)} of {episodes} episodes were played before")
         seen: set[tuple[int, int]] = set(played)
 
         def keep(trajectories: Sequence[Trajectory]) -> None:
@@ -293,7 +294,7 @@ def finish(config: Config, evaluation: Evaluation, decode: Decode) -> None:
         files |= {f"{path.parent.name}/{path.name}": path for path in written}
         uploads.add(files, f"evals/{unique_name(config.run.name, out)}/eval_only")
         uploads.close()
-    print(table(metrics, config.eval.samples))
+    say(table(metrics, config.eval.samples))
     if left := metrics["eval/all/outcome/aborted"] + metrics.get("eval/all/greedy_outcome/aborted", 0):
-        print(f"{left:.0f} episodes were given up and have no reward; the same command plays them.")
-    print(f"mfleet: see {out}")
+        say(f"{left:.0f} episodes were given up and have no reward; the same command plays them.")
+    say(f"mfleet: see {out}")

@@ -12,9 +12,10 @@ from megatron_fleet.cluster.inventory import LOOPBACK, Inventory, local_inventor
 from megatron_fleet.cluster.launcher import ExternalRanks, LocalRanks, RankStarter
 from megatron_fleet.cluster.nodes import NodeRanks, Nodes, RanksOfHost
 from megatron_fleet.cluster.placement import Placement
-from megatron_fleet.cluster.rank_identity import controller_address
+from megatron_fleet.cluster.rank_identity import ListenAt, listen_at
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
+from megatron_fleet.storage.local import write_atomically
 from megatron_fleet.trainer.links import RankListener
 
 
@@ -67,14 +68,14 @@ async def open_hosts(config: Config, token: str) -> AsyncIterator[RunHosts]:
     cluster = config.cluster
     listener = RankListener(token, None, config.parallel.world_size)
     nodes = Nodes(cluster.nodes, Path(config.run.out, "logs"), cluster.join_timeout_s) if cluster.nodes else None
-    host, port = LOOPBACK, "0"
-    if nodes is not None or cluster.ranks == "external":
-        address, _ = controller_address(os.environ)
-        host, port = address.rsplit(":", 1)
+    external = nodes is not None or cluster.ranks == "external"
+    place = listen_at(os.environ) if external else ListenAt(LOOPBACK, 0, None)
     if nodes is not None:
         listener.admit("node", nodes.admit)
-    await listener.listen(host, int(port))
+    await listener.listen(place.host, place.port)
     try:
+        if place.file is not None:
+            write_atomically(place.file, listener.address.encode())
         yield RunHosts(listener, nodes, await _inventory(config, listener, nodes))
     finally:
         if nodes is not None:

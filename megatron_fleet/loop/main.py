@@ -24,7 +24,7 @@ from megatron_fleet.loop.tasks import load_data
 from megatron_fleet.loop.train import Training
 from megatron_fleet.loop.weights import EngineWeights
 from megatron_fleet.rollout.service import Ground, RolloutService, episode_python
-from megatron_fleet.telemetry.sinks import write_atomically
+from megatron_fleet.storage.local import write_atomically
 from megatron_fleet.trainer.base import TrainerLost
 from megatron_fleet.trainer.group import TrainerGroup
 from megatron_fleet.trainer.start import run_token, start_trainer

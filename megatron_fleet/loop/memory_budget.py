@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
-from megatron_fleet.telemetry.sinks import write_atomically
+from megatron_fleet.storage.local import write_atomically
 
 GIB = 1 << 30
 

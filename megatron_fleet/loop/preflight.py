@@ -5,20 +5,27 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 from collections.abc import Sequence
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from megatron_fleet.algorithms.advantages import ARGUMENTS as ADVANTAGE_ARGUMENTS
+from megatron_fleet.algorithms.groups import FILTER_ARGUMENTS, SHAPING_ARGUMENTS
+from megatron_fleet.algorithms.loss_metrics import TERM_ARGUMENTS
 from megatron_fleet.cluster.inventory import local_inventory
 from megatron_fleet.cluster.placement import Wanted, place
 from megatron_fleet.cluster.rank_identity import rank_identity
-from megatron_fleet.config import validate
+from megatron_fleet.config import extension, validate
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import read_object
 from megatron_fleet.config.schema import Config
+from megatron_fleet.config.urls import url_problem
 from megatron_fleet.data.task import Task
+from megatron_fleet.telemetry.sinks import LOGGER_ARGUMENTS
+from megatron_fleet.weight_sync.registry import OWN_ARGUMENTS as TRANSPORT_ARGUMENTS
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +40,7 @@ def check(config: Config) -> None:
     _launch(config)
     _out(config)
     hf_config = _model(config)
+    _own_parts(config)
     _layout(config, hf_config)
     _engine(config, hf_config)
     _routing(config, hf_config)
@@ -55,6 +63,7 @@ def check_evaluation(config: Config) -> None:
     validate.check(config)
     place(local_inventory(os.environ), Wanted.of_evaluation(config))
     _out(config)
+    _own_parts(config)
     _engine(config, _model(config))
     _renderer(config)
     _prompts(config)
@@ -71,15 +80,18 @@ def check_endpoint(config: Config) -> None:
     """
     validate.check(config)
     _out(config)
+    _own_parts(config)
     _prompts(config)
     _verifiers(config)
     _environment_server(config)
     _fleet_key(config)
+    if extension.is_path(config.agent.kind):
+        raise UserError(
+            f"agent.kind={config.agent.kind} plays token by token, and an endpoint takes messages; set it to tools."
+        )
     endpoint = config.eval.endpoint
-    if "@" in str(endpoint.url):
-        raise UserError("eval.endpoint.url holds a user or a password, which would be written to files; leave it out.")
-    if not str(endpoint.url).startswith(("http://", "https://")):
-        raise UserError(f"eval.endpoint.url={endpoint.url} is no address; write it as https://host/v1.")
+    if problem := url_problem("eval.endpoint.url", str(endpoint.url)):
+        raise UserError(problem)
     if not endpoint.model:
         raise UserError("eval.endpoint.model must be set; add --model NAME.")
     try:
@@ -111,6 +123,32 @@ def _out(config: Config) -> None:
     existing = next(p for p in (out, *out.parents) if p.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise UserError(f"run.out={out}: {existing} is not a folder that can be written to; choose another with --out.")
+
+
+def _own_parts(config: Config) -> None:
+    """Refuse parts of the user's own that cannot be used."""
+    from megatron_fleet.agents.kinds import ARGUMENTS as AGENT_ARGUMENTS
+    from megatron_fleet.agents.renderers.families import OWN_ARGUMENTS as RENDERER_ARGUMENTS
+    from megatron_fleet.envs.registry import OWN_ARGUMENTS as ENVIRONMENT_ARGUMENTS
+    from megatron_fleet.rollout.service import episode_python
+
+    for_controller: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+        ("algorithm.advantage", config.algorithm.advantage, ADVANTAGE_ARGUMENTS),
+        ("algorithm.loss", config.algorithm.loss, TERM_ARGUMENTS),
+        ("algorithm.reward_shaping", config.algorithm.reward_shaping, SHAPING_ARGUMENTS),
+        ("algorithm.group_filter", config.algorithm.group_filter, FILTER_ARGUMENTS),
+        ("rollout.engine.transport", config.rollout.engine.transport, TRANSPORT_ARGUMENTS),
+        *(("logging.own", path, LOGGER_ARGUMENTS) for path in config.logging.own),
+    )
+    for_workers: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+        ("env.kind", config.env.kind, ENVIRONMENT_ARGUMENTS),
+        ("agent.kind", config.agent.kind, AGENT_ARGUMENTS),
+        ("rollout.renderer", config.rollout.renderer, RENDERER_ARGUMENTS),
+    )
+    for python, parts in ((sys.executable, for_controller), (str(episode_python()), for_workers)):
+        for key, path, arguments in parts:
+            if extension.is_path(path):
+                extension.check(key, path, arguments, python)
 
 
 def _model(config: Config) -> dict[str, Any]:
@@ -147,6 +185,8 @@ def _renderer(config: Config) -> None:
     from megatron_fleet.agents.template_check import check_template
 
     folder, rollout = config.model.path, config.rollout
+    if extension.is_path(rollout.renderer):
+        return
     make_renderer(folder, rollout.thinking, rollout.renderer)
     if rollout.renderer == AUTO:
         check_template(folder, rollout.thinking)

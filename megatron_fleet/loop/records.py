@@ -11,6 +11,7 @@ import numpy as np
 
 from megatron_fleet.agents.tokenizer import Tokenizer
 from megatron_fleet.agents.trajectory import Group
+from megatron_fleet.config.errors import say
 from megatron_fleet.config.schema import Config
 from megatron_fleet.evaluation.dumps import EvalDumps
 from megatron_fleet.evaluation.evaluator import Evaluation
@@ -21,6 +22,7 @@ from megatron_fleet.telemetry.sinks import (
     HistogramSink,
     MetricSink,
     MetricsLog,
+    OwnSink,
     TensorBoardSink,
     TrajectoryLog,
     read_metrics,
@@ -43,6 +45,7 @@ class Records:
             self._sinks.append(_wandb(config, resumed_step, started))
         if config.logging.mlflow.uri is not None:
             self._sinks.append(_mlflow(config, resumed_step, started))
+        self._sinks += [OwnSink(path, config, resumed_step, started) for path in config.logging.own]
         self._trajectories = TrajectoryLog(self._out / "trajectories", resumed_step)
         decode, turns = Tokenizer(config.model.path).decode, config.rollout.sampling.max_turns
         self._dumps = EvalDumps(self._out / "dumped_evals", decode, turns, resumed_step)
@@ -112,7 +115,7 @@ class Records:
         if self._plot:
             draw_learning_curve(metrics, self._out / "curve.png", self._name)
         self.close(complete=True)
-        print(_last_line(self._out, summary), flush=True)
+        say(_last_line(self._out, summary))
 
     def close(self, complete: bool = False) -> None:
         """Flush and close everything. Idempotent. ``complete``: the run came to its end."""

@@ -16,6 +16,7 @@ from megatron_fleet.cluster.inventory import LOOPBACK, Inventory
 from megatron_fleet.cluster.logs import write_output_to
 from megatron_fleet.config.schema import Config
 from megatron_fleet.config.secrets import STORE, of_environments, secrets
+from megatron_fleet.platform.priority import take_normal_priority
 from megatron_fleet.rollout import engine_actor
 from megatron_fleet.rollout.components import ComponentLost
 from megatron_fleet.rollout.ray_local import live_nodes
@@ -76,6 +77,7 @@ class WorkerActor:
     def __init__(self, log: Path, secrets: dict[str, str], *args: Any) -> None:
         """Args: ``secrets``: variables that the environments' client reads."""
         write_output_to(log)
+        take_normal_priority()
         os.environ.update(secrets)
         from megatron_fleet.rollout.worker import EpisodeWorker
 
@@ -90,6 +92,9 @@ class WorkerActor:
     async def forget_failures(self) -> None:
         await self._worker.forget_failures()
 
+    async def engine_moved(self, before: str, now: str) -> None:
+        self._worker.engine_moved(before, now)
+
 
 def engine_options(place: Place, index: int) -> dict[str, Any]:
     """Ray's options for an engine's actor. Raises ComponentLost when the engine's host is not part of the cluster."""
@@ -98,7 +103,7 @@ def engine_options(place: Place, index: int) -> dict[str, Any]:
     options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0, "runtime_env": {"env_vars": env_vars}}
     host = place.engine_host(index)
     if host == LOOPBACK:
-        return options  # Ray calls a lone node by another address
+        return options  # a cluster that was there before (RAY_ADDRESS) calls its node by another address
     if (node := live_nodes().get(host)) is None:
         raise ComponentLost(f"no Ray node has the address {host}")
     return options | {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}

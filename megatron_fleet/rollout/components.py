@@ -19,6 +19,7 @@ from megatron_fleet.cluster.restarts import OutOfRestarts, Restarts
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.envs.embedded.fleet import ServerKilled
 from megatron_fleet.envs.registry import Server, Start, no_answer, serve
+from megatron_fleet.platform.children import ChildKilled
 from megatron_fleet.rollout.requests import EpisodeSpec, RolloutFailed
 
 MAX_RESTARTS = 3
@@ -119,18 +120,26 @@ class WorkerSlot(Component):
 
     async def abort(self, collection: int) -> None:
         """Stop the episodes of a collection. A worker that does not answer is replaced when its batch is due."""
-        with contextlib.suppress(RayError, TimeoutError):
-            await within(self._actor.abort.remote(collection), CALL_TIMEOUT_S)
+        await self._tell(self._actor.abort.remote(collection))
 
     async def forget_failures(self) -> None:
         """See `EpisodeRunner.forget_failures`. A worker that is lost has nothing to forget."""
         if self._actor is not None:
-            with contextlib.suppress(RayError, TimeoutError):
-                await within(self._actor.forget_failures.remote(), CALL_TIMEOUT_S)
+            await self._tell(self._actor.forget_failures.remote())
+
+    async def engine_moved(self, before: str, now: str) -> None:
+        """See `EnginePool.moved`. A worker that takes the place of a lost one asks for the endpoints of then."""
+        if self._actor is not None:
+            await self._tell(self._actor.engine_moved.remote(before, now))
 
     async def close(self) -> None:
         if self._actor is not None:
             ray.kill(self._actor)
+
+    async def _tell(self, call: Awaitable[None]) -> None:
+        """Await a call that a worker gets in any case, late perhaps, unless it is lost."""
+        with contextlib.suppress(RayError, TimeoutError):
+            await within(call, CALL_TIMEOUT_S)
 
     async def _create(self) -> None:
         self._actor = self._make()
@@ -239,7 +248,9 @@ async def within(awaitable: Awaitable[Any], timeout_s: float) -> Any:
 
 
 def died(error: BaseException) -> bool:
-    """Whether the process of an actor ended under a call, as by a signal; not by an error of its own."""
+    """Whether the process of an actor, or one that it needs, was killed under a call; not by an error of its own."""
+    if isinstance(error, ChildKilled):
+        return True
     return isinstance(error, RayActorError) and "creation task" not in str(error)
 
 
@@ -249,5 +260,7 @@ def brief(error: BaseException) -> str:
         return "its process died"
     if isinstance(error, ComponentLost):
         return str(error)
+    if isinstance(error, TimeoutError):
+        return str(error) or "no answer in time"
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[-1].strip()}" if lines else type(error).__name__

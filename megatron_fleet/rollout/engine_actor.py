@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import json
 import os
-import platform
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +22,15 @@ from megatron_fleet.agents.engine import EngineLost, Generation, SamplingParams
 from megatron_fleet.agents.images import PlacedImage, read_vision
 from megatron_fleet.cluster.logs import write_output_to
 from megatron_fleet.config.schema import Config
+from megatron_fleet.platform import stacks
+from megatron_fleet.platform.children import killed_children_told
+from megatron_fleet.platform.priority import take_normal_priority
+from megatron_fleet.rollout.deadline import Deadline
 from megatron_fleet.rollout.engine_images import ImageRequests, find_torchvision
 from megatron_fleet.rollout.engine_server import EngineServer
 from megatron_fleet.rollout.prefix_sharing import BLOCK, AttentionTiles, PrefixSharing
 from megatron_fleet.weight_sync.registry import engine_backend
-from megatron_fleet.weight_sync.vllm_plugin import DIE_WITH_PARENT
+from megatron_fleet.weight_sync.vllm_plugin import DIE_WITH_PARENT, TRANSPORT
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -62,6 +65,8 @@ CPU_KV_CACHE_BYTES = 1 << 30
 CPU_STEP_TOKENS = 4096
 """Tokens of one scheduling step; a longer prompt gets a step of its own."""
 WATCH_INTERVAL_S = 0.25
+STACKS_AFTER = 0.9
+"""At this part of a deadline the stacks of the engine's processes go to its log."""
 IMAGE_ATTEMPTS = 2
 """vLLM's two caches of pictures may differ, for example after a weight update; the request that finds out fails with
 finish reason ``error``, and the next one finds them mended (``MultiModalCacheMissError`` in vLLM 0.32)."""
@@ -87,7 +92,9 @@ class EngineActor:
     def __init__(self, config: Config, token: str, log: Path, transport: str, secrets: Mapping[str, str] | None = None):
         """Args: ``transport``: name of the one by which weights will come. ``secrets``: variables that it reads."""
         write_output_to(log)
+        take_normal_priority()
         os.environ.update(secrets or {})
+        os.environ[TRANSPORT] = transport
         self._config, self._transport = config, transport
         self._server = EngineServer(self._generate, token)
         self._llm: Any = None
@@ -99,12 +106,22 @@ class EngineActor:
         self._asleep = False
         self._tokens = self._requests = 0
 
-    async def listen(self, host: str, port: int) -> str:
+    async def listen(self, host: str) -> str:
         """Bind the socket and return its address; requests wait until ``serve``."""
-        return await self._server.listen(host, port)
+        return await self._server.listen(host)
 
     async def start(self) -> None:
-        """Load the model (seconds to minutes). Blocks this actor, and only it."""
+        """Load the model (seconds to minutes). Blocks this actor, and only it.
+
+        Raises:
+            ChildKilled: the engine's core process was killed meanwhile.
+        """
+        limit = self._config.rollout.engine.start_timeout_s
+        with killed_children_told(), stacks.written_after(STACKS_AFTER * limit):
+            self._start()
+        await self._llm.update_weight_version("0")
+
+    def _start(self) -> None:
         if self._vision is not None:
             find_torchvision()
         from vllm.platforms import current_platform
@@ -112,10 +129,9 @@ class EngineActor:
 
         self._llm = AsyncLLM.from_engine_args(self._engine_args())
         if current_platform.is_cpu() and self._config.run.deterministic:
-            self._sharing = PrefixSharing(_attention_tiles(self._llm.model_config))
+            self._sharing = PrefixSharing(AttentionTiles.of(self._llm.model_config))
         if self._vision is not None:
             self._images = ImageRequests(self._llm.renderer, self._vision)
-        await self._llm.update_weight_version("0")
 
     async def serve(self) -> None:
         """Answer requests, with the weights that are there now."""
@@ -157,42 +173,46 @@ class EngineActor:
         self, prompt: list[int], params: SamplingParams, session: str, images: Sequence[PlacedImage]
     ) -> Generation:
         salt = self._sharing.salt(session, len(prompt)) if self._sharing is not None else None
-        output = await self._sampled(prompt, images, _vllm_params(params, len(prompt)), salt)
+        name, limit = str(next(self._numbers)), self._config.rollout.engine.request_timeout_s
+        with Deadline(self._llm, name, limit) as deadline:
+            output = await self._sampled(name, prompt, images, _vllm_params(params, len(prompt)), salt)
         completion = output.outputs[0]
+        if deadline.passed and not completion.token_ids:
+            raise EngineLost(f"the engine sampled no token within {limit:g} s (rollout.engine.request_timeout_s)")
         self._tokens += len(completion.token_ids)
         self._requests += 1
         return Generation(
             np.asarray(completion.token_ids, np.int32),
             np.asarray(completion.logprobs.logprobs, np.float32),
-            completion.finish_reason,
+            "deadline" if deadline.passed and completion.finish_reason == "abort" else completion.finish_reason,
             tuple((int(span.version), span.start, span.end) for span in completion.weight_versions),
             None if params.routing_start is None else _routing(completion.routed_experts),
         )
 
     async def _sampled(
-        self, prompt: list[int], images: Sequence[PlacedImage], params: VllmParams, salt: str | None
+        self, name: str, prompt: list[int], images: Sequence[PlacedImage], params: VllmParams, salt: str | None
     ) -> RequestOutput:
         """Raises EngineLost or ValueError, as ``_run`` does."""
         from vllm.inputs.engine import tokens_input
 
         if not images:
-            return await self._run(tokens_input(prompt, cache_salt=salt), params)
+            return await self._run(name, tokens_input(prompt, cache_salt=salt), params)
         if self._images is None:
             raise ValueError(f"model.path={self._config.model.path} sees no pictures, or its vision is not supported")
         for _ in range(IMAGE_ATTEMPTS):
-            output = await self._run(await self._images.make(prompt, images, salt), params)
+            output = await self._run(name, await self._images.make(prompt, images, salt), params)
             if output.outputs[0].finish_reason != "error":
                 return output
         raise EngineLost(f"the engine failed {IMAGE_ATTEMPTS} times to hold the pictures of a prompt")
 
-    async def _run(self, request: EngineInput, params: VllmParams) -> RequestOutput:
+    async def _run(self, name: str, request: EngineInput, params: VllmParams) -> RequestOutput:
         """Raises EngineLost when the engine is gone, ValueError for a request it refuses."""
         from vllm.exceptions import VLLMClientError, VLLMServerError
 
         if self._unusable is not None:
             raise EngineLost(self._unusable)
         try:
-            async for output in self._llm.generate(request, params, str(next(self._numbers))):
+            async for output in self._llm.generate(request, params, name):
                 last = output
             return last
         except VLLMClientError as error:
@@ -220,7 +240,8 @@ class EngineActor:
             raise ValueError("sequences with pictures cannot be scored")
 
         params = VllmParams(max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
-        outputs = await asyncio.gather(*(self._run(tokens_input(ids.tolist()), params) for ids in sequences))
+        requests = [(str(next(self._numbers)), tokens_input(ids.tolist())) for ids in sequences]
+        outputs = await asyncio.gather(*(self._run(name, request, params) for name, request in requests))
         return [_prompt_logprobs(output) for output in outputs]
 
     async def open_transport(self, init_info: Mapping[str, Any]) -> None:
@@ -285,9 +306,11 @@ class EngineActor:
         """Whatever fails in an update leaves half a model: the engine then refuses everything, and is replaced."""
         if self._unusable is not None:
             raise RuntimeError(self._unusable)
+        limit = self._config.rollout.engine.update_timeout_s
         try:
-            async with asyncio.timeout(self._config.rollout.engine.update_timeout_s):
-                yield
+            with stacks.written_after(STACKS_AFTER * limit):
+                async with asyncio.timeout(limit):
+                    yield
         except BaseException as error:
             self._unusable = f"{what} failed: {type(error).__name__}: {error}"
             raise RuntimeError(self._unusable) from error
@@ -330,20 +353,6 @@ def _cpu_args(context: int) -> dict[str, Any]:
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(context, CPU_STEP_TOKENS),
     }
-
-
-def _attention_tiles(model: Any) -> AttentionTiles:
-    """Args: ``model``: vLLM's ModelConfig."""
-    import torch
-
-    float32, text = model.dtype == torch.float32, model.hf_text_config
-    return AttentionTiles(
-        head_dim=model.get_head_size(),
-        queries_per_key=text.num_attention_heads // text.num_key_value_heads,
-        element_bytes=model.dtype.itemsize,
-        cache_bytes=torch.cpu.get_capabilities()["l2_cache_size"] // 2,
-        rows=8 if float32 and platform.machine() == "x86_64" else 32,
-    )
 
 
 def _routing(experts: np.ndarray | None) -> np.ndarray | None:

@@ -9,25 +9,27 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_fleet.agents.engine import Engine, EngineLost, Generation, SamplingParams
+from megatron_fleet.agents.engine import EngineLost, Generation, SamplingParams
 from megatron_fleet.agents.images import PlacedImage
-from megatron_fleet.cluster import frames
+from megatron_fleet.cluster import frames, handshake
 from megatron_fleet.rollout import wire
 
 MAX_SESSIONS = 65_536
 """Remembered session-to-replica choices; forgetting one costs a prefix-cache miss, nothing else."""
 FAR_REQUESTS = 8
 """What a replica on another host counts as more in flight, where this one has replicas of its own."""
+DEADLINE_GRACE_S = 10.0
+"""Engines cut turns at their deadline themselves and answer with what there is; one that does not is lost."""
 MAX_SENT = 65_536
 """Remembered pictures that an engine was sent; forgetting one costs sending it again."""
 
 
-def connect(endpoints: Sequence[str], token: str, request_timeout_s: float, host: str = "") -> Engine:
+def connect(endpoints: Sequence[str], token: str, request_timeout_s: float, host: str = "") -> EnginePool:
     """An Engine over the replicas at ``endpoints`` (``host:port``). Connects on first use, from any event loop.
 
     Args:
         token: the run's secret; an engine closes the connection without it.
-        request_timeout_s: deadline of one ``generate``, after which the request is cancelled and EngineLost raised.
+        request_timeout_s: deadline of one ``generate``, at which the engine ends the turn.
         host: address of this host; its replicas are preferred where it has some.
     """
     near = [endpoint.rsplit(":", 1)[0] == host for endpoint in endpoints]
@@ -53,15 +55,21 @@ class EnginePool:
         """Sample one turn (see ``agents.engine.Engine``).
 
         Raises:
-            EngineLost: no answer in time, or the replica is gone.
+            EngineLost: no answer or not one token in time, or the replica is gone.
             ValueError: the engine refuses the request (for example a prompt beyond its context).
         """
         replica = self._replica_of(session)
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._timeout_s + DEADLINE_GRACE_S):
                 return await replica.generate(prompt_ids, params, session, images)
         except TimeoutError as error:
             raise EngineLost(f"engine {replica.endpoint} gave no answer within {self._timeout_s:g} s") from error
+
+    def moved(self, before: str, now: str) -> None:
+        """The replica at an endpoint was lost, and another one took its place."""
+        for replica in self._replicas:
+            if replica.endpoint == before:
+                replica.endpoint = now
 
     def _replica_of(self, session: str) -> _Replica:
         replica = self._sessions.pop(session, None)
@@ -138,22 +146,33 @@ class _Replica:
     async def _connected(self) -> asyncio.StreamWriter:
         async with self._connecting:
             if self._writer is None:
-                host, port = self.endpoint.rsplit(":", 1)
-                try:
-                    reader, writer = await asyncio.open_connection(host, int(port), limit=1 << 20)
-                except OSError as error:
-                    raise EngineLost(f"engine {self.endpoint} is not reachable: {error.strerror}") from error
-                writer.write(frames.pack("hello", self._token))
+                reader, writer = await self._dial()
                 self._writer = writer
                 self._sent.clear()
                 self._reading = asyncio.create_task(self._read(reader, writer))
             return self._writer
 
+    async def _dial(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        host, port = self.endpoint.rsplit(":", 1)
+        try:
+            reader, writer = await asyncio.open_connection(host, int(port), limit=1 << 20)
+        except OSError as error:
+            raise EngineLost(f"engine {self.endpoint} is not reachable: {error.strerror}") from error
+        try:
+            writer.write(frames.pack("client", await handshake.dial(reader, writer, self._token)))
+        except handshake.NotOfThisRun as error:
+            writer.close()
+            raise EngineLost(f"engine {self.endpoint} is not reachable: {error}") from error
+        except asyncio.CancelledError:
+            writer.close()
+            raise
+        return reader, writer
+
     async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while (frame := await frames.read(reader)) is not None:
                 self._settle(frame)
-        except ValueError:
+        except (ValueError, TypeError, LookupError, OverflowError):
             pass  # not our protocol: as good as gone
         finally:
             self._writer = None

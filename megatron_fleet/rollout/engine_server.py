@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import traceback
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
@@ -11,7 +10,7 @@ from typing import Any
 
 from megatron_fleet.agents.engine import EngineLost, Generation, SamplingParams
 from megatron_fleet.agents.images import PlacedImage, digest
-from megatron_fleet.cluster import frames
+from megatron_fleet.cluster import frames, handshake
 from megatron_fleet.envs.base import Image
 from megatron_fleet.rollout import wire
 
@@ -20,7 +19,6 @@ Generate = Callable[[list[int], SamplingParams, str, Sequence[PlacedImage]], Awa
 
 MAX_IMAGE_BYTES = 512 << 20
 """Files of pictures that an engine keeps, the ones least recently used going first."""
-HELLO_TIMEOUT_S = 5.0
 
 
 class ImageStore:
@@ -61,9 +59,9 @@ class EngineServer:
         self._open = asyncio.Event()
         self._server: asyncio.Server | None = None
 
-    async def listen(self, host: str, port: int) -> str:
-        """Bind and return ``host:port``; port 0 takes a free one. Raises OSError when the port is taken."""
-        self._server = await asyncio.start_server(self._serve, host, port, limit=1 << 20)
+    async def listen(self, host: str) -> str:
+        """Bind a free port; ``host:port``."""
+        self._server = await asyncio.start_server(self._serve, host, 0, limit=1 << 20)
         return f"{host}:{self._server.sockets[0].getsockname()[1]}"
 
     def open(self) -> None:
@@ -74,27 +72,27 @@ class EngineServer:
             self._server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            if await handshake.admit(reader, writer, self._token) == ["client"]:
+                await self._obey(reader, writer)
+        except (TimeoutError, ValueError):
+            pass  # a peer that does not speak the protocol gets no answer
+        except asyncio.CancelledError:
+            pass  # the event loop ends; asyncio's stream callback would print a traceback
+        finally:
+            writer.close()
+
+    async def _obey(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         running: dict[int, asyncio.Task[None]] = {}
         try:
-            hello = await asyncio.wait_for(frames.read(reader), HELLO_TIMEOUT_S)
-            if not self._trusted(hello):
-                return
             while (frame := await frames.read(reader)) is not None:
                 self._dispatch(frame, writer, running)
-        except (TimeoutError, ValueError):
-            return  # a peer that does not speak the protocol gets no answer
-        except asyncio.CancelledError:
-            return  # the event loop ends; asyncio's stream callback would print a traceback
+        except (TypeError, LookupError, OverflowError) as error:
+            raise ValueError("a frame that is no request") from error
         finally:
             # A client that went away wants nothing any more: cancelling aborts its requests in vLLM.
             for task in running.values():
                 task.cancel()
-            writer.close()
-
-    def _trusted(self, hello: list[Any] | None) -> bool:
-        if not hello or hello[0] != "hello" or len(hello) != 2 or not isinstance(hello[1], str):
-            return False
-        return hmac.compare_digest(hello[1].encode(), self._token.encode())
 
     def _dispatch(self, frame: list[Any], writer: asyncio.StreamWriter, running: dict[int, asyncio.Task]) -> None:
         match frame:

@@ -19,6 +19,8 @@ from megatron_fleet.weight_sync.base import WeightReceiver
 
 CLOSE_TIMEOUT_S = 5.0
 
+OnMove = Callable[[str, str], Awaitable[None]]
+"""Told the endpoint of an engine that was lost, and of the one in its place."""
 Resend = Callable[[WeightReceiver, int], Awaitable[None]]
 """Sends a version of the weights once more, to one engine. It may wait as long as the trainer needs: it is cancelled
 when an update of all engines begins before the engine's own has. After that update the engine asks anew."""
@@ -33,8 +35,8 @@ class Weights:
 
 
 class EngineSlot(WatchedComponent):
-    """One engine replica. After `start` the slot replaces a dead one by itself, on the same address. The new one
-    answers nothing before it has the weights of the last update.
+    """One engine replica. After `start` the slot replaces a dead one by itself, at an address of its own: somebody else
+    may have taken the old one. The new one answers nothing before it has the weights of the last update.
 
     Between `sleep` and ``wake("kv_cache")`` the device is the trainer's: an engine that dies then is replaced when the
     trainer has left, and takes the weights of the last update.
@@ -49,6 +51,7 @@ class EngineSlot(WatchedComponent):
         host: str,
         start_timeout_s: float,
         update_timeout_s: float,
+        on_move: OnMove,
         resend: Callable[[], Resend | None],
     ) -> None:
         """Args: ``make``: creates the actor; raises ComponentLost when its host stays away. ``host``: address to listen
@@ -57,7 +60,7 @@ class EngineSlot(WatchedComponent):
         self.endpoint = ""
         self._make, self._host = make, host
         self._start_timeout_s, self._update_timeout_s = start_timeout_s, update_timeout_s
-        self._find_resend = resend
+        self._on_move, self._find_resend = on_move, resend
         self._actor: Any = None
         self._updating: Any = None
         self._init_info: Mapping[str, Any] = {}
@@ -84,7 +87,7 @@ class EngineSlot(WatchedComponent):
     async def start(self) -> None:
         """Load the model. Raises RolloutFailed when it cannot, or was killed too often meanwhile."""
         try:
-            await within(self._actor.start.remote(), self._start_timeout_s)
+            await self._start()
             await within(self._actor.serve.remote(), CALL_TIMEOUT_S)
         except (RayError, TimeoutError) as error:
             if not died(error):
@@ -183,9 +186,18 @@ class EngineSlot(WatchedComponent):
             ray.kill(self._actor)
 
     async def _listen(self) -> None:
-        port = int(self.endpoint.rsplit(":", 1)[1]) if self.endpoint else 0
         self._actor = await self._make()
-        self.endpoint = await within(self._actor.listen.remote(self._host, port), self._start_timeout_s)
+        before = self.endpoint
+        self.endpoint = await within(self._actor.listen.remote(self._host), self._start_timeout_s)
+        if before:
+            await self._on_move(before, self.endpoint)
+
+    async def _start(self) -> None:
+        try:
+            await within(self._actor.start.remote(), self._start_timeout_s)
+        except TimeoutError as error:
+            limit = f"{self._start_timeout_s:g} s (rollout.engine.start_timeout_s)"
+            raise TimeoutError(f"not within {limit}; its log shows where its processes were") from error
 
     async def _repeat(self, call: Callable[[Any], Awaitable[Any]], timeout_s: float) -> Any:
         """Call the actor; when the engine is lost under the call, call the next one.
@@ -253,7 +265,7 @@ class EngineSlot(WatchedComponent):
             await self._device_free.wait()
             try:
                 await self._listen()
-                await within(self._actor.start.remote(), self._start_timeout_s)
+                await self._start()
                 self._loaded = None
                 await self._take_settled()
                 await within(self._actor.serve.remote(), CALL_TIMEOUT_S)

@@ -77,6 +77,9 @@ class Pool:
         await self._listening.wait()
         await asyncio.gather(*(worker.start() for worker in self.workers))
 
+    async def _engine_moved(self, before: str, now: str) -> None:
+        await asyncio.gather(*(worker.engine_moved(before, now) for worker in self.workers))
+
     async def _forget_failures(self) -> None:
         await asyncio.gather(*(worker.forget_failures() for worker in self.workers))
 
@@ -84,7 +87,7 @@ class Pool:
         engine, host = self._config.rollout.engine, self._place.engine_host(index)
 
         async def make() -> object:
-            if host != LOOPBACK:  # as Ray does not call a lone node
+            if host != LOOPBACK:
                 try:
                     await wait_for_nodes([host], self._config.cluster.join_timeout_s)
                 except UserError as error:
@@ -98,6 +101,7 @@ class Pool:
             host=host,
             start_timeout_s=engine.start_timeout_s,
             update_timeout_s=engine.update_timeout_s,
+            on_move=self._engine_moved,
             resend=resend,
         )
 

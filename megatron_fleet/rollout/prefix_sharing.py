@@ -10,7 +10,9 @@ depends on its own past alone. Small contexts, the common case of small models, 
 
 from __future__ import annotations
 
+import platform
 from dataclasses import dataclass
+from typing import Any
 
 BLOCK = 32
 """Tokens of a cache block; hits are multiples of it."""
@@ -34,6 +36,20 @@ class AttentionTiles:
     element_bytes: int
     cache_bytes: int
     rows: int
+
+    @classmethod
+    def of(cls, model: Any) -> AttentionTiles:
+        """Args: ``model``: vLLM's ModelConfig."""
+        import torch
+
+        float32, text = model.dtype == torch.float32, model.hf_text_config
+        return cls(
+            head_dim=model.get_head_size(),
+            queries_per_key=text.num_attention_heads // text.num_key_value_heads,
+            element_bytes=model.dtype.itemsize,
+            cache_bytes=torch.cpu.get_capabilities()["l2_cache_size"] // 2,
+            rows=8 if float32 and platform.machine() == "x86_64" else 32,
+        )
 
     def one_tile(self, length: int, uncached: int) -> bool:
         """Whether ``length`` keys fit one tile when the last ``uncached`` tokens, or fewer, are queries."""

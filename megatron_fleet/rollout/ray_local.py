@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import secrets
+import shutil
 import signal
 import tempfile
 import threading
@@ -13,8 +14,9 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
+from megatron_fleet.cluster.inventory import LOOPBACK
 from megatron_fleet.cluster.janitor import marks
-from megatron_fleet.cluster.nodes import OBJECT_STORE_BYTES, RayHead
+from megatron_fleet.cluster.nodes import OBJECT_STORE_BYTES, RAY_SETTINGS, RayHead
 from megatron_fleet.cluster.rank_identity import without_rank_variables
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.secrets import without_secrets
@@ -34,6 +36,13 @@ def run_folder(run_id: str) -> Path:
     folder = Path(base, f"mf-{run_id}")
     folder.mkdir(mode=0o700)
     return folder
+
+
+def temporary_files_in(folder: str) -> dict[str, str]:
+    """Variables with which a process makes its temporary files, vLLM's sockets among them, in ``folder``; except what
+    torch compiled, which the next run needs too."""
+    compiled = os.path.expanduser("~/.cache/torchinductor")
+    return {"TMPDIR": folder, "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled)}
 
 
 @contextlib.contextmanager
@@ -76,8 +85,15 @@ def start(run_id: str, folder: Path, host: str) -> RayHead | None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     address = os.environ.get("RAY_ADDRESS")
     if address is None:
+        for name, value in RAY_SETTINGS.items():
+            os.environ.setdefault(name, value)
         authenticate()
     import ray
+
+    if host == LOOPBACK:
+        # Ray would replace it by an address that other machines reach, and then listen on all of them.
+        ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # the same for its processes
 
     common = {"log_to_driver": False, "namespace": "megatron_fleet", "logging_level": "warning"}
     with _termination_handler_kept():
@@ -95,6 +111,12 @@ def start(run_id: str, folder: Path, host: str) -> RayHead | None:
         )
     trust = {name: os.environ[name] for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")}
     return RayHead(ray.get_runtime_context().gcs_address, trust, str(folder), run_id)
+
+
+def keep_logs(folder: Path, logs: Path) -> None:
+    """Copy what Ray wrote in a run's folder to ``logs/ray``."""
+    for session in folder.glob("ray/session_2*/logs"):
+        shutil.copytree(session, logs / "ray", dirs_exist_ok=True, ignore_dangling_symlinks=True)
 
 
 def live_nodes() -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import secrets
 import sys
@@ -24,7 +25,7 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
 from megatron_fleet.rollout import ray_local
 from megatron_fleet.rollout.engine_client import connect
-from megatron_fleet.rollout.requests import CollectRequest, CollectResult, RolloutStats
+from megatron_fleet.rollout.requests import CollectRequest, CollectResult, RolloutFailed, RolloutStats
 from megatron_fleet.weight_sync.base import WeightReceiver
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from megatron_fleet.rollout.collector import OnEpisodes, OnProgress
     from megatron_fleet.rollout.engine_slot import Resend
     from megatron_fleet.rollout.pool import Pool
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +204,7 @@ class RolloutService:
             self._cleanup.push_async_callback(self._ground.nodes.leave)
         # No await within: other code would see variables that are not this process's own.
         with ray_local.children_environment(self.run_id) as inherited:
-            head = ray_local.start(self.run_id, folder, self._ground.inventory.hosts[0].address)
+            head = self._start_ray(folder, logs)
         self._cleanup.callback(_leave_ray)
         self._cleanup.callback(janitor.look)
         from megatron_fleet.rollout.engine_slot import Engines
@@ -209,13 +212,29 @@ class RolloutService:
 
         # What a killed server leaves goes with the run's folder.
         variables = inherited | {"TMPDIR": str(folder)}
-        self._pool = Pool(self._config, self._place(logs), variables, lambda: self.resend)
+        self._pool = Pool(self._config, self._place(logs, head), variables, lambda: self.resend)
         self.engines = Engines(self._pool.engines, self.wait_ready)
         self._cleanup.push_async_callback(self._pool.close)
         serving = asyncio.create_task(self._pool.environment.start())
         self._starting = asyncio.create_task(self._start_pool(serving, head))
         self._cleanup.push_async_callback(_end, self._starting, serving)
         await asyncio.shield(serving)
+
+    def _start_ray(self, folder: Path, logs: Path) -> RayHead | None:
+        """Start Ray, a second time when the first fails: its processes find each other by deadlines of their own, some
+        of 5 s, which pass on a busy machine. Raises RolloutFailed."""
+        for last in (False, True):
+            try:
+                return ray_local.start(self.run_id, folder, self._ground.inventory.hosts[0].address)
+            except Exception as error:
+                ray_local.keep_logs(folder, logs)  # the folder goes with this process
+                lines = str(error).strip().splitlines() or [type(error).__name__]
+                why = f"Ray did not start: {lines[-1]} Its logs are in {logs / 'ray'}."
+                _leave_ray()
+                if last:
+                    raise RolloutFailed(why) from error
+                log.warning("%s It is started again.", why)
+        raise AssertionError("the second attempt returns or raises")
 
     async def _start_pool(self, serving: asyncio.Task[str], head: RayHead | None) -> None:
         hosts, nodes = self._ground.inventory.hosts, self._ground.nodes
@@ -226,14 +245,17 @@ class RolloutService:
             await ray_local.wait_for_nodes(addresses, self._config.cluster.join_timeout_s)
         await self._pool.start(serving)
 
-    def _place(self, logs: Path) -> Place:
+    def _place(self, logs: Path, head: RayHead | None) -> Place:
         from megatron_fleet.rollout.actors import Place
+
+        # The temporary files of engines and workers go with the run's folder, which every host of our own cluster has.
+        temporary = {} if head is None else ray_local.temporary_files_in(head.folder)
 
         return Place(
             logs=logs,
             episode_python=self._episode_python,
             token=self._ground.token,
-            env_vars=marks(self.run_id),
+            env_vars=marks(self.run_id) | temporary,
             engines=self._ground.placement.engines,
             transport=self._ground.placement.transport,
             inventory=self._ground.inventory,

@@ -1,8 +1,8 @@
 """The engine protocol over one persistent TCP connection, in the frames of ``cluster.frames``.
 
-Frames are lists whose first item is the kind. Client to engine, the first frame being ``hello``::
+Frames are lists whose first item is the kind. Client to engine, after the hello of ``cluster.handshake``::
 
-    ["hello", token]
+    ["client", proof]
     ["image", media type, file]     requests name it by its digest afterwards
     ["generate", id, session, prompt ids, temperature, max_tokens, stop ids, seed, routing_start,
      [[start, end, digest], ...]]   the last: the pictures in the prompt, each over its placeholders

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_fleet.agents.builder import TrajectoryBuilder
-from megatron_fleet.agents.episode import run_episode
+from megatron_fleet.agents.kinds import make_agent
 from megatron_fleet.agents.renderers.families import make_renderer
 from megatron_fleet.agents.settings import EpisodeSettings, stable_seed
 from megatron_fleet.agents.trajectory import Outcome, Trajectory
@@ -141,6 +141,11 @@ class EpisodeWorker(EpisodeRunner):
         self._settings = EpisodeSettings.from_config(rollout_config, env_config, Agent.model_validate(agent))
         self._renderer = make_renderer(tokenizer_folder, rollout_config.thinking, rollout_config.renderer)
         self._engine = connect(endpoints, token, rollout_config.engine.request_timeout_s, host)
+        self._agent = make_agent(self._settings.agent.kind)
+
+    def engine_moved(self, before: str, now: str) -> None:
+        """See `EnginePool.moved`."""
+        self._engine.moved(before, now)
 
     async def _episode(self, spec: EpisodeSpec, environment: ProvisionedEnvironment) -> Trajectory:
         settings = dataclasses.replace(
@@ -149,7 +154,7 @@ class EpisodeWorker(EpisodeRunner):
             routing=self._settings.routing and spec.trained,
             pictures=not spec.trained,
         )
-        return await run_episode(
+        return await self._agent(
             spec.task,
             spec.group,
             spec.sample,
@@ -158,7 +163,7 @@ class EpisodeWorker(EpisodeRunner):
             self._renderer,
             settings,
             episode_seed(spec),
-            session=f"{spec.collection}/{_name(spec)}",  # engines keep caches by session
+            f"{spec.collection}/{_name(spec)}",  # engines keep caches by session
         )
 
 

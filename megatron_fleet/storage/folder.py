@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 from pathlib import PurePosixPath
 from typing import Protocol
 
@@ -94,9 +95,18 @@ def aligned_buffer(nbytes: int) -> memoryview:
 def check_name(name: str) -> str:
     """``name`` if it is a relative one that stays inside a folder. Raises UserError otherwise."""
     path = PurePosixPath(name)
-    if str(path) != name or path.is_absolute() or ".." in path.parts or name in ("", "."):
+    outside = str(path) != name or path.is_absolute() or ".." in path.parts or name in ("", ".")
+    if outside or not is_path(name):
         raise UserError(f"{name!r}: is no name of a file inside a folder; give a relative one like sub/file.")
     return name
+
+
+def is_path(name: str) -> bool:
+    """Whether a file can have this name or path: it has no NUL and can be encoded."""
+    try:
+        return b"\0" not in os.fsencode(name)
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
 
 
 class Parts:

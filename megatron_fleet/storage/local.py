@@ -8,10 +8,12 @@ import functools
 import glob
 import os
 import secrets
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.storage.direct import BLOCK, InputFile, address, allocate, new_scratch, set_direct, write_blocks
@@ -52,7 +54,7 @@ class LocalFolder:
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
         path = self._path(name)
-        with told(path, "read"), path.open("rb") as f:
+        with told(path, "read"), open_regular(path) as f:
             f.seek(offset)
             data = f.read() if length is None else f.read(length)
             if length is not None and len(data) < length:
@@ -145,6 +147,23 @@ class LocalWriter:
     def _close(self) -> None:
         os.close(self._fd)
         self._fd = -1
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading.
+
+    Raises:
+        UserError: it is no regular file. A pipe would be waited for, a device has no end.
+        OSError: as of ``open``.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(fd)
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        raise UserError(f"{path}: is no regular file; check the address.")
+    return os.fdopen(fd, "rb")
 
 
 @contextmanager

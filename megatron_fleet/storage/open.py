@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.storage.folder import Folder
+from megatron_fleet.storage.folder import Folder, is_path
 from megatron_fleet.storage.local import LocalFolder
 from megatron_fleet.storage.staging import LocalStaging, S3Staging, Staging
 
@@ -51,6 +51,8 @@ def _split_s3(url: str | Path) -> tuple[str, str] | None:
     if not found:
         if not str(url):
             raise UserError("the address of a folder is empty; give a path or s3://bucket/prefix.")
+        if not is_path(str(url)):
+            raise UserError(f"{url}: cannot be a path (a NUL or half of a surrogate pair); give another one.")
         return None
     bucket, _, prefix = rest.partition("/")
     if scheme != "s3" or not bucket:

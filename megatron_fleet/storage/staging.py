@@ -65,14 +65,16 @@ class LocalStaging:
     def __init__(self, final: Path, marker: str) -> None:
         self.url = str(final)
         self._final = Path(os.path.abspath(final))
+        if not self._final.name:
+            raise UserError(f"{final}: is the root of the file system; name a folder in it.")
         self._partial = self._final.with_name(f".{self._final.name}{UNFINISHED}")
         self._marker = check_name(marker)
         self.folder: Folder = LocalFolder(self._partial)
 
     def exists(self) -> bool:
-        if (self._final / self._marker).is_file():
-            return True
         with told(self._final, "listed"):
+            if (self._final / self._marker).is_file():
+                return True
             if self._final.exists() and not (self._final.is_dir() and next(self._final.iterdir(), None) is None):
                 raise self._foreign()
         return False
@@ -102,8 +104,9 @@ class LocalStaging:
 
     def _check_published(self, data: bytes) -> None:
         found = self._final / self._marker
-        if not found.is_file() or found.read_bytes() != data:
-            raise self._foreign()
+        with told(found, "read"):
+            if not found.is_file() or found.read_bytes() != data:
+                raise self._foreign()
 
     def _foreign(self) -> UserError:
         return UserError(f"{self.url}: something else is there already; remove it or choose another place.")

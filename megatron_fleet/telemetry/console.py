@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TextIO
 
+from megatron_fleet.config.errors import say
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -114,7 +116,7 @@ class Progress:
 
     def _line(self, text: str) -> None:
         if not self._live:
-            print(text, file=self._stream, flush=True)
+            say(text, self._stream)
 
     def _pace(self) -> str:
         mean = sum(self._durations) / len(self._durations)

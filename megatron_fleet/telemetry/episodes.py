@@ -13,6 +13,7 @@ import numpy as np
 
 from megatron_fleet.agents.trajectory import Group, Outcome, Trajectory
 from megatron_fleet.algorithms.advantages import is_known
+from megatron_fleet.config.names import environment_name
 from megatron_fleet.telemetry.rewards import is_solved, reward_metrics
 
 if TYPE_CHECKING:
@@ -74,16 +75,11 @@ def trajectories_of(groups: Iterable[Group]) -> list[Trajectory]:
 
 
 def by_environment(groups: Iterable[Group]) -> dict[str, list[Group]]:
-    """Groups per environment, in order of name; ``/`` would look like a level of its own."""
+    """Groups per environment by its name in metrics, in order of name."""
     envs: dict[str, list[Group]] = defaultdict(list)
     for group in groups:
         envs[environment_name(group.env_key)].append(group)
     return dict(sorted(envs.items()))
-
-
-def environment_name(env_key: str) -> str:
-    """An environment key as a part of metric and file names."""
-    return env_key.replace("/", "_")
 
 
 def sampled_tokens(trajectories: Iterable[Trajectory]) -> int:
@@ -142,6 +138,7 @@ def _activity(trajectories: Sequence[Trajectory], pass_threshold: float) -> dict
         "avg_images": float(_values(trajectories, "images").mean()),
         "avg_image_tokens": float(_values(trajectories, "image_tokens").mean()),
         "total_images_unseen": float(_values(trajectories, "images_unseen").sum()),
+        "total_turns_past_deadline": float(_values(trajectories, "turns_past_deadline").sum()),
         "no_action_rate": _count(trajectories, Outcome.NO_ACTION) / len(trajectories),
         "repeating_rate": float((repeated > 0).mean()),
         "max_repeat": float(_values(trajectories, "max_repeat").max()),

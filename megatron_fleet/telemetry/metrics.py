@@ -15,8 +15,8 @@ import numpy as np
 from megatron_fleet.agents.trajectory import Group
 from megatron_fleet.algorithms.batch import Batch, Fate
 from megatron_fleet.algorithms.loss_metrics import NORMALISED, finalize_metrics
+from megatron_fleet.config.names import environment_name
 from megatron_fleet.telemetry.episodes import (
-    environment_name,
     episode_seconds,
     rollout_metrics,
     sampled_tokens,
@@ -52,7 +52,7 @@ def step_metrics(
     """
     return {
         **rollout_metrics(groups, pass_threshold),
-        **batch_metrics(groups, batch),
+        **batch_metrics(batch),
         **policy_metrics(reports, optims),
         **timing_metrics(groups, seconds),
         **provisioning_metrics(groups),
@@ -61,7 +61,7 @@ def step_metrics(
     }
 
 
-def batch_metrics(groups: Sequence[Group], batch: Batch) -> dict[str, float]:
+def batch_metrics(batch: Batch) -> dict[str, float]:
     """``loss/`` and ``accounting/``: what training took from the groups."""
     out: dict[str, float] = {f"accounting/{fate}": batch.counts[fate] for fate in Fate}
     out["accounting/episodes"] = sum(batch.counts.values())
@@ -70,7 +70,7 @@ def batch_metrics(groups: Sequence[Group], batch: Batch) -> dict[str, float]:
         lengths = np.array([np.count_nonzero(d.mask) for d in batch.data])
         advantages = np.array(batch.advantages)
         trained = {origin.trajectory for origin in batch.origin}  # each may have several rows
-        rewards = [groups[group].trajectories[sample].reward for group, sample in sorted(trained)]
+        rewards = [batch.rewards[group][sample] for group, sample in sorted(trained)]
         out["loss/avg_final_rewards"] = float(np.mean(np.array(rewards, dtype=np.float64)))
         out["loss/avg_raw_advantages"] = float(np.average(advantages, weights=lengths))
         out["loss/avg_raw_advantages_abs"] = float(np.average(np.abs(advantages), weights=lengths))

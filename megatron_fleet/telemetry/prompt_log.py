@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_fleet.telemetry.episodes import environment_name
-from megatron_fleet.telemetry.sinks import write_atomically
+from megatron_fleet.config.names import environment_name
+from megatron_fleet.storage.local import write_atomically
 
 if TYPE_CHECKING:
     from megatron_fleet.agents.trajectory import Group

@@ -25,6 +25,7 @@ WILDCARDS = {
         "(what the trainer waited for episodes) and `engines_idle` (time since the last step in which no episode of "
         "training was under way); of memory: `train`, `sync`, `roll`",
     ),
+    "{own}": ("[A-Za-z0-9_]+", "a name that a loss of your own gives"),
     "{owner}": ("[a-z]+", "who holds memory: see megatron_fleet/trainer/megatron/memory.py"),
 }
 
@@ -79,6 +80,7 @@ _ACTIVITY = {
     "avg_images": "Mean pictures per episode that the policy was shown.",
     "avg_image_tokens": "Mean tokens of pictures per episode, all segments together.",
     "total_images_unseen": "Pictures that were left out: the model sees none, or their file was broken.",
+    "total_turns_past_deadline": "Turns that were cut because they took rollout.engine.request_timeout_s.",
     "false_completion_rate": "Episodes that ended as `completed` with a reward below eval.pass_threshold, divided by "
     "all that ended as `completed` with a known reward.",
     "think_token_share": "Tokens of thinking divided by tokens that the policy sampled.",
@@ -144,7 +146,8 @@ _ACCOUNTING = {
     **_ATTEMPTS,
     "episodes": "Episodes collected for this step; the sum of the six fates below.",
     "trained": "Episodes that became training rows.",
-    "zero_signal": "Episodes left out because all known rewards of their group are equal.",
+    "filtered": "Episodes left out because algorithm.group_filter leaves their group out; by default because all its "
+    "known rewards are equal.",
     "unknown": "Episodes left out because their reward is unknown.",
     "too_few_known": "Episodes left out because no other reward of their group is known.",
     "masked": "Episodes whose reward counted for the group, but which were cut short (algorithm.masked_outcomes).",
@@ -162,7 +165,7 @@ _ASYNC = {
 }
 
 _LOSS = {
-    "avg_final_rewards": "Mean reward of the trained episodes.",
+    "avg_final_rewards": "Mean reward of the trained episodes, after algorithm.reward_shaping.",
     "avg_raw_advantages": "Mean advantage over trained tokens, before the normaliser.",
     "avg_raw_advantages_abs": "Mean absolute advantage over trained tokens, before the normaliser.",
 }
@@ -190,6 +193,7 @@ _POLICY = {
     "policy_kl": "Mean over trained tokens of the estimate of KL(π‖π_ref) that algorithm.kl.estimator names.",
     "policy_kl_clamped": "Share of trained tokens whose k3 is clamped at 10, where it has no gradient; k3 only.",
     "policy_entropy": "Mean entropy of π at trained tokens, in nats.",
+    "own/{own}": "Mean over trained tokens of a sum that a loss of your own gives (`algorithm.loss`, examples/).",
     "nll": "Mean −log π(token) over trained tokens (supervised warm start only).",
     "ratio_mean": "Mean of the loss's ratio over trained tokens: π/π_old (exactly 1 with one update per batch), its "
     "geometric mean over the sequence (gspo, gmpo), or π/μ (importance_weighted).",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import time
@@ -12,11 +13,16 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.extension import load
+from megatron_fleet.storage.local import write_atomically
 from megatron_fleet.telemetry.pictures import FOLDER, save_pictures
 
 if TYPE_CHECKING:
     from megatron_fleet.agents.trajectory import Group, Trajectory
+    from megatron_fleet.config.schema import Config
 
+log = logging.getLogger(__name__)
 
 HISTOGRAM_BINS = 30
 """TensorBoard draws as many."""
@@ -36,6 +42,54 @@ class HistogramSink(Protocol):
     """A metric sink that draws histograms too."""
 
     def draw(self, step: int, distributions: Mapping[str, np.ndarray]) -> None: ...
+
+
+LOGGER_ARGUMENTS = ("config", "resumed_step", "started")
+"""What a logger of the user's own is made with: see `OwnSink`. It is a `MetricSink`."""
+
+
+class OwnSink:
+    """A logger of the user's own. Where it fails it says so once and is left out: a run does not end for a curve."""
+
+    def __init__(self, path: str, config: Config, resumed_step: int | None, started: float) -> None:
+        """Make it.
+
+        Args:
+            path: ``package.module:name`` of what is called with the other three.
+            resumed_step: the logger drops what is newer; ``None`` = a new run.
+            started: unix time of this attempt.
+
+        Raises:
+            UserError: it cannot be imported, or cannot be made.
+        """
+        make = load("logging.own", path, LOGGER_ARGUMENTS)
+        self._path = path
+        try:
+            self._sink: MetricSink | None = make(config, resumed_step, started)
+        except Exception as error:
+            raise UserError(f"logging.own={path}: raises {type(error).__name__}: {error}; correct it.") from error
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._try("write", step, metrics)
+
+    def close(self, complete: bool = True) -> None:
+        self._try("close", complete)
+
+    def _try(self, method: str, *arguments: Any) -> None:
+        if self._sink is None:
+            return
+        try:
+            getattr(self._sink, method)(*arguments)
+        except Exception as error:
+            self._sink = None
+            log.warning(
+                "logging.own=%s: %s raises %s: %s. It gets nothing more; metrics.jsonl has everything.",
+                self._path,
+                method,
+                type(error).__name__,
+                error,
+                exc_info=error,
+            )
 
 
 class MetricsLog:
@@ -249,13 +303,3 @@ def _arrays(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
         "behaviour_logprobs": joined([t.behaviour_logprobs for t in trajectories], np.float32),
         "offsets": np.cumsum([0, *(len(t.token_ids) for t in trajectories)], dtype=np.int64),
     }
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Readers see the old file or the new one, never half of it; the new one is on disk when this returns."""
-    part = path.with_name(path.name + ".part")
-    with part.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)

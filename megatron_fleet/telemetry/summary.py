@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fleet.algorithms.batch import Fate
-from megatron_fleet.telemetry.sinks import read_metrics, write_atomically
+from megatron_fleet.storage.local import write_atomically
+from megatron_fleet.telemetry.sinks import read_metrics
 
 Row = dict[str, Any]
 

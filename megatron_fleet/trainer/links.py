@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from megatron_fleet.cluster import frames
+from megatron_fleet.cluster import frames, handshake
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.trainer.base import Deliver
 from megatron_fleet.trainer.messages import OTHER, SYSTEM, USER, Identity
 
-HELLO_TIMEOUT_S = 10.0
 READ_LIMIT = 1 << 20
 
 
@@ -79,7 +77,7 @@ class RankListener:
         self._config.set_result(config)
 
     def admit(self, kind: str, serve: Admit) -> None:
-        """Serve peers that are no ranks: those whose first frame is ``[kind, token, who]``."""
+        """Serve peers that are no ranks: those whose first frame is ``[kind, proof, who]``."""
         self._others[kind] = serve
 
     async def listen(self, host: str, port: int) -> None:
@@ -145,22 +143,17 @@ class RankListener:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         frames.keep_alive(writer.get_extra_info("socket"))
         try:
-            async with asyncio.timeout(HELLO_TIMEOUT_S):
-                hello = await frames.read(reader)
-            if hello is not None and self._is_trusted(hello):
-                await self._admit(hello[0], hello[2], reader, writer)
+            frame = await handshake.admit(reader, writer, self._token)
+            if frame is not None and len(frame) == 2:
+                kind, who = frame
+                await self._admit(kind, who, reader, writer)
                 return
         except (TimeoutError, ValueError):
             pass
         writer.close()  # a peer that does not know the token learns nothing
 
-    def _is_trusted(self, hello: list[Any]) -> bool:
-        if len(hello) != 3 or not isinstance(hello[1], str):
-            return False
-        return hmac.compare_digest(hello[1].encode(), self._token.encode())
-
     async def _admit(self, kind: str, who: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if kind != "hello":
+        if kind != "rank":
             if kind not in self._others:
                 raise ValueError(f"unknown peer {kind}")
             await self._others[kind](who, reader, writer)

@@ -1,15 +1,15 @@
 """What travels between the controller and the ranks, as parts of `cluster.frames`.
 
-Rank to controller::
+Rank to controller, after the hello of `cluster.handshake`::
 
-    ["hello", token, identity]          the first frame; identity: see `Identity`
+    ["rank", proof, identity]           the first frame; identity: see `Identity`
     ["done", call, value]
     ["failed", call, kind, message, traceback]      kind: one of `FAILURES`
     ["post", call, number, message]     `send_weights`: a message for the engines
 
 Controller to rank::
 
-    ["config", text]                    answer to hello: the resolved configuration as JSON
+    ["config", text]                    the answer: the resolved configuration as JSON
     ["call", call, verb, arguments, micro-batches that follow]
     ["data", call, sequences]           one micro-batch, to the first rank of a replica only
     ["delivered", call, number, error or nil]

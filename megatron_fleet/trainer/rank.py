@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_fleet.cluster import frames
 from megatron_fleet.cluster.frames import FrameSocket
+from megatron_fleet.cluster.handshake import Dialler, NotOfThisRun
 from megatron_fleet.cluster.inventory import cuda_is_installed, nvidia_devices
 from megatron_fleet.cluster.logs import write_output_to
 from megatron_fleet.cluster.rank_identity import controller_address, rank_identity
@@ -55,16 +56,25 @@ def main(environ: Mapping[str, str]) -> int:
     here = connection.getsockname()[0]
     place = me.rank, me.world_size, me.local_rank, socket.gethostname(), os.getpid()
     who = Identity(*place, me.source, here, device)
-    link.write("hello", token, who.to_plain())
+    _say_hello(link, token, who, address)
     answer = link.read()
     if answer is None or answer[0] != "config":
         raise UserError(
             f"MFLEET_CONTROLLER={address}: the controller refused rank {me.rank} of {me.world_size}; see its output "
-            f"(another MFLEET_TOKEN, another number of ranks, or a rank that is there already)."
+            f"(another number of ranks, or a rank that is there already)."
         )
     if me.source != "mfleet":  # else whoever started it has seen to that
         write_output_to(Path(json.loads(answer[1])["run"]["out"], "logs", f"rank_{me.rank}.log"))
     return RankServer(link, who, answer[1], here).serve()
+
+
+def _say_hello(link: FrameSocket, token: str, who: Identity, address: str) -> None:
+    dialler = Dialler(token)
+    try:
+        link.write(*dialler.hello)
+        link.write("rank", dialler.proof(link.read()), who.to_plain())
+    except (NotOfThisRun, ValueError) as error:
+        raise UserError(f"MFLEET_CONTROLLER={address}: {error}; give both sides the same MFLEET_TOKEN.") from None
 
 
 def _device(local_rank: int, environ: Mapping[str, str]) -> dict[str, Any] | None:

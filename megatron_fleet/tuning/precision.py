@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_fleet.config.errors import say
 from megatron_fleet.config.schema import Config, Parallel, Precision
 from megatron_fleet.trainer.precision import Machine, machine_problem, this_machine
 
@@ -228,5 +229,5 @@ def main(config: Config, layers: int, repeats: int, as_json: bool) -> int:
     with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("precision", total=trials(config))
         report = tune(config, layers, repeats, lambda: progress.advance(bar))
-    print(to_json(report) if as_json else to_text(report))
+    say(to_json(report) if as_json else to_text(report))
     return 0

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.extension import is_path, load
 from megatron_fleet.weight_sync.base import Sender, Transport
 
 if TYPE_CHECKING:
@@ -48,6 +49,10 @@ TRANSPORTS: dict[str, Halves] = {
 }
 
 
+OWN_ARGUMENTS: tuple[str, ...] = ()
+"""What a transport of the user's own is called with, to give its `Halves`."""
+
+
 def make_transport(name: str, options: Mapping[str, Any] | None = None) -> Transport:
     """The controller's half of a transport.
 
@@ -58,7 +63,7 @@ def make_transport(name: str, options: Mapping[str, Any] | None = None) -> Trans
     Raises:
         UserError: there is no such transport, or an option is missing.
     """
-    transport: Transport = _load(_halves(name).controller)(options or {})
+    transport: Transport = _load(halves(name).controller)(options or {})
     return transport
 
 
@@ -84,7 +89,7 @@ def make_sender(
     from megatron_fleet.weights.hf_model import open_model
 
     form = EngineFormat(None if engine_model is None else open_model(engine_model))
-    sender: Sender = _load(_halves(name).sender)(source, world, device, form)
+    sender: Sender = _load(halves(name).sender)(source, world, device, form)
     return sender
 
 
@@ -93,9 +98,22 @@ def engine_backend(name: str) -> str:
     return f"fleet_{name}"
 
 
-def _halves(name: str) -> Halves:
+def halves(name: str) -> Halves:
+    """The halves of the transport of this name, or of the user's own at this path.
+
+    Raises:
+        UserError: there is no such transport.
+    """
+    if is_path(name):
+        own = load("rollout.engine.transport", name, OWN_ARGUMENTS)()
+        if not isinstance(own, Halves):
+            raise UserError(f"rollout.engine.transport={name}: gave {type(own).__name__}; it must give Halves.")
+        return own
     if name not in TRANSPORTS:
-        raise UserError(f"rollout.engine.transport={name}: there is no such transport; choose {', '.join(TRANSPORTS)}.")
+        raise UserError(
+            f"rollout.engine.transport={name}: there is no such transport; choose {', '.join(TRANSPORTS)}, or "
+            f"package.module:name."
+        )
     return TRANSPORTS[name]
 
 

@@ -15,10 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.storage.local import told
 from megatron_fleet.weights.hf_config import architecture_of, read_model
 from megatron_fleet.weights.hf_folder import read_config
 
 CONFIG = "config.json"
+MOST_TOKENS = 1 << 30
+"""Of a context; beyond any model's."""
 
 
 def extend(source: Path, target: Path, factor: float, original: int) -> int:
@@ -34,18 +37,27 @@ def extend(source: Path, target: Path, factor: float, original: int) -> int:
     Raises:
         UserError: the model cannot be extended so, or ``target`` exists.
     """
-    if target.exists():
-        raise UserError(f"{target}: exists already; name another folder or remove it.")
-    raw = extended(read_config(source), factor, original)
-    partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    with told(target, "made"):
+        if os.path.lexists(target):
+            raise UserError(f"{target}: exists already; name another folder or remove it.")
+        raw = extended(read_config(source), factor, original)
+        partial = target.with_name(f".{target.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            _write(partial, source, raw)
+            os.rename(partial, target)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+    return int(factor * original)
+
+
+def _write(partial: Path, source: Path, raw: Mapping[str, Any]) -> None:
     partial.mkdir(parents=True)
     for path in sorted(source.resolve().iterdir()):
         if path.name != CONFIG:
             (partial / path.name).symlink_to(path)
     (partial / CONFIG).write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
-    os.rename(partial, target)
-    return int(factor * original)
 
 
 def extended(raw: Mapping[str, Any], factor: float, original: int) -> dict[str, Any]:
@@ -61,7 +73,12 @@ def extended(raw: Mapping[str, Any], factor: float, original: int) -> dict[str, 
             f"with the model as it was trained."
         )
     if not 1 < factor < math.inf or original < 1:
-        raise UserError(f"factor={factor:g} and original={original} extend nothing; give a factor above 1.")
+        raise UserError(f"factor={factor:g} and original={original!s:.30} extend nothing; give a factor above 1.")
+    if max(factor, original) > MOST_TOKENS or factor * original > MOST_TOKENS:
+        raise UserError(
+            f"factor={factor:g} × original={original!s:.30} are more than {MOST_TOKENS} tokens; give the factor by "
+            f"which the context becomes longer, and the tokens that the model was trained on."
+        )
     out = copy.deepcopy(dict(raw))
     part = architecture_of(out).text
     own: dict[str, Any] = out if part is None else out[part]

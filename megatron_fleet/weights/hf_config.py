@@ -41,6 +41,12 @@ _ROPE_WITHOUT_EFFECT = ("mrope_section", "mrope_interleaved")
 
 _TYPES = get_type_hints(Model)
 
+_MOST = {"layers": 1000, "heads": 1 << 16, "groups": 1 << 16, "experts": 1 << 16, "mtp": 9}
+_MOST_OTHERWISE = (1 << 31) - 1
+"""Attribute → greatest value, beyond any model's: tables are made of some, and sizes are multiplied."""
+_MOST_EXPERTS = 200_000
+"""Of all layers together."""
+
 
 def architecture_of(raw: Mapping[str, Any]) -> Architecture:
     """The family of a raw ``config.json``. Raises UserError when it is unknown."""
@@ -98,15 +104,15 @@ def _same(name: str, values: Iterable[Any]) -> Any:
     return found[0] if found else None
 
 
-def _of_kind(name: str, value: Any, kind: type, least: float = 0) -> Any:
-    """``value`` if it is of a kind (bool; int or float from ``least`` on)."""
+def _of_kind(name: str, value: Any, kind: type, least: float = 0, most: int = _MOST_OTHERWISE) -> Any:
+    """``value`` if it is of a kind (bool; int from ``least`` to ``most``; float above ``least``)."""
     if kind is bool and isinstance(value, bool):
         return value
     if kind is float and type(value) in (int, float) and least < value <= sys.float_info.max:
         return float(value)
-    if kind is int and type(value) is int and value >= least:
+    if kind is int and type(value) is int and least <= value <= most:
         return value
-    wanted = {bool: "true or false", int: f"an integer from {least} on", float: f"a number above {least}"}[kind]
+    wanted = {bool: "true or false", int: f"an integer from {least} to {most}", float: f"a number above {least}"}[kind]
     raise UserError(f"config.json: {name}={value!r} is not supported, only {wanted}; correct the file.")
 
 
@@ -137,7 +143,7 @@ class _Fields:
         kind = _TYPES[field.to]
         if value is None or kind in (bool, float):
             return value if value is None else _of_kind(field.name, value, kind)
-        return _of_kind(field.name, value, int, 0 if field.to == "mtp" else 1)
+        return _of_kind(field.name, value, int, 0 if field.to == "mtp" else 1, _MOST.get(field.to, _MOST_OTHERWISE))
 
     def check(self, name: str, expected: Any) -> None:
         """``expected`` in brackets: the field is a list, and each item is it."""
@@ -258,6 +264,11 @@ def _read_experts(fields: _Fields, architecture: Architecture, values: dict[str,
     if not any(values["moe_layers"]):
         raise UserError(f"config.json: none of the {layers} layers has experts; use the config.json of the weights.")
     experts, chosen = values["experts"], values["experts_per_token"]
+    if experts * layers > _MOST_EXPERTS:
+        raise UserError(
+            f"config.json: {layers} layers of {experts} experts are {experts * layers} experts, at most "
+            f"{_MOST_EXPERTS} are supported; correct the file."
+        )
     groups, top = values.get("expert_groups", 1), values.get("top_groups", 1)
     if experts % groups:
         raise UserError(f"config.json: n_group={groups} does not divide the {experts} experts; correct the file.")

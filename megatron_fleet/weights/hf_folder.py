@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.files import MAX_DEPTH, depth_exceeds
 from megatron_fleet.storage.folder import Folder
 from megatron_fleet.storage.open import open_folder
 
@@ -131,10 +132,9 @@ def read_header_bytes(folder: Folder, name: str, size: int) -> bytes:
 
 
 def parse_header(name: str, header: bytes) -> dict[str, StoredTensor]:
-    """The tensors of a file from `read_header_bytes` alone.
-
-    Raises ValueError (RecursionError for deep nesting) when it is malformed.
-    """
+    """The tensors of a file from `read_header_bytes` alone. Raises ValueError when it is malformed."""
+    if header[:8] != (len(header) - 8).to_bytes(8, "little", signed=True):
+        raise ValueError(f"the header of {name} has {len(header) - 8} bytes and claims another number")
     return _check_header(name, _parse_header(header), len(header), None)
 
 
@@ -151,7 +151,7 @@ def _told(folder: Folder, name: str) -> Iterator[None]:
     """Whatever a malformed header leads to, as UserError."""
     try:
         yield
-    except (ValueError, RecursionError) as e:
+    except ValueError as e:
         # What a broken file holds may stand in the message.
         why = " ".join(str(e).split())
         raise UserError(f"{folder.url}/{name}: not a whole safetensors file ({why}); download it again.") from None
@@ -176,7 +176,9 @@ def _check_header(file: str, header: dict[str, Any], start: int, size: int | Non
 
 
 def _check_entry(name: str, entry: Any) -> tuple[int, int]:
-    """Where a tensor lies. Raises ValueError when its entry is not of the format."""
+    """Where a tensor lies. Raises ValueError when its entry is not of the format, or its name cannot be shown."""
+    if not name.isprintable():
+        raise ValueError(f"a tensor's name is {name[:100]!r}")
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise ValueError(f"tensor {name} lacks dtype, shape or data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -195,7 +197,7 @@ def _is_size(number: Any) -> bool:
 
 
 def parse_json(text: bytes) -> Any:
-    """JSON in which no object names a key twice. Raises ValueError."""
+    """JSON in which no object names a key twice. Raises ValueError, also for what could not be written again."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         out = dict(pairs)
@@ -204,14 +206,24 @@ def parse_json(text: bytes) -> Any:
             raise ValueError(f"{name} is there twice")
         return out
 
-    return json.loads(text.decode("utf-8"), object_pairs_hook=unique)
+    try:
+        value = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
+        if depth_exceeds(value, MAX_DEPTH):
+            raise RecursionError
+        if b"\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep") from None
+    except UnicodeEncodeError:
+        raise ValueError("a text in it holds half of a surrogate pair") from None
+    return value
 
 
 def _read_json(folder: Folder, name: str) -> Any:
     try:
         return parse_json(folder.read(name))
-    except (ValueError, RecursionError) as e:
-        raise UserError(f"{folder.url}/{name}: not valid JSON ({e}).") from None
+    except ValueError as e:
+        raise UserError(f"{folder.url}/{name}: not valid JSON ({e}); download it again.") from None
 
 
 def companions(folder: Folder) -> Mapping[str, bytes]:

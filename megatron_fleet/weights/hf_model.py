@@ -93,7 +93,7 @@ def open_model(hf_dir: Folder | Path | str, *, prediction: bool = True) -> HfMod
     folder = as_folder(hf_dir)
     config = read_config(folder)
     stored = read_headers(folder)
-    _check_quantization(folder, config)
+    check_quantization(folder, config)
     return check_stored(folder, config, make_table(config, stored, prediction), stored)
 
 
@@ -175,7 +175,7 @@ def _expect(where: str, name: str, found: StoredTensor, shape: tuple[int, ...], 
         raise UserError(f"{where}/{found.file}: tensor {name} is stored as {found.dtype}; use {' or '.join(dtypes)}.")
 
 
-def _check_quantization(folder: Folder, config: dict[str, Any]) -> None:
+def check_quantization(folder: Folder, config: dict[str, Any]) -> None:
     """Refuse quantised forms other than the two that are decoded."""
     for part in (config, text_config(config, architecture_of(config))):
         for name in ("quantization_config", "compression_config"):
@@ -202,7 +202,8 @@ def _check_declared(where: str, declared: Any) -> None:
             )
         wanted = {"num_bits": 4, "type": "int", "group_size": GROUP, "symmetric": True}
         for name, group in groups.items():
-            weights = group.get("weights") or {}
+            weights = group.get("weights")
+            weights = weights if isinstance(weights, dict) else {}
             wrong = [key for key, value in wanted.items() if weights.get(key) != value]
             if wrong:
                 raise UserError(

@@ -90,7 +90,7 @@ def split_key(key: str, lead: tuple[int, ...]) -> tuple[str, int | None]:
 
 def stack_key(key: str) -> tuple[str, int | None]:
     """``decoder.layers.3.x`` → ``decoder.layers.x`` and 3, the form in which layers of one kind are stacked."""
-    match = re.match(r"decoder\.layers\.(\d+)\.(.*)", key)
+    match = re.match(r"decoder\.layers\.([0-9]{1,9})\.(.*)", key)
     return (f"decoder.layers.{match[2]}", int(match[1])) if match else (key, None)
 
 
@@ -187,7 +187,7 @@ class WeightTable:
 
     def _rules_for(self, key: str) -> tuple[dict[str, Rule], str, int | None]:
         """The rules that may name a key, the key as they spell it, and the layer in HF's numbers."""
-        match = re.match(r"(decoder|mtp)\.layers\.(\d+)\.", key)
+        match = re.match(r"(decoder|mtp)\.layers\.([0-9]{1,9})\.", key)
         if match is None:
             return self._by_key["top"], key, None
         number, rest = int(match[2]), key[match.end(2) :]

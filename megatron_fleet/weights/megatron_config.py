@@ -6,9 +6,10 @@ between its releases, and those of latent attention are DeepSeek-V3's. No torch,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, get_args, get_type_hints
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.weights.model import Model, Rope
@@ -172,6 +173,11 @@ _OFF = (
 """Further ones, which must be absent or off."""
 
 
+_MOST = 1 << 40
+_MOST_LAYERS = 1000
+"""Beyond any model's."""
+
+
 class _Arguments:
     """The arguments that Megatron-LM keeps in its checkpoints."""
 
@@ -180,13 +186,13 @@ class _Arguments:
 
     def take(self, name: str, default: Any = None) -> Any:
         value = self._args.get(name)
-        return default if value is None else value
+        return default if value is None else _plain(name, value)
 
     def need(self, *names: str) -> Any:
         """The first of the arguments that is there: releases name some of them differently."""
         for name in names:
             if self._args.get(name) is not None:
-                return self._args[name]
+                return _plain(name, self._args[name])
         raise UserError(f"checkpoint argument {names[0]} is missing; give --template with the model's HF folder.")
 
     def only(self, name: str, *wanted: Any) -> Any:
@@ -197,11 +203,39 @@ class _Arguments:
         return value
 
 
+def _plain(name: str, value: Any) -> Any:
+    """``value`` if it is a number, text, or a list of such; a pickle may hold anything."""
+    parts = value if isinstance(value, list | tuple) and len(value) <= _MOST_LAYERS else [value]
+    if any(type(part) not in (bool, int, float, str) or (type(part) is int and abs(part) > _MOST) for part in parts):
+        raise UserError(
+            f"checkpoint argument {name} is a {type(value).__name__} that no model has; give --template with the "
+            f"model's HF folder."
+        )
+    return value
+
+
+def _typed(model: Model) -> Model:
+    """``model`` if its values are of the types that it declares."""
+    for owner in (model, model.rope):
+        hints = get_type_hints(type(owner))
+        for field in fields(owner):
+            value, choices = getattr(owner, field.name), get_args(hints[field.name]) or (hints[field.name],)
+            if field.name in ("rope", "moe_layers") or value in [c for c in choices if isinstance(c, str)]:
+                continue
+            number = float in choices and type(value) is int
+            if not (number or type(value) in choices) or (type(value) is float and not math.isfinite(value)):
+                raise UserError(
+                    f"the checkpoint's arguments say {field.name}={value!r}, which no model has; give --template with "
+                    f"the model's HF folder."
+                )
+    return model
+
+
 def model_from_megatron(args: Mapping[str, Any]) -> Model:
     """What a model computes from the arguments that Megatron-LM 0.16 to 0.19 keeps in its checkpoints (``args``).
 
     Raises:
-        UserError: an argument is missing, or the model is of no family at hand.
+        UserError: an argument is missing or not of its type, or the model is of no family at hand.
     """
     given = _Arguments(args)
     for name, wanted in _ONLY.items():
@@ -221,20 +255,24 @@ def model_from_megatron(args: Mapping[str, Any]) -> Model:
         values["groups"] = given.need("num_query_groups") if grouped else values["heads"]
     if given.take("num_experts"):
         values |= _experts_from_megatron(given)
-    return Model(
-        **values,
-        vocab=given.need("vocab_size", "padded_vocab_size"),
-        context=given.need("max_position_embeddings", "seq_length"),
-        tied=not given.take("untie_embeddings_and_output_weights", False),
-        rope=_rope_from_megatron(given, latent),
-        rotary_fraction=given.take("rotary_percent", 1.0),
-        mtp=given.take("mtp_num_layers", 0),
+    return _typed(
+        Model(
+            **values,
+            vocab=given.need("vocab_size", "padded_vocab_size"),
+            context=given.need("max_position_embeddings", "seq_length"),
+            tied=not given.take("untie_embeddings_and_output_weights", False),
+            rope=_rope_from_megatron(given, latent),
+            rotary_fraction=given.take("rotary_percent", 1.0),
+            mtp=given.take("mtp_num_layers", 0),
+        )
     )
 
 
 def _experts_from_megatron(given: _Arguments) -> dict[str, Any]:
     freq, layers = given.take("moe_layer_freq", 1), given.need("num_layers")
-    pattern = [bool(x) for x in freq] if isinstance(freq, list) else [i % freq == 0 for i in range(layers)]
+    if isinstance(freq, int) and freq and isinstance(layers, int) and layers <= _MOST_LAYERS:
+        freq = [i % freq == 0 for i in range(layers)]
+    pattern = [bool(x) for x in freq] if isinstance(freq, list) else []
     if len(pattern) != layers or not any(pattern):
         raise UserError(f"checkpoint argument moe_layer_freq={freq!r} does not fit num_layers={layers}.")
     score = given.take("moe_router_score_function", "softmax")
@@ -254,7 +292,8 @@ def _experts_from_megatron(given: _Arguments) -> dict[str, Any]:
 
 
 def _rope_from_megatron(given: _Arguments, latent: bool) -> Rope:
-    theta = float(given.take("rotary_base", 10000))
+    theta = given.take("rotary_base", 10000)
+    theta = float(theta) if isinstance(theta, int) else theta
     kind = given.only("position_embedding_type", "rope", "yarn")
     if latent and given.take("rope_type", "yarn") == "yarn":
         # What Megatron-LM has no argument for has MLATransformerConfig's default.

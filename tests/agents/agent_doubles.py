@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from waiting import HANG_S
 
 from megatron_fleet.agents.chat_template import QWEN3_CHAT_TEMPLATE
 from megatron_fleet.agents.engine import Generation, SamplingParams
@@ -37,9 +38,9 @@ SETTINGS = EpisodeSettings(
     max_turns=6,
     max_no_action_turns=2,
     temperature=0.8,
-    episode_timeout_s=20.0,
-    verify_timeout_s=20.0,
-    close_timeout_s=20.0,
+    episode_timeout_s=HANG_S,
+    verify_timeout_s=HANG_S,
+    close_timeout_s=HANG_S,
     agent=Agent(max_tool_output_chars=500),
     prompts=PROMPTS,
 )

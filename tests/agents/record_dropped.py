@@ -38,7 +38,7 @@ def main(folder: Path) -> None:
         if True not in FAMILIES[family].thinking:
             continue
         chat = FAMILIES[family].make(True, source.decode())
-        theirs = [render_template(source.decode(), chat, talk) for talk in talks()]
+        theirs = render_template(source.decode(), chat, list(talks()))
         recorded.append(entry(name, origin, source, theirs) | {"family": family})
     DIGESTS.write_text(json.dumps({"templates": recorded}, indent=1) + "\n", encoding="utf-8")
 

@@ -46,7 +46,7 @@ def recorded_pictures(folder: Path, compare: bool) -> dict[str, Any]:
     source = (folder / name).read_bytes()
     chat = FAMILIES[family].make(False, source.decode())
     talks = [pictured(talk) for talk in Talks(SEED).conversations(COUNT, False)]
-    theirs = [render_template(source.decode(), chat, talk) for talk in talks]
+    theirs = render_template(source.decode(), chat, talks)
     if compare:
         show(name, [written(chat, talk) for talk in talks], theirs)
     found = entry(name, origin, source, theirs) | {"family": family, "thinking": False}
@@ -61,7 +61,7 @@ def main(folder: Path, compare: bool) -> None:
             spaced = "separators" not in source.decode()
             chat = FAMILIES[family].make(thinking, source.decode())
             talks = list(Talks(SEED).conversations(COUNT, thinking))
-            theirs = [render_template(source.decode(), chat, talk) for talk in talks]
+            theirs = render_template(source.decode(), chat, talks)
             recorded.append(entry(name, origin, source, theirs) | {"family": family, "thinking": thinking})
             recorded[-1]["spaced"] = spaced
             if compare:

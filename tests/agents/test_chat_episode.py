@@ -1,26 +1,24 @@
 """Episodes with a model behind a real HTTP endpoint: every ending, limits, tools, pictures, tokens."""
 
-import asyncio
 import dataclasses
-import time
 
 import pytest
 
 pytest.importorskip("openai")
 
-from agent_doubles import PROMPTS, TASK, TOOLS, ScriptedEnvironment
-from agent_doubles import SETTINGS as EPISODE
+from agent_doubles import PROMPTS, SETTINGS, TASK, TOOLS, ScriptedEnvironment, forever
+from chat_doubles import answering
 from chat_server import MODEL, ChatServer, call, error, serving
+from waiting import HANG_S, in_simulated_time
 
 from megatron_fleet.agents import chat_client
-from megatron_fleet.agents.chat_client import ChatClient
+from megatron_fleet.agents.chat_client import ChatClient, Unanswered
 from megatron_fleet.agents.chat_episode import run_chat_episode
 from megatron_fleet.agents.trajectory import Outcome
 from megatron_fleet.config.schema import Agent
 from megatron_fleet.config.sections.evaluation import Endpoint
 from megatron_fleet.envs.base import EnvLost, Image, Observation, Reward, ToolCall, ToolError
 
-SETTINGS = dataclasses.replace(EPISODE, episode_timeout_s=30.0)  # an HTTP server answers
 SEARCH = {"tool_calls": [call("search", {"q": "open"}, "n1")]}
 ANSWER = {"content": "There are 3. <done>"}
 PICTURE = Image("image/png", b"\x89PNG")
@@ -37,12 +35,12 @@ def play(server, monkeypatch):
     """Plays one episode against ``script``: messages in order, the last one again and again, or a function."""
     monkeypatch.setattr(chat_client, "PAUSE_S", 0.01)
 
-    async def run(script, env=None, seed=5, endpoint=None, usage=True, finish="stop", timeout_s=10.0, **changes):
+    async def run(script, env=None, seed=5, endpoint=None, usage=True, finish="stop", **changes):
         env = env or ScriptedEnvironment(step_script=[Observation("[1, 2]"), Observation("[3]")])
         server.bodies.clear()
         server.usage, server.finish = usage, lambda body: finish
         server.speak = script if callable(script) else lambda number, body: script[min(number, len(script) - 1)]
-        client = ChatClient(Endpoint(url=server.url, model=MODEL, **{"max_retries": 2} | (endpoint or {})), timeout_s)
+        client = ChatClient(Endpoint(url=server.url, model=MODEL, **{"max_retries": 2} | (endpoint or {})), HANG_S)
         try:
             settings = dataclasses.replace(SETTINGS, **changes)
             trajectory = await run_chat_episode(TASK, 4, 2, env, client, settings, seed)
@@ -143,30 +141,36 @@ async def test_removed_turns_are_left_out_of_later_requests_and_make_room(play, 
     assert last[1]["content"].endswith("[2 earlier turns were removed; search_history finds what was said.]")
 
 
-async def test_an_endpoint_that_fails_costs_no_time_and_no_zero(play):
-    slow = error(429, "slow down", {"retry-after": "1.5"})
-    t, _ = await play([slow, slow, ANSWER], episode_timeout_s=2.5)
-    assert t.outcome is Outcome.COMPLETED and t.metrics["request_retries"] == 2
-    assert 3 <= t.metrics["endpoint_wait_s"] < 20
+async def test_an_endpoint_that_fails_is_no_zero(play):
     t, env = await play([SEARCH, error(500, "gone")])
     assert (t.outcome, t.reward) == (Outcome.ABORTED, None) and "500: gone" in t.reward_reason
     assert env.verified == []
-    t, env = await play([error(500, "gone")], endpoint={"max_retries": 100}, episode_timeout_s=0.6)
-    assert (t.outcome, t.reward) == (Outcome.ABORTED, None)
 
 
-async def test_a_slow_model_runs_out_of_time(play, server):
-    t, _ = await play([SEARCH], ScriptedEnvironment(step_script=[lambda: asyncio.sleep(60)]), episode_timeout_s=2.0)
-    assert t.outcome is Outcome.TIMEOUT and t.reward == 1.0
+@in_simulated_time
+async def test_an_endpoint_that_fails_costs_no_time(play, monkeypatch):
+    slow = Unanswered("429: slow down", 1.5)
+    answering(monkeypatch, slow, slow, ANSWER)
+    t, _ = await play([], episode_timeout_s=2.5)
+    assert t.outcome is Outcome.COMPLETED and t.metrics["request_retries"] == 2
+    assert t.metrics["endpoint_wait_s"] == 3.0
+    answering(monkeypatch, Unanswered("500: gone"))
+    t, _ = await play([], endpoint={"max_retries": 100}, episode_timeout_s=0.6)
+    assert (t.outcome, t.reward) == (Outcome.ABORTED, None) and "500: gone" in t.reward_reason
 
 
-async def test_a_try_that_hangs_after_one_that_failed_is_no_timeout(play, server):
-    def hang(number, body):
-        if number:
-            time.sleep(2.0)
-        return error(500, "gone")
+@in_simulated_time
+async def test_a_slow_tool_or_model_runs_out_of_time(play, monkeypatch):
+    for said, step in ((SEARCH, forever), (None, None)):
+        answering(monkeypatch, said)
+        t, _ = await play([], ScriptedEnvironment(step_script=[step]), episode_timeout_s=2.0)
+        assert t.outcome is Outcome.TIMEOUT and t.reward == 1.0
 
-    t, _ = await play(hang, episode_timeout_s=1.0)
+
+@in_simulated_time
+async def test_a_try_that_hangs_after_one_that_failed_is_no_timeout(play, monkeypatch):
+    answering(monkeypatch, Unanswered("500: gone"), None)
+    t, _ = await play([], episode_timeout_s=1.0)
     assert (t.outcome, t.reward) == (Outcome.ABORTED, None) and "500: gone" in t.reward_reason
 
 

@@ -1,6 +1,5 @@
 """ChatWorker: whole collections against a real HTTP endpoint, with scripted environments."""
 
-import threading
 from dataclasses import replace
 
 import pytest
@@ -8,7 +7,9 @@ import pytest
 pytest.importorskip("openai")
 
 from agent_doubles import TASK, TOOLS, ScriptedEnvironment
+from chat_doubles import answering
 from chat_server import MODEL, ChatServer, call, error, serving
+from waiting import in_simulated_time
 
 from megatron_fleet.agents import chat_client
 from megatron_fleet.agents.chat_client import Dialect
@@ -24,6 +25,8 @@ from megatron_fleet.rollout.requests import CollectRequest
 
 ANSWER = {"content": "3 <done>"}
 SEARCH = {"tool_calls": [call("search", {})]}
+NOWHERE = ChatServer(lambda number, body: ANSWER, url="http://127.0.0.1:1/v1")
+"""For workers whose requests are answered by `answering`."""
 
 
 @pytest.fixture
@@ -111,38 +114,24 @@ async def test_a_dead_endpoint_ends_the_collection_and_what_was_played_stays(ope
     assert all(env.closed == 1 for env in opened) and len(opened) < 30
 
 
-async def test_a_budget_cuts_off_what_is_open_and_is_no_death(opened):
-    hang = threading.Event()
-
-    def speak(number, body):
-        if number >= 2:
-            hang.wait(1.0)
-        return ANSWER
-
-    with serving(ChatServer(speak)) as server:
-        ended, reports = await collect(server, ["a"] * 6, budget_s=1.2, places=2)
-        hang.set()
+@in_simulated_time
+async def test_a_budget_cuts_off_what_is_open_and_is_no_death(opened, monkeypatch):
+    answering(monkeypatch, ANSWER, ANSWER, None)
+    ended, reports = await collect(NOWHERE, ["a"] * 6, budget_s=1.2, places=2)
     outcomes = [t.outcome for t in trajectories(ended)]
-    assert ended.dead is None and Outcome.COMPLETED in outcomes and Outcome.ABORTED in outcomes
+    assert ended.dead is None and outcomes.count(Outcome.COMPLETED) == 2 and outcomes.count(Outcome.ABORTED) == 10
     assert "budget of 1.2 s" in next(t.reward_reason for t in trajectories(ended) if t.reward is None)
-    assert reports and sum(len(report.ended) for report in reports) <= len(outcomes)
+    assert len(reports) == 2 and sum(len(report.ended) for report in reports) == 2
     assert reports[-1].progress.total == 12 and all(env.closed == 1 for env in opened)
 
 
-async def test_what_a_budget_cut_off_does_not_stop_the_next_collection(opened):
-    hang = threading.Event()
-
-    def speak(number, body):
-        if number == 0:
-            hang.wait(1.0)
-        return ANSWER
-
-    with serving(ChatServer(speak)) as server:
-        worker = make_worker(server)
-        request = CollectRequest(0, [Task("a", TASK.prompt, "desk", "")], 2, 0.7, "eval", 1, 0.3)
-        first = await worker.collect(replace(request, samples=1), lambda report: None)
-        second = await worker.collect(replace(request, budget_s=None), lambda report: None)
-        await worker.close()
-        hang.set()
+@in_simulated_time
+async def test_what_a_budget_cut_off_does_not_stop_the_next_collection(opened, monkeypatch):
+    answering(monkeypatch, None, ANSWER)
+    worker = make_worker(NOWHERE)
+    request = CollectRequest(0, [Task("a", TASK.prompt, "desk", "")], 2, 0.7, "eval", 1, 0.3)
+    first = await worker.collect(replace(request, samples=1), lambda report: None)
+    second = await worker.collect(replace(request, budget_s=None), lambda report: None)
+    await worker.close()
     assert [t.outcome for t in trajectories(first)] == [Outcome.ABORTED]
     assert [t.outcome for t in trajectories(second)] == [Outcome.COMPLETED] * 2

@@ -3,6 +3,7 @@
 import pytest
 from agent_doubles import TASK, TOOLS, ScriptedEngine, ScriptedEnvironment, Turn
 from family_tokenizers import make_folder
+from waiting import HANG_S
 
 from megatron_fleet.agents.episode import run_episode
 from megatron_fleet.agents.prompts import load_prompts
@@ -23,9 +24,9 @@ SETTINGS = EpisodeSettings(
     max_turns=6,
     max_no_action_turns=2,
     temperature=1.0,
-    episode_timeout_s=20.0,
-    verify_timeout_s=20.0,
-    close_timeout_s=20.0,
+    episode_timeout_s=HANG_S,
+    verify_timeout_s=HANG_S,
+    close_timeout_s=HANG_S,
     agent=Agent(),
     prompts=load_prompts(None),
 )

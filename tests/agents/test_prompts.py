@@ -67,8 +67,8 @@ def test_an_own_file_replaces_texts_and_adds_to_tables(tmp_path):
     ("content", "said"),
     [
         (None, "cannot be read (No such file"),
-        ("system: [", "no YAML"),
-        (b"\xff\xfe\x00", "no YAML"),
+        ("system: [", "not usable YAML"),
+        (b"\xff\xfe\x00", "not UTF-8"),
         ("- a\n", "must be a table"),
         ("", "must be a table"),
         ("sytem: x", "unknown key 'sytem'; use system, finish,"),
@@ -85,4 +85,4 @@ def test_a_file_that_cannot_be_used_is_refused_in_one_sentence(tmp_path, content
     with pytest.raises(UserError) as refused:
         load_prompts(path)
     text = str(refused.value)
-    assert said in text and text.startswith(f"agent.prompts={path}: ") and "\n" not in text
+    assert said in text and f"{path}: " in text and "agent.prompts" in text and "\n" not in text

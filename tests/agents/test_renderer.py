@@ -32,7 +32,9 @@ TOOL = st.builds(
 TURN = st.tuples(
     SPOKEN, SPOKEN, st.lists(st.tuples(NAME, ARGUMENTS), max_size=2), st.lists(TEXT, min_size=1, max_size=3)
 )
-RELAXED = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+RELAXED = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
 
 
 @pytest.fixture(scope="session")

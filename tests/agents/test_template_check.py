@@ -66,3 +66,17 @@ def test_a_template_is_text_and_reaches_no_python(folder):
         (folder / "chat_template.jinja").write_text(f"<tools> enable_thinking {leak}")
         with pytest.raises(UserError, match="its chat template cannot be rendered"):
             check_template(folder, thinking=False)
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "CPU time"),
+        ("{{ 'x' * 9999999999 }}", "MemoryError"),
+        ("{% for i in range(99999) %}{{ 'x' * 999 }}{% endfor %}", "writes more than"),
+    ],
+)
+def test_a_template_has_limits_of_time_memory_and_text(folder, program, said):
+    (folder / "chat_template.jinja").write_text(f"<tools> enable_thinking {program}")
+    with pytest.raises(UserError, match=f"its chat template cannot be rendered.*{said}"):
+        check_template(folder, thinking=False)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from megatron_fleet.agents.trajectory import Group, Outcome, Span, Trajectory
 from megatron_fleet.algorithms.advantages import ADVANTAGES
 from megatron_fleet.algorithms.batch import Fate, Origin, build_data, split_batch
+from megatron_fleet.algorithms.groups import FILTERS
 from megatron_fleet.config.schema import Algorithm
 from megatron_fleet.config.sections.algorithm import Cut
 
@@ -41,11 +42,11 @@ episodes = st.tuples(st.one_of(st.none(), st.sampled_from([0.0, 0.5, 1.0, float(
     st.lists(st.lists(episodes, max_size=5), max_size=5),
     st.sampled_from(sorted(ADVANTAGES)),
     st.sampled_from(["token_mean", "sequence_mean", "constant"]),
-    st.booleans(),
+    st.sampled_from(sorted(FILTERS)),
 )
 def test_every_trajectory_has_one_fate(rows, advantage, reduction, filtered):
     groups = [group(*(r for r, _ in row), masks=tuple(m for _, m in row)) for row in rows]
-    batch = build_data(groups, Algorithm(advantage=advantage, reduction=reduction, filter_zero_signal=filtered))
+    batch = build_data(groups, Algorithm(advantage=advantage, reduction=reduction, group_filter=filtered))
     assert [len(f) for f in batch.fates] == [len(row) for row in rows]
     assert sum(batch.counts.values()) == sum(map(len, rows))
     assert len(batch.data) == len(batch.origin) == len(batch.advantages) == len(set(batch.origin))
@@ -70,9 +71,9 @@ def test_every_trajectory_has_one_fate(rows, advantage, reduction, filtered):
 
 def test_fates_by_hand():
     rows = [group(1, 0, None), group(1, 1), group(None, 0, None), group(1, 0, masks=("..", "##"))]
-    t, z, u, f, n = Fate.TRAINED, Fate.ZERO_SIGNAL, Fate.UNKNOWN, Fate.TOO_FEW_KNOWN, Fate.NO_TOKENS
+    t, z, u, f, n = Fate.TRAINED, Fate.FILTERED, Fate.UNKNOWN, Fate.TOO_FEW_KNOWN, Fate.NO_TOKENS
     assert build_data(rows, Algorithm()).fates == [[t, t, u], [z, z], [u, f, u], [n, t]]
-    kept = build_data(rows, Algorithm(filter_zero_signal=False))
+    kept = build_data(rows, Algorithm(group_filter="none"))
     assert kept.fates[1] == [t, t]
     equal = [d for d, o in zip(kept.data, kept.origin, strict=True) if o.group == 1]
     assert all(not d.weights.any() and d.mask.any() for d in equal)

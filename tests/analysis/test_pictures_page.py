@@ -75,14 +75,15 @@ def test_pictures_stay_within_their_bytes(run):
 @pytest.mark.skipif(CHROMIUM is None, reason="no browser here")
 def test_a_browser_shows_them(run):
     sync_api = pytest.importorskip("playwright.sync_api")
+    sync_api.expect.set_options(timeout=300_000)
     path = run / "report.html"
     path.write_bytes(render(*build(read_run(run))))
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=120_000)
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=300_000)
         page = browser.new_page()
         complaints: list[str] = []
         page.on("console", lambda message: complaints.append(message.text))
-        page.set_default_timeout(60_000)
+        page.set_default_timeout(300_000)
         page.goto(path.as_uri())
         page.locator(".row").first.click()
         shot = page.locator("#viewer img.shot")

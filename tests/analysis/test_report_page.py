@@ -33,8 +33,9 @@ EVIL = (
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator:
+    sync_api.expect.set_options(timeout=300_000)
     with sync_api.sync_playwright() as playwright:
-        running = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS, timeout=120_000)
+        running = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS, timeout=300_000)
         yield running
         running.close()
 
@@ -50,7 +51,7 @@ class Opened:
         self.page.on("console", lambda message: self.complaints.append(message.text))
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("request", lambda request: self.requests.append(request.url))
-        self.page.set_default_timeout(60_000)  # a cold browser on a busy machine
+        self.page.set_default_timeout(300_000)  # a cold browser on a busy machine
         self.page.goto(path.as_uri())
 
 

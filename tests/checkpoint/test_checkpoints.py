@@ -21,6 +21,7 @@ import pytest
 from fake_trainer import FakeTrainer
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import HANG_S
 
 from megatron_fleet.checkpoint.checkpoints import Checkpoint, Checkpoints
 from megatron_fleet.config.errors import UserError
@@ -285,7 +286,7 @@ def run_child(folder: Path, stage: str) -> subprocess.Popen:
 async def test_kill_in_the_middle_of_a_save_leaves_a_whole_checkpoint(tmp_path, stage, survivor):
     await Checkpoints(tmp_path, keep=1).save(5, writer(), {"step": 5})
     child = run_child(tmp_path, stage)
-    assert child.wait(60) == -signal.SIGKILL
+    assert child.wait(HANG_S) == -signal.SIGKILL
     store = Checkpoints(tmp_path, keep=1)
     found = store.newest()
     assert found.step == survivor == found.trainer_state()["step"]
@@ -300,17 +301,16 @@ def test_kill_at_any_time_leaves_a_whole_checkpoint(tmp_path):
     for _ in range(8):
         child = run_child(tmp_path, "none")
         child.stdout.readline()
-        time.sleep(0.02 + chance.random() * 0.2)
+        child.stdout.readline()  # it has committed one, however slow the disk is
+        time.sleep(chance.random() * 0.2)
         child.kill()
         committed = [int(line) for line in child.stdout.read().split()]
         child.wait()
-        reached = max([reached, *committed])
+        reached = max([reached + 1, *committed])
         found = Checkpoints(tmp_path, keep=1).newest()
-        if reached:
-            assert found.step in (reached, reached + 1)
-            assert found.trainer_state() == {"step": found.step}
-            reached = found.step
-    assert reached > 8
+        assert found.step in (reached, reached + 1)
+        assert found.trainer_state() == {"step": found.step}
+        reached = found.step
 
 
 async def test_files_of_the_trainer_are_trusted_and_not_read_again(tmp_path):

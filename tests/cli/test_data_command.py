@@ -91,3 +91,10 @@ def test_wrong_keys_are_refused(tasks_file, capsys, arguments, word):
 def test_a_missing_file_is_refused(tmp_path, capsys):
     assert cli.main(["data", "prepare", str(tmp_path / "nowhere.json"), "--out", str(tmp_path / "p")]) == 2
     assert "nowhere.json" in capsys.readouterr().err and not (tmp_path / "p").exists()
+
+
+def test_what_a_task_file_says_does_nothing_to_a_terminal(tmp_path, capsys):
+    rows = [{"task_key": "a\u202e", "prompt": "p", "env_key": "e", "\x1b[31m": 1}, {"task_key": "\x07", "env_key": 3}]
+    (tmp_path / "t.json").write_text(json.dumps(rows))
+    assert cli.main(["data", "inspect", str(tmp_path / "t.json")]) == 2
+    assert all(line.isprintable() for line in capsys.readouterr().out.splitlines())

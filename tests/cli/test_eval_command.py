@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import HANG_S
 
 pytest.importorskip("vllm")
 
@@ -23,7 +24,7 @@ def evaluate(*arguments: str) -> str:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=6 * HANG_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -3,6 +3,7 @@
 import json
 import shutil
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ HF_CONFIG = {
     "max_position_embeddings": 2048,
 }
 TINY = Path(__file__).parents[2] / "assets" / "tiny"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 KV_BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 4
 
 
@@ -176,3 +178,16 @@ def test_dry_run_prints_a_configuration_that_yaml_reads(model, tmp_path, capsys)
     overrides = ["experiment=quickstart", f"model.path={model}", f"run.out={tmp_path / 'out'}"]
     assert cli.main(["train", "--dry-run", *overrides]) == 0
     assert yaml.safe_load(capsys.readouterr().out) == load(overrides).model_dump(mode="json")
+
+
+def test_parts_of_the_users_own_are_imported_elsewhere_first(model, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES), prepend=":")
+    monkeypatch.delitem(sys.modules, "my_loss", raising=False)
+    check(model, "algorithm.loss=my_loss:asymmetric_clip", "algorithm.advantage=my_advantage:ranks")
+    check(model, "agent.kind=my_agent:one_call_at_a_time", "rollout.renderer=my_renderer:make")
+    assert "must take (folder, thinking)" in refusal(model, "rollout.renderer=my_renderer:read")
+    assert "my_logger has no Other" in refusal(model, "logging.own=[my_logger:Csv,my_logger:Other]")
+    assert "my_loss" not in sys.modules  # it imports torch, which the controller has no use for
+    assert "my_loss has no missing" in refusal(model, "algorithm.loss=my_loss:missing")
+    assert "must take (rewards)" in refusal(model, "algorithm.advantage=my_loss:asymmetric_clip")

@@ -17,7 +17,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron_fleet.cluster.rank_identity import controller_address, rank_identity
+from megatron_fleet.cluster.rank_identity import controller_address, listen_at, rank_identity
+from megatron_fleet.storage.local import write_atomically
+
+GIVES_UP_S = 600.0
+"""A rank or node waits so long for the controller."""
 
 
 def train(overrides: list[str]) -> int:
@@ -25,10 +29,11 @@ def train(overrides: list[str]) -> int:
     report({"overrides": [o for o in overrides if not o.startswith("stub.")], "host": socket.gethostname()})
     if "status" in stub:
         return int(stub["status"])
-    address, token = controller_address(os.environ)
-    host, port = address.rsplit(":", 1)
+    place, token = listen_at(os.environ), os.environ["MFLEET_TOKEN"]
     signal.signal(signal.SIGTERM, lambda *_: (report({"stopped": True}), sys.exit(143)))
-    with socket.create_server((host, int(port))) as listener:
+    with socket.create_server((place.host, place.port)) as listener:
+        if place.file is not None:
+            write_atomically(place.file, f"{place.host}:{listener.getsockname()[1]}".encode())
         for command in ["die", "quit"] if "restart" in stub else ["quit"]:
             ranks = gather(listener, token, int(stub["world"]))
             report({"ranks": [who for who, _ in ranks]})
@@ -56,7 +61,7 @@ def rank() -> int:
     me = asdict(rank_identity(os.environ))
     address, token = controller_address(os.environ)
     host, port = address.rsplit(":", 1)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + GIVES_UP_S
     while True:
         try:
             connection = socket.create_connection((host, int(port)), timeout=60)
@@ -73,7 +78,7 @@ def node() -> int:
     host, port = address.rsplit(":", 1)
     with Path(os.environ["STUB_FOLDER"], "nodes").open("a") as file:
         file.write(f"{socket.gethostname()}\n")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + GIVES_UP_S
     while not listens(host, int(port)):
         assert time.monotonic() < deadline
         time.sleep(0.2)

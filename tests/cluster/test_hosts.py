@@ -5,12 +5,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from namespace_hosts import ROOT, Hosts, why_not
+from waiting import HANG_S, wait_until
 
 pytestmark = pytest.mark.skipif(bool(reason := why_not()), reason=reason or "")
 
@@ -27,22 +27,13 @@ try:
 except OSError as error:
     print(type(error).__name__)
 """
-CALL = "import socket; print(socket.create_connection(('n2', 5000), 5).recv(9).decode())"
+CALL = "import socket; print(socket.create_connection(('n2', 5000), 60).recv(9).decode())"
 
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory) -> Iterator[Hosts]:
     with Hosts(["n1", "n2"], visible=[tmp_path_factory.getbasetemp()]) as hosts:
         yield hosts
-
-
-def eventually(true: Callable[[], bool], seconds: float = 10) -> bool:
-    deadline = time.monotonic() + seconds
-    while not true():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def mentions(mark: str) -> list[int]:
@@ -62,7 +53,7 @@ def test_hosts_reach_each_other_by_name_and_are_not_this_machine(hosts):
     server = hosts.run("n2", [sys.executable, "-c", SERVE], stdout=subprocess.PIPE)
     assert server.stdout is not None and server.stdout.readline() == "n2\n"
     assert hosts.output("n1", [sys.executable, "-c", CALL]) == "hi\n"
-    assert server.wait(10) == 0
+    assert server.wait(HANG_S) == 0
     server.stdout.close()
     # The same port on the other host and here is free: loopback and all addresses belong to each host alone.
     assert hosts.output("n2", [sys.executable, "-c", UNREACHED, "n1"]) == "ConnectionRefusedError\n"
@@ -79,7 +70,7 @@ def test_memory_and_temporary_files_are_private_and_the_tests_folder_is_shared(h
 def test_orphans_are_reaped(hosts):
     hosts.output("n1", ["sh", "-c", "(sleep 0.1; exit 3) & exit 0"])
     states = ["sh", "-c", "cat /proc/[0-9]*/stat 2>/dev/null | grep -c ') Z ' || true"]
-    assert eventually(lambda: hosts.output("n1", states) == "0\n")
+    wait_until(lambda: hosts.output("n1", states) == "0\n")
 
 
 def test_power_off_kills_everything_at_once_and_power_on_begins_anew(hosts, tmp_path):
@@ -88,10 +79,10 @@ def test_power_off_kills_everything_at_once_and_power_on_begins_anew(hosts, tmp_
     process = hosts.run("n2", ["sh", "-c", stubborn])
     detached = f"import time; time.sleep(1000)  # {mark}"
     hosts.output("n2", ["sh", "-c", f"setsid {sys.executable} -c '{detached}' >/dev/null 2>&1 &"])
-    assert eventually((tmp_path / "ready").exists)
+    wait_until((tmp_path / "ready").exists)
     assert len(mentions(mark)) >= 2
     hosts.power_off("n2")
-    assert process.wait(5) != 0
+    assert process.wait(HANG_S) != 0
     assert mentions(mark) == []
     hosts.power_on("n2")
     assert "mf-old" not in hosts.output("n2", ["ls", "/tmp"])
@@ -106,7 +97,7 @@ def test_an_unplugged_host_lives_on_unreachable(hosts):
     assert server.poll() is None
     hosts.plug("n2")
     assert hosts.output("n1", [sys.executable, "-c", CALL]) == "hi\n"
-    assert server.wait(10) == 0
+    assert server.wait(HANG_S) == 0
     server.stdout.close()
 
 
@@ -116,7 +107,7 @@ def test_a_host_that_comes_back_is_reached_at_once(hosts):
         assert server.stdout is not None and server.stdout.readline() == "n2\n"
         assert hosts.output("n1", [sys.executable, "-c", CALL]) == "hi\n"
         server.stdout.close()
-        server.wait(10)
+        server.wait(HANG_S)
         hosts.power_off("n2")
         hosts.power_on("n2")
 
@@ -138,11 +129,11 @@ def test_nothing_stays():
     with Hosts(["a", "b"]) as hosts:
         hosts.run("a", ["sh", "-c", f": {mark}; sleep 1000"])
         own = {hosts.output(name, ["readlink", "/proc/self/ns/net"]).strip() for name in ("a", "b")}
-        assert eventually(lambda: bool(mentions(mark)))
+        wait_until(lambda: bool(mentions(mark)))
         assert len(own) == 2
         assert own <= namespaces()
     assert mentions(mark) == []
-    assert eventually(lambda: not own & namespaces())
+    wait_until(lambda: not own & namespaces())
     assert os.listdir("/sys/class/net") == links
     assert not hosts.folder.exists()
 
@@ -162,10 +153,10 @@ def test_nothing_but_the_folder_stays_when_the_test_process_is_killed(tmp_path):
     owner = subprocess.Popen([sys.executable, script], env=environ, stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
     folder, namespace = owner.stdout.readline().split()
-    assert eventually(lambda: bool(mentions(mark)))
+    wait_until(lambda: bool(mentions(mark)))
     assert namespace in namespaces()
     owner.send_signal(signal.SIGKILL)
     owner.wait()
     owner.stdout.close()
-    assert eventually(lambda: namespace not in namespaces() and mentions(mark) == [])
+    wait_until(lambda: namespace not in namespaces() and mentions(mark) == [])
     shutil.rmtree(folder)

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from namespace_hosts import ROOT, why_not
+from waiting import HANG_S
 
 from megatron_fleet.cluster import inventory
 from megatron_fleet.cluster.inventory import (
@@ -153,7 +154,7 @@ def test_no_route_means_no_address(tmp_path):
         "except UserError as error: print(error)\n"
     )
     command = ["unshare", "--net", sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=True)
     assert "no default route" in done.stdout
     assert "MFLEET_HOST_ADDRESS" in done.stdout
 

@@ -7,10 +7,10 @@ import secrets
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from waiting import HANG_S, wait_until
 
 from megatron_fleet.cluster.janitor import MARK, Janitor, marked
 
@@ -21,7 +21,7 @@ from megatron_fleet.cluster.janitor import Janitor
 signal.signal(signal.SIGINT, signal.default_int_handler)  # as a background job it would ignore it
 janitor = Janitor(sys.argv[1], Path(sys.argv[2]))
 print("up", flush=True)
-time.sleep(60)
+time.sleep(3600)
 """
 
 
@@ -32,7 +32,7 @@ def _sleeper(run_id: str | None, shared: Path | None = None) -> subprocess.Popen
         shared.write_bytes(bytes(4096))
         code += f"f = open({str(shared)!r}, 'r+b'); m = mmap.mmap(f.fileno(), 4096)\n"
     environment = os.environ | ({MARK: run_id} if run_id else {})
-    process = subprocess.Popen([sys.executable, "-c", code + "print('up', flush=True)\ntime.sleep(60)"],
+    process = subprocess.Popen([sys.executable, "-c", code + "print('up', flush=True)\ntime.sleep(3600)"],
                                env=environment, stdout=subprocess.PIPE, start_new_session=True)  # fmt: skip
     assert process.stdout.readline() == b"up\n"
     return process
@@ -48,9 +48,9 @@ def test_all_goes_with_the_owner(tmp_path, end):
     try:
         assert owner.stdout.readline() == b"up\n"
         owner.send_signal(end)
-        owner.wait(10)
-        assert victim.wait(10) == -signal.SIGKILL
-        _until(lambda: not folder.exists())
+        owner.wait(HANG_S)
+        assert victim.wait(HANG_S) == -signal.SIGKILL
+        wait_until(lambda: not folder.exists())
         assert not shared.exists()
         assert other.poll() is None
     finally:
@@ -72,8 +72,15 @@ def test_closing_waits_until_all_is_gone(tmp_path):
     assert not shared.exists() and marked(run_id) == []
 
 
-def _until(condition, timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+def test_a_semaphore_goes_with_its_process(tmp_path):
+    """The C library maps it before it has its name."""
+    run_id = secrets.token_hex(4)
+    code = "import multiprocessing, time\nlock = multiprocessing.get_context('spawn').Lock()\n"
+    code += "print(lock._semlock.name, flush=True)\ntime.sleep(3600)"
+    victim = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {MARK: run_id}, stdout=subprocess.PIPE,
+                              start_new_session=True)  # fmt: skip
+    semaphore = Path("/dev/shm", "sem." + victim.stdout.readline().decode().strip().lstrip("/"))
+    assert semaphore.exists()
+    Janitor(run_id, tmp_path / "absent").close()
+    victim.wait()
+    assert not semaphore.exists()

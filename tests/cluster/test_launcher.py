@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
@@ -10,6 +9,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+from waiting import HANG_S, until
 
 from megatron_fleet.cluster.launcher import LocalRanks
 from megatron_fleet.cluster.nodes import RanksOfHost
@@ -30,7 +31,7 @@ from megatron_fleet.cluster.nodes import RanksOfHost
 async def main():
     ranks = LocalRanks(RanksOfHost((0, 1), 2, 1), Path("logs"), [sys.executable, "-c", sys.argv[1]])
     await ranks.start("h:1", "t")
-    await asyncio.sleep(60)
+    await asyncio.sleep(3600)
 asyncio.run(main())
 """
 
@@ -44,10 +45,7 @@ def two() -> RanksOfHost:
 
 
 async def there(*files: str) -> None:
-    deadline = time.monotonic() + 20
-    while not all(Path(f).exists() for f in files):
-        assert time.monotonic() < deadline, "a rank did not start"
-        await asyncio.sleep(0.02)
+    await until(lambda: all(Path(f).exists() for f in files))
 
 
 def alive(pid: int) -> bool:
@@ -58,10 +56,7 @@ def alive(pid: int) -> bool:
 
 
 async def assert_gone(*files: str) -> None:
-    deadline = time.monotonic() + 5
-    while any(alive(int(Path(f).read_text())) for f in files):
-        assert time.monotonic() < deadline, "a process was left behind"
-        await asyncio.sleep(0.02)
+    await until(lambda: not any(alive(int(Path(f).read_text())) for f in files))
 
 
 async def test_every_rank_learns_its_place_and_its_devices(tmp_path, monkeypatch):
@@ -73,7 +68,7 @@ async def test_every_rank_learns_its_place_and_its_devices(tmp_path, monkeypatch
         RanksOfHost((2, 5), 6, 3, "GPU-b,GPU-a"),
     )
     await ranks.start("h:1", "secret")
-    await ranks.stop(20)
+    await ranks.stop(HANG_S)
     said = [json.loads(Path(f"env_{rank}").read_text()) for rank in (2, 5)]
     assert [(s["MFLEET_LOCAL_RANK"], s["MFLEET_RANK"]) for s in said] == [("0", "2"), ("1", "5")]
     for each in said:
@@ -96,8 +91,7 @@ os.kill(os.getpid(), signal.SIGSEGV)
     await ranks.start("h:1", "t")
     log = Path("logs", "rank_1.log")
     try:
-        while len(ranks.ended()) < 2:
-            await asyncio.sleep(0.02)
+        await until(lambda: len(ranks.ended()) == 2)
         assert await ranks.how_ended(1) == f"rank 1 ended with status 7 (the reason); its log is {log}"
         assert (ranks.failed() or "").startswith("rank 0 was killed by SIGSEGV")
     finally:
@@ -113,7 +107,7 @@ if os.fork() == 0:
     mark("child")
 else:
     mark("started")
-time.sleep(60)
+time.sleep(3600)
 """
     ranks = local_ranks(program, two())
     await ranks.start("h:1", "t")
@@ -121,13 +115,13 @@ time.sleep(60)
     await there(*files)
     began = time.monotonic()
     await ranks.stop(0.3)
-    assert 0.3 <= time.monotonic() - began < 5
+    assert time.monotonic() - began >= 0.3
     await assert_gone(*files)
 
 
 async def test_ranks_do_not_outlive_a_killed_owner(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    program = PRELUDE + 'mark("started")\ntime.sleep(60)'
+    program = PRELUDE + 'mark("started")\ntime.sleep(3600)'
     owner = subprocess.Popen([sys.executable, "-c", OWNER, program])
     await there("started_0", "started_1")
     os.kill(owner.pid, signal.SIGKILL)

@@ -69,7 +69,7 @@ def test_torchrun_with_an_agent_on_each_host(slurm):
         for i, name in enumerate(slurm.nodes)
     ]
     try:
-        out = "".join(agent.communicate(timeout=120)[0] for agent in agents)
+        out = "".join(agent.communicate(timeout=600)[0] for agent in agents)
     finally:
         for agent in agents:
             stop(agent)
@@ -79,7 +79,7 @@ def test_torchrun_with_an_agent_on_each_host(slurm):
 @pytest.mark.slow
 def test_torchrun_within_one_srun_task_per_host(slurm):
     agent = " ".join(torchrun(2, "$SLURM_NODEID"))
-    out = slurm.output(["srun", "-N2", "--ntasks-per-node=1", "sh", "-c", agent], timeout_s=120)
+    out = slurm.output(["srun", "-N2", "--ntasks-per-node=1", "sh", "-c", agent], timeout_s=600)
     assert identities(out) == [(i, 4, i % 2, 2, f"n{i // 2 + 1}", "torchrun") for i in range(4)]
 
 

@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fleet.cluster.rank_identity import (
+    ListenAt,
     RankIdentity,
     controller_address,
+    listen_at,
     rank_identity,
     rank_variables,
     without_rank_variables,
@@ -178,6 +180,17 @@ def test_children_that_are_no_ranks_inherit_nothing_of_them():
     rank = torchrun(3, 4, 1, 2) | srun(1, 2, 0, 1, "1(x2)") | mfleet(3, 4, 1, 2) | kept
     assert without_rank_variables(rank | {"TORCHELASTIC_X": "1", "PET_NPROC": "2", "OMP_NUM_THREADS": "1"}) == kept
     assert {"RANK", "MASTER_ADDR", "TORCHELASTIC_"} <= set(rank_variables())
+
+
+def test_a_free_port_for_the_controller_needs_a_file_for_the_address(tmp_path):
+    environ = {"MFLEET_CONTROLLER": "n1:0", "MFLEET_TOKEN": "s3cret"}
+    file = {"MFLEET_CONTROLLER_FILE": str(tmp_path / "address")}
+    assert listen_at(environ | file) == ListenAt("n1", 0, tmp_path / "address")
+    assert listen_at(environ | {"MFLEET_CONTROLLER": "n1:4000"}) == ListenAt("n1", 4000, None)
+    with pytest.raises(UserError, match="MFLEET_CONTROLLER_FILE"):
+        listen_at(environ)
+    with pytest.raises(UserError, match="MFLEET_TOKEN"):
+        listen_at(file | {"MFLEET_CONTROLLER": "n1:0"})
 
 
 def test_controller_address():

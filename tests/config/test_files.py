@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_fleet.config import files
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.files import parse_json, read_file, read_object
+from megatron_fleet.config.files import parse_json, parse_yaml, read_file, read_object, user_path
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -49,6 +49,41 @@ def test_any_bytes_are_a_value_or_a_sentence(data):
 def test_json_that_is_refused(data, said):
     with pytest.raises(UserError, match=said):
         parse_json(data, "f")
+
+
+@given(
+    st.one_of(st.binary(max_size=200), st.text(alphabet="a:- \n[]{}&*!|>'\"0123456789_.", max_size=60).map(str.encode))
+)
+def test_any_bytes_are_a_yaml_value_or_a_sentence(data):
+    try:
+        parse_yaml(data, "f")
+    except UserError as error:
+        assert str(error).startswith("f: ") and str(error).endswith("; correct the file.")
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"a: &x [1]\nb: *x", "an alias"),
+        (b"&x [*x]", "an alias"),
+        (b"2024-99-99", "not usable YAML .month"),
+        *((b"a: !!" + tag + b" x", "not usable YAML") for tag in (b"bool", b"timestamp", b"binary", b"map", b"float")),
+        (b"a: !!int ''", "not usable YAML"),
+        (b"a: \xff", "not UTF-8"),
+        (b"[" * 5000, "nested too deep"),
+        (b"a: b: c", "not usable YAML"),
+        (b"!!python/object/apply:os.system [true]", "not usable YAML"),
+    ],
+)
+def test_yaml_that_is_refused(data, said):
+    with pytest.raises(UserError, match=said):
+        parse_yaml(data, "f")
+
+
+def test_a_home_that_is_not_there_is_refused():
+    assert user_path("~/x") == Path.home() / "x"
+    with pytest.raises(UserError, match="no home folder of ~nobody-of-that-name"):
+        user_path("~nobody-of-that-name/x")
 
 
 def test_a_pair_and_the_deepest_value_are_read():

@@ -29,6 +29,15 @@ def test_quickstart_is_accepted():
         (["env.kind=openenv", "data.tasks=x"], ["env.url"]),
         (["env.kind=openenv", "env.url=host:80", "data.tasks=x"], ["env.url=host:80", "http://"]),
         (["env.url=http://h"], ["env.url", "env.kind=openenv"]),
+        *(
+            (["env=openenv", f"env.url='{url}'", "data.tasks=x"], ["env.url=", "no address of a server"])
+            for url in ("http://[::1", "http://h:99999", "http://h:0", "http://", "ftp://h", "http://a b")
+        ),
+        (["env=openenv", "env.url='http://u:hidden@[::1'", "data.tasks=x"], ["holds a user or a password"]),
+        (
+            ["logging.mlflow.uri='http://[::1'"],
+            ["logging.mlflow.uri=http://[::1", "sqlite:///FILE", "http://host:port"],
+        ),
         (["env=openenv", "env.url=http://h"], ["data.tasks", "mfleet data export"]),
         (["rollout.episode_timeout_s=60"], ["rollout.engine.request_timeout_s", "rollout.episode_timeout_s"]),
         (["env.verify_timeout_s=300"], ["env.verify_timeout_s", "rollout.episode_timeout_s"]),
@@ -53,6 +62,16 @@ def test_quickstart_is_accepted():
             ["algorithm=importance_weighted", "algorithm.correction.kind=icepop"],
             ["kind=icepop", "loss=importance_weighted", "outlier_mask"],
         ),
+        (
+            ["rollout.max_staleness=2"],
+            ["rollout.max_staleness=2", "algorithm.loss=ppo_clip", "algorithm=importance_weighted"],
+        ),
+        (["parallel.tensor=1000000007"], ["parallel.tensor=1000000007", "131072"]),
+        (["rollout.engine.replicas=131073"], ["rollout.engine.replicas=131073", "131072"]),
+        (["env.step_timeout_s=1e300"], ["env.step_timeout_s=1e+300"]),
+        (["run.name=" + "x" * 101], ["run.name", "101 characters"]),
+        (["run.name=a\x07b"], ["run.name='a\\x07b'", "control characters"]),
+        (["env.openenv.finish_tool=" + "x" * 4001], ["env.openenv.finish_tool", "4001 characters"]),
         (["logging.mlflow.uri=mlruns"], ["logging.mlflow.uri=mlruns", "http://"]),
     ],
 )

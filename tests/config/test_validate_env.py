@@ -28,6 +28,10 @@ def check(*overrides: str) -> None:
         ([*FLEET, "env.step_timeout_s=62"], ["env.step_timeout_s=62"]),
         ([*OPENENV, "env.fleet.ttl_s=100"], ["env.fleet.ttl_s=100", "env.kind=openenv"]),
         (["env.openenv.finish_tool=done"], ["env.openenv.finish_tool=done", "env.kind=embedded"]),
+        (
+            [*OPENENV, "env.openenv.final_calls={verify: {mode: strict}}", "env.openenv.finish_tool=done"],
+            ["env.openenv.final_calls=verify", "env.openenv.finish_tool=done", "env.openenv.verify_tool=None"],
+        ),
         ([*OPENENV, "env.make_timeout_s=300"], ["env.make_timeout_s=300", "rollout.episode_timeout_s=300"]),
     ],
 )
@@ -45,6 +49,12 @@ def test_impossible_environments_are_explained(overrides, keys):
         [*FLEET, *NEEDED, "env.fleet.ttl_s=800"],
         [*FLEET, *NEEDED, "env.fleet.ttl_s=500", "env.provisioning.lookahead=0"],
         [*OPENENV, "env.openenv.finish_tool=done", "env.openenv.reset_kwargs={level: 3, of: 'task:data_key'}"],
+        [
+            *OPENENV,
+            "env.openenv.shown_metadata=[question]",
+            "env.openenv.verify_tool=verify",
+            "env.openenv.final_calls={verify: {mode: strict, sure: true, text: 'episode:final_answer'}}",
+        ],
     ],
 )
 def test_environments_at_the_edge_are_accepted(overrides):

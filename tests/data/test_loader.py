@@ -74,6 +74,11 @@ def test_empty_text_means_the_default_where_there_is_one(write):
     ("change", "words"),
     [
         ({"env_key": "all"}, ["task 2", "env_key", "another name", '"all"']),
+        ({"env_key": "aggregated_results"}, ["task 2", "env_key", "another name"]),
+        ({"env_key": "x" * 61}, ["task 2", "env_key", "at most 60 characters"]),
+        ({"env_key": "a\nb"}, ["task 2", "env_key", "without control characters", '"a\\nb"']),
+        ({"data_key": "a\0b"}, ["task 2", "data_key", "without control characters"]),
+        ({"task_key": "k" * 1001}, ["task 2", "task_key", "at most 1000 characters", "kkk..."]),
         ({"task_key": None}, ["task 2", "task_key", "missing", "key"]),
         ({"prompt": ""}, ["task 2", "prompt", "not empty"]),
         ({"prompt": " \n"}, ["task 2", "prompt", "not empty"]),
@@ -97,6 +102,14 @@ def test_bad_rows_are_refused_with_their_place(write, change, words):
     for word in (str(path), *words):
         assert word in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_environments_that_would_share_metrics_and_files_are_refused(write):
+    path = write([{**ROW, "env_key": "git/hub"}, {**ROW, "task_key": "t2", "env_key": "git_hub"}])
+    with pytest.raises(
+        UserError, match=r'task 2 \(t2\): env_key: expected "git/hub" or another name.*call both git_hub'
+    ):
+        load_tasks(path)
 
 
 def test_the_number_of_further_problems_is_told(write):

@@ -1,6 +1,7 @@
 """Prepared folders: every field comes back, half of one is none, and they split a run as they were split."""
 
 import dataclasses
+import hashlib
 import json
 import shutil
 
@@ -105,6 +106,19 @@ def test_a_damaged_folder_is_refused(tmp_path, name):
         load_tasks(tmp_path / "p")
     file.unlink()
     with pytest.raises(UserError, match=f"{name} is missing"):
+        load_tasks(tmp_path / "p")
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1", None])
+def test_a_table_that_cannot_be_read_is_refused(tmp_path, content):
+    """Though it is the one that the manifest names."""
+    prepared.write(tmp_path / "p", [FULL], [BARE], MANIFEST)
+    file, manifest = tmp_path / "p" / "train.parquet", tmp_path / "p" / "split.json"
+    before = file.read_bytes()
+    file.write_bytes(before[: len(before) // 2] if content is None else content)
+    named = [hashlib.sha256(data).hexdigest() for data in (before, file.read_bytes())]
+    manifest.write_text(manifest.read_text().replace(*named))
+    with pytest.raises(UserError, match=r"train\.parquet: no table of tasks"):
         load_tasks(tmp_path / "p")
 
 

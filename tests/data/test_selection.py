@@ -86,7 +86,7 @@ def test_own_lists(tmp_path, suffix):
         ("reason: r\ntasks: a", "tasks must be a list"),
         ("reason: r\ntasks: [1]", "tasks must be a list"),
         ("reason: r\nkeys: [a]", "keys means nothing"),
-        ("reason: [", "neither YAML nor JSON"),
+        ("reason: [", "not usable YAML"),
     ],
 )
 def test_malformed_lists_are_refused(tmp_path, text, word):

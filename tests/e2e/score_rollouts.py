@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,8 @@ def assert_all_agree(run: Run, rollouts: str, model: Path, folder: Path) -> None
     """On the trajectories of a file such as ``step_000001`` that engines sampled with the weights of ``model``."""
     scores = folder / "scores.npz"
     command = [sys.executable, __file__, str(model), str(run.out / "trajectories" / f"{rollouts}.npz"), str(scores)]
-    subprocess.run(command, check=True, timeout=RUN_TIMEOUT_S)
+    shared = {"PYTHONPATH": str(Path(__file__).parents[1])}  # what tests of several folders share
+    subprocess.run(command, env=os.environ | shared, check=True, timeout=RUN_TIMEOUT_S)
     found, sampled = np.load(scores), run.arrays(rollouts)
     hf, megatron = (np.concatenate([found[f"{by}{i}"] for i in range(len(sampled))]) for by in ("hf", "megatron"))
     vllm = np.concatenate([t["behaviour_logprobs"][t["action_mask"]] for t in sampled])

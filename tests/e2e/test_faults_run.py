@@ -13,7 +13,7 @@ FAULTS = (
     "run.steps=2",
     "eval=none",
     "rollout.max_retries=0",  # so that what is unknown stays to be seen
-    "env.step_timeout_s=2",
+    "env.step_timeout_s=15",
     "env.faults.slow_rate=0.1",
     "env.faults.slow_s=0.5",
     "env.faults.hang_rate=0.15",
@@ -21,7 +21,7 @@ FAULTS = (
     "env.faults.dead_session_rate=0.1",
     "env.faults.verifier_failure_rate=0.2",
 )
-FATES = ("trained", "zero_signal", "unknown", "too_few_known", "masked", "no_tokens")
+FATES = ("trained", "filtered", "unknown", "too_few_known", "masked", "no_tokens")
 
 
 def advantages(episodes):

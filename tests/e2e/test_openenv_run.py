@@ -11,7 +11,7 @@ from whole_runs import Run
 
 pytestmark = pytest.mark.slow
 
-TESTS = Path(__file__).parents[1] / "envs"
+TESTS, EXAMPLES = Path(__file__).parents[1] / "envs", Path(__file__).parents[2] / "examples"
 DIVERSE = "rollout.sampling.temperature=1.5"
 EPISODE_PYTHON = Path(sys.prefix).parent / "episode" / "bin" / "python"
 SERVER = """
@@ -33,7 +33,17 @@ def url(tmp_path):
         server.stdin.close()
 
 
-def test_a_run_learns_from_what_the_server_pays(tmp_path, url):
+def test_a_run_learns_from_what_the_server_pays(tmp_path, url, monkeypatch):
+    """With parts of the user's own wherever a run has a place for them."""
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES), prepend=":")
+    own = (
+        "algorithm.loss=my_loss:asymmetric_clip",
+        "algorithm.advantage=my_advantage:ranks",
+        "algorithm.group_filter=my_group_filter:not_too_easy",
+        "agent.kind=my_agent:one_call_at_a_time",
+        "logging.own=[my_logger:Csv]",
+        "rollout.engine.transport=my_transport:timed_shm",
+    )
     people = ("Ana", "Ben", "Cara", "Dan", "Eve", "Finn")
     rows = [
         {"task_key": name, "env_key": "first", "prompt": f"Who helps {name}? Answer with the name."} for name in people
@@ -47,8 +57,8 @@ def test_a_run_learns_from_what_the_server_pays(tmp_path, url):
         "data=file",
         f"data.tasks={tasks}",
     )
-    run = Run(tmp_path / "run", ("run.steps=1", "rollout.prompts_per_step=2", "eval=none", DIVERSE, *server))
-    run.finish()
+    run = Run(tmp_path / "run", ("run.steps=1", "rollout.prompts_per_step=2", "eval=none", DIVERSE, *own, *server))
+    output = run.finish()
     run.assert_nothing_left()
     (row,) = run.metrics()
     episodes = [json.loads(line) for line in (run.out / "trajectories" / "step_000001.jsonl").read_text().splitlines()]
@@ -58,4 +68,7 @@ def test_a_run_learns_from_what_the_server_pays(tmp_path, url):
     assert row["reward/avg_raw_reward"] == pytest.approx(np.mean([e["reward"] for e in episodes]))
     groups = [[e["reward"] for e in episodes if e["group"] == group] for group in (0, 1)]
     assert row["accounting/trained"] == sum(len(group) for group in groups if len(set(group)) > 1) > 0
-    assert row["policy/grad_norm"] > 0
+    assert row["policy/grad_norm"] > 0 and row["policy/own/outside"] == 0  # the first update: all ratios are 1
+    assert all(e["messages"][0]["content"].startswith("Call one tool at a time") for e in episodes)
+    assert (run.out / "metrics.csv").read_text().splitlines()[1].startswith("1,")
+    assert "weights of version 1 took" in output

@@ -76,7 +76,7 @@ def test_no_file_holds_a_secret(first):
 
 def test_every_episode_is_accounted_for(first):
     for row in first.metrics()[1:]:
-        fates = ("trained", "zero_signal", "unknown", "too_few_known", "masked", "no_tokens")
+        fates = ("trained", "filtered", "unknown", "too_few_known", "masked", "no_tokens")
         assert sum(row[f"accounting/{fate}"] for fate in fates) == row["accounting/episodes"] == 16
 
 
@@ -129,8 +129,8 @@ def test_equal_seeds_give_equal_runs_to_the_last_bit_though_trainer_and_engines_
 
 def test_rollouts_may_take_longer_than_a_collective_may(tmp_path):
     """No rank waits in a collective for the rollout: torch would end it."""
-    limit_s = 8
-    slow = ("env.faults.latency_median_s=3", "env.faults.latency_sigma=0")
+    limit_s = 20
+    slow = ("env.faults.latency_median_s=7.5", "env.faults.latency_sigma=0")
     pair = ("parallel.data=2", f"cluster.collective_timeout_s={limit_s}", "cluster.max_restarts=0")
     run = Run(tmp_path / "gaps", (*pair, *slow, "run.steps=2", "eval=none"))
     run.finish()
@@ -175,7 +175,7 @@ def test_a_stopped_run_says_so_in_one_line_and_leaves_nothing(tmp_path, number):
     process = run.start()
     wait_for(run.out / "trajectories" / "eval_000000.jsonl", process)
     process.send_signal(number)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=RUN_TIMEOUT_S)
     assert process.returncode == 128 + number
     assert "stopped by" in output.strip().splitlines()[-1] and output.count("stopped by") == 1
     run.assert_nothing_left()

@@ -23,6 +23,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 PNG = base64.b64encode(b"\x89PNG a screen").decode()
+NEVER_S = 3600.0
+"""For answers that no test waits for."""
 
 
 def _tool(name: str, **properties: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fleet.envs.base import Image
-from megatron_fleet.envs.content import error_text, read_content, score_of
+from megatron_fleet.envs.content import error_text, known_number, read_content, score_of
 
 PIXELS = b"\x89PNG"
 DATA = base64.b64encode(PIXELS).decode()
@@ -95,3 +95,9 @@ def test_no_result_is_lost_or_breaks_it(result):
         assert json.loads(text) == result
     error_text(result)
     score_of(result)
+
+
+@pytest.mark.parametrize("value", [10**400, float("nan"), float("inf"), -1e31, "1", None, [1]])
+def test_what_is_no_reward(value):
+    assert known_number(value) is None and known_number(True) == 1.0
+    assert score_of({"score": value}) is None and score_of("[" * 100_000) is None

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from waiting import HANG_S, until, wait_until
 
 pytest.importorskip("openenv")
 
@@ -31,7 +32,8 @@ READ = ToolCall("list_accounts", {"owner": LEDGER.env_variables["LOGGED_IN_USER"
 RATES = FaultRates(
     slow_rate=0.1, hang_rate=0.05, malformed_rate=0.05, dead_session_rate=0.02, verifier_failure_rate=0.05
 )
-HASTY = Env(step_timeout_s=0.5, verify_timeout_s=10)
+PATIENT = Env(**{f"{verb}_timeout_s": HANG_S for verb in ("make", "reset", "step", "verify", "close")})
+HASTY = PATIENT.model_copy(update={"step_timeout_s": 0.5})
 RIGHT = EmbeddedSession(LEDGER).call(READ)
 LOSING = 4
 """The first damages leave no message to read."""
@@ -119,9 +121,7 @@ class Server:
         self.tell()
         ready = folder / "ready.json"
         self.process = subprocess.Popen([sys.executable, "-c", AS_TOLD, ready, self._told])
-        while not ready.exists():
-            assert self.process.poll() is None
-            time.sleep(0.02)
+        wait_until(ready.exists, lambda: self.process.poll() is None)
         self.url = f"http://127.0.0.1:{json.loads(ready.read_text())['port']}"
 
     def tell(self, **fault):
@@ -140,7 +140,7 @@ def server(tmp_path_factory):
     server.process.wait()
 
 
-async def started(url, config=HASTY, task=LEDGER, episode=None):
+async def started(url, config=PATIENT, task=LEDGER, episode=None):
     environment = Provisioner(config.provisioning).environment(task.env_key, make_environment(config, url, episode))
     await environment.start(task)
     return environment
@@ -164,37 +164,38 @@ async def test_a_damaged_answer_is_an_error_or_a_lost_session(server, number):
     await environment.close()
 
 
-@pytest.mark.parametrize(("fault", "reason"), [("hangs", "took more than"), ("dies", "ConnectionClosedError")])
-async def test_a_hanging_or_dying_session_is_lost_and_leaves_its_place(server, fault, reason):
+@pytest.mark.parametrize(
+    ("fault", "config", "reason"), [("hangs", HASTY, "took more than"), ("dies", PATIENT, "ConnectionClosedError")]
+)
+async def test_a_hanging_or_dying_session_is_lost_and_leaves_its_place(server, fault, config, reason):
     before = server.threads()
-    server.tell(call=1, **{fault: True})
+    server.tell(**{fault: True})
     for _ in range(4):
-        environment = await started(server.url)
-        assert await environment.step(READ) == RIGHT
+        environment = await started(server.url, config)
         with pytest.raises(EnvLost, match=reason):
             await environment.step(READ)
         verdict = await environment.verify("x", [])
         assert verdict.value is None and "lost" in verdict.reason
         await environment.close()
-    end = time.monotonic() + 5
-    while server.threads() > before and time.monotonic() < end:
-        await asyncio.sleep(0.05)
-    assert server.threads() <= before
+    await until(lambda: server.threads() <= before)
 
 
 async def test_a_session_of_a_client_that_left_ends_though_it_hangs(server):
-    before = server.threads()
+    fewest = server.threads()
+
+    def one_more() -> bool:
+        nonlocal fewest
+        now = server.threads()
+        fewest = min(fewest, now)  # those of earlier sessions may still be ending
+        return now > fewest
+
     server.tell(hangs=True)
     environment = await started(server.url)
     step = asyncio.create_task(environment.step(READ))
-    await asyncio.sleep(0.1)
-    assert server.threads() > before
+    await until(one_more)
     step.cancel()
     await environment.close()
-    end = time.monotonic() + 5
-    while server.threads() > before and time.monotonic() < end:
-        await asyncio.sleep(0.05)
-    assert server.threads() <= before
+    await until(lambda: server.threads() <= fewest)
 
 
 async def test_a_failing_verifier_is_unknown_and_a_slow_tool_is_waited_for(server):
@@ -234,14 +235,22 @@ def _next(agent, shown):
 @pytest.mark.slow
 async def test_the_configured_faults_happen_and_nothing_else_is_lost(tmp_path):
     rates = {"hang_rate": 0.05, "malformed_rate": 0.05, "dead_session_rate": 0.05, "verifier_failure_rate": 0.05}
-    config = Env(step_timeout_s=10, verify_timeout_s=10, faults=rates)
+    # Calls that hang cost their deadline; all others have their answers long before.
+    limits = {"start_timeout_s": HANG_S, "step_timeout_s": 20.0, "verify_timeout_s": 20.0}
+    config = PATIENT.model_copy(update=limits | {"faults": FaultRates(**rates)})
+    places = asyncio.Semaphore(16)
+
+    async def one(task, name):
+        async with places:
+            return await play(task, config, url, name)
+
     fleet = EmbeddedFleet()
     try:
         url = fleet.start(config, tmp_path / "env.log", seed=4)
         named = [(task, f"{number}/{task.key}") for number, task in enumerate(TASKS * 3)]
-        values = await asyncio.gather(*(play(task, config, url, name) for task, name in named))
+        values = await asyncio.gather(*(one(*episode) for episode in named))
         # The same episodes again, in another order, some of them alone.
-        again = await asyncio.gather(*(play(task, config, url, name) for task, name in named[40::-1]))
+        again = await asyncio.gather(*(one(*episode) for episode in named[40::-1]))
     finally:
         fleet.stop()
     assert again == values[40::-1]

@@ -1,11 +1,16 @@
 """The run's own environment server, reachable from other hosts: who does not know its secret gets nothing."""
 
 import asyncio
+import os
+import signal
+import socket
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 
 import pytest
+from waiting import HANG_S
 
 pytest.importorskip("openenv")
 
@@ -23,7 +28,7 @@ TOKEN = environment_token("the run's token")
 def fleet(tmp_path):
     fleet = EmbeddedFleet()
     # Every address of 127.0.0.0/8 is this machine; another one than usual shows that the host is obeyed.
-    fleet.start(Env(), tmp_path / "env.log", host="127.0.0.2", token=TOKEN)
+    fleet.start(Env(start_timeout_s=HANG_S), tmp_path / "env.log", host="127.0.0.2", token=TOKEN)
     yield fleet
     fleet.stop()
 
@@ -44,8 +49,8 @@ def test_the_secret_is_asked_for_everywhere(fleet):
             asyncio.run(reset(wrong))
     for page in ("/schema", "/health", "/"):
         with pytest.raises(urllib.error.HTTPError, match="401"):
-            urllib.request.urlopen(fleet.url + page, timeout=10)
-    assert no_answer(fleet.url, 10) is None  # it answers: that is all the controller asks
+            urllib.request.urlopen(fleet.url + page, timeout=HANG_S)
+    assert no_answer(fleet.url, HANG_S) is None  # it answers: that is all the controller asks
 
     command = Path(f"/proc/{fleet.pid}/cmdline").read_text()
     assert TOKEN not in command
@@ -53,6 +58,20 @@ def test_the_secret_is_asked_for_everywhere(fleet):
     assert asyncio.run(reset(TOKEN)) == TASK.prompt
     with pytest.raises(EnvLost, match="403"):
         asyncio.run(reset("wrong"))
+
+
+def test_nobody_gets_the_port_of_a_server_that_is_restarted(fleet):
+    host, port = fleet.url.removeprefix("http://").split(":")
+    os.kill(fleet.pid, signal.SIGKILL)
+    while fleet.ended() is None:
+        time.sleep(0.01)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host, int(port)))
+    with socket.socket() as another, pytest.raises(OSError, match="in use"):
+        another.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        another.bind((host, int(port)))
+    fleet.restart()
+    assert no_answer(fleet.url, HANG_S) is None
 
 
 def test_the_secret_does_not_give_away_the_runs():

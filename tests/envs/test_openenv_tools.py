@@ -1,15 +1,21 @@
 """What is sent to a server: arguments of reset and of the tool that ends an episode; which failures may pass."""
 
-from typing import get_args
-
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from megatron_fleet.config.sections.env import Env
 from megatron_fleet.config.sections.openenv import OpenEnv
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.busy import is_busy
-from megatron_fleet.envs.openenv_tools import action_tool, explain, finish_arguments, openai_tool, reset_arguments
-from megatron_fleet.envs.registry import KINDS
+from megatron_fleet.envs.openenv_tools import (
+    action_tool,
+    calls_tools,
+    explain,
+    final_arguments,
+    finish_arguments,
+    openai_tool,
+    reset_arguments,
+)
 
 TASK = Task("k", "p", "e", "v", data_key="d", env_variables={"SEED": 7, "WHO": {"ID": "u1"}})
 SAID = [{"role": "user", "content": "x"}]
@@ -34,6 +40,15 @@ def test_reset_is_told_the_task_and_what_is_configured():
     }
     assert "none" not in sent and "no" not in sent
     assert (sent["episode_id"], sent["task_key"], sent["env_variables"]) == ("e1", "k", TASK.env_variables)
+
+
+@given(st.none() | st.text() | st.sampled_from(["task:env_key", "episode:final_answer"]))
+def test_arguments_of_the_last_call_by_their_references(answer):
+    """What the policy says is no reference, whatever it says."""
+    config = {"mode": "strict", "sure": True, "seed": "task:env_variables.SEED", "text": "episode:final_answer"}
+    sent = {"mode": "strict", "sure": True, "seed": 7} | ({} if answer is None else {"text": answer})
+    assert final_arguments(config, TASK, answer) == sent
+    assert final_arguments({"note": "see: below"}, TASK, answer) == {"note": "see: below"}
 
 
 @pytest.mark.parametrize(
@@ -76,6 +91,22 @@ def test_an_action_becomes_a_tool():
     assert action_tool(schema, "move")["function"]["name"] == "move"
 
 
+@pytest.mark.parametrize(
+    ("properties", "calls"),
+    [
+        ({"type": {"const": "call_tool", "default": "call_tool"}, "tool_name": {"type": "string"}}, True),
+        ({"type": {"default": "call_tool"}, "tool_name": {"type": "string"}}, True),
+        ({"type": {"const": "call_tool"}}, False),
+        ({"type": {"type": "string"}, "tool_name": {"type": "string"}}, False),
+        ({"action_type": {"enum": ["ListTools", "CallTool"]}, "tool_name": {"type": "string"}}, False),
+        ({}, False),
+    ],
+)
+def test_which_actions_call_tools(properties, calls):
+    assert calls_tools({"title": "Any", "properties": properties}) is calls
+    assert not calls_tools({})
+
+
 class FleetInstanceLimitError(Exception):
     pass
 
@@ -98,7 +129,3 @@ def test_only_what_passes_is_busy():
         ConnectionError("refused"),
     ):
         assert not is_busy(hopeless)
-
-
-def test_every_kind_of_the_configuration_has_its_entry():
-    assert set(get_args(Env.model_fields["kind"].annotation)) == set(KINDS)

@@ -64,7 +64,7 @@ def test_no_attack_works(stage, who):
     try:
         command = [*before, python, stage / "verifier_attacks.py", stage / "verifier_host.py", str(prey.pid)]
         done = subprocess.run(
-            [*command, stage / "loot"], cwd="/", capture_output=True, text=True, timeout=300, check=False, **options
+            [*command, stage / "loot"], cwd="/", capture_output=True, text=True, timeout=600, check=False, **options
         )
         assert done.returncode == 0, done.stderr
         assert prey.poll() is None and os.getpriority(os.PRIO_PROCESS, prey.pid) == priority

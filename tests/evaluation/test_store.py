@@ -155,3 +155,19 @@ def test_the_table_has_a_line_per_environment():
     assert b[:5] == ["b", "–", "–", "–", "1.000"]
     assert (shop[0], shop[1], shop[6], shop[8]) == ("shop", "2", "0.500", "2.2")
     assert (everything[0], everything[-1]) == ("all", "0.333")
+
+
+def test_a_part_that_was_removed_gives_its_number_to_none_that_is_there(tmp_path):
+    """As a damaged one is, which the message says."""
+    store = EpisodeStore(tmp_path, OF, TASKS)
+    for sample in range(2):
+        store.add("sampled", [played(EpisodeSpec(TASKS[0], 0, sample, 0, 1.0))])
+        store.flush()
+    (tmp_path / "parts" / "sampled-000000.jsonl").write_text("damaged")
+    with pytest.raises(UserError, match=r"sampled-000000\.jsonl: is damaged .*remove it"):
+        store.played("sampled", 4)
+    for suffix in ("jsonl", "npz"):
+        (tmp_path / "parts" / f"sampled-000000.{suffix}").unlink()
+    store.add("sampled", [played(EpisodeSpec(TASKS[1], 1, 0, 0, 1.0))])
+    store.flush()
+    assert sorted(store.played("sampled", 4)) == [(0, 1), (1, 0)]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from held_ports import held_ports
 from policy_fixtures import make_config, write_config
+from waiting import HANG_S, until
 
-from megatron_fleet.cluster import frames
+from megatron_fleet.cluster import frames, handshake
 from megatron_fleet.cluster.inventory import Device, Host, Inventory
 from megatron_fleet.cluster.launcher import ExternalRanks, LocalRanks
 from megatron_fleet.cluster.nodes import NodeRanks, RanksOfHost, host_to_plain
@@ -17,6 +20,7 @@ from megatron_fleet.cluster.placement import Wanted, place
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
 from megatron_fleet.loop.hosts import open_hosts, ranks_by_host
+from megatron_fleet.trainer.links import RankListener
 from megatron_fleet.trainer.messages import Identity
 
 TOKEN = "the run's token"
@@ -28,17 +32,18 @@ def configured(tmp_path: Path, **cluster: object) -> Config:
     tree = make_config(write_config(tmp_path / "model")).model_dump()
     tree["run"] |= {"out": str(tmp_path / "out")}
     tree["parallel"] |= {"data": 2}
-    tree["cluster"] |= {"join_timeout_s": 20} | cluster
+    tree["cluster"] |= {"join_timeout_s": HANG_S} | cluster
     return Config.model_validate(tree)
 
 
 @pytest.fixture
-def address(monkeypatch) -> str:
+def address(monkeypatch) -> Iterator[str]:
     """Where the controller of this test is to listen."""
-    monkeypatch.setenv("MFLEET_CONTROLLER", address := "127.0.0.1:29671")
-    monkeypatch.setenv("MFLEET_TOKEN", TOKEN)
-    monkeypatch.setenv("MFLEET_HOST_ADDRESS", "10.0.0.1")
-    return address
+    with held_ports(1) as (port,):
+        monkeypatch.setenv("MFLEET_CONTROLLER", address := f"127.0.0.1:{port}")
+        monkeypatch.setenv("MFLEET_TOKEN", TOKEN)
+        monkeypatch.setenv("MFLEET_HOST_ADDRESS", "10.0.0.1")
+        yield address
 
 
 async def say(address: str, kind: str, who: object) -> asyncio.StreamWriter:
@@ -46,11 +51,11 @@ async def say(address: str, kind: str, who: object) -> asyncio.StreamWriter:
     host, port = address.rsplit(":", 1)
     while True:
         try:
-            _, writer = await asyncio.open_connection(host, int(port))
+            reader, writer = await asyncio.open_connection(host, int(port))
             break
         except OSError:
             await asyncio.sleep(0.02)
-    writer.write(frames.pack(kind, TOKEN, who))
+    writer.write(frames.pack(kind, await handshake.dial(reader, writer, TOKEN), who))
     return writer
 
 
@@ -83,7 +88,7 @@ async def test_nodes_are_hosts_and_start_the_ranks(tmp_path, address):
 
 
 async def test_ranks_that_others_start_say_where_they_are(tmp_path, address):
-    ranks = [("hello", rank(0, HERE, "10.0.0.1")), ("hello", rank(1, "b", "10.0.0.2"))]
+    ranks = [("rank", rank(0, HERE, "10.0.0.1")), ("rank", rank(1, "b", "10.0.0.2"))]
     inventory, starter = await opened(configured(tmp_path, ranks="external"), address, *ranks)
     assert [(h.name, h.address, h.ranks, h.rollout) for h in inventory.hosts] == [
         (HERE, "10.0.0.1", (0,), True),
@@ -95,10 +100,17 @@ async def test_ranks_that_others_start_say_where_they_are(tmp_path, address):
     assert [(h.name, h.ranks, h.rollout) for h in inventory.hosts] == [(HERE, (0,), True), ("b", (1,), True)]
 
 
-async def test_a_missing_rank_is_named(tmp_path, address):
-    config = configured(tmp_path, ranks="external", join_timeout_s=1.0)
-    with pytest.raises(UserError, match=r"1 of 2 ranks did not dial 127.0.0.1:29671 within 1 s .* rank 1; start them"):
-        await opened(config, address, ("hello", rank(0, HERE, "10.0.0.1")))
+async def test_a_missing_rank_is_named(tmp_path, address, monkeypatch):
+    config = configured(tmp_path, ranks="external", join_timeout_s=0.5)
+    who = RankListener.who
+
+    async def when_one_is_there(self, timeout_s):
+        await until(lambda: self._dialled)
+        return await who(self, timeout_s)
+
+    monkeypatch.setattr(RankListener, "who", when_one_is_there)
+    with pytest.raises(UserError, match=rf"1 of 2 ranks did not dial {address} within 0.5 s .* rank 1; start them"):
+        await opened(config, address, ("rank", rank(0, HERE, "10.0.0.1")))
 
 
 def test_ranks_get_the_devices_of_their_places_in_order():

@@ -5,10 +5,10 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from waiting import HANG_S, wait_until
 
 PROGRAM = """
 import asyncio, sys
@@ -18,7 +18,7 @@ out = Path(sys.argv[1])
 async def work():
     (out / "ready").touch()
     try:
-        await asyncio.sleep(60)
+        await asyncio.sleep(3600)
     finally:
         (out / "closing").touch()
         await asyncio.sleep(float(sys.argv[2]))
@@ -30,32 +30,25 @@ sys.exit(asyncio.run(_until_stopped(work())))
 def start(out: Path, closing_s: float) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", PROGRAM, str(out), str(closing_s)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    wait_for(out / "ready")
+    wait_until((out / "ready").exists)
     return process
-
-
-def wait_for(file: Path) -> None:
-    deadline = time.monotonic() + 60
-    while not file.exists():
-        assert time.monotonic() < deadline, file
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
 def test_a_signal_ends_the_run_in_order(tmp_path, number, name):
     process = start(tmp_path, closing_s=0.3)
     process.send_signal(number)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=HANG_S)
     assert process.returncode == 128 + number
     assert errors == f"mfleet: stopped by {name}; the same command goes on from the newest checkpoint.\n"
     assert (tmp_path / "closed").exists()
 
 
 def test_the_second_signal_ends_it_at_once(tmp_path):
-    process = start(tmp_path, closing_s=60)
+    process = start(tmp_path, closing_s=3600)
     process.send_signal(signal.SIGINT)
-    wait_for(tmp_path / "closing")
+    wait_until((tmp_path / "closing").exists)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=20)
+    process.communicate(timeout=HANG_S)
     assert process.returncode == 130
     assert not (tmp_path / "closed").exists()

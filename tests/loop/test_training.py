@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from fake_rollout import FakeEngines, FakeRollout, FakeTransport
 from fake_trainer import FakeTrainer
+from waiting import HANG_S, until
 
 from megatron_fleet.checkpoint.checkpoints import Checkpoints
 from megatron_fleet.config.errors import UserError
@@ -24,10 +25,11 @@ from megatron_fleet.rollout.requests import RolloutFailed
 from megatron_fleet.trainer.base import TrainerLost
 
 VOCABULARY = 16
+NEVER_S = 3600.0
 OVERRIDES = [
     "experiment=quickstart", "run.steps=4", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=4",
     "eval.tasks=2", "eval.samples=1", "eval.greedy=false", "eval.at_start=false", "eval.at_end=false",
-    "checkpoint.interval=2", "logging.tensorboard=false", "logging.plot=false", "algorithm.filter_zero_signal=false",
+    "checkpoint.interval=2", "logging.tensorboard=false", "logging.plot=false", "algorithm.group_filter=none",
     "policy.optimizer.lr=5.0", "policy.optimizer.min_lr=5.0",
 ]  # fmt: skip
 
@@ -114,10 +116,9 @@ async def test_a_resumed_run_ends_like_one_that_was_never_stopped(tmp_path):
     await whole.go()
     cut = Run(tmp_path / "cut")
     cut.trainer.fail_next("export_hf", RuntimeError("power cut"))
-    cut.rollout.delays[3] = 60.0
+    cut.rollout.delays[3] = NEVER_S
     running = asyncio.create_task(cut.go())
-    while "collect train 3" not in cut.calls:
-        await asyncio.sleep(0.01)
+    await until(lambda: "collect train 3" in cut.calls)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
@@ -153,13 +154,12 @@ async def test_a_lost_trainer_is_started_again_and_the_loop_goes_back(tmp_path, 
 
 async def test_a_trainer_that_dies_during_a_rollout_stops_it_at_once(tmp_path):
     run = Run(tmp_path)
-    run.rollout.delays[1] = 60.0
+    run.rollout.delays[1] = NEVER_S
     running = asyncio.create_task(run.go())
-    while "collect train 1" not in run.calls:
-        await asyncio.sleep(0.01)
+    await until(lambda: "collect train 1" in run.calls)
     run.rollout.delays.clear()
     run.trainer.die("rank 3 was killed by SIGKILL")
-    await asyncio.wait_for(running, 20)
+    await asyncio.wait_for(running, HANG_S)
     assert run.restarts == ["rank 3 was killed by SIGKILL"]
     assert run.take().count("collect train 1") == 2
 
@@ -286,8 +286,17 @@ async def test_weights_that_are_changing_are_not_sent_under_the_old_version(tmp_
 
 
 async def test_episodes_play_ahead_and_are_never_too_old(tmp_path):
-    run = Run(tmp_path, "rollout.max_staleness=2", "run.steps=6", "checkpoint.interval=100")
-    run.trainer.delay_s = 0.01
+    run = Run(
+        tmp_path, "algorithm=importance_weighted", "rollout.max_staleness=2", "run.steps=6", "checkpoint.interval=100"
+    )
+    forward_backward = run.trainer.forward_backward
+
+    async def slow_forward_backward(data, loss):
+        ahead = min(run.calls.count("forward_backward") + 2, 5)
+        await until(lambda: f"collect train {ahead}" in run.calls)
+        return await forward_backward(data, loss)
+
+    run.trainer.forward_backward = slow_forward_backward
     await run.go()
     order = [call for call in run.take() if call.startswith(("collect", "finish_update"))]
     assert order[:5] == ["finish_update 0", "collect train 0", "collect train 1", "collect train 2", "finish_update 1"]
@@ -298,7 +307,9 @@ async def test_episodes_play_ahead_and_are_never_too_old(tmp_path):
 
 
 async def test_groups_that_are_too_old_are_played_again_and_counted(tmp_path):
-    run = Run(tmp_path, "rollout.max_staleness=1", "run.steps=4", "checkpoint.interval=100")
+    run = Run(
+        tmp_path, "algorithm=importance_weighted", "rollout.max_staleness=1", "run.steps=4", "checkpoint.interval=100"
+    )
     spans = run.rollout._episode
 
     def one_is_old(request, group, sample, weights, version, known):
@@ -326,12 +337,13 @@ async def test_engines_that_stay_behind_end_the_run(tmp_path):
 
 
 async def test_tasks_played_ahead_of_a_checkpoint_are_played_after_it(tmp_path):
-    run = Run(tmp_path, "rollout.max_staleness=2", "run.steps=8", "checkpoint.interval=2")
-    run.rollout.delays[5] = 60.0
+    run = Run(
+        tmp_path, "algorithm=importance_weighted", "rollout.max_staleness=2", "run.steps=8", "checkpoint.interval=2"
+    )
+    run.rollout.delays[5] = NEVER_S
     running = asyncio.create_task(run.go())
-    while "save_state" not in run.calls or "collect train 5" not in run.calls:
-        await asyncio.sleep(0.005)
-    await asyncio.sleep(0.2)
+    await until((tmp_path / "checkpoints" / "step_000004").exists)
+    await until(lambda: "collect train 5" in run.calls)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running

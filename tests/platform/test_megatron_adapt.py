@@ -7,6 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from waiting import HANG_S
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron_fleet.trainer.megatron")
@@ -15,7 +16,7 @@ no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in is 
 
 
 def run(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.strip()
 

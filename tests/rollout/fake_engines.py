@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +27,8 @@ class FakeActor:
         hang: the call that fails when the engine is lost, a little later.
     """
 
-    def __init__(self, calls: list[Any], may_start: asyncio.Event) -> None:
+    def __init__(self, number: int, calls: list[Any], may_start: asyncio.Event) -> None:
+        self.number = number
         self.calls, self.may_start, self.lost = calls, may_start, asyncio.Event()
         self.fail = self.hang = ""
 
@@ -45,7 +47,9 @@ class FakeActor:
                 await self.lost.wait()
                 await asyncio.sleep(0.05)
                 raise RayError("its process died")
-            return {"listen": "127.0.0.1:1", "sleep": "nothing freed"}.get(name)
+            if name == "listen":
+                return f"127.0.0.1:{self.number}"
+            return "nothing freed" if name == "sleep" else None
 
         return type("Method", (), {"remote": staticmethod(call)})
 
@@ -56,24 +60,31 @@ class Slot(EngineSlot):
     Attributes:
         calls: of all its actors.
         killed: actors that were killed.
+        moves: pairs of addresses of a lost engine and of the next.
         resend: what the slot finds when it asks for weights again.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[Any] = []
         self.killed: list[Any] = []
+        self.moves: list[tuple[str, str]] = []
+        numbers = itertools.count(1)
         self.resend: Callable[..., Any] | None = None
         self.may_start = asyncio.Event()
         self.may_start.set()
         monkeypatch.setattr(restarts, "BACKOFF_S", 0.0)
         for module in (components, engine_slot):
             monkeypatch.setattr(module.ray, "kill", self.killed.append)
-        timeouts = {"start_timeout_s": 5.0, "update_timeout_s": 5.0}
+        timeouts = {"start_timeout_s": 300.0, "update_timeout_s": 300.0}
 
         async def make() -> FakeActor:
-            return FakeActor(self.calls, self.may_start)
+            return FakeActor(next(numbers), self.calls, self.may_start)
 
-        super().__init__("engine 0", "log", make, host="127.0.0.1", resend=lambda: self.resend, **timeouts)
+        async def on_move(before: str, now: str) -> None:
+            self.moves.append((before, now))
+
+        resend = {"resend": lambda: self.resend}
+        super().__init__("engine 0", "log", make, host="127.0.0.1", on_move=on_move, **resend, **timeouts)
 
     @property
     def actor(self) -> FakeActor:
@@ -106,9 +117,8 @@ class Slot(EngineSlot):
         """Let the engine die, and wait until the slot has seen it."""
         self.calls.clear()
         self.actor.lost.set()
-        async with asyncio.timeout(5):
-            while self._serving.is_set():
-                await asyncio.sleep(0)
+        while self._serving.is_set():
+            await asyncio.sleep(0)
 
 
 async def pause() -> None:

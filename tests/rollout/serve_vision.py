@@ -18,7 +18,7 @@ from megatron_fleet.rollout.engine_actor import EngineActor, environment
 async def main(model: Path, folder: Path, token: str) -> None:
     config = rollout_config(model, engine={"kv_cache_bytes": 64 << 20}, max_context=4000)
     actor = EngineActor(config, token, folder / "engine.log", "shm")
-    (folder / "endpoint").write_text(await actor.listen("127.0.0.1", 0))
+    (folder / "endpoint").write_text(await actor.listen("127.0.0.1"))
     await actor.start()
     await actor.serve()
     await asyncio.to_thread(sys.stdin.read)

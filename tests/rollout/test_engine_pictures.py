@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import HANG_S
 
 from megatron_fleet.agents.engine import Generation, SamplingParams
 from megatron_fleet.agents.images import PlacedImage, digest
@@ -38,7 +39,7 @@ class Recording(ImageStore):
 
 
 @contextlib.asynccontextmanager
-async def serving(store: Recording, port: int = 0):
+async def serving(store: Recording):
     seen = []
 
     async def generate(prompt, params, session, images) -> Generation:
@@ -47,7 +48,7 @@ async def serving(store: Recording, port: int = 0):
 
     server = EngineServer(generate, TOKEN)
     server._images = store
-    endpoint = await server.listen("127.0.0.1", port)
+    endpoint = await server.listen("127.0.0.1")
     server.open()
     yield endpoint, seen
     server.close()
@@ -57,7 +58,7 @@ async def test_a_file_travels_once_and_every_request_has_it():
     store, a, b = Recording(), picture(b"a" * 100), picture(b"b" * 3_000_000, 2)
     store._max_bytes = 1 << 30
     async with serving(store) as (endpoint, seen):
-        engine = connect([endpoint], TOKEN, 5)
+        engine = connect([endpoint], TOKEN, HANG_S)
         for images in ([a], [a, b], [a, b], ()):
             await engine.generate([9] * 8, PARAMS, "s", images)
     assert store.came == [a.image.data, b.image.data]
@@ -67,7 +68,7 @@ async def test_a_file_travels_once_and_every_request_has_it():
 async def test_concurrent_requests_send_a_shared_picture_once():
     store, shared = Recording(), picture(b"s" * 1000)
     async with serving(store) as (endpoint, seen):
-        engine = connect([endpoint], TOKEN, 5)
+        engine = connect([endpoint], TOKEN, HANG_S)
         await asyncio.gather(*(engine.generate([9], PARAMS, str(i), [shared]) for i in range(20)))
     assert store.came == [shared.image.data] and seen == [[shared]] * 20
 
@@ -76,7 +77,7 @@ async def test_what_the_engine_forgot_is_sent_again():
     store = Recording(max_bytes=250)
     first, second, third = (picture(bytes([i]) * 100) for i in range(3))
     async with serving(store) as (endpoint, seen):
-        engine = connect([endpoint], TOKEN, 5)
+        engine = connect([endpoint], TOKEN, HANG_S)
         for images in ([first], [first, second], [third], [first, second]):
             await engine.generate([9], PARAMS, "s", images)
     assert seen == [[first], [first, second], [third], [first, second]]
@@ -86,7 +87,7 @@ async def test_what_the_engine_forgot_is_sent_again():
 async def test_more_pictures_than_an_engine_keeps_are_refused_and_others_are_not():
     store = Recording(max_bytes=150)
     async with serving(store) as (endpoint, seen):
-        engine = connect([endpoint], TOKEN, 5)
+        engine = connect([endpoint], TOKEN, HANG_S)
         with pytest.raises(ValueError, match="more than an engine keeps at once"):
             await engine.generate([9], PARAMS, "s", [picture(b"a" * 100), picture(b"b" * 100, 2)])
         await engine.generate([9], PARAMS, "s", [picture(b"a" * 100)])
@@ -94,15 +95,15 @@ async def test_more_pictures_than_an_engine_keeps_are_refused_and_others_are_not
 
 
 async def test_an_engine_that_came_back_is_sent_everything_again():
-    placed = picture(b"a" * 100)
-    async with serving(Recording()) as (endpoint, _):
-        engine = connect([endpoint], TOKEN, 5)
+    placed, fresh = picture(b"a" * 100), Recording()
+    async with serving(Recording()) as (before, _):
+        engine = connect([before], TOKEN, HANG_S)
         await engine.generate([9], PARAMS, "s", [placed])
         (replica,) = engine._replicas
         replica._writer.transport.abort()
         await asyncio.gather(replica._reading, return_exceptions=True)
-    fresh = Recording()
-    async with serving(fresh, int(endpoint.rsplit(":", 1)[1])) as (_, seen):
+    async with serving(fresh) as (now, seen):
+        engine.moved(before, now)
         await engine.generate([9], PARAMS, "s", [placed])
     assert fresh.came == [placed.image.data] and seen == [[placed]]
 

@@ -12,6 +12,7 @@ pytest.importorskip("vllm")
 
 from fake_engines import INIT_INFO, UPDATE, Slot, actor_without_vllm, pause
 from rollout_config import rollout_config
+from waiting import HANG_S
 
 from megatron_fleet.agents.engine import EngineLost, SamplingParams
 from megatron_fleet.agents.images import PlacedImage
@@ -117,8 +118,9 @@ async def test_a_new_engine_answers_after_it_has_the_weights(slot):
     await slot.update(1)
     await slot.lose()
     await slot.serving()
+    assert slot.moves == [("127.0.0.1:1", "127.0.0.1:2")]
     assert slot.calls == [
-        ("listen", "127.0.0.1", 1),
+        ("listen", "127.0.0.1"),
         ("start",),
         ("open_transport", INIT_INFO),
         ("begin_update",),
@@ -254,8 +256,8 @@ async def test_a_resend_that_waits_is_overtaken_by_the_next_update(slot):
     await slot.begin()
     await slot.update(3, lasting=False)
     await slot.lose()
-    await asyncio.wait_for(waiting.wait(), 5)
-    await asyncio.wait_for(slot.update(4, lasting=False), 5)
+    await asyncio.wait_for(waiting.wait(), HANG_S)
+    await asyncio.wait_for(slot.update(4, lasting=False), HANG_S)
     assert asked == [3, 4] and slot.version == 4
     await slot.serving()
 
@@ -267,7 +269,7 @@ async def test_an_engine_that_fails_in_an_update_has_it_when_the_update_ends(slo
     first.fail = "load"
     await slot.update(1, lasting=False)
     assert slot.actor is not first and slot.version == 1
-    assert "finish_update" not in [call[0] for call in slot.calls[: slot.calls.index(("listen", "127.0.0.1", 1))]]
+    assert "finish_update" not in [call[0] for call in slot.calls[: slot.calls.index(("listen", "127.0.0.1"))]]
 
 
 class FakeOutput:
@@ -288,7 +290,7 @@ class FakeImages:
 async def test_a_request_whose_pictures_vllm_lost_is_made_once_more(actor, monkeypatch, failures, attempts):
     outputs = [FakeOutput("error")] * failures + [FakeOutput("length")]
 
-    async def run(request, params):
+    async def run(name, request, params):
         return outputs.pop(0)
 
     monkeypatch.setattr(actor, "_run", run)

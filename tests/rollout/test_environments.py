@@ -12,6 +12,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from held_ports import held_ports
+from waiting import HANG_S, until, wait_until
 
 pytest.importorskip("ray")
 
@@ -68,13 +70,12 @@ async def test_a_server_that_died_is_used_again_when_everybody_knows_that_it_is_
     fake.reason, fake.failures = "its process ended with status -9", 2
     assert environments.check() == 1
     assert "being restarted: its process ended with status -9" in await environments.available()
-    while fake.reason is not None:
-        await asyncio.sleep(0.01)
+    await until(lambda: fake.reason is None)
     serving = asyncio.create_task(environments.serving())
     await asyncio.sleep(0.05)
     assert not serving.done() and fake.starts == 3
     knowing.set()
-    await asyncio.wait_for(serving, 5)
+    await asyncio.wait_for(serving, HANG_S)
     assert environments.check() == 1 and await environments.available() is None
     await environments.close()
     assert fake.stopped
@@ -88,7 +89,7 @@ async def test_a_server_that_dies_again_and_again_is_given_up(fake):
         with pytest.raises(RolloutFailed, match=r"the environment server died 4 times, last: the port is taken"):
             while True:
                 await asyncio.sleep(0.01)
-                await asyncio.wait_for(ask(), 5)
+                await asyncio.wait_for(ask(), HANG_S)
     await environments.close()
 
 
@@ -101,22 +102,25 @@ def environment():
 
 def test_a_restart_keeps_the_address_and_ends_with_a_stop(tmp_path, episode_python, environment):
     fleet = EmbeddedFleet()
-    url = fleet.start(Env(), tmp_path / "env.log", episode_python, environment=environment)
+    url = fleet.start(Env(start_timeout_s=HANG_S), tmp_path / "env.log", episode_python, environment=environment)
     try:
         first = fleet.pid
-        assert fleet.ended() is None and no_answer(url, 5) is None
+        assert fleet.ended() is None and no_answer(url, HANG_S) is None
         fleet.restart()
-        assert fleet.url == url and fleet.pid != first and no_answer(url, 5) is None
+        assert fleet.url == url and fleet.pid != first and no_answer(url, HANG_S) is None
     finally:
         fleet.stop()
-    assert fleet.pid is None and "not reachable" in no_answer(url, 5)
+    assert fleet.pid is None and "not reachable" in no_answer(url, HANG_S)
     with pytest.raises(UserError, match="stopped"):
         fleet.restart()
 
 
 def test_a_stop_ends_a_restart_that_waits(tmp_path, episode_python, environment):
+    python = tmp_path / "python"  # which starts no second server
+    python.write_text(f'#!/bin/sh\nmkdir {tmp_path}/once 2>/dev/null || exec sleep 1000\nexec {episode_python} "$@"\n')
+    python.chmod(0o755)
     fleet = EmbeddedFleet()
-    fleet.start(Env(), tmp_path / "env.log", episode_python, environment=environment)
+    fleet.start(Env(start_timeout_s=HANG_S), tmp_path / "env.log", python, environment=environment)
     failures = []
 
     def restart():
@@ -127,15 +131,14 @@ def test_a_stop_ends_a_restart_that_waits(tmp_path, episode_python, environment)
 
     first, thread = fleet.pid, threading.Thread(target=restart)
     thread.start()
-    while fleet.pid == first:
-        pass
+    wait_until(lambda: fleet.pid != first)
     fleet.stop()
-    thread.join(10)
+    thread.join(HANG_S)
     assert not thread.is_alive() and len(failures) == 1
 
 
 @contextmanager
-def answering(status: int):
+def answering(status: int, port: int = 0):
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
             self.send_response(status)
@@ -144,7 +147,7 @@ def answering(status: int):
         def log_message(self, *args):
             pass
 
-    server = HTTPServer(("127.0.0.1", 0), Handler)
+    server = HTTPServer(("127.0.0.1", port), Handler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}"
@@ -156,24 +159,25 @@ def answering(status: int):
 @pytest.mark.parametrize(("status", "there"), [(200, True), (404, True), (401, True), (502, False), (503, False)])
 def test_a_server_without_such_a_page_is_there_and_a_proxy_without_a_server_is_not(status, there):
     with answering(status) as url:
-        assert (no_answer(url, 5) is None) == there
-        assert (no_answer(url.replace("http", "ws"), 5) is None) == there
+        assert (no_answer(url, HANG_S) is None) == there
+        assert (no_answer(url.replace("http", "ws"), HANG_S) is None) == there
 
 
 def test_what_listens_and_says_nothing_gives_no_answer():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        assert "gives no answer" in no_answer(url, 0.2)
-    assert "not reachable" in no_answer(url, 5)
+    with held_ports(1) as (port,):
+        url = f"http://127.0.0.1:{port}"
+        with socket.create_server(("127.0.0.1", port)):
+            assert "gives no answer" in no_answer(url, 0.2)
+        assert "not reachable" in no_answer(url, HANG_S)
     assert no_answer("http://", 1) is not None and no_answer("nonsense", 1) is not None
 
 
 async def test_environments_elsewhere_are_asked_and_hosted_ones_are_not(monkeypatch, tmp_path):
     monkeypatch.setattr(components, "serve", registry.serve)
-    with answering(200) as url:
-        environments = EnvironmentSlot(Start(Env(kind="openenv", url=url), tmp_path / "env.log", "python", 0))
-        assert await environments.start() == url and await environments.available() is None
-    assert "not reachable" in await environments.available()
+    monkeypatch.setattr(components, "PROBE_TIMEOUT_S", HANG_S)
+    with held_ports(1) as (port,):
+        with answering(200, port) as url:
+            environments = EnvironmentSlot(Start(Env(kind="openenv", url=url), tmp_path / "env.log", "python", 0))
+            assert await environments.start() == url and await environments.available() is None
+        assert "not reachable" in await environments.available()
     await environments.close()

@@ -6,6 +6,7 @@ import contextlib
 
 import numpy as np
 import pytest
+from waiting import HANG_S
 
 from megatron_fleet.agents.engine import Generation, SamplingParams
 from megatron_fleet.data.task import Task
@@ -27,9 +28,9 @@ async def serving(routing: np.ndarray | None):
         return Generation(np.array([4], np.int32), np.zeros(1, np.float32), "stop", ((0, 0, 1),), routing)
 
     server = EngineServer(generate, TOKEN)
-    endpoint = await server.listen("127.0.0.1", 0)
+    endpoint = await server.listen("127.0.0.1")
     server.open()
-    yield connect([endpoint], TOKEN, 5), starts
+    yield connect([endpoint], TOKEN, HANG_S), starts
     server.close()
 
 

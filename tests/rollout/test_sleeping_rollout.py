@@ -11,8 +11,9 @@ import pytest
 pytest.importorskip("vllm")
 
 from rollout_config import rollout_config
-from rollout_runs import running
+from rollout_runs import TIMEOUT_S, running
 from tiny_model import greedy_continuation, write_tiny_model
+from waiting import wait_until
 
 from megatron_fleet.agents.engine import EngineLost, SamplingParams
 
@@ -45,17 +46,14 @@ def test_requests_wait_until_the_engine_is_wholly_awake(rollout):
     time.sleep(1)
     assert not asking.done()
     rollout.run(rollout.service.wake("kv_cache"))
-    check_serves(rollout, "b", asking.result(60))
+    check_serves(rollout, "b", asking.result(TIMEOUT_S))
 
 
 def test_an_engine_killed_in_its_sleep_comes_back_with_the_new_weights(rollout, caplog):
     core = rollout.processes()[-1]
     rollout.run(rollout.service.sleep())
     os.kill(core, signal.SIGKILL)
-    deadline = time.monotonic() + 30
-    while "engine 0 is lost" not in caplog.text:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: "engine 0 is lost" in caplog.text)
     time.sleep(3)
     rollout.run(rollout.service.wake("weights"))
     rollout.sync("a")
@@ -100,6 +98,6 @@ def test_a_restarted_engine_is_sent_its_weights_again(rollout):
     while rollout.restarts() == before:
         time.sleep(0.1)
     assert resent == [rollout.version]
-    versions = {r.versions for r in asking.result(120) if not isinstance(r, EngineLost)}
+    versions = {r.versions for r in asking.result(TIMEOUT_S) if not isinstance(r, EngineLost)}
     assert versions <= {((rollout.version, 0, TOKENS),)}
     check_serves(rollout, "b", rollout.generate(PROMPTS, PARAMS))

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from rollout_config import rollout_config
-from rollout_runs import running
+from rollout_runs import TIMEOUT_S, running
 from tiny_model import greedy_continuation, write_tiny_model
 
 from megatron_fleet.agents.engine import EngineLost, SamplingParams
@@ -34,9 +34,9 @@ def check_serves(rollout, name):
     assert {r.versions for r in results} == {((rollout.version, 0, TOKENS),)}
 
 
-def begin_requests(rollout, tokens=TOKENS):
+def begin_requests(rollout):
     """Requests that are sent while something else goes on."""
-    asking = rollout.begin(rollout.answers(PROMPTS, greedy(tokens)))
+    asking = rollout.begin(rollout.answers(PROMPTS, greedy()))
     time.sleep(0.3)
     return asking
 
@@ -51,12 +51,22 @@ def rollout(tmp_path_factory, episode_python):
 
 def test_requests_in_flight_go_on_under_the_new_weights(rollout):
     tokens = 1900  # as many as the context holds: they must outlast the update
+
+    async def begin():
+        engine = await rollout.service.engine()
+        params = [*greedy(tokens), SamplingParams(0.0, 1, (), 1)]
+        calls = [engine.generate(p, q, str(i)) for i, (p, q) in enumerate(zip([*PROMPTS, [5]], params, strict=True))]
+        *asking, last = map(asyncio.create_task, calls)
+        await last  # the last one of a connection has its token after all others have some
+        return asyncio.gather(*asking)
+
+    async def end(asking):
+        return await asking
+
     rollout.sync("a")
-    rollout.generate(PROMPTS, greedy(1))  # what is slow about a first request is over
-    asking = begin_requests(rollout, tokens)
-    time.sleep(1)  # every request has its first tokens
+    asking = rollout.run(begin())
     rollout.sync("b")
-    for prompt, result in zip(PROMPTS, asking.result(120), strict=True):
+    for prompt, result in zip(PROMPTS, rollout.run(end(asking)), strict=True):
         (first, start, cut), (second, again, end) = result.versions
         assert (first, second, start, again, end) == (rollout.version - 1, rollout.version, 0, cut, tokens)
         assert 0 < cut < tokens
@@ -106,7 +116,7 @@ def test_an_engine_killed_in_an_update_comes_back_with_it(rollout):
     rollout.source.before_write = kill
     rollout.sync("b")
     expected = greedy_continuation(rollout.models["b"], PROMPTS, TOKENS)
-    for result, tokens in zip(asking[0].result(120), expected, strict=True):
+    for result, tokens in zip(asking[0].result(TIMEOUT_S), expected, strict=True):
         assert isinstance(result, EngineLost) or (
             result.versions == ((rollout.version, 0, TOKENS),) and result.token_ids.tolist() == tokens
         )
@@ -131,6 +141,6 @@ def test_a_trainer_that_gives_an_update_up_leaves_nobody_serving_until_the_next_
     assert not asking[1].done() or all(isinstance(r, EngineLost) for r in asking[1].result())
     rollout.version -= 1
     rollout.sync("a")
-    for result in [answer for some in asking for answer in some.result(120)]:
+    for result in [answer for some in asking for answer in some.result(TIMEOUT_S)]:
         assert isinstance(result, EngineLost) or result.versions == ((rollout.version, 0, TOKENS),)
     check_serves(rollout, "a")

@@ -48,7 +48,7 @@ def served(tmp_path_factory):
         endpoint=(folder / "endpoint").read_text(), model=model, vision=read_vision(model), process=process
     )
     process.stdin.close()
-    process.wait(60)
+    process.wait(START_TIMEOUT_S)
 
 
 @pytest.fixture

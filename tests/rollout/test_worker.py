@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
+from waiting import LOOP_TIME, in_simulated_time, until
 
 pytest.importorskip("openenv")
 
@@ -15,6 +16,7 @@ from megatron_fleet.agents.trajectory import Outcome
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Agent, Engine, Env, Rollout, Sampling
 from megatron_fleet.data.task import Task
+from megatron_fleet.envs import provision
 from megatron_fleet.envs.base import EnvLost, Observation, Reward
 from megatron_fleet.rollout import worker as worker_module
 from megatron_fleet.rollout.requests import EpisodeSpec
@@ -86,6 +88,7 @@ def world(folder, monkeypatch):
     world = World(Tokenizer(folder))
     monkeypatch.setattr(worker_module, "connect", lambda endpoints, token, timeout_s, host: world)
     monkeypatch.setattr(worker_module, "make_environment", world.environment)
+    monkeypatch.setattr(provision, "time", LOOP_TIME)
     return world
 
 
@@ -112,6 +115,7 @@ def spec(prompt: str, sample: int = 0) -> EpisodeSpec:
     return EpisodeSpec(task, group=3, sample=sample, step=9, temperature=0.7, seed=11)
 
 
+@in_simulated_time
 async def test_one_trajectory_per_spec_in_order_whatever_happens(worker, world, caplog):
     batch = [spec(p, i) for i, p in enumerate(["fine", "ENGINE", "NOENV", "BUG", "fine too"])]
     trajectories = await worker.run(batch)
@@ -126,36 +130,40 @@ async def test_one_trajectory_per_spec_in_order_whatever_happens(worker, world, 
         trajectory.check()
 
 
+@in_simulated_time
 async def test_episodes_share_the_workers_slots_over_all_batches(worker, world):
     await asyncio.gather(*(worker.run([spec("fine", i) for i in range(5)]) for _ in range(4)))
     assert world.most_in_flight == 4  # 7 over 2 workers, rounded up
     assert world.opened == world.closed == 20
 
 
+@in_simulated_time
 async def test_abort_returns_every_episode_of_its_collection_and_the_worker_goes_on(worker, world):
     running = asyncio.create_task(worker.run([spec("HANG", i) for i in range(12)]))
     await asyncio.sleep(0.1)
     assert (world.opened, world.in_flight) == (8, 4)  # as many again wait, started, for a place
     other = asyncio.create_task(worker.run([replace(spec("fine"), collection=7)]))
     await worker.abort(0)
-    trajectories = await asyncio.wait_for(running, 5)
+    trajectories = await running
     assert [(t.outcome, t.reward, t.reward_reason) for t in trajectories] == [
         (Outcome.ABORTED, None, "the run was stopped")
     ] * 12
-    assert (await asyncio.wait_for(other, 5))[0].outcome is Outcome.COMPLETED
+    assert (await other)[0].outcome is Outcome.COMPLETED
     assert world.opened == world.closed == 9 and world.in_flight == 0
     assert (await worker.run([replace(spec("fine"), collection=7)]))[0].outcome is Outcome.COMPLETED
 
 
+@in_simulated_time
 async def test_abort_before_the_first_await_or_the_batch_is_not_lost(worker, world):
     running = asyncio.create_task(worker.run([spec("HANG")]))
     await asyncio.sleep(0)
     await worker.abort(0)
-    assert (await asyncio.wait_for(running, 5))[0].outcome is Outcome.ABORTED
-    late = await asyncio.wait_for(worker.run([spec("HANG")]), 5)  # overtaken on the way
+    assert (await running)[0].outcome is Outcome.ABORTED
+    late = await worker.run([spec("HANG")])  # overtaken on the way
     assert late[0].outcome is Outcome.ABORTED and world.opened == 0
 
 
+@in_simulated_time
 async def test_an_environment_that_gives_nothing_back_is_left_alone(folder, world):
     provisioning = {"breaker_window": 4, "breaker_threshold": 0.75, "breaker_pause_s": 0.2}
     worker = make_worker(folder, env=Env(provisioning=provisioning))
@@ -180,6 +188,7 @@ async def test_an_environment_that_gives_nothing_back_is_left_alone(folder, worl
         trajectory.check()
 
 
+@in_simulated_time
 async def test_failures_of_a_server_that_was_replaced_are_forgotten(folder, world):
     worker = make_worker(folder, env=Env(provisioning={"breaker_window": 2, "breaker_threshold": 1.0}))
     await worker.run([spec("NOENV")] * 2)
@@ -188,6 +197,7 @@ async def test_failures_of_a_server_that_was_replaced_are_forgotten(folder, worl
     assert (await worker.run([spec("fine")]))[0].outcome is Outcome.COMPLETED
 
 
+@in_simulated_time
 async def test_a_dead_engine_is_no_fault_of_the_environment(folder, world):
     worker = make_worker(folder, env=Env(provisioning={"breaker_window": 2, "breaker_threshold": 0.5}))
     for _ in range(3):
@@ -195,6 +205,7 @@ async def test_a_dead_engine_is_no_fault_of_the_environment(folder, world):
     assert (await worker.run([spec("fine")]))[0].outcome is Outcome.COMPLETED
 
 
+@in_simulated_time
 async def test_starting_uses_up_no_time_of_the_episode(folder, world):
     worker = make_worker(
         folder, episode_timeout_s=3, env=Env(provisioning={"starts_at_once": 1, "max_starts_at_once": 1})
@@ -205,18 +216,18 @@ async def test_starting_uses_up_no_time_of_the_episode(folder, world):
     assert max(t.metrics["provision_s"] for t in trajectories) > 3
 
 
+@in_simulated_time
 async def test_cancelling_run_stops_its_episodes(worker, world):
     running = asyncio.create_task(worker.run([spec("HANG", i) for i in range(2)]))
     await asyncio.sleep(0.1)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    async with asyncio.timeout(30):
-        while world.closed < 2:
-            await asyncio.sleep(0.01)
+    await until(lambda: world.closed == 2)
     assert world.in_flight == 0
 
 
+@in_simulated_time
 async def test_seeds_differ_by_sample_and_step_and_repeat_for_another_attempt(worker, world):
     one = spec("fine")
     specs = [one, one, replace(one, sample=1), replace(one, attempt=1), replace(one, step=10), replace(one, seed=None)]
@@ -236,6 +247,7 @@ def test_a_folder_without_tokenizer_is_refused(tmp_path, world):
         make_worker(tmp_path)
 
 
+@in_simulated_time
 async def test_experts_are_asked_for_where_they_are_replayed(folder, world):
     worker = make_worker(folder, engine=Engine(routing_replay=True))
     await worker.run([spec("fine"), replace(spec("fine"), trained=False)])

@@ -8,7 +8,7 @@ from pathlib import Path
 VOCABULARY = 512
 
 
-def write_tiny_model(folder: Path, seed: int, tied: bool = True) -> Path:
+def write_tiny_model(folder: Path, seed: int, tied: bool = True, context: int = 2048) -> Path:
     """float32 weights scaled up, so that greedy continuations of two seeds differ at once."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -18,7 +18,7 @@ def write_tiny_model(folder: Path, seed: int, tied: bool = True) -> Path:
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=2048, tie_word_embeddings=tied,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=context, tie_word_embeddings=tied,
         eos_token_id=2, pad_token_id=0, bos_token_id=None,
     )  # fmt: skip
     model = Qwen3ForCausalLM(config)

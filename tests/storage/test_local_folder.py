@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from storage_helpers import BYTES, fill, has_direct, python
+from waiting import HANG_S
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.storage import local
@@ -163,7 +164,7 @@ from megatron_fleet.storage.open import open_folder, open_staging
 open_folder(sys.argv[1]).write("file", b"x"), open_staging(sys.argv[1], "marker")
 print(sorted({name.split(".")[0] for name in sys.modules} & {"boto3", "botocore", "torch", "numpy"}))
 """
-    assert python(program, tmp_path).communicate(timeout=60)[0] == "[]\n"
+    assert python(program, tmp_path).communicate(timeout=HANG_S)[0] == "[]\n"
 
 
 def test_files_that_others_read_too_come_through_the_page_cache(tmp_path):
@@ -173,8 +174,9 @@ def test_files_that_others_read_too_come_through_the_page_cache(tmp_path):
         with (tmp_path / "f").open("rb") as f:
             os.fsync(f.fileno())
             os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        dropped = cached_bytes(tmp_path / "f", 0, len(data)) == 0  # a kernel may keep what it is told to drop
         buffer = aligned_buffer(len(data))
         open_folder(tmp_path, cached=cached).read_into("f", 0, buffer)
         assert buffer == data
-        if has_direct(tmp_path):
+        if has_direct(tmp_path) and dropped:
             assert (cached_bytes(tmp_path / "f", 0, len(data)) > 0) == cached

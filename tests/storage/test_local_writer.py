@@ -12,6 +12,7 @@ from threading import Barrier
 
 import pytest
 from storage_helpers import BYTES, fill, has_direct, names_in, python
+from waiting import HANG_S
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.storage import direct, local
@@ -49,7 +50,7 @@ def test_a_disk_that_refuses_direct_transfers_after_all_is_served_the_other_way(
             if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
                 refused.append(call)
                 if len(refused) <= 2:
-                    both.wait(timeout=60)
+                    both.wait(timeout=HANG_S)
                 raise OSError(errno.EINVAL, "Invalid argument")
             return call(fd, *arguments)
 
@@ -148,7 +149,7 @@ try:
 except Exception as e:
     print(type(e).__name__, e)
 """
-    told = python(program, local_folder.path).communicate(timeout=60)[0]
+    told = python(program, local_folder.path).communicate(timeout=HANG_S)[0]
     assert told.startswith(f"UserError {local_folder.path}/file: 2097152 bytes are more than a file may have here")
     assert names_in(local_folder) == []
 

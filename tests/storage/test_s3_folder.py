@@ -6,7 +6,8 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from s3_server import BUCKET, Wire, free_ports
+from held_ports import held_ports
+from s3_server import BUCKET, Wire
 from storage_helpers import fill
 
 from megatron_fleet.config.errors import UserError
@@ -156,10 +157,11 @@ def test_missing_credentials_are_told(s3, monkeypatch):
 
 
 def test_a_store_that_is_not_there_is_told(module, monkeypatch):
-    endpoint = f"http://127.0.0.1:{free_ports(1)[0]}"
-    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-    with pytest.raises(UserError, match=f"the store does not answer .*{endpoint}.*; check AWS_ENDPOINT_URL"):
-        open_folder("s3://bucket/x").sizes()
+    with held_ports(1) as (port,):
+        endpoint = f"http://127.0.0.1:{port}"
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        with pytest.raises(UserError, match=f"the store does not answer .*{endpoint}.*; check AWS_ENDPOINT_URL"):
+            open_folder("s3://bucket/x").sizes()
     monkeypatch.setenv("AWS_ENDPOINT_URL", "nonsense")
     with pytest.raises(UserError, match=r"s3: .*nonsense; check AWS_ENDPOINT_URL"):
         open_folder("s3://bucket/x")

@@ -144,7 +144,7 @@ def test_values_by_hand():
         "generate/weight_version_max": 4,
         "accounting/episodes": 8,
         "accounting/trained": 2,
-        "accounting/zero_signal": 2,
+        "accounting/filtered": 2,
         "accounting/unknown": 2,
         "accounting/too_few_known": 2,
         "accounting/no_tokens": 0,
@@ -166,7 +166,7 @@ def test_outcomes_and_fates_both_add_up_to_the_episodes():
     metrics = one_step()
     outcomes = [v for k, v in metrics.items() if k.startswith("generate/outcome/")]
     assert sum(outcomes) == metrics["accounting/episodes"] > 0
-    fates = ("trained", "zero_signal", "unknown", "too_few_known", "masked", "no_tokens")
+    fates = ("trained", "filtered", "unknown", "too_few_known", "masked", "no_tokens")
     assert sum(metrics[f"accounting/{fate}"] for fate in fates) == metrics["accounting/episodes"]
 
 
@@ -268,7 +268,7 @@ def test_every_name_is_registered_once():
     correction = {"correction_weight": 18.0, "correction_weight_squared": 18.0, "corrected_tokens": 0.0}
     correction |= {"corrected_sequences": 0.0, "sequences": 2.0}
     routing = {"routing_choices": 6.0, "routing_possible": 8.0, "routing_disagreed": 3.0}
-    full = [report(18.0, nll=1.0, entropy_loss=-0.1, **correction, **routing)]
+    full = [report(18.0, nll=1.0, entropy_loss=-0.1, **correction, **routing, **{"own/outside": 2.0})]
     gradient = dict.fromkeys(("snr", "megabytes_edited", "update_diversity", "effective_rank"), 0.5)
     optims = [OptimReport(grad_norm=2.0, lr=1e-3, skipped=False, gradient=gradient)]
     evaluated = eval_metrics(step_groups(), step_groups(), 1.0).keys()

@@ -2,12 +2,15 @@
 
 import json
 import math
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from megatron_fleet.agents.trajectory import Group, Outcome, Span, Trajectory
-from megatron_fleet.telemetry.sinks import MetricsLog, TensorBoardSink, TrajectoryLog, read_metrics
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.telemetry.sinks import MetricsLog, OwnSink, TensorBoardSink, TrajectoryLog, read_metrics
 
 
 def steps(path) -> list[int]:
@@ -178,3 +181,48 @@ def test_trajectories_of_lost_steps_go(tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == names | {"notes.txt"}
     TrajectoryLog(tmp_path, None)
     assert {p.name for p in tmp_path.iterdir()} == {"notes.txt"}
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """Makes a logger of the user's own."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = SimpleNamespace(run=SimpleNamespace(out=str(tmp_path)))
+
+    def make(path: str, resumed_step: int | None = None) -> OwnSink:
+        return OwnSink(path, config, resumed_step, 100.0)
+
+    return make
+
+
+def test_a_logger_of_ones_own_goes_on_where_a_run_does(own, tmp_path):
+    log = own("my_logger:Csv")
+    for step in range(1, 5):
+        log.write(step, {"policy/grad_norm": step / 4, "other": 1.0})
+    log.write(4, {"eval/all/episodes": 8.0})
+    log.close()
+    log = own("my_logger:Csv", resumed_step=2)
+    log.write(3, {"policy/grad_norm": 9.0})
+    log.close(complete=False)
+    lines = (tmp_path / "metrics.csv").read_text().splitlines()
+    assert lines == ["step,reward/avg_pass_at_1,policy/grad_norm", "1,,0.25", "2,,0.5", "3,,9.0"]
+
+
+def test_a_logger_that_fails_is_left_out_and_said_so_once(own, tmp_path, caplog):
+    body = (
+        "def __init__(self, *_): pass\n def write(self, step, metrics): metrics['missing']\n def close(self, c): 1 / 0"
+    )
+    (tmp_path / "failing.py").write_text(f"class Log:\n {body}\n")
+    log = own("failing:Log")
+    log.write(1, {"a": 1.0})
+    log.write(2, {"a": 1.0})
+    log.close()
+    (told,) = caplog.messages
+    assert told.startswith("logging.own=failing:Log: write raises KeyError: 'missing'. It gets nothing more;")
+
+
+def test_a_logger_that_cannot_be_made_ends_the_start(own, tmp_path):
+    (tmp_path / "unmade.py").write_text("def log(config, resumed_step, started): raise OSError('no disk')\n")
+    with pytest.raises(UserError, match=r"^logging\.own=unmade:log: raises OSError: no disk; correct it\.$"):
+        own("unmade:log")

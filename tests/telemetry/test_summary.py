@@ -67,7 +67,7 @@ def test_a_resumed_run():
         "episodes_by_outcome": {"completed": 18 + 12, "max_turns": 3, "env_failed": 6},
         "episodes_by_fate": {
             "trained": 18,
-            "zero_signal": 0,
+            "filtered": 0,
             "unknown": 6,
             "too_few_known": 0,
             "masked": 0,

@@ -3,12 +3,12 @@
 import json
 import struct
 import threading
-import time
 
 import numpy as np
 import pytest
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
+from waiting import HANG_S, wait_until
 from wandb.proto.wandb_internal_pb2 import Record
 
 from megatron_fleet.config.errors import UserError
@@ -37,13 +37,14 @@ def records(data):
 
 def finished(path):
     """All records of an attempt that was closed: W&B's writer ends a moment after it said so."""
-    deadline = time.monotonic() + 30
-    while True:
-        found = list(records(path.read_bytes()))
-        if found and found[-1].WhichOneof("record_type") == "exit":
-            return found
-        assert time.monotonic() < deadline, f"{path} has no end"
-        time.sleep(0.05)
+    found = []
+
+    def ended():
+        found[:] = records(path.read_bytes())
+        return found and found[-1].WhichOneof("record_type") == "exit"
+
+    wait_until(ended)
+    return found
 
 
 def recorded(folder):
@@ -141,7 +142,7 @@ def test_a_run_goes_on_when_mlflow_does_not(tmp_path, monkeypatch, capsys):
     answers = threading.Event()
 
     def log_batch(*_, **__):
-        answers.wait(30)
+        answers.wait(HANG_S)
         raise MlflowException("the server is down")
 
     monkeypatch.setattr(MlflowClient, "log_batch", log_batch)
@@ -156,7 +157,7 @@ def test_a_run_does_not_wait_for_mlflow_for_ever(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(trackers, "FINISH_TIMEOUT_S", 0.2)
     sink = mlflow_attempt(f"sqlite:///{tmp_path / 'store.db'}")
     released = threading.Event()
-    monkeypatch.setattr(MlflowClient, "log_batch", lambda *_, **__: released.wait(60))
+    monkeypatch.setattr(MlflowClient, "log_batch", lambda *_, **__: released.wait(HANG_S))
     for step in (1, 2, 3):
         sink.write(step, {"loss": 1.0})
     sink.close()

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +16,9 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from emulated_ranks import EmulatedRank
 from policy_fixtures import make_batch, make_config, write_config
+from waiting import HANG_S
 
-from megatron_fleet.cluster import frames
+from megatron_fleet.cluster import frames, handshake
 from megatron_fleet.cluster.launcher import ExternalRanks
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
@@ -90,27 +90,28 @@ async def test_only_ranks_of_this_run_are_let_in():
     listener = RankListener(TOKEN, "{}", 2)
     await listener.listen("127.0.0.1", 0)
 
-    async def answer(*hello):
+    async def answer(kind, *rest):
         host, port = listener.address.rsplit(":", 1)
         reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(frames.pack(*hello))
         with contextlib.closing(writer):
-            return await asyncio.wait_for(frames.read(reader), 5)
+            writer.write(frames.pack(kind, await handshake.dial(reader, writer, TOKEN), *rest))
+            return await asyncio.wait_for(frames.read(reader), HANG_S)
 
     def who(rank=0, world=2, **more):
         return {"rank": rank, "world_size": world, "local_rank": 0, "host": "h", "pid": 1, "source": "srun"} | more
 
     try:
-        assert await answer("hello", "another token", who()) is None
-        assert await answer("hello", TOKEN, {"rank": "0"}) is None
-        assert await answer("hello", TOKEN) is None
+        with pytest.raises(handshake.NotOfThisRun):
+            await EmulatedRank(0, 2, 1).dial(listener.address, "another token")
+        assert await answer("rank", {"rank": "0"}) is None
+        assert await answer("rank") is None
         assert await answer("GET / HTTP/1.1") is None
-        refused = [await answer("hello", TOKEN, who(**bad)) for bad in ({"world": 4}, {"rank": 2}, {"rank": -1})]
+        refused = [await answer("rank", who(**bad)) for bad in ({"world": 4}, {"rank": 2}, {"rank": -1})]
         assert [kind for kind, _ in refused] == ["refused"] * 3
         assert "4 ranks were started (srun), but parallel.tensor" in refused[0][1]
         there = EmulatedRank(1, 2, 1)
         assert await there.dial(listener.address, TOKEN)
-        kind, reason = await answer("hello", TOKEN, who(rank=1))
+        kind, reason = await answer("rank", who(rank=1))
         assert kind == "refused" and "is there already, on host emulated" in reason
         with pytest.raises(ConnectionError, match=r"1 of 2 ranks did not dial .* within 0.3 s .* the first is rank 0"):
             await listener.gather(0.3, lambda: None)
@@ -132,7 +133,8 @@ TOO_LARGE = ("user", "lower policy.row_tokens", "UserError")
     ],
 )
 async def test_failures_of_ranks_are_told_apart(tmp_path, monkeypatch, failures, error, text):
-    monkeypatch.setattr("megatron_fleet.trainer.group.LAST_WORDS_S", 0.3)
+    # A rank that hangs in a collective says nothing, however long one waits.
+    monkeypatch.setattr("megatron_fleet.trainer.group.LAST_WORDS_S", HANG_S if len(failures) == 2 else 0.3)
 
     class Failing(EmulatedRank):
         async def serve(self):
@@ -149,7 +151,7 @@ async def test_failures_of_ranks_are_told_apart(tmp_path, monkeypatch, failures,
         with pytest.raises(error, match=text):
             await group.optim_step(AdamParams(1.0))
         if error is TrainerLost:
-            assert text in str(await asyncio.wait_for(group.lost(), 1))
+            assert text in str(await asyncio.wait_for(group.lost(), HANG_S))
             with pytest.raises(TrainerLost):
                 await group.discard_gradients()
         else:
@@ -183,7 +185,7 @@ async def test_messages_for_engines_arrive_in_order_and_are_confirmed(tmp_path):
 @pytest.mark.slow
 def test_real_ranks_wait_longer_than_a_collective_may_take_and_are_replaced_when_killed(tmp_path):
     pytest.importorskip("megatron.core")
-    config = configured(tmp_path, cluster={"collective_timeout_s": 3.0, "max_restarts": 1}, parallel={"data": 2})
+    config = configured(tmp_path, cluster={"collective_timeout_s": 15.0, "max_restarts": 1}, parallel={"data": 2})
     data = make_batch(count=4, seed=1)
     state = tmp_path / "state"
     state.mkdir()
@@ -193,16 +195,14 @@ def test_real_ranks_wait_longer_than_a_collective_may_take_and_are_replaced_when
             before = await trainer.forward(data)
             files = await trainer.save_state(state)
             assert files.keys() == {p.relative_to(state).as_posix() for p in state.rglob("*") if p.is_file()}
-            await asyncio.sleep(5)  # no collective is pending: nothing runs out
+            await asyncio.sleep(20)  # no collective is pending: nothing runs out
             for one, two in zip(before, await trainer.forward(data), strict=True):
                 np.testing.assert_array_equal(one, two)
             with pytest.raises(OSError, match="save_state"):
                 await trainer.save_state(Path("/proc/none"))
             await trainer.forward(data)  # a failure of the file system is no loss
             os.kill(trainer._starter.pids[1], signal.SIGKILL)
-            killed = time.monotonic()
-            reason = await trainer.lost()
-            assert time.monotonic() - killed < 1
+            reason = await asyncio.wait_for(trainer.lost(), HANG_S)
             assert "rank 1 was killed by SIGKILL" in str(reason)
             with pytest.raises(TrainerLost):
                 await trainer.forward(data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from waiting import HANG_S
 
 pytest.importorskip("megatron_fleet.trainer.megatron")
 
@@ -125,7 +126,7 @@ def test_a_vocabulary_over_ranks(monkeypatch, vocab, ranks):
         # Logits near −150: a rank without any must not count as one with 0.
         hidden[:, 0], weight[:vocab, 0] = 1.0, -150.0
     factors = torch.randn(2, len(hidden), generator=torch.Generator().manual_seed(1))
-    slots, barrier = [None] * ranks, threading.Barrier(ranks, timeout=30)
+    slots, barrier = [None] * ranks, threading.Barrier(ranks, timeout=HANG_S)
 
     def run(group, own_hidden, own_weight):
         got = token_logprobs(own_hidden, own_weight, targets, vocab_size=vocab, group=group, temperature=0.8, chunk=7)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import HANG_S
 
 pytest.importorskip("megatron_fleet.trainer.megatron")
 
@@ -30,7 +31,7 @@ def built(tmp_path_factory) -> dict[Any, Any]:
     ]
     env = {"PYTHONPATH": os.pathsep.join(map(str, path)), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(Path(__file__).with_name("lora_te.py")), str(out)]
-    done = subprocess.run(command, env=os.environ | env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=os.environ | env, capture_output=True, text=True, timeout=4 * HANG_S)
     assert done.returncode == 0, done.stderr[-3000:]
     return torch.load(out, weights_only=False)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from waiting import HANG_S
 
 pytest.importorskip("megatron_fleet.trainer.megatron")
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -49,7 +50,7 @@ def test_lengths_are_fleet_like_and_the_greedy_plan_is_whole():
 
 def test_one_line_of_json():
     command = [sys.executable, BENCHMARKS / "packing.py", "--seeds", "1", "--timed", "64", "--nodes", "200"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr[-2000:]
     report = json.loads(done.stdout)
     assert len(report["grid"]) == 36 and report["plans"] == 36

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import HANG_S
 
 pytest.importorskip("megatron_fleet.trainer.megatron")
 
@@ -17,7 +18,7 @@ pytest.importorskip("megatron_fleet.trainer.megatron")
 def test_one_line_of_json(family):
     script = Path(__file__).parents[2] / "benchmarks" / "train_step.py"
     command = [sys.executable, script, "--row-tokens", "512", "--steps", "1", "--trained", "0.4", "--family", family]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=4 * HANG_S)
     assert done.returncode == 0, done.stderr[-2000:]
     report = json.loads(done.stdout)
     # of one pair of steps: the ratio of several is their median, which no two of these numbers tell

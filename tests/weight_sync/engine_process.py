@@ -11,6 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+NEVER_S = 3600.0
+"""For deadlines of a broadcast: who is to notice a death at once does not notice it by waiting."""
+
 
 class EngineProcess:
     """A ``vllm_process.py``. Its log is beside the answers of every failure."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from local_sender import FolderWeights, LocalSender  # noqa: E402
+from waiting import HANG_S  # noqa: E402
 from weight_fixtures import random_tensors, tiny_config, write_folder  # noqa: E402
 
+from megatron_fleet.weight_sync.broadcast import rendezvous  # noqa: E402
 from megatron_fleet.weight_sync.broadcast.controller import ATTEMPTS  # noqa: E402
 from megatron_fleet.weight_sync.broadcast.rendezvous import GroupBroken, Membership, Rendezvous  # noqa: E402
 from megatron_fleet.weight_sync.registry import make_transport  # noqa: E402
@@ -50,19 +51,30 @@ def sender(tmp_path: Path):
     made.close()
 
 
+@pytest.fixture
+def impatient(monkeypatch):
+    """Rank 0 waits a moment for engines that have registered; who connects to it has the time that it needs."""
+    meet = Rendezvous.meet
+
+    def meet_now(self):
+        with monkeypatch.context() as patch:
+            patch.setattr(rendezvous, "JOIN_S", 0.2)
+            return meet(self)
+
+    monkeypatch.setattr(Rendezvous, "meet", meet_now)
+
+
 @pytest.mark.parametrize("silent", [2, ATTEMPTS])
-async def test_the_trainer_waits_for_a_silent_engine_so_long_and_no_longer(sender, monkeypatch, silent):
-    monkeypatch.setattr("megatron_fleet.weight_sync.broadcast.rendezvous.JOIN_S", 0.2)
+async def test_the_trainer_waits_for_a_silent_engine_so_long_and_no_longer(sender, impatient, silent):
     engines, transport = SilentEngines(silent), make_transport("gloo", {"address": "127.0.0.1"})
-    began = time.monotonic()
     if silent == ATTEMPTS:
-        with pytest.raises(RuntimeError, match=f"version 4 were not received in {ATTEMPTS} attempts: not all 1 engine"):
+        words = f"version 4 were not received in {ATTEMPTS} attempts: not all 1 engine .*timeout after 200ms"
+        with pytest.raises(RuntimeError, match=words):
             await transport.sync(sender, engines, 4)
         assert engines.calls == ["open", "begin", "load", *["open", "load"] * (ATTEMPTS - 1)]
     else:
         await transport.sync(sender, engines, 4)
         assert engines.calls == ["open", "begin", "load", *["open", "load"] * silent, "finish"]
-    assert time.monotonic() - began < 20
 
 
 async def test_an_update_inside_another_one_waits_for_its_turn_and_no_more(sender):
@@ -74,28 +86,28 @@ async def test_an_update_inside_another_one_waits_for_its_turn_and_no_more(sende
         await transport.sync(sender, replaced, version)
 
     engines.finish_update = finish
-    await asyncio.wait_for(transport.sync(sender, engines, 1), 20)
+    await asyncio.wait_for(transport.sync(sender, engines, 1), HANG_S)
     assert replaced.calls == ["open", "begin", "load", "finish"]
 
 
 def test_members_meet_only_those_who_know_the_secret(monkeypatch):
-    monkeypatch.setattr("megatron_fleet.weight_sync.broadcast.rendezvous.JOIN_S", 0.5)
-    rendezvous = Rendezvous("127.0.0.1", "the layout")
-    member = Membership(**rendezvous.init_info)
+    meeting = Rendezvous("127.0.0.1", "the layout")
+    member = Membership(**meeting.init_info)
     assert (member.layout, member.own_address) == ("the layout", "127.0.0.1")
+    monkeypatch.setattr(rendezvous, "JOIN_S", 0.5)
     with pytest.raises(RuntimeError, match=r"(?i)timeout|timed out"):
-        Membership(**rendezvous.init_info | {"secret": "another"})
+        Membership(**meeting.init_info | {"secret": "another"})
     member.register()
     with pytest.raises(GroupBroken, match="not all 1 engine workers"):
-        rendezvous.meet()
+        meeting.meet()
 
 
-def test_a_member_notices_at_once_that_rank_0_is_gone():
-    rendezvous = Rendezvous("127.0.0.1", "the layout")
-    member = Membership(**rendezvous.init_info)
+def test_a_member_notices_at_once_that_rank_0_is_gone(monkeypatch):
+    monkeypatch.setattr(rendezvous, "OPEN_S", HANG_S)
+    meeting = Rendezvous("127.0.0.1", "the layout")
+    member = Membership(**meeting.init_info)
     member.register()
-    rendezvous.store = None
-    began = time.monotonic()
-    with pytest.raises(GroupBroken, match="rank 0 of the trainer did not come"):
+    meeting.store = None
+    with pytest.raises(GroupBroken, match="rank 0 of the trainer did not come") as broken:
         member.meet()
-    assert time.monotonic() - began < 5
+    assert "timeout" not in str(broken.value)

@@ -8,6 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from waiting import wait_until  # noqa: E402
+
 from megatron_fleet.config.errors import UserError  # noqa: E402
 from megatron_fleet.weight_sync.broadcast.packing import DamagedBucket, pack, unpack  # noqa: E402
 from megatron_fleet.weight_sync.buckets import (  # noqa: E402
@@ -133,10 +135,7 @@ def test_prefetch_is_one_ahead_in_order_and_stops_with_its_consumer():
 
     items = prefetch(make, 10)
     assert next(items) == 0
-    for _ in range(100):
-        if len(made) >= 2:
-            break
-        time.sleep(0.01)
+    wait_until(lambda: len(made) >= 2)
     time.sleep(0.05)
     assert made == [0, 1]
     assert [next(items), next(items), next(items)] == [1, 2, 3]

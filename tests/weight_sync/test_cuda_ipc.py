@@ -17,6 +17,7 @@ from folder_source import FolderSource  # noqa: E402
 from local_sender import LocalSender  # noqa: E402
 from tiny_models import make, stored_tensors  # noqa: E402
 from vllm.distributed.weight_transfer import ipc_engine  # noqa: E402
+from waiting import HANG_S  # noqa: E402
 
 from megatron_fleet.platform.communicator import Alone  # noqa: E402
 from megatron_fleet.weight_sync.cuda_ipc import sender as cuda_ipc_sender  # noqa: E402
@@ -101,7 +102,7 @@ async def test_an_engine_that_is_replaced_gets_the_version_inside_the_update_it_
         await transport.sync(sender, replaced, version)
 
     engines.finish_update = finish
-    await asyncio.wait_for(transport.sync(sender, engines, 3), 20)
+    await asyncio.wait_for(transport.sync(sender, engines, 3), HANG_S)
     assert replaced.version == 3 and set(replaced.names) == set(stored_tensors(folder))
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from waiting import HANG_S
 
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.weight_sync import vllm_plugin
 from megatron_fleet.weight_sync.registry import TRANSPORTS, engine_backend, make_transport
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 OPTIONS = {"gloo": {"address": "127.0.0.1"}, "nccl": {"address": "127.0.0.1"}, "disk": {"url": "versions"}}
 
 
@@ -40,8 +44,39 @@ def test_the_controllers_halves_import_neither_torch_nor_vllm():
         "import sys\nfrom megatron_fleet.weight_sync.registry import TRANSPORTS, make_transport\n"
         f"for name in TRANSPORTS: make_transport(name, {OPTIONS!r}.get(name))\nprint(*sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG_S, check=True)
     assert {name.split(".")[0] for name in done.stdout.split()} & {"torch", "vllm", "ray", "megatron"} == set()
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """Transports of the user's own, importable."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    (tmp_path / "other_transport.py").write_text("def number(): return 5\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.usefixtures("own")
+def test_a_transport_of_ones_own():
+    transport = make_transport("my_transport:timed_shm")
+    assert type(transport).__name__ == "TimedShm" and transport.lasting
+    transport.close()
+    with pytest.raises(UserError, match=r"^rollout\.engine\.transport=other_transport:number: gave int; it must give"):
+        make_transport("other_transport:number")
+
+
+@pytest.mark.usefixtures("own")
+def test_vllm_finds_the_engines_half_of_the_runs_own(monkeypatch):
+    pytest.importorskip("vllm")
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
+
+    monkeypatch.setattr(Factory, "_registry", {})
+    monkeypatch.setenv(vllm_plugin.TRANSPORT, "my_transport:timed_shm")
+    vllm_plugin.register()
+    assert Factory._registry[engine_backend("my_transport:timed_shm")]().__name__ == "ShmEngine"
+    monkeypatch.setenv(vllm_plugin.TRANSPORT, "shm")
+    vllm_plugin.register()
+    assert len(Factory._registry) == len(TRANSPORTS) + 1
 
 
 def test_vllm_finds_the_engines_half_of_every_transport():

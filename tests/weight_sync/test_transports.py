@@ -6,7 +6,6 @@ import asyncio
 import os
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -15,12 +14,14 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("vllm")
 
 import torch  # noqa: E402
-from engine_process import EngineProcess, Engines  # noqa: E402
+from engine_process import NEVER_S, EngineProcess, Engines  # noqa: E402
 from local_sender import FolderWeights, LocalSender  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
+from waiting import HANG_S  # noqa: E402
 from weight_fixtures import tiny_config  # noqa: E402
 
 from megatron_fleet.config.errors import UserError  # noqa: E402
+from megatron_fleet.weight_sync.broadcast import groups  # noqa: E402
 from megatron_fleet.weight_sync.registry import make_transport  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -143,10 +144,9 @@ async def test_a_trainer_that_fails_in_the_middle_of_a_broadcast_releases_the_en
             raise OSError("the trainer failed")
 
     weights.before_write = fail
-    began = time.monotonic()
     with pytest.raises((OSError, RuntimeError), match="the trainer failed"):
-        await transport.sync(sender, engines, 2)
-    assert time.monotonic() - began < 20 and engines.failures == [] and engines.version == 1
+        await asyncio.wait_for(transport.sync(sender, engines, 2), HANG_S)
+    assert engines.failures == [] and engines.version == 1
     with pytest.raises(RuntimeError, match="without all tensors"):
         engine.ask("rpc", "finish_weight_update")
     weights.before_write = None
@@ -161,6 +161,7 @@ async def test_engines_that_are_left_get_the_version_when_one_is_killed_in_a_bro
     models, served, engine, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("megatron_fleet.weight_sync.buckets.BUCKET_BYTES", 1)
+    monkeypatch.setattr(groups, "STALL_S", NEVER_S)
     engine.ask("transport", "gloo")
     doomed = EngineProcess(served, tmp_path / "doomed.log", transport="gloo")
     doomed.ask("generate", PROMPTS, 1)
@@ -175,12 +176,10 @@ async def test_engines_that_are_left_get_the_version_when_one_is_killed_in_a_bro
             weights.before_write = None
 
     weights.before_write = kill
-    began = time.monotonic()
     try:
-        await asyncio.wait_for(transport.sync(sender, engines, 5), 60)
+        await asyncio.wait_for(transport.sync(sender, engines, 5), HANG_S)
     finally:
         doomed.close()
-    assert time.monotonic() - began < 30
     assert engines.left == [engine] and engines.version == 5
     assert engines.calls == ["open", "begin", "load", "open", "load", "finish"]
     assert sender.calls == ["prepare_weights", "send_weights"] * 2
@@ -210,7 +209,7 @@ async def test_a_version_on_disk_that_is_damaged_is_not_taken(models, engine, tm
 async def test_without_engines_the_trainer_goes_on(models):
     sender, engines = LocalSender(FolderWeights(models["a"][0])), Engines()
     transport = make_transport("gloo", {"address": "127.0.0.1"})
-    await asyncio.wait_for(transport.sync(sender, engines, 1), 20)
+    await asyncio.wait_for(transport.sync(sender, engines, 1), HANG_S)
     assert engines.version == 1
 
 

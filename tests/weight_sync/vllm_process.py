@@ -14,6 +14,8 @@ import os
 import sys
 from typing import Any
 
+from engine_process import NEVER_S
+
 
 def use_transport(wrapper: Any, backend: str) -> None:
     """Give a worker the engine's half of another transport, as if it had been started with it."""
@@ -77,8 +79,10 @@ def main(folder: str, descriptor: str, dtype: str, transport: str, more: str) ->
     from vllm import LLM
 
     from megatron_fleet.rollout.engine_actor import CPU_ATTENTION
+    from megatron_fleet.weight_sync.broadcast import groups
     from megatron_fleet.weight_sync.registry import engine_backend
 
+    groups.STALL_S = NEVER_S
     arguments: dict[str, Any] = {
         "dtype": dtype,
         "enforce_eager": True,

@@ -73,6 +73,8 @@ def test_the_folder_has_links_and_a_config_of_its_own(tmp_path, capsys):
         ("qwen3", 1.0, 64, "extend nothing"),
         ("qwen3", float("nan"), 64, "extend nothing"),
         ("qwen3", float("inf"), 64, "extend nothing"),
+        ("qwen3", 4.0, 10**400, r"original=1000000000000000000000000000000? are more than"),
+        ("qwen3", 4.0, -(10**400), "extend nothing"),
         ("qwen3", 2.0, 64, "has 256 as it is"),
     ],
 )

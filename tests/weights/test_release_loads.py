@@ -27,7 +27,7 @@ def test_every_family_loads_under(spec, tmp_path):
     path = [HERE / "te_stub"] if spec == "te" else []
     env = {"PYTHONPATH": os.pathsep.join(map(str, [*path, HERE])), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     script = [sys.executable, HERE / "release_loads.py", spec, tmp_path]
-    done = subprocess.run(script, env=os.environ | env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(script, env=os.environ | env, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     found = {(model, variant): result for _, model, variant, result in results}

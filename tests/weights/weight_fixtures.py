@@ -166,9 +166,9 @@ class ThreadCommunicator:
 
     def all_gather(self, value: Any) -> list[Any]:
         self._shared["slots"][self.rank] = value
-        self._shared["barrier"].wait(20)
+        self._shared["barrier"].wait(300)
         values = list(self._shared["slots"])
-        self._shared["barrier"].wait(20)
+        self._shared["barrier"].wait(300)
         return values
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
@@ -191,5 +191,5 @@ def run_ranks(size: int, body: Callable[[ThreadCommunicator], Any]) -> list[Any]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
     return results

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable
 from typing import Any
 
 from megatron_fleet.agents.parser import BadCall
+from megatron_fleet.config.files import depth_exceeds
 
 MAX_DEPTH = 100
-"""Objects and lists within each other; tools take a handful."""
-_TOO_DEEP = f"the JSON is nested too deeply (more than {MAX_DEPTH} levels)"
+"""Objects and lists within each other; deeper values would end in a RecursionError here or in an environment."""
 _FENCE_OPEN = re.compile(r"\s*(?:```(?:json)?\s*)?")
 _FENCE_CLOSE = re.compile(r"\s*(?:```\s*)?")
 
@@ -26,9 +25,10 @@ def read_value(text: str, start: int) -> tuple[Any, int]:
     begin = _FENCE_OPEN.match(text, start).end()  # type: ignore[union-attr]  # the pattern matches the empty string
     try:
         value, end = _DECODER.raw_decode(text, begin)
-        _check_depth(value)
+        if depth_exceeds(value, MAX_DEPTH):
+            raise RecursionError
     except RecursionError:
-        raise BadCall(_TOO_DEEP) from None
+        raise BadCall(f"the JSON is nested too deeply (more than {MAX_DEPTH} levels)") from None
     except json.JSONDecodeError as e:
         raise BadCall(f"the JSON is malformed ({e.msg})") from None
     except BadCall:
@@ -56,19 +56,6 @@ def check_text(*values: Any) -> None:
         json.dumps(values, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise BadCall("a string holds half of a surrogate pair") from None
-
-
-def _check_depth(value: Any) -> None:
-    """Raise BadCall before anything that recurses, here or in an environment, could give up."""
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [inner for outer in level if isinstance(outer, (dict, list)) for inner in _within(outer)]
-    if level:
-        raise BadCall(_TOO_DEEP)
-
-
-def _within(outer: dict[str, Any] | list[Any]) -> Iterable[Any]:
-    return outer.values() if isinstance(outer, dict) else outer
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

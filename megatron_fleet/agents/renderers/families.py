@@ -18,9 +18,13 @@ from megatron_fleet.agents.renderers.kimi import Kimi
 from megatron_fleet.agents.renderers.qwen import Qwen
 from megatron_fleet.agents.tokenizer import IMAGE_PAD, QWEN3_TOKENS, AddedTokens, Tokenizer
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.extension import is_path, load
 from megatron_fleet.config.files import read_file, read_object
 
 AUTO = "auto"
+OWN_ARGUMENTS = ("folder", "thinking")
+"""What a chat format of the user's own is called with, to give a ``Renderer``: the model's folder (`Path`) and
+rollout.thinking."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +66,15 @@ def make_renderer(folder: str | Path, thinking: bool, name: str = AUTO) -> Rende
 
     Args:
         thinking: whether the policy thinks before it acts (rollout.thinking).
-        name: of a family (rollout.renderer); ``auto`` looks at the folder.
+        name: of a family (rollout.renderer), or the path of a user's own; ``auto`` looks at the folder.
 
     Raises:
         UserError: the folder's tokenizer cannot be read, no family fits it or the given one does not, the family has
             no such ``thinking``, or the model sees pictures and its files do not say how.
     """
+    if is_path(name):
+        own: Renderer = load("rollout.renderer", name, OWN_ARGUMENTS)(Path(folder), thinking)
+        return own
     tokenizer = Tokenizer(folder)
     chat, vision = make_format(folder, tokenizer, thinking, name), read_vision(folder)
     if vision is not None:
@@ -109,7 +116,7 @@ def detect(folder: str | Path, tokenizer: Tokenizer, template: str | None) -> st
     Without a template the folder's config.json decides. Raises UserError when nothing fits.
     """
     has = tokenizer.special.__contains__
-    model_type = _json(Path(folder) / "config.json").get("model_type")
+    model_type = str(_json(Path(folder) / "config.json").get("model_type"))
     found: str | None = None
     if all(map(has, kimi.TOKENS.control)):
         found = _kimi(template, model_type)
@@ -133,14 +140,20 @@ def read_template(folder: str | Path) -> str | None:
             return read_file(path).decode()
         except UnicodeDecodeError as error:
             raise UserError(f"{path}: byte {error.start}: not UTF-8 text; fetch the model again.") from None
-    found = _json(Path(folder) / "tokenizer_config.json").get("chat_template")
+    path = Path(folder) / "tokenizer_config.json"
+    found = _json(path).get("chat_template")
     if isinstance(found, list):
-        named = {t["name"]: t["template"] for t in found}
+        try:
+            named = {str(template["name"]): template["template"] for template in found}
+        except (TypeError, KeyError):
+            raise UserError(
+                f"{path}: chat_template: not a list of names and templates; fetch the model again."
+            ) from None
         found = named.get("tool_use", named.get("default"))
     return found if isinstance(found, str) else None
 
 
-def _kimi(template: str | None, model_type: str | None) -> str:
+def _kimi(template: str | None, model_type: str) -> str:
     if template is None:
         return "kimi-k2.5" if model_type == "kimi_k25" else "kimi-k2"
     if "tools_ts_str" in template:
@@ -148,9 +161,9 @@ def _kimi(template: str | None, model_type: str | None) -> str:
     return "kimi-k2-thinking" if "<think>" in template else "kimi-k2"
 
 
-def _glm(template: str | None, model_type: str | None) -> str | None:
+def _glm(template: str | None, model_type: str) -> str | None:
     if template is None:
-        return {"glm4_moe": "glm-4.5", "glm4_moe_lite": "glm-4.7"}.get(model_type or "")
+        return {"glm4_moe": "glm-4.5", "glm4_moe_lite": "glm-4.7"}.get(model_type)
     if "{function-name}\n" in template:
         return "glm-4.5"
     return "glm-4.7" if "{function-name}<arg_key>" in template else None

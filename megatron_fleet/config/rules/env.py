@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 
+from megatron_fleet.config.extension import is_path
 from megatron_fleet.config.rules.rule import Rule
 from megatron_fleet.config.schema import Config
 from megatron_fleet.config.sections.fleet import Fleet
 from megatron_fleet.config.sections.openenv import OpenEnv
+from megatron_fleet.config.urls import url_problem
 
 TTL_SLACK_S = 60.0
 """For what lies between the deadlines, and for clocks that differ."""
@@ -18,11 +20,9 @@ FLEET_CALL_S = 62.0
 def _env_url(c: Config) -> str | None:
     if c.env.kind == "openenv" and not c.env.url:
         return "env.kind=openenv needs the address of the server; add env.url=http://…"
-    if "@" in str(c.env.url):
-        return "env.url holds a user or a password, which would be written to files; leave it out."
-    if c.env.kind == "openenv" and not str(c.env.url).startswith(("http://", "https://", "ws://", "wss://")):
-        return f"env.url={c.env.url} is no address; it must begin with http://, https://, ws:// or wss://."
-    if c.env.kind != "openenv" and c.env.url:
+    if c.env.url and (problem := url_problem("env.url", c.env.url, ("http", "https", "ws", "wss"))):
+        return problem
+    if c.env.kind != "openenv" and not is_path(c.env.kind) and c.env.url:
         return f"env.url={c.env.url} has no effect with env.kind={c.env.kind}; add env.kind=openenv or remove the url."
     return None
 
@@ -34,6 +34,17 @@ def _only_of_this_kind(c: Config) -> str | None:
         name = next(n for n in type(section).model_fields if getattr(section, n) != getattr(untouched, n))
         value = getattr(section, name)
         return f"env.{kind}.{name}={value} has no effect with env.kind={c.env.kind}; add env.kind={kind} or remove it."
+    return None
+
+
+def _final_calls_of_no_tool(c: Config) -> str | None:
+    finish, verify = c.env.openenv.finish_tool, c.env.openenv.verify_tool
+    for name in c.env.openenv.final_calls:
+        if name not in (finish, verify):
+            return (
+                f"env.openenv.final_calls={name} has no effect with env.openenv.finish_tool={finish} and "
+                f"env.openenv.verify_tool={verify}; name it in one of these or remove it."
+            )
     return None
 
 
@@ -94,6 +105,7 @@ def _tools_may_be_retried(c: Config) -> str | None:
 RULES: tuple[Rule, ...] = (
     _env_url,
     _only_of_this_kind,
+    _final_calls_of_no_tool,
     _embedded_tasks,
     _episode_outlives_its_parts,
     _instance_outlives_its_episode,

@@ -6,18 +6,16 @@ import re
 
 from megatron_fleet.config.rules.rule import Rule
 from megatron_fleet.config.schema import Config
+from megatron_fleet.config.urls import url_problem
 
 
 def _mlflow(c: Config) -> str | None:
     uri = c.logging.mlflow.uri
-    if uri is None or re.fullmatch(r"https?://[^@]+|sqlite:///.+", uri):
+    if uri is None or re.fullmatch(r"sqlite:///.+", uri):
         return None
-    if "@" in uri:
-        return (
-            "logging.mlflow.uri holds a user or a password, which would be written to files; set "
-            "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD instead."
-        )
-    return f"logging.mlflow.uri={uri} is no tracking server; write http://host:port, https://host or sqlite:///FILE."
+    instead = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD instead"
+    problem = url_problem("logging.mlflow.uri", uri, instead=instead)
+    return None if problem is None else problem.replace("; write ", "; write sqlite:///FILE, ")
 
 
 RULES: tuple[Rule, ...] = (_mlflow,)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
+from megatron_fleet.config.extension import Open
 from megatron_fleet.config.sections.base import Section
+
+AGENT_NAMES = ("tools",)
 
 
 class Agent(Section):
+    kind: Annotated[str, Open(AGENT_NAMES)] = Field(
+        "tools", description="What plays an episode: turns of tool calls (agents/episode.py), or an agent of your own."
+    )
     prompts: str | None = Field(
         None, description="YAML file whose texts replace those of megatron_fleet/agents/prompts.yaml, key by key."
     )

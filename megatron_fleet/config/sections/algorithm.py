@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
+from megatron_fleet.config.extension import Open
 from megatron_fleet.config.sections.base import Section
 
 Cut = Literal["generation_truncated", "context_overflow", "max_turns", "timeout", "no_action"]
@@ -60,11 +61,25 @@ class Correction(Section):
     )
 
 
+class Overlong(Section):
+    """algorithm.reward_shaping=overlong: a penalty on long episodes (DAPO, arXiv:2503.14476 eq. 13)."""
+
+    limit: int | None = Field(None, ge=1, description="Sampled tokens of an episode that cost the whole penalty.")
+    buffer: int = Field(4096, ge=1, description="The penalty grows from 0 over this many tokens before the limit.")
+    penalty: float = Field(1.0, gt=0, description="What is taken off the reward at most.")
+
+
+ADVANTAGE_NAMES = ("grpo", "grpo_no_std", "leave_one_out")
+GROUP_FILTER_NAMES = ("with_signal", "none")
+REWARD_SHAPING_NAMES = ("none", "overlong")
+LOSS_NAMES = ("ppo_clip", "gspo", "gmpo", "sapo", "cispo", "reinforce", "importance_weighted")
+
+
 class Algorithm(Section):
-    advantage: Literal["grpo", "grpo_no_std", "leave_one_out"] = Field(
-        "grpo", description="Baseline and scale within a group of known rewards."
+    advantage: Annotated[str, Open(ADVANTAGE_NAMES)] = Field(
+        "grpo", description="Baseline and scale within a group of known rewards (algorithms/advantages.py)."
     )
-    loss: Literal["ppo_clip", "gspo", "gmpo", "sapo", "cispo", "reinforce", "importance_weighted"] = Field(
+    loss: Annotated[str, Open(LOSS_NAMES)] = Field(
         "ppo_clip", description="Policy term of the loss (algorithms/policy_terms.py has the formulas)."
     )
     clip_low: float | None = Field(
@@ -89,7 +104,16 @@ class Algorithm(Section):
         description="Outcomes of episodes that train no token though their reward counts for their group: what was cut "
         "short says little of what it would have become (DAPO's overlong filtering, arXiv:2503.14476 §3.4).",
     )
-    filter_zero_signal: bool = Field(True, description="Leave out groups whose known rewards are all equal.")
+    reward_shaping: Annotated[str, Open(REWARD_SHAPING_NAMES)] = Field(
+        "none",
+        description="Changes the known rewards of a group before advantages are made of them; metrics of rewards show "
+        "them unchanged (algorithms/groups.py).",
+    )
+    group_filter: Annotated[str, Open(GROUP_FILTER_NAMES)] = Field(
+        "with_signal",
+        description="Groups that are learnt from: those whose known rewards differ, or all (algorithms/groups.py).",
+    )
     entropy_coef: float = Field(0.0, ge=0, description="Bonus on the entropy of the policy; 0 = off.")
+    overlong: Overlong = Overlong()
     correction: Correction = Correction()
     kl: KL = KL()

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
+from megatron_fleet.config.extension import Open
 from megatron_fleet.config.sections.base import Section
 from megatron_fleet.config.sections.faults import FaultRates
 from megatron_fleet.config.sections.fleet import Fleet
 from megatron_fleet.config.sections.openenv import OpenEnv
 from megatron_fleet.config.sections.provisioning import Provisioning
 
+ENVIRONMENT_NAMES = ("embedded", "openenv", "fleet")
+
 
 class Env(Section):
-    kind: Literal["embedded", "openenv", "fleet"] = Field(
+    kind: Annotated[str, Open(ENVIRONMENT_NAMES)] = Field(
         "embedded",
         description="embedded: the fleet in this package, started for the run; openenv: a server at `url`; fleet: "
-        "Fleet's hosted environments (FLEET_API_KEY).",
+        "Fleet's hosted environments (FLEET_API_KEY); package.module:name: a class of your own (examples/).",
     )
     sandbox: Literal["full", "available"] = Field(
         "available",
         description="Of the verifiers of kind=embedded. full: refuse machines without user namespaces or Landlock; "
         "available: warn of what is missing. Without seccomp none starts.",
     )
-    url: str | None = Field(None, description="Base URL of the OpenEnv server; only for kind=openenv.")
+    url: str | None = Field(
+        None, description="Base URL of the OpenEnv server; for kind=openenv, and for a class of your own that reads it."
+    )
     start_timeout_s: float = Field(60, gt=0, description="Deadline of the environment server's start.")
     make_timeout_s: float = Field(30, gt=0, description="Deadline of connecting to, or making, one environment.")
     reset_timeout_s: float = Field(30, gt=0, description="Deadline of one reset.")

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated
 
 from pydantic import Field
 
+from megatron_fleet.config.extension import Open
 from megatron_fleet.config.sections.base import Section
 
-ChatFormat = Literal[
-    "auto", "qwen2.5", "qwen3", "qwen3-instruct", "glm-4.5", "glm-4.7", "kimi-k2", "kimi-k2-thinking", "kimi-k2.5"
-]
+CHAT_FORMAT_NAMES = (
+    *("auto", "qwen2.5", "qwen3", "qwen3-instruct", "glm-4.5", "glm-4.7"),
+    *("kimi-k2", "kimi-k2-thinking", "kimi-k2.5"),
+)
+
+
+TRANSPORT_NAMES = ("auto", "shm", "cuda_ipc", "nccl", "gloo", "disk")
 
 
 class Sampling(Section):
@@ -27,14 +32,16 @@ class Engine(Section):
     gpu_memory_utilization: float = Field(0.8, gt=0, le=1, description="Share of a GPU's memory that vLLM may take.")
     enforce_eager: bool = Field(False, description="Run vLLM without compiled graphs: slower, starts sooner.")
     start_timeout_s: float = Field(300, gt=0, description="Deadline of an engine's start.")
-    request_timeout_s: float = Field(120, gt=0, description="Deadline of one turn's generation.")
+    request_timeout_s: float = Field(
+        120, gt=0, description="Deadline of one turn's generation; what was sampled until then is a truncated turn."
+    )
     update_timeout_s: float = Field(120, gt=0, description="Deadline of a weight update.")
     colocated: bool | None = Field(
         None,
         description="Engines share the trainer's devices: they sleep while it trains, and it is offloaded while they "
         "play; none: on GPUs yes, on CPUs no.",
     )
-    transport: Literal["auto", "shm", "cuda_ipc", "nccl", "gloo", "disk"] = Field(
+    transport: Annotated[str, Open(TRANSPORT_NAMES)] = Field(
         "auto",
         description="How weights reach the engines; auto: shared memory on one host without GPUs, cuda_ipc on the "
         "trainer's GPUs, nccl on other GPUs, gloo on other hosts without GPUs. disk: a folder that all hosts see.",
@@ -62,7 +69,7 @@ class Rollout(Section):
     thinking: bool = Field(
         False, description="Let the policy think, written as its chat format has it; some models only do or never."
     )
-    renderer: ChatFormat = Field(
+    renderer: Annotated[str, Open(CHAT_FORMAT_NAMES)] = Field(
         "auto",
         description="The model's chat format; auto: from its files, and refused where its own chat template differs.",
     )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -54,6 +54,7 @@ class EmbeddedFleet:
         self.url = ""
         self._process: subprocess.Popen[bytes] | None = None
         self._launch: _Launch
+        self._reserved: socket.socket
         self._changing = threading.Lock()
 
     def start(
@@ -86,10 +87,13 @@ class EmbeddedFleet:
         if self._process is not None:
             raise RuntimeError("the embedded fleet runs already")
         self._launch = _Launch(config, log_path, python, seed, environment, host, token)
+        self._reserved = _reserve(host)
+        self.url = f"http://{host}:{self._port}"
         try:
-            self.url = f"http://{host}:{self._run(port=0, instead_of=None)}"
+            self._run(instead_of=None)
         except UserError:
             self.stop()
+            self._reserved.close()
             raise
         return self.url
 
@@ -104,7 +108,7 @@ class EmbeddedFleet:
         process = self._process
         if process is None:
             raise UserError(STOPPED)
-        self._run(port=int(self.url.rsplit(":", 1)[1]), instead_of=process)
+        self._run(instead_of=process)
 
     def ended(self) -> str | None:
         """Return why the server serves no more; ``None`` while its process lives."""
@@ -124,6 +128,7 @@ class EmbeddedFleet:
             process, self._process = self._process, None
         if process is None:
             return
+        self._reserved.close()
         process.terminate()
         try:
             process.wait(STOP_S)
@@ -131,8 +136,12 @@ class EmbeddedFleet:
             process.kill()
             process.wait()
 
-    def _run(self, port: int, instead_of: subprocess.Popen[bytes] | None) -> int:
-        """Start a process and wait until it listens; its port."""
+    @property
+    def _port(self) -> int:
+        return int(self._reserved.getsockname()[1])
+
+    def _run(self, instead_of: subprocess.Popen[bytes] | None) -> None:
+        """Start a process and wait until it listens."""
         with tempfile.TemporaryDirectory(prefix="fleet-") as folder:
             ready = Path(folder) / "ready.json"
             with self._changing:
@@ -141,7 +150,7 @@ class EmbeddedFleet:
                 if instead_of is not None:
                     instead_of.kill()
                     instead_of.wait()
-                process = self._process = self._popen(port, ready)
+                process = self._process = self._popen(ready)
             deadline = time.monotonic() + self._launch.config.start_timeout_s
             while not ready.exists():
                 if process.poll() is not None:
@@ -152,16 +161,15 @@ class EmbeddedFleet:
                     limit = f"{self._launch.config.start_timeout_s:g} s (env.start_timeout_s)"
                     raise self._failure(f"was not ready in {limit}")
                 time.sleep(POLL_S)
-            return int(json.loads(ready.read_text())["port"])
 
-    def _popen(self, port: int, ready: Path) -> subprocess.Popen[bytes]:
+    def _popen(self, ready: Path) -> subprocess.Popen[bytes]:
         launch = self._launch
         command = [str(launch.python or sys.executable), "-m", "megatron_fleet.envs.embedded.server"]
         command += [
             "--host",
             launch.host,
             "--port",
-            str(port),
+            str(self._port),
             "--ready-file",
             str(ready),
             "--parent",
@@ -183,3 +191,16 @@ class EmbeddedFleet:
         with contextlib.suppress(OSError, IndexError):
             last = self._launch.log.read_text(errors="replace").strip().splitlines()[-1]
         return UserError(f"The embedded fleet's server {what}; see {self._launch.log}. Last line: {last or 'none'}")
+
+
+def _reserve(host: str) -> socket.socket:
+    """Bind a free port without listening on it. As long as the socket is open, only this user's processes that ask for
+    SO_REUSEPORT, as the server does, can bind the port: while a server is restarted nobody else gets it."""
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        reserved.bind((host, 0))
+    except OSError as error:
+        reserved.close()
+        raise UserError(f"The embedded fleet's server cannot listen on {host}: {error.strerror}") from error
+    return reserved

@@ -1,4 +1,4 @@
-"""What a verifier can reach: its memory, its processor, the pipe for its verdict. Standard library only.
+"""The sandbox of a verifier, which leaves it memory, CPU time and the pipe for its verdict. Standard library only.
 
 Layers, each enough against most attacks:
 
@@ -9,7 +9,7 @@ Layers, each enough against most attacks:
 | Landlock     | every path, TCP, abstract sockets, signals to others                   | Linux before 5.13       |
 | limits       | CPU time, memory, processes, new files                                 | nowhere                 |
 
-`enter` confines the process whose children run verifiers, `separate` one child's family, `confine` the child itself.
+`enter` confines the process whose children run verifiers, `fork` makes such a child, `confine` confines it.
 Every call is irreversible and inherited. The filter is an allow-list: what a later kernel adds is refused. As a script
 this prints the layers that the machine lacks, as JSON.
 """
@@ -18,15 +18,19 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import json
 import os
 import platform
+import random
 import resource
+import signal
 import struct
 from pathlib import Path
 
 NOBODY = 65534
 LIBC = ctypes.CDLL(None, use_errno=True)
+LIBC_WITH_GIL = ctypes.PyDLL(None, use_errno=True)
 
 # linux/prctl.h, sched.h, mount.h, seccomp.h, filter.h, audit.h, landlock.h
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_GET_SECCOMP, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 21, 22, 38
@@ -40,10 +44,10 @@ LANDLOCK_CREATE_RULESET, LANDLOCK_RESTRICT_SELF = 444, 446
 LANDLOCK_CREATE_RULESET_VERSION = 1
 LANDLOCK_FS = {1: 13, 2: 14, 3: 15, 5: 16}
 """Rights on files that are known since a version of Landlock, as the number of low bits."""
-Machine = tuple[int, int, int, dict[str, int]]
+Machine = tuple[int, int, int, int, dict[str, int]]
 MACHINES: dict[str, Machine] = {
-    # AUDIT_ARCH_*, capset, pivot_root, and what a verifier may call.
-    "x86_64": (0xC000003E, 126, 155, {
+    # AUDIT_ARCH_*, clone, capset, pivot_root, and what a verifier may call.
+    "x86_64": (0xC000003E, 56, 126, 155, {
         "read": 0, "write": 1, "close": 3, "fstat": 5, "lseek": 8, "mmap": 9, "mprotect": 10, "munmap": 11, "brk": 12,
         "rt_sigaction": 13, "rt_sigprocmask": 14, "rt_sigreturn": 15, "sched_yield": 24, "mremap": 25, "madvise": 28,
         "nanosleep": 35, "getpid": 39, "exit": 60, "gettimeofday": 96, "getrusage": 98, "times": 100, "getuid": 102,
@@ -51,7 +55,7 @@ MACHINES: dict[str, Machine] = {
         "futex": 202, "sched_getaffinity": 204, "restart_syscall": 219, "clock_gettime": 228, "clock_getres": 229,
         "clock_nanosleep": 230, "exit_group": 231, "getrandom": 318, "rseq": 334,
     }),
-    "aarch64": (0xC00000B7, 91, 41, {
+    "aarch64": (0xC00000B7, 220, 91, 41, {
         "read": 63, "write": 64, "close": 57, "fstat": 80, "lseek": 62, "mmap": 222, "mprotect": 226, "munmap": 215,
         "brk": 214, "rt_sigaction": 134, "rt_sigprocmask": 135, "rt_sigreturn": 139, "sched_yield": 124, "mremap": 216,
         "madvise": 233, "nanosleep": 101, "getpid": 172, "exit": 93, "gettimeofday": 169, "getrusage": 165,
@@ -93,9 +97,18 @@ def enter() -> dict[str, str]:
     return missing
 
 
-def separate() -> None:
-    """Give the next child processes and shared memory of its own; it becomes their first process. Raises OSError."""
-    _checked(LIBC.unshare(CLONE_NEWPID | CLONE_NEWIPC), "unshare")
+def fork(namespaces: bool) -> int:
+    """`os.fork` of a process with one thread; with ``namespaces`` the child is the first process of new namespaces of
+    processes and shared memory. Raises OSError."""
+    if not namespaces:
+        return os.fork()
+    # A process cannot leave the namespace that it once made for its children, so `unshare` would cost a process more.
+    flags = signal.SIGCHLD | CLONE_NEWPID | CLONE_NEWIPC
+    pid: int = LIBC_WITH_GIL.syscall(_machine()[1], flags, None, None, None, None)
+    _checked(pid, "clone")
+    if pid == 0:
+        random.seed()  # what Python does after a fork and matters with one thread
+    return pid
 
 
 def confine(cpu_s: int, memory_bytes: int) -> None:
@@ -111,9 +124,8 @@ def confine(cpu_s: int, memory_bytes: int) -> None:
         (resource.RLIMIT_NOFILE, 0),  # no new descriptor of any kind
     ):
         resource.setrlimit(kind, (value, value))
-    machine = _machine()
-    _drop_capabilities(machine[1])
-    _filter_system_calls(machine[0], sorted(machine[3].values()))
+    _drop_capabilities(_machine()[2])
+    _filter_system_calls()
 
 
 def die_with_parent(parent_pid: int | None) -> None:
@@ -134,7 +146,7 @@ def _enter_namespaces() -> None:
     _mount(b"/", None, MS_REC | MS_PRIVATE, None)
     _mount(b"/tmp", b"tmpfs", MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC, b"size=4k,nr_inodes=1,mode=555")
     os.chdir("/tmp")
-    pivot_root = _machine()[2]
+    pivot_root = _machine()[3]
     _checked(LIBC.syscall(pivot_root, b".", b"."), "pivot_root")
     _checked(LIBC.umount2(b".", MNT_DETACH), "umount2")
     os.chdir("/")
@@ -157,7 +169,7 @@ def _enter_landlock() -> None:
 def _without_filter() -> str | None:
     """Why system calls cannot be filtered; ``None``: they can."""
     try:
-        _machine()
+        _filter()
         _prctl(PR_GET_SECCOMP, 0)
     except (OSError, Missing) as error:
         return str(error)
@@ -176,8 +188,19 @@ def _drop_capabilities(capset: int) -> None:
     _checked(LIBC.syscall(capset, header, none), "capset")
 
 
-def _filter_system_calls(architecture: int, allowed: list[int]) -> None:
-    """seccomp_data: int nr at 0, u32 arch at 4. Other architectures' calls (i386, x32) have other numbers."""
+def _filter_system_calls() -> None:
+    program, length = _filter()
+    descriptor = struct.pack("@HP", length, ctypes.addressof(program))
+    if LIBC.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, descriptor, 0, 0) != 0:
+        raise Missing(f"seccomp: {os.strerror(ctypes.get_errno())}")
+
+
+@functools.cache
+def _filter() -> tuple[ctypes.Array[ctypes.c_char], int]:
+    """The program and its number of steps. seccomp_data: int nr at 0, u32 arch at 4. Other architectures' calls (i386,
+    x32) have other numbers."""
+    architecture, *_, calls = _machine()
+    allowed = sorted(calls.values())
     steps = [
         (LOAD_WORD, 0, 0, 4),
         (JUMP_EQUAL, 1, 0, architecture),
@@ -186,10 +209,7 @@ def _filter_system_calls(architecture: int, allowed: list[int]) -> None:
     ]
     steps += [(JUMP_EQUAL, len(allowed) - i, 0, number) for i, number in enumerate(allowed)]
     steps += [(RETURN, 0, 0, REFUSE), (RETURN, 0, 0, ALLOW)]
-    program = ctypes.create_string_buffer(b"".join(struct.pack("<HBBI", *step) for step in steps))
-    descriptor = struct.pack("@HP", len(steps), ctypes.addressof(program))
-    if LIBC.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, descriptor, 0, 0) != 0:
-        raise Missing(f"seccomp: {os.strerror(ctypes.get_errno())}")
+    return ctypes.create_string_buffer(b"".join(struct.pack("<HBBI", *step) for step in steps)), len(steps)
 
 
 def _mount(target: bytes, kind: bytes | None, flags: int, options: bytes | None) -> None:

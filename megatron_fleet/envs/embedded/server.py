@@ -48,7 +48,8 @@ async def serve(
     """
     core = import_openenv()
     listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):  # the latter: the parent keeps the port for restarts
+        listener.setsockopt(socket.SOL_SOCKET, option, 1)
     listener.bind((host, port))
     listener.listen(max_sessions)
     verifier = VerifierClient(limits)

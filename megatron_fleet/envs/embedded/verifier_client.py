@@ -25,7 +25,7 @@ GRACE_S = 5.0
 
 
 def check_sandbox(wanted: Literal["full", "available"]) -> str | None:
-    """What this machine cannot keep from verifiers, in a sentence; ``None``: nothing.
+    """Check which layers of the sandbox this machine has. Returns a warning about missing ones, or ``None``.
 
     Raises:
         UserError: it lacks what is ``wanted`` (env.sandbox), or the filter of system calls, without which a verifier
@@ -87,7 +87,6 @@ class VerifierClient:
             "code": code,
             "final_answer": final_answer,
             "conversation": conversation,
-            "limits": asdict(self._limits),
             "seed_bytes": len(seed),
             "current_bytes": len(current),
         }
@@ -115,7 +114,7 @@ class VerifierClient:
         script = Path(__file__).with_name("verifier_host.py")
         fd = self._listener.fileno()
         return subprocess.Popen(
-            [sys.executable, "-I", str(script), str(fd), str(os.getpid())],
+            [sys.executable, "-I", str(script), str(fd), str(os.getpid()), json.dumps(asdict(self._limits))],
             pass_fds=(fd,),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

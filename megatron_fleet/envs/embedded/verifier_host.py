@@ -1,13 +1,13 @@
 """The verifier host: a small process that runs each verifier in a sandbox of its own.
 
-``accept → fork a supervisor → fork a worker``: the worker gives up every right and runs the code, the supervisor holds
-the deadline and tells the outcome, the host does nothing but accept. So no verifier, whatever it does, outlives its
-deadline or reaches another one, the host or the environment server; ``sandbox.py`` says how.
+``accept → fork a worker``: the worker reads the request, gives up every right and runs the code; the host holds the
+deadline and tells the outcome. So no verifier, whatever it does, outlives its deadline or reaches another one, the host
+or the environment server; ``sandbox.py`` says how.
 
 It is started as a script with the interpreter's isolated mode and loads only the standard library: a small process
 forks in well under a millisecond.
 
-Wire format over a Unix socket: a JSON line (``Request``), then the two databases; the reply is one JSON line
+Wire format over a Unix socket: a JSON line (the request), then the two databases; the reply is one JSON line
 ``{"value": float | null, "reason": str}``.
 """
 
@@ -15,12 +15,16 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import select
 import signal
 import socket
+import sqlite3
 import sys
 import time
+from contextlib import closing
+from dataclasses import dataclass
 from importlib import import_module, util
 from pathlib import Path
 from types import ModuleType
@@ -32,35 +36,141 @@ PRELOADED = (
     *("functools", "heapq", "itertools", "json", "math", "operator", "random", "re", "sqlite3", "statistics"),
     *("string", "textwrap", "time", "typing", "unicodedata", "urllib.parse"),
 )
+SAMPLE = """
+def validate_task(env, final_answer=None):
+    rows = env.db("current").query("SELECT value FROM sample WHERE value = ?", (1,))
+    return float(len(rows) == len(env.db("seed").query("SELECT value FROM sample")))
+"""
+"""Run once before the forks, which then share what a first verifier makes: each page that need not be made anew saves
+its fault."""
 MAX_REPLY_BYTES = 4096
 READ_TIMEOUT_S = 10.0
 
 
-def main(listener_fd: int, parent_pid: int) -> None:
-    """Serve until the parent process dies."""
-    for name in PRELOADED:
-        import_module(name)
-    verify, sandbox = _load("verify"), _load("sandbox")
-    missing = sandbox.enter()
-    sandbox.die_with_parent(parent_pid)  # not before: a change of user clears it
-    listener = socket.socket(fileno=listener_fd)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    gc.freeze()
-    while True:
-        connection, _ = listener.accept()
+@dataclass(slots=True)
+class Running:
+    """A verifier at work. ``reader``: the end of the pipe on which its worker tells the verdict."""
+
+    connection: socket.socket
+    worker: int
+    reader: int
+    deadline: float
+    said: bytes = b""
+
+
+class Host:
+    """Serves verifications until the parent process dies, several at a time."""
+
+    def __init__(self, listener: socket.socket, limits: dict[str, Any], parent_pid: int) -> None:
+        for name in PRELOADED:
+            import_module(name)
+        self._verify, self._sandbox = _load("verify"), _load("sandbox")
+        missing = self._sandbox.enter()
+        self._sandbox.die_with_parent(parent_pid)  # not before: a change of user clears it
+        self._namespaces = "namespaces" not in missing
+        self._listener, self._limits = listener, limits
+        self._running: dict[int, Running] = {}
+        self._poll = select.poll()
+
+    def serve(self) -> None:
+        self._poll.register(self._listener, select.POLLIN)
+        self._warm_up()
+        gc.freeze()
+        while True:
+            for descriptor, _ in self._poll.poll(self._time_left_ms()):
+                if descriptor == self._listener.fileno():
+                    self._begin(self._listener.accept()[0])
+                elif self._has_said_all(self._running[descriptor]):
+                    self._end(descriptor, late=False)
+            now = time.monotonic()
+            for descriptor in [reader for reader, running in self._running.items() if running.deadline <= now]:
+                self._end(descriptor, late=True)
+
+    def _warm_up(self) -> None:
+        with closing(sqlite3.connect(":memory:")) as connection:
+            connection.execute("CREATE TABLE sample (value)")
+            content = connection.serialize()
+        self._verify.run_verifier(SAMPLE, content, content, "", [])
+
+    def _time_left_ms(self) -> int | None:
+        if not self._running:
+            return None
+        earliest = min(running.deadline for running in self._running.values())
+        return max(0, math.ceil(1000 * (earliest - time.monotonic())))
+
+    def _begin(self, connection: socket.socket) -> None:
+        reader, writer = os.pipe()
+        host = os.getpid()
         try:
-            pid = os.fork()
+            worker = self._sandbox.fork(self._namespaces)
         except OSError:
             # The machine has no process left. The closed connection tells the caller; try again a little later.
+            os.close(reader)
+            os.close(writer)
+            connection.close()
             time.sleep(0.1)
-            pid = -1
-        if pid == 0:
+            return
+        if worker == 0:
             try:
-                listener.close()
-                _supervise(connection, verify, sandbox, "namespaces" not in missing)
+                # In its own namespace of processes it does not see its parent.
+                self._sandbox.die_with_parent(None if self._namespaces else host)
+                self._work(connection, writer)
             finally:
-                os._exit(0)
-        connection.close()
+                os._exit(1)
+        os.close(writer)
+        self._running[reader] = Running(connection, worker, reader, time.monotonic() + self._limits["wall_s"])
+        self._poll.register(reader, select.POLLIN)
+
+    def _work(self, connection: socket.socket, writer: int) -> None:
+        """In the worker: read the request, give up every right, run the code."""
+        connection.settimeout(READ_TIMEOUT_S)
+        with connection.makefile("rb") as stream:
+            request = json.loads(stream.readline())
+            seed = stream.read(request["seed_bytes"])
+            current = stream.read(request["current_bytes"])
+        _give_up_files(writer)
+        self._sandbox.confine(self._limits["cpu_s"], self._limits["memory_bytes"])
+        try:
+            value: float | None = self._verify.run_verifier(
+                request["code"], seed, current, request["final_answer"], request["conversation"]
+            )
+            reason = "verified"
+        except BaseException as error:
+            value, reason = None, f"verifier failed: {_describe(error)}"
+        os.write(writer, json.dumps({"value": value, "reason": reason[:500]}).encode())
+
+    def _has_said_all(self, running: Running) -> bool:
+        """Read on; whether the worker closed the pipe, or says more than a verdict."""
+        chunk = os.read(running.reader, MAX_REPLY_BYTES)
+        running.said += chunk
+        return not chunk or len(running.said) > MAX_REPLY_BYTES
+
+    def _end(self, reader: int, late: bool) -> None:
+        running = self._running.pop(reader)
+        self._poll.unregister(reader)
+        os.close(reader)
+        os.kill(running.worker, signal.SIGKILL)
+        _, _, used = os.wait4(running.worker, 0)
+        outcome = self._outcome(None if late else running.said, used.ru_utime + used.ru_stime)
+        try:
+            running.connection.settimeout(READ_TIMEOUT_S)
+            running.connection.sendall(json.dumps(outcome).encode() + b"\n")
+        except OSError:
+            pass  # the caller is gone
+        running.connection.close()
+
+    def _outcome(self, said: bytes | None, cpu_s: float) -> dict[str, Any]:
+        if said is None:
+            return {"value": None, "reason": f"verifier ran past its deadline of {self._limits['wall_s']:g} s"}
+        try:
+            reply = json.loads(said)
+            return {"value": reply["value"], "reason": str(reply["reason"])}
+        except (ValueError, TypeError, KeyError, RecursionError):
+            pass
+        # The kernel holds the limit by counting ticks, and on busy cores it charges more of them than were used.
+        if cpu_s > 0.5 * self._limits["cpu_s"]:
+            return {"value": None, "reason": f"verifier used its {self._limits['cpu_s']} s of CPU"}
+        return {"value": None, "reason": "verifier process ended without a verdict"}
 
 
 def _load(name: str) -> ModuleType:
@@ -70,64 +180,6 @@ def _load(name: str) -> ModuleType:
     module = util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def _supervise(connection: socket.socket, verify: ModuleType, sandbox: ModuleType, namespaces: bool) -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    sandbox.die_with_parent(os.getppid())
-    connection.settimeout(READ_TIMEOUT_S)
-    with connection.makefile("rb") as stream:
-        request = json.loads(stream.readline())
-        seed = stream.read(request["seed_bytes"])
-        current = stream.read(request["current_bytes"])
-    reader, writer = os.pipe()
-    supervisor = os.getpid()
-    if namespaces:
-        sandbox.separate()
-    worker = os.fork()
-    if worker == 0:
-        try:
-            _give_up_files(writer)
-            # In its own namespace of processes it does not see its parent.
-            sandbox.die_with_parent(None if namespaces else supervisor)
-            sandbox.confine(request["limits"]["cpu_s"], request["limits"]["memory_bytes"])
-            _work(writer, verify, request, seed, current)
-        finally:
-            os._exit(1)
-    os.close(writer)
-    said = _read_reply(reader, request["limits"]["wall_s"])
-    os.kill(worker, signal.SIGKILL)
-    _, _, used = os.wait4(worker, 0)
-    outcome = _outcome(said, used.ru_utime + used.ru_stime, request["limits"])
-    connection.sendall(json.dumps(outcome).encode() + b"\n")
-
-
-def _read_reply(reader: int, wall_s: float) -> bytes | None:
-    """What the worker wrote until it closed the pipe; ``None`` at the deadline."""
-    deadline = time.monotonic() + wall_s
-    said = b""
-    while len(said) <= MAX_REPLY_BYTES:
-        ready, _, _ = select.select([reader], [], [], max(0.0, deadline - time.monotonic()))
-        if not ready:
-            return None
-        chunk = os.read(reader, MAX_REPLY_BYTES)
-        if not chunk:
-            break
-        said += chunk
-    return said
-
-
-def _outcome(said: bytes | None, cpu_s: float, limits: dict[str, Any]) -> dict[str, Any]:
-    if said is None:
-        return {"value": None, "reason": f"verifier ran past its deadline of {limits['wall_s']:g} s"}
-    try:
-        reply = json.loads(said)
-        return {"value": reply["value"], "reason": str(reply["reason"])}
-    except (ValueError, TypeError, KeyError):
-        pass
-    if cpu_s > 0.9 * limits["cpu_s"]:  # the kernel counts in ticks
-        return {"value": None, "reason": f"verifier used its {limits['cpu_s']} s of CPU"}
-    return {"value": None, "reason": "verifier process ended without a verdict"}
 
 
 def _give_up_files(writer: int) -> None:
@@ -140,17 +192,6 @@ def _give_up_files(writer: int) -> None:
     os.environ.clear()
 
 
-def _work(writer: int, verify: ModuleType, request: dict[str, Any], seed: bytes, current: bytes) -> None:
-    try:
-        value: float | None = verify.run_verifier(
-            request["code"], seed, current, request["final_answer"], request["conversation"]
-        )
-        reason = "verified"
-    except BaseException as error:
-        value, reason = None, f"verifier failed: {_describe(error)}"
-    os.write(writer, json.dumps({"value": value, "reason": reason[:500]}).encode())
-
-
 def _describe(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {error}"
@@ -159,4 +200,4 @@ def _describe(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    Host(socket.socket(fileno=int(sys.argv[1])), json.loads(sys.argv[3]), int(sys.argv[2])).serve()

@@ -38,7 +38,10 @@ def rebuild(saved: Any) -> torch.Tensor | None:
 
     plain: dict[str, Any] = {name: _tensor(state.get(name)) for name in _TENSORS}
     variables = state.get("extra_fp8_variables")
-    plain["extra_fp8_variables"] = {k: v for k, v in variables.items() if _is_plain(v)} if variables else {}
+    known = variables if isinstance(variables, dict) else {}
+    plain["extra_fp8_variables"] = {k: v for k, v in known.items() if _is_plain(v)}
+    if not plain["amax_history_fwd"].ndim:
+        raise BadPickle("holds a single number for a history")
     # Replaced by the run's own at the first forward pass; until then the length of the history is what matters.
     plain["recipe"] = DelayedScaling(amax_history_len=len(plain["amax_history_fwd"]))
     return torch.frombuffer(bytearray(pickle.dumps(plain)), dtype=torch.uint8)
@@ -52,7 +55,7 @@ def _tensor(made: Any) -> torch.Tensor:
         values = torch.load(BytesIO(stored), map_location="cpu", weights_only=True)
         flat = torch.frombuffer(bytearray(values._untyped_storage.tolist()), dtype=values.dtype)
         return flat[offset : offset + prod(shape)].reshape(shape).clone()
-    except (pickle.UnpicklingError, RuntimeError, TypeError, ValueError, AttributeError, EOFError) as error:
+    except Exception as error:  # torch raises anything for a damaged file
         raise BadPickle(f"holds something other than a tensor ({type(error).__name__})") from None
 
 
@@ -62,7 +65,7 @@ def _arguments(made: Any, name: str) -> tuple[Any, ...]:
     return made.args
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: Any, depth: int = 8) -> bool:
     if isinstance(value, list | tuple):
-        return all(_is_plain(part) for part in value)
+        return depth > 0 and all(_is_plain(part, depth - 1) for part in value)
     return type(value) in (bool, int, float, str)

@@ -12,9 +12,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedStateDict, ShardedTensor, StateDict
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedBase,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    StateDict,
+    apply_factory_merges,
+)
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreLoadPlanner,
     TorchDistLoadShardedStrategy,
@@ -24,6 +32,9 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _unwrap_pyt_sharded_tensor,
     mcore_to_pyt_state_dict,
 )
+from megatron.core.dist_checkpointing.utils import extract_sharded_base, force_all_tensors_to_non_fp8
+from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
+from torch.distributed import ProcessGroup
 from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -69,15 +80,34 @@ def _tensor_entry(stored: StoredTensor) -> TensorStorageMetadata:
     return TensorStorageMetadata(properties, torch.Size(stored.shape), chunks)
 
 
-class ShardedLoad(TorchDistLoadShardedStrategy):
+def load(described: StateDict, path: Path, metadata: Metadata, group: ProcessGroup) -> StateDict:
+    """Fill in ``described``, each part read by one rank of ``group``; collective.
+
+    The steps of `dist_checkpointing.load` in Megatron-Core 0.16 to 0.19, which has a place for a strategy of one's own
+    for the shards, but not in all of them for what is common to all ranks.
+
+    Raises:
+        UserError: the checkpoint lacks a part, or a file is damaged or holds code.
+    """
+    force_all_tensors_to_non_fp8(described)
+    state = _load_common(path, metadata)
+    described, own, factories = load_preprocess(described)
+    merge(state, own)
+    sharded, _ = extract_sharded_base(described)
+    validate_sharding_integrity(determine_global_metadata(sharded)[1])
+    merge(state, FullyParallelLoadStrategyWrapper(_ShardedLoad(metadata), group).load(sharded, path))
+    return apply_factory_merges(state, factories)
+
+
+class _ShardedLoad(TorchDistLoadShardedStrategy):
     """Megatron's own strategy with another reader and planner."""
 
     def __init__(self, metadata: Metadata) -> None:
         super().__init__()
         self._metadata = metadata
 
-    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> StateDict:
-        """See `TorchDistLoadShardedStrategy.load`, whose steps these are."""
+    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path, *_: Any) -> StateDict:
+        """See `TorchDistLoadShardedStrategy.load`, whose steps these are. From 0.17 on it is told how it was saved."""
         tensors = [value for value in nested_values(sharded_state_dict) if isinstance(value, ShardedTensor)]
         state, structure, names = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
         for key, parts in state.items():
@@ -113,21 +143,27 @@ def _fits(wanted: ShardedBase, entry: TensorStorageMetadata | BytesStorageMetada
     return wanted.allow_shape_mismatch or tuple(entry.size) == tuple(wanted.global_shape)
 
 
-class CommonLoad(TorchCommonLoadStrategy):
-    """``common.pt`` without `torch.load`'s default, which a variable of the environment turns into unpickling."""
+def _load_common(path: Path, metadata: Metadata) -> StateDict:
+    """What no rank has for itself. Up to 0.18 it is a file; since 0.19 an object among the shards.
 
-    def load_common(self, checkpoint_dir: str | Path) -> StateDict:
-        """See `TorchCommonLoadStrategy.load_common`. Raises UserError when it cannot be read."""
-        file = Path(checkpoint_dir, COMMON)
+    Raises:
+        UserError: it cannot be read.
+    """
+    file = path / COMMON
+    if file.exists():
         try:
+            # Said here, because a variable of the environment turns torch's default into unpickling.
             common = torch.load(file, map_location="cpu", weights_only=True)
         except OSError:
             raise
         except Exception as error:
             _refuse(file, error)
-        if not isinstance(common, dict):
-            raise UserError(f"{file}: holds no dict; use another checkpoint.")
-        return common
+    else:
+        place = ShardedObject("common_state", None, (1,), (0,))
+        common = _ShardedLoad(metadata).load({"common": place}, path)["common"]
+    if not isinstance(common, dict):
+        raise UserError(f"{file}: holds no dict; use another checkpoint.")
+    return common
 
 
 class _Reader(torch_checkpoint.FileSystemReader):

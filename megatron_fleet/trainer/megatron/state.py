@@ -10,10 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
-from megatron.core.dist_checkpointing.strategies.fully_parallel import (
-    FullyParallelLoadStrategyWrapper,
-    FullyParallelSaveStrategyWrapper,
-)
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     TorchDistSaveShardedStrategy,
@@ -29,9 +26,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.platform.megatron.adapt import cuda_calls_answered
-from megatron_fleet.trainer.megatron import extra_state
+from megatron_fleet.trainer.megatron import extra_state, shard_reader
 from megatron_fleet.trainer.megatron.lora import Adapters
-from megatron_fleet.trainer.megatron.shard_reader import CommonLoad, ShardedLoad, read_metadata
 
 # The optimizer's state in model space: loads under other tensor, pipeline and data sizes.
 _CONTENT = {
@@ -74,17 +70,12 @@ def load(path: Path, chunks: Sequence[DistributedDataParallel], optimizer: Chain
     Raises:
         UserError: it has adapters and the model none, or the other way round; a file is damaged or holds code.
     """
-    metadata = read_metadata(path)
+    metadata = shard_reader.read_metadata(path)
     _check_kind(path, metadata, any(getattr(chunk.module, "adapters", None) is not None for chunk in chunks))
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     with cuda_calls_answered():
         try:
-            state = dist_checkpointing.load(
-                _describe(chunks, optimizer, is_loading=True),
-                str(path),
-                FullyParallelLoadStrategyWrapper(ShardedLoad(metadata), group),
-                CommonLoad(),
-            )
+            state = shard_reader.load(_describe(chunks, optimizer, is_loading=True), path, metadata, group)
         except CheckpointException as error:  # no Exception, upstream; raised on every rank
             causes = [cause for cause, _ in error.failures.values()]
             raise next((c for c in causes if isinstance(c, UserError)), RuntimeError(str(error))) from error

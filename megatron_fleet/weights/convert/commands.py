@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.errors import UserError, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -148,11 +148,11 @@ def _run(plan: Plan, args: argparse.Namespace) -> int:
         done = is_complete(open_staging(args.out, plan.marker), plan)
         pieces = sum(len(file.contents) for file in plan.files)
         size = f"{len(plan.files)} files, {plan.nbytes / 1e9:.2f} GB in {pieces} pieces"
-        print(f"{plan.source} → {args.out}: {size}{', complete already' if done else ''}")
+        say(f"{plan.source} → {args.out}: {size}{', complete already' if done else ''}")
         return 0
     with ProgressLine() as progress:
         complete = execute(plan, args.out, args.workers, share, progress)
-    print(f"{args.out}: {'complete' if complete else 'this part is done, other parts are not'}")
+    say(f"{args.out}: {'complete' if complete else 'this part is done, other parts are not'}")
     return 0
 
 
@@ -172,18 +172,20 @@ def _inspect(args: argparse.Namespace) -> int:
 def _print_tree(contents: Contents) -> None:
     _print_rows(contents.rows)
     if contents.carried:
-        print("kept for the way back, in hf/")
+        say("kept for the way back, in hf/")
         _print_rows(contents.carried)
     facts = [contents.kind, f"{contents.tensors} tensors"]
     facts += [f"{contents.objects} objects"] if contents.objects else []
     facts += [f"{contents.optimizer} optimizer entries"] if contents.optimizer else []
     facts += [_size(contents.nbytes)]
-    facts += [f"iteration {contents.common['iteration']}"] if "iteration" in contents.common else []
-    print(f"{contents.url}: {', '.join(facts)}")
-    written = contents.common.get("args", {})
-    told = ", ".join(f"{name}={written[name]}" for name in TOLD_ARGS if name in written)
+    iteration = contents.common.get("iteration")
+    facts += [f"iteration {iteration}"] if isinstance(iteration, int) else []
+    say(f"{contents.url}: {', '.join(facts)}")
+    written = contents.common.get("args")
+    known = written if isinstance(written, dict) else {}
+    told = ", ".join(f"{name}={known[name]!r:.100}" for name in TOLD_ARGS if name in known)
     if told:
-        print(f"written by Megatron-LM with {told}")
+        say(f"written by Megatron-LM with {told}")
 
 
 def _print_rows(rows: Sequence[Row]) -> None:
@@ -198,7 +200,7 @@ def _print_rows(rows: Sequence[Row]) -> None:
             form = "" if row.form == "weight" else row.form
             shape = "×".join(map(str, row.shape)) or "scalar"
             text += f"  {row.dtype:8} {shape:>16} {times:>8} {'' if row.is_alias else _size(row.nbytes):>10}  {form}"
-        print(text.rstrip())
+        say(text.rstrip())
 
 
 def _size(nbytes: float) -> str:
@@ -228,7 +230,7 @@ def _write_hashes(args: argparse.Namespace) -> int:
     except BaseException:
         args.hashes.unlink(missing_ok=True)
         raise
-    print(f"{args.hashes}: {len(found)} tensors")
+    say(f"{args.hashes}: {len(found)} tensors")
     return 0
 
 
@@ -247,9 +249,9 @@ def _verify(args: argparse.Namespace) -> int:
             progress.start(args.a, a.nbytes)
             differences = compare(a, b, args.tolerance, args.workers, progress.advance)
     for difference in differences[:TOLD_DIFFERENCES]:
-        print(difference)
+        say(str(difference))
     if differences:
-        print(f"{len(differences)} of {len(a.names)} tensors differ between {args.a} and {args.b}")
+        say(f"{len(differences)} of {len(a.names)} tensors differ between {args.a} and {args.b}")
         return 1
-    print(f"{len(a.names)} tensors are equal in {args.a} and {args.b}")
+    say(f"{len(a.names)} tensors are equal in {args.a} and {args.b}")
     return 0

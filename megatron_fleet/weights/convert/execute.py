@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import queue
+import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -41,10 +42,11 @@ class Share:
     @classmethod
     def parse(cls, text: str) -> Share:
         """``2/8``: the second of eight. Raises UserError."""
-        index, slash, count = text.partition("/")
-        if not (slash and index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
+        found = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
+        index, count = map(int, found.groups()) if found else (0, 0)
+        if not 1 <= index <= count:
             raise UserError(f"--shard {text}: give I/N with 1 ≤ I ≤ N, for example 1/8.")
-        return cls(int(index) - 1, int(count))
+        return cls(index - 1, count)
 
 
 def execute(plan: Plan, out: str, workers: int, share: Share, progress: Progress) -> bool:
@@ -115,7 +117,7 @@ def is_complete(staging: Staging, plan: Plan) -> bool:
     """Whether this very conversion is finished already. Raises UserError when something else is in its place."""
     if not staging.exists():
         return False
-    with suppress(UserError, ValueError, KeyError, TypeError):
+    with suppress(UserError, ValueError, KeyError, TypeError, RecursionError):
         if json.loads(open_folder(staging.url).read(JOURNAL))["fingerprint"] == plan.fingerprint():
             return True
     raise UserError(f"{staging.url}: exists already; name another folder or remove it.")
@@ -140,7 +142,9 @@ def claim(staging: Staging, plan: Plan) -> None:
     try:
         found = json.loads(staging.folder.read(JOURNAL))
         same, source = found["fingerprint"] == fingerprint, found["source"]
-    except (ValueError, KeyError, TypeError):
+        if not isinstance(source, str):
+            raise TypeError
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise UserError(f"{staging.folder.join(JOURNAL)}: malformed; remove {staging.folder.url}.") from None
     if not same:
         raise UserError(

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.files import MAX_DEPTH
 from megatron_fleet.storage.open import open_folder
 from megatron_fleet.weights.checkpoint_reader import Checkpoint
 from megatron_fleet.weights.convert.origin import kept_template
@@ -19,6 +20,10 @@ from megatron_fleet.weights.hf_folder import INDEX, SINGLE, read_headers
 from megatron_fleet.weights.torch_dist.dtypes import DTYPES
 from megatron_fleet.weights.torch_dist.index import StoredTensor
 from megatron_fleet.weights.torch_dist.pickle_reader import Opaque
+
+MOST_TOLD = 100_000
+"""Values of the common state."""
+_MOST_BRANCHES = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +111,7 @@ def inspect(url: str, every_tensor: bool = False) -> Contents:
         len(index.objects),
         len(index.optimizer),
         _rows(_carried_rows(checkpoint), every_tensor),
-        _plain(index.common),
+        _plain(index.common, iter(range(MOST_TOLD))) or {},
     )
 
 
@@ -137,14 +142,23 @@ def _carried_rows(checkpoint: Checkpoint) -> Iterator[_Listed]:
         yield name, stored.dtype, stored.shape, forms.get(name, "weight"), stored.nbytes
 
 
-def _plain(value: Any) -> Any:
-    """What JSON can say of a value out of a pickle; ``None`` for the rest."""
+def _plain(value: Any, left: Iterator[int], depth: int = 0) -> Any:
+    """What JSON can say of a value out of a pickle; ``None`` for the rest.
+
+    ``left``: as long as it gives something, values are told. A pickle of a few bytes can hold itself, or one value in
+    exponentially many places.
+    """
+    if depth > MAX_DEPTH or next(left, None) is None:
+        return None
     if isinstance(value, Opaque):
-        return _plain(value.state) if value.name == "argparse.Namespace" else None
+        return _plain(value.state, left, depth + 1) if value.name == "argparse.Namespace" else None
     if isinstance(value, dict):
-        return {str(k): plain for k, v in value.items() if (plain := _plain(v)) is not None}
+        told = {str(k): _plain(v, left, depth + 1) for k, v in value.items()}
+        return {k: plain for k, plain in told.items() if plain is not None}
     if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
+        return [_plain(v, left, depth + 1) for v in value]
+    if type(value) is int and abs(value) >= 1 << 64:
+        return None
     # Text that is no plain str names a class.
     return value if type(value) in (str, int, float, bool) else None
 
@@ -163,6 +177,7 @@ def _forms(names: Iterable[str]) -> dict[str, str]:
 
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_DIGITS = re.compile("[0-9]{1,18}")
 
 
 def _rows(tensors: Iterable[_Listed], every: bool) -> tuple[Row, ...]:
@@ -180,7 +195,7 @@ def _rows(tensors: Iterable[_Listed], every: bool) -> tuple[Row, ...]:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
+    return [(int(part), "") if _DIGITS.fullmatch(part) else (-1, part) for part in name.split(".")]
 
 
 def tree(rows: Iterable[Row]) -> Iterator[tuple[int, str, Row | None]]:
@@ -188,7 +203,7 @@ def tree(rows: Iterable[Row]) -> Iterator[tuple[int, str, Row | None]]:
     root: dict[str | None, Any] = {}
     for row in rows:
         node = root
-        for part in row.name.split("."):
+        for part in row.name.split(".", _MOST_BRANCHES):
             node = node.setdefault(part, {})
         node.setdefault(None, []).append(row)
     yield from _walk(root, 0)

@@ -49,7 +49,7 @@ def find_template(checkpoint: Checkpoint, given: Folder | Path | str | None) -> 
     if kept is not None:
         return open_template(kept, prediction=prediction)
     path = _model_of_run(checkpoint)
-    if path and open_folder(path).sizes():
+    if path and _is_there(path):
         return open_template(path, prediction=prediction)
     began = f" ({path}, which its run began with, is not there)" if path else ""
     try:
@@ -71,9 +71,18 @@ def _model_of_run(checkpoint: Checkpoint) -> str | None:
     folder = open_folder(above(checkpoint.url, 2))
     try:
         path = json.loads(folder.read(RUN_CONFIG))["model"]["path"]
-    except (UserError, ValueError, KeyError, TypeError):
+    except (UserError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return path if isinstance(path, str) else None
+
+
+def _is_there(path: str) -> bool:
+    """Whether it is the folder of a model. It is not listed for that: the name of any folder may stand there."""
+    try:
+        open_folder(path).read("config.json")
+    except UserError:
+        return False
+    return True
 
 
 def checksums(checkpoint: Checkpoint) -> tuple[Checksum, ...]:
@@ -87,7 +96,9 @@ def checksums(checkpoint: Checkpoint) -> tuple[Checksum, ...]:
     where = f"{checkpoint.url}/{MANIFEST}"
     try:
         files = json.loads(checkpoint.read(MANIFEST))["files"]
-        listed = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
+        listed = {name: (entry["bytes"], entry["sha256"]) for name, entry in files.items()}
+        if not all(type(nbytes) is int and isinstance(sha256, str) for nbytes, sha256 in listed.values()):
+            raise TypeError
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{where}: malformed; use another checkpoint.") from None
     for name, (nbytes, _) in listed.items():

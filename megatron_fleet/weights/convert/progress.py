@@ -7,6 +7,8 @@ import threading
 import time
 from typing import TextIO
 
+from megatron_fleet.config.errors import printable
+
 INTERVAL_S = 10.0
 """Between two lines where nobody watches, as in the log of a batch job."""
 
@@ -68,6 +70,6 @@ class ProgressLine:
             f"{rate / unit:.2f} {name}/s, {left if self._done < self._total else f'{seconds:.1f} s'}"
         )
         if self._watched:
-            print(f"\r\x1b[2K{text}", end="", file=self._stream, flush=True)
+            print(f"\r\x1b[2K{printable(text)}", end="", file=self._stream, flush=True)
         else:
-            print(text, file=self._stream, flush=True)
+            print(printable(text), file=self._stream, flush=True)

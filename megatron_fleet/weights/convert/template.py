@@ -29,7 +29,15 @@ from megatron_fleet.weights.hf_folder import (
     read_header,
     read_header_bytes,
 )
-from megatron_fleet.weights.hf_model import Fp8, HfModel, Int4, check_stored, make_table, open_model
+from megatron_fleet.weights.hf_model import (
+    Fp8,
+    HfModel,
+    Int4,
+    check_quantization,
+    check_stored,
+    make_table,
+    open_model,
+)
 
 KEPT = "hf/"
 """Where a converted checkpoint has it."""
@@ -92,8 +100,15 @@ def _open_layout(folder: Folder, sizes: Mapping[str, int], prediction: bool) -> 
     for name in files:
         if name not in sizes:
             raise UserError(f"{folder.url}/{name}: missing although {LAYOUT} lists it; copy the checkpoint again.")
-        carried |= {tensor: (folder, entry) for tensor, entry in read_header(folder, name, sizes[name]).items()}
+        for tensor, entry in read_header(folder, name, sizes[name]).items():
+            whole = stored.get(tensor)
+            if whole is None or (whole.dtype, whole.shape) != (entry.dtype, entry.shape):
+                raise UserError(
+                    f"{folder.url}/{name}: tensor {tensor} is not as {LAYOUT} declares it; copy the checkpoint again."
+                )
+            carried[tensor] = folder, entry
     config = read_config(folder)
+    check_quantization(folder, config)
     model = check_stored(folder, config, make_table(config, stored, prediction), stored)
     skip = {LAYOUT, *files}
     small = {name: folder.read(name) for name in sizes if name not in skip and "/" not in name}
@@ -104,10 +119,14 @@ def _read_layout(folder: Folder) -> tuple[dict[str, bytes], list[str]]:
     """Headers by file, and the files of carried tensors."""
     try:
         layout = json.loads(folder.read(LAYOUT))
-        headers = {str(name): base64.b64decode(text, validate=True) for name, text in layout["headers"].items()}
+        headers = {name: base64.b64decode(text, validate=True) for name, text in layout["headers"].items()}
         for name, header in headers.items():
             parse_header(name, header)
-        return headers, [str(name) for name in layout["carried"]]
+        files = list(layout["carried"])
+        for name in (*headers, *files):
+            if not isinstance(name, str) or "/" in name or not name.endswith(".safetensors"):
+                raise ValueError(f"{name!r:.100} is no safetensors file of a folder")
+        return headers, files
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise UserError(f"{folder.url}/{LAYOUT}: malformed ({e}); copy the checkpoint again.") from None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.files import read_object
 from megatron_fleet.storage.folder import Folder
 from megatron_fleet.storage.open import open_folder
 from megatron_fleet.weights.checkpoint_reader import Checkpoint, CheckpointReader, StoredMatrices
@@ -261,17 +261,11 @@ def _values(side: Side, name: str) -> Iterator[memoryview]:
 
 def read_hashes(path: Path) -> dict[str, str]:
     """What ``mfleet convert inspect --hashes`` wrote. Raises UserError when it is something else."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))["blake3"]
-        if not all(isinstance(k, str) and isinstance(v, str) for k, v in found.items()):
-            raise ValueError
-        return found
-    except OSError as e:
-        raise UserError(f"{path}: cannot be read ({e.strerror}).") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(
-            f"{path}: is no file of hashes; make one with `mfleet convert inspect PATH --hashes`."
-        ) from None
+    remedy = "make one with `mfleet convert inspect PATH --hashes`"
+    found = read_object(path, remedy).get("blake3")
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        raise UserError(f"{path}: is no file of hashes; {remedy}.")
+    return found
 
 
 def compare_hashes(a: Mapping[str, str], b: Mapping[str, str]) -> list[Difference]:

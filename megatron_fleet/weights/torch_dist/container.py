@@ -121,7 +121,7 @@ def _stored(pickled: bytes) -> _Stored:
     storage, first, shape, stride, _, _, *rest = made.args
     typed = _storage_dtype(storage)
     if rebuilt.endswith("v3"):
-        name = str(rest.pop(0))
+        name = _name(rest.pop(0))
         if typed is not None or name not in BY_TORCH_NAME:
             raise ValueError(f"holds a tensor of type {name[:100]}, which is not supported")
         dtype = BY_TORCH_NAME[name]
@@ -154,7 +154,7 @@ def _storage_dtype(storage: Any) -> Dtype | None:
         or storage.args[0] != "storage"
     ):
         raise ValueError("holds a tensor without a storage")
-    name = str(storage.args[1])
+    name = _name(storage.args[1])
     if name == "torch.storage.UntypedStorage":
         return None
     if name not in BY_STORAGE:
@@ -162,8 +162,13 @@ def _storage_dtype(storage: Any) -> Dtype | None:
     return BY_STORAGE[name]
 
 
+def _name(value: Any) -> str:
+    """Of a class; what stands in its place may be a value of any depth."""
+    return value if isinstance(value, str) else f"a {type(value).__name__}"
+
+
 def _counts(values: Any) -> bool:
-    return isinstance(values, tuple) and all(type(value) is int and value >= 0 for value in values)
+    return isinstance(values, tuple) and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
 
 
 def _contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:

@@ -30,6 +30,7 @@ _COMMON_NAMES = (
 _LARGEST_METADATA = 1 << 30
 _LARGEST_COMMON = 16 << 20
 """Bytes read of the common state: its description, not the tensors that may follow it."""
+_LARGEST_SIZE = 1 << 63
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 
 Read = Callable[[str, int, int | None], bytes]
@@ -128,6 +129,8 @@ def _check_format(read: Read, sizes: Mapping[str, int], where: str) -> None:
         try:
             found = json.loads(read(METADATA_JSON, 0, None))
             backend, version = found["sharded_backend"], found["sharded_backend_version"]
+            if not isinstance(backend, str) or type(version) is not int:
+                raise TypeError
         except (ValueError, TypeError, KeyError, RecursionError):
             raise UserError(f"{where}/{METADATA_JSON}: names no sharded_backend; copy the checkpoint again.") from None
         if (backend, version) != ("torch_dist", 1):
@@ -186,8 +189,8 @@ class _Builder:
         storage = state.get("storage_data")
         if not isinstance(self._entries, dict) or not isinstance(storage, dict):
             raise BadPickle("lists no places in data files")
-        if not all(type(key) is str for key in self._entries):
-            raise BadPickle("has keys that are no text")
+        if not all(type(key) is str and key.isprintable() for key in self._entries):
+            raise BadPickle("has keys that are no text, or cannot be shown")
         self._left_out = left_out
         self._places = dict(_places(storage, sizes, left_out))
 
@@ -218,7 +221,7 @@ class _Builder:
     def _tensor(self, key: str, entry: Opaque) -> StoredTensor:
         state = _state(entry, "TensorStorageMetadata")
         properties = _state(state.get("properties"), "TensorProperties", tuple)
-        name = str(properties[0]) if properties else ""
+        name = properties[0] if properties and isinstance(properties[0], str) else ""
         if name not in BY_TORCH_NAME:
             raise BadPickle(f"says that {key} has type {name[:40]}, which is not one of {', '.join(DTYPES)}")
         dtype = BY_TORCH_NAME[name]
@@ -255,7 +258,7 @@ def _dims(values: Any) -> tuple[int, ...]:
     if type(values) is not tuple:
         raise BadPickle("gives a size that is none")
     for value in values:
-        if type(value) is not int or value < 0:
+        if type(value) is not int or not 0 <= value < _LARGEST_SIZE:
             raise BadPickle("gives a size that is none")
     return values
 
@@ -273,7 +276,9 @@ def _places(
             continue
         place = info.state if isinstance(info, Opaque) and isinstance(info.state, dict) else {}
         file, offset, length = place.get("relative_path"), place.get("offset"), place.get("length")
-        if type(file) is not str or type(offset) is not int or type(length) is not int or offset < 0 or length <= 0:
+        if type(file) is not str or type(offset) is not int or type(length) is not int:
+            raise BadPickle(f"gives no place in a file for {key}")
+        if not (0 <= offset < _LARGEST_SIZE and 0 < length < _LARGEST_SIZE):
             raise BadPickle(f"gives no place in a file for {key}")
         if place.get("transform_descriptors"):
             raise BadPickle(f"says that {key} is compressed or encrypted, which is not supported")

@@ -138,7 +138,7 @@ def _counted(head: Callable[..., tuple[int]], width: int, text: bool) -> Callabl
     def read(data: bytes, position: int) -> tuple[Any, int]:
         start = position + width
         end = start + head(data, position)[0]
-        return (data[start:end].decode("utf-8", "surrogatepass") if text else data[start:end]), end
+        return (data[start:end].decode() if text else data[start:end]), end
 
     return read
 

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import dequantise, stored_tensors
 from torch_dist_files import Grid, save_with_torch
+from waiting import HANG_S
 
 from megatron_fleet.weights.convert import content
 from megatron_fleet.weights.convert.content import PerThread, Rows
@@ -52,7 +53,7 @@ def mfleet(*arguments: object, program: str = PROGRAM, **options: Any) -> subpro
     """Run ``mfleet convert …`` in a process of its own."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        command(*arguments, program=program), capture_output=True, text=True, timeout=120, env=environment, **options
+        command(*arguments, program=program), capture_output=True, text=True, timeout=HANG_S, env=environment, **options
     )
 
 

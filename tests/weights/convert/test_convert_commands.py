@@ -8,7 +8,6 @@ import pty
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,25 +15,34 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from convert_helpers import PROGRAM, change, command, files, mfleet  # noqa: E402
+from waiting import HANG_S, wait_until  # noqa: E402
 
 from megatron_fleet.weights.convert import progress as progress_module  # noqa: E402
 from megatron_fleet.weights.convert.progress import ProgressLine  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
-SLOW = """
-import signal, sys, time
+SMALL_FILES = """
+import signal, sys, threading
 from megatron_fleet import cli
-# A shell without job control ignores it for what runs in the background.
-signal.signal(signal.SIGINT, signal.default_int_handler)
 from megatron_fleet.storage import local
 from megatron_fleet.weights.convert import to_megatron
 to_megatron.FILE_BYTES = 100_000
-write_at = local.LocalWriter.write_at
-def slow(*arguments):
-    time.sleep(0.2)
-    write_at(*arguments)
-local.LocalWriter.write_at = slow
+{more}
 sys.exit(cli.main(sys.argv[1:]))
+"""
+UNTIL_CTRL_C = """
+interrupted = threading.Event()
+def interrupt(*arguments):
+    interrupted.set()
+    signal.default_int_handler(*arguments)
+# A shell without job control ignores it for what runs in the background.
+signal.signal(signal.SIGINT, interrupt)
+write_at = local.LocalWriter.write_at
+def held(writer, *arguments):
+    if writer._path.name not in ("__0_0.distcp", "__0_1.distcp"):
+        interrupted.wait()
+    write_at(writer, *arguments)
+local.LocalWriter.write_at = held
 """
 
 
@@ -133,23 +141,19 @@ def test_nothing_here_needs_torch(made, tmp_path):
 
 
 def test_ctrl_c_keeps_what_is_done(made, convert, tmp_path):
-    process = subprocess.Popen(
-        command("to-megatron", made("qwen3_moe"), tmp_path / "mg", program=SLOW), stderr=subprocess.PIPE, text=True
-    )
+    line = command("to-megatron", made("qwen3_moe"), tmp_path / "mg", program=SMALL_FILES.format(more=UNTIL_CTRL_C))
+    process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True)
     partial = tmp_path / ".mg.partial" / "release"
-    deadline = time.monotonic() + 60
-    while not list(partial.glob("__0_1.distcp")):
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.01)
-    time.sleep(0.1)
+    wait_until((partial / "__0_1.distcp").exists, lambda: process.poll() is None)
     process.send_signal(signal.SIGINT)
-    errors = process.communicate(timeout=60)[1]
+    errors = process.communicate(timeout=HANG_S)[1]
     assert process.returncode == 130
     assert errors.splitlines()[-1] == "mfleet: stopped by Ctrl-C."
     assert not (tmp_path / "mg").exists()
     kept = {p.name: p.stat().st_mtime_ns for p in partial.glob("*.distcp")}
     assert {"__0_0.distcp", "__0_1.distcp"} <= kept.keys()
-    assert mfleet("to-megatron", made("qwen3_moe"), tmp_path / "mg", program=SLOW).returncode == 0
+    program = SMALL_FILES.format(more="")
+    assert mfleet("to-megatron", made("qwen3_moe"), tmp_path / "mg", program=program).returncode == 0
     assert kept.items() <= {p.name: p.stat().st_mtime_ns for p in (tmp_path / "mg" / "release").iterdir()}.items()
     assert [name for name in files(tmp_path / "mg") if name.rpartition("/")[2].startswith(".")] == ["release/.metadata"]
     assert convert("verify", made("qwen3_moe"), tmp_path / "mg")[0] == 0
@@ -170,7 +174,7 @@ def test_the_scripts(script, arguments, said, made, tmp_path):
         [sys.executable, ROOT / "tools" / "convert" / f"{script}.py", *filled],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
     )
     assert done.returncode == (0 if said else 2), done.stderr
     assert said in done.stdout
@@ -249,7 +253,7 @@ def test_on_a_real_terminal(made, tmp_path):
         command("to-megatron", made("qwen3"), tmp_path / "mg"), stdout=subprocess.PIPE, stderr=theirs
     )
     os.close(theirs)
-    assert process.communicate(timeout=60)[0].decode() == f"{tmp_path / 'mg'}: complete\n"
+    assert process.communicate(timeout=HANG_S)[0].decode() == f"{tmp_path / 'mg'}: complete\n"
     drawn = os.read(ours, 100_000).decode()
     os.close(ours)
     assert "\x1b[2K" in drawn and "(100 %)" in drawn and drawn.endswith("\r\n")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +19,7 @@ pytest.importorskip("torch")
 import numpy as np
 from convert_helpers import command, files, mfleet
 from tiny_configs import raw_config
+from waiting import HANG_S
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.weights.convert.inspect import inspect
@@ -29,21 +30,28 @@ from megatron_fleet.weights.mapping import WeightTable
 KILLS = 50
 DIRECTIONS = ("to-megatron", "to-hf")
 SEVERAL_FILES = """
-import sys, time
+import itertools, os, signal, sys, threading, time
 from megatron_fleet import cli
 from megatron_fleet.storage import local
 from megatron_fleet.weights.convert import to_megatron
 to_megatron.FILE_BYTES = 4 << 20
-# Slow enough that most moments fall between the first byte and the last.
 local.PART = 1 << 20
-write_at = local.LocalWriter.write_at
+kill_at, later_s = map(float, os.environ.get("KILLED", "-2 0").split())
+def killed_at(number):
+    if number == kill_at:
+        threading.Timer(later_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+writes, write_at = itertools.count(), local.LocalWriter.write_at
 def slow(*arguments):
-    time.sleep(0.03)
+    killed_at(next(writes))
+    time.sleep(0.01)
     write_at(*arguments)
 local.LocalWriter.write_at = slow
-print("begun", file=sys.stderr, flush=True)
-sys.exit(cli.main(sys.argv[1:]))
+killed_at(-1)
+status = cli.main(sys.argv[1:])
+print("writes:", next(writes))
+sys.exit(status)
 """
+"""Killed, if at all, so many seconds after so many writes have begun; after -1 it begins itself."""
 
 
 def write_model(folder, vocab=12_000, width=512, layers=6):
@@ -94,33 +102,22 @@ def test_kill_and_run_again(ends, direction):
     ends[direction].result()
 
 
-def begin(direction: str, source: Path, out: Path) -> subprocess.Popen[str]:
-    """A conversion whose imports are behind it: before their end there is nothing to interrupt."""
-    line = command(direction, source, out, program=SEVERAL_FILES)
-    process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None and process.stderr.readline() == "begun\n"
-    return process
-
-
 def kill_and_run_again(direction: str, tmp_path: Path) -> None:
     source = write_model(tmp_path / "hf")
     if direction == "to-hf":
         assert mfleet("to-megatron", source, tmp_path / "mg", program=SEVERAL_FILES).returncode == 0
         source = tmp_path / "mg"
-    process = begin(direction, source, tmp_path / "whole")
-    started = time.monotonic()
-    process.communicate()
-    duration = time.monotonic() - started
-    assert process.returncode == 0
-    expected = files(tmp_path / "whole")
+    whole = mfleet(direction, source, tmp_path / "whole", program=SEVERAL_FILES)
+    assert whole.returncode == 0
+    expected, writes = files(tmp_path / "whole"), int(whole.stdout.rpartition("writes:")[2])
+    line = command(direction, source, tmp_path / "out", program=SEVERAL_FILES)
     moments = random.Random(direction)
     unfinished = resumed = 0
     out = tmp_path / "out"
     for _ in range(KILLS // 2):
-        process = begin(direction, source, out)
-        time.sleep(moments.uniform(0, duration))
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+        moment = {"KILLED": f"{moments.randrange(-1, writes)} {moments.uniform(0, 0.02)}"}
+        killed = subprocess.run(line, env=os.environ | moment, capture_output=True, timeout=HANG_S)
+        assert killed.returncode in (0, -signal.SIGKILL), killed.stderr
         if out.exists():
             assert files(out) == expected
         else:
@@ -129,7 +126,7 @@ def kill_and_run_again(direction: str, tmp_path: Path) -> None:
             resumed += partial.exists() and len(list(partial.rglob("*"))) > 2
             not_accepted(out)
         done = mfleet(direction, source, out, program=SEVERAL_FILES)
-        assert (done.returncode, done.stdout) == (0, f"{out}: complete\n"), done.stderr
+        assert done.returncode == 0 and done.stdout.startswith(f"{out}: complete\n"), done.stderr
         assert files(out) == expected
         assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(".")) == []
         shutil.rmtree(out)

@@ -6,28 +6,35 @@ import json
 import shutil
 import signal
 import subprocess
-import time
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from convert_helpers import command, files, megatron_tensors, mfleet, write_foreign  # noqa: E402
+from waiting import wait_until  # noqa: E402
 
 from megatron_fleet.storage.open import open_folder  # noqa: E402
 
-SLOW = """
-import sys, time
+SMALL_FILES = """
+import sys, threading
 from megatron_fleet import cli
 from megatron_fleet.storage import s3
 from megatron_fleet.weights.convert import to_megatron
 to_megatron.FILE_BYTES = 100_000
-write_at = s3.S3Writer.write_at
-def slow(*arguments):
-    time.sleep(0.1)
-    write_at(*arguments)
-s3.S3Writer.write_at = slow
+{more}
 sys.exit(cli.main(sys.argv[1:]))
+"""
+STOPPING_AFTER = """
+written, write_at, commit = set(), s3.S3Writer.write_at, s3.S3Writer.commit
+def held(writer, *arguments):
+    if {name!r} in written:
+        threading.Event().wait()
+    write_at(writer, *arguments)
+def noted(writer):
+    commit(writer)
+    written.add(writer._name.rpartition("/")[2])
+s3.S3Writer.write_at, s3.S3Writer.commit = held, noted
 """
 
 
@@ -95,14 +102,13 @@ def test_killed_and_resumed(direction, url, made, convert, refused, tmp_path):
     if direction == "to-hf":
         assert convert("to-megatron", source, tmp_path / "mg")[0] == 0
         source = tmp_path / "mg"
-    assert mfleet(direction, source, tmp_path / "whole", program=SLOW).returncode == 0
+    small = SMALL_FILES.format(more="")
+    assert mfleet(direction, source, tmp_path / "whole", program=small).returncode == 0
     first = {"to-megatron": "release/__0_0.distcp", "to-hf": "model-00001-of-00003.safetensors"}[direction]
-    process = subprocess.Popen(command(direction, source, f"{url}/out", program=SLOW), stderr=subprocess.DEVNULL)
+    stopping = SMALL_FILES.format(more=STOPPING_AFTER.format(name=first.rpartition("/")[2]))
+    process = subprocess.Popen(command(direction, source, f"{url}/out", program=stopping), stderr=subprocess.DEVNULL)
     folder = open_folder(f"{url}/out")
-    deadline = time.monotonic() + 60
-    while first not in folder.sizes():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: first in folder.sizes(), lambda: process.poll() is None)
     process.send_signal(signal.SIGKILL)
     process.wait()
     kept = folder.sizes()
@@ -111,7 +117,7 @@ def test_killed_and_resumed(direction, url, made, convert, refused, tmp_path):
         refused(look, f"{url}/out", *([source] if look == "verify" else []))
     if direction == "to-megatron":
         assert "an unfinished conversion of" in refused(direction, source, f"{url}/out", "--layer-keys", "numbered")
-    done = mfleet(direction, source, f"{url}/out", program=SLOW)
+    done = mfleet(direction, source, f"{url}/out", program=small)
     assert (done.returncode, done.stdout) == (0, f"{url}/out: complete\n"), done.stderr
     assert download(f"{url}/out") == files(tmp_path / "whole")
 

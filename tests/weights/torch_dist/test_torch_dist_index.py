@@ -27,6 +27,7 @@ from torch_dist_files import (
     stored_parts,
     torch_saved,
 )
+from waiting import HANG_S
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.weights.torch_dist import folder as folders
@@ -96,7 +97,7 @@ def test_needs_no_torch():
         "container.wrap('BF16', (2, 3)), writer.metadata_bytes({}, {}, {}), writer.common_bytes()\n"
         "assert not {'torch', 'numpy', 'megatron'} & set(sys.modules)\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=HANG_S)
 
 
 def test_common_state_inside_the_data_files(tmp_path):

@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch_dist_files import ALL_DTYPES, Grid, random_tensor, raw_bytes, read_folder, save_with_ours
+from waiting import HANG_S
 
 from megatron_fleet.weights.torch_dist import writer
 from megatron_fleet.weights.torch_dist.index import Blob, Chunk, StoredTensor
@@ -114,7 +115,7 @@ def test_megatron_loads_ours_and_we_read_megatrons(tmp_path):
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=4 * HANG_S,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == ["loaded", "read"]

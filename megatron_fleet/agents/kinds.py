@@ -1,0 +1,71 @@
+"""Agents by name: what plays an episode, from the first prompt to the verdict."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from megatron_fleet.agents.engine import Engine
+from megatron_fleet.agents.episode import run_episode
+from megatron_fleet.agents.renderer import Renderer
+from megatron_fleet.agents.settings import EpisodeSettings
+from megatron_fleet.agents.trajectory import Trajectory
+from megatron_fleet.config.extension import is_path, load
+from megatron_fleet.data.task import Task
+from megatron_fleet.envs.base import Environment
+
+ARGUMENTS = ("task", "group", "sample", "env", "engine", "renderer", "settings", "seed", "session")
+
+
+class Agent(Protocol):
+    async def __call__(
+        self,
+        task: Task,
+        group: int,
+        sample: int,
+        env: Environment,
+        engine: Engine,
+        renderer: Renderer,
+        settings: EpisodeSettings,
+        seed: int | None,
+        session: str,
+        /,
+    ) -> Trajectory:
+        """Play ``task`` once; see `agents.episode.run_episode` for the arguments.
+
+        The trajectory holds every token that the engine was shown and that it sampled (`TrajectoryBuilder` collects
+        them), an outcome, and the verifier's reward or ``None``. The caller closes the environment. What is raised
+        ends the episode as ``aborted``, with an unknown reward.
+        """
+        ...
+
+
+AGENTS: Mapping[str, Agent] = MappingProxyType({"tools": run_episode})
+"""By the names that agent.kind takes."""
+
+
+def make_agent(name: str) -> Agent:
+    """The agent of this name, or the user's own at this path. Raises UserError."""
+    return _own(name) if is_path(name) else AGENTS[name]
+
+
+def _own(path: str) -> Agent:
+    agent: Agent = load("agent.kind", path, ARGUMENTS)
+
+    async def play(*arguments: Any) -> Trajectory:
+        settings: EpisodeSettings = arguments[ARGUMENTS.index("settings")]
+        limit = settings.episode_timeout_s + settings.verify_timeout_s
+        try:
+            async with asyncio.timeout(limit) as deadline:
+                played = await agent(*arguments)
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            raise TimeoutError(f"agent.kind={path} played for more than {limit:g} s") from error
+        if not isinstance(played, Trajectory):
+            raise TypeError(f"agent.kind={path} gave {type(played).__name__}; it must give a Trajectory")
+        return played
+
+    return play

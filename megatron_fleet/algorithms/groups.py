@@ -1,0 +1,93 @@
+"""What is learnt from of a group: its rewards, shaped, and whether it is learnt from at all. By name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatron_fleet.algorithms.advantages import has_signal, is_known
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.extension import load
+from megatron_fleet.config.schema import Algorithm
+
+if TYPE_CHECKING:
+    from megatron_fleet.agents.trajectory import Group
+
+RewardShaping = Callable[["Group", Algorithm], Sequence[float | None]]
+"""A group to the rewards that advantages are made of, aligned with its trajectories; that of an unknown one is not
+looked at."""
+SHAPING_ARGUMENTS = ("group", "algorithm")
+GroupFilter = Callable[["Group", Sequence[float | None]], bool]
+"""A group and its shaped rewards to whether it is learnt from. Unknown rewards are ``None``."""
+FILTER_ARGUMENTS = ("group", "rewards")
+
+
+def unshaped(group: Group, algorithm: Algorithm) -> list[float | None]:
+    """The rewards as they are."""
+    return [t.reward for t in group.trajectories]
+
+
+def overlong(group: Group, algorithm: Algorithm) -> list[float | None]:
+    """Reward minus a penalty that grows from 0, at ``limit`` − ``buffer`` sampled tokens, to ``penalty`` at ``limit``.
+
+    Soft overlong punishment, DAPO, arXiv:2503.14476 eq. 13.
+    """
+    limit, buffer, penalty = algorithm.overlong.limit, algorithm.overlong.buffer, algorithm.overlong.penalty
+    assert limit is not None, "a rule of the configuration asks for it"
+
+    def shaped(reward: float | None, tokens: int) -> float | None:
+        share = min(max(0.0, (tokens - (limit - buffer)) / buffer), 1.0)
+        return None if reward is None else reward - penalty * share
+
+    return [shaped(t.reward, int(np.count_nonzero(t.action_mask))) for t in group.trajectories]
+
+
+def with_signal(group: Group, rewards: Sequence[float | None]) -> bool:
+    """Groups whose known rewards differ: all others have advantages of 0. DAPO, arXiv:2503.14476 §3.2."""
+    return has_signal(rewards)
+
+
+def every_group(group: Group, rewards: Sequence[float | None]) -> bool:
+    """All groups; those without signal have advantages of 0 and count in the normaliser."""
+    return True
+
+
+SHAPINGS: dict[str, RewardShaping] = {"none": unshaped, "overlong": overlong}
+FILTERS: dict[str, GroupFilter] = {"with_signal": with_signal, "none": every_group}
+
+
+def shaped_rewards(group: Group, algorithm: Algorithm) -> list[float | None]:
+    """The rewards that ``group`` is learnt from, aligned with its trajectories; ``None`` where one is unknown.
+
+    Raises:
+        UserError: the shaping is neither ours nor can it be loaded, or does not give a finite number for each known
+            reward.
+    """
+    name = algorithm.reward_shaping
+    given = (SHAPINGS.get(name) or load("algorithm.reward_shaping", name, SHAPING_ARGUMENTS))(group, algorithm)
+    known = [is_known(t.reward) for t in group.trajectories]
+    try:
+        values = [float(value) if own else None for value, own in zip(given, known, strict=True)]  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        values = [None] * len(known)
+    if [is_known(value) for value in values] != known:
+        raise UserError(
+            f"algorithm.reward_shaping={name}: gave {str(given)[:200]} for the rewards "
+            f"{str([t.reward for t in group.trajectories])[:200]}; it must give a finite number for each known one."
+        )
+    return values
+
+
+def learnt_from(group: Group, rewards: Sequence[float | None], algorithm: Algorithm) -> bool:
+    """Whether ``algorithm.group_filter`` keeps ``group``.
+
+    Raises:
+        UserError: the filter is neither ours nor can it be loaded, or gives no truth value.
+    """
+    name = algorithm.group_filter
+    kept = (FILTERS.get(name) or load("algorithm.group_filter", name, FILTER_ARGUMENTS))(group, rewards)
+    if not isinstance(kept, bool | np.bool_):
+        raise UserError(f"algorithm.group_filter={name}: gave {kept!r:.200}; it must give True or False.")
+    return bool(kept)

@@ -1,0 +1,89 @@
+"""Mutual authentication of two processes of a run by the run's token, which is never sent.
+
+In frames of `cluster.frames`, N and N' being fresh random bytes::
+
+    dialler   ["hello", N]
+    listener  ["hello", N', HMAC(token, "listener" N N')]
+    dialler   [kind, HMAC(token, "dialler" N N'), ...]      its first frame of its own
+
+Mutual challenge and response with HMAC-SHA-256, as in ISO/IEC 9798-4. Whoever took the port of a controller or an
+engine that ended learns nothing by which it would pass for one of the run, and is not believed. What follows is not
+encrypted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import secrets
+from typing import Any
+
+from megatron_fleet.cluster import frames
+
+NONCE_BYTES = 32
+TIMEOUT_S = 30.0
+"""Deadline of the whole exchange, for a listener."""
+
+
+class NotOfThisRun(ConnectionError):
+    """Who listens does not know the run's token, or did not say so."""
+
+
+class Dialler:
+    """The dialling half, for connections of any kind: send ``hello``, read a frame, put ``proof`` of it in the next."""
+
+    def __init__(self, token: str) -> None:
+        self._token, self._nonce = token, secrets.token_bytes(NONCE_BYTES)
+
+    @property
+    def hello(self) -> tuple[str, bytes]:
+        """The first frame."""
+        return "hello", self._nonce
+
+    def proof(self, answer: list[Any] | None) -> bytes:
+        """Return the proof for the listener that sent ``answer``. Raises NotOfThisRun."""
+        match answer:
+            case ["hello", bytes(nonce), bytes(proof)]:
+                if hmac.compare_digest(proof, _proof(self._token, "listener", self._nonce, nonce)):
+                    return _proof(self._token, "dialler", self._nonce, nonce)
+            case None:
+                raise NotOfThisRun("who listens there closed the connection")
+        raise NotOfThisRun("who listens there does not know this run's token")
+
+
+async def dial(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str) -> bytes:
+    """The proof for this side's first frame, once the listener has given its own. Raises NotOfThisRun."""
+    dialler = Dialler(token)
+    writer.write(frames.pack(*dialler.hello))
+    try:
+        return dialler.proof(await frames.read(reader, frames.MAX_HELLO))
+    except ValueError as error:
+        raise NotOfThisRun(f"who listens there sent {error}") from error
+
+
+async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str) -> list[Any] | None:
+    """The first frame of a dialler that knows the token, without the proof: ``[kind, ...]``; ``None``: it does not.
+
+    Raises:
+        ValueError: bytes that are no frame.
+        TimeoutError: it takes too long.
+    """
+    async with asyncio.timeout(TIMEOUT_S):
+        hello = await frames.read(reader, frames.MAX_HELLO)
+        match hello:
+            case ["hello", bytes(nonce)] if len(nonce) == NONCE_BYTES:
+                own = secrets.token_bytes(NONCE_BYTES)
+            case _:
+                return None
+        writer.write(frames.pack("hello", own, _proof(token, "listener", nonce, own)))
+        frame = await frames.read(reader, frames.MAX_HELLO)
+    match frame:
+        case [str(kind), bytes(proof), *rest]:
+            if hmac.compare_digest(proof, _proof(token, "dialler", nonce, own)):
+                return [kind, *rest]
+    return None
+
+
+def _proof(token: str, side: str, dialler: bytes, listener: bytes) -> bytes:
+    return hmac.digest(token.encode(), side.encode() + dialler + listener, hashlib.sha256)

@@ -1,0 +1,122 @@
+"""Parts of a user's own: where a key takes the name of one of ours, it takes ``package.module:name`` as well."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_fleet.config.errors import UserError, say
+
+_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
+CHECK_TIMEOUT_S = 300.0
+REFUSED = 2
+"""Exit status of the process of `check`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Annotation of a text field: one of ``names``, or a path to something of the user's."""
+
+    names: tuple[str, ...]
+
+    @property
+    def spelt(self) -> str:
+        """What it accepts, in words."""
+        ours = f"one of {', '.join(self.names)} or " if self.names else ""
+        return f"{ours}package.module:name"
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_after_validator_function(self._checked, handler(source))
+
+    def _checked(self, value: str) -> str:
+        if value not in self.names and not is_path(value):
+            raise ValueError(f"not {self.spelt}")
+        return value
+
+
+def is_path(name: str) -> bool:
+    """Whether ``name`` has the form ``package.module:name``."""
+    return _PATH.fullmatch(name) is not None
+
+
+@functools.cache
+def load(key: str, path: str, arguments: tuple[str, ...]) -> Callable[..., Any]:
+    """Import what a key names. Modules are found as Python finds them, and in the current folder.
+
+    Args:
+        key: of the configuration, for messages.
+        arguments: names of what it will be called with, by position.
+
+    Raises:
+        UserError: it cannot be imported, or does not take these arguments.
+    """
+    if not is_path(path):
+        raise UserError(f"{key}={path} is neither one of ours nor package.module:name.")
+    module_name, _, name = path.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except BaseException as error:  # another's code may raise anything, SystemExit too
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
+            where = "in the current folder or on PYTHONPATH"
+            raise UserError(f"{key}={path}: there is no module {error.name} {where}; add it.") from None
+        raise UserError(f"{key}={path}: importing {module_name} raises {type(error).__name__}: {error}") from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        what = f"{module_name} has no {name}" if found is None else f"{name} is no function"
+        raise UserError(f"{key}={path}: {what}; name a function of ({', '.join(arguments)}).")
+    try:
+        inspect.signature(found).bind(*arguments)
+    except TypeError as error:
+        raise UserError(f"{key}={path}: must take ({', '.join(arguments)}): {error}.") from None
+    except ValueError:  # a builtin tells no signature
+        pass
+    return found
+
+
+def check(key: str, path: str, arguments: tuple[str, ...], python: str = sys.executable) -> None:
+    """`load` in a process of its own: what a user's module imports, torch for example, stays out of this one.
+
+    Args:
+        python: interpreter of the process that will use it.
+
+    Raises:
+        UserError: as `load`, or the process does not end by itself.
+    """
+    command = [python, "-m", "megatron_fleet.config.extension", key, path, *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=CHECK_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"{key}={path}: importing it takes more than {CHECK_TIMEOUT_S:g} s.") from None
+    lines = done.stderr.strip().splitlines()
+    if done.returncode == REFUSED and lines:
+        raise UserError(lines[-1])
+    if done.returncode:
+        raise UserError(f"{key}={path}: importing it ends Python with status {done.returncode}: {done.stderr[-300:]}")
+
+
+def main(key: str, path: str, *arguments: str) -> int:
+    """Try `load`; returns the exit status, `REFUSED` with the reason on stderr when it fails."""
+    try:
+        load(key, path, arguments)
+    except UserError as error:
+        say(str(error), sys.stderr)
+        return REFUSED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,45 @@
+"""Detection of child processes that were killed, for code that reports their end like an error of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import signal
+import threading
+from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
+
+INTERVAL_S = 0.1
+REAP_S = 1.0
+"""A child's pipes close before its exit status can be had."""
+
+
+class ChildKilled(Exception):
+    """A child process was ended by a signal."""
+
+
+@contextlib.contextmanager
+def killed_children_told() -> Iterator[None]:
+    """Raise ChildKilled in place of an error of the body when a `multiprocessing` child of this process, living in the
+    body for `INTERVAL_S` at least, was ended by SIGKILL: from outside, as by the kernel when memory is short."""
+    seen: set[BaseProcess] = set()
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(INTERVAL_S):
+            seen.update(multiprocessing.active_children())
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield
+    except Exception as error:
+        over.set()
+        thread.join()
+        for child in seen:
+            child.join(REAP_S)
+            if child.exitcode == -signal.SIGKILL:
+                raise ChildKilled(f"{child.name} (pid {child.pid}) was killed") from error
+        raise
+    finally:
+        over.set()

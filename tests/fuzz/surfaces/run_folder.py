@@ -1,0 +1,62 @@
+"""The folder of a run as ``mfleet report`` reads it: configuration, metrics, trajectories, pictures, tokenizer."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
+
+from fuzz import folders
+from fuzz.engine import Surface
+from fuzz.outcomes import command
+from run_maker import RunMaker, groups
+
+from megatron_fleet.analysis import statistics
+
+
+@cache
+def seeds() -> list[Any]:
+    said = [("user", "do it"), ("assistant", "<think>hm</think>go"), ("tool", "Error (timeout): late"), ("tool", "{}")]
+    first = groups({"t0": [0.0, 1.0], "t1": [0.0, None]}, messages=said)
+    last = groups({"t0": [1.0, 1.0], "t1": [0.5, 0.0]}, metrics={"tool_calls": 3.0, "parse_errors": 1.0})
+    with TemporaryDirectory() as place:
+        maker = RunMaker(Path(place, "run"))
+        maker.evaluate(0, first, first[:1]).train(1, last).evaluate(1, last)
+        maker.train(2, groups({"a": [1.0], "b": [0.0]}, env="forge"))
+        files = folders.read(maker.folder)
+    structured = {name: folders.structured(name, data) for name, data in files.items()}
+    for number, row in enumerate(structured["metrics.jsonl"]):
+        row["time"] = 1000.0 + number
+    files = {name: folders.content_of(name, content) for name, content in structured.items()}
+    return [structured, files, {n: f for n, f in structured.items() if "eval" not in n and "greedy" not in n}]
+
+
+def check(tree: Any, folder: Path) -> bool:
+    place = folder / "run"
+    folders.write(place, tree)
+    with patch.object(statistics, "RESAMPLES", statistics._CHUNK):
+        done = command("report", place)
+    assert not folders.left_over(folder)
+    pages = [place / name for name in ("report.html", "report.md")]
+    if done.status == 0:
+        for page in pages:
+            assert page.read_bytes().decode("utf-8")
+        _check_data(pages[0].read_text(encoding="utf-8"))
+    return done.status == 0
+
+
+def _check_data(page: str) -> None:
+    """What the page's script reads is JSON, which JavaScript takes."""
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is in the page's data")
+
+    for part in page.split('<script type="application/json"')[1:]:
+        json.loads(part.partition(">")[2].partition("</script>")[0], parse_constant=refuse)
+
+
+WORDS = ("time", "attempt", "step", "final_answer", "spans", "messages", "tool_calls", "offsets", "accounting/episodes")
+SURFACE = Surface("run_folder", 120, seeds, check, WORDS)

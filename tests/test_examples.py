@@ -1,0 +1,94 @@
+"""The examples do what they say, through the keys that they are for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from megatron_fleet.algorithms.advantages import group_advantages
+from megatron_fleet.algorithms.loss_inputs import LossInputs
+from megatron_fleet.algorithms.loss_metrics import finalize_metrics
+from megatron_fleet.algorithms.losses import make_loss
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.schema import Algorithm
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+
+
+def module(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> str:
+    """The name of a new module with this text."""
+    name = f"own_{abs(hash(text))}"
+    (folder / f"{name}.py").write_text(f"{text}\n")
+    monkeypatch.syspath_prepend(folder)
+    return name
+
+
+def inputs(log_ratio: list[float], weights: list[float]) -> LossInputs:
+    n = len(log_ratio)
+    logprobs = torch.tensor(log_ratio, requires_grad=True)
+    sequence = torch.zeros(n, dtype=torch.int64)
+    rest = {"entropy": torch.zeros(n), "mask": torch.ones(n), "behaviour": torch.zeros(n), "sequence": sequence}
+    return LossInputs(logprobs=logprobs, weights=torch.tensor(weights), sequences=1, proximal=torch.zeros(n), **rest)
+
+
+def test_the_loss_clips_at_its_own_bounds():
+    x = inputs([0.0, 1.0, 1.0, -1.0, -1.0], [1.0, 1.0, -1.0, 1.0, -1.0])
+    loss, sums = make_loss(Algorithm(loss="my_loss:asymmetric_clip"))(x)
+    e = float(np.e)
+    assert loss.item() == pytest.approx(-(1.0 + 1.28 - e + 1 / e - 0.8))
+    loss.backward()
+    assert (x.logprobs.grad != 0).tolist() == [True, False, True, True, False]
+    assert finalize_metrics({name: float(value) for name, value in sums.items()})["policy/own/outside"] == 0.8
+
+
+def test_the_same_loss_of_ours_gives_the_same():
+    x = inputs([0.0, 1.0, 1.0, -1.0, -1.0], [1.0, 1.0, -1.0, 1.0, -1.0])
+    ours, _ = make_loss(Algorithm(loss="ppo_clip", clip_low=0.2, clip_high=0.28))(x)
+    theirs, _ = make_loss(Algorithm(loss="my_loss:asymmetric_clip"))(x)
+    assert ours.item() == pytest.approx(theirs.item())
+
+
+def test_the_advantages_are_ranks():
+    given = group_advantages([0.0, None, 10.0, 1.0, 1.0], "my_advantage:ranks")
+    assert given == [-1.0, None, 1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("rewards[:-1]", r"gave \[0\.\] for 2 rewards"),
+        ("rewards * float('nan')", r"gave \[nan nan\] for 2 rewards"),
+        ("None", "gave None for 2 rewards"),
+    ],
+)
+def test_what_are_no_advantages_is_refused(tmp_path, monkeypatch, code, words):
+    name = module(tmp_path, monkeypatch, f"def own(rewards): return {code}")
+    with pytest.raises(UserError, match=f"^algorithm.advantage={name}:own: {words}"):
+        group_advantages([0.0, 1.0], f"{name}:own")
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("inputs.weights[:1], {}", r"gave values of shape \(1,\) for 2 tokens"),
+        ("inputs.weights", "ValueError|TypeError"),
+        ("5, {}", "AttributeError"),
+        ("inputs.weights, {'a/b': inputs.weights.sum()}", "'a/b' cannot name a metric"),
+        ("None", "TypeError"),
+    ],
+)
+def test_what_is_no_loss_is_refused(tmp_path, monkeypatch, code, words):
+    name = module(tmp_path, monkeypatch, f"def own(inputs, algorithm): return {code}")
+    with pytest.raises(UserError, match=f"^algorithm.loss={name}:own: .*({words})"):
+        make_loss(Algorithm(loss=f"{name}:own"))(inputs([0.0, 0.0], [1.0, 1.0]))
