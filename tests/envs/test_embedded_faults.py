@@ -2,11 +2,11 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -48,6 +48,9 @@ class Source:
         told = json.loads(Path(sys.argv[2]).read_text())
         if call != told.pop("call", 0):
             return Fault()
+        arrived = Path(sys.argv[3])
+        arrived.with_suffix(".new").write_text(json.dumps(os.listdir("/proc/self/task")))
+        arrived.with_suffix(".new").replace(arrived)
         return Fault(**told | ({"damage": DAMAGES[told["damage"]]} if "damage" in told else {}))
 
 asyncio.run(serve(0, Path(sys.argv[1]), parent=os.getppid(), faults=Source()))
@@ -117,19 +120,27 @@ class Server:
     """Lets one fault happen at a time."""
 
     def __init__(self, folder):
-        self._told = folder / "told.json"
+        self._told, self._arrived, ready = (folder / f"{name}.json" for name in ("told", "arrived", "ready"))
         self.tell()
-        ready = folder / "ready.json"
-        self.process = subprocess.Popen([sys.executable, "-c", AS_TOLD, ready, self._told])
+        self.process = subprocess.Popen([sys.executable, "-c", AS_TOLD, ready, self._told, self._arrived])
         wait_until(ready.exists, lambda: self.process.poll() is None)
         self.url = f"http://127.0.0.1:{json.loads(ready.read_text())['port']}"
 
     def tell(self, **fault):
+        self._arrived.unlink(missing_ok=True)
         self._told.write_text(json.dumps(fault))
+
+    def arrived(self):
+        """A call has come to the fault that was told last."""
+        return self._arrived.exists()
 
     def threads(self):
         """One for each session, and others."""
-        return len(list(Path(f"/proc/{self.process.pid}/task").iterdir()))
+        return set(os.listdir(f"/proc/{self.process.pid}/task"))
+
+    def threads_at_fault(self):
+        """Those that there were when a call came to the fault."""
+        return set(json.loads(self._arrived.read_text()))
 
 
 @pytest.fixture(scope="module")
@@ -168,34 +179,32 @@ async def test_a_damaged_answer_is_an_error_or_a_lost_session(server, number):
     ("fault", "config", "reason"), [("hangs", HASTY, "took more than"), ("dies", PATIENT, "ConnectionClosedError")]
 )
 async def test_a_hanging_or_dying_session_is_lost_and_leaves_its_place(server, fault, config, reason):
-    before = server.threads()
-    server.tell(**{fault: True})
+    of_sessions = []
     for _ in range(4):
+        server.tell(**{fault: True})
+        before = server.threads()
         environment = await started(server.url, config)
         with pytest.raises(EnvLost, match=reason):
             await environment.step(READ)
         verdict = await environment.verify("x", [])
         assert verdict.value is None and "lost" in verdict.reason
         await environment.close()
-    await until(lambda: server.threads() <= before)
+        of_sessions.append(server.threads_at_fault() - before)
+    assert all(of_sessions)
+    await until(lambda: all(own - server.threads() for own in of_sessions))
 
 
 async def test_a_session_of_a_client_that_left_ends_though_it_hangs(server):
-    fewest = server.threads()
-
-    def one_more() -> bool:
-        nonlocal fewest
-        now = server.threads()
-        fewest = min(fewest, now)  # those of earlier sessions may still be ending
-        return now > fewest
-
     server.tell(hangs=True)
+    before = server.threads()
     environment = await started(server.url)
     step = asyncio.create_task(environment.step(READ))
-    await until(one_more)
+    await until(server.arrived)
+    own = server.threads_at_fault() - before
+    assert own
     step.cancel()
     await environment.close()
-    await until(lambda: server.threads() <= fewest)
+    await until(lambda: own - server.threads())
 
 
 async def test_a_failing_verifier_is_unknown_and_a_slow_tool_is_waited_for(server):
