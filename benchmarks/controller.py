@@ -32,10 +32,10 @@ from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.cluster.launcher import ExternalRanks
 from megatron_fleet.config.load import load
 from megatron_fleet.config.schema import Config
+from megatron_fleet.models.flops import SequenceCost
 from megatron_fleet.trainer.base import AdamParams, LossSpec
 from megatron_fleet.trainer.group import TrainerGroup
 from megatron_fleet.trainer.links import RankListener
-from megatron_fleet.trainer.packing.flops import SequenceCost
 
 HERE = Path(__file__).parent
 TENSOR = 8
@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--large-scale", type=float, default=0.05, help="of their lengths: the routing of all is 40 GB")
     parser.add_argument("--run-steps", type=int, default=4, help="of a real quickstart; 0: leave it out")
     given = parser.parse_args()
-    config = load(["experiment=quickstart", f"policy.row_tokens={65536}", "rollout.max_context=65536"])
+    config = load(["experiment=quickstart", f"policy.micro_batch_tokens={65536}", "rollout.max_context=65536"])
     data = make_data(given.sequences, routing=False)
     report: dict[str, Any] = {"machine": describe()}
     report["steps"] = [asyncio.run(measure(config, data, world, given.steps)) for world in (1, 8, 64)]

@@ -18,13 +18,14 @@ import numpy as np
 from roles import Handler, bench_tasks, play_role
 
 from megatron_fleet.agents.engine import Generation, SamplingParams
-from megatron_fleet.agents.images import PlacedImage
-from megatron_fleet.agents.tokenizer import IM_END, Tokenizer
 from megatron_fleet.config.schema import Config
 from megatron_fleet.envs.base import ToolCall
 from megatron_fleet.envs.embedded.server import serve
 from megatron_fleet.envs.embedded.solver import Demonstration, demonstrate
 from megatron_fleet.envs.openenv_client import import_openenv
+from megatron_fleet.models.chat.tokenizer import Tokenizer
+from megatron_fleet.models.images import PlacedImage
+from megatron_fleet.models.qwen3.tokens import IM_END
 from megatron_fleet.rollout.loop_lag import LoopLag
 from megatron_fleet.rollout.requests import EpisodeSpec
 from megatron_fleet.rollout.worker import EpisodeWorker

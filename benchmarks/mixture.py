@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--plot", type=Path, help="write a picture too")
+    parser.add_argument("--plot", type=Path, help="write an image too")
     args = parser.parse_args()
     figures = measure(args.seeds, args.steps, args.prompts, args.samples)
     if args.plot:

@@ -44,7 +44,7 @@ def make_config(folder: str, layers: int, hidden: int, vocab: int) -> Config:
     tree = {
         "run": {"name": "benchmark", "out": folder, "steps": 1},
         "model": {"path": folder, "dtype": "bfloat16"},
-        "policy": {"row_tokens": 128, "optimizer": {"lr": 1e-4}},
+        "policy": {"micro_batch_tokens": 128, "optimizer": {"lr": 1e-4}},
         "rollout": {
             "prompts_per_step": 2,
             "samples_per_prompt": 2,

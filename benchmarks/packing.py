@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 from machine import describe
 
-from megatron_fleet.trainer.packing.flops import SequenceCost
+from megatron_fleet.models.flops import SequenceCost
+from megatron_fleet.models.hf_config import read_model
 from megatron_fleet.trainer.packing.pack import row_width
 from megatron_fleet.trainer.packing.pack_plan import Plan, plan_rows
-from megatron_fleet.weights.hf_config import read_model
 
 SEQUENCES = (16, 32, 64, 128, 256, 512)
 RANKS = (1, 2, 4, 8, 16, 32)

@@ -32,12 +32,13 @@ import psutil
 from machine import describe
 from roles import Role, children, cpu_seconds
 
-from megatron_fleet.agents.tokenizer import train_tokenizer
 from megatron_fleet.cluster.janitor import marked
 from megatron_fleet.config.schema import Config
 from megatron_fleet.data.loader import load_tasks
 from megatron_fleet.envs.embedded.fleet import EmbeddedFleet
 from megatron_fleet.envs.embedded.tasks import SHIPPED_TASKS
+from megatron_fleet.models.chat.tokenizer import train_tokenizer
+from megatron_fleet.models.qwen3.tokens import QWEN3_TOKENS
 from megatron_fleet.rollout.engine_actor import environment
 from megatron_fleet.rollout.requests import CollectRequest
 from megatron_fleet.rollout.service import RolloutService
@@ -104,7 +105,7 @@ def configuration(model: Path, work: Path, dtype: str, rollout: dict[str, Any]) 
         {
             "run": {"name": "benchmark", "out": str(work), "steps": 0, "deterministic": False},
             "model": {"path": str(model), "dtype": dtype},
-            "policy": {"row_tokens": 4096, "optimizer": {"lr": 1e-4}},
+            "policy": {"micro_batch_tokens": 4096, "optimizer": {"lr": 1e-4}},
             "data": {"tasks": "embedded"},
             "rollout": {"prompts_per_step": 1, "samples_per_prompt": 2, "max_context": 2048, "sampling": sampling}
             | rollout,
@@ -122,7 +123,7 @@ def write_model(folder: Path, shape: dict[str, int], dtype: str) -> Path:
     torch.set_default_dtype(getattr(torch, dtype))
     Qwen3ForCausalLM(config).save_pretrained(folder)
     torch.set_default_dtype(torch.float32)
-    train_tokenizer((task.prompt for task in load_tasks(SHIPPED_TASKS)), 1024, folder)
+    train_tokenizer((task.prompt for task in load_tasks(SHIPPED_TASKS)), 1024, folder, QWEN3_TOKENS)
     return folder
 
 

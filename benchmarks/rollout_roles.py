@@ -15,12 +15,13 @@ import numpy as np
 from roles import Handler, bench_tasks, play_role
 
 from megatron_fleet.agents.engine import Generation, SamplingParams
-from megatron_fleet.agents.images import PlacedImage
-from megatron_fleet.agents.tokenizer import IM_END, Tokenizer
 from megatron_fleet.config.schema import Config
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.base import ToolCall
 from megatron_fleet.envs.embedded.solver import demonstrate
+from megatron_fleet.models.chat.tokenizer import Tokenizer
+from megatron_fleet.models.images import PlacedImage
+from megatron_fleet.models.qwen3.tokens import IM_END
 from megatron_fleet.rollout.engine_actor import EngineActor
 
 TOKEN = "benchmark"

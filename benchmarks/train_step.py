@@ -58,16 +58,16 @@ EXPERTS = {
 FAMILIES = {"dense": HF_CONFIG, "moe": HF_CONFIG | EXPERTS}
 
 
-def make_config(folder: str, family: str, row_tokens: int, threads: int) -> Config:
+def make_config(folder: str, family: str, micro_batch_tokens: int, threads: int) -> Config:
     (Path(folder) / "config.json").write_text(json.dumps(FAMILIES[family]))
     tree = {
         "run": {"name": "benchmark", "out": folder, "steps": 1},
         "model": {"path": folder, "dtype": "bfloat16" if torch.cuda.is_available() else "float32"},
-        "policy": {"row_tokens": row_tokens, "threads": threads, "optimizer": {"lr": 1e-4}},
+        "policy": {"micro_batch_tokens": micro_batch_tokens, "threads": threads, "optimizer": {"lr": 1e-4}},
         "rollout": {
             "prompts_per_step": 2,
             "samples_per_prompt": 2,
-            "max_context": row_tokens,
+            "max_context": micro_batch_tokens,
             "sampling": {"max_tokens_per_turn": 64, "max_turns": 8},
         },
         "data": {"tasks": "embedded"},
@@ -75,14 +75,14 @@ def make_config(folder: str, family: str, row_tokens: int, threads: int) -> Conf
     return Config.model_validate(tree)
 
 
-def make_row(row_tokens: int, trained: float) -> list[Datum]:
+def make_row(micro_batch_tokens: int, trained: float) -> list[Datum]:
     """Sequences of about 400 tokens whose last part is trained."""
     rng = np.random.default_rng(0)
     row: list[Datum] = []
-    while (left := row_tokens - sum(map(len, row))) >= 440:
+    while (left := micro_batch_tokens - sum(map(len, row))) >= 440:
         n = min(left, int(rng.integers(360, 440)))
         mask = np.zeros(n, np.float32)
-        mask[max(1, round(n * (1 - trained))) :] = 1 / row_tokens
+        mask[max(1, round(n * (1 - trained))) :] = 1 / micro_batch_tokens
         tokens = rng.integers(0, HF_CONFIG["vocab_size"], n).astype(np.int32)
         row.append(Datum(tokens, mask, mask * np.float32(rng.normal()), np.where(mask, -7.6, 0).astype(np.float32)))
     return row
@@ -95,7 +95,7 @@ def bare_step(config: Config, family: str, row: PackedRow, rows: int) -> Callabl
 
     dtype = getattr(torch, config.model.dtype)
     (model,) = build.build_chunks(
-        FAMILIES[family], config.parallel, dtype, config.policy.row_tokens, model_class=GPTModel
+        FAMILIES[family], config.parallel, dtype, config.policy.micro_batch_tokens, model_class=GPTModel
     )
     fill_random([model], 0.02, 0, HF_CONFIG["vocab_size"])
     chunks = [optimizer.wrap(model)]
@@ -104,7 +104,7 @@ def bare_step(config: Config, family: str, row: PackedRow, rows: int) -> Callabl
     tokens, positions = row.tokens[None].to(where), row.positions[None].to(where)
     labels, params = tokens.roll(-1, 1), step.row_params(row, where)
     mask = torch.zeros_like(tokens[0], dtype=torch.float32)
-    mask[row.trained.to(where)] = row.mask.to(where)
+    mask[row.trained.to(where)] = row.loss_scale.to(where)
 
     def loss(losses: torch.Tensor) -> tuple[Any, ...]:
         total = (losses[0] * mask).sum()
@@ -166,9 +166,9 @@ def main() -> None:
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     with tempfile.TemporaryDirectory() as folder:
-        config = make_config(folder, args.family, args.row_tokens, args.threads)
+        config = make_config(folder, args.family, args.micro_batch_tokens, args.threads)
         policy = MegatronPolicy(config, init="random")
-        row = make_row(args.row_tokens, args.trained)
+        row = make_row(args.micro_batch_tokens, args.trained)
         width = sum(map(len, row))
         contenders = {
             "ours": partial(our_step, policy, row, args.rows),
@@ -192,7 +192,7 @@ def main() -> None:
             "host_ms_per_row": round(host_ms(policy, row), 3),
             "trained": args.trained,
             "rows": args.rows,
-            "row_tokens": width,
+            "micro_batch_tokens": width,
             "parameters": sum(p.numel() for p in policy.model_chunks[0].parameters()),
             "threads": args.threads,
             "dtype": config.model.dtype,

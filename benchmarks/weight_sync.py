@@ -73,7 +73,7 @@ def run_config(folder: Path) -> Config:
         {
             "run": {"name": "benchmark", "out": str(folder), "steps": 1},
             "model": {"path": str(folder), "dtype": "bfloat16"},
-            "policy": {"row_tokens": 256, "optimizer": {"lr": 1e-4}},
+            "policy": {"micro_batch_tokens": 256, "optimizer": {"lr": 1e-4}},
             "rollout": {
                 "prompts_per_step": 2,
                 "samples_per_prompt": 2,
@@ -208,7 +208,7 @@ def rank_process(rank: int, port: int, folder: Path, control: Connection) -> Non
     layout = Parallel(tensor=RANKS)
     parallel.initialise(layout, seed=0)
     config = json.loads((folder / "config.json").read_text())
-    (chunk,) = build_chunks(config, layout, torch.bfloat16, row_tokens=256)
+    (chunk,) = build_chunks(config, layout, torch.bfloat16, micro_batch_tokens=256)
     load_hf([chunk], folder)
     source = MegatronWeightSource([chunk], config, dtype=torch.bfloat16, place=megatron_place())
     spent = {"write": 0.0, "checksum": 0.0}

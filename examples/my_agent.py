@@ -5,12 +5,12 @@ from __future__ import annotations
 from megatron_fleet.agents.builder import TrajectoryBuilder
 from megatron_fleet.agents.ending import Ending, score
 from megatron_fleet.agents.engine import Engine, EngineLost, SamplingParams
-from megatron_fleet.agents.renderer import Renderer, ToolResult
 from megatron_fleet.agents.settings import EpisodeSettings, stable_seed
 from megatron_fleet.agents.toolbox import reset
 from megatron_fleet.agents.trajectory import Outcome, Trajectory
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.base import Environment, EnvLost
+from megatron_fleet.models.chat.renderer import Renderer, ToolResult
 
 SYSTEM = "Call one tool at a time, or write <done> behind your final answer."
 
@@ -26,7 +26,7 @@ async def one_call_at_a_time(
     seed: int | None,
     session: str,
 ) -> Trajectory:
-    """Play `task`: only the first tool call of a turn is made. Without pictures, and without a deadline of its own.
+    """Play `task`: only the first tool call of a turn is made. Without images, and without a deadline of its own.
 
     Args:
         group, sample: of the trajectory.

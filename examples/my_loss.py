@@ -15,11 +15,11 @@ def asymmetric_clip(inputs: LossInputs, algorithm: Algorithm) -> TermResult:
     """J_t = min(ρ·w, clip(ρ, 0.8, 1.28)·w), with bounds of this file instead of the configuration's.
 
     Returns:
-        The objective per trained token, ``[A]``, with the advantage and the normaliser (both in ``inputs.weights``)
-        inside; its negated sum is the loss. And sums of what is to be logged: as ``policy/own/NAME``, the mean over
-        tokens.
+        The objective per trained token, ``[A]``, with the advantage and the normaliser inside (both are in
+        ``inputs.scaled_advantages``); its negated sum is the loss. And sums of what is to be logged: as
+        ``policy/own/NAME``, the mean over tokens.
     """
     ratio = torch.exp(bounded_log_ratio(inputs.logprobs, inputs.old_logprobs()))
     clipped = ratio.clamp(LOWEST, HIGHEST)
-    gain = torch.minimum(ratio * inputs.weights, clipped * inputs.weights)
+    gain = torch.minimum(ratio * inputs.scaled_advantages, clipped * inputs.scaled_advantages)
     return gain, {"outside": count(ratio != clipped)}

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from megatron_fleet.agents.parser import BadCall, Syntax, Tools, WrittenCall
-from megatron_fleet.agents.parsers.strict_json import check_text, read_arguments, read_value
-from megatron_fleet.agents.renderer import Renderer, ToolResult, to_json
-from megatron_fleet.agents.renderers.chat import ChatRenderer
-from megatron_fleet.agents.renderers.format import Pieces, Spoken, Unthought, marker
-from megatron_fleet.agents.tokenizer import Tokenizer
 from megatron_fleet.envs.base import Image, ToolCall
+from megatron_fleet.models.chat.chat_renderer import ChatRenderer
+from megatron_fleet.models.chat.format import Pieces, Spoken, Unthought, marker
+from megatron_fleet.models.chat.parser import BadCall, Syntax, Tools, WrittenCall
+from megatron_fleet.models.chat.renderer import Renderer, ToolResult, to_json
+from megatron_fleet.models.chat.strict_json import check_text, read_arguments, read_value
+from megatron_fleet.models.chat.tokenizer import Tokenizer
 
 NAME = re.compile(r"\s*([\w.-]+)\s*")
 CLOSE = re.compile(r"</call>|\Z")

@@ -123,22 +123,22 @@ class FakeTrainer:
             if weights is None:
                 raise ValueError("no reference weights: keep_reference() was not called")
             values = log_softmax(weights)
-            return [np.where(d.mask != 0, values[d.token_ids], 0).astype(np.float32) for d in data]
+            return [np.where(d.loss_mask, values[d.token_ids], 0).astype(np.float32) for d in data]
 
     async def forward_backward(self, data: Sequence[Datum], loss: LossSpec) -> LossReport:
         async with self._verb("forward_backward", needs=("parameters", "gradients")):
             self.data.append(list(data))
             values = log_softmax(self.weights)
-            losses = [-float((d.weights * values[d.token_ids])[d.mask != 0].sum()) for d in data]
+            losses = [-float((d.scaled_advantages * values[d.token_ids])[d.loss_mask].sum()) for d in data]
             for datum in data:
-                trained = datum.mask != 0
-                np.add.at(self.gradient, datum.token_ids[trained], -datum.weights[trained])
+                trained = datum.loss_mask
+                np.add.at(self.gradient, datum.token_ids[trained], -datum.scaled_advantages[trained])
                 with np.errstate(invalid="ignore"):  # tests pass infinite weights
-                    self.gradient += datum.weights[trained].sum() * np.exp(values)
+                    self.gradient += datum.scaled_advantages[trained].sum() * np.exp(values)
             starts = range(0, len(data), self._sequences_per_micro_batch)
             groups = [list(range(len(data)))[a : a + self._sequences_per_micro_batch] for a in starts]
             self._micro_batches = [MicroBatchLoss(group, sum(losses[i] for i in group)) for group in groups]
-            trained_tokens = sum(int(np.count_nonzero(d.mask)) for d in data)
+            trained_tokens = sum(int(np.count_nonzero(d.loss_mask)) for d in data)
             return LossReport(
                 loss=sum(losses),
                 metrics={"policy_loss": sum(losses), "tokens": float(trained_tokens), "entropy": 0.0},

@@ -44,7 +44,7 @@ def write_config(folder: Path, **changes: Any) -> Path:
 def make_config(
     model: Path,
     parallel: Parallel | None = None,
-    row_tokens: int = ROW_TOKENS,
+    micro_batch_tokens: int = ROW_TOKENS,
     temperature: float = 0.8,
     dtype: str = "float32",
     **optimizer: Any,
@@ -55,7 +55,7 @@ def make_config(
             "model": {"path": str(model), "dtype": dtype},
             "parallel": (parallel or Parallel()).model_dump(),
             "policy": {
-                "row_tokens": row_tokens,
+                "micro_batch_tokens": micro_batch_tokens,
                 "logprob_chunk": 50,
                 "optimizer": {"lr": 1e-3, "weight_decay": 0.01, "clip_grad": 1.0} | optimizer,
             },
@@ -82,13 +82,13 @@ def make_batch(count: int = 12, vocab_size: int = 511, longest: int = 90, seed: 
         batch.append(
             Datum(
                 token_ids=rng.integers(0, vocab_size, n).astype(np.int32),
-                mask=mask,
-                weights=mask * np.float32(rng.normal()),
+                loss_scale=mask,
+                scaled_advantages=mask * np.float32(rng.normal()),
                 behaviour_logprobs=np.where(mask, rng.normal(-6, 0.1, n), 0).astype(np.float32),
             )
         )
-    trained = sum(int(d.mask.sum()) for d in batch)
+    trained = sum(int(d.loss_scale.sum()) for d in batch)
     for datum in batch:
-        datum.mask /= trained
-        datum.weights /= trained
+        datum.loss_scale /= trained
+        datum.scaled_advantages /= trained
     return batch

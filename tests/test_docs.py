@@ -8,7 +8,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("page", ["README.md", *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md")))])
+@pytest.mark.parametrize(
+    "page", ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md")))]
+)
 def test_pages_name_what_exists(page):
     pytest.importorskip("hydra")
     from megatron_fleet.config.keys import leaves
@@ -25,5 +27,14 @@ def test_pages_name_what_exists(page):
         key = re.fullmatch(r"([a-z]+(?:\.[a-z_0-9]+)+)(?:=.*)?", mentioned)
         if key and key[1].split(".")[0] in tops and not key[1].endswith(".py"):
             assert key[1] in keys | sections, f"{page}: no key {key[1]}"
-        if re.fullmatch(r"[a-z]+/[a-z0-9_:{}/]+", mentioned) and mentioned.split("/")[0] in families:
+        if re.fullmatch(r"[a-z]+/[a-z0-9_:{}/]*[a-z0-9_}]", mentioned) and mentioned.split("/")[0] in families:
             assert mentioned in patterns or registry.find(mentioned), f"{page}: no metric {mentioned}"
+
+
+def test_the_map_of_the_code_is_complete_and_names_what_exists():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## Map of the code")[1]
+    named = set(re.findall(r"`([\w./]+(?:\.py|/))`", text))
+    package = ROOT / "megatron_fleet"
+    places = [ROOT, package, *(path for path in package.iterdir() if path.is_dir())]
+    assert [name for name in named if "FAMILY" not in name and not any((p / name).exists() for p in places)] == []
+    assert {f"{path.parent.name}/" for path in package.glob("*/__init__.py")} <= named

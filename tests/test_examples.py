@@ -38,8 +38,10 @@ def inputs(log_ratio: list[float], weights: list[float]) -> LossInputs:
     n = len(log_ratio)
     logprobs = torch.tensor(log_ratio, requires_grad=True)
     sequence = torch.zeros(n, dtype=torch.int64)
-    rest = {"entropy": torch.zeros(n), "mask": torch.ones(n), "behaviour": torch.zeros(n), "sequence": sequence}
-    return LossInputs(logprobs=logprobs, weights=torch.tensor(weights), sequences=1, proximal=torch.zeros(n), **rest)
+    rest = {"entropy": torch.zeros(n), "loss_scale": torch.ones(n), "behaviour": torch.zeros(n), "sequence": sequence}
+    return LossInputs(
+        logprobs=logprobs, scaled_advantages=torch.tensor(weights), sequences=1, proximal=torch.zeros(n), **rest
+    )
 
 
 def test_the_loss_clips_at_its_own_bounds():
@@ -81,10 +83,10 @@ def test_what_are_no_advantages_is_refused(tmp_path, monkeypatch, code, words):
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        ("inputs.weights[:1], {}", r"gave values of shape \(1,\) for 2 tokens"),
-        ("inputs.weights", "ValueError|TypeError"),
+        ("inputs.scaled_advantages[:1], {}", r"gave values of shape \(1,\) for 2 tokens"),
+        ("inputs.scaled_advantages", "ValueError|TypeError"),
         ("5, {}", "AttributeError"),
-        ("inputs.weights, {'a/b': inputs.weights.sum()}", "'a/b' cannot name a metric"),
+        ("inputs.scaled_advantages, {'a/b': inputs.scaled_advantages.sum()}", "'a/b' cannot name a metric"),
         ("None", "TypeError"),
     ],
 )

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from megatron_fleet.agents.engine import Generation
-from megatron_fleet.agents.images import ImageSpan, PlacedImage, digest
 from megatron_fleet.agents.trajectory import Outcome, Span, Trajectory
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.base import Image
+from megatron_fleet.models.images import ImageSpan, PlacedImage, digest
 
 
 class TrajectoryBuilder:
@@ -21,7 +21,7 @@ class TrajectoryBuilder:
 
     Attributes:
         ids: token ids of the present segment, which are what the engine is shown next.
-        images: pictures of the present segment, placed in ``ids``.
+        images: images of the present segment, placed in ``ids``.
         turns: turns sampled so far.
         messages: the conversation as text, for records and verifiers.
         metrics: counters and seconds; the loop adds to them.

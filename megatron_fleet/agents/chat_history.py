@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from megatron_fleet.agents.chat_turn import ChatTurn
-from megatron_fleet.agents.renderer import ToolResult
 from megatron_fleet.envs.base import Image
+from megatron_fleet.models.chat.renderer import ToolResult
 
 
 class ChatHistory:
@@ -49,7 +49,7 @@ class ChatHistory:
 def answers(turn: ChatTurn, results: Sequence[ToolResult], note: str) -> list[dict[str, Any]]:
     """What a turn's calls are answered: a message of role ``tool`` for each, whether it could be read or not.
 
-    The role takes text only, so pictures follow in a message of the user's, behind their names in the results.
+    The role takes text only, so images follow in a message of the user's, behind their names in the results.
 
     Args:
         note: last line of what is shown; empty for none.
@@ -75,7 +75,7 @@ def _tool(text: str, call_id: str) -> dict[str, Any]:
 
 
 def _user(said: Sequence[tuple[str, Sequence[Image]]]) -> dict[str, Any]:
-    """Texts, each with the pictures behind it; as plain text where there is no picture."""
+    """Texts, each with the images behind it; as plain text where there is no image."""
     if not any(images for _, images in said):
         return {"role": "user", "content": "\n".join(text for text, _ in said)}
     parts: list[dict[str, Any]] = []

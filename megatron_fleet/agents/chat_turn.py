@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_fleet.agents.parser import MAX_CALLS, BadCall, ParsedTurn, Syntax, Tools, WrittenCall, parse_turn
-from megatron_fleet.agents.parsers.strict_json import check_text, read_arguments
-from megatron_fleet.agents.renderer import to_json
 from megatron_fleet.envs.base import ToolCall
+from megatron_fleet.models.chat.parser import MAX_CALLS, BadCall, ParsedTurn, Syntax, Tools, WrittenCall, parse_turn
+from megatron_fleet.models.chat.renderer import to_json
+from megatron_fleet.models.chat.strict_json import check_text, read_arguments
 
 REASONING = ("reasoning_content", "reasoning")
 """Fields that hold the reasoning of a turn; whichever it came in, it goes back in."""

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron_fleet.agents.images import PlacedImage
+from megatron_fleet.models.images import PlacedImage
 
 
 class EngineLost(Exception):

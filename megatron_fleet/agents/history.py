@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_fleet.agents.renderer import Renderer, ToolResult
 from megatron_fleet.agents.thinking import Thinking
 from megatron_fleet.envs.base import Image
+from megatron_fleet.models.chat.renderer import Renderer, ToolResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Exchange:
 
     @property
     def images(self) -> tuple[Image, ...]:
-        """The pictures among the results, in order."""
+        """The images among the results, in order."""
         return tuple(image for result in self.results for image in result.images)
 
     def answer(self, renderer: Renderer, last_id: int) -> list[int]:
@@ -102,7 +102,7 @@ class History:
         return ids
 
     def images(self, newest: Exchange | None = None) -> list[Image]:
-        """The pictures of ``render(newest)``, in order."""
+        """The images of ``render(newest)``, in order."""
         shown = [*self._exchanges[self._removed :], *([newest] if newest is not None else [])]
         return [*self._images, *(image for exchange in shown for image in exchange.images)]
 

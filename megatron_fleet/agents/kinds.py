@@ -8,13 +8,13 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from megatron_fleet.agents.engine import Engine
-from megatron_fleet.agents.episode import run_episode
-from megatron_fleet.agents.renderer import Renderer
 from megatron_fleet.agents.settings import EpisodeSettings
+from megatron_fleet.agents.token_conversation import run_episode
 from megatron_fleet.agents.trajectory import Trajectory
 from megatron_fleet.config.extension import is_path, load
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.base import Environment
+from megatron_fleet.models.chat.renderer import Renderer
 
 ARGUMENTS = ("task", "group", "sample", "env", "engine", "renderer", "settings", "seed", "session")
 
@@ -33,7 +33,7 @@ class Agent(Protocol):
         session: str,
         /,
     ) -> Trajectory:
-        """Play ``task`` once; see `agents.episode.run_episode` for the arguments.
+        """Play ``task`` once; see `agents.token_conversation.run_episode` for the arguments.
 
         The trajectory holds every token that the engine was shown and that it sampled (`TrajectoryBuilder` collects
         them), an outcome, and the verifier's reward or ``None``. The caller closes the environment. What is raised

@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 from megatron_fleet.agents.builder import TrajectoryBuilder
 from megatron_fleet.agents.outputs import ToolOutputs, listed, matches
-from megatron_fleet.agents.renderer import to_json
 from megatron_fleet.config.sections.agent import Agent
 from megatron_fleet.envs.base import ToolCall
+from megatron_fleet.models.chat.renderer import to_json
 
 FINISH = "submit_final_answer"
 _TEXT, _COUNT = {"type": "string"}, {"type": "integer", "minimum": 1}
@@ -59,7 +59,7 @@ class BadArguments(ValueError):
     """The sentence that tells the policy what is wrong with its call."""
 
 
-class Shortened(Protocol):
+class Rewritable(Protocol):
     """A conversation whose earlier turns can be left out (``History.remove_before``)."""
 
     def remove_before(self, keep: int) -> int: ...
@@ -72,7 +72,7 @@ class LocalTools:
         self,
         agent: Agent,
         outputs: ToolOutputs,
-        history: Shortened,
+        history: Rewritable,
         builder: TrajectoryBuilder,
         status: Callable[[int], str],
     ) -> None:

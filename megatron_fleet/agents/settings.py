@@ -15,7 +15,7 @@ class EpisodeSettings:
 
     Attributes:
         routing: keep the experts of each token.
-        pictures: show them to a model that sees. Not in training, which computes log-probs from token ids alone.
+        images: show them to a model that sees. Not in training, which computes log-probs from token ids alone.
     """
 
     max_context: int
@@ -29,7 +29,7 @@ class EpisodeSettings:
     agent: Agent
     prompts: Prompts
     routing: bool = False
-    pictures: bool = True
+    images: bool = True
 
     @classmethod
     def from_config(cls, rollout: Rollout, env: Env, agent: Agent) -> EpisodeSettings:

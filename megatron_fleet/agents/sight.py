@@ -1,4 +1,4 @@
-"""What a policy sees of an observation: its pictures in their places, or a sentence where it sees none."""
+"""What a policy sees of an observation: its images in their places, or a sentence where it sees none."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from megatron_fleet.agents.images import Vision, readable
 from megatron_fleet.envs.base import Image
+from megatron_fleet.models.images import Vision, around, readable
 
 UNREADABLE = "[an image that could not be read]"
 
@@ -26,7 +26,7 @@ Look = Callable[[str, Sequence[Image]], Awaitable[Seen]]
 
 
 async def show_all(text: str, images: Sequence[Image]) -> Seen:
-    """For a policy behind somebody else's interface, which reads pictures itself."""
+    """For a policy behind somebody else's interface, which reads images itself."""
     return Seen(text, tuple(images))
 
 
@@ -42,19 +42,6 @@ async def see(text: str, images: Sequence[Image], vision: Vision | None, sentenc
     # Decoding a screenshot takes milliseconds in which no other episode of the process would go on.
     whole = await asyncio.to_thread(lambda: [readable(image) for image in images])
     return _chosen(text, images, [None if good else UNREADABLE for good in whole])
-
-
-def around(text: str, count: int) -> list[str]:
-    """``text`` cut at the places of ``count`` images: ``count + 1`` parts.
-
-    An image without a place (it was never named, or its place was cut off with the end of the text) follows the text.
-    """
-    parts, rest = [], text
-    for number in range(1, count + 1):
-        part, _, behind = rest.partition(f"[image {number}]")
-        parts.append(part)
-        rest = behind
-    return [*parts, rest]
 
 
 def _chosen(text: str, images: Sequence[Image], instead: Sequence[str | None]) -> Seen:

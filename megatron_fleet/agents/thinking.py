@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_fleet.agents.renderer import Renderer
+from megatron_fleet.models.chat.renderer import Renderer
 
 OPEN, CLOSE = "<think>", "</think>"
 

@@ -9,13 +9,13 @@ from dataclasses import replace
 from megatron_fleet.agents.builder import TrajectoryBuilder, timed
 from megatron_fleet.agents.local_tools import LocalTools
 from megatron_fleet.agents.outputs import ToolOutputs
-from megatron_fleet.agents.parser import ParsedTurn
-from megatron_fleet.agents.renderer import ToolResult
 from megatron_fleet.agents.repetition import Repetition
 from megatron_fleet.agents.settings import EpisodeSettings
 from megatron_fleet.agents.sight import Look, Seen
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.base import EnvBusy, Environment, Observation, ToolCall
+from megatron_fleet.models.chat.parser import ParsedTurn
+from megatron_fleet.models.chat.renderer import ToolResult
 
 BUSY_PAUSE_S, MAX_BUSY_PAUSE_S = 0.2, 5.0
 """First and longest pause before a busy environment is asked again; doubled each time, with jitter."""
@@ -44,7 +44,7 @@ class Toolbox:
         local: LocalTools,
         look: Look,
     ) -> None:
-        """``look``: what the policy sees of the pictures in a result."""
+        """``look``: what the policy sees of the images in a result."""
         self._env, self._settings, self._builder = env, settings, builder
         self._outputs, self._local, self._look = outputs, local, look
         self._repetition = Repetition()

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_fleet.agents.images import ImageSpan
 from megatron_fleet.envs.base import Image
+from megatron_fleet.models.images import ImageSpan
 
 
 class Outcome(StrEnum):
@@ -35,7 +35,7 @@ class Outcome(StrEnum):
     VERIFIER_FAILED = "verifier_failed"
     """The episode ended but its verifier could not be run; the reward is unknown."""
     WROTE_IMAGE = "wrote_image"
-    """The policy wrote a token that only stands for a part of a picture; the verifier still scored the state."""
+    """The policy wrote a token that only stands for a part of an image; the verifier still scored the state."""
     ABORTED = "aborted"
     """The run was stopped or the engine failed while the episode was in flight; the reward is unknown."""
 
@@ -75,11 +75,11 @@ class Trajectory:
         reward: ``None`` = unknown; see design rule "unknown never enters group statistics or the loss".
         reward_reason: one short sentence from the verifier or from whatever prevented it.
         metrics: numbers of this episode (turns, tool_calls, tool_errors, parse_errors, seconds…).
-        messages: the conversation as text, for records only; never re-tokenised. A message with pictures names their
+        messages: the conversation as text, for records only; never re-tokenised. A message with images names their
             digests as ``images``, in the order of their places ``[image n]``.
-        image_spans: where the policy saw pictures, in order; each is a run of the one placeholder token, in a prompt or
+        image_spans: where the policy saw images, in order; each is a run of the one placeholder token, in a prompt or
             an observation.
-        images: digest → picture as it came, each once; empty where the pictures have become files.
+        images: digest → image as it came, each once; empty where the images have become files.
     """
 
     task_key: str
@@ -128,7 +128,7 @@ class Trajectory:
             raise ValueError(f"trajectory {self.task_key}#{self.sample}: {wrong}")
 
     def _wrong_image(self, kept: bool) -> str:
-        """What is wrong with a picture; nothing when none is."""
+        """What is wrong with an image; nothing when none is."""
         behind, ids = 0, self.token_ids
         for span in self.image_spans:
             start, end = span.start, span.end

@@ -149,7 +149,7 @@ def _trained_mask(trajectory: Trajectory) -> np.ndarray:
 
 
 def _unscaled_data(trajectory: Trajectory, version: int | None) -> Iterator[tuple[int, Datum]]:
-    """Number and row of each segment in which a token was sampled. ``mask`` is 0/1 here, for ``_scale``."""
+    """Number and Datum of each segment in which a token was sampled. ``loss_scale`` is 0 or 1 here, for ``_scale``."""
     trained = _trained_mask(trajectory)
     ages = None if version is None else _ages(trajectory, version)
     for number, part in enumerate(trajectory.segments()):
@@ -174,7 +174,8 @@ def _ages(trajectory: Trajectory, version: int) -> np.ndarray:
 def _scale(
     data: Sequence[Datum], origin: Sequence[Origin], advantages: Sequence[float], algo: Algorithm
 ) -> list[Datum]:
-    """Rows with ``mask`` = normaliser and ``weights`` = advantage × normaliser. Idempotent: reads where, not how much.
+    """Data with the normaliser and the advantages multiplied by it. Idempotent: reads which positions are trained, not
+    how they are scaled.
 
     token_mean: 1 / (trained tokens of all rows), DAPO, arXiv:2503.14476 §3.3.
     sequence_mean: 1 / (trajectories × trained tokens of this one), GRPO, arXiv:2402.03300 eq. 3.
@@ -190,11 +191,13 @@ def _scale(
             "sequence_mean": len(tokens) * tokens[place.trajectory],
             "constant": len(tokens) * algo.reduction_constant,
         }[algo.reduction]
-        trained = datum.mask > 0
+        trained = datum.loss_mask
         mask = np.where(trained, 1.0 / denominator, 0.0)
-        scaled.append(replace(datum, mask=mask.astype(np.float32), weights=(mask * advantage).astype(np.float32)))
+        scaled.append(
+            replace(datum, loss_scale=mask.astype(np.float32), scaled_advantages=(mask * advantage).astype(np.float32))
+        )
     return scaled
 
 
 def _tokens(datum: Datum) -> int:
-    return int(np.count_nonzero(datum.mask))
+    return int(np.count_nonzero(datum.loss_mask))

@@ -9,32 +9,37 @@ import numpy as np
 
 @dataclass(slots=True)
 class Datum:
-    """Ragged row of ``T`` tokens; everything is aligned with ``token_ids``: index t speaks of *predicting* token t.
+    """One training sequence of ``T`` tokens; index t of each field is about the *prediction* of token t.
 
     Attributes:
         token_ids: int32 ``[T]``.
-        mask: float32 ``[T]``: the global normaliser at trained positions (1/number of trained tokens of the global
-            batch for token mean, and so on), 0 elsewhere. Position 0 is never trained.
-        weights: float32 ``[T]``: advantage × ``mask``. The loss is a plain SUM over positions, so gradients do not
-            depend on micro-batching, packing, data or context parallelism.
+        loss_scale: float32 ``[T]``: the global normaliser at trained positions (1/number of trained tokens of the
+            global batch for token mean, and so on), 0 elsewhere. Position 0 is never trained.
+        scaled_advantages: float32 ``[T]``: advantage × ``loss_scale``. The loss is a plain SUM over positions, so
+            gradients do not depend on micro-batching, packing, data or context parallelism.
         behaviour_logprobs: float32 ``[T]``, log μ; 0 at untrained positions.
         proximal_logprobs: float32 ``[T]``, log π_old; ``None`` = the single-forward on-policy case,
             π_old := stop-grad(π).
         reference_logprobs: float32 ``[T]``, log π_ref; ``None`` = no KL term.
         routing: uint8 or int16 ``[T, layers, k]``, experts to use again (see ``Trajectory.routing``); the only field
-            that speaks of token t as an input. ``None`` = the router chooses.
+            that is about token t as an input. ``None`` = the router chooses.
         staleness: int32 ``[T]``, weight versions between the sampling of a trained token and the update; 0 elsewhere.
             ``None`` = none is older than the update.
     """
 
     token_ids: np.ndarray
-    mask: np.ndarray
-    weights: np.ndarray
+    loss_scale: np.ndarray
+    scaled_advantages: np.ndarray
     behaviour_logprobs: np.ndarray
     proximal_logprobs: np.ndarray | None = None
     reference_logprobs: np.ndarray | None = None
     routing: np.ndarray | None = None
     staleness: np.ndarray | None = None
+
+    @property
+    def loss_mask(self) -> np.ndarray:
+        """bool ``[T]``: the trained positions."""
+        return self.loss_scale != 0
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -19,8 +19,8 @@ class LossInputs:
     Attributes:
         logprobs: log π, with gradient.
         entropy: entropy of π in nats, with gradient.
-        mask: the normaliser, above 0 and equal at all positions of a sequence.
-        weights: advantage × normaliser.
+        loss_scale: the normaliser, above 0 and equal at all positions of a sequence.
+        scaled_advantages: advantage × normaliser.
         behaviour: log μ.
         sequence: int64 ``[A]``, below ``sequences``: which sequence of the row a position belongs to.
         sequences: sequences in the row; some may have no trained position.
@@ -31,8 +31,8 @@ class LossInputs:
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
-    mask: torch.Tensor
-    weights: torch.Tensor
+    loss_scale: torch.Tensor
+    scaled_advantages: torch.Tensor
     behaviour: torch.Tensor
     sequence: torch.Tensor
     sequences: int
@@ -52,7 +52,7 @@ class LossInputs:
 
     def sequence_counts(self) -> torch.Tensor:
         """Trained positions of each sequence, ``[sequences]``."""
-        return self.sequence_sums(torch.ones_like(self.mask))
+        return self.sequence_sums(torch.ones_like(self.loss_scale))
 
     def at_positions(self, per_sequence: torch.Tensor) -> torch.Tensor:
         """Values ``[sequences]`` at each trained position of their sequence, ``[A]``."""

@@ -40,13 +40,13 @@ def make_loss(algo: Algorithm) -> LossFn:
             if x.reference is None:
                 raise ValueError("a KL term needs reference log-probs in every Datum")
             kl = kl_estimate(x.logprobs, x.reference, algo.kl.estimator)
-            kl_loss = algo.kl.coef * (x.mask * kl).sum()
+            kl_loss = algo.kl.coef * (x.loss_scale * kl).sum()
             total = total + kl_loss
             sums |= {"kl_loss": kl_loss.detach(), "kl": kl.detach().sum()}
             if algo.kl.estimator == "k3":
                 sums["kl_clamped"] = count(kl.detach() >= MAX_K3)
         if algo.entropy_coef > 0:
-            entropy_loss = -algo.entropy_coef * (x.mask * x.entropy).sum()
+            entropy_loss = -algo.entropy_coef * (x.loss_scale * x.entropy).sum()
             total = total + entropy_loss
             sums["entropy_loss"] = entropy_loss.detach()
         return total, sums
@@ -77,8 +77,9 @@ def _own_term(path: str) -> PolicyTerm:
 
 
 def sft_loss(x: LossInputs) -> LossResult:
-    """Cross-entropy −Σ w·log π(token), for warm starts. ``x.weights`` is the normaliser (times a row's weight)."""
-    total = -(x.weights * x.logprobs).sum()
+    """Cross-entropy −Σ w·log π(token), for warm starts; w = ``x.scaled_advantages`` is the normaliser, perhaps times a
+    weight of the sequence."""
+    total = -(x.scaled_advantages * x.logprobs).sum()
     sums = {"policy_loss": total.detach(), "nll": -x.logprobs.detach().sum()}
     return total, sums | {"tokens": _count(x.logprobs), "entropy": x.entropy.detach().sum()}
 

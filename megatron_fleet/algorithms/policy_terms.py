@@ -50,11 +50,11 @@ def ppo_clip(x: LossInputs, algo: Algorithm) -> TermResult:
     """
     ratio = torch.exp(bounded_log_ratio(x.logprobs, x.old_logprobs()))
     gain, sums = _clipped(ratio, x, algo)
-    dual = torch.zeros_like(x.weights, dtype=torch.bool)
+    dual = torch.zeros_like(x.scaled_advantages, dtype=torch.bool)
     if algo.dual_clip is not None:
         # A token that became much likelier although it is bad must not dominate.
-        dual = (x.weights < 0) & (ratio > algo.dual_clip)
-        gain = torch.where(x.weights < 0, torch.maximum(gain, algo.dual_clip * x.weights), gain)
+        dual = (x.scaled_advantages < 0) & (ratio > algo.dual_clip)
+        gain = torch.where(x.scaled_advantages < 0, torch.maximum(gain, algo.dual_clip * x.scaled_advantages), gain)
     return gain, sums | {"clipped_dual": count(dual)}
 
 
@@ -77,14 +77,16 @@ def gmpo(x: LossInputs, algo: Algorithm) -> TermResult:
     smallest, largest = clip_bounds(algo)
     log_smallest = math.log(smallest) if smallest > 0 else -math.inf
     log_ratio = bounded_log_ratio(x.logprobs, x.old_logprobs())
-    used = torch.where(x.weights > 0, log_ratio.clamp(max=math.log(largest)), log_ratio.clamp(min=log_smallest))
+    used = torch.where(
+        x.scaled_advantages > 0, log_ratio.clamp(max=math.log(largest)), log_ratio.clamp(min=log_smallest)
+    )
     ratio = torch.exp(x.sequence_means(used)) * _one_with_gradient(used)
     sums = {
-        "clipped_low": count((x.weights < 0) & (log_ratio < log_smallest)),
-        "clipped_high": count((x.weights > 0) & (log_ratio > math.log(largest))),
+        "clipped_low": count((x.scaled_advantages < 0) & (log_ratio < log_smallest)),
+        "clipped_high": count((x.scaled_advantages > 0) & (log_ratio > math.log(largest))),
         "ratio": ratio.detach().sum(),
     }
-    return ratio * x.weights, sums
+    return ratio * x.scaled_advantages, sums
 
 
 def cispo(x: LossInputs, algo: Algorithm) -> TermResult:
@@ -94,12 +96,12 @@ def cispo(x: LossInputs, algo: Algorithm) -> TermResult:
     """
     smallest, largest = clip_bounds(algo)
     ratio = torch.exp(bounded_log_ratio(x.logprobs.detach(), x.old_logprobs()))
-    return x.weights * ratio.clamp(smallest, largest) * x.logprobs, _outside(ratio, smallest, largest)
+    return x.scaled_advantages * ratio.clamp(smallest, largest) * x.logprobs, _outside(ratio, smallest, largest)
 
 
 def reinforce(x: LossInputs, algo: Algorithm) -> TermResult:
     """J_t = w·log π. Williams 1992, "Simple statistical gradient-following algorithms", Machine Learning 8."""
-    return x.weights * x.logprobs, {}
+    return x.scaled_advantages * x.logprobs, {}
 
 
 def importance_weighted(x: LossInputs, algo: Algorithm) -> TermResult:
@@ -115,7 +117,7 @@ def importance_weighted(x: LossInputs, algo: Algorithm) -> TermResult:
     ratio = torch.exp(log_ratio.masked_fill(unknown, 0.0)).masked_fill(unknown, 0.0)
     kept = ~unknown & (ratio >= smallest) & (ratio <= largest)
     sums = _outside(ratio.detach(), smallest, largest) | {"clipped_low": count(unknown | (ratio < smallest))}
-    return torch.where(kept, ratio * x.weights, 0.0), sums
+    return torch.where(kept, ratio * x.scaled_advantages, 0.0), sums
 
 
 def sapo(x: LossInputs, algo: Algorithm) -> TermResult:
@@ -124,8 +126,8 @@ def sapo(x: LossInputs, algo: Algorithm) -> TermResult:
     SAPO: Gao et al. 2025, arXiv:2511.20347. Its slope at ρ = 1 is 1 for any τ.
     """
     ratio = torch.exp(bounded_log_ratio(x.logprobs, x.old_logprobs()))
-    tau = torch.full_like(ratio, algo.tau_negative).masked_fill(x.weights > 0, algo.tau_positive)
-    return x.weights * torch.sigmoid(tau * (ratio - 1)) * 4 / tau, {"ratio": ratio.detach().sum()}
+    tau = torch.full_like(ratio, algo.tau_negative).masked_fill(x.scaled_advantages > 0, algo.tau_positive)
+    return x.scaled_advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau, {"ratio": ratio.detach().sum()}
 
 
 POLICY_TERMS: dict[str, PolicyTerm] = {
@@ -147,10 +149,10 @@ def _one_with_gradient(values: torch.Tensor) -> torch.Tensor:
 def _clipped(ratio: torch.Tensor, x: LossInputs, algo: Algorithm) -> TermResult:
     """PPO's pessimistic minimum for token or sequence ratios."""
     smallest, largest = clip_bounds(algo)
-    gain = torch.minimum(ratio * x.weights, ratio.clamp(smallest, largest) * x.weights)
+    gain = torch.minimum(ratio * x.scaled_advantages, ratio.clamp(smallest, largest) * x.scaled_advantages)
     sums = {
-        "clipped_low": count((x.weights < 0) & (ratio < smallest)),
-        "clipped_high": count((x.weights > 0) & (ratio > largest)),
+        "clipped_low": count((x.scaled_advantages < 0) & (ratio < smallest)),
+        "clipped_high": count((x.scaled_advantages > 0) & (ratio > largest)),
         "ratio": ratio.detach().sum(),
     }
     return gain, sums

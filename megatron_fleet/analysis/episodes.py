@@ -28,7 +28,7 @@ class Episode:
         spans: ``(kind, start, end, turn, weight version)`` over the tokens.
         segment_starts: where the tokens begin anew because the history was rewritten.
         messages: ``(role, text)`` of the conversation.
-        pictures: of each message, the digests of what was shown with it.
+        images: of each message, the digests of what was shown with it.
     """
 
     kind: str
@@ -48,7 +48,7 @@ class Episode:
     spans: tuple[tuple[str, int, int, int, int], ...] = ()
     segment_starts: tuple[int, ...] = ()
     messages: tuple[tuple[str, str], ...] = ()
-    pictures: tuple[tuple[str, ...], ...] = ()
+    images: tuple[tuple[str, ...], ...] = ()
 
     @property
     def id(self) -> str:
@@ -122,7 +122,7 @@ def _episode(record: Mapping[str, Any], kind: str, step: int, line: int, pass_th
         ),
         segment_starts=tuple(_count(start) for start in record.get("segment_starts") or ()),
         messages=tuple((str(m.get("role", "")), message_text(m)) for m in record.get("messages") or ()),
-        pictures=tuple(tuple(map(str, m.get("images") or ())) for m in record.get("messages") or ()),
+        images=tuple(tuple(map(str, m.get("images") or ())) for m in record.get("messages") or ()),
     )
 
 

@@ -208,7 +208,7 @@ CATEGORIES: tuple[Category, ...] = (
     ),
     Category("max_turns", "turn limit", "the outcome is `max_turns`", _from_outcome(Outcome.MAX_TURNS)),
     Category("no_action", "no action", "the outcome is `no_action`", _from_outcome(Outcome.NO_ACTION)),
-    Category("wrote_image", "wrote a picture", "the outcome is `wrote_image`", _from_outcome(Outcome.WROTE_IMAGE)),
+    Category("wrote_image", "wrote an image", "the outcome is `wrote_image`", _from_outcome(Outcome.WROTE_IMAGE)),
     Category(
         "environment",
         "environment failure",

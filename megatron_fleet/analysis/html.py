@@ -38,7 +38,7 @@ def render(document: Document, transcripts: Transcripts) -> bytes:
         index=_data(json.dumps(transcripts.index(), ensure_ascii=False, separators=(",", ":"))),
         labels=_data(json.dumps({c.key: c.label for c in CATEGORIES})),
         pieces=_data(json.dumps(transcripts.pieces, ensure_ascii=False, separators=(",", ":"))),
-        pictures=_data(json.dumps(transcripts.pictures(), separators=(",", ":"))),
+        images=_data(json.dumps(transcripts.images(), separators=(",", ":"))),
         blobs=[(id, _data(blob)) for id, blob in transcripts.blobs.items()],
     )
     return page.encode("utf-8", "replace")

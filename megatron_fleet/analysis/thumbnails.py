@@ -1,4 +1,4 @@
-"""Small copies of the pictures that episodes saw, drawn anew so that nothing of an unknown file reaches the page."""
+"""Small copies of the images that episodes saw, drawn anew so that nothing of an unknown file reaches the page."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import PIL.Image
 
-from megatron_fleet.agents.images import FORMATS, MAX_PIXELS
-from megatron_fleet.telemetry.pictures import FOLDER, picture_file
+from megatron_fleet.models.images import FORMATS, MAX_PIXELS
+from megatron_fleet.telemetry.image_files import FOLDER, image_file
 
 SIDE = 640
 """Pixels, at most."""
@@ -22,7 +22,7 @@ def thumbnails(run: Path, names: Iterable[str], budget: int) -> dict[str, str]:
     """Digest → ``data:`` address, in order, as many as fit into ``budget`` and ``MAX_BYTES``; unreadable ones not."""
     left, found = min(budget, MAX_BYTES), dict[str, str]()
     for name in dict.fromkeys(names):
-        path = picture_file(run / FOLDER, name)
+        path = image_file(run / FOLDER, name)
         address = None if path is None else _small(path)
         if address is None:
             continue
@@ -38,10 +38,10 @@ def _small(path: Path) -> str | None:
         with PIL.Image.open(path, formats=FORMATS) as opened:
             if opened.width * opened.height > MAX_PIXELS:
                 return None
-            picture = opened.convert("RGB")
+            small = opened.convert("RGB")
     except Exception:  # broken files make the decoders raise anything
         return None
-    picture.thumbnail((SIDE, SIDE))
+    small.thumbnail((SIDE, SIDE))
     out = io.BytesIO()
-    picture.save(out, "JPEG", quality=QUALITY)
+    small.save(out, "JPEG", quality=QUALITY)
     return "data:image/jpeg;base64," + base64.b64encode(out.getvalue()).decode()

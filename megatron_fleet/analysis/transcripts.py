@@ -61,9 +61,9 @@ class Transcripts:
             self.pieces |= pieces
             self.episodes.append(episode)
 
-    def pictures(self) -> dict[str, str]:
-        """Digest → ``data:`` address of a small copy, for as many pictures as the bytes that are left allow."""
-        shown = (name for episode in self.episodes for names in episode.pictures for name in names)
+    def images(self) -> dict[str, str]:
+        """Digest → ``data:`` address of a small copy, for as many images as the bytes that are left allow."""
+        shown = (name for episode in self.episodes for names in episode.images for name in names)
         return thumbnails(self._run.folder, shown, self._budget)
 
     def index(self) -> list[list[Any]]:
@@ -147,9 +147,9 @@ def _record(episode: Episode) -> dict[str, Any]:
 
 
 def _messages(episode: Episode) -> list[list[Any]]:
-    """Role, text and, where there are some, the digests of pictures."""
+    """Role, text and, where there are some, the digests of images."""
     found: list[list[Any]] = [[role, shorten(text, MAX_MESSAGE_CHARS)] for role, text in episode.messages]
-    for message, names in zip(found, episode.pictures, strict=False):
+    for message, names in zip(found, episode.images, strict=False):
         if names:
             message.append(list(names))
     return found

@@ -120,7 +120,7 @@ def not_finite(datum: Datum) -> list[str]:
     """Fields with a value that is not finite at a trained token."""
     values = {f.name: getattr(datum, f.name) for f in fields(datum)}
     arrays = {name: a for name, a in values.items() if isinstance(a, np.ndarray) and a.dtype.kind == "f"}
-    return [name for name, array in arrays.items() if not np.isfinite(array[datum.mask != 0]).all()]
+    return [name for name, array in arrays.items() if not np.isfinite(array[datum.loss_mask]).all()]
 
 
 @contextmanager

@@ -34,7 +34,7 @@ class ToolError:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """A picture that an environment showed, as it came: ``data`` is the encoded file, ``media_type`` its kind."""
+    """An image that an environment showed, as it came: ``data`` is the encoded file, ``media_type`` its kind."""
 
     media_type: str
     data: bytes

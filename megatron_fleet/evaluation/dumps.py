@@ -84,7 +84,7 @@ def dump_record(t: Trajectory, decode: Decode, max_turns: int) -> dict[str, Any]
     """One line. ``score`` has a number for each token of the response, the reward at the last; ``null`` = unknown.
 
     Prompts after the first, which repeat what was said when the history was rewritten, are left out. An episode without
-    token ids, as one whose prompt was too long, is told by its messages. A picture has one placeholder in the text.
+    token ids, as one whose prompt was too long, is told by its messages. An image has one placeholder in the text.
     """
     length = response_tokens(t)
     if t.spans:

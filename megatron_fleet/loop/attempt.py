@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, final
 
-from megatron_fleet.agents.tokenizer import Tokenizer
 from megatron_fleet.config.schema import Config
 from megatron_fleet.data.task import Task
 from megatron_fleet.evaluation.evaluator import Evaluator
 from megatron_fleet.loop.batches import Batches, Episodes, StepBatch
 from megatron_fleet.loop.evaluations import Evaluations
 from megatron_fleet.loop.records import Records
+from megatron_fleet.models.chat.tokenizer import Tokenizer
 from megatron_fleet.telemetry.distributions import distributions
 from megatron_fleet.telemetry.metrics import (
     attempt_metrics,

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_fleet.agents.tokenizer import Tokenizer
 from megatron_fleet.agents.trajectory import Trajectory
 from megatron_fleet.config.errors import UserError, say
 from megatron_fleet.config.load import dump_resolved, load, load_resolved
@@ -27,6 +26,7 @@ from megatron_fleet.evaluation.store import EpisodeStore, identity
 from megatron_fleet.evaluation.terminal import show, table
 from megatron_fleet.evaluation.uploads import Uploads, unique_name
 from megatron_fleet.loop import preflight
+from megatron_fleet.models.chat.tokenizer import Tokenizer
 from megatron_fleet.rollout.chat_service import ChatService
 from megatron_fleet.rollout.collection import Collection
 from megatron_fleet.rollout.requests import CollectRequest, CollectResult, Progress

@@ -128,8 +128,8 @@ def _out(config: Config) -> None:
 def _own_parts(config: Config) -> None:
     """Refuse parts of the user's own that cannot be used."""
     from megatron_fleet.agents.kinds import ARGUMENTS as AGENT_ARGUMENTS
-    from megatron_fleet.agents.renderers.families import OWN_ARGUMENTS as RENDERER_ARGUMENTS
     from megatron_fleet.envs.registry import OWN_ARGUMENTS as ENVIRONMENT_ARGUMENTS
+    from megatron_fleet.models.chat.detection import OWN_ARGUMENTS as RENDERER_ARGUMENTS
     from megatron_fleet.rollout.service import episode_python
 
     for_controller: tuple[tuple[str, str, tuple[str, ...]], ...] = (
@@ -153,7 +153,7 @@ def _own_parts(config: Config) -> None:
 
 def _model(config: Config) -> dict[str, Any]:
     """The model's config.json, after a look at the files beside it."""
-    from megatron_fleet.agents.tokenizer import TOKENIZER_FILES
+    from megatron_fleet.models.chat.tokenizer import TOKENIZER_FILES
 
     folder = Path(config.model.path)
     for names in (("config.json",), TOKENIZER_FILES):
@@ -181,8 +181,8 @@ def _model(config: Config) -> dict[str, Any]:
 
 def _renderer(config: Config) -> None:
     """The chat format, and whether the model's own template agrees; a format named by hand is taken as it is."""
-    from megatron_fleet.agents.renderers.families import AUTO, make_renderer
-    from megatron_fleet.agents.template_check import check_template
+    from megatron_fleet.models.chat.detection import AUTO, make_renderer
+    from megatron_fleet.models.chat.template_check import check_template
 
     folder, rollout = config.model.path, config.rollout
     if extension.is_path(rollout.renderer):
@@ -193,18 +193,18 @@ def _renderer(config: Config) -> None:
 
 
 def _layout(config: Config, hf_config: dict[str, Any]) -> None:
-    from megatron_fleet.trainer.layout import check_row_tokens
+    from megatron_fleet.models.hf_config import read_model
+    from megatron_fleet.trainer.layout import check_micro_batch_tokens
     from megatron_fleet.trainer.precision import check_precision
     from megatron_fleet.trainer.validate import validate as validate_layout
-    from megatron_fleet.weights.hf_config import read_model
 
     validate_layout(hf_config, config.parallel, config.policy.recompute)
-    check_row_tokens(config.policy.row_tokens, config.parallel, config.precision)
+    check_micro_batch_tokens(config.policy.micro_batch_tokens, config.parallel, config.precision)
     check_precision(read_model(hf_config), config.parallel, config.precision)
 
 
 def _engine(config: Config, hf_config: dict[str, Any]) -> None:
-    from megatron_fleet.weights.hf_config import read_model
+    from megatron_fleet.models.hf_config import read_model
 
     engine, model = config.rollout.engine, read_model(hf_config)
     if model.heads % engine.tensor_parallel:
@@ -229,7 +229,7 @@ def _engine(config: Config, hf_config: dict[str, Any]) -> None:
 
 
 def _routing(config: Config, hf_config: dict[str, Any]) -> None:
-    from megatron_fleet.weights.hf_config import read_model
+    from megatron_fleet.models.hf_config import read_model
 
     model, rate = read_model(hf_config), config.policy.router.bias_update_rate
     if rate and not model.router_bias:
@@ -329,7 +329,7 @@ def _screens(config: Config, tasks: Sequence[Task]) -> None:
     check_sight(config, tasks)
     if screen := _on_screen(tasks):
         raise UserError(
-            f"data.tasks={config.data.tasks}: task {screen.key} is a {screen.modality} task, and training on pictures "
+            f"data.tasks={config.data.tasks}: task {screen.key} is a {screen.modality} task, and training on images "
             f"is not possible yet; set data.modality=tool_use, or evaluate with mfleet eval."
         )
 
@@ -340,12 +340,12 @@ def check_sight(config: Config, tasks: Sequence[Task]) -> None:
     Raises:
         UserError: names the first such task, and what to do.
     """
-    from megatron_fleet.agents.images import read_vision
+    from megatron_fleet.models.images import read_vision
 
     screen = _on_screen(tasks)
     if screen is not None and read_vision(config.model.path) is None:
         raise UserError(
-            f"model.path={config.model.path}: the model sees no pictures (or not in a way that is supported), and task "
+            f"model.path={config.model.path}: the model sees no images (or not in a way that is supported), and task "
             f"{screen.key} of data.tasks={config.data.tasks} is a {screen.modality} task; choose a Qwen3-VL model, or "
             f"set data.modality=tool_use."
         )

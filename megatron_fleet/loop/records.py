@@ -9,13 +9,13 @@ from typing import Literal
 
 import numpy as np
 
-from megatron_fleet.agents.tokenizer import Tokenizer
 from megatron_fleet.agents.trajectory import Group
 from megatron_fleet.config.errors import say
 from megatron_fleet.config.schema import Config
 from megatron_fleet.evaluation.dumps import EvalDumps
 from megatron_fleet.evaluation.evaluator import Evaluation
 from megatron_fleet.evaluation.uploads import Uploads, unique_name
+from megatron_fleet.models.chat.tokenizer import Tokenizer
 from megatron_fleet.telemetry.console import Progress
 from megatron_fleet.telemetry.curve import draw_learning_curve
 from megatron_fleet.telemetry.sinks import (

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable
 from functools import partial
 
 from megatron_fleet.agents.chat_client import ChatClient
-from megatron_fleet.agents.chat_episode import run_chat_episode
+from megatron_fleet.agents.chat_conversation import run_chat_episode
 from megatron_fleet.agents.settings import EpisodeSettings
 from megatron_fleet.agents.trajectory import Trajectory
 from megatron_fleet.config.schema import Agent, Env, Rollout

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from megatron_fleet.agents.engine import EngineLost, Generation, SamplingParams
-from megatron_fleet.agents.images import PlacedImage, read_vision
 from megatron_fleet.cluster.logs import write_output_to
 from megatron_fleet.config.schema import Config
+from megatron_fleet.models.images import PlacedImage, read_vision
 from megatron_fleet.platform import stacks
 from megatron_fleet.platform.children import killed_children_told
 from megatron_fleet.platform.priority import take_normal_priority
@@ -61,6 +61,9 @@ CUDA_ENV = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 
 CPU_ATTENTION = {"backend_per_kind": {"mla_attention": "CPU_MLA"}}
 """vLLM 0.32 takes AMX_MLA where the CPU has AMX, which refuses float32; so results do not depend on the CPU either."""
+CPU_LATENT = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+"""vLLM 0.32's rotary operator on CPU misreads the queries of latent attention, which have three dimensions. Models with
+YaRN never call it."""
 CPU_KV_CACHE_BYTES = 1 << 30
 CPU_STEP_TOKENS = 4096
 """Tokens of one scheduling step; a longer prompt gets a step of its own."""
@@ -68,7 +71,7 @@ WATCH_INTERVAL_S = 0.25
 STACKS_AFTER = 0.9
 """At this part of a deadline the stacks of the engine's processes go to its log."""
 IMAGE_ATTEMPTS = 2
-"""vLLM's two caches of pictures may differ, for example after a weight update; the request that finds out fails with
+"""vLLM's two caches of images may differ, for example after a weight update; the request that finds out fails with
 finish reason ``error``, and the next one finds them mended (``MultiModalCacheMissError`` in vLLM 0.32)."""
 
 
@@ -145,14 +148,14 @@ class EngineActor:
         device: dict[str, Any] = {"gpu_memory_utilization": engine.gpu_memory_utilization}
         context = _longest_sequence(Path(self._config.model.path), self._config.rollout.max_context)
         if cpu:
-            device = _cpu_args(context)
+            device = _cpu_args(context) | cpu_compilation(Path(self._config.model.path))
         kv_cache = engine.kv_cache_bytes or (CPU_KV_CACHE_BYTES if cpu else None)
         return AsyncEngineArgs(
             **({"enforce_eager": engine.enforce_eager} | device),
             model=self._config.model.path,
             dtype=self._config.model.dtype,
             seed=self._config.run.seed,
-            # vLLM's processors of pictures are made with a tokenizer, though they get no text.
+            # vLLM's processors of images are made with a tokenizer, though they get no text.
             skip_tokenizer_init=self._vision is None,
             language_model_only=self._vision is None,
             limit_mm_per_prompt={} if self._vision is None else {"video": 0},
@@ -198,12 +201,12 @@ class EngineActor:
         if not images:
             return await self._run(name, tokens_input(prompt, cache_salt=salt), params)
         if self._images is None:
-            raise ValueError(f"model.path={self._config.model.path} sees no pictures, or its vision is not supported")
+            raise ValueError(f"model.path={self._config.model.path} sees no images, or its vision is not supported")
         for _ in range(IMAGE_ATTEMPTS):
             output = await self._run(name, await self._images.make(prompt, images, salt), params)
             if output.outputs[0].finish_reason != "error":
                 return output
-        raise EngineLost(f"the engine failed {IMAGE_ATTEMPTS} times to hold the pictures of a prompt")
+        raise EngineLost(f"the engine failed {IMAGE_ATTEMPTS} times to hold the images of a prompt")
 
     async def _run(self, name: str, request: EngineInput, params: VllmParams) -> RequestOutput:
         """Raises EngineLost when the engine is gone, ValueError for a request it refuses."""
@@ -230,14 +233,14 @@ class EngineActor:
             float32 ``[T]`` each; entry t is log π(token t | tokens before it), entry 0 is 0.
 
         Raises:
-            ValueError: a sequence has the placeholders of a picture.
+            ValueError: a sequence has the placeholders of an image.
         """
         from vllm import SamplingParams as VllmParams
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
         if self._vision is not None and any((ids == self._vision.placeholder_id).any() for ids in sequences):
-            raise ValueError("sequences with pictures cannot be scored")
+            raise ValueError("sequences with images cannot be scored")
 
         params = VllmParams(max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
         requests = [(str(next(self._numbers)), tokens_input(ids.tolist())) for ids in sequences]
@@ -353,6 +356,12 @@ def _cpu_args(context: int) -> dict[str, Any]:
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(context, CPU_STEP_TOKENS),
     }
+
+
+def cpu_compilation(model: Path) -> dict[str, Any]:
+    """Arguments of vLLM without which it computes something else than ``model`` on CPU."""
+    config = json.loads((model / "config.json").read_text())
+    return CPU_LATENT if config.get("text_config", config).get("kv_lora_rank") else {}
 
 
 def _routing(experts: np.ndarray | None) -> np.ndarray | None:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_fleet.agents.engine import EngineLost, Generation, SamplingParams
-from megatron_fleet.agents.images import PlacedImage
 from megatron_fleet.cluster import frames, handshake
+from megatron_fleet.models.images import PlacedImage
 from megatron_fleet.rollout import wire
 
 MAX_SESSIONS = 65_536
@@ -21,7 +21,7 @@ FAR_REQUESTS = 8
 DEADLINE_GRACE_S = 10.0
 """Engines cut turns at their deadline themselves and answer with what there is; one that does not is lost."""
 MAX_SENT = 65_536
-"""Remembered pictures that an engine was sent; forgetting one costs sending it again."""
+"""Remembered images that an engine was sent; forgetting one costs sending it again."""
 
 
 def connect(endpoints: Sequence[str], token: str, request_timeout_s: float, host: str = "") -> EnginePool:
@@ -83,7 +83,7 @@ class EnginePool:
 
 
 class _ImagesMissing(ValueError):
-    """The engine does not hold the request's pictures, though it was sent them."""
+    """The engine does not hold the request's images, though it was sent them."""
 
 
 class _Replica:
@@ -195,6 +195,6 @@ class _Replica:
         elif kind == "lost":
             answer.set_exception(EngineLost(rest[0]))
         elif kind == "missing":
-            answer.set_exception(_ImagesMissing("the pictures of this prompt are more than an engine keeps at once"))
+            answer.set_exception(_ImagesMissing("the images of this prompt are more than an engine keeps at once"))
         else:
             answer.set_exception(ValueError(rest[0]))

@@ -1,7 +1,7 @@
-"""Pictures in vLLM requests: vLLM makes them into numbers, we say where they stand.
+"""Images in vLLM requests: vLLM makes them into numbers, we say where they stand.
 
-vLLM would look for placeholder tokens in the prompt and expand each to the size of its picture. We have the expanded
-ids and know which of them are pictures, so vLLM gets one placeholder a picture, its counts are compared with ours, and
+vLLM would look for placeholder tokens in the prompt and expand each to the size of its image. We have the expanded
+ids and know which of them are images, so vLLM gets one placeholder an image, its counts are compared with ours, and
 the request is then made of our ids. The engine sees exactly these, and a placeholder that the policy said is to it a
 token like any other.
 """
@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import PIL.Image
 
-from megatron_fleet.agents.images import FORMATS, MAX_ASPECT, MAX_PIXELS, PlacedImage, Vision
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.models.images import FORMATS, MAX_ASPECT, MAX_PIXELS, PlacedImage, Vision
 
 if TYPE_CHECKING:
     from vllm.inputs.engine import MultiModalInput
@@ -35,10 +35,10 @@ class ImageRequests:
         self._vision = vision
 
     async def make(self, prompt: list[int], images: Sequence[PlacedImage], salt: str | None) -> MultiModalInput:
-        """vLLM's form of a prompt with pictures.
+        """vLLM's form of a prompt with images.
 
         Raises:
-            ValueError: a picture cannot be read, or its place in ``prompt`` is not what it needs.
+            ValueError: an image cannot be read, or its place in ``prompt`` is not what it needs.
         """
         from vllm.inputs import TokensPrompt
         from vllm.inputs.engine import mm_input
@@ -47,13 +47,13 @@ class ImageRequests:
         request = TokensPrompt(
             prompt_token_ids=[self._vision.placeholder_id] * len(images),
             multi_modal_data={"image": files},
-            # Without names of ours vLLM hashes the pixels, which decodes every picture anew in each turn.
+            # Without names of ours vLLM hashes the pixels, which decodes every image anew in each turn.
             multi_modal_uuids={"image": [placed.digest for placed in images]},
         )
         try:
             (made,) = await self._renderer.render_cmpl_async([request])
         except Exception as error:  # Pillow decodes here; a broken file makes it raise anything
-            raise ValueError(f"the pictures of this prompt cannot be processed: {error}") from error
+            raise ValueError(f"the images of this prompt cannot be processed: {error}") from error
         ranges = made["mm_placeholders"]["image"]
         for placed, found in zip(images, ranges, strict=True):
             if found.length != placed.end - placed.start:
@@ -67,9 +67,9 @@ class ImageRequests:
         for placed in images:
             file = _open(placed)
             if not end <= placed.start < placed.end <= len(prompt):
-                raise ValueError(f"a picture at tokens {placed.start} to {placed.end} of a prompt of {len(prompt)}")
+                raise ValueError(f"an image at tokens {placed.start} to {placed.end} of a prompt of {len(prompt)}")
             if set(prompt[placed.start : placed.end]) != {self._vision.placeholder_id}:
-                raise ValueError(f"tokens {placed.start} to {placed.end} are not all placeholders, but have a picture")
+                raise ValueError(f"tokens {placed.start} to {placed.end} are not all placeholders, but have an image")
             if (needed := self._vision.tokens(*file.size)) != placed.end - placed.start:
                 raise ValueError(_wrong_size(placed, needed))
             files.append(file)
@@ -81,15 +81,15 @@ def _open(placed: PlacedImage) -> PIL.Image.Image:
     try:
         file = PIL.Image.open(io.BytesIO(placed.image.data), formats=FORMATS)
     except Exception as error:  # broken files make the decoders raise anything
-        raise ValueError(f"the picture at token {placed.start} cannot be read: {error}") from error
+        raise ValueError(f"the image at token {placed.start} cannot be read: {error}") from error
     width, height = file.size
     if width * height > MAX_PIXELS or max(width, height) > MAX_ASPECT * min(width, height):
-        raise ValueError(f"the picture at token {placed.start} has {width} x {height} pixels, beyond all limits")
+        raise ValueError(f"the image at token {placed.start} has {width} x {height} pixels, beyond all limits")
     return file
 
 
 def _wrong_size(placed: PlacedImage, needed: int) -> str:
-    return f"the picture at token {placed.start} needs {needed} placeholders, but has {placed.end - placed.start}"
+    return f"the image at token {placed.start} needs {needed} placeholders, but has {placed.end - placed.start}"
 
 
 def find_torchvision() -> None:

@@ -9,20 +9,20 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from megatron_fleet.agents.engine import EngineLost, Generation, SamplingParams
-from megatron_fleet.agents.images import PlacedImage, digest
 from megatron_fleet.cluster import frames, handshake
 from megatron_fleet.envs.base import Image
+from megatron_fleet.models.images import PlacedImage, digest
 from megatron_fleet.rollout import wire
 
 Request = tuple[list[int], SamplingParams, str, Sequence[PlacedImage]]
 Generate = Callable[[list[int], SamplingParams, str, Sequence[PlacedImage]], Awaitable[Generation]]
 
 MAX_IMAGE_BYTES = 512 << 20
-"""Files of pictures that an engine keeps, the ones least recently used going first."""
+"""Files of images that an engine keeps, the ones least recently used going first."""
 
 
 class ImageStore:
-    """Pictures by the digest of their file, at most so many bytes of them."""
+    """Images by the digest of their file, at most so many bytes of them."""
 
     def __init__(self, max_bytes: int = MAX_IMAGE_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -41,7 +41,7 @@ class ImageStore:
             self._bytes -= len(dropped.data)
 
     def placed(self, places: Sequence[Sequence[Any]]) -> list[PlacedImage] | None:
-        """The pictures of a request, its items being (start, end, digest); ``None`` when one is not here."""
+        """The images of a request, its items being (start, end, digest); ``None`` when one is not here."""
         if any(name not in self._images for _, _, name in places):
             return None
         for _, _, name in places:

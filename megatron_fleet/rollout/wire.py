@@ -5,18 +5,18 @@ Frames are lists whose first item is the kind. Client to engine, after the hello
     ["client", proof]
     ["image", media type, file]     requests name it by its digest afterwards
     ["generate", id, session, prompt ids, temperature, max_tokens, stop ids, seed, routing_start,
-     [[start, end, digest], ...]]   the last: the pictures in the prompt, each over its placeholders
+     [[start, end, digest], ...]]   the last: the images in the prompt, each over its placeholders
     ["cancel", id]
 
 Engine to client, in any order of ``id``::
 
     ["done", id, token ids, logprobs, finish_reason, [[version, start, end], ...], routing]
-    ["missing", id]             the engine does not hold all pictures of the request (any more): send both again
+    ["missing", id]             the engine does not hold all images of the request (any more): send both again
     ["refused", id, reason]     the request can never be served
     ["lost", id, reason]        the engine cannot serve any more
 
 Token ids travel as little-endian int32 bytes, log-probs as float32 bytes, routing (uint8 or int16 ``[R, layers,
-k]``) as arrays do in frames, or nil. A picture is in every later prompt of its episode, so its file travels once.
+k]``) as arrays do in frames, or nil. An image is in every later prompt of its episode, so its file travels once.
 """
 
 from __future__ import annotations

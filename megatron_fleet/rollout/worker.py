@@ -15,12 +15,12 @@ from typing import Any
 
 from megatron_fleet.agents.builder import TrajectoryBuilder
 from megatron_fleet.agents.kinds import make_agent
-from megatron_fleet.agents.renderers.families import make_renderer
 from megatron_fleet.agents.settings import EpisodeSettings, stable_seed
 from megatron_fleet.agents.trajectory import Outcome, Trajectory
 from megatron_fleet.config.schema import Agent, Env, Rollout
 from megatron_fleet.envs.provision import ProvisionedEnvironment, Provisioner, Quarantined
 from megatron_fleet.envs.registry import environment_token, make_environment
+from megatron_fleet.models.chat.detection import make_renderer
 from megatron_fleet.rollout.engine_client import connect
 from megatron_fleet.rollout.loop_lag import LoopLag
 from megatron_fleet.rollout.requests import EpisodeSpec
@@ -152,7 +152,7 @@ class EpisodeWorker(EpisodeRunner):
             self._settings,
             temperature=spec.temperature,
             routing=self._settings.routing and spec.trained,
-            pictures=not spec.trained,
+            images=not spec.trained,
         )
         return await self._agent(
             spec.task,

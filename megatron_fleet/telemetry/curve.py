@@ -1,4 +1,4 @@
-"""The learning curve of a run as one picture, drawn from its metrics log."""
+"""The learning curve of a run as one image, drawn from its metrics log."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     out["accounting/episodes"] = sum(batch.counts.values())
     out["accounting/trained_tokens"] = batch.trained_tokens
     if batch.data:
-        lengths = np.array([np.count_nonzero(d.mask) for d in batch.data])
+        lengths = np.array([np.count_nonzero(d.loss_mask) for d in batch.data])
         advantages = np.array(batch.advantages)
         trained = {origin.trajectory for origin in batch.origin}  # each may have several rows
         rewards = [batch.rewards[group][sample] for group, sample in sorted(trained)]

@@ -77,9 +77,9 @@ _ACTIVITY = {
     "max_repeat": "Most times in a row that an episode made the same call.",
     "avg_local_tool_calls": "Mean calls per episode of tools that the agent loop answers itself (paging, context).",
     "avg_truncated_outputs": "Mean tool results per episode that were cut.",
-    "avg_images": "Mean pictures per episode that the policy was shown.",
-    "avg_image_tokens": "Mean tokens of pictures per episode, all segments together.",
-    "total_images_unseen": "Pictures that were left out: the model sees none, or their file was broken.",
+    "avg_images": "Mean images per episode that the policy was shown.",
+    "avg_image_tokens": "Mean tokens of images per episode, all segments together.",
+    "total_images_unseen": "Images that were left out: the model sees none, or their file was broken.",
     "total_turns_past_deadline": "Turns that were cut because they took rollout.engine.request_timeout_s.",
     "false_completion_rate": "Episodes that ended as `completed` with a reward below eval.pass_threshold, divided by "
     "all that ended as `completed` with a known reward.",

@@ -16,7 +16,7 @@ import numpy as np
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.extension import load
 from megatron_fleet.storage.local import write_atomically
-from megatron_fleet.telemetry.pictures import FOLDER, save_pictures
+from megatron_fleet.telemetry.image_files import FOLDER, save_images
 
 if TYPE_CHECKING:
     from megatron_fleet.agents.trajectory import Group, Trajectory
@@ -214,7 +214,7 @@ class TrajectoryLog:
     ``step_000001.jsonl`` (``eval_000001.jsonl``, ``greedy_000001.jsonl``): one readable line per trajectory.
     The ``.npz`` beside it: ``token_ids`` int32, ``action_mask`` bool and ``behaviour_logprobs`` float32, the
     trajectories of all lines joined, and ``offsets`` int64 ``[lines + 1]``: line i has ``[offsets[i], offsets[i+1])``.
-    Pictures are files of their own in ``images`` beside the folder; lines name them by the SHA-256 of their content.
+    Images are files of their own in ``images`` beside the folder; lines name them by the SHA-256 of their content.
     """
 
     def __init__(self, folder: Path, resumed_step: int | None) -> None:
@@ -227,32 +227,32 @@ class TrajectoryLog:
                 path.unlink()
 
     def write(self, step: int, groups: Sequence[Group], kind: Literal["step", "eval", "greedy"] = "step") -> list[Path]:
-        """Write both files and the pictures, each whole or not at all; where they are."""
+        """Write both files and the images, each whole or not at all; where they are."""
         return save_trajectories(self._folder / f"{kind}_{step:06d}", [t for g in groups for t in g.trajectories])
 
 
 def save_trajectories(stem: Path, trajectories: Sequence[Trajectory]) -> list[Path]:
-    """Write pictures, ``stem.npz`` and then ``stem.jsonl``, each whole or not at all; where they are.
+    """Write images, ``stem.npz`` and then ``stem.jsonl``, each whole or not at all; where they are.
 
-    A picture goes to the folder ``images`` beside that of ``stem``, unless it is there.
+    An image goes to the folder ``images`` beside that of ``stem``, unless it is there.
     """
-    pictures = save_pictures(stem.parent.parent / FOLDER, trajectories)
+    images = save_images(stem.parent.parent / FOLDER, trajectories)
     part = stem.with_suffix(".part")
     with part.open("wb") as file:
         np.savez_compressed(file, allow_pickle=False, **_arrays(trajectories))
     part.replace(stem.with_suffix(".npz"))
     lines = [json.dumps(_record(t), ensure_ascii=False, default=str) + "\n" for t in trajectories]
     write_atomically(stem.with_suffix(".jsonl"), "".join(lines).encode("utf-8", "replace"))
-    return [stem.with_suffix(".jsonl"), stem.with_suffix(".npz"), *pictures]
+    return [stem.with_suffix(".jsonl"), stem.with_suffix(".npz"), *images]
 
 
 def load_trajectories(path: Path) -> list[Trajectory]:
     """What was saved as ``path`` (its ``.jsonl``) and the ``.npz`` beside it.
 
-    The routing of experts was not saved, and pictures stay in their files.
+    The routing of experts was not saved, and images stay in their files.
     """
-    from megatron_fleet.agents.images import ImageSpan
     from megatron_fleet.agents.trajectory import Outcome, Span, Trajectory
+    from megatron_fleet.models.images import ImageSpan
 
     lines = path.read_text(encoding="utf-8").split("\n")[:-1]
     with np.load(path.with_suffix(".npz"), allow_pickle=False) as file:

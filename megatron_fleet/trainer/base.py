@@ -18,8 +18,9 @@ from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.config.schema import Algorithm, Optimizer
 
 MicroBatches = Sequence[Sequence[Datum]]
-"""The micro-batches of one data-parallel rank: sequences packed behind each other, at most ``policy.row_tokens`` tokens
-each. Every rank passes the same number of them; a rank with less data passes empty ones."""
+"""The micro-batches of one data-parallel rank: sequences packed behind each other, at most
+``policy.micro_batch_tokens`` tokens each. Every rank passes the same number of them; a rank with less data
+passes empty ones."""
 
 Part = Literal["parameters", "gradients", "optimizer"]
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -171,7 +172,7 @@ class Trainer(Protocol):
         which: Literal["current", "reference"] = "current",
         temperature: float | None = None,
     ) -> list[np.ndarray]:
-        """Log-probs, float32 ``[T]`` for each Datum, 0 where ``mask`` is 0. No gradient.
+        """Log-probs, float32 ``[T]`` for each Datum, 0 where ``loss_scale`` is 0. No gradient.
 
         Args:
             temperature: ``None`` = that of the sampling.

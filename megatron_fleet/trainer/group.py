@@ -17,6 +17,7 @@ from megatron_fleet.cluster.launcher import RankStarter
 from megatron_fleet.cluster.restarts import OutOfRestarts, Restarts
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
+from megatron_fleet.models.flops import SequenceCost
 from megatron_fleet.trainer.base import (
     PARTS,
     AdamParams,
@@ -35,7 +36,6 @@ from megatron_fleet.trainer.base import (
 from megatron_fleet.trainer.layout import row_alignment, sequence_alignment
 from megatron_fleet.trainer.links import Call, RankLink, RankListener
 from megatron_fleet.trainer.messages import SYSTEM, USER, RankReady, datum_to_plain, results_from_plain
-from megatron_fleet.trainer.packing.flops import SequenceCost
 from megatron_fleet.trainer.packing.pack_plan import Plan, plan_rows
 
 LAST_WORDS_S = 2.0
@@ -284,7 +284,9 @@ class TrainerGroup:
         """See `Trainer.info`. After `build`."""
         first = self._ready[0]
         sizes = [ready.part_bytes for ready in self._ready] if first.part_bytes else []
-        return TrainerInfo(first.vocab_size, self._config.policy.row_tokens, first.replicas, first.device, sizes)
+        return TrainerInfo(
+            first.vocab_size, self._config.policy.micro_batch_tokens, first.replicas, first.device, sizes
+        )
 
     def plan(self, data: Sequence[Datum]) -> Plan:
         """Replica → micro-batches → indices into ``data``; equal data give equal plans.
@@ -292,9 +294,9 @@ class TrainerGroup:
         Raises:
             UserError: a sequence is longer than a micro-batch.
         """
-        parallel, capacity = self._config.parallel, self._config.policy.row_tokens
+        parallel, capacity = self._config.parallel, self._config.policy.micro_batch_tokens
         lengths = [len(datum) for datum in data]
-        trained = [int(np.count_nonzero(datum.mask)) for datum in data]
+        trained = [int(np.count_nonzero(datum.loss_mask)) for datum in data]
         align, row_align = sequence_alignment(parallel), row_alignment(parallel, self._config.precision)
         return plan_rows(lengths, self.info.replicas, capacity, self._cost(lengths, trained), align, row_align)
 

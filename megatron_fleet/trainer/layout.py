@@ -25,16 +25,16 @@ def row_alignment(parallel: Parallel, precision: Precision) -> int:
     return token_alignment(precision) * slices * sequence_alignment(parallel)
 
 
-def check_row_tokens(row_tokens: int, parallel: Parallel, precision: Precision) -> None:
+def check_micro_batch_tokens(micro_batch_tokens: int, parallel: Parallel, precision: Precision) -> None:
     """Refuse a capacity that no row can be as wide as.
 
     Raises:
-        UserError: ``row_tokens`` is no multiple of `row_alignment`.
+        UserError: ``micro_batch_tokens`` is not a multiple of `row_alignment`.
     """
-    if row_tokens % (align := row_alignment(parallel, precision)):
+    if micro_batch_tokens % (align := row_alignment(parallel, precision)):
         raise UserError(
-            f"policy.row_tokens={row_tokens} is no multiple of {align}, as the parallel layout and the precision need; "
-            f"raise it to {-(-row_tokens // align) * align}."
+            f"policy.micro_batch_tokens={micro_batch_tokens} is not a multiple of {align}, as the parallel "
+            f"layout and the precision need; raise it to {-(-micro_batch_tokens // align) * align}."
         )
 
 

@@ -107,7 +107,7 @@ def datum_from_plain(values: Sequence[Any]) -> Datum:
 
 def results_to_plain(data: Sequence[Datum], values: Sequence[np.ndarray]) -> list[Any]:
     """Log-probs ``[T]`` of sequences at their trained positions; elsewhere they are 0."""
-    return [array_to_plain(value[datum.mask != 0]) for datum, value in zip(data, values, strict=True)]
+    return [array_to_plain(value[datum.loss_mask]) for datum, value in zip(data, values, strict=True)]
 
 
 def results_from_plain(data: Sequence[Datum], values: Sequence[Any]) -> list[np.ndarray]:
@@ -115,6 +115,6 @@ def results_from_plain(data: Sequence[Datum], values: Sequence[Any]) -> list[np.
     found = []
     for datum, value in zip(data, values, strict=True):
         whole = np.zeros(len(datum), np.float32)
-        whole[datum.mask != 0] = array_from_plain(value)
+        whole[datum.loss_mask] = array_from_plain(value)
         found.append(whole)
     return found

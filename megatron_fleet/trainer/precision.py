@@ -8,7 +8,7 @@ from importlib import metadata
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config, Parallel, Precision
-from megatron_fleet.weights.model import Model
+from megatron_fleet.models.model import Model
 
 _BLOCK = 128
 """Values per scale of the blockwise recipe, along tokens and along both sides of a weight."""

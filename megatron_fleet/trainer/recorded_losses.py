@@ -29,7 +29,7 @@ class RecordedLosses:
     def __call__(self, x: LossInputs) -> LossResult:
         number = len(self._totals)
         if self._sequences is not None and number < len(self._micro_batches):
-            counts = [int(np.count_nonzero(datum.mask)) for datum in self._micro_batches[number]]
+            counts = [int(np.count_nonzero(datum.loss_mask)) for datum in self._micro_batches[number]]
             ends = np.cumsum(counts)
             with torch.no_grad():
                 parts = [self._loss(_cut(x, end - n, end))[0] for n, end in zip(counts, ends, strict=True)]

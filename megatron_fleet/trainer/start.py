@@ -13,10 +13,10 @@ from megatron_fleet.cluster.inventory import LOOPBACK
 from megatron_fleet.cluster.launcher import LocalRanks, RankStarter
 from megatron_fleet.cluster.nodes import RanksOfHost
 from megatron_fleet.config.schema import Config
+from megatron_fleet.models.flops import SequenceCost
+from megatron_fleet.models.hf_config import read_model
 from megatron_fleet.trainer.group import TrainerGroup
 from megatron_fleet.trainer.links import RankListener
-from megatron_fleet.trainer.packing.flops import SequenceCost
-from megatron_fleet.weights.hf_config import read_model
 from megatron_fleet.weights.hf_folder import read_config
 
 Init = Literal["hf", "random", "none"]

@@ -11,10 +11,10 @@ from typing import Any
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Parallel, Recompute
+from megatron_fleet.models.hf_config import read_model
+from megatron_fleet.models.megatron_config import megatron_arguments
+from megatron_fleet.models.model import Model
 from megatron_fleet.trainer.layout import layers_of_stages
-from megatron_fleet.weights.hf_config import read_model
-from megatron_fleet.weights.megatron_config import megatron_arguments
-from megatron_fleet.weights.model import Model
 
 
 def validate(hf_config: Mapping[str, Any], parallel: Parallel, recompute: Recompute = "none") -> None:

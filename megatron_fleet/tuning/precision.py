@@ -110,7 +110,7 @@ def _candidate(config: Config, dtype: str, recipe: str) -> tuple[Row, Config]:
     tree["precision"] = Precision.model_validate({"recipe": recipe}).model_dump()
     tree["parallel"] = Parallel().model_dump()
     tree["policy"]["optimizer"] |= {"moments": "float32", "offload_fraction": 0.0}
-    tree["policy"]["row_tokens"] = -(-config.policy.row_tokens // ROW_UNIT) * ROW_UNIT
+    tree["policy"]["micro_batch_tokens"] = -(-config.policy.micro_batch_tokens // ROW_UNIT) * ROW_UNIT
     return Row(recipe if fp8 else dtype, tuple(settings)), Config.model_validate(tree)
 
 
@@ -125,12 +125,12 @@ def tune(config: Config, layers: int, repeats: int, advance: Callable[[], None])
     Raises:
         UserError: the model cannot be read.
     """
+    from megatron_fleet.models.hf_config import read_model
     from megatron_fleet.tuning.truncate import truncate
-    from megatron_fleet.weights.hf_config import read_model
     from megatron_fleet.weights.hf_folder import read_config
 
     found = candidates(config, this_machine())
-    report = Report("", layers, found[0][1].policy.row_tokens, False, [row for row, _ in found])
+    report = Report("", layers, found[0][1].policy.micro_batch_tokens, False, [row for row, _ in found])
     with tempfile.TemporaryDirectory(prefix="mfleet-tune-") as scratch:
         model = Path(scratch, "model")
         model.mkdir()

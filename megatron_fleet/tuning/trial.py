@@ -54,9 +54,9 @@ def measure(config: Config, init: Any, repeats: int) -> tuple[dict[str, Any], np
     cuda = torch.cuda.is_available()
     before = _resident()
     policy = MegatronPolicy(config, init=init)
-    row = random_row(config.policy.row_tokens, config.rollout.max_context, policy.vocab_size)
+    row = random_row(config.policy.micro_batch_tokens, config.rollout.max_context, policy.vocab_size)
     (values,) = policy.forward([row])
-    logprobs = np.concatenate([found[datum.mask != 0] for datum, found in zip(row, values, strict=True)])
+    logprobs = np.concatenate([found[datum.loss_mask] for datum, found in zip(row, values, strict=True)])
     seconds = []
     for _ in range(WARM_UP + repeats):
         start = time.perf_counter()

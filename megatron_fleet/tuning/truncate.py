@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from megatron_fleet.models.hf_config import architecture_of, read_model
 from megatron_fleet.storage.open import open_folder
-from megatron_fleet.weights.hf_config import architecture_of, read_model
 from megatron_fleet.weights.hf_folder import INDEX, SINGLE, read_config
 from megatron_fleet.weights.hf_model import open_model
 from megatron_fleet.weights.hf_reader import HfReader

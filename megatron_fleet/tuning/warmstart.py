@@ -30,14 +30,9 @@ from rich.progress import Progress, TextColumn
 from safetensors.torch import save_file
 
 from megatron_fleet.agents.engine import Generation, SamplingParams
-from megatron_fleet.agents.episode import run_episode
-from megatron_fleet.agents.images import PlacedImage
 from megatron_fleet.agents.prompts import load_prompts
-from megatron_fleet.agents.renderer import Renderer, to_json
-from megatron_fleet.agents.renderers.chat import ChatRenderer
-from megatron_fleet.agents.renderers.qwen import Qwen
 from megatron_fleet.agents.settings import EpisodeSettings
-from megatron_fleet.agents.tokenizer import IM_START, Tokenizer, train_tokenizer
+from megatron_fleet.agents.token_conversation import run_episode
 from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.algorithms.losses import sft_loss
 from megatron_fleet.config.load import ROOT, load
@@ -47,6 +42,12 @@ from megatron_fleet.envs.embedded.session import EmbeddedSession
 from megatron_fleet.envs.embedded.solver import demonstrate, solve
 from megatron_fleet.envs.embedded.tasks import SHIPPED_SEED, generate
 from megatron_fleet.envs.embedded.tasktype import Answer
+from megatron_fleet.models.chat.chat_renderer import ChatRenderer
+from megatron_fleet.models.chat.renderer import Renderer, to_json
+from megatron_fleet.models.chat.tokenizer import Tokenizer, train_tokenizer
+from megatron_fleet.models.images import PlacedImage
+from megatron_fleet.models.qwen3.chat import Qwen
+from megatron_fleet.models.qwen3.tokens import IM_START, QWEN3_TOKENS
 from megatron_fleet.trainer.megatron.policy import MegatronPolicy
 
 MISTAKES = 0.3
@@ -89,7 +90,7 @@ class Course:
 
     name: str
     rows: Callable[[random.Random], Iterator[Datum]]
-    row_tokens: int
+    micro_batch_tokens: int
     steps: int
     lr: float
 
@@ -291,7 +292,7 @@ def run_course(policy: MegatronPolicy, course: Course, rng: random.Random) -> No
     with Progress(*Progress.get_default_columns(), TextColumn("loss {task.fields[loss]:.4f}")) as progress:
         bar = progress.add_task(course.name, total=course.steps, loss=math.nan)
         for step in range(course.steps):
-            batch, room = [], course.row_tokens
+            batch, room = [], course.micro_batch_tokens
             while len(waiting) <= room:
                 batch.append(waiting)
                 room -= len(waiting)
@@ -306,8 +307,11 @@ def run_course(policy: MegatronPolicy, course: Course, rng: random.Random) -> No
 
 def normalised(batch: Sequence[Datum]) -> list[Datum]:
     """Rows whose weights add up to 1: the loss is a mean over the trained tokens of the batch."""
-    total = sum(float(datum.mask.sum()) for datum in batch)
-    return [replace(datum, mask=datum.mask / total, weights=datum.weights / total) for datum in batch]
+    total = sum(float(datum.loss_scale.sum()) for datum in batch)
+    return [
+        replace(datum, loss_scale=datum.loss_scale / total, scaled_advantages=datum.scaled_advantages / total)
+        for datum in batch
+    ]
 
 
 def course_lr(course: Course, step: int) -> float:
@@ -318,7 +322,12 @@ def course_lr(course: Course, step: int) -> float:
 
 def take_course(folder: Path, course: Course, seed: int, out: Path) -> None:
     """Train the model in ``folder`` and write the result to ``out``."""
-    overrides = [f"model.path={folder}", f"run.seed={seed}", f"policy.row_tokens={course.row_tokens}", *OVERRIDES]
+    overrides = [
+        f"model.path={folder}",
+        f"run.seed={seed}",
+        f"policy.micro_batch_tokens={course.micro_batch_tokens}",
+        *OVERRIDES,
+    ]
     config = load(["experiment=quickstart", *overrides])
     with closing(MegatronPolicy(config)) as policy:
         run_course(policy, course, random.Random(f"{course.name}/{seed}"))
@@ -329,7 +338,7 @@ def make_tiny(out: Path, seed: int) -> None:
     """Make tokenizer and model and write them to ``out`` as an HF folder."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "start"
-        tokenizer = train_tokenizer(corpus(random.Random(seed)), VOCABULARY, folder)
+        tokenizer = train_tokenizer(corpus(random.Random(seed)), VOCABULARY, folder, QWEN3_TOKENS)
         config = {**ARCHITECTURE, "vocab_size": VOCABULARY}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         save_file(initial_weights(torch.Generator().manual_seed(seed)), folder / "model.safetensors")

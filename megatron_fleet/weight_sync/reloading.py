@@ -95,9 +95,9 @@ def restore_passthrough(engine: WeightTransferEngine) -> None:
 def _passthrough_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of every passthrough tensor of a folder, prediction layers aside: engines do not use those."""
     model = open_model(folder)
-    for file in sorted({model.stored[name].file for name in model.carried}):
+    for file in sorted({model.stored[name].file for name in model.passthrough}):
         with safe_open(folder / file, framework="pt") as tensors:
-            for name in model.carried:
+            for name in model.passthrough:
                 if model.stored[name].file == file:
                     yield name, tensors.get_tensor(name)
 
@@ -125,4 +125,4 @@ def _checkpoint_names(folder: Path) -> set[str]:
     if not (folder / SINGLE).exists() and not (folder / INDEX).exists():
         return set()
     model = open_model(folder, prediction=False)
-    return {name for name in model.stored if name not in model.carried and name not in model.table.repeated}
+    return {name for name in model.stored if name not in model.passthrough and name not in model.table.repeated}

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron_fleet.models.model import Model
 from megatron_fleet.weights.mapping import Matrix, stack_key
-from megatron_fleet.weights.model import Model
 
 _WITH_STATE = re.compile(r"(.+\.(?:linear_\w+|\w*layernorm|enorm|hnorm|eh_proj))\.weight")
 """Modules that have an extra state: linear layers, and under Transformer Engine 2 the norms that stand alone."""

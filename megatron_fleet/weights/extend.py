@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.models.hf_config import architecture_of, read_model
 from megatron_fleet.storage.local import told
-from megatron_fleet.weights.hf_config import architecture_of, read_model
 from megatron_fleet.weights.hf_folder import read_config
 
 CONFIG = "config.json"

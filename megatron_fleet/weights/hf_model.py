@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.models.hf_config import architecture_of, text_config
 from megatron_fleet.storage.folder import Folder
 from megatron_fleet.weights.floats import FLOATS
-from megatron_fleet.weights.hf_config import architecture_of, text_config
 from megatron_fleet.weights.hf_folder import StoredTensor, as_folder, read_config, read_headers
 from megatron_fleet.weights.mapping import WeightTable
 
@@ -68,7 +68,7 @@ class HfModel:
         config: raw ``config.json``.
         stored: every tensor of the files.
         encodings: how each tensor of ``table.tensors`` is stored.
-        carried: names of tensors in the files that Megatron does not hold, see `WeightTable.is_carried`.
+        passthrough: names of tensors in the files that Megatron does not hold, see `WeightTable.is_passthrough`.
     """
 
     folder: Folder
@@ -76,7 +76,7 @@ class HfModel:
     table: WeightTable
     stored: Mapping[str, StoredTensor]
     encodings: Mapping[str, Encoding]
-    carried: tuple[str, ...]
+    passthrough: tuple[str, ...]
 
 
 def open_model(hf_dir: Folder | Path | str, *, prediction: bool = True) -> HfModel:
@@ -85,7 +85,7 @@ def open_model(hf_dir: Folder | Path | str, *, prediction: bool = True) -> HfMod
     Prediction layers that ``config.json`` announces and the files lack altogether are no part of the model.
 
     Args:
-        prediction: ``False`` = they are none either way, and are carried.
+        prediction: ``False`` = they are none either way, and pass through.
 
     Raises:
         UserError: naming file, tensor, expected and actual shape (or type) of the first disagreement.
@@ -112,20 +112,20 @@ def check_stored(
     where = folder.url
     encodings = {name: _encoding(where, name, shape, stored) for name, shape in table.tensors.items()}
     used = {id(part) for encoding in encodings.values() for part in encoding.parts}
-    carried = []
+    passthrough = []
     for name, entry in stored.items():
         if id(entry) in used:
             continue
         if name in table.repeated:
             _expect(where, name, entry, table.tensors[table.repeated[name]], FLOATS)
-        elif table.is_carried(name):
-            carried.append(name)
+        elif table.is_passthrough(name):
+            passthrough.append(name)
         else:
             raise UserError(
                 f"{where}/{entry.file}: tensor {name} is no part of the model that config.json describes; use the "
                 f"config.json that belongs to the weights."
             )
-    return HfModel(folder, config, table, stored, encodings, tuple(carried))
+    return HfModel(folder, config, table, stored, encodings, tuple(passthrough))
 
 
 def _encoding(where: str, name: str, shape: tuple[int, ...], stored: Mapping[str, StoredTensor]) -> Encoding:

@@ -14,10 +14,10 @@ from functools import cached_property
 from typing import Any
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.weights.architectures import layers
-from megatron_fleet.weights.hf_config import architecture_of, read_model
-from megatron_fleet.weights.model import Model
-from megatron_fleet.weights.rules import Leaf, Rule
+from megatron_fleet.models import layers
+from megatron_fleet.models.hf_config import architecture_of, read_model
+from megatron_fleet.models.model import Model
+from megatron_fleet.models.rules import Leaf, Rule
 
 Span = tuple[int, int]
 """Half-open interval of indices."""
@@ -140,9 +140,9 @@ class WeightTable:
         }
 
     @cached_property
-    def _carried(self) -> re.Pattern[str]:
+    def _passthrough(self) -> re.Pattern[str]:
         body = re.escape(self._architecture.body)
-        patterns = [pattern.replace("{body}", body) for pattern in self._architecture.carried]
+        patterns = [pattern.replace("{body}", body) for pattern in self._architecture.passthrough]
         if not self.model.mtp:
             patterns.append(self._prediction_pattern)
         return re.compile("|".join(f"(?:{p})" for p in patterns))
@@ -152,10 +152,10 @@ class WeightTable:
         first = self.model.layers
         return re.escape(self._architecture.body) + rf"layers\.(?:{'|'.join(str(first + k) for k in range(9))})\..+"
 
-    def is_carried(self, tensor: str) -> bool:
+    def is_passthrough(self, tensor: str) -> bool:
         """Whether an HF tensor is no part of Megatron's model: stale buffers, the vision tower, prediction layers of a
         model that is used without them."""
-        return self._carried.fullmatch(tensor) is not None
+        return self._passthrough.fullmatch(tensor) is not None
 
     def has_prediction(self, names: Iterable[str]) -> bool:
         """Whether some of the tensors named belong to prediction layers."""

@@ -10,19 +10,14 @@ from typing import Any
 import numpy as np
 from waiting import HANG_S
 
-from megatron_fleet.agents.chat_template import QWEN3_CHAT_TEMPLATE
 from megatron_fleet.agents.engine import Generation, SamplingParams
 from megatron_fleet.agents.prompts import load_prompts
 from megatron_fleet.agents.settings import EpisodeSettings
-from megatron_fleet.agents.tokenizer import Tokenizer
 from megatron_fleet.config.schema import Agent
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.base import Observation, Reward, ToolCall
+from megatron_fleet.models.chat.tokenizer import Tokenizer
 
-CORPUS = [
-    QWEN3_CHAT_TEMPLATE,
-    'user assistant system {"name": "search", "arguments": {"query": "open tickets"}} the answer is 42, done.\n\n',
-] * 3
 TASK = Task(
     key="t-1",
     prompt="Count the tickets.",

@@ -16,9 +16,9 @@ from pathlib import Path
 from record_templates import TEMPLATES, entry
 from talks import PLAIN, Talks
 
-from megatron_fleet.agents.renderers.families import FAMILIES
-from megatron_fleet.agents.renderers.format import Spoken
-from megatron_fleet.agents.template_check import Conversation, Round, render_template
+from megatron_fleet.models.chat.detection import FORMATS
+from megatron_fleet.models.chat.format import Spoken
+from megatron_fleet.models.chat.template_check import Conversation, Round, render_template
 
 DIGESTS = Path(__file__).with_name("dropped_digests.json")
 COUNT, SEED = 40, 6
@@ -35,9 +35,9 @@ def main(folder: Path) -> None:
     recorded = []
     for name, (family, origin) in TEMPLATES.items():
         source = (folder / name).read_bytes()
-        if True not in FAMILIES[family].thinking:
+        if True not in FORMATS[family].thinking:
             continue
-        chat = FAMILIES[family].make(True, source.decode())
+        chat = FORMATS[family].make(True, source.decode())
         theirs = render_template(source.decode(), chat, list(talks()))
         recorded.append(entry(name, origin, source, theirs) | {"family": family})
     DIGESTS.write_text(json.dumps({"templates": recorded}, indent=1) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Episodes with a model behind a real HTTP endpoint: every ending, limits, tools, pictures, tokens."""
+"""Episodes with a model behind a real HTTP endpoint: every ending, limits, tools, images, tokens."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from waiting import HANG_S, in_simulated_time
 
 from megatron_fleet.agents import chat_client
 from megatron_fleet.agents.chat_client import ChatClient, Unanswered
-from megatron_fleet.agents.chat_episode import run_chat_episode
+from megatron_fleet.agents.chat_conversation import run_chat_episode
 from megatron_fleet.agents.trajectory import Outcome
 from megatron_fleet.config.schema import Agent
 from megatron_fleet.config.sections.evaluation import Endpoint

@@ -12,9 +12,9 @@ from chat_server import call, check_history
 
 from megatron_fleet.agents.chat_history import ChatHistory, answers
 from megatron_fleet.agents.chat_turn import read_turn
-from megatron_fleet.agents.parser import MAX_CALLS
-from megatron_fleet.agents.renderer import ToolResult
 from megatron_fleet.envs.base import Image, ToolCall
+from megatron_fleet.models.chat.parser import MAX_CALLS
+from megatron_fleet.models.chat.renderer import ToolResult
 
 junk = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=8),

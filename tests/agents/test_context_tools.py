@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from agent_doubles import CALL, PROMPTS, SETTINGS, TASK, TOOLS, ScriptedEngine, ScriptedEnvironment, Turn, use
 
-from megatron_fleet.agents.episode import run_episode
+from megatron_fleet.agents.token_conversation import run_episode
 from megatron_fleet.agents.trajectory import Outcome
 from megatron_fleet.config.schema import Agent
 from megatron_fleet.envs.base import Observation, ToolError

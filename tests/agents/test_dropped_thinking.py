@@ -8,12 +8,12 @@ from record_dropped import DIGESTS, talks
 from talks import digest
 
 from megatron_fleet.agents.history import Exchange, History
-from megatron_fleet.agents.renderer import ToolResult
-from megatron_fleet.agents.renderers.chat import ChatRenderer
-from megatron_fleet.agents.renderers.families import FAMILIES
-from megatron_fleet.agents.renderers.format import Spoken
-from megatron_fleet.agents.template_check import Conversation, Round
-from megatron_fleet.agents.tokenizer import Tokenizer
+from megatron_fleet.models.chat.chat_renderer import ChatRenderer
+from megatron_fleet.models.chat.detection import FORMATS
+from megatron_fleet.models.chat.format import Spoken
+from megatron_fleet.models.chat.renderer import ToolResult
+from megatron_fleet.models.chat.template_check import Conversation, Round
+from megatron_fleet.models.chat.tokenizer import Tokenizer
 
 RECORDED = json.loads(DIGESTS.read_text(encoding="utf-8"))["templates"]
 
@@ -45,7 +45,7 @@ def prompts(renderer: ChatRenderer, chat, talk: Conversation) -> list[str]:
 @pytest.mark.parametrize("entry", RECORDED, ids=lambda e: e["file"])
 def test_the_last_prompt_is_what_the_template_writes(entry, tmp_path):
     tokenizer = Tokenizer(make_folder(entry["family"], tmp_path))
-    chat = FAMILIES[entry["family"]].make(True, "")
+    chat = FORMATS[entry["family"]].make(True, "")
     renderer = ChatRenderer(tokenizer, chat)
     found = [prompts(renderer, chat, talk)[-1] for talk in talks()]
     assert [digest(text) for text in found] == entry["digests"].split()
@@ -55,7 +55,7 @@ def test_the_last_prompt_is_what_the_template_writes(entry, tmp_path):
 def test_kimi_k2_5_shows_an_empty_block(tmp_path):
     """Its template is not kept; what it writes for an earlier turn is ``<think></think>`` and the text."""
     tokenizer = Tokenizer(make_folder("kimi-k2.5", tmp_path))
-    chat = FAMILIES["kimi-k2.5"].make(True, None)
+    chat = FORMATS["kimi-k2.5"].make(True, None)
     rounds = (Round(Spoken("I think", "Well."), ("Go on.",)),)
     text = prompts(ChatRenderer(tokenizer, chat), chat, Conversation("s", (), "u", rounds))[-1]
     turn = "<|im_assistant|>assistant<|im_middle|>"
@@ -64,10 +64,10 @@ def test_kimi_k2_5_shows_an_empty_block(tmp_path):
     )
 
 
-@pytest.mark.parametrize("family", ["qwen3", "glm-4.5", "glm-4.7", "kimi-k2-thinking", "kimi-k2.5"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3.5", "glm-4.5", "glm-4.7", "kimi-k2-thinking", "kimi-k2.5"])
 def test_thinking_that_was_never_closed_is_left_out_to_the_end(family, tmp_path):
     tokenizer = Tokenizer(make_folder(family, tmp_path))
-    chat = FAMILIES[family].make(True, None)
+    chat = FORMATS[family].make(True, None)
     renderer = ChatRenderer(tokenizer, chat)
     opened = "" if chat.opens_thinking else "<think>"
     history = History(renderer, "s", (), "u", "", drop_thinking=True)

@@ -13,9 +13,9 @@ from megatron_fleet.agents import builder as builder_module
 from megatron_fleet.agents import ending as ending_module
 from megatron_fleet.agents import toolbox as toolbox_module
 from megatron_fleet.agents.engine import EngineLost
-from megatron_fleet.agents.episode import run_episode
 from megatron_fleet.agents.history import History
 from megatron_fleet.agents.settings import stable_seed
+from megatron_fleet.agents.token_conversation import run_episode
 from megatron_fleet.agents.trajectory import Outcome
 from megatron_fleet.envs.base import EnvBusy, EnvLost, Observation, Reward, ToolCall, ToolError
 

@@ -5,19 +5,19 @@ from agent_doubles import TASK, TOOLS, ScriptedEngine, ScriptedEnvironment, Turn
 from family_tokenizers import make_folder
 from waiting import HANG_S
 
-from megatron_fleet.agents.episode import run_episode
 from megatron_fleet.agents.prompts import load_prompts
-from megatron_fleet.agents.renderers.chat import ChatRenderer
-from megatron_fleet.agents.renderers.families import FAMILIES, make_format
-from megatron_fleet.agents.renderers.format import Spoken
 from megatron_fleet.agents.settings import EpisodeSettings
-from megatron_fleet.agents.template_check import Conversation, Round, written
-from megatron_fleet.agents.tokenizer import Tokenizer
+from megatron_fleet.agents.token_conversation import run_episode
 from megatron_fleet.agents.trajectory import Outcome
 from megatron_fleet.config.schema import Agent
 from megatron_fleet.envs.base import Observation, ToolCall
+from megatron_fleet.models.chat.chat_renderer import ChatRenderer
+from megatron_fleet.models.chat.detection import FORMATS, make_format
+from megatron_fleet.models.chat.format import Spoken
+from megatron_fleet.models.chat.template_check import Conversation, Round, written
+from megatron_fleet.models.chat.tokenizer import Tokenizer
 
-MODES = [(family, thinking) for family in FAMILIES for thinking in FAMILIES[family].thinking]
+MODES = [(family, thinking) for family in FORMATS for thinking in FORMATS[family].thinking]
 SETTINGS = EpisodeSettings(
     max_context=8000,
     max_tokens_per_turn=1000,

@@ -8,23 +8,26 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from agent_doubles import CORPUS, SETTINGS, TASK, TOOLS, ScriptedEnvironment
+from agent_doubles import SETTINGS, TASK, TOOLS, ScriptedEnvironment
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizer_fixtures import CORPUS
 
 from megatron_fleet.agents.engine import EngineLost, Generation, SamplingParams
-from megatron_fleet.agents.episode import run_episode
-from megatron_fleet.agents.renderers import glm, kimi
-from megatron_fleet.agents.renderers.chat import ChatRenderer
-from megatron_fleet.agents.renderers.format import Spoken
-from megatron_fleet.agents.renderers.glm import Glm
-from megatron_fleet.agents.renderers.kimi import Kimi
-from megatron_fleet.agents.renderers.qwen import Qwen
-from megatron_fleet.agents.tokenizer import QWEN3_TOKENS, Tokenizer, train_tokenizer
+from megatron_fleet.agents.token_conversation import run_episode
 from megatron_fleet.agents.trajectory import Group, Outcome, Trajectory
 from megatron_fleet.algorithms.batch import build_data
 from megatron_fleet.config.schema import Agent, Algorithm
 from megatron_fleet.envs.base import Observation, ToolCall, ToolError
+from megatron_fleet.models.chat.chat_renderer import ChatRenderer
+from megatron_fleet.models.chat.format import Spoken
+from megatron_fleet.models.chat.tokenizer import Tokenizer, train_tokenizer
+from megatron_fleet.models.glm4 import chat as glm
+from megatron_fleet.models.glm4.chat import Glm
+from megatron_fleet.models.kimi import chat as kimi
+from megatron_fleet.models.kimi.chat import Kimi
+from megatron_fleet.models.qwen3.chat import Qwen
+from megatron_fleet.models.qwen3.tokens import QWEN3_TOKENS
 
 FORMATS = {
     "qwen3": (QWEN3_TOKENS, Qwen(True, True)),
@@ -173,9 +176,9 @@ def assert_rows_are_what_was_sampled(trajectory: Trajectory, expected: list) -> 
     other = dataclasses.replace(trajectory, reward=0.0, sample=1)
     batch = build_data([Group(0, "t", "e", [whole, other])], Algorithm(reduction="sequence_mean", masked_outcomes=()))
     own = [datum for datum, origin in zip(batch.data, batch.origin, strict=True) if origin.sample == 0]
-    assert [int(i) for d in own for i in d.token_ids[d.mask > 0]] == [i for _, ids, _ in expected for i in ids]
-    assert [p for d in own for p in d.behaviour_logprobs[d.mask > 0]] == [p for _, _, ps in expected for p in ps]
-    assert sum(float(d.mask.sum()) for d in own) == pytest.approx(0.5, rel=1e-5)
+    assert [int(i) for d in own for i in d.token_ids[d.loss_mask]] == [i for _, ids, _ in expected for i in ids]
+    assert [p for d in own for p in d.behaviour_logprobs[d.loss_mask]] == [p for _, _, ps in expected for p in ps]
+    assert sum(float(d.loss_scale.sum()) for d in own) == pytest.approx(0.5, rel=1e-5)
 
 
 @pytest.mark.parametrize(

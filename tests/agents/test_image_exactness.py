@@ -1,4 +1,4 @@
-"""Random episodes with pictures: the trajectory's ids and spans are what the engine was given, turn by turn."""
+"""Random episodes with images: the trajectory's ids and spans are what the engine was given, turn by turn."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from hypothesis import strategies as st
 from picture_doubles import picture, vision_folder
 from test_exactness import HonestEngine, Said, agents, requests_of, turns
 
-from megatron_fleet.agents.episode import run_episode
-from megatron_fleet.agents.images import digest
-from megatron_fleet.agents.renderers.chat import ChatRenderer
-from megatron_fleet.agents.renderers.families import make_renderer
-from megatron_fleet.agents.renderers.format import Spoken
-from megatron_fleet.agents.renderers.qwen import Qwen
+from megatron_fleet.agents.token_conversation import run_episode
 from megatron_fleet.agents.trajectory import Outcome, Trajectory
 from megatron_fleet.envs.base import Image, Observation
+from megatron_fleet.models.chat.chat_renderer import ChatRenderer
+from megatron_fleet.models.chat.detection import make_renderer
+from megatron_fleet.models.chat.format import Spoken
+from megatron_fleet.models.images import digest
+from megatron_fleet.models.qwen3.chat import Qwen
 
-BROKEN = Image("image/png", b"no picture")
+BROKEN = Image("image/png", b"no image")
 SPEAKERS = {True: Qwen(True, True), False: Qwen(True, False)}
 
 
 @dataclasses.dataclass
 class SeeingEngine(HonestEngine):
-    """Also remembers the pictures of every request."""
+    """Also remembers the images of every request."""
 
     seen: list[list] = dataclasses.field(default_factory=list)
 
@@ -54,7 +54,7 @@ pictures = st.lists(
 
 @st.composite
 def observations(draw) -> Observation:
-    """Text with the places of its pictures, some of them missing; long texts lose their end."""
+    """Text with the places of its images, some of them missing; long texts lose their end."""
     images = draw(pictures)
     words = st.sampled_from(["a page\n", "", "<|image_pad|>", "[image 9]", "row é " * 40])
     places = [f"{draw(words)}[image {n}]" for n in range(1, draw(st.integers(0, len(images))) + 1)]
@@ -92,7 +92,7 @@ def test_pictures_stand_where_the_engine_was_told(renderers, thinking, script, f
 
 
 def assert_runs_are(renderer: ChatRenderer, prompt: list[int], images: list) -> None:
-    """Every run of placeholders is one picture, between its marks, as long as its size says; there is no other."""
+    """Every run of placeholders is one image, between its marks, as long as its size says; there is no other."""
     pad, tokens = renderer.vision.placeholder_id, renderer.tokenizer.special
     runs, place = [], 0
     while place < len(prompt):
@@ -108,7 +108,7 @@ def assert_runs_are(renderer: ChatRenderer, prompt: list[int], images: list) -> 
 
 
 def assert_spans_are_what_the_engine_saw(trajectory: Trajectory, engine: SeeingEngine) -> None:
-    """In each segment the pictures of its last request, and of what was shown after it."""
+    """In each segment the images of its last request, and of what was shown after it."""
     told = {}
     said = {span.turn: span.start for span in reversed(trajectory.spans) if span.kind == "action"}
     assert list(range(len(engine.seen))) == sorted(said)

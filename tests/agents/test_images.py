@@ -1,4 +1,4 @@
-"""Pictures as tokens: their places, their files, and models that see none."""
+"""Images as tokens: their places, their files, and models that see none."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from picture_doubles import PROCESSOR, picture, vision_folder
 
-from megatron_fleet.agents.episode import run_episode
-from megatron_fleet.agents.images import MAX_PIXELS, ImageSpan, digest, place, read_vision, readable, size_of
-from megatron_fleet.agents.renderers.families import make_renderer
 from megatron_fleet.agents.sight import UNREADABLE, around, see
-from megatron_fleet.agents.tokenizer import QWEN3_TOKENS, train_tokenizer
+from megatron_fleet.agents.token_conversation import run_episode
 from megatron_fleet.agents.trajectory import Outcome
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Agent
 from megatron_fleet.envs.base import Image, Observation
+from megatron_fleet.models.chat.detection import make_renderer
+from megatron_fleet.models.chat.tokenizer import train_tokenizer
+from megatron_fleet.models.images import MAX_PIXELS, ImageSpan, digest, place, read_vision, readable, size_of
+from megatron_fleet.models.qwen3.tokens import QWEN3_TOKENS
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +113,7 @@ def test_a_model_without_sight_reads_that_there_was_a_picture(tmp_path):
 
 def test_an_episode_to_be_trained_on_has_no_picture_that_the_trainer_cannot_see(renderer):
     reset = Observation("Look: [image 1]", TOOLS, images=(picture(50, 50),))
-    _, t = play(renderer, [Turn("4 <done>")], reset, pictures=False)
+    _, t = play(renderer, [Turn("4 <done>")], reset, images=False)
     assert t.metrics["images_unseen"] == 1 and not t.image_spans
     assert renderer.vision.placeholder_id not in t.token_ids
 

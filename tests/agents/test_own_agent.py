@@ -10,12 +10,12 @@ from agent_doubles import CALL, SETTINGS, TASK, TOOLS, ScriptedEngine, ScriptedE
 from waiting import in_simulated_time
 
 from megatron_fleet.agents.kinds import make_agent
-from megatron_fleet.agents.renderer import ToolResult
-from megatron_fleet.agents.renderers.families import make_renderer
-from megatron_fleet.agents.renderers.format import Spoken
 from megatron_fleet.agents.trajectory import Outcome
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.envs.base import EnvLost, Observation, ToolCall
+from megatron_fleet.models.chat.detection import make_renderer
+from megatron_fleet.models.chat.format import Spoken
+from megatron_fleet.models.chat.renderer import ToolResult
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

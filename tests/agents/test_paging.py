@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fleet.agents import outputs as outputs_module
-from megatron_fleet.agents.episode import run_episode
 from megatron_fleet.agents.outputs import ToolOutputs, matches
+from megatron_fleet.agents.token_conversation import run_episode
 from megatron_fleet.config.schema import Agent
 from megatron_fleet.envs.base import Observation
 

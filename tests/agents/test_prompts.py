@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 from agent_doubles import SETTINGS, TASK, ScriptedEngine, ScriptedEnvironment, Turn
 
-from megatron_fleet.agents.episode import run_episode
 from megatron_fleet.agents.prompts import Prompts, load_prompts
+from megatron_fleet.agents.token_conversation import run_episode
 from megatron_fleet.config.errors import UserError
 
 SHIPPED = load_prompts(None)

@@ -9,8 +9,8 @@ import pytest
 from agent_doubles import CALL, TASK, ScriptedEngine, ScriptedEnvironment, Turn
 from test_episode import SETTINGS
 
-from megatron_fleet.agents.episode import run_episode
 from megatron_fleet.agents.settings import EpisodeSettings
+from megatron_fleet.agents.token_conversation import run_episode
 from megatron_fleet.agents.trajectory import Group
 from megatron_fleet.algorithms.batch import build_data
 from megatron_fleet.config.schema import Agent, Algorithm, Engine, Env, Rollout, Sampling

@@ -1,15 +1,15 @@
 """Thinking found by token ids, against what the text says."""
 
 import pytest
-from agent_doubles import CORPUS
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizer_fixtures import CORPUS
 
-from megatron_fleet.agents.renderers import kimi
-from megatron_fleet.agents.renderers.chat import ChatRenderer
-from megatron_fleet.agents.renderers.kimi import Kimi
 from megatron_fleet.agents.thinking import Thinking
-from megatron_fleet.agents.tokenizer import Tokenizer, train_tokenizer
+from megatron_fleet.models.chat.chat_renderer import ChatRenderer
+from megatron_fleet.models.chat.tokenizer import Tokenizer, train_tokenizer
+from megatron_fleet.models.kimi import chat as kimi
+from megatron_fleet.models.kimi.chat import Kimi
 
 texts = st.lists(st.sampled_from(["<think>", "</think>", "\n", "\n\n", "so ", "x", "<tool_call>"]), max_size=9).map(
     "".join

@@ -57,9 +57,9 @@ def test_every_trajectory_has_one_fate(rows, advantage, reduction, filtered):
         part = source.segments()[origin.segment]
         assert batch.fates[origin.group][origin.sample] is Fate.TRAINED
         assert np.array_equal(datum.token_ids, source.token_ids[part])  # nothing truncated
-        assert set(np.flatnonzero(datum.mask)) == set(np.flatnonzero(source.action_mask[part])) - {0}
+        assert set(np.flatnonzero(datum.loss_mask)) == set(np.flatnonzero(source.action_mask[part])) - {0}
         assert source.reward in (0.0, 0.5, 1.0)
-    assert batch.trained_tokens == sum(np.count_nonzero(d.mask) for d in batch.data)
+    assert batch.trained_tokens == sum(np.count_nonzero(d.loss_mask) for d in batch.data)
     assert batch.trained_tokens == sum(
         int(t.action_mask[part][1:].sum())
         for g, group_fates in zip(groups, batch.fates, strict=True)
@@ -76,7 +76,7 @@ def test_fates_by_hand():
     kept = build_data(rows, Algorithm(group_filter="none"))
     assert kept.fates[1] == [t, t]
     equal = [d for d, o in zip(kept.data, kept.origin, strict=True) if o.group == 1]
-    assert all(not d.weights.any() and d.mask.any() for d in equal)
+    assert all(not d.scaled_advantages.any() and d.loss_scale.any() for d in equal)
 
 
 def test_an_episode_that_was_cut_short_counts_for_its_group_and_trains_nothing():
@@ -89,7 +89,7 @@ def test_an_episode_that_was_cut_short_counts_for_its_group_and_trains_nothing()
     assert everything.fates == [[Fate.TRAINED] * 4] == build_data([cut], Algorithm(masked_outcomes=())).fates
     # The same baseline, and a normaliser of what is trained.
     assert batch.advantages == [everything.advantages[i] for i in (0, 2, 3)]
-    assert sum(d.mask.sum() for d in batch.data) == pytest.approx(1) and batch.trained_tokens == 9
+    assert sum(d.loss_scale.sum() for d in batch.data) == pytest.approx(1) and batch.trained_tokens == 9
     assert build_data([cut], Algorithm(masked_outcomes=("max_turns",))).counts[Fate.MASKED] == 1
 
 
@@ -100,13 +100,17 @@ def test_masked_outcomes_are_outcomes_with_a_verdict():
 def test_rows_by_hand():
     batch = build_data([group(1, 0, masks=("..##.#", ".#"))], Algorithm(advantage="grpo_no_std"))
     first, second = batch.data
-    assert first.mask.tolist() == [0, 0, 0.25, 0.25, 0, 0.25]  # 3 + 1 trained tokens
-    assert first.weights.tolist() == [0, 0, 0.125, 0.125, 0, 0.125]  # advantage 0.5
-    assert second.weights.tolist() == [0, -0.125]
+    assert first.loss_scale.tolist() == [0, 0, 0.25, 0.25, 0, 0.25]  # 3 + 1 trained tokens
+    assert first.scaled_advantages.tolist() == [0, 0, 0.125, 0.125, 0, 0.125]  # advantage 0.5
+    assert second.scaled_advantages.tolist() == [0, -0.125]
     assert first.behaviour_logprobs.tolist() == [0, 0, -0.75, -1.0, 0, -1.5]
     assert batch.origin == [Origin(0, 0), Origin(0, 1)]
     assert first.proximal_logprobs is first.reference_logprobs is None
-    assert (first.token_ids.dtype, first.mask.dtype, first.weights.dtype) == (np.int32, np.float32, np.float32)
+    assert (first.token_ids.dtype, first.loss_scale.dtype, first.scaled_advantages.dtype) == (
+        np.int32,
+        np.float32,
+        np.float32,
+    )
 
 
 @pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "constant"])
@@ -114,7 +118,7 @@ def test_normalisers(reduction):
     groups = [group(1, 0, masks=("." + "#" * 9, ".#")), group(1, 1), group(0, 1, masks=(".##", ".####"))]
     batch = build_data(groups, Algorithm(reduction=reduction, reduction_constant=10))
     assert len(batch.data) == 4  # the zero-signal group does not dilute
-    row_sums = [float(d.mask.sum()) for d in batch.data]
+    row_sums = [float(d.loss_scale.sum()) for d in batch.data]
     expected = {
         "token_mean": [9 / 16, 1 / 16, 2 / 16, 4 / 16],
         "sequence_mean": [1 / 4] * 4,
@@ -131,10 +135,10 @@ def test_each_part_of_a_split_is_normalised_over_itself(reduction):
     parts = split_batch(batch, 2, algo)
     assert [len(d) for p in parts for d in p] == [len(d) for d in batch.data]
     for part in parts:
-        tokens = sum(np.count_nonzero(d.mask) for d in part)
+        tokens = sum(np.count_nonzero(d.loss_mask) for d in part)
         scale = tokens / (10 * len(part)) if reduction == "constant" else 1
-        assert sum(float(d.mask.sum()) for d in part) == pytest.approx(scale, rel=1e-6)
-    rejoined = [d.weights[d.mask > 0] / d.mask[d.mask > 0] for p in parts for d in p]
+        assert sum(float(d.loss_scale.sum()) for d in part) == pytest.approx(scale, rel=1e-6)
+    rejoined = [d.scaled_advantages[d.loss_mask] / d.loss_scale[d.loss_mask] for p in parts for d in p]
     for weights, advantage in zip(rejoined, batch.advantages, strict=True):
         assert weights == pytest.approx(advantage, rel=1e-5)
 
@@ -144,7 +148,7 @@ def weights_of(batch_rows, origins) -> dict[tuple[int, int], float]:
     out: dict[tuple[int, int], float] = {}
     for datum, origin in zip(batch_rows, origins, strict=True):
         key = (origin.group, origin.sample)
-        out[key] = out.get(key, 0.0) + float(datum.weights.sum())
+        out[key] = out.get(key, 0.0) + float(datum.scaled_advantages.sum())
     return out
 
 
@@ -157,7 +161,7 @@ def test_a_trajectory_weighs_the_same_in_one_piece_and_in_many(reduction):
     assert [o.segment for o in parts.origin] == [0, 1, 3, 0, 0]  # nothing was sampled in segment 2
     assert parts.advantages[:3] == [whole.advantages[0]] * 3
     assert weights_of(parts.data, parts.origin) == pytest.approx(weights_of(whole.data, whole.origin), rel=1e-6)
-    values = {float(x) for d in parts.data[:3] for x in d.mask[d.mask > 0]}
+    values = {float(x) for d in parts.data[:3] for x in d.loss_scale[d.loss_mask]}
     assert len(values) == 1  # every token of a trajectory weighs the same
     assert parts.trained_tokens == whole.trained_tokens == 9
 
@@ -166,8 +170,8 @@ def test_segments_by_hand():
     batch = build_data([group(1, 0, masks=("..##|.#", ".#"))], Algorithm(advantage="grpo_no_std"))
     first, second, third = batch.data
     assert first.token_ids.tolist() == [100, 101, 102, 103] and second.token_ids.tolist() == [104, 105]
-    assert second.mask.tolist() == [0, 0.25] and second.behaviour_logprobs.tolist() == [0, -1.5]
-    assert third.weights.tolist() == [0, -0.125]
+    assert second.loss_scale.tolist() == [0, 0.25] and second.behaviour_logprobs.tolist() == [0, -1.5]
+    assert third.scaled_advantages.tolist() == [0, -0.125]
     assert batch.origin == [Origin(0, 0, 0), Origin(0, 0, 1), Origin(0, 1, 0)]
 
 
@@ -181,7 +185,7 @@ def test_experts_go_with_their_segment():
 
 def test_nothing_predicts_the_first_token_of_a_segment():
     batch = build_data([group(1, 0, masks=("##|##", ".#|#"))], Algorithm())
-    assert [np.flatnonzero(d.mask).tolist() for d in batch.data] == [[1], [1], [1]]
+    assert [np.flatnonzero(d.loss_mask).tolist() for d in batch.data] == [[1], [1], [1]]
     assert build_data([group(1, 0, masks=("#|#", ".#"))], Algorithm()).fates == [[Fate.NO_TOKENS, Fate.TRAINED]]
 
 
@@ -194,7 +198,7 @@ def test_a_split_keeps_the_segments_of_a_trajectory_together(parts):
     sizes = [len(part) for part in split]
     assert sizes == {1: [7], 2: [4, 3], 3: [4, 2, 1], 9: [4, 2, 1]}[parts]
     for part in split:
-        assert sum(float(d.mask.sum()) for d in part) == pytest.approx(1, rel=1e-6)
+        assert sum(float(d.loss_scale.sum()) for d in part) == pytest.approx(1, rel=1e-6)
 
 
 def test_a_trajectory_without_tokens_is_counted():
@@ -212,7 +216,7 @@ def test_a_split_has_no_empty_part():
 
 def test_the_first_token_is_never_trained():
     batch = build_data([group(1, 0, masks=("##", "##"))], Algorithm())
-    assert [d.mask[0] for d in batch.data] == [0, 0]
+    assert [d.loss_scale[0] for d in batch.data] == [0, 0]
     assert [d.behaviour_logprobs[0] for d in batch.data] == [0, 0]
 
 

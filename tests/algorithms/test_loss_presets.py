@@ -51,12 +51,14 @@ def ours(name, *overrides):
     algo = algorithm(name, *overrides)
     batch, (new, old) = build_data(groups(), algo), policies()
     assert len(batch.data) == len(new)
-    trained = {field: [getattr(d, field)[d.mask > 0] for d in batch.data] for field in ("mask", "weights")}
+    trained = {
+        field: [getattr(d, field)[d.loss_mask] for d in batch.data] for field in ("loss_scale", "scaled_advantages")
+    }
     x = LossInputs(
         logprobs=torch.cat([new[i] for i in ROW]),
         entropy=torch.cat([torch.zeros_like(old[i]) for i in ROW]),
-        mask=torch.cat([torch.from_numpy(trained["mask"][i]).double() for i in ROW]),
-        weights=torch.cat([torch.from_numpy(trained["weights"][i]).double() for i in ROW]),
+        loss_scale=torch.cat([torch.from_numpy(trained["loss_scale"][i]).double() for i in ROW]),
+        scaled_advantages=torch.cat([torch.from_numpy(trained["scaled_advantages"][i]).double() for i in ROW]),
         behaviour=torch.cat([old[i] for i in ROW]),
         proximal=torch.cat([old[i] for i in ROW]),
         sequence=torch.repeat_interleave(torch.arange(len(ROW)), torch.tensor([len(new[i]) for i in ROW])),

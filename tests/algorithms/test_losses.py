@@ -25,8 +25,8 @@ def inputs(proximal: bool = True, reference: bool = False, dtype: "torch.dtype" 
     return LossInputs(
         logprobs=logprobs.clone().requires_grad_(),
         entropy=normal(1).abs(),
-        mask=torch.full((N,), 1 / N, dtype=dtype),
-        weights=normal(1) / N,
+        loss_scale=torch.full((N,), 1 / N, dtype=dtype),
+        scaled_advantages=normal(1) / N,
         behaviour=logprobs + normal(0.01),
         sequence=torch.zeros(N, dtype=torch.int64),
         sequences=1,
@@ -51,8 +51,10 @@ def test_single_forward_is_plain_policy_gradient_with_ratio_exactly_one():
     x = inputs(proximal=False, dtype=torch.float32)
     loss, sums = make_loss(Algorithm(dual_clip=3.0))(x)
     loss.backward()
-    assert loss.item() == pytest.approx(-x.weights.sum().item(), abs=1e-6)
-    assert torch.equal(x.logprobs.grad, -x.weights)  # neither min nor clamp may halve or drop a gradient at ratio 1
+    assert loss.item() == pytest.approx(-x.scaled_advantages.sum().item(), abs=1e-6)
+    assert torch.equal(
+        x.logprobs.grad, -x.scaled_advantages
+    )  # neither min nor clamp may halve or drop a gradient at ratio 1
     assert sums["ratio"] == N
     assert sums["clipped_low"] == sums["clipped_high"] == sums["clipped_dual"] == 0
 
@@ -112,7 +114,7 @@ def test_clip_metrics_are_shares_of_tokens():
     sums = make_loss(Algorithm(dual_clip=1.5))(x)[1]
     metrics = finalize_metrics({name: value.item() for name, value in sums.items()})
     sides = [metrics[f"policy/ppo_clip_ratio_{side}"] for side in ("low", "high", "dual")]
-    ratios, advantages = (x.logprobs - x.proximal).exp(), x.weights
+    ratios, advantages = (x.logprobs - x.proximal).exp(), x.scaled_advantages
     by_hand = [
         ((ratios < 0.8) & (advantages < 0)).double().mean().item(),
         ((ratios > 1.2) & (advantages > 0)).double().mean().item(),

@@ -153,7 +153,7 @@ def test_the_first_on_policy_update_is_reinforce(name, single_forward):
     x = pack(batch, normalisers(batch, "sequence_mean"), proximal=not single_forward)
     _, sums = make_loss(Algorithm(loss=name, dual_clip=3.0))(x)
     make_loss(Algorithm(loss=name, dual_clip=3.0))(x)[0].backward()
-    torch.testing.assert_close(gradients(batch), -x.weights, rtol=1e-14, atol=0)
+    torch.testing.assert_close(gradients(batch), -x.scaled_advantages, rtol=1e-14, atol=0)
     assert sums.get("ratio", torch.tensor(x.logprobs.numel())) == x.logprobs.numel()
     assert all(sums[side] == 0 for side in ("clipped_low", "clipped_high") if side in sums)
 
@@ -189,7 +189,7 @@ def test_far_policies_stay_finite(name, kind):
         batch = samples(dtype=torch.float32)
         x = pack(batch, normalisers(batch, "token_mean"), reference=True)
         x.proximal, x.reference = x.proximal + apart, x.reference - apart
-        x.behaviour, x.weights[0] = x.behaviour - apart, 0.0
+        x.behaviour, x.scaled_advantages[0] = x.behaviour - apart, 0.0
         value, sums = loss(x)
         value.backward()
         assert torch.isfinite(value) and torch.isfinite(gradients(batch)).all()

@@ -1,4 +1,4 @@
-"""What the page shows of pictures: small copies drawn anew, as many as there is room for."""
+"""What the page shows of images: small copies drawn anew, as many as there is room for."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run(tmp_path) -> Path:
 
 def test_the_page_holds_small_copies_and_nothing_of_the_files_themselves(run):
     page = render(*build(read_run(run))).decode()
-    found = json.loads(re.search(r'id="pictures">(.*?)</script>', page)[1])
+    found = json.loads(re.search(r'id="images">(.*?)</script>', page)[1])
     assert list(found) == [named(SCREEN)]
     small = PIL.Image.open(io.BytesIO(base64.b64decode(found[named(SCREEN)].split(",")[1])))
     assert small.size == (SIDE, SIDE * 720 // 1280) and small.getpixel((5, 5))[0] > 240

@@ -38,7 +38,7 @@ def config(folder: Path, *overrides: str):
 
 @pytest.mark.parametrize("modality", ["computer_use", "browser_use"])
 def test_a_model_that_sees_nothing_is_refused_tasks_on_a_screen(blind, modality):
-    said = rf"^model.path={blind}: .* sees no pictures .* task buy-1 of data.tasks=.* is a {modality} task; choose .*$"
+    said = rf"^model.path={blind}: .* sees no images .* task buy-1 of data.tasks=.* is a {modality} task; choose .*$"
     with pytest.raises(UserError, match=said):
         preflight.check_sight(config(blind), [READ, replace(CLICK, modality=modality)])
     preflight.check_sight(config(blind), [READ])
@@ -55,5 +55,5 @@ def test_training_on_a_screen_is_refused(seeing, monkeypatch, tmp_path):
         for i in range(40)
     ]
     (tmp_path / "tasks.json").write_text(json.dumps(rows))
-    with pytest.raises(UserError, match=r"is a browser_use task, and training on pictures is not possible yet; set "):
+    with pytest.raises(UserError, match=r"is a browser_use task, and training on images is not possible yet; set "):
         preflight._tasks(config(seeing, f"data.tasks={tmp_path}/tasks.json"))

@@ -7,7 +7,6 @@ import pytest
 pytest.importorskip("torch")  # of the losses
 
 from megatron_fleet.agents.kinds import AGENTS
-from megatron_fleet.agents.renderers.families import FAMILIES
 from megatron_fleet.algorithms.advantages import ADVANTAGES
 from megatron_fleet.algorithms.groups import FILTERS, SHAPINGS
 from megatron_fleet.algorithms.policy_terms import POLICY_TERMS
@@ -17,6 +16,7 @@ from megatron_fleet.config.extension import check, is_path, load
 from megatron_fleet.config.keys import leaves
 from megatron_fleet.config.load import load as load_config
 from megatron_fleet.envs.registry import KINDS
+from megatron_fleet.models.chat.detection import FORMATS
 from megatron_fleet.weight_sync.registry import TRANSPORTS
 
 MODULE = """
@@ -120,7 +120,7 @@ def test_the_configuration_names_what_there_is():
         "algorithm.group_filter": FILTERS,
         "agent.kind": AGENTS,
         "env.kind": KINDS,
-        "rollout.renderer": ("auto", *FAMILIES),
+        "rollout.renderer": ("auto", *FORMATS),
         "rollout.engine.transport": ("auto", *TRANSPORTS),
         "logging.own": (),
     }

@@ -20,7 +20,7 @@ def test_quickstart_is_accepted():
 @pytest.mark.parametrize(
     ("overrides", "keys"),
     [
-        (["policy.row_tokens=1023"], ["policy.row_tokens=1023", "rollout.max_context=1024"]),
+        (["policy.micro_batch_tokens=1023"], ["policy.micro_batch_tokens=1023", "rollout.max_context=1024"]),
         (
             ["rollout.sampling.max_tokens_per_turn=1024"],
             ["rollout.sampling.max_tokens_per_turn", "rollout.max_context"],
@@ -84,7 +84,7 @@ def test_impossible_combinations_are_explained(overrides, keys):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["policy.row_tokens=1024"],
+        ["policy.micro_batch_tokens=1024"],
         ["rollout.sampling.max_tokens_per_turn=1023"],
         ["parallel.data=128"],
         ["policy.updates_per_batch=16"],

@@ -39,7 +39,7 @@ def test_data_come_back_bit_for_bit(tmp_path, count):
 
 def test_values_that_are_not_finite_and_fields_that_are_missing(tmp_path):
     bad = full_datum(9, 0)
-    bad.weights[4], bad.behaviour_logprobs[:2] = np.nan, (np.inf, -np.inf)
+    bad.scaled_advantages[4], bad.behaviour_logprobs[:2] = np.nan, (np.inf, -np.inf)
     some = replace(full_datum(4, 1), routing=None, proximal_logprobs=None)
     data = [replace(datum, reference_logprobs=None) for datum in (some, bad, some)]
     save_data(tmp_path / "data.npz", data)
@@ -48,5 +48,5 @@ def test_values_that_are_not_finite_and_fields_that_are_missing(tmp_path):
 
 
 def test_a_field_that_could_not_be_read_back_is_refused(tmp_path):
-    with pytest.raises(TypeError, match=r"Datum\.weights is a list"):
-        save_data(tmp_path / "data.npz", [replace(full_datum(3, 0), weights=[1.0, 2.0, 3.0])])
+    with pytest.raises(TypeError, match=r"Datum\.scaled_advantages is a list"):
+        save_data(tmp_path / "data.npz", [replace(full_datum(3, 0), scaled_advantages=[1.0, 2.0, 3.0])])

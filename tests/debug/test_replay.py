@@ -78,19 +78,19 @@ async def test_a_step_comes_out_the_same_in_other_micro_batches(replays):
 
 async def test_the_sequence_that_is_to_blame_is_named(replays):
     data = make_batch(count=6)
-    data[4].weights[-1] = np.nan
+    data[4].scaled_advantages[-1] = np.nan
     found = await replays.run(await replays.dump(data))
     assert found.differences() == []
     assert found.verdict == "not_finite"
     blamed = {s.index: s.fields for m in found.micro_batches for s in m.sequences if s.fields}
-    assert blamed == {4: ["weights"]}
+    assert blamed == {4: ["scaled_advantages"]}
     text = to_text(found)
-    assert "sequence 4: weights not finite" in text
+    assert "sequence 4: scaled_advantages not finite" in text
     assert "gradients that are not finite: 1 of 1, from the output on: logits" in text
     printed = json.loads(to_json(found))
     assert printed["reproduced"] is True
     assert printed["micro_batches"][2]["loss"] == "nan"
-    assert printed["micro_batches"][2]["sequences"][0]["fields"] == ["weights"]
+    assert printed["micro_batches"][2]["sequences"][0]["fields"] == ["scaled_advantages"]
 
 
 async def test_what_differs_is_said(replays):
@@ -111,7 +111,7 @@ async def test_what_differs_is_said(replays):
 async def test_losses_that_cancel_are_compared_at_the_scale_of_their_parts(replays):
     """Of a micro-batch whose losses add up to almost nothing only rounding is left; it must not count."""
     data = make_batch(count=2, seed=1)
-    data[1] = replace(data[0], weights=-data[0].weights)
+    data[1] = replace(data[0], scaled_advantages=-data[0].scaled_advantages)
     dump = await replays.dump(data)
     assert abs(dump.record.loss) < 1e-9
     rounded = replace(dump.record.micro_batches[0], loss=1e-8)
@@ -129,10 +129,10 @@ async def test_a_trainer_without_micro_batches_is_compared_as_a_whole(replays):
 
 async def test_a_long_table_shows_what_is_wrong(replays):
     data = make_batch(count=80)
-    data[71].weights[-1] = np.inf
+    data[71].scaled_advantages[-1] = np.inf
     text = to_text(await replays.run(await replays.dump(data)))
     assert "39 more micro-batches, in --json" in text
-    assert "sequence 71: weights not finite" in text
+    assert "sequence 71: scaled_advantages not finite" in text
 
 
 @pytest.fixture
@@ -164,10 +164,10 @@ async def dump(replays):
 
 def test_alone_in_one_process_unless_a_layout_is_asked_for(replays, dump, command):
     assert command(dump.path)[0] == 0
-    assert command(dump.path, "parallel.tensor=2", "policy.row_tokens=512", "--json")[0] == 0
+    assert command(dump.path, "parallel.tensor=2", "policy.micro_batch_tokens=512", "--json")[0] == 0
     alone, wanted = replays.asked
     assert (alone.parallel, wanted.parallel) == (Parallel(), Parallel(data=2, tensor=2))
-    assert wanted.policy.row_tokens == 512
+    assert wanted.policy.micro_batch_tokens == 512
     assert alone.model.path == str(dump.model)
     assert alone.run.out != replays.config.run.out, "logs of ranks must not be written among those of the run"
 

@@ -41,7 +41,7 @@ def score(model: str, arrays: str, out: str) -> None:
     config = load(["experiment=quickstart", f"model.path={model}"])
     data = [Datum(i, m.astype(np.float32), m * 0.0, m * 0.0) for i, m in zip(ids, masks, strict=True)]
     lengths = [len(d) for d in data]
-    (plan,) = plan_rows(lengths, 1, config.policy.row_tokens, lengths)
+    (plan,) = plan_rows(lengths, 1, config.policy.micro_batch_tokens, lengths)
     rows = MegatronPolicy(config).forward([[data[i] for i in row] for row in plan])
     megatron = {i: v for row, found in zip(plan, rows, strict=True) for i, v in zip(row, found, strict=True)}
     result = {}

@@ -1,6 +1,7 @@
 """Whole runs of models with experts and with latent attention, on real parts."""
 
 import json
+import random
 import shutil
 from dataclasses import asdict
 
@@ -14,6 +15,9 @@ from test_whole_runs import WEIGHTS, convert
 from whole_runs import Run
 
 from megatron_fleet.envs.embedded.tasks import generate
+from megatron_fleet.models.chat.detection import FORMATS
+from megatron_fleet.models.chat.tokenizer import train_tokenizer
+from megatron_fleet.tuning.warmstart import corpus
 
 pytestmark = pytest.mark.slow
 
@@ -72,14 +76,15 @@ def test_experts_on_two_ranks_take_the_same_first_step_as_on_one(upcycled, tmp_p
     assert before.keys() == after.keys() and any(not torch.equal(before[name], after[name]) for name in before)
 
 
-def test_latent_attention_goes_round_the_loop(tmp_path, monkeypatch):
-    """Random weights, DeepSeek-V3's layers; a coin pays, so that there is something to learn from, and turns never end
-    by themselves."""
+@pytest.mark.parametrize(("family", "chat"), [("deepseek_v3", "qwen3"), ("glm4_flash", "glm-4.7")])
+def test_latent_attention_goes_round_the_loop(tmp_path, monkeypatch, family, chat):
+    """Random weights; a coin pays, so that there is something to learn from, and turns never end by themselves."""
     vocabulary = json.loads((tiny_models.TOKENIZER / "config.json").read_text())["vocab_size"]
-    monkeypatch.setattr(
-        tiny_models, "raw_config", lambda family, dialect: served_config(family, dialect) | {"vocab_size": vocabulary}
-    )
-    model = tiny_models.make("deepseek_v3", tmp_path / "model", dtype=torch.float32)
+    sizes = {"vocab_size": vocabulary, "max_position_embeddings": 2560}
+    monkeypatch.setattr(tiny_models, "raw_config", lambda family, dialect: served_config(family, dialect) | sizes)
+    model = tiny_models.make(family, tmp_path / "model", dtype=torch.float32)
+    if chat != "qwen3":
+        train_tokenizer(corpus(random.Random(0)), vocabulary, model, FORMATS[chat].tokens)
     tasks = tmp_path / "tasks.json"
     tasks.write_text(json.dumps([asdict(task) | {"verifier_code": COIN} for task in generate(seed=3, per_env=8)]))
     run = Run(

@@ -64,7 +64,7 @@ def healthy():
 
 def bad():
     data = healthy()
-    data[3].weights[-1] = np.nan
+    data[3].scaled_advantages[-1] = np.nan
     return data
 
 
@@ -96,7 +96,7 @@ async def test_a_step_that_is_not_finite_is_dumped_and_discarded(guarded, caplog
     dump = open_dump(guarded.folder / "step-000002.0")
     assert (dump.record.verdict, dump.record.step, dump.record.device) == ("not_finite", 2, "cpu")
     assert [np.isfinite(m.loss) for m in dump.record.micro_batches] == [True, False, True]
-    assert [d.weights.tobytes() for d in dump.data()] == [d.weights.tobytes() for d in data]
+    assert [d.scaled_advantages.tobytes() for d in dump.data()] == [d.scaled_advantages.tobytes() for d in data]
 
 
 async def test_a_loss_that_is_not_finite_is_enough(guarded):

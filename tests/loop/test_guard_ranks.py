@@ -96,7 +96,7 @@ def dumped_state(dump: Dump) -> dict[str, str]:
 
 
 def build_config(model: Path, out: Path, layout: str = "single", policy: dict[str, Any] | None = None) -> Config:
-    tree = make_config(model, Parallel(**LAYOUTS[layout]), row_tokens=128).model_dump()
+    tree = make_config(model, Parallel(**LAYOUTS[layout]), micro_batch_tokens=128).model_dump()
     tree["run"]["out"] = str(out)
     tree["policy"] |= policy or {}
     return Config.model_validate(tree)
@@ -147,7 +147,7 @@ def healthy(scale: float = 1.0, vocab_size: int = 511):
     """Three micro-batches at least."""
     batch = make_batch(count=10, longest=60, vocab_size=vocab_size)
     for datum in batch:
-        datum.weights *= np.float32(scale)
+        datum.scaled_advantages *= np.float32(scale)
     return batch
 
 
@@ -159,14 +159,14 @@ def spoil(data, name: str):
     for datum in data:
         if getattr(datum, name) is None:
             setattr(datum, name, datum.behaviour_logprobs.copy())
-    getattr(data[BAD], name)[np.flatnonzero(data[BAD].mask)[3]] = np.nan
+    getattr(data[BAD], name)[np.flatnonzero(data[BAD].loss_scale)[3]] = np.nan
     return data
 
 
 FAULTS = {
     # Field, algorithm, how many gradients are not finite. The last fault ends in a clamp, behind which the gradient
     # is 0: the loss alone shows it.
-    "weights": ({}, ALL),
+    "scaled_advantages": ({}, ALL),
     "proximal_logprobs": ({}, 0),
 }
 
@@ -265,7 +265,7 @@ async def test_a_skipped_step_leaves_the_biases_of_routers(tmp_path):
     async with alone(config, tmp_path, "random") as run:
         data = healthy(vocab_size=hf["vocab_size"])
         before = await run.state()
-        assert (await run.step(spoil(healthy(vocab_size=hf["vocab_size"]), "weights"))).skipped
+        assert (await run.step(spoil(healthy(vocab_size=hf["vocab_size"]), "scaled_advantages"))).skipped
         assert await run.state() == before
         logprobs = await run.trainer.forward(data)
         run.accustom(1e-6)
@@ -318,7 +318,7 @@ async def trained(start, tmp_path_factory) -> Callable[..., Any]:
             run.begin(tmp_path_factory.mktemp(layout))
             reports = [await run.step(healthy())]
             before = await run.state()
-            reports.append(await run.step(spoil(healthy(), "weights")))
+            reports.append(await run.step(spoil(healthy(), "scaled_advantages")))
             unchanged = await run.state() == before
             reports.append(await run.step(healthy()))
             run.accustom(1e-3)
@@ -349,14 +349,14 @@ async def test_both_dumps_replay_in_any_layout(start, trained, layout, target):
         assert found.differences() == []
         assert found.tolerance == (1e-6 if layout == target else 1e-4)
         blamed = {s.index: s.fields for m in found.micro_batches for s in m.sequences if s.fields}
-        assert blamed == ({BAD: ["weights"]} if step == 2 else {})
+        assert blamed == ({BAD: ["scaled_advantages"]} if step == 2 else {})
 
 
 async def test_the_command_replays_alone_and_in_a_layout(trained, capsys):
     run, _, _ = await trained("dp2")
     status, printed = await command(capsys, run.dump(2).path)
     assert status == 0
-    assert f"sequence {BAD}: weights not finite" in printed
+    assert f"sequence {BAD}: scaled_advantages not finite" in printed
     assert f"gradients that are not finite: {ALL} of {ALL}" in printed
     assert "reproduced in another layout than the run's (tolerance 0.0001)" in printed
     status, printed = await command(capsys, run.dump(4).path, "parallel.data=2")

@@ -36,7 +36,7 @@ def make(tmp_path):
 
 def trained(values, data):
     """One array of the values at all trained positions."""
-    return np.concatenate([found[datum.mask != 0] for datum, found in zip(data, values, strict=True)])
+    return np.concatenate([found[datum.loss_mask] for datum, found in zip(data, values, strict=True)])
 
 
 def test_several_updates_measure_the_ratio_against_the_policy_before_the_first(make):

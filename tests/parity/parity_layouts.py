@@ -87,10 +87,10 @@ def batch() -> list[Datum]:
         mask[-n // 4 :] = 1
         weights = mask * np.float32(rng.normal())
         data.append(Datum(rng.integers(0, 515, n).astype(np.int32), mask, weights, np.zeros(n, np.float32)))
-    trained = sum(int(d.mask.sum()) for d in data)
+    trained = sum(int(d.loss_scale.sum()) for d in data)
     for datum in data:
-        datum.mask /= trained
-        datum.weights /= trained
+        datum.loss_scale /= trained
+        datum.scaled_advantages /= trained
     return data
 
 
@@ -100,7 +100,9 @@ def objective(logprobs: torch.Tensor, entropy: torch.Tensor, mask: torch.Tensor,
 
 
 def loss(x: LossInputs) -> LossResult:
-    return objective(x.logprobs, x.entropy, x.mask, x.weights), {"tokens": x.mask.new_tensor(float(len(x.mask)))}
+    return objective(x.logprobs, x.entropy, x.loss_scale, x.scaled_advantages), {
+        "tokens": x.loss_scale.new_tensor(float(len(x.loss_scale)))
+    }
 
 
 def config(model: Path, layout: Layout) -> Config:
@@ -110,7 +112,7 @@ def config(model: Path, layout: Layout) -> Config:
             "model": {"path": str(model), "dtype": "float32"},
             "parallel": layout.parallel,
             "policy": {
-                "row_tokens": 192,
+                "micro_batch_tokens": 192,
                 "logprob_chunk": 50,
                 "recompute": layout.recompute,
                 "optimizer": {"lr": LR, "eps": EPS, "weight_decay": WEIGHT_DECAY, "clip_grad": CLIP},

@@ -24,7 +24,7 @@ def train_reference(folder: Path) -> dict[str, Any]:
     for _ in range(STEPS):
         total = 0.0
         for datum in batch():
-            mask, weights = torch.from_numpy(datum.mask), torch.from_numpy(datum.weights)
+            mask, weights = torch.from_numpy(datum.loss_scale), torch.from_numpy(datum.scaled_advantages)
             part = objective(*answers(model, datum), mask, weights)
             part.backward()
             total += float(part.detach())
@@ -41,7 +41,7 @@ def answers(model: torch.nn.Module, datum: Any) -> tuple[torch.Tensor, torch.Ten
     """Log-probs and entropies float32 ``[T]``; 0 for the first token and where nothing is trained."""
     ids = torch.from_numpy(datum.token_ids).long()
     logp = (model(ids[None]).logits[0].float() / TEMPERATURE).log_softmax(-1)[:-1]
-    trained = torch.from_numpy((datum.mask != 0)[1:].astype(np.float32))
+    trained = torch.from_numpy((datum.loss_mask)[1:].astype(np.float32))
     zero = torch.zeros(1)
     chosen = logp.gather(1, ids[1:, None])[:, 0]
     return torch.cat([zero, chosen * trained]), torch.cat([zero, -(logp.exp() * logp).sum(-1) * trained])

@@ -14,7 +14,7 @@ def rollout_config(model: Path, engine: Mapping[str, Any] | None = None, **rollo
         {
             "run": {"name": "test", "out": "unused", "steps": 1},
             "model": {"path": str(model), "dtype": "float32"},
-            "policy": {"row_tokens": 4096, "optimizer": {"lr": 1e-3}},
+            "policy": {"micro_batch_tokens": 4096, "optimizer": {"lr": 1e-3}},
             "data": {"tasks": "embedded"},
             "env": {"start_timeout_s": 300},
             "rollout": {

@@ -1,4 +1,4 @@
-"""Pictures on the wire: each file travels once per connection, and an engine that forgot one says so."""
+"""Images on the wire: each file travels once per connection, and an engine that forgot one says so."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from waiting import HANG_S
 
 from megatron_fleet.agents.engine import Generation, SamplingParams
-from megatron_fleet.agents.images import PlacedImage, digest
 from megatron_fleet.envs.base import Image
+from megatron_fleet.models.images import PlacedImage, digest
 from megatron_fleet.rollout.engine_client import connect
 from megatron_fleet.rollout.engine_server import EngineServer, ImageStore
 

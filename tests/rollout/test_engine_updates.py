@@ -1,4 +1,4 @@
-"""Weight updates and lost pictures as the engine actor and its slot see them, with engines that are not there."""
+"""Weight updates and lost images as the engine actor and its slot see them, with engines that are not there."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rollout_config import rollout_config
 from waiting import HANG_S
 
 from megatron_fleet.agents.engine import EngineLost, SamplingParams
-from megatron_fleet.agents.images import PlacedImage
 from megatron_fleet.envs.base import Image
+from megatron_fleet.models.images import PlacedImage
 from megatron_fleet.rollout.requests import RolloutFailed
 
 CALLS = {
@@ -305,7 +305,7 @@ async def test_a_request_whose_pictures_vllm_lost_is_made_once_more(actor, monke
 
 
 async def test_a_model_that_sees_nothing_is_given_no_pictures(actor):
-    with pytest.raises(ValueError, match="sees no pictures"):
+    with pytest.raises(ValueError, match="sees no images"):
         await actor._generate([9], SamplingParams(1.0, 1, ()), "s", [PICTURE])
     assert actor._llm.calls == []
 

@@ -22,8 +22,8 @@ if not (Path(sys.prefix) / "torchvision").is_dir():
 from tiny_vision_model import SIDE, noise, reference_logprobs, with_pictures, write_tiny_vision_model
 
 from megatron_fleet.agents.engine import SamplingParams
-from megatron_fleet.agents.images import digest, read_vision
 from megatron_fleet.envs.base import Image
+from megatron_fleet.models.images import digest, read_vision
 from megatron_fleet.rollout.engine_client import connect
 
 pytestmark = pytest.mark.slow
@@ -53,7 +53,7 @@ def served(tmp_path_factory):
 
 @pytest.fixture
 def ask(served):
-    """Sample ``tokens`` of a prompt of ids and pictures."""
+    """Sample ``tokens`` of a prompt of ids and images."""
     engine = connect([served.endpoint], TOKEN, START_TIMEOUT_S)
 
     async def generate(ids, placed, tokens=8, seed=1):
@@ -82,7 +82,7 @@ async def test_what_vllm_samples_is_what_transformers_says_turn_by_turn(served, 
 
 
 async def test_another_picture_in_the_same_place_is_another_prompt(served, ask):
-    """Equal ids; only the pictures differ. A prefix cache that knew ids alone would answer for the first."""
+    """Equal ids; only the images differ. A prefix cache that knew ids alone would answer for the first."""
     pictures = [noise(4 * SIDE, 4 * SIDE, seed) for seed in (3, 4)]
     scores = []
     for shown in pictures:
@@ -120,7 +120,7 @@ async def test_one_picture_many_times_in_a_prompt(served, ask):
 
 
 async def test_a_placeholder_that_the_policy_said_is_no_picture(served, ask):
-    """It changes what the model reads, and moves no picture."""
+    """It changes what the model reads, and moves no image."""
     shown, pad = noise(2 * SIDE, 2 * SIDE, 9), served.vision.placeholder_id
     said, placed = with_pictures([[5, pad, pad, 6], shown, text(4, 1), [pad], text(2, 2)], served.vision)
     plain, _ = with_pictures([[5, 7, 7, 6], shown, text(4, 1), [7], text(2, 2)], served.vision)
@@ -136,7 +136,7 @@ def broken_pictures() -> dict[str, tuple[Image, str]]:
     header = struct.pack(">IIBBBBB", 30_000, 30_000, 8, 2, 0, 0, 0)
     chunk = struct.pack(">I", 13) + b"IHDR" + header + struct.pack(">I", zlib.crc32(b"IHDR" + header))
     return {
-        "no picture": (Image("image/png", b"not a picture"), "cannot be read"),
+        "no image": (Image("image/png", b"not an image"), "cannot be read"),
         "cut off": (Image("image/png", whole.data[: len(whole.data) // 2]), "cannot be processed"),
         "a bomb": (Image("image/png", whole.data[:8] + chunk + whole.data[33:]), "cannot be read|beyond all limits"),
         "a strip": (noise(2000, 4, 11), "beyond all limits"),

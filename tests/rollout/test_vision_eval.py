@@ -18,9 +18,9 @@ if not (Path(sys.prefix) / "torchvision").is_dir():
 
 from tiny_vision_model import CALL, write_looking_model
 
-from megatron_fleet.agents.images import read_vision
-from megatron_fleet.agents.tokenizer import Tokenizer
 from megatron_fleet.cli import main
+from megatron_fleet.models.chat.tokenizer import Tokenizer
+from megatron_fleet.models.images import read_vision
 from megatron_fleet.telemetry.sinks import load_trajectories
 
 pytestmark = pytest.mark.slow

@@ -11,13 +11,14 @@ from waiting import LOOP_TIME, in_simulated_time, until
 pytest.importorskip("openenv")
 
 from megatron_fleet.agents.engine import EngineLost, Generation
-from megatron_fleet.agents.tokenizer import Tokenizer, train_tokenizer
 from megatron_fleet.agents.trajectory import Outcome
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Agent, Engine, Env, Rollout, Sampling
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs import provision
 from megatron_fleet.envs.base import EnvLost, Observation, Reward
+from megatron_fleet.models.chat.tokenizer import Tokenizer, train_tokenizer
+from megatron_fleet.models.qwen3.tokens import QWEN3_TOKENS
 from megatron_fleet.rollout import worker as worker_module
 from megatron_fleet.rollout.requests import EpisodeSpec
 from megatron_fleet.rollout.worker import EpisodeWorker
@@ -79,7 +80,7 @@ class WorldEnvironment:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
-    train_tokenizer(["the answer"], 300, folder)
+    train_tokenizer(["the answer"], 300, folder, QWEN3_TOKENS)
     return folder
 
 

@@ -13,7 +13,8 @@ def write_tiny_model(folder: Path, seed: int, tied: bool = True, context: int = 
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from megatron_fleet.agents.tokenizer import train_tokenizer
+    from megatron_fleet.models.chat.tokenizer import train_tokenizer
+    from megatron_fleet.models.qwen3.tokens import QWEN3_TOKENS
 
     torch.manual_seed(seed)
     config = Qwen3Config(
@@ -26,7 +27,7 @@ def write_tiny_model(folder: Path, seed: int, tied: bool = True, context: int = 
         if parameter.ndim >= 2:
             parameter.data.normal_(0, 0.3 if "embed" in name else 0.1)
     model.to(torch.float32).save_pretrained(folder)
-    train_tokenizer(["a small corpus for a small model; the bytes are enough"] * 4, VOCABULARY, folder)
+    train_tokenizer(["a small corpus for a small model; the bytes are enough"] * 4, VOCABULARY, folder, QWEN3_TOKENS)
     return folder
 
 

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import PIL.Image
 
-from megatron_fleet.agents.images import PlacedImage, digest
-from megatron_fleet.agents.tokenizer import QWEN_VL_TOKENS, Tokenizer, train_tokenizer
 from megatron_fleet.envs.base import Image
+from megatron_fleet.models.chat.tokenizer import Tokenizer, train_tokenizer
+from megatron_fleet.models.images import PlacedImage, digest
+from megatron_fleet.models.qwen3.tokens import QWEN_VL_TOKENS
 
 VOCABULARY = 320
 SIDE = 32
@@ -67,7 +68,7 @@ def write_tiny_vision_model(
 
 
 def noise(width: int, height: int, seed: int, kind: str = "PNG") -> Image:
-    """A picture that no compressor makes smaller, so that every pixel is a different one."""
+    """An image that no compressor makes smaller, so that every pixel is a different one."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     file = io.BytesIO()
     PIL.Image.fromarray(pixels).save(file, kind)
@@ -75,8 +76,8 @@ def noise(width: int, height: int, seed: int, kind: str = "PNG") -> Image:
 
 
 def with_pictures(parts: Sequence[Sequence[int] | Image], vision) -> tuple[list[int], list[PlacedImage]]:
-    """A prompt of token ids and pictures in order."""
-    from megatron_fleet.agents.images import size_of
+    """A prompt of token ids and images in order."""
+    from megatron_fleet.models.images import size_of
 
     ids: list[int] = []
     placed = []

@@ -1,4 +1,4 @@
-"""Progress: plain lines without a terminal, a live picture with one."""
+"""Progress: plain lines without a terminal, a live image with one."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""The picture: drawn from any log that has a step, whatever is missing in it."""
+"""The image: drawn from any log that has a step, whatever is missing in it."""
 
 import numpy as np
 import pytest

@@ -39,8 +39,8 @@ def config_of(job: dict[str, Any], folder: Path) -> Config:
 
 def loss(x: LossInputs) -> Any:
     """Policy gradient with an entropy bonus."""
-    total = -(x.weights * x.logprobs).sum() - 0.01 * (x.mask * x.entropy).sum()
-    return total, {"tokens": x.mask.new_tensor(float(len(x.mask)))}
+    total = -(x.scaled_advantages * x.logprobs).sum() - 0.01 * (x.loss_scale * x.entropy).sum()
+    return total, {"tokens": x.loss_scale.new_tensor(float(len(x.loss_scale)))}
 
 
 def frozen(policy: MegatronPolicy) -> list[torch.Tensor]:

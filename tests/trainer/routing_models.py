@@ -29,7 +29,7 @@ def config(
             "model": {"path": str(model), "dtype": "float32"},
             "parallel": parallel or {},
             "policy": {
-                "row_tokens": 96,
+                "micro_batch_tokens": 96,
                 "logprob_chunk": 50,
                 "recompute": recompute,
                 "optimizer": {"lr": LR, "eps": 1e-4, "clip_grad": 1.0},
@@ -55,9 +55,9 @@ def sequences() -> list[Datum]:
         mask = np.zeros(n, np.float32)
         mask[n // 3 :] = 1
         data.append(Datum(rng.integers(0, 515, n).astype(np.int32), mask, mask * np.float32(rng.normal()), mask * 0))
-    trained = sum(int(d.mask.sum()) for d in data)
+    trained = sum(int(d.loss_scale.sum()) for d in data)
     for datum in data:
-        datum.weights /= trained
+        datum.scaled_advantages /= trained
     return data
 
 
@@ -76,7 +76,7 @@ def record_anything(data: list[Datum], choices: int, whole: bool = False) -> Non
 
 def loss(x: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Its value moves with every log-prob, unlike that of a ratio."""
-    return -(x.weights * x.logprobs).sum(), {}
+    return -(x.scaled_advantages * x.logprobs).sum(), {}
 
 
 class Reference:
@@ -118,10 +118,10 @@ class Reference:
         self._routing = None if datum.routing is None else torch.from_numpy(datum.routing.astype(np.int64))
         ids = torch.from_numpy(datum.token_ids).long()
         logp = (self.model(ids[None]).logits[0] / TEMPERATURE).log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
-        return torch.cat([torch.zeros(1), logp * torch.from_numpy(datum.mask[1:])])
+        return torch.cat([torch.zeros(1), logp * torch.from_numpy(datum.loss_scale[1:])])
 
     def train(self, data: list[Datum]) -> float:
         """Gradients of the loss over all sequences; its value."""
-        total = sum(-(torch.from_numpy(d.weights) * self.logprobs(d)).sum() for d in data)
+        total = sum(-(torch.from_numpy(d.scaled_advantages) * self.logprobs(d)).sum() for d in data)
         total.backward()
         return float(total.detach())

@@ -14,13 +14,14 @@ from tiny_models import make, raw_config, reference_logits
 
 from megatron_fleet.algorithms.losses import make_loss
 from megatron_fleet.config.schema import Algorithm
+from megatron_fleet.models.hf_config import read_model
 from megatron_fleet.trainer.megatron.policy import MegatronPolicy
-from megatron_fleet.weights.hf_config import read_model
 
 TRAINED = ("qwen2", "qwen2_tied", "qwen3", "qwen3_tied", "qwen3_yarn", "llama3")
 TRAINED += (
     "qwen3_moe",
     "glm4_moe",
+    "glm4_flash",
     "deepseek_v3",
     "deepseek_v3_fp8",
     "moonlight",
@@ -43,7 +44,7 @@ def test_a_family_is_trained_as_it_is(tmp_path, family):
             logp = (reference_logits(folder, ids)[0] / 0.8).log_softmax(-1)
             expected = np.zeros(len(datum))
             expected[1:] = logp[:-1].gather(1, ids[0, 1:, None])[:, 0]
-            trained = datum.mask != 0
+            trained = datum.loss_mask
             assert np.abs(logprobs - expected)[trained].max() < 1e-4
         before = objective(batch, got)
         policy.forward_backward([batch[:2], batch[2:]], make_loss(Algorithm()))
@@ -55,4 +56,4 @@ def test_a_family_is_trained_as_it_is(tmp_path, family):
 
 def objective(batch, logprobs) -> float:
     """Σ weight · log-prob, what a step of policy gradient raises."""
-    return sum(float(datum.weights @ x) for datum, x in zip(batch, logprobs, strict=True))
+    return sum(float(datum.scaled_advantages @ x) for datum, x in zip(batch, logprobs, strict=True))

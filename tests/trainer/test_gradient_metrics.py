@@ -137,7 +137,7 @@ def start(tmp_path):
 
 
 def weighted(x):
-    return -(x.weights * x.logprobs).sum(), {}
+    return -(x.scaled_advantages * x.logprobs).sum(), {}
 
 
 def reference_gradients(folder, rows):
@@ -149,7 +149,7 @@ def reference_gradients(folder, rows):
         for datum in row:
             tokens = torch.from_numpy(datum.token_ids).long()[None]
             logp = (hf(tokens).logits[0, :-1] / 0.8).log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
-            (-(torch.from_numpy(datum.weights)[1:] * logp).sum()).backward()
+            (-(torch.from_numpy(datum.scaled_advantages)[1:] * logp).sum()).backward()
         for number, layer in enumerate(hf.model.layers):
             attention, mlp = layer.self_attn, layer.mlp
             q, k, v = (p.weight.grad.view(2, -1, 64) for p in (attention.q_proj, attention.k_proj, attention.v_proj))

@@ -22,10 +22,10 @@ from megatron_fleet.cluster import frames, handshake
 from megatron_fleet.cluster.launcher import ExternalRanks
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
+from megatron_fleet.models.flops import SequenceCost
 from megatron_fleet.trainer.base import AdamParams, LossSpec, TrainerLost
 from megatron_fleet.trainer.group import TrainerGroup
 from megatron_fleet.trainer.links import RankListener
-from megatron_fleet.trainer.packing.flops import SequenceCost
 from megatron_fleet.trainer.start import open_trainer
 
 TOKEN = "the run's token"
@@ -67,7 +67,9 @@ async def test_each_replica_is_sent_its_data_once(tmp_path):
         plan = group.plan(data)
     assert sorted(i for replica in plan for members in replica for i in members) == list(range(9))
     assert [rank.data_bytes > 0 for rank in ranks] == [True, False, False, True, False, False]
-    arrays = [getattr(d, n) for d in data for n in ("token_ids", "mask", "weights", "behaviour_logprobs")]
+    arrays = [
+        getattr(d, n) for d in data for n in ("token_ids", "loss_scale", "scaled_advantages", "behaviour_logprobs")
+    ]
     assert sum(rank.data_bytes for rank in ranks) < 1.3 * sum(array.nbytes for array in arrays)
     assert all(rank.calls == ["build", "forward_backward"] for rank in ranks[1:])
 
@@ -120,13 +122,13 @@ async def test_only_ranks_of_this_run_are_let_in():
 
 
 OUT_OF_MEMORY, FULL = ("other", "no memory", "OutOfMemoryError"), ("system", "disk full", "OSError")
-TOO_LARGE = ("user", "lower policy.row_tokens", "UserError")
+TOO_LARGE = ("user", "lower policy.micro_batch_tokens", "UserError")
 
 
 @pytest.mark.parametrize(
     ("failures", "error", "text"),
     [
-        ({0: OUT_OF_MEMORY, 1: TOO_LARGE}, UserError, "lower policy.row_tokens"),
+        ({0: OUT_OF_MEMORY, 1: TOO_LARGE}, UserError, "lower policy.micro_batch_tokens"),
         ({1: OUT_OF_MEMORY}, TrainerLost, "rank 1: optim_step: OutOfMemoryError: no memory"),
         ({0: FULL, 1: FULL}, OSError, "disk full"),
         ({0: FULL}, TrainerLost, "disk full"),

@@ -213,13 +213,13 @@ def logprobs(model: torch.nn.Module) -> np.ndarray:
         with torch.no_grad():
             logp = (model(ids).logits[0].float() / 0.8).log_softmax(-1)
         chosen = torch.cat([torch.zeros(1), logp[:-1].gather(1, ids[0, 1:, None])[:, 0]])
-        out.append(np.where(datum.mask != 0, chosen.numpy(), 0.0))
+        out.append(np.where(datum.loss_mask, chosen.numpy(), 0.0))
     return np.concatenate(out)
 
 
 def test_transformers_computes_the_same_with_merged_weights_and_with_adapters(results, folder):
     expected = by_sequence(results["qwen3-single"], "last")
-    trained = np.concatenate([d.mask for d in make_batch(count=8, vocab_size=500, longest=30)]) != 0
+    trained = np.concatenate([d.loss_scale for d in make_batch(count=8, vocab_size=500, longest=30)]) != 0
     merged = reference_model(folder / "qwen3.export-merged")
     assert np.abs(logprobs(merged) - expected)[trained].max() < 1e-4
     adapters, base = stored(folder / "qwen3.export"), reference_model(folder / "qwen3")
@@ -234,7 +234,7 @@ def test_transformers_computes_the_same_with_merged_weights_and_with_adapters(re
 
 def test_a_merged_mixture_of_experts_computes_the_same_in_transformers(results, folder):
     expected = by_sequence(results[f"{SPARSE}-single"], "last")
-    trained = np.concatenate([d.mask for d in make_batch(count=8, vocab_size=500, longest=30)]) != 0
+    trained = np.concatenate([d.loss_scale for d in make_batch(count=8, vocab_size=500, longest=30)]) != 0
     merged = reference_model(folder / f"{SPARSE}.export-merged")
     assert np.abs(logprobs(merged) - expected)[trained].max() < 2e-4
 

@@ -21,8 +21,8 @@ def datum(tokens, mask, reference=None):
     n = len(tokens)
     return Datum(
         token_ids=np.array(tokens, np.int32),
-        mask=mask,
-        weights=mask * np.arange(n, dtype=np.float32),
+        loss_scale=mask,
+        scaled_advantages=mask * np.arange(n, dtype=np.float32),
         behaviour_logprobs=-mask * np.arange(n, dtype=np.float32),
         reference_logprobs=reference,
     )
@@ -39,9 +39,9 @@ def test_row_predicts_each_trained_token_from_the_one_before():
     assert row.trained.tolist() == [0, 1, 6]
     assert row.targets.tolist() == [6, 7, 11]
     assert row.sequence.tolist() == [0, 0, 1]
-    assert row.mask.tolist() == [0.5, 0.5, 0.25]
+    assert row.loss_scale.tolist() == [0.5, 0.5, 0.25]
     assert row.staleness.tolist() == [1, 2, 3]
-    assert row.weights.tolist() == [0.5, 1.0, 0.75]
+    assert row.scaled_advantages.tolist() == [0.5, 1.0, 0.75]
     assert row.behaviour.tolist() == [-0.5, -1.0, -0.75]
     assert row.proximal is None and row.reference is None
 
@@ -94,9 +94,9 @@ def test_empty_row_has_every_optional_field():
 
 def test_unpack_is_the_inverse_of_pack():
     row = [datum([5, 6, 7], [0, 1, 1]), datum([1, 2], [0, 0]), datum([8, 9], [0, 1])]
-    back = unpack_trained(row, pack_row(row, 16).weights.numpy())
+    back = unpack_trained(row, pack_row(row, 16).scaled_advantages.numpy())
     for values, d in zip(back, row, strict=True):
-        assert np.array_equal(values, d.weights) and values.dtype == np.float32
+        assert np.array_equal(values, d.scaled_advantages) and values.dtype == np.float32
 
 
 def test_broken_rows_are_refused():

@@ -122,10 +122,10 @@ def test_nothing_to_do_is_one_empty_row_per_rank():
 
 
 def test_too_long_sequence_is_refused_with_advice():
-    with pytest.raises(UserError, match=r"policy\.row_tokens=64.*sequence 1 of 70 tokens.*at least 80"):
+    with pytest.raises(UserError, match=r"policy\.micro_batch_tokens=64.*sequence 1 of 70 tokens.*at least 80"):
         plan_rows([10, 70], dp=2, capacity=64, costs=[1, 1], sequence_align=16)
-    # A capacity that is no multiple of the alignment holds only whole ones.
-    with pytest.raises(UserError, match=r"policy\.row_tokens=100.*sequence 0 of 65 tokens.*at least 128"):
+    # A capacity that is not a multiple of the alignment holds only whole ones.
+    with pytest.raises(UserError, match=r"policy\.micro_batch_tokens=100.*sequence 0 of 65 tokens.*at least 128"):
         plan_rows([65], dp=1, capacity=100, costs=[1], row_align=64)
 
 

@@ -87,7 +87,7 @@ def test_logprobs_equal_transformers(make_policy, tmp_path, tied, dialect):
             logp = (hf(tokens).logits[0].double() / 0.8).log_softmax(-1)
         expected = np.zeros(len(datum))
         expected[1:] = logp[:-1].gather(1, tokens[0, 1:, None])[:, 0]
-        trained = datum.mask != 0
+        trained = datum.loss_mask
         assert not logprobs[~trained].any()
         differences.append(np.abs(logprobs - expected)[trained])
     assert np.concatenate(differences).mean() < 1e-5
@@ -103,7 +103,7 @@ def test_export_is_what_transformers_computes(make_policy, tmp_path):
     hf = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     tokens = torch.from_numpy(batch[0].token_ids).long()[None]
     logp = (hf(tokens).logits[0] / 0.8).log_softmax(-1)[:-1].gather(1, tokens[0, 1:, None])[:, 0]
-    trained = batch[0].mask[1:] != 0
+    trained = batch[0].loss_scale[1:] != 0
     torch.testing.assert_close(torch.from_numpy(policy.forward([batch])[0][0][1:])[trained], logp[trained])
 
 
@@ -144,7 +144,7 @@ def test_sft_lowers_its_loss(make_policy):
     policy = make_policy()
     rows = [make_batch(count=4, longest=45)]
     for datum in rows[0]:
-        datum.weights = datum.mask
+        datum.scaled_advantages = datum.loss_scale
     losses = []
     for _ in range(12):
         losses.append(policy.forward_backward(rows, sft_loss).loss)
@@ -216,7 +216,7 @@ def test_proximal_policy_gives_ratios(make_policy):
     for datum, old in zip(later, before, strict=True):
         datum.proximal_logprobs = old
     report = policy.forward_backward([later, []], loss)
-    expected = sum(np.exp(a - b)[d.mask != 0].sum() for a, b, d in zip(after, before, batch, strict=True))
+    expected = sum(np.exp(a - b)[d.loss_mask].sum() for a, b, d in zip(after, before, batch, strict=True))
     assert report.metrics["ratio"] == pytest.approx(expected, rel=1e-5)
     assert report.metrics["ratio"] != report.metrics["tokens"]
 
@@ -227,7 +227,7 @@ def test_report_counts_tokens(make_policy):
     real = sum(len(d) for d in batch)
     # A row is as wide as its sequences, an empty one has one token.
     assert (report.tokens, report.padded_tokens) == (real, 1)
-    assert report.metrics["tokens"] == sum((d.mask != 0).sum() for d in batch)
+    assert report.metrics["tokens"] == sum(d.loss_mask.sum() for d in batch)
 
 
 def test_padding_is_zero_in_every_linear_layer(make_policy):
@@ -252,8 +252,10 @@ def test_padding_is_zero_in_every_linear_layer(make_policy):
 def test_refusals(make_policy):
     with pytest.raises(UserError, match=r"parallel\.tensor=2 .* needs 2 processes, 1 were started"):
         make_policy(parallel=Parallel(tensor=2))
-    with pytest.raises(UserError, match=r"policy\.row_tokens=193 is no multiple of 2, as the parallel layout"):
-        make_policy(parallel=Parallel(tensor=2), row_tokens=193)
+    with pytest.raises(
+        UserError, match=r"policy\.micro_batch_tokens=193 is not a multiple of 2, as the parallel layout"
+    ):
+        make_policy(parallel=Parallel(tensor=2), micro_batch_tokens=193)
     with pytest.raises(ValueError, match="keep_reference"):
         make_policy().forward([[]], "reference")
 

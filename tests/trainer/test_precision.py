@@ -17,11 +17,11 @@ from policy_fixtures import write_config
 from torch import nn
 
 from megatron_fleet.config.schema import Optimizer, Parallel, Precision
+from megatron_fleet.models.hf_config import read_model
 from megatron_fleet.trainer.base import AdamParams
 from megatron_fleet.trainer.megatron import build, optimizer, parallel, state
 from megatron_fleet.trainer.megatron.init import fill_random
 from megatron_fleet.trainer.megatron.precision import filled_in_full, precision_arguments
-from megatron_fleet.weights.hf_config import read_model
 
 BF16 = torch.bfloat16
 PLAIN = Precision()

@@ -20,7 +20,7 @@ MICRO_BATCHES = [make_batch(count=3), [], make_batch(count=2, seed=1)]
 
 def inputs(micro_batch) -> LossInputs:
     """As of a forward pass, with arbitrary log-probs."""
-    trained = [datum.mask != 0 for datum in micro_batch]
+    trained = [datum.loss_mask for datum in micro_batch]
 
     def joined(name):
         parts = [getattr(datum, name)[where] for datum, where in zip(micro_batch, trained, strict=True)]
@@ -28,7 +28,11 @@ def inputs(micro_batch) -> LossInputs:
 
     sequence = np.repeat(np.arange(len(micro_batch)), [int(where.sum()) for where in trained])
     logprobs = (joined("behaviour_logprobs") + 0.01).requires_grad_()
-    rest = {"mask": joined("mask"), "weights": joined("weights"), "behaviour": joined("behaviour_logprobs")}
+    rest = {
+        "loss_scale": joined("loss_scale"),
+        "scaled_advantages": joined("scaled_advantages"),
+        "behaviour": joined("behaviour_logprobs"),
+    }
     return LossInputs(
         logprobs, torch.zeros_like(logprobs), sequence=torch.from_numpy(sequence), sequences=len(micro_batch), **rest
     )
@@ -55,7 +59,7 @@ def test_sequences_add_up_to_their_micro_batch(name):
 
 def test_the_sequence_that_is_not_finite_is_the_only_one():
     micro_batches = [make_batch(count=3)]
-    micro_batches[0][1].weights[-1] = np.nan
+    micro_batches[0][1].scaled_advantages[-1] = np.nan
     losses = RecordedLosses(make_loss(Algorithm()), micro_batches, per_sequence=True)
     losses(inputs(micro_batches[0]))
     assert np.isfinite(losses.sequences()[0]).tolist() == [True, False, True]

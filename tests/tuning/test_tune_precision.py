@@ -39,10 +39,10 @@ def test_the_machine_decides_what_is_tried():
 
 
 def test_candidates_differ_in_precision_alone():
-    config = configured("parallel=data2", "policy.row_tokens=1100", "policy.optimizer.betas=[0.9,0.95]")
+    config = configured("parallel=data2", "policy.micro_batch_tokens=1100", "policy.optimizer.betas=[0.9,0.95]")
     trees = {row.name: its.model_dump() for row, its in candidates(config, Machine())}
     for tree in trees.values():
-        assert tree["policy"]["row_tokens"] == 1152 and tree["parallel"]["data"] == 1
+        assert tree["policy"]["micro_batch_tokens"] == 1152 and tree["parallel"]["data"] == 1
         assert tree["policy"]["optimizer"]["betas"] == (0.9, 0.95)
     assert trees["fp8_delayed"]["precision"]["recipe"] == "fp8_delayed"
     assert trees["fp8_delayed"]["model"]["dtype"] == trees["bfloat16"]["model"]["dtype"] == "bfloat16"
@@ -54,7 +54,7 @@ def test_candidates_differ_in_precision_alone():
 def test_the_first_layers_are_a_model_of_their_own(tmp_path):
     assert truncate(str(TINY), 2, tmp_path)
     model = open_model(tmp_path)
-    assert model.table.model.layers == 2 and not model.carried
+    assert model.table.model.layers == 2 and not model.passthrough
     whole, part = load_file(TINY / "model.safetensors"), {}
     for file in tmp_path.glob("*.safetensors"):
         part |= load_file(file)
@@ -83,8 +83,8 @@ def test_lists_by_layer_are_cut_and_what_is_gone_is_not_announced():
 def test_rows_are_full_and_weigh_one(tokens, longest):
     row = random_row(tokens, longest, 11)
     assert tokens - 1 <= sum(map(len, row)) <= tokens and max(map(len, row)) <= longest
-    assert sum(datum.weights.sum() for datum in row) == pytest.approx(1)
-    assert all(datum.mask[0] == 0 and datum.token_ids.max() < 11 for datum in row)
+    assert sum(datum.scaled_advantages.sum() for datum in row) == pytest.approx(1)
+    assert all(datum.loss_scale[0] == 0 and datum.token_ids.max() < 11 for datum in row)
 
 
 def report(weights=True, **seconds):
@@ -140,7 +140,7 @@ def test_a_process_that_dies_is_a_row(monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_it_measures_here(capsys):
     pytest.importorskip("megatron_fleet.trainer.megatron")
-    small = ["policy.row_tokens=128", "rollout.max_context=64", "rollout.sampling.max_tokens_per_turn=16"]
+    small = ["policy.micro_batch_tokens=128", "rollout.max_context=64", "rollout.sampling.max_tokens_per_turn=16"]
     arguments = ["tune", "precision", "experiment=quickstart", *small, "--layers", "1", "--repeats", "1", "--json"]
     assert main(arguments) == 0
     found = json.loads(capsys.readouterr().out)

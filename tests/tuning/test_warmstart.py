@@ -8,18 +8,19 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("megatron_fleet.trainer.megatron")
 transformers = pytest.importorskip("transformers")
 
-from megatron_fleet.agents.parser import parse_turn  # noqa: E402
-from megatron_fleet.agents.parsers.hermes import HERMES  # noqa: E402
-from megatron_fleet.agents.tokenizer import IM_END, train_tokenizer  # noqa: E402
 from megatron_fleet.config.load import ROOT  # noqa: E402
 from megatron_fleet.envs.embedded.tasktype import Choices  # noqa: E402
+from megatron_fleet.models.chat.hermes import HERMES  # noqa: E402
+from megatron_fleet.models.chat.parser import parse_turn  # noqa: E402
+from megatron_fleet.models.chat.tokenizer import train_tokenizer  # noqa: E402
+from megatron_fleet.models.qwen3.tokens import IM_END, QWEN3_TOKENS  # noqa: E402
 from megatron_fleet.tuning import warmstart  # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     return train_tokenizer(
-        warmstart.corpus(random.Random(0)), warmstart.VOCABULARY, tmp_path_factory.mktemp("tokenizer")
+        warmstart.corpus(random.Random(0)), warmstart.VOCABULARY, tmp_path_factory.mktemp("tokenizer"), QWEN3_TOKENS
     )
 
 
@@ -30,7 +31,7 @@ def test_demonstrations_are_episodes_whose_agent_turns_are_trained(tokenizer, wh
         row = next(rows)
         text = tokenizer.decode(row.token_ids.tolist())
         assert ("<tools>" in text) == whole
-        trained = tokenizer.decode(row.token_ids[row.mask > 0].tolist())
+        trained = tokenizer.decode(row.token_ids[row.loss_scale > 0].tolist())
         turns = [parse_turn(turn, HERMES) for turn in trained.split(IM_END) if turn]
         assert not any(turn.errors for turn in turns)
         assert [len(turn.tool_calls) for turn in turns] == [1] * (len(turns) - 1) + [0]
@@ -42,8 +43,8 @@ def test_tables_are_copied_row_by_row(tokenizer):
     rows = warmstart.tables(tokenizer)(random.Random(0))
     for _ in range(20):
         row = next(rows)
-        shown = tokenizer.decode(row.token_ids[row.mask == 0].tolist()).splitlines()
-        written = tokenizer.decode(row.token_ids[row.mask > 0].tolist()).splitlines()
+        shown = tokenizer.decode(row.token_ids[row.loss_scale == 0].tolist()).splitlines()
+        written = tokenizer.decode(row.token_ids[row.loss_scale > 0].tolist()).splitlines()
         assert (written[0], written[-1]) == ("<think>", "</think>")
         assert written[1:-1]
         assert {frozenset(line.split()) for line in written[1:-1]} <= {frozenset(line.split()) for line in shown}

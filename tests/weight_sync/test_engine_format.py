@@ -68,7 +68,7 @@ def test_weights_nobody_changed_are_sent_as_the_bytes_of_the_folder(folders, fam
     model = open_model(folders[family])
     stored = stored_tensors(folders[family])
     found = sent(folders[family], lambda source: None)
-    assert set(found) == {name for name in stored if name not in model.carried}
+    assert set(found) == {name for name in stored if name not in model.passthrough}
     for name, tensor in found.items():
         assert_equal_bytes(tensor, stored[name])
 

@@ -84,24 +84,24 @@ def setup(tmp_path, monkeypatch):
 def test_all_the_engines_folder_stores_is_loaded_but_what_megatron_has_not(setup, family):
     folder, engine, sync = setup(family)
     sync(1)
-    stored, carried = stored_tensors(folder), open_model(folder).carried
-    assert set(engine.loaded) == set(stored) - set(carried)
-    assert (family == "qwen3") == (not carried)
+    stored, passthrough = stored_tensors(folder), open_model(folder).passthrough
+    assert set(engine.loaded) == set(stored) - set(passthrough)
+    assert (family == "qwen3") == (not passthrough)
     assert engine.version == 1
 
 
 @pytest.mark.parametrize("family", ["kimi_k25", "qwen3_vl"])
 def test_what_the_trainer_has_not_comes_from_the_engines_folder_when_sleep_may_have_lost_it(setup, family):
     folder, engine, sync = setup(family)
-    stored, carried = stored_tensors(folder), open_model(folder).carried
-    assert carried
+    stored, passthrough = stored_tensors(folder), open_model(folder).passthrough
+    assert passthrough
     engine.engine.model_config.multimodal_config = SimpleNamespace(language_model_only=True)
     engine.engine.model_config.enable_sleep_mode = True
     sync(1)
-    assert not set(engine.loaded) & set(carried), "no part of the model that is served"
+    assert not set(engine.loaded) & set(passthrough), "no part of the model that is served"
     engine.engine.model_config.multimodal_config = SimpleNamespace(language_model_only=False)
     sync(2)
-    for name in carried:
+    for name in passthrough:
         assert torch.equal(engine.loaded[name].view(-1).view(torch.uint8), stored[name].view(-1).view(torch.uint8))
 
 

@@ -2,8 +2,7 @@
 
 vLLM 0.32 on CPU runs none of the others: FP8 blocks ("Failed to find a kernel that can implement the ScaledMM linear
 layer"), INT4 experts ("No WNA16 MoE backend"), Kimi K2.5 (fails while it loads). What those would receive is compared
-byte by byte in test_engine_format. Qwen3-VL is in test_passthrough. Latent attention without YaRN (Moonlight) runs
-there, with other results than transformers' from the start.
+byte by byte in test_engine_format. Qwen3-VL is in test_passthrough.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from family_ranks import Layout, build
 from local_sender import LocalSender
 from served_models import served_config
 
+from megatron_fleet.models.hf_config import read_model
 from megatron_fleet.weight_sync.registry import make_transport
-from megatron_fleet.weights.hf_config import read_model
 from megatron_fleet.weights.load import load_hf
 from megatron_fleet.weights.source import MegatronWeightSource, Place
 
@@ -43,7 +42,18 @@ def says_what_transformers_says(folder: Path, said: list[list[int]]) -> bool:
 @pytest.mark.slow
 @pytest.mark.usefixtures("groups")
 @pytest.mark.parametrize(
-    "family", ["qwen2_tied", "llama3", "qwen3_yarn", "qwen3_moe", "glm4_moe", "deepseek_v3", "kimi_k2"]
+    "family",
+    [
+        "qwen2_tied",
+        "llama3",
+        "qwen3_yarn",
+        "qwen3_moe",
+        "glm4_moe",
+        "glm4_flash",
+        "deepseek_v3",
+        "moonlight",
+        "kimi_k2",
+    ],
 )
 async def test_an_updated_engine_says_what_transformers_says(tmp_path, monkeypatch, family):
     monkeypatch.setattr(tiny_models, "raw_config", served_config)

@@ -27,7 +27,7 @@ class LanguageModel(FolderWeights):
     """What Megatron holds of a model with vision."""
 
     def _tensors(self):
-        passthrough = open_model(self.folder).carried
+        passthrough = open_model(self.folder).passthrough
         return {name: tensor for name, tensor in super()._tensors().items() if name not in passthrough}
 
 

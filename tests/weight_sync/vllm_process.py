@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from engine_process import NEVER_S
@@ -78,7 +79,7 @@ def main(folder: str, descriptor: str, dtype: str, transport: str, more: str) ->
     find_torchvision()  # before vLLM looks for it
     from vllm import LLM
 
-    from megatron_fleet.rollout.engine_actor import CPU_ATTENTION
+    from megatron_fleet.rollout.engine_actor import CPU_ATTENTION, cpu_compilation
     from megatron_fleet.weight_sync.broadcast import groups
     from megatron_fleet.weight_sync.registry import engine_backend
 
@@ -93,6 +94,7 @@ def main(folder: str, descriptor: str, dtype: str, transport: str, more: str) ->
         "block_size": 32,
         "skip_tokenizer_init": True,
         "weight_transfer_config": {"backend": engine_backend(transport)},
+        **cpu_compilation(Path(folder)),
     } | json.loads(more)
     engine = LLM(folder, **arguments)
     with os.fdopen(int(descriptor), "w") as answers:

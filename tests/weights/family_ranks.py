@@ -19,14 +19,14 @@ import torch.distributed as dist
 from tiny_models import dequantise, stored_tensors
 
 from megatron_fleet.config.schema import Parallel
+from megatron_fleet.models.hf_config import read_model
+from megatron_fleet.models.megatron_config import megatron_arguments
+from megatron_fleet.models.model import Model
 from megatron_fleet.platform import device
 from megatron_fleet.platform.megatron.attention import RowParams
 from megatron_fleet.platform.megatron.spec import layer_spec
 from megatron_fleet.trainer.megatron.build import build_stage, transformer_config
-from megatron_fleet.weights.hf_config import read_model
 from megatron_fleet.weights.load import load_hf
-from megatron_fleet.weights.megatron_config import megatron_arguments
-from megatron_fleet.weights.model import Model
 from megatron_fleet.weights.source import MegatronWeightSource, megatron_place
 
 # isort: split

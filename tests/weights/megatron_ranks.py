@@ -46,7 +46,7 @@ def check(folder: Path, layout: Parallel, tied: bool) -> None:
     if world.rank == 0:
         write_folder(folder / tag, config, tensors)
     dist.barrier()
-    (chunk,) = build_chunks(config, layout, torch.bfloat16, row_tokens=256)
+    (chunk,) = build_chunks(config, layout, torch.bfloat16, micro_batch_tokens=256)
     load_hf([chunk], folder / tag)
     source = MegatronWeightSource([chunk], config, dtype=torch.bfloat16, place=megatron_place())
     gathered = dict(source)

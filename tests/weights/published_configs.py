@@ -161,6 +161,19 @@ def _glm(sizes: Config, experts: int, width: int, dense: int, scaling: float, **
     return _file("glm4_moe", "Glm4MoeForCausalLM", sizes, moe, attention, rest, more)
 
 
+def _glm_flash(sizes: Config) -> Config:
+    latent = {
+        "kv_lora_rank": 512,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 256,
+    }
+    more = {"num_experts_per_tok": 4, "topk_method": "noaux_tc", "partial_rotary_factor": 1.0} | latent
+    flash = _glm(sizes, 64, 1536, 1, 1.8) | {"model_type": "glm4_moe_lite"} | more
+    return {k: v for k, v in flash.items() if k != "head_dim"} | {"attention_bias": False}
+
+
 _SAVED_WHOLE = {
     **dict.fromkeys(
         ("bad_words_ids", "begin_suppress_tokens", "cross_attention_hidden_size", "decoder_start_token_id")
@@ -266,6 +279,7 @@ def published() -> dict[str, Config]:
         "Kimi-K2.5": _kimi_k25(),
         "GLM-4.5": _glm(_sizes(92, 5120, 12288, 96, 8, 151552, 131072), 160, 1536, 3, 2.5, use_qk_norm=True),
         "GLM-4.5-Air": _glm(_sizes(46, 4096, 10944, 96, 8, 151552, 131072), 128, 1408, 1, 1.0, use_qk_norm=False),
+        "GLM-4.7-Flash": _glm_flash(_sizes(47, 2048, 10240, 20, 20, 154880, 202752)),
         "Qwen3-VL-4B": _qwen3_vl(2560, 9728, {"tie_word_embeddings": True}, tie_word_embeddings=True),
         "Qwen3-VL-8B": _qwen3_vl(4096, 12288, {}),
     }

@@ -13,8 +13,8 @@ from tiny_configs import raw_config
 
 from megatron_fleet.cli import main
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.models.hf_config import read_model
 from megatron_fleet.weights.extend import extend, extended
-from megatron_fleet.weights.hf_config import read_model
 
 DIALECTS = ("v4", "v5")
 

@@ -58,7 +58,7 @@ def test_every_stored_tensor_has_its_place(family, tmp_path):
     }
     parts = {id(part) for encoding in model.encodings.values() for part in encoding.parts}
     rest = {name for name, entry in model.stored.items() if id(entry) not in parts}
-    assert rest == {*model.carried, *(model.table.repeated.keys() & stored.keys())}
+    assert rest == {*model.passthrough, *(model.table.repeated.keys() & stored.keys())}
     assert model.encodings.keys() == model.table.tensors.keys()
 
 
@@ -211,14 +211,14 @@ def test_announced_prediction_layers_may_be_absent_altogether(tmp_path):
     assert open_model(folder).table.model.mtp == 1
     names = [name for name in stored_tensors(folder) if name.startswith("model.layers.4.")]
     model = open_model(rewrite(folder, dict.fromkeys(names)))
-    assert model.table.model.mtp == 0 and not model.carried
+    assert model.table.model.mtp == 0 and not model.passthrough
 
 
 def test_prediction_layers_may_be_left_alone(tmp_path):
     folder = make("deepseek_v3_mtp", tmp_path)
     whole, without = open_model(folder), open_model(folder, prediction=False)
     more = {name for name in whole.stored if name.startswith("model.layers.4.")}
-    assert set(without.carried) == more and without.table.model.mtp == 0
+    assert set(without.passthrough) == more and without.table.model.mtp == 0
     assert without.encodings.keys() == whole.encodings.keys() - more
 
 
@@ -227,7 +227,7 @@ def test_prediction_layers_that_are_not_announced_are_carried(tmp_path):
     edit_config(folder, num_nextn_predict_layers=0)
     model = open_model(folder)
     names = {name for name in stored_tensors(folder) if name.startswith("model.layers.4.")}
-    assert set(model.carried) == names and "model.layers.4.embed_tokens.weight" in names
+    assert set(model.passthrough) == names and "model.layers.4.embed_tokens.weight" in names
 
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}

@@ -11,7 +11,7 @@ from published_configs import published
 from tiny_configs import FAMILIES, raw_config
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.weights.hf_config import architecture_of, text_config
+from megatron_fleet.models.hf_config import architecture_of, text_config
 from megatron_fleet.weights.mapping import (
     Matrix,
     Piece,
@@ -300,15 +300,15 @@ def test_prediction_layers_may_be_left_out():
         "model.layers.4.shared_head.head.weight": "lm_head.weight",
     }
     for name in (*more, *with_it.repeated):
-        assert without.is_carried(name) and without.has_prediction([name])
-        assert not with_it.is_carried(name)
+        assert without.is_passthrough(name) and without.has_prediction([name])
+        assert not with_it.is_passthrough(name)
     assert not without.has_prediction(without.tensors) and not without.repeated
     tied = WeightTable(raw | {"tie_word_embeddings": True}).repeated
     assert set(tied.values()) == {"model.embed_tokens.weight"} and len(tied) == 3
 
 
 @pytest.mark.parametrize(
-    ("family", "name", "carried"),
+    ("family", "name", "passthrough"),
     [
         ("qwen3", "model.layers.1.self_attn.rotary_emb.inv_freq", True),
         ("qwen3", "model.layers.1.self_attn.rotary_emb.inv_freq.x", False),
@@ -324,8 +324,8 @@ def test_prediction_layers_may_be_left_out():
         ("deepseek_v3", "model.layers.40.enorm.weight", False),
     ],
 )
-def test_what_megatron_does_not_hold(family, name, carried):
-    assert TABLES[family].is_carried(name) is carried
+def test_what_megatron_does_not_hold(family, name, passthrough):
+    assert TABLES[family].is_passthrough(name) is passthrough
 
 
 @pytest.mark.parametrize(

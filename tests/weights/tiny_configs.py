@@ -269,6 +269,13 @@ def _glm4_moe(**sizes: Any) -> Config:
     return _common("glm4_moe", "Glm4MoeForCausalLM", rms_norm_eps=1e-5, **(experts | attention | sizes))
 
 
+def _glm4_flash(**sizes: Any) -> Config:
+    kept = ("moe_layer_freq", "seq_aux", "aux_loss_alpha", "ep_size", "pretraining_tp", "scoring_func")
+    config = _deepseek("glm4_moe_lite", partial_rotary_factor=1.0, routed_scaling_factor=1.8, **sizes)
+    config["architectures"] = ["Glm4MoeLiteForCausalLM"]
+    return {name: value for name, value in config.items() if name not in kept}
+
+
 _V4: dict[str, Config] = {
     "qwen2": _qwen("qwen2", "Qwen2ForCausalLM"),
     "qwen2_tied": _qwen("qwen2", "Qwen2ForCausalLM", tie_word_embeddings=True),
@@ -289,6 +296,8 @@ _V4: dict[str, Config] = {
     "kimi_k25": _kimi_k25(),
     "glm4_moe": _glm4_moe(),
     "glm4_moe_mtp": _glm4_moe(num_nextn_predict_layers=1),
+    "glm4_flash": _glm4_flash(),
+    "glm4_flash_mtp": _glm4_flash(num_nextn_predict_layers=1),
     "qwen3_vl": _qwen3_vl(),
 }
 
@@ -330,6 +339,12 @@ def _v5(config: Config) -> Config:
     if model == "glm4_moe":
         config["rope_parameters"]["partial_rotary_factor"] = config.pop("partial_rotary_factor")
         config["output_router_logits"] = False
+    if model == "glm4_moe_lite":
+        config["rope_parameters"]["partial_rotary_factor"] = config.pop("partial_rotary_factor")
+        config["mlp_layer_types"] = ["dense"] + ["sparse"] * (LAYERS - 1)
+        config["qk_head_dim"] = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
+        config |= {"pretraining_tp": 1, "rope_interleave": True, "output_router_logits": False}
+        del config["topk_method"]
     if model == "deepseek_v3":
         config = {key: value for key, value in config.items() if key not in _NOT_KEPT_BY_V5}
         # The width of the rotary part, not of a head.

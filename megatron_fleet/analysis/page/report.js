@@ -6,7 +6,7 @@ const index = json("index").map(([id, set, env, task, sample, outcome, reward, r
 const labels = json("labels");
 const known = new Map(index.map((row) => [row.id, row]));
 const MOST_ROWS = 300;
-let pieces = null, pictures = null;
+let pieces = null, images = null;
 
 function make(tag, name, text, title) {
   const element = document.createElement(tag);
@@ -67,11 +67,11 @@ for (const plot of document.querySelectorAll(".plot")) {
 }
 
 /* Messages and tokens of one trajectory. */
-function picture(digest, number) {
-  pictures = pictures ?? json("pictures");
-  if (!pictures[digest]) return make("p", "quiet", `image ${number}: not on this page; its file is images/${digest}`);
+function imageOf(digest, number) {
+  images = images ?? json("images");
+  if (!images[digest]) return make("p", "quiet", `image ${number}: not on this page; its file is images/${digest}`);
   const image = make("img", "shot", undefined, `image ${number}, in the run's folder: images/${digest}`);
-  image.src = pictures[digest];
+  image.src = images[digest];
   image.alt = `image ${number}`;
   return image;
 }
@@ -86,7 +86,7 @@ function message([role, text, shown], number, side) {
   for (const part of parts) {
     if (part) body.append(make("span", part.startsWith("<think>") ? "think" : part.startsWith("<tool_call>") ? "call" : "", part));
   }
-  box.append(body, ...(shown ?? []).map((digest, i) => picture(digest, i + 1)));
+  box.append(body, ...(shown ?? []).map((digest, i) => imageOf(digest, i + 1)));
   return box;
 }
 

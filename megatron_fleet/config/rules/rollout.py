@@ -7,11 +7,12 @@ from megatron_fleet.config.schema import Config
 
 
 def _row_holds_episode(c: Config) -> str | None:
-    if c.policy.row_tokens >= c.rollout.max_context:
+    if c.policy.micro_batch_tokens >= c.rollout.max_context:
         return None
     return (
-        f"policy.row_tokens={c.policy.row_tokens} is below rollout.max_context={c.rollout.max_context}, so the longest "
-        f"episode would not fit into a row; raise policy.row_tokens to at least {c.rollout.max_context}."
+        f"policy.micro_batch_tokens={c.policy.micro_batch_tokens} is below "
+        f"rollout.max_context={c.rollout.max_context}, so the longest episode would not fit into a micro-batch; raise "
+        f"policy.micro_batch_tokens to at least {c.rollout.max_context}."
     )
 
 

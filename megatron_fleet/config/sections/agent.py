@@ -23,7 +23,7 @@ class Agent(Section):
         "done_tag",
         description="How the policy gives its final answer: as text before <done>, or by the tool submit_final_answer.",
     )
-    max_tool_output_chars: int = Field(4000, ge=100, description="Longer tool results are cut.")
+    max_tool_output_chars: int = Field(4000, ge=100, description="Length in characters at which tool results are cut.")
     paging: bool = Field(
         False,
         description="Offer view_tool_output and search_tool_output, which show the rest of a result that was cut.",
@@ -37,10 +37,10 @@ class Agent(Section):
         False, description="End what the policy is shown after a turn with [Context: a/b tokens, turn i/N]."
     )
     repeat_feedback: int | None = Field(
-        3, ge=2, description="Equal tool calls in a row from which on the policy is told so; none: never."
+        3, ge=2, description="Warn the policy after this many identical consecutive tool calls; none: never."
     )
     step_wise: bool = Field(
         False,
-        description="Each turn is prompted and trained without the thinking of earlier turns, as a row of its own; a "
-        "trajectory weighs the same as without.",
+        description="Each turn is prompted and trained without the thinking of earlier turns, as a training sequence "
+        "of its own; a trajectory weighs the same as without.",
     )

@@ -50,8 +50,8 @@ def _spelt(bounds: dict[str, tuple[float, float]], side: int) -> str:
 class Correction(Section):
     kind: Literal["off", "token_tis", "sequence_tis", "icepop", "geometric_mask", "outlier_mask"] = Field(
         "off",
-        description="What is done about engine and trainer giving a token different probabilities: nothing, a "
-        "truncated weight per token or sequence, or leaving tokens or sequences out (algorithms/corrections.py).",
+        description="Correction for engine and trainer giving a token different probabilities: none, truncated "
+        "importance weights per token or sequence, or masked tokens or sequences (algorithms/corrections.py).",
     )
     low: float | None = Field(
         None, gt=0, le=1, description=f"Smallest ratio that is kept; none = {_spelt(CORRECTION_BOUNDS, 0)}."
@@ -64,9 +64,11 @@ class Correction(Section):
 class Overlong(Section):
     """algorithm.reward_shaping=overlong: a penalty on long episodes (DAPO, arXiv:2503.14476 eq. 13)."""
 
-    limit: int | None = Field(None, ge=1, description="Sampled tokens of an episode that cost the whole penalty.")
-    buffer: int = Field(4096, ge=1, description="The penalty grows from 0 over this many tokens before the limit.")
-    penalty: float = Field(1.0, gt=0, description="What is taken off the reward at most.")
+    limit: int | None = Field(
+        None, ge=1, description="Sampled tokens of an episode at which the whole penalty applies."
+    )
+    buffer: int = Field(4096, ge=1, description="Tokens before the limit over which the penalty grows from 0.")
+    penalty: float = Field(1.0, gt=0, description="Most that is subtracted from the reward.")
 
 
 ADVANTAGE_NAMES = ("grpo", "grpo_no_std", "leave_one_out")

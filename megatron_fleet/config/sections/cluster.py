@@ -20,8 +20,13 @@ class Cluster(Section):
     )
     join_timeout_s: float = Field(600, gt=0, description="Deadline for all hosts, and for all ranks, to connect.")
     collective_timeout_s: float = Field(
-        1800, gt=0, description="A collective of the ranks that takes longer ends them; no rank waits in one for verbs."
+        1800,
+        gt=0,
+        description="A collective between ranks that takes longer ends the ranks; none is pending while they wait for "
+        "the controller.",
     )
     max_restarts: int = Field(
-        3, ge=0, description="Restarts of a trainer that died, within an hour; each goes back to the last checkpoint."
+        3,
+        ge=0,
+        description="Restarts of a failed trainer allowed within an hour; each resumes from the last checkpoint.",
     )

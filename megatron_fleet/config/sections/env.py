@@ -39,8 +39,8 @@ class Env(Section):
     outage_limit_s: float = Field(
         1800,
         ge=0,
-        description="When not one reward of a step is known, the run waits and plays it again; it stops, resumable, "
-        "after so long.",
+        description="While no reward of a step is known, the run waits and plays the step again; after this long it "
+        "stops, resumable.",
     )
     openenv: OpenEnv = OpenEnv()
     fleet: Fleet = Fleet()

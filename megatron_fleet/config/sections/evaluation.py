@@ -18,7 +18,7 @@ class Endpoint(Section):
     max_retries: int = Field(
         8, ge=0, description="Further tries of a request that met a rate limit, a failing server or a deadline."
     )
-    images: bool = Field(True, description="Show the pictures of observations; false: the model takes text only.")
+    images: bool = Field(True, description="Show the images of observations; false: the model takes text only.")
     return_reasoning: bool = Field(
         False, description="Give the reasoning of a turn back with later requests; some models need it, some refuse it."
     )
@@ -34,7 +34,7 @@ class Eval(Section):
     tasks: int | None = Field(
         100,
         ge=1,
-        description="Held-out tasks used, the same every time, of all environments by turns; none = all of them.",
+        description="Held-out tasks used, the same every time, round-robin over environments; none = all of them.",
     )
     samples: int = Field(4, ge=1, description="Samples per task at the training temperature.")
     greedy: bool = Field(True, description="Also one greedy sample per task.")

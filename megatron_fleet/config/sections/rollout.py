@@ -10,7 +10,7 @@ from megatron_fleet.config.extension import Open
 from megatron_fleet.config.sections.base import Section
 
 CHAT_FORMAT_NAMES = (
-    *("auto", "qwen2.5", "qwen3", "qwen3-instruct", "glm-4.5", "glm-4.7"),
+    *("auto", "qwen2.5", "qwen3", "qwen3-instruct", "qwen3.5", "glm-4.5", "glm-4.7"),
     *("kimi-k2", "kimi-k2-thinking", "kimi-k2.5"),
 )
 
@@ -19,14 +19,16 @@ TRANSPORT_NAMES = ("auto", "shm", "cuda_ipc", "nccl", "gloo", "disk")
 
 
 class Sampling(Section):
-    temperature: float = Field(1.0, ge=0, description="Training samples at it and log-probs are scaled by it.")
-    max_tokens_per_turn: int = Field(ge=1, description="Longest generation of one turn.")
-    max_turns: int = Field(ge=1, description="Generations per episode.")
+    temperature: float = Field(1.0, ge=0, description="Sampling temperature in training; log-probs are computed at it.")
+    max_tokens_per_turn: int = Field(ge=1, description="Most tokens generated in one turn.")
+    max_turns: int = Field(ge=1, description="Most turns per episode.")
 
 
 class Engine(Section):
     replicas: int = Field(1, ge=1, description="Engines, each with its own copy of the weights.")
-    tensor_parallel: int = Field(1, ge=1, description="Devices that share one engine's matrices.")
+    tensor_parallel: int = Field(
+        1, ge=1, description="Tensor-parallel size of an engine: devices that share its matrices."
+    )
     max_num_seqs: int = Field(128, ge=1, description="Sequences that one replica decodes together.")
     kv_cache_bytes: int | None = Field(None, ge=1, description="KV memory per replica; none = vLLM decides (GPU).")
     gpu_memory_utilization: float = Field(0.8, gt=0, le=1, description="Share of a GPU's memory that vLLM may take.")
@@ -49,8 +51,8 @@ class Engine(Section):
     residual_gib: float = Field(
         8.0,
         gt=0,
-        description="Colocated: GiB that a side may keep on a GPU when it has left (contexts, communicators, caches); "
-        "more ends the run.",
+        description="Colocated: GiB that trainer or engine may keep on a GPU while offloaded or asleep (contexts, "
+        "communicators, caches); more ends the run.",
     )
     probe_interval: int = Field(
         0, ge=0, description="Updates between two comparisons of a few log-probs with the trainer's; 0: never."
@@ -58,7 +60,9 @@ class Engine(Section):
     routing_replay: bool = Field(
         False, description="Mixtures of experts: train each token with the experts that the engine chose for it."
     )
-    probe_tolerance: float = Field(0.1, gt=0, description="Mean difference of these log-probs that ends the run, nats.")
+    probe_tolerance: float = Field(
+        0.1, gt=0, description="Mean absolute difference of these log-probs, in nats, above which the run ends."
+    )
 
 
 class Rollout(Section):
@@ -73,15 +77,17 @@ class Rollout(Section):
         "auto",
         description="The model's chat format; auto: from its files, and refused where its own chat template differs.",
     )
-    workers: int = Field(1, ge=1, description="EpisodeWorker processes.")
-    episodes_in_flight: int = Field(256, ge=1, description="Over all workers.")
+    workers: int = Field(1, ge=1, description="Episode worker processes.")
+    episodes_in_flight: int = Field(256, ge=1, description="Episodes played at once, over all workers.")
     episode_timeout_s: float = Field(300, gt=0, description="Deadline of a whole episode.")
     max_staleness: int = Field(
         0,
         ge=0,
-        description="Steps whose episodes may play ahead while the trainer works; a group is trained on when its "
-        "oldest token is at most so many weight versions old. 0: on-policy, bit-equal with equal seeds.",
+        description="Steps that rollout may run ahead of the trainer; a group is trained on when its oldest token is "
+        "at most this many weight versions old. 0: on-policy, bit-equal with equal seeds.",
     )
     max_retries: int = Field(1, ge=0, description="Fresh attempts for an episode whose reward stayed unknown.")
-    max_no_action_turns: int = Field(2, ge=1, description="Turns in a row without a valid action before giving up.")
+    max_no_action_turns: int = Field(
+        2, ge=1, description="Consecutive turns without a valid action after which an episode ends."
+    )
     engine: Engine = Engine()

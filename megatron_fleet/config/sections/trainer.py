@@ -17,11 +17,13 @@ class Precision(Section):
         description="Linear layers compute in model.dtype, or in FP8 with one scale per tensor, per block of 128, or "
         "per tensor from earlier steps.",
     )
-    bf16_layers_at_start: int = Field(0, ge=0, description="First layers that stay out of FP8.")
-    bf16_layers_at_end: int = Field(0, ge=0, description="Last layers that stay out of FP8.")
-    fp8_param_gather: bool = Field(False, description="Keep FP8 layers' weights in FP8 and gather them so over ranks.")
+    bf16_layers_at_start: int = Field(0, ge=0, description="Number of first layers kept out of FP8.")
+    bf16_layers_at_end: int = Field(0, ge=0, description="Number of last layers kept out of FP8.")
+    fp8_param_gather: bool = Field(
+        False, description="Keep the weights of FP8 layers in FP8 and all-gather them in FP8."
+    )
     gradients: Literal["float32", "bfloat16"] = Field(
-        "float32", description="Gradients add up and are reduced over ranks in this type."
+        "float32", description="Type in which gradients are accumulated and reduced over ranks."
     )
 
     @property
@@ -33,20 +35,24 @@ class Parallel(Section):
     """World size = tensor × pipeline × context × data. Experts are laid over the same ranks once more: expert ×
     expert_tensor × pipeline divides the world size."""
 
-    tensor: int = Field(1, ge=1, description="Ranks that share each layer's matrices.")
+    tensor: int = Field(1, ge=1, description="Tensor-parallel size: ranks that share each layer's matrices.")
     sequence: bool = Field(
-        True, description="With tensor > 1: split what lies between the matrices over tokens as well."
+        True,
+        description="Sequence parallelism, with tensor > 1: split the activations between the matrices over tokens as "
+        "well.",
     )
-    pipeline: int = Field(1, ge=1, description="Ranks that share the stack of layers.")
-    virtual: int = Field(1, ge=1, description="Pieces of the stack per pipeline rank, interleaved.")
+    pipeline: int = Field(1, ge=1, description="Pipeline-parallel size: ranks that share the stack of layers.")
+    virtual: int = Field(1, ge=1, description="Virtual pipeline: model chunks per pipeline rank, interleaved.")
     first_stage_layers: int | None = Field(None, ge=1, description="Layers of the first pipeline rank; none = even.")
     last_stage_layers: int | None = Field(None, ge=1, description="Layers of the last pipeline rank; none = even.")
-    context: int = Field(1, ge=1, description="Ranks that share the tokens of each sequence.")
-    expert: int = Field(1, ge=1, description="Ranks that share the experts of a layer.")
+    context: int = Field(1, ge=1, description="Context-parallel size: ranks that share the tokens of each sequence.")
+    expert: int = Field(1, ge=1, description="Expert-parallel size: ranks that share the experts of a layer.")
     expert_tensor: int | None = Field(
-        None, ge=1, description="Ranks that share each expert's matrices; none = `tensor`, or 1 with expert > 1."
+        None, ge=1, description="Tensor-parallel size of experts; none = `tensor`, or 1 with expert > 1."
     )
-    data: int = Field(1, ge=1, description="Copies of the model, each with its share of the batch.")
+    data: int = Field(
+        1, ge=1, description="Data-parallel size: replicas of the model, each with its share of the batch."
+    )
 
     @property
     def world_size(self) -> int:
@@ -71,7 +77,7 @@ class Optimizer(Section):
     weight_decay: float = Field(0.0, ge=0, description="Decoupled (AdamW).")
     betas: tuple[float, float] = Field((0.9, 0.999), description="Adam's decay rates of the two moments.")
     eps: float = Field(1e-8, gt=0, description="Adam's denominator offset.")
-    clip_grad: float = Field(1.0, gt=0, description="Largest gradient norm; above it the gradient is scaled down.")
+    clip_grad: float = Field(1.0, gt=0, description="Gradient clipping: a larger norm is scaled down to this one.")
     moments: Literal["float32", "bfloat16"] = Field(
         "float32",
         description="Type in which Adam's moments are kept; bfloat16 halves them (precision-aware optimizer).",
@@ -88,8 +94,8 @@ class Router(Section):
     bias_update_rate: float = Field(
         0.0,
         ge=0,
-        description="Each update moves the bias that takes part in the choice of an expert this far towards equal load "
-        "(balancing without a loss, DeepSeek-V3); 0: biases stay.",
+        description="Step of each expert's routing bias towards equal load, per update (balancing without an "
+        "auxiliary loss, DeepSeek-V3); 0: biases stay.",
     )
 
 
@@ -104,7 +110,7 @@ class Safety(Section):
     """What happens to an update that looks wrong. One whose loss or gradient is not finite is always skipped."""
 
     spike_factor: float | None = Field(
-        10.0, gt=1, description="A gradient norm above this many times the median of the last ones is told; none = off."
+        10.0, gt=1, description="Warn when the gradient norm exceeds this multiple of the running median; none = off."
     )
     max_dumps: int = Field(
         2,
@@ -113,7 +119,7 @@ class Safety(Section):
         "place is kept for an update that is not finite. 0: none.",
     )
     max_skipped_in_a_row: int = Field(
-        5, ge=1, description="The run stops after this many updates in a row that are not finite."
+        5, ge=1, description="Stop the run after this many consecutive updates that are not finite."
     )
 
 
@@ -121,7 +127,7 @@ class Lora(Section):
     """Adapters beside frozen layers (Hu et al. 2021, arXiv:2106.09685); experts get one each."""
 
     rank: int = Field(0, ge=0, description="Width of the adapters; 0: none, all parameters are trained.")
-    alpha: float = Field(32.0, gt=0, description="The adapters' product counts alpha / rank times.")
+    alpha: float = Field(32.0, gt=0, description="The adapters' output is scaled by alpha / rank.")
     targets: tuple[Literal["attention", "mlp", "experts"], ...] = Field(
         ("attention", "mlp"),
         min_length=1,
@@ -136,19 +142,19 @@ class GradientMetrics(Section):
     """`policy/grad:*`, see docs/metrics.md: from samples of 64 rows and columns each of matrices of the layers."""
 
     every: int = Field(
-        0, ge=0, description="Updates from one that is measured to the next, from the start of an attempt; 0: none is."
+        0, ge=0, description="Updates between two measurements, counted from the start of an attempt; 0: off."
     )
-    parameters: int = Field(16, ge=1, description="Matrices that are sampled, spread over layers and kinds.")
+    parameters: int = Field(16, ge=1, description="Number of weight matrices sampled, spread over layers and kinds.")
 
 
 class Policy(Section):
-    row_tokens: int = Field(ge=64, description="Most tokens of a packed row; every micro-batch is one row.")
+    micro_batch_tokens: int = Field(ge=64, description="Most tokens of a micro-batch; sequences are packed into it.")
     recompute: Recompute = Field(
-        "none", description="Compute activations again instead of keeping them: none, full, or a list of parts."
+        "none", description="Recompute activations instead of keeping them: none, full, or a list of parts."
     )
     logprob_chunk: int = Field(1024, ge=1, description="Positions whose logits exist at one time.")
     updates_per_batch: int = Field(
-        1, ge=1, description="Optimizer steps per rollout batch; above 1 π_old is recomputed."
+        1, ge=1, description="Optimizer steps per rollout batch; above 1, π_old is computed by a pass of its own."
     )
     threads: int = Field(1, ge=1, description="CPU threads of each rank.")
     optimizer: Optimizer
@@ -158,5 +164,5 @@ class Policy(Section):
     gradient_metrics: GradientMetrics = GradientMetrics()
     fake_quant: Literal["none", "int4_experts"] = Field(
         "none",
-        description="int4_experts: routed experts compute with the INT4 values (groups of 32) their weights round to.",
+        description="int4_experts: routed experts compute with their weights rounded to INT4 (groups of 32).",
     )

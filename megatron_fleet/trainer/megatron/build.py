@@ -12,12 +12,12 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_fleet.config.schema import Parallel, Recompute
+from megatron_fleet.models.hf_config import read_model
+from megatron_fleet.models.megatron_config import megatron_arguments
+from megatron_fleet.models.model import Model
 from megatron_fleet.platform.megatron.spec import has_transformer_engine, layer_spec
 from megatron_fleet.trainer.layout import padded_vocab_size
 from megatron_fleet.trainer.megatron.model import PolicyModel
-from megatron_fleet.weights.hf_config import read_model
-from megatron_fleet.weights.megatron_config import megatron_arguments
-from megatron_fleet.weights.model import Model
 
 
 def transformer_config(
@@ -89,7 +89,7 @@ def build_chunks(
     hf: Mapping[str, Any],
     parallel: Parallel,
     dtype: torch.dtype,
-    row_tokens: int,
+    micro_batch_tokens: int,
     recompute: Recompute = "none",
     model_class: type[GPTModel] = PolicyModel,
     **more: Any,
@@ -98,20 +98,20 @@ def build_chunks(
 
     Args:
         hf: content of ``config.json``; `policy.validate.validate` has accepted it.
-        row_tokens: capacity of a packed row, an upper bound of every position.
+        micro_batch_tokens: capacity of a packed row, an upper bound of every position.
         model_class: GPTModel or a subclass; benchmarks build Megatron's own.
         more: see `transformer_config`.
     """
     model = read_model(hf)
     config = transformer_config(model, parallel, dtype, recompute, **more)
     pieces = range(parallel.virtual) if parallel.virtual > 1 else [None]
-    return [build_stage(model, config, row_tokens, model_class, piece) for piece in pieces]
+    return [build_stage(model, config, micro_batch_tokens, model_class, piece) for piece in pieces]
 
 
 def build_stage(
     model: Model,
     config: TransformerConfig,
-    row_tokens: int,
+    micro_batch_tokens: int,
     model_class: type[GPTModel] = PolicyModel,
     virtual_stage: int | None = None,
 ) -> GPTModel:
@@ -121,7 +121,7 @@ def build_stage(
         config=config,
         transformer_layer_spec=layer_spec(config, virtual_stage),
         vocab_size=padded_vocab_size(model.vocab, config.tensor_model_parallel_size),
-        max_sequence_length=row_tokens,
+        max_sequence_length=micro_batch_tokens,
         pre_process=parallel_state.is_pipeline_first_stage(**ends),
         post_process=parallel_state.is_pipeline_last_stage(**ends),
         vp_stage=virtual_stage,

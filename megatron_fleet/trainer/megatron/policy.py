@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 
 from megatron_fleet.algorithms.losses import LossFn
 from megatron_fleet.config.schema import Config
+from megatron_fleet.models.hf_config import read_model
 from megatron_fleet.platform import device
 from megatron_fleet.platform.communicator import TorchCommunicator
 from megatron_fleet.trainer import layout
@@ -30,7 +31,6 @@ from megatron_fleet.trainer.precision import check_machine, check_precision
 from megatron_fleet.trainer.validate import validate
 from megatron_fleet.weights import export
 from megatron_fleet.weights.adapters import AdapterSource, ViewedWeightSource, export_adapters
-from megatron_fleet.weights.hf_config import read_model
 from megatron_fleet.weights.hf_folder import read_config
 from megatron_fleet.weights.load import load_hf
 from megatron_fleet.weights.source import megatron_place
@@ -77,7 +77,7 @@ class MegatronPolicy:
     def _check(self) -> None:
         """Refuse what cannot be trained here."""
         config = self._config
-        layout.check_row_tokens(config.policy.row_tokens, config.parallel, config.precision)
+        layout.check_micro_batch_tokens(config.policy.micro_batch_tokens, config.parallel, config.precision)
         validate(self.hf_config, config.parallel, config.policy.recompute)
         check_precision(self._model, config.parallel, config.precision)
         check_machine(config)
@@ -87,7 +87,7 @@ class MegatronPolicy:
         config = self._config
         experts = self._model.experts > 0
         more = precision_arguments(config.precision, config.policy.optimizer, experts)
-        sizes = config.parallel, self._dtype, config.policy.row_tokens, config.policy.recompute
+        sizes = config.parallel, self._dtype, config.policy.micro_batch_tokens, config.policy.recompute
         routers = routing.router_arguments(config.policy.router) if experts else {}
         self.model_chunks = build.build_chunks(self.hf_config, *sizes, **more.transformer | routers)
         for chunk in self.model_chunks:
@@ -160,11 +160,11 @@ class MegatronPolicy:
         with probe.watching([row.real_tokens > 0 for row in packed]) if probe else nullcontext():
             per_row = step.run_loss(self._wrapped, packed, self._settings, loss)
         real = sum(row.real_tokens for row in packed)
-        counts = {"row_tokens": real, "padded_tokens": sum(len(row.tokens) for row in packed) - real}
+        counts = {"micro_batch_tokens": real, "padded_tokens": sum(len(row.tokens) for row in packed) - real}
         sums = step.reduce_sums(per_row, counts)
         if self._config.rollout.engine.routing_replay:
             sums |= routing.collect(self._wrapped, packed)
-        tokens, padded = int(sums.pop("row_tokens")), int(sums.pop("padded_tokens"))
+        tokens, padded = int(sums.pop("micro_batch_tokens")), int(sums.pop("padded_tokens"))
         return LossReport(loss=sums.pop("loss"), metrics=sums, tokens=tokens, padded_tokens=padded)
 
     def optim_step(self, adam: AdamParams | float, hold_above: float = math.inf) -> OptimReport:

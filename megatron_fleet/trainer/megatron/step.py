@@ -82,8 +82,8 @@ def loss_inputs(row: PackedRow, outputs: Outputs) -> LossInputs:
     return LossInputs(
         logprobs=outputs[0],
         entropy=outputs[1],
-        mask=row.mask.to(where),
-        weights=row.weights.to(where),
+        loss_scale=row.loss_scale.to(where),
+        scaled_advantages=row.scaled_advantages.to(where),
         behaviour=row.behaviour.to(where),
         sequence=row.sequence.to(where),
         sequences=int(row.sequence[-1]) + 1 if len(row.sequence) else 0,

@@ -34,7 +34,8 @@ class PackedRow:
         trained: int64 ``[A]``, indices into the row that predict a trained token.
         targets: int64 ``[A]``, the tokens they predict.
         sequence: int64 ``[A]``, which of the row's sequences they belong to.
-        mask, weights, behaviour, proximal, reference, staleness: float32 ``[A]``, the `Datum` fields of these tokens.
+        loss_scale, scaled_advantages, behaviour, proximal, reference, staleness: float32 ``[A]``, the `Datum` fields of
+            these tokens.
         real_tokens: tokens that belong to sequences.
         routing: where a sequence begins in the row and its ``Datum.routing``, for those that have one.
     """
@@ -47,8 +48,8 @@ class PackedRow:
     trained: torch.Tensor
     targets: torch.Tensor
     sequence: torch.Tensor
-    mask: torch.Tensor
-    weights: torch.Tensor
+    loss_scale: torch.Tensor
+    scaled_advantages: torch.Tensor
     behaviour: torch.Tensor
     proximal: torch.Tensor | None
     reference: torch.Tensor | None
@@ -73,12 +74,12 @@ def pack_row(row: Sequence[Datum], width: int, sequence_align: int = 1) -> Packe
         n, taken = len(datum), round_up(len(datum), sequence_align)
         if start + taken > width:
             raise ValueError(f"a row of {width} tokens cannot hold {[len(d) for d in row]}")
-        if n and datum.mask[0]:
+        if n and datum.loss_scale[0]:
             raise ValueError("the first token of a sequence has no prediction and cannot be trained")
         tokens[start : start + n] = datum.token_ids
         positions[start : start + taken] = np.arange(taken)
         real[start : start + n] = True
-        trained.append(start + np.flatnonzero(datum.mask) - 1)
+        trained.append(start + np.flatnonzero(datum.loss_mask) - 1)
         if datum.routing is not None:
             if len(datum.routing) != n:
                 raise ValueError(f"a sequence of {n} tokens with the experts of {len(datum.routing)}")
@@ -97,8 +98,8 @@ def pack_row(row: Sequence[Datum], width: int, sequence_align: int = 1) -> Packe
         trained=torch.from_numpy(index),
         targets=torch.from_numpy(tokens[index + 1]),
         sequence=torch.from_numpy(np.repeat(np.arange(len(row)), [len(places) for places in trained])),
-        mask=_at_trained(row, [d.mask for d in row]),
-        weights=_at_trained(row, [d.weights for d in row]),
+        loss_scale=_at_trained(row, [d.loss_scale for d in row]),
+        scaled_advantages=_at_trained(row, [d.scaled_advantages for d in row]),
         behaviour=_at_trained(row, [d.behaviour_logprobs for d in row]),
         proximal=_optional(row, [d.proximal_logprobs for d in row], "proximal log-probs"),
         reference=_optional(row, [d.reference_logprobs for d in row], "reference log-probs"),
@@ -112,7 +113,7 @@ def unpack_trained(row: Sequence[Datum], values: np.ndarray) -> list[np.ndarray]
     """Values ``[A]`` at a row's trained positions back to float32 ``[T]`` per sequence, 0 elsewhere."""
     out, start = [], 0
     for datum in row:
-        where = np.flatnonzero(datum.mask)
+        where = np.flatnonzero(datum.loss_mask)
         full = np.zeros(len(datum), np.float32)
         full[where] = values[start : start + len(where)]
         out.append(full)
@@ -121,7 +122,7 @@ def unpack_trained(row: Sequence[Datum], values: np.ndarray) -> list[np.ndarray]
 
 
 def _at_trained(row: Sequence[Datum], fields: Sequence[np.ndarray]) -> torch.Tensor:
-    picked = [f[d.mask != 0] for d, f in zip(row, fields, strict=True)]
+    picked = [f[d.loss_mask] for d, f in zip(row, fields, strict=True)]
     joined = np.concatenate(picked) if picked else np.zeros(0)
     return torch.from_numpy(joined.astype(np.float32))
 

@@ -57,7 +57,8 @@ def plan_rows(
     for index, need in enumerate(needs):
         if need > room:
             raise UserError(
-                f"policy.row_tokens={capacity} is too small for sequence {index} of {lengths[index]} tokens; raise it "
+                f"policy.micro_batch_tokens={capacity} is too small for sequence {index} of {lengths[index]} "
+                f"tokens; raise it "
                 f"to at least {round_up(need, row_align)} or lower rollout.max_context."
             )
     flops = np.asarray(costs, np.float64).tolist()

@@ -171,9 +171,9 @@ def _inspect(args: argparse.Namespace) -> int:
 
 def _print_tree(contents: Contents) -> None:
     _print_rows(contents.rows)
-    if contents.carried:
+    if contents.passthrough:
         say("kept for the way back, in hf/")
-        _print_rows(contents.carried)
+        _print_rows(contents.passthrough)
     facts = [contents.kind, f"{contents.tensors} tensors"]
     facts += [f"{contents.objects} objects"] if contents.objects else []
     facts += [f"{contents.optimizer} optimizer entries"] if contents.optimizer else []

@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.weights.architectures import ARCHITECTURES
+from megatron_fleet.models.hf_config import write_config
+from megatron_fleet.models.megatron_config import model_from_megatron
+from megatron_fleet.models.model import Model
+from megatron_fleet.models.registry import ARCHITECTURES
 from megatron_fleet.weights.checkpoint_reader import Checkpoint
 from megatron_fleet.weights.convert.template import Template
-from megatron_fleet.weights.hf_config import write_config
 from megatron_fleet.weights.hf_model import HfModel
 from megatron_fleet.weights.mapping import WeightTable
-from megatron_fleet.weights.megatron_config import model_from_megatron
-from megatron_fleet.weights.model import Model
 from megatron_fleet.weights.torch_dist.pickle_reader import Opaque
 
 _HF_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}

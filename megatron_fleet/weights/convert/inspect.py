@@ -58,7 +58,7 @@ class Contents:
     Attributes:
         kind: ``hf`` or ``torch_dist``.
         objects: entries of a checkpoint that are no tensors; optimizer: tensors of the optimizer, not listed.
-        carried: what a converted checkpoint keeps for the way back, in its ``hf/``.
+        passthrough: what a converted checkpoint keeps for the way back, in its ``hf/``.
         common: plain values of the state that is no tensor; ``args`` among them are the writer's command line.
     """
 
@@ -67,7 +67,7 @@ class Contents:
     rows: tuple[Row, ...]
     objects: int = 0
     optimizer: int = 0
-    carried: tuple[Row, ...] = ()
+    passthrough: tuple[Row, ...] = ()
     common: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -138,7 +138,7 @@ def _carried_rows(checkpoint: Checkpoint) -> Iterator[_Listed]:
         return
     template = open_template(kept)
     forms = _forms(template.model.stored)
-    for name, (_, stored) in template.carried.items():
+    for name, (_, stored) in template.passthrough.items():
         yield name, stored.dtype, stored.shape, forms.get(name, "weight"), stored.nbytes
 
 

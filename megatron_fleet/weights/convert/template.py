@@ -42,8 +42,8 @@ from megatron_fleet.weights.hf_model import (
 KEPT = "hf/"
 """Where a converted checkpoint has it."""
 LAYOUT = "safetensors_layout.json"
-CARRIED_BYTES = 4 << 30
-"""Most bytes of a file of carried tensors."""
+PASSTHROUGH_BYTES = 4 << 30
+"""Most bytes of a file of passthrough tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +53,13 @@ class Template:
     Attributes:
         model: its tensors as its headers declare them; the data need not be there.
         headers: file → length and JSON of the header, the bytes before the data.
-        carried: tensor → folder and place of its bytes.
+        passthrough: tensor → folder and place of its bytes.
         companions: small files by name, the index among them.
     """
 
     model: HfModel
     headers: Mapping[str, bytes]
-    carried: Mapping[str, tuple[Folder, StoredTensor]]
+    passthrough: Mapping[str, tuple[Folder, StoredTensor]]
     companions: Mapping[str, bytes]
 
 
@@ -67,7 +67,7 @@ def open_template(place: Folder | Path | str, *, prediction: bool = True) -> Tem
     """An HF folder, a converted checkpoint or its ``hf/``.
 
     Args:
-        prediction: whether the checkpoint has the model's prediction layers; else the template's are carried.
+        prediction: whether the checkpoint has the model's prediction layers; else the template's pass through.
 
     Raises:
         UserError: it is neither.
@@ -89,14 +89,14 @@ def template_of(model: HfModel) -> Template:
     small = {name: data for name, data in companions(folder).items() if name != JOURNAL}
     if INDEX in sizes:
         small[INDEX] = folder.read(INDEX)
-    carried = {name: (folder, model.stored[name]) for name in _not_in_megatron(model)}
-    return Template(model, headers, carried, small)
+    passthrough = {name: (folder, model.stored[name]) for name in _not_in_megatron(model)}
+    return Template(model, headers, passthrough, small)
 
 
 def _open_layout(folder: Folder, sizes: Mapping[str, int], prediction: bool) -> Template:
     headers, files = _read_layout(folder)
     stored = {name: entry for file, header in headers.items() for name, entry in parse_header(file, header).items()}
-    carried: dict[str, tuple[Folder, StoredTensor]] = {}
+    passthrough: dict[str, tuple[Folder, StoredTensor]] = {}
     for name in files:
         if name not in sizes:
             raise UserError(f"{folder.url}/{name}: missing although {LAYOUT} lists it; copy the checkpoint again.")
@@ -106,23 +106,23 @@ def _open_layout(folder: Folder, sizes: Mapping[str, int], prediction: bool) -> 
                 raise UserError(
                     f"{folder.url}/{name}: tensor {tensor} is not as {LAYOUT} declares it; copy the checkpoint again."
                 )
-            carried[tensor] = folder, entry
+            passthrough[tensor] = folder, entry
     config = read_config(folder)
     check_quantization(folder, config)
     model = check_stored(folder, config, make_table(config, stored, prediction), stored)
     skip = {LAYOUT, *files}
     small = {name: folder.read(name) for name in sizes if name not in skip and "/" not in name}
-    return Template(model, headers, carried, small)
+    return Template(model, headers, passthrough, small)
 
 
 def _read_layout(folder: Folder) -> tuple[dict[str, bytes], list[str]]:
-    """Headers by file, and the files of carried tensors."""
+    """Headers by file, and the files of passthrough tensors."""
     try:
         layout = json.loads(folder.read(LAYOUT))
         headers = {name: base64.b64decode(text, validate=True) for name, text in layout["headers"].items()}
         for name, header in headers.items():
             parse_header(name, header)
-        files = list(layout["carried"])
+        files = list(layout["passthrough"])
         for name in (*headers, *files):
             if not isinstance(name, str) or "/" in name or not name.endswith(".safetensors"):
                 raise ValueError(f"{name!r:.100} is no safetensors file of a folder")
@@ -140,7 +140,7 @@ def _not_in_megatron(model: HfModel) -> list[str]:
         if isinstance(encoding, Fp8 | Int4)
         for part in encoding.parts[1:]
     ]
-    return [*model.carried, *scales]
+    return [*model.passthrough, *scales]
 
 
 def plan_template(model: HfModel) -> tuple[list[OutputFile], dict[str, bytes]]:
@@ -148,35 +148,39 @@ def plan_template(model: HfModel) -> tuple[list[OutputFile], dict[str, bytes]]:
     template = template_of(model)
     groups: list[list[str]] = [[]]
     size = 0
-    for name in sorted(template.carried, key=lambda n: (template.carried[n][1].file, template.carried[n][1].offset)):
-        nbytes = template.carried[name][1].nbytes
-        if groups[-1] and size + nbytes > CARRIED_BYTES:
+    for name in sorted(
+        template.passthrough, key=lambda n: (template.passthrough[n][1].file, template.passthrough[n][1].offset)
+    ):
+        nbytes = template.passthrough[name][1].nbytes
+        if groups[-1] and size + nbytes > PASSTHROUGH_BYTES:
             groups.append([])
             size = 0
         groups[-1].append(name)
         size += nbytes
     files = [
-        _carried_file(f"carried-{k:05d}.safetensors", names, template) for k, names in enumerate(groups, 1) if names
+        _passthrough_file(f"passthrough-{k:05d}.safetensors", names, template)
+        for k, names in enumerate(groups, 1)
+        if names
     ]
     layout = {
         "headers": {name: base64.b64encode(data).decode() for name, data in template.headers.items()},
-        "carried": [file.name for file in files],
+        "passthrough": [file.name for file in files],
     }
     return files, {**template.companions, LAYOUT: json.dumps(layout).encode()}
 
 
-def _carried_file(name: str, tensors: list[str], template: Template) -> OutputFile:
+def _passthrough_file(name: str, tensors: list[str], template: Template) -> OutputFile:
     entries: dict[str, Any] = {}
     at = 0
     for tensor in tensors:
-        _, stored = template.carried[tensor]
+        _, stored = template.passthrough[tensor]
         span = [at, at + stored.nbytes]
         entries[tensor] = {"dtype": stored.dtype, "shape": list(stored.shape), "data_offsets": span}
         at += stored.nbytes
     file = OutputFile(name)
     file.append(Bytes(safetensors_header(entries)))
     for tensor in tensors:
-        folder, stored = template.carried[tensor]
+        folder, stored = template.passthrough[tensor]
         file.append(FileRange(folder, stored.file, stored.offset, stored.nbytes))
     return file
 

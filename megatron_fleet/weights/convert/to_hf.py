@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.models.hf_config import architecture_of, text_config
 from megatron_fleet.storage.folder import Folder
 from megatron_fleet.weights.checkpoint_reader import Checkpoint, CheckpointReader, StoredMatrices
 from megatron_fleet.weights.convert.content import (
@@ -29,7 +30,6 @@ from megatron_fleet.weights.convert.origin import checksums, find_template
 from megatron_fleet.weights.convert.plan import Bytes, Content, OutputFile, Plan
 from megatron_fleet.weights.convert.template import Template, safetensors_header
 from megatron_fleet.weights.floats import widest
-from megatron_fleet.weights.hf_config import architecture_of, text_config
 from megatron_fleet.weights.hf_folder import INDEX, ITEM_BYTES, SINGLE, StoredTensor, parse_header
 from megatron_fleet.weights.hf_model import Encoding, Int4, Plain
 
@@ -127,8 +127,8 @@ class _TemplateContents:
             return self._parts[name]()
         if name in self._table.repeated:
             return self.rows(self._table.repeated[name], stored.dtype)
-        if name in self._template.carried:
-            folder, place = self._template.carried[name]
+        if name in self._template.passthrough:
+            folder, place = self._template.passthrough[name]
             return FileRange(folder, place.file, place.offset, place.nbytes)
         raise UserError(f"{self._template.model.folder.url}: the bytes of tensor {name} are missing; give --template.")
 
@@ -158,9 +158,9 @@ class _TemplateContents:
         return TensorRows(self._readers, tensor, (0, shape[0]), math.prod(shape[1:]), dtype)
 
     def _hint(self, scales: str) -> Hint | None:
-        if scales not in self._template.carried:
+        if scales not in self._template.passthrough:
             return None
-        folder, place = self._template.carried[scales]
+        folder, place = self._template.passthrough[scales]
         return Hint(folder, place.file, place.offset, place.shape)
 
 
@@ -173,7 +173,7 @@ def _power_of_two(config: Mapping[str, Any]) -> bool:
 def _new_layout(
     template: Template, readers: PerThread[CheckpointReader], dtype: str
 ) -> tuple[list[OutputFile], dict[str, bytes]]:
-    """All weights as one type, carried tensors as they are, in files of at most ``SHARD_BYTES``."""
+    """All weights as one type, passthrough tensors as they are, in files of at most ``SHARD_BYTES``."""
     contents = _TemplateContents(template, readers)
     table = template.model.table
     types = dict.fromkeys(table.tensors, dtype) | _kept_types(template)
@@ -185,7 +185,7 @@ def _new_layout(
         name: (dtype, table.tensors[table.repeated[name]], contents.rows(table.repeated[name], dtype))
         for name in stored_copies
     }
-    for name in template.model.carried:
+    for name in template.model.passthrough:
         stored = template.model.stored[name]
         tensors[name] = (stored.dtype, stored.shape, contents.get(name, stored))
     groups: list[list[str]] = [[]]

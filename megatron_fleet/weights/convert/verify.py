@@ -119,14 +119,14 @@ def open_side(url: str, template: str | None = None) -> Side:
         stored_copies = {name: Plain(model.stored[name]) for name in model.table.repeated if name in model.stored}
         whole = replace(model, encodings={**model.encodings, **stored_copies})
         copies = {name: model.table.repeated[name] for name in stored_copies}
-        others = {name: (folder, model.stored[name]) for name in model.carried}
+        others = {name: (folder, model.stored[name]) for name in model.passthrough}
         return Side(url, _shapes(model.table.tensors, copies), PerThread(lambda: HfReader(whole)), others)
     checkpoint = Checkpoint(folder)
     found = find_template(checkpoint, template)
     table = found.model.table
     matrices = StoredMatrices(checkpoint, table)
     copies = {name: of for name, of in table.repeated.items() if name in found.model.stored}
-    others = {name: found.carried[name] for name in found.model.carried}
+    others = {name: found.passthrough[name] for name in found.model.passthrough}
     readers: PerThread[RowReader] = PerThread(lambda: _Copies(CheckpointReader(matrices), copies))
     return Side(url, _shapes(table.tensors, copies), readers, others)
 

@@ -99,7 +99,7 @@ def _pairs(weights: NDArray[np.uint16]) -> tuple[NDArray[np.uint32], int, int, i
     """Weights two by two, their row step in pairs, rows, groups per row."""
     rows, cols = weights.shape
     if cols % GROUP:
-        raise ValueError(f"weights: {cols} columns are no multiple of {GROUP}.")
+        raise ValueError(f"weights: {cols} columns are not a multiple of {GROUP}.")
     words, step = span("weights", weights, np.uint16, (rows, cols))
     _check_pairs("weights", step)
     return words.view(np.uint32), step // 2, rows, cols // GROUP

@@ -1,4 +1,4 @@
-"""What an environment's server replies: observations, tools, schemas, content blocks, rewards; and pictures."""
+"""What an environment's server replies: observations, tools, schemas, content blocks, rewards; and images."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import PIL.Image
 from fuzz.engine import Surface
 from fuzz.trees import received
 
-from megatron_fleet.agents.images import readable, size_of
 from megatron_fleet.config.sections.env import Env
 from megatron_fleet.config.sections.openenv import OpenEnv
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs import openenv
 from megatron_fleet.envs.base import EnvBusy, EnvLost, Image, Observation, ToolCall
 from megatron_fleet.envs.openenv import OpenEnvEnvironment
+from megatron_fleet.models.images import readable, size_of
 
 TASK = Task("t", "find it", "shop", "def verify(env): ...")
 SCHEMA = {"type": "object", "title": "Move", "properties": {"column": {"type": "integer"}, "metadata": {}}}
@@ -57,7 +57,7 @@ def seeds() -> list[Any]:
         "schema": SCHEMA,
         "replies": [[{"board": "x"}, None, False], [{"board": "y"}, 1, True, {"question": "q"}]],
     }
-    return [mcp, action, {"picture": _png()}]
+    return [mcp, action, {"image": _png()}]
 
 
 @dataclass
@@ -99,8 +99,8 @@ class _Client:
 
 def check(tree: Any, folder: Path) -> bool:
     tree = tree if isinstance(tree, dict) else {}
-    if isinstance(tree.get("picture"), bytes):
-        image = Image("image/png", tree["picture"])
+    if isinstance(tree.get("image"), bytes):
+        image = Image("image/png", tree["image"])
         try:
             width, height = size_of(image)
         except ValueError:

@@ -8,10 +8,10 @@ from fuzz.engine import Surface
 from fuzz.outcomes import refusal_of
 from tiny_configs import FAMILIES, raw_config
 
+from megatron_fleet.models.megatron_config import megatron_arguments
 from megatron_fleet.weights.extend import extended
 from megatron_fleet.weights.hf_folder import read_config
 from megatron_fleet.weights.mapping import WeightTable
-from megatron_fleet.weights.megatron_config import megatron_arguments
 
 
 def seeds() -> list[Any]:

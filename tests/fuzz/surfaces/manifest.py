@@ -28,7 +28,7 @@ RECORD = {
     "gradients": ["a"],
     "parameters": 7,
 }
-_FLOATS = ("mask", "weights", "behaviour_logprobs")
+_FLOATS = ("loss_scale", "scaled_advantages", "behaviour_logprobs")
 DATA = {
     "sequences": 2,
     "token_ids": [1, 2, 3, 4, 5],

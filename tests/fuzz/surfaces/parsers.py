@@ -10,12 +10,13 @@ from fuzz.engine import Surface
 from fuzz.trees import received
 
 from megatron_fleet.agents.chat_turn import read_turn
-from megatron_fleet.agents.parser import MAX_CALLS, ParsedTurn, parse_turn
-from megatron_fleet.agents.parsers.glm import GLM
-from megatron_fleet.agents.parsers.hermes import HERMES
-from megatron_fleet.agents.parsers.kimi import KIMI
+from megatron_fleet.models.chat.hermes import HERMES
+from megatron_fleet.models.chat.parser import MAX_CALLS, ParsedTurn, parse_turn
+from megatron_fleet.models.glm4.calls import GLM
+from megatron_fleet.models.kimi.calls import KIMI
+from megatron_fleet.models.qwen3_5.calls import QWEN3_5
 
-SYNTAXES = {"hermes": HERMES, "glm": GLM, "kimi": KIMI}
+SYNTAXES = {"hermes": HERMES, "glm": GLM, "kimi": KIMI, "qwen3.5": QWEN3_5}
 SCHEMA = {"type": "object", "properties": {"q": {"type": "string"}, "n": {"type": ["integer", "null"]}}}
 TOOLS = [{"type": "function", "function": {"name": "find", "description": "d", "parameters": SCHEMA}}]
 CALL = {"id": "c1", "type": "function", "function": {"name": "find", "arguments": '{"q": "x"}'}}
@@ -26,6 +27,8 @@ TEXTS = {
     "<arg_key>n</arg_key><arg_value>[1, 2]</arg_value></tool_call> end <done>",
     "kimi": "a<|tool_calls_section_begin|><|tool_call_begin|>functions.find:0<|tool_call_argument_begin|>"
     '{"q": "é"}<|tool_call_end|><|tool_calls_section_end|>',
+    "qwen3.5": "ok\n\n<tool_call>\n<function=find>\n<parameter=q>\nx\ny\n</parameter>\n<parameter=n>\nNone\n"
+    "</parameter>\n</function>\n</tool_call>",
 }
 
 

@@ -1,4 +1,4 @@
-"""The folder of a run as ``mfleet report`` reads it: configuration, metrics, trajectories, pictures, tokenizer."""
+"""The folder of a run as ``mfleet report`` reads it: configuration, metrics, trajectories, images, tokenizer."""
 
 from __future__ import annotations
 

@@ -10,9 +10,9 @@ from fuzz import models
 from fuzz.engine import Surface
 from fuzz.trees import value_of
 
-from megatron_fleet.agents.renderer import Renderer, ToolResult
-from megatron_fleet.agents.renderers.families import make_renderer
 from megatron_fleet.agents.thinking import Thinking
+from megatron_fleet.models.chat.detection import make_renderer
+from megatron_fleet.models.chat.renderer import Renderer, ToolResult
 
 
 @cache

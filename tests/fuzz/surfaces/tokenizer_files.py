@@ -13,11 +13,12 @@ from fuzz import folders
 from fuzz.engine import Surface
 from fuzz.outcomes import refusal_of
 
-from megatron_fleet.agents.images import read_vision
-from megatron_fleet.agents.renderers.families import make_renderer
-from megatron_fleet.agents.renderers.kimi import TOKENS
-from megatron_fleet.agents.template_check import check_template
-from megatron_fleet.agents.tokenizer import QWEN_VL_TOKENS, train_tokenizer
+from megatron_fleet.models.chat.detection import make_renderer
+from megatron_fleet.models.chat.template_check import check_template
+from megatron_fleet.models.chat.tokenizer import train_tokenizer
+from megatron_fleet.models.images import read_vision
+from megatron_fleet.models.kimi.chat import TOKENS
+from megatron_fleet.models.qwen3.tokens import QWEN3_TOKENS, QWEN_VL_TOKENS
 
 PROCESSOR = {"patch_size": 14, "merge_size": 2, "size": {"shortest_edge": 3136, "longest_edge": 100_000}}
 
@@ -26,7 +27,7 @@ PROCESSOR = {"patch_size": 14, "merge_size": 2, "size": {"shortest_edge": 3136, 
 def seeds() -> list[Any]:
     found: list[Any] = []
     with TemporaryDirectory() as place:
-        train_tokenizer(["tool of the ticket"] * 3, 290, Path(place, "qwen"))
+        train_tokenizer(["tool of the ticket"] * 3, 290, Path(place, "qwen"), QWEN3_TOKENS)
         qwen = {n: folders.structured(n, data) for n, data in folders.read(Path(place, "qwen")).items()}
         train_tokenizer(["tool of the ticket"] * 3, 290, Path(place, "vl"), QWEN_VL_TOKENS)
         vl = {n: folders.structured(n, data) for n, data in folders.read(Path(place, "vl")).items()}

@@ -8,11 +8,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from checkpoint_arguments import checkpoint_arguments  # noqa: E402
 from convert_helpers import megatron_tensors, write_foreign  # noqa: E402
-from test_megatron_config import checkpoint_arguments  # noqa: E402
 from tiny_models import dequantise, stored_tensors  # noqa: E402
 
-from megatron_fleet.weights.hf_config import read_model  # noqa: E402
+from megatron_fleet.models.hf_config import read_model  # noqa: E402
 from megatron_fleet.weights.hf_folder import read_config  # noqa: E402
 
 FAMILIES = ("qwen2_tied", "qwen3", "qwen3_yarn", "qwen3_moe", "llama3", "deepseek_v3", "moonlight", "glm4_moe")

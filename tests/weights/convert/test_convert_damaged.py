@@ -142,7 +142,7 @@ DAMAGE = {
         r"/hf/safetensors_layout\.json: malformed",
     ),
     "a layout of nothing": (
-        lambda r: (r / "hf" / "safetensors_layout.json").write_text('{"headers": {"m": "AAAA"}, "carried": []}'),
+        lambda r: (r / "hf" / "safetensors_layout.json").write_text('{"headers": {"m": "AAAA"}, "passthrough": []}'),
         r"/hf/safetensors_layout\.json: malformed",
     ),
     "a config that names a key twice": (
@@ -196,7 +196,7 @@ def test_damage_of_what_is_carried(damage, checkpoint, refused, tmp_path):
 
     root = checkpoint("kimi_k25")
     edit, message = CARRIED[damage]
-    file = root / "hf" / "carried-00001.safetensors"
+    file = root / "hf" / "passthrough-00001.safetensors"
     edit(file)
     said = refused("to-hf", root, tmp_path / "out")
     assert said.startswith(str(file)) and re.search(message, said)
@@ -206,7 +206,7 @@ def test_damage_of_what_is_carried(damage, checkpoint, refused, tmp_path):
 def test_carried_tensors_that_are_lost(checkpoint, refused, tmp_path):
     root = checkpoint("moonlight")
     layout = root / "hf" / "safetensors_layout.json"
-    layout.write_text(json.dumps(json.loads(layout.read_text()) | {"carried": []}))
+    layout.write_text(json.dumps(json.loads(layout.read_text()) | {"passthrough": []}))
     said = refused("to-hf", root, tmp_path / "out")
     assert "the bytes of tensor model.layers.0.self_attn.rotary_emb.inv_freq are missing" in said
 

@@ -82,18 +82,18 @@ def test_a_converted_checkpoint_counts_shared_bytes_once(layers, made, convert, 
 def test_what_is_kept_for_the_way_back(inside, made, convert, tmp_path):
     convert("to-megatron", made("kimi_k25"), tmp_path / "mg")
     found = as_json(convert, tmp_path / "mg" / inside)
-    carried = rows_by_name(found, "carried")
-    assert carried["language_model.model.layers.*.mlp.experts.*.up_proj.weight_scale"]["form"] == "INT4 scales"
-    assert carried["vision_tower.encoder.blocks.*.wo.weight"]["count"] == 2
+    passthrough = rows_by_name(found, "passthrough")
+    assert passthrough["language_model.model.layers.*.mlp.experts.*.up_proj.weight_scale"]["form"] == "INT4 scales"
+    assert passthrough["vision_tower.encoder.blocks.*.wo.weight"]["count"] == 2
     weights = {
         n: t
         for n, t in stored_tensors(made("kimi_k25")).items()
         if n.startswith(("vision", "mm_")) or n.endswith(("_scale", "_shape"))
     }
-    assert sum(row["nbytes"] for row in carried.values()) == sum(t.nbytes for t in weights.values())
+    assert sum(row["nbytes"] for row in passthrough.values()) == sum(t.nbytes for t in weights.values())
     out = convert("inspect", tmp_path / "mg" / inside)[1]
     assert "\nkept for the way back, in hf/\n" in out
-    assert rows_by_name(found).keys().isdisjoint(carried)
+    assert rows_by_name(found).keys().isdisjoint(passthrough)
 
 
 @pytest.mark.parametrize("common_object", [False, True])

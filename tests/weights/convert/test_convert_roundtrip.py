@@ -104,15 +104,15 @@ def test_how_the_checkpoint_is_cut_does_not_matter(chunk, made, convert, tmp_pat
 
     monkeypatch.setattr(to_megatron, "CHUNK_BYTES", chunk)
     monkeypatch.setattr(to_megatron, "FILE_BYTES", 150_000)
-    monkeypatch.setattr(template, "CARRIED_BYTES", 30_000)
+    monkeypatch.setattr(template, "PASSTHROUGH_BYTES", 30_000)
     monkeypatch.setattr(content, "STEP_BYTES", 300)
     monkeypatch.setattr(local, "PART", 8192)
     assert there_and_back(convert, made("kimi_k25"), tmp_path) == files(made("kimi_k25"))
     assert len(list((tmp_path / "mg" / "release").glob("*.distcp"))) > 3
-    carried = list((tmp_path / "mg" / "hf").glob("carried-*"))
-    assert len(carried) > 1
+    passthrough = list((tmp_path / "mg" / "hf").glob("passthrough-*"))
+    assert len(passthrough) > 1
     # Data begin aligned, as in files of the format's own writer.
-    assert [int.from_bytes(file.read_bytes()[:8], "little") % 8 for file in carried] == [0] * len(carried)
+    assert [int.from_bytes(file.read_bytes()[:8], "little") % 8 for file in passthrough] == [0] * len(passthrough)
 
 
 def test_a_converted_folder_converts_again(made, convert, tmp_path):
@@ -143,6 +143,6 @@ def test_one_type_for_all_weights(family, dtype, made, convert, tmp_path, monkey
             for name in file.keys():  # noqa: SIM118 - no mapping
                 kept = name.startswith(("vision_tower", "mm_projector")) or name.endswith("correction_bias")
                 assert kept or file.get_tensor(name).dtype == getattr(torch, dtype), name
-    # Weights, copies and carried tensors are all there; float16 has not bfloat16's range of exponents.
+    # Weights, copies and passthrough tensors are all there; float16 has not bfloat16's range of exponents.
     tolerance = ("--tolerance", "0.001") if dtype == "float16" else ()
     assert convert("verify", made(family), tmp_path / "plain", *tolerance)[0] == 0

@@ -62,7 +62,7 @@ def download(url):
 
 
 def test_there_and_back(url, made, convert, tmp_path):
-    """Quantised weights, whose scales lie on S3 too, and tensors that are carried."""
+    """Quantised weights, whose scales lie on S3 too, and passthrough tensors."""
     family = "kimi_k25"
     source = upload(made(family), f"{url}/hf")
     assert convert("to-megatron", source, f"{url}/mg")[0] == 0
@@ -72,7 +72,7 @@ def test_there_and_back(url, made, convert, tmp_path):
     assert download(f"{url}/back") == files(made(family))
     assert convert("verify", f"{url}/mg", source)[0] == 0
     code, out, _ = convert("inspect", f"{url}/mg", "--json")
-    assert code == 0 and json.loads(out)["carried"]
+    assert code == 0 and json.loads(out)["passthrough"]
 
 
 def test_a_template_and_a_foreign_checkpoint(url, made, convert, tmp_path):

@@ -241,5 +241,5 @@ def test_the_kernels_need_no_torch():
 
 
 def test_columns_that_split_a_group_are_refused():
-    with pytest.raises(ValueError, match="48 columns are no multiple of 32"):
+    with pytest.raises(ValueError, match="48 columns are not a multiple of 32"):
         int4.choose_scales(np.zeros((1, 48), np.uint16))

@@ -1,0 +1,162 @@
+"""An episode with a model behind an OpenAI-compatible endpoint: messages in, messages out, no token ids."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from megatron_fleet.agents.builder import TrajectoryBuilder, timed
+from megatron_fleet.agents.chat_client import Answer, ChatClient, ChatParams, PromptTooLong, Usage
+from megatron_fleet.agents.chat_history import ChatHistory, answers, reminder
+from megatron_fleet.agents.chat_turn import ChatTurn, read_turn
+from megatron_fleet.agents.ending import Ending
+from megatron_fleet.agents.episode import MIN_TURN_TOKENS, play
+from megatron_fleet.agents.settings import EpisodeSettings, stable_seed
+from megatron_fleet.agents.sight import Look, Seen, see, show_all
+from megatron_fleet.agents.trajectory import Outcome, Trajectory
+from megatron_fleet.data.task import Task
+from megatron_fleet.envs.base import Environment
+from megatron_fleet.models.chat.parser import ParsedTurn
+from megatron_fleet.models.chat.renderer import ToolResult
+
+SEED_BITS = 31
+"""Servers differ in how large a seed they take."""
+
+
+async def run_chat_episode(
+    task: Task,
+    group: int,
+    sample: int,
+    env: Environment,
+    client: ChatClient,
+    settings: EpisodeSettings,
+    seed: int | None,
+) -> Trajectory:
+    """Play ``task`` once with an endpoint; see `episode.play`.
+
+    The trajectory has no tokens (T = 0); its messages are the conversation. Token metrics are the endpoint's own
+    counts, and absent where it does not tell them: ``action_tokens`` (completions), ``prompt_tokens`` (all requests),
+    ``think_tokens`` (reasoning), ``total_tokens`` (the last request and its answer).
+
+    Args:
+        seed: of this episode; each turn derives its own. ``None`` leaves sampling unseeded.
+
+    Raises:
+        CancelledError: after the environment was closed.
+    """
+    builder = TrajectoryBuilder()
+    conversation = ChatConversation(client, settings, seed, builder)
+    trajectory = await play(task, group, sample, env, conversation, settings, builder)
+    for name in ("action_tokens", "total_tokens", "segments"):
+        trajectory.metrics.pop(name)
+    trajectory.metrics |= conversation.tokens()
+    return trajectory
+
+
+class ChatConversation:
+    """A `Conversation` in messages."""
+
+    def __init__(
+        self, client: ChatClient, settings: EpisodeSettings, seed: int | None, builder: TrajectoryBuilder
+    ) -> None:
+        self._client, self._settings, self._seed, self._builder = client, settings, seed, builder
+        self._tools: tuple[dict[str, Any], ...] = ()
+        self._usages: list[Usage] = []
+        self._newest: ChatTurn
+        self.history: ChatHistory
+        self.trouble = ""
+        unseen = settings.prompts.unseen
+        self.look: Look = show_all if client.endpoint.images else partial(see, vision=None, sentence=unseen)
+
+    def begin(self, system: str, tools: tuple[dict[str, Any], ...], user: str, seen: Seen) -> Ending | None:
+        """See `Conversation`. How long the prompt is, the endpoint will say."""
+        self._tools = tools
+        self.history = ChatHistory(system, user, seen.images, self._settings.prompts.removed)
+        return None
+
+    async def turn(self, number: int, deadline: asyncio.Timeout) -> ParsedTurn | Ending:
+        """See `Conversation`."""
+        longest = self._settings.max_tokens_per_turn
+        max_tokens = min(longest, self._room())
+        if max_tokens < min(MIN_TURN_TOKENS, longest):
+            return Ending(Outcome.CONTEXT_OVERFLOW)
+        try:
+            answer = await self._generate(number, max_tokens, deadline)
+        except PromptTooLong as e:
+            return Ending(Outcome.CONTEXT_OVERFLOW if self._builder.turns else Outcome.PROMPT_TOO_LONG, str(e))
+        self._newest = read_turn(answer.message, number, self._client.endpoint.return_reasoning)
+        self._builder.say("assistant", self._newest.text)
+        return self._beyond_limit(answer, max_tokens) or self._newest.parsed
+
+    def show(self, results: Sequence[ToolResult]) -> Ending | None:
+        """See `Conversation`. Whether they fit, the endpoint will say."""
+        agent, said = self._settings.agent, self._newest
+        note = f"[{self.status()}]" if agent.context_status else ""
+        if results:
+            self.history.add([said.message, *answers(said, results, note)])
+        else:
+            text = "\n".join(filter(None, (self._settings.prompts.reminder_text(agent.finish), note)))
+            self._builder.say("user", text)
+            self.history.add([said.message, reminder(text)])
+        return None
+
+    def status(self, tokens: int = 0) -> str:
+        """See `Conversation`; what the endpoint counted."""
+        used, limit = (str(self._used()) if self._usages else "unknown"), self._settings.max_context
+        return f"Context: {used}/{limit} tokens, turn {self._builder.turns}/{self._settings.max_turns}"
+
+    def tokens(self) -> dict[str, float]:
+        """What the endpoint told of its tokens; nothing unless it told so of every turn."""
+        if not self._usages or len(self._usages) != self._builder.turns:
+            return {}
+        return {
+            "action_tokens": sum(usage.completion for usage in self._usages),
+            "prompt_tokens": sum(usage.prompt for usage in self._usages),
+            "think_tokens": sum(usage.reasoning for usage in self._usages),
+            "total_tokens": self._usages[-1].prompt + self._usages[-1].completion,
+        }
+
+    async def _generate(self, number: int, max_tokens: int, deadline: asyncio.Timeout) -> Answer:
+        seed = None if self._seed is None else stable_seed(self._seed, number) >> (63 - SEED_BITS)
+        params = ChatParams(self._settings.temperature, max_tokens, seed)
+        failed = partial(self._failed, deadline)
+        with timed(self._builder, "generate_s"):
+            answer = await self._client.complete(self.history.messages(), self._tools, params, failed)
+        self.trouble, self.history.shortened = "", False
+        self._builder.turns += 1
+        if answer.usage is not None:
+            self._usages.append(answer.usage)
+        return answer
+
+    def _failed(self, deadline: asyncio.Timeout, reason: str, seconds: float) -> None:
+        """A try was not answered, by no fault of the policy's: the episode gets the time back, to twice its own."""
+        self.trouble = reason
+        self._builder.count("request_retries")
+        limit, before = self._settings.episode_timeout_s, self._builder.metrics.get("endpoint_wait_s", 0.0)
+        self._builder.count("endpoint_wait_s", seconds)
+        due = deadline.when()
+        if due is not None and not deadline.expired():
+            deadline.reschedule(due + min(before + seconds, limit) - min(before, limit))
+
+    def _beyond_limit(self, answer: Answer, max_tokens: int) -> Ending | None:
+        """How the episode ends if this turn exceeded a limit."""
+        if self._usages and self._room() < 0:
+            first = self._builder.turns == 1 and self._usages[-1].prompt >= self._settings.max_context
+            return Ending(Outcome.PROMPT_TOO_LONG if first else Outcome.CONTEXT_OVERFLOW)
+        if answer.finish_reason != "length":
+            return None
+        shrunk = max_tokens < self._settings.max_tokens_per_turn
+        return Ending(Outcome.CONTEXT_OVERFLOW if shrunk else Outcome.GENERATION_TRUNCATED)
+
+    def _room(self) -> int:
+        """Tokens of the context that the newest turn and what was before it left, as far as is known."""
+        return self._settings.max_context - (0 if self.history.shortened else self._used())
+
+    def _used(self) -> int:
+        if not self._usages:
+            return 0
+        last = self._usages[-1]
+        forgotten = 0 if self._client.endpoint.return_reasoning else last.reasoning
+        return last.prompt + last.completion - forgotten

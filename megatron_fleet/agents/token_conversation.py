@@ -1,0 +1,162 @@
+"""An episode with an engine: token ids in, token ids out, so that what is trained on is what was sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from megatron_fleet.agents.builder import TrajectoryBuilder, timed
+from megatron_fleet.agents.ending import Ending
+from megatron_fleet.agents.engine import Engine, EngineLost, Generation, SamplingParams
+from megatron_fleet.agents.episode import MIN_TURN_TOKENS, play
+from megatron_fleet.agents.history import Exchange, History
+from megatron_fleet.agents.settings import EpisodeSettings, stable_seed
+from megatron_fleet.agents.sight import Look, Seen, see
+from megatron_fleet.agents.thinking import Thinking
+from megatron_fleet.agents.trajectory import Outcome, Trajectory
+from megatron_fleet.data.task import Task
+from megatron_fleet.envs.base import Environment
+from megatron_fleet.models.chat.parser import ParsedTurn
+from megatron_fleet.models.chat.renderer import Renderer, ToolResult
+from megatron_fleet.models.images import place
+
+MAX_CHARS_PER_TOKEN = 16
+"""A first prompt with more characters for each token of the context is too long, without a look at its tokens."""
+
+
+async def run_episode(
+    task: Task,
+    group: int,
+    sample: int,
+    env: Environment,
+    engine: Engine,
+    renderer: Renderer,
+    settings: EpisodeSettings,
+    seed: int | None,
+    session: str,
+) -> Trajectory:
+    """Play ``task`` once with ``engine``; see `episode.play`.
+
+    Args:
+        seed: of this episode; each turn derives its own. ``None`` leaves sampling unseeded.
+        session: names the episode to the engine (see ``Engine.generate``).
+
+    Raises:
+        CancelledError: after the environment was closed.
+    """
+    builder = TrajectoryBuilder()
+    conversation = TokenConversation(engine, renderer, settings, seed, session, builder)
+    return await play(task, group, sample, env, conversation, settings, builder)
+
+
+class TokenConversation:
+    """A `Conversation` in token ids: one growing sequence, and a new one wherever the history was rewritten."""
+
+    trouble = ""
+
+    def __init__(
+        self,
+        engine: Engine,
+        renderer: Renderer,
+        settings: EpisodeSettings,
+        seed: int | None,
+        session: str,
+        builder: TrajectoryBuilder,
+    ) -> None:
+        self._engine, self._renderer, self._settings, self._builder = engine, renderer, settings, builder
+        self._seed, self._session = seed, session
+        self._thinking = Thinking(renderer)
+        self._tools: tuple[dict[str, Any], ...] = ()
+        self._sampled: tuple[int, ...] = ()  # the newest turn
+        self.history: History
+        vision = renderer.vision if settings.images else None
+        self.look: Look = partial(see, vision=vision, sentence=settings.prompts.unseen)
+
+    def begin(self, system: str, tools: tuple[dict[str, Any], ...], user: str, seen: Seen) -> Ending | None:
+        """See `Conversation`."""
+        agent, limit = self._settings.agent, self._settings.max_context
+        self._tools, removed = tools, self._settings.prompts.removed
+        self.history = History(self._renderer, system, tools, user, removed, agent.step_wise, seen.images)
+        # Encoding takes seconds for each MB, during which no other episode of the worker goes on.
+        if len(system) + len(user) + len(json.dumps(tools)) <= MAX_CHARS_PER_TOKEN * limit:
+            ids = self.history.render()
+            if self._fits(ids):
+                self._builder.begin(ids, place(ids, self.history.images(), self._renderer.vision))
+                return None
+        return Ending(Outcome.PROMPT_TOO_LONG, f"the first prompt leaves no room in {limit}")
+
+    async def turn(self, number: int, deadline: asyncio.Timeout) -> ParsedTurn | Ending:
+        """See `Conversation`."""
+        longest = self._settings.max_tokens_per_turn
+        max_tokens = min(longest, self._settings.max_context - len(self._builder.ids))
+        generation = await self._generate(number, max_tokens)
+        if generation.finish_reason == "abort":
+            return Ending(Outcome.ABORTED, "the engine aborted the turn")
+        if generation.finish_reason == "deadline":
+            self._builder.count("turns_past_deadline", 1)
+            return Ending(Outcome.GENERATION_TRUNCATED)
+        if generation.finish_reason == "length":
+            return Ending(Outcome.CONTEXT_OVERFLOW if max_tokens < longest else Outcome.GENERATION_TRUNCATED)
+        if np.isin(generation.token_ids, self._unspoken()).any():
+            return Ending(Outcome.WROTE_IMAGE)
+        return self._renderer.parse(self._builder.messages[-1]["content"], self._tools)
+
+    def show(self, results: Sequence[ToolResult]) -> Ending | None:
+        """See `Conversation`."""
+        reminder = "" if results else self._settings.prompts.reminder_text(self._settings.agent.finish)
+        exchange = Exchange(self._sampled, tuple(results), reminder)
+        prompt = self._prompt_after(exchange)
+        if self._settings.agent.context_status:
+            exchange = exchange.with_note(f"[{self.status(len(prompt))}]")
+            prompt = self._prompt_after(exchange)
+        if not self._fits(prompt):
+            return Ending(Outcome.CONTEXT_OVERFLOW)
+        if not results:
+            self._builder.say("user", exchange.message)
+        vision, known = self._renderer.vision, len(self._builder.ids)
+        if self.history.changed:
+            self._builder.begin(prompt, place(prompt, self.history.images(exchange), vision))
+        else:
+            shown = prompt[known:]
+            self._builder.add_observation(shown, place(shown, exchange.images, vision, known))
+        self.history.add(exchange)
+        return None
+
+    def status(self, tokens: int) -> str:
+        """See `Conversation`."""
+        limit, turns = self._settings.max_context, self._settings.max_turns
+        return f"Context: {tokens}/{limit} tokens, turn {self._builder.turns}/{turns}"
+
+    async def _generate(self, number: int, max_tokens: int) -> Generation:
+        seed = None if self._seed is None else stable_seed(self._seed, number)
+        routing_start = self._builder.routed if self._settings.routing else None
+        stop = (*self._renderer.stop_token_ids, *self._unspoken())
+        params = SamplingParams(self._settings.temperature, max_tokens, stop, seed, routing_start)
+        with timed(self._builder, "generate_s"):
+            try:
+                generation = await self._engine.generate(self._builder.ids, params, self._session, self._builder.images)
+            except EngineLost as e:
+                raise EngineLost(f"engine lost: {e}") from e
+        self._builder.add_action(generation)
+        sampled = generation.token_ids.tolist()
+        self._sampled = tuple(sampled)
+        self._builder.count("think_tokens", self._thinking.count(sampled))
+        self._builder.say("assistant", self._renderer.text(sampled))
+        return generation
+
+    def _prompt_after(self, exchange: Exchange) -> list[int]:
+        if self.history.changed:
+            return self.history.render(exchange)
+        return self._builder.ids + exchange.answer(self._renderer, self._builder.ids[-1])
+
+    def _unspoken(self) -> tuple[int, ...]:
+        return self._renderer.vision.unspoken_ids if self._renderer.vision else ()
+
+    def _fits(self, prompt: list[int]) -> bool:
+        room = self._settings.max_context - len(prompt)
+        return room >= min(MIN_TURN_TOKENS, self._settings.max_tokens_per_turn)

@@ -1,0 +1,118 @@
+"""Which chat format a model folder speaks, and the renderer for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.extension import is_path, load
+from megatron_fleet.config.files import read_file, read_object
+from megatron_fleet.models.chat.chat_renderer import ChatRenderer
+from megatron_fleet.models.chat.format import ChatFormat, ModelFolder, NamedFormat
+from megatron_fleet.models.chat.renderer import Renderer
+from megatron_fleet.models.chat.tokenizer import Tokenizer
+from megatron_fleet.models.images import Vision, read_vision
+from megatron_fleet.models.registry import family_modules
+
+AUTO = "auto"
+OWN_ARGUMENTS = ("folder", "thinking")
+"""What a chat format of the user's own is called with, to give a ``Renderer``: the model's folder (`Path`) and
+rollout.thinking."""
+
+FORMATS: Mapping[str, NamedFormat] = MappingProxyType(
+    {name: chat for module in family_modules("chat") for name, chat in module.FORMATS.items()}
+)
+"""By the names that rollout.renderer takes."""
+
+
+def make_renderer(folder: str | Path, thinking: bool, name: str = AUTO) -> Renderer:
+    """The renderer of the model in ``folder``.
+
+    Args:
+        thinking: whether the policy thinks before it acts (rollout.thinking).
+        name: of a family (rollout.renderer), or the path of a user's own; ``auto`` looks at the folder.
+
+    Raises:
+        UserError: the folder's tokenizer cannot be read, no family fits it or the given one does not, the family has
+            no such ``thinking``, or the model sees images and its files do not say how.
+    """
+    if is_path(name):
+        own: Renderer = load("rollout.renderer", name, OWN_ARGUMENTS)(Path(folder), thinking)
+        return own
+    tokenizer = Tokenizer(folder)
+    chat, vision = make_format(folder, tokenizer, thinking, name), read_vision(folder)
+    if vision is not None:
+        _check_placeholder(folder, tokenizer, chat.image, vision)
+    return ChatRenderer(tokenizer, chat, vision)
+
+
+def _check_placeholder(folder: str | Path, tokenizer: Tokenizer, placeholder: str, vision: Vision) -> None:
+    found = tokenizer.special.get(placeholder)
+    if found != vision.placeholder_id:
+        raise UserError(
+            f"model.path={folder}: image_token_id={vision.placeholder_id} in config.json is not the tokenizer's "
+            f"{placeholder} ({found}); fetch the model again."
+        )
+
+
+def make_format(folder: str | Path, tokenizer: Tokenizer, thinking: bool, name: str = AUTO) -> ChatFormat:
+    """The chat format alone; see ``make_renderer``."""
+    template = read_template(folder)
+    found = detect(folder, tokenizer, template) if name == AUTO else name
+    named = FORMATS[found]
+    missing = [t for t in named.tokens.control if t not in tokenizer.special]
+    if missing:
+        raise UserError(
+            f"rollout.renderer={name}: the tokenizer in {folder} lacks the tokens {', '.join(missing)} of {found}; "
+            f"name the format that the model was trained with."
+        )
+    if thinking not in named.thinking:
+        raise UserError(
+            f"rollout.thinking={str(thinking).lower()}: models of the format {found} "
+            f"{'do not think' if thinking else 'always think'}; set it to {str(not thinking).lower()}."
+        )
+    return named.make(thinking, template)
+
+
+def detect(folder: str | Path, tokenizer: Tokenizer, template: str | None) -> str:
+    """The format whose control tokens the tokenizer has, told from its relatives by the chat template.
+
+    Without a template the folder's config.json decides. Raises UserError when nothing fits.
+    """
+    model_type = str(_json(Path(folder) / "config.json").get("model_type"))
+    asked = ModelFolder(model_type, template, tokenizer.special.__contains__)
+    found = next((name for module in family_modules("chat") if (name := module.recognise(asked)) is not None), None)
+    if found is None:
+        raise UserError(
+            f"{folder}: its tokenizer and chat template are of none of the formats {', '.join(FORMATS)}; set "
+            f"rollout.renderer to the format that the model was trained with, or choose another model."
+        )
+    return found
+
+
+def read_template(folder: str | Path) -> str | None:
+    """The model's own chat template, the one for tools if there are several; ``None`` when it has none."""
+    path = Path(folder) / "chat_template.jinja"
+    if path.is_file():
+        try:
+            return read_file(path).decode()
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}: byte {error.start}: not UTF-8 text; fetch the model again.") from None
+    path = Path(folder) / "tokenizer_config.json"
+    found = _json(path).get("chat_template")
+    if isinstance(found, list):
+        try:
+            named = {str(template["name"]): template["template"] for template in found}
+        except (TypeError, KeyError):
+            raise UserError(
+                f"{path}: chat_template: not a list of names and templates; fetch the model again."
+            ) from None
+        found = named.get("tool_use", named.get("default"))
+    return found if isinstance(found, str) else None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return read_object(path, "fetch the model again") if path.is_file() else {}

@@ -1,0 +1,172 @@
+"""Before a run: does our renderer write what the model's own chat template writes?
+
+A few fixed conversations are rendered both ways and compared as text. A renderer that is almost right costs reward in
+silence, so any difference refuses the run. Where an append-only sequence must differ (``chat_renderer.py`` lists it)
+the conversations do not go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.envs.base import Image, ToolCall
+from megatron_fleet.models.chat.detection import make_format, read_template
+from megatron_fleet.models.chat.format import ChatFormat, Spoken
+from megatron_fleet.models.chat.renderer import ToolResult
+from megatron_fleet.models.chat.template_process import render
+from megatron_fleet.models.chat.tokenizer import Tokenizer
+from megatron_fleet.models.images import around, read_vision
+
+_BEFORE, _SHOWN = 20, 80
+"""Characters shown before the place where two texts part, and in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A turn of the policy, and what it is shown then: a result for each call or, without calls, a message."""
+
+    spoken: Spoken
+    shown: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Everything up to a turn that is still to be sampled. ``images``: places ``[image n]`` have images."""
+
+    system: str
+    tools: tuple[dict[str, Any], ...]
+    user: str
+    rounds: tuple[Round, ...]
+    has_images: bool = False
+
+
+def check_template(folder: str | Path, thinking: bool) -> None:
+    """Compare the renderer that ``auto`` finds for ``folder`` with the folder's chat template, if it has one.
+
+    Raises:
+        UserError: no renderer fits, the template cannot be used, or the texts differ; the first difference is shown.
+    """
+    chat = make_format(folder, Tokenizer(folder), thinking)
+    template = read_template(folder)
+    if template is None:
+        return
+    talks = list(_examples(thinking, read_vision(folder) is not None))
+    try:
+        texts = render_template(template, chat, talks)
+    except ValueError as e:
+        raise UserError(
+            f"{folder}: its chat template cannot be rendered ({e}); repair it, or set rollout.renderer to the "
+            f"model's format to leave the template unread."
+        ) from None
+    for talk, theirs in zip(talks, texts, strict=True):
+        ours = written(chat, talk)
+        if ours != theirs:
+            raise UserError(f"{folder}: {difference(ours, theirs)}")
+
+
+def difference(ours: str, theirs: str) -> str:
+    """Where two unequal texts part, as a sentence with the fix."""
+    at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+    shown = slice(max(0, at - _BEFORE), max(0, at - _BEFORE) + _SHOWN)
+    return (
+        f"our renderer and the model's chat template differ from character {at} on: ours {ours[shown]!r}, "
+        f"the template {theirs[shown]!r}; set rollout.renderer to the format that the model was trained "
+        f"with to leave the template unread."
+    )
+
+
+def written(chat: ChatFormat, talk: Conversation) -> str:
+    """``talk`` as our renderer lays it down, if the policy keeps to the template."""
+    pieces = [*chat.head(talk.system, talk.tools), *chat.user(talk.user, _images(talk, talk.user))]
+    asked = max((i for i, round_ in enumerate(talk.rounds) if not round_.spoken.calls), default=-1)
+    for i, round_ in enumerate(talk.rounds):
+        # A turn before the last question has no thinking, whatever the template writes into the others.
+        pieces += [
+            *(chat.unthought.opening if i <= asked else chat.past_opening),
+            chat.spoken(round_.spoken),
+            *chat.close,
+        ]
+        calls, first = round_.spoken.calls, round_.spoken.index
+        if calls:
+            shown = zip(calls, round_.shown, strict=True)
+            results = [
+                ToolResult(c.name, text, first + i, images=_images(talk, text)) for i, (c, text) in enumerate(shown)
+            ]
+            pieces += chat.results(results)
+        else:
+            pieces += chat.user(round_.shown[0], _images(talk, round_.shown[0]))
+    return "".join([*pieces, *chat.opening])
+
+
+def messages(talk: Conversation) -> Iterator[dict[str, Any]]:
+    """``talk`` in the OpenAI chat format."""
+    yield {"role": "system", "content": talk.system}
+    yield {"role": "user", "content": _content(talk, talk.user)}
+    for round_ in talk.rounds:
+        said = round_.spoken
+        turn: dict[str, Any] = {"role": "assistant", "content": said.content, "reasoning_content": said.thinking}
+        ids = [f"functions.{call.name}:{said.index + i}" for i, call in enumerate(said.calls)]
+        if not said.calls:
+            yield turn
+            yield {"role": "user", "content": _content(talk, round_.shown[0])}
+            continue
+        functions = [{"name": c.name, "arguments": c.arguments} for c in said.calls]
+        turn["tool_calls"] = [{"id": i, "type": "function", "function": f} for i, f in zip(ids, functions, strict=True)]
+        yield turn
+        for call, call_id, text in zip(said.calls, ids, round_.shown, strict=True):
+            yield {"role": "tool", "name": call.name, "tool_call_id": call_id, "content": _content(talk, text)}
+
+
+def _images(talk: Conversation, text: str) -> tuple[Image, ...]:
+    return (Image("image/png", b""),) * (text.count("[image ") if talk.has_images else 0)
+
+
+def _content(talk: Conversation, text: str) -> str | list[dict[str, str]]:
+    """``text`` in the form that templates take: with images, a list of parts."""
+    if not talk.has_images:
+        return text
+    first, *rest = around(text, len(_images(talk, text)))
+    parts = [{"type": "text", "text": first}]
+    for part in rest:
+        parts += [{"type": "image"}, {"type": "text", "text": part}]
+    return [part for part in parts if part.get("text") != ""]
+
+
+def render_template(template: str, chat: ChatFormat, talks: Sequence[Conversation]) -> list[str]:
+    """Each of ``talks`` by a Jinja chat template. Raises ValueError as `template_process.render` does."""
+    shared = {"add_generation_prompt": True, **chat.template_arguments}
+    return render(template, [{"messages": list(messages(t)), **shared, **chat.template_tools(t.tools)} for t in talks])
+
+
+def _examples(thinking: bool, sees: bool) -> Iterator[Conversation]:
+    properties = {
+        "query": {"type": "string", "description": "Words – «any» language", "minLength": 1},
+        "filters": {
+            "type": "object",
+            "properties": {"status": {"type": "array", "items": {"type": "string", "enum": ["open", "closed"]}}},
+            "required": ["status"],
+        },
+        "limit": {"type": ["integer", "null"], "default": 10},
+    }
+    parameters = {"type": "object", "properties": properties, "required": ["query"]}
+    search = {"name": "search", "description": "Finds tickets.\nSecond line.", "parameters": parameters}
+    now = {"name": "now", "description": "", "parameters": {"type": "object", "properties": {}}}
+    tools = tuple({"type": "function", "function": f} for f in (search, now))
+    thought = "I look first." if thinking else ""
+    find = ToolCall("search", {"query": 'größe "x" </b>', "filters": {"status": ["open"]}, "limit": 3})
+    one = Round(Spoken(thought, "Let me look.", (find,)), ("2 tickets:\n- a\n- ä",))
+    two = Round(Spoken(thought, "", (ToolCall("now", {}), find), 1), ("noon", '{"rows": []}'))
+    yield Conversation("You are an agent.", tools, "How many tickets are open?", ())
+    yield Conversation("You are an agent.", (), "How many tickets are open?", ())
+    yield Conversation("You are an agent.", tools, "How many tickets are open?", (one,))
+    yield Conversation("You are an agent.", tools, "How many tickets are open?", (one, two))
+    if sees:
+        screen = Round(Spoken(thought, "", (find,)), ("[image 1]\na page[image 2]",))
+        yield Conversation("You are an agent.", tools, "See [image 1] and click.", (screen,), has_images=True)
+    if not thinking:  # a question after a turn makes templates drop the thinking before it
+        asked = Round(Spoken("", "Which tickets?"), ("Call one tool, or finish.",))
+        yield Conversation("You are an agent.", tools, "How many tickets are open?", (asked, one))

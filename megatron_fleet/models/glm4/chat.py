@@ -1,0 +1,105 @@
+"""The formats of GLM 4.5 and 4.6 (a line for each part) and of GLM 4.7 (no line ends); a turn ends where one begins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_fleet.envs.base import Image
+from megatron_fleet.models.chat.format import TOOLS_HEAD, ModelFolder, NamedFormat, Pieces, Spoken, Unthought, marker
+from megatron_fleet.models.chat.parser import Tools
+from megatron_fleet.models.chat.renderer import ToolResult, to_json
+from megatron_fleet.models.chat.tokenizer import AddedTokens
+from megatron_fleet.models.glm4.calls import GLM
+
+TOKENS = AddedTokens(
+    control=("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+    tags=(
+        *("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
+        *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "/nothink"),
+    ),
+    stops=("<|observation|>", "<|user|>", "<|endoftext|>"),
+    pad="<|endoftext|>",
+)
+_CALL_HEAD = "For each function call, output the function name and arguments within the following XML format:\n"
+_mark = marker(TOKENS.control + TOKENS.tags)
+
+
+class Glm:
+    """GLM 4.5 to 4.7. ``compact``: GLM 4.7, which writes no line ends between the parts."""
+
+    syntax = GLM
+    stops = TOKENS.stops
+    close: Pieces = ()
+    image = ""
+
+    def __init__(self, compact: bool, thinking: bool) -> None:
+        self._line = line = "" if compact else "\n"
+        self._thinking, self._compact = thinking, compact
+        self.opens_thinking = compact and thinking
+        if compact:
+            opening = "<think>" if thinking else "</think>"
+        else:
+            opening = "" if thinking else "\n<think></think>"
+        self.opening = self.past_opening = _mark("<|assistant|>" + opening)
+        self.unthought = Unthought(_mark("<|assistant|>" + ("</think>" if compact else "\n<think></think>")))
+        self.template_arguments: dict[str, Any] = {"enable_thinking": thinking}
+        arguments = [
+            f"<arg_key>{{arg-key-{i}}}</arg_key>{line}<arg_value>{{arg-value-{i}}}</arg_value>" for i in (1, 2)
+        ]
+        self._tail = line.join(["<tool_call>{function-name}", *arguments, "...", "</tool_call>"])
+
+    def head(self, system: str, tools: Tools) -> Pieces:
+        """A system turn for the tools, if there are any, and one for the text."""
+        head = _mark("[gMASK]<sop>")
+        if tools:
+            block = "".join(to_json(t) + "\n" for t in tools)
+            tail = "</tools>\n\n" + _CALL_HEAD + self._tail
+            head += (*_mark("<|system|>\n" + TOOLS_HEAD + "\n"), block, *_mark(tail))
+        return (*head, *_mark("<|system|>" + self._line), system)
+
+    def user(self, text: str, images: Sequence[Image] = ()) -> Pieces:
+        """A user turn; GLM 4.5 is told there not to think. The models that we know see no ``images``."""
+        quiet = not (self._thinking or self._compact or text.endswith("/nothink"))
+        return (*_mark("<|user|>" + self._line), text, *_mark("/nothink" if quiet else ""))
+
+    def results(self, results: Sequence[ToolResult]) -> Pieces:
+        """One observation turn with each result in ``<tool_response>``."""
+        opened = _mark(self._line + "<tool_response>" + self._line)
+        closed = _mark(self._line + "</tool_response>")
+        return (*_mark("<|observation|>"), *(piece for r in results for piece in (*opened, r.text, *closed)))
+
+    def spoken(self, turn: Spoken) -> str:
+        """Thinking, text and calls; strings among the arguments stand as they are, everything else as JSON."""
+        line = self._line
+        text = ("" if self._compact else "\n<think>") + turn.thinking + "</think>" if self._thinking else ""
+        if turn.content:
+            text += line + turn.content
+        for call in turn.calls:
+            text += f"{line}<tool_call>{call.name}{line}"
+            for key, value in call.arguments.items():
+                written = value if isinstance(value, str) else to_json(value)
+                text += f"<arg_key>{key}</arg_key>{line}<arg_value>{written}</arg_value>{line}"
+            text += "</tool_call>"
+        return text
+
+    def template_tools(self, tools: Tools) -> dict[str, Any]:
+        """The tools as they are."""
+        return {"tools": list(tools) or None}
+
+
+FORMATS = {
+    "glm-4.5": NamedFormat(TOKENS, (False, True), lambda thinking, template: Glm(False, thinking)),
+    "glm-4.7": NamedFormat(TOKENS, (False, True), lambda thinking, template: Glm(True, thinking)),
+}
+
+
+def recognise(folder: ModelFolder) -> str | None:
+    """The name of the format that a model folder speaks; ``None`` when it is none of these."""
+    if not folder.has_all(TOKENS.control):
+        return None
+    if folder.template is None:
+        return {"glm4_moe": "glm-4.5", "glm4_moe_lite": "glm-4.7"}.get(folder.model_type)
+    if "{function-name}\n" in folder.template:
+        return "glm-4.5"
+    return "glm-4.7" if "{function-name}<arg_key>" in folder.template else None

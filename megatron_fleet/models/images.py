@@ -1,0 +1,225 @@
+"""Images in a token stream: where they stand, and how many tokens a model's image processor makes of one.
+
+In token ids an image is a run of one and the same *placeholder*, between the marks of the chat format. Neither text
+nor the policy ever gives a placeholder (see ``Vision.unspoken_ids``): the runs of a prompt are its images in order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import PIL.Image
+
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.files import read_object
+from megatron_fleet.envs.base import Image
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+"""Kinds of files that are read; Pillow knows others, some of which start programs of their own."""
+MAX_PIXELS = 50_000_000
+"""Of an image, before its processor makes it smaller: a few bytes can claim any size."""
+MAX_ASPECT = 200
+"""Longer over shorter side; the Qwen processors refuse what is beyond it."""
+QWEN_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSpan:
+    """An image on a trajectory.
+
+    Attributes:
+        start: first placeholder, in ``Trajectory.token_ids``.
+        end: behind the last one.
+        digest: key into ``Trajectory.images``, see ``digest``.
+    """
+
+    start: int
+    end: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedImage:
+    """An image in a request to the engine.
+
+    Attributes:
+        start: first placeholder, counted from the prompt's start.
+        end: behind the last one.
+        digest: of ``image``, see ``digest``.
+    """
+
+    start: int
+    end: int
+    image: Image
+    digest: str
+
+
+class Vision(Protocol):
+    """What a model's image processor makes of an image, as far as tokens go."""
+
+    @property
+    def placeholder_id(self) -> int:
+        """Stands for a part of an image."""
+        ...
+
+    @property
+    def unspoken_ids(self) -> tuple[int, ...]:
+        """What the policy must not say, because the engine would look for an image behind it.
+
+        A turn ends with the first one, and the episode with the turn.
+        """
+        ...
+
+    def tokens(self, width: int, height: int) -> int:
+        """Placeholders of an image of so many pixels."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class QwenVision:
+    """Qwen2-VL (arXiv 2409.12191, §2.1: naive dynamic resolution) and its successors.
+
+    Attributes:
+        patch: side of a patch in pixels.
+        merge: patches along the side of what becomes one token.
+        min_pixels, max_pixels: between which an image is scaled.
+    """
+
+    placeholder_id: int
+    unspoken_ids: tuple[int, ...]
+    patch: int
+    merge: int
+    min_pixels: int
+    max_pixels: int
+
+    def tokens(self, width: int, height: int) -> int:
+        """See ``Vision``. Sides become multiples of patch × merge, about as the image's proportions are."""
+        unit = self.patch * self.merge
+        rows, columns = round(height / unit), round(width / unit)
+        if rows * columns * unit**2 > self.max_pixels:
+            shrink = math.sqrt(height * width / self.max_pixels)
+            rows, columns = (max(1, math.floor(side / shrink / unit)) for side in (height, width))
+        elif rows * columns * unit**2 < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / (height * width))
+            rows, columns = (math.ceil(side * grow / unit) for side in (height, width))
+        return rows * columns
+
+
+def read_vision(folder: str | Path) -> Vision | None:
+    """What ``folder``'s model sees, from config.json and its image processor's file.
+
+    ``None``: the model is for text only, or sees in a way that is not supported.
+
+    Raises:
+        UserError: a file that says how images are cut into tokens is missing or not understood.
+    """
+    path = Path(folder) / "config.json"
+    config = _json(path) if path.is_file() else {}
+    if config.get("model_type") not in QWEN_TYPES:
+        return None
+    processor = _processor(Path(folder))
+    try:
+        size = processor.get("size") or {}
+        vision = QwenVision(
+            placeholder_id=int(config["image_token_id"]),
+            unspoken_ids=(int(config["image_token_id"]), int(config["video_token_id"])),
+            patch=int(processor["patch_size"]),
+            merge=int(processor["merge_size"]),
+            min_pixels=int(processor.get("min_pixels") or size["shortest_edge"]),
+            max_pixels=int(processor.get("max_pixels") or size["longest_edge"]),
+        )
+        for name in ("patch", "merge", "min_pixels", "max_pixels"):
+            if getattr(vision, name) < 1:
+                raise ValueError(f"{name} is {getattr(vision, name)}")
+        return vision
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise UserError(
+            f"model.path={folder}: config.json and preprocessor_config.json do not say how images become tokens "
+            f"({error}); fetch the model again."
+        ) from None
+
+
+def size_of(image: Image) -> tuple[int, int]:
+    """Width and height in pixels, from the file's head. Raises ValueError when it is no image of ``FORMATS``."""
+    try:
+        with PIL.Image.open(io.BytesIO(image.data), formats=FORMATS) as opened:
+            return opened.size
+    except Exception as error:  # broken files make the decoders raise anything
+        raise ValueError(str(error)) from error
+
+
+def readable(image: Image) -> bool:
+    """Whether the whole file can be decoded to an image that image processors take. Costs a decoding."""
+    try:
+        width, height = size_of(image)
+        if width * height > MAX_PIXELS or max(width, height) > MAX_ASPECT * min(width, height):
+            return False
+        with PIL.Image.open(io.BytesIO(image.data), formats=FORMATS) as opened:
+            opened.load()
+    except Exception:  # as above
+        return False
+    return True
+
+
+def digest(image: Image) -> str:
+    """SHA-256 of the encoded file, in hexadecimal."""
+    return hashlib.sha256(image.data).hexdigest()
+
+
+def place(ids: Sequence[int], images: Sequence[Image], vision: Vision | None, first: int = 0) -> list[PlacedImage]:
+    """Where ``images`` stand in ``ids``, which begin at place ``first`` of a prompt.
+
+    Raises:
+        ValueError: the runs of placeholders are not those of ``images``.
+    """
+    if vision is None or not images:
+        if images:
+            raise ValueError(f"{len(images)} images for a model that sees none")
+        return []
+    pad, at, found = vision.placeholder_id, 0, []
+    for image in images:
+        length = vision.tokens(*size_of(image))
+        start = ids.index(pad, at)
+        at = start + length
+        if list(ids[start : at + 1]).count(pad) != length:
+            raise ValueError(f"the placeholders at {start} are not the {length} of their image")
+        found.append(PlacedImage(first + start, first + at, image, digest(image)))
+    if pad in ids[at:]:
+        raise ValueError("there are placeholders without an image")
+    return found
+
+
+def _processor(folder: Path) -> dict[str, Any]:
+    """The image processor's settings; newer folders keep all processors in one file."""
+    combined, own = folder / "processor_config.json", folder / "preprocessor_config.json"
+    if combined.is_file() and "image_processor" in (found := _json(combined)):
+        return found["image_processor"]
+    if own.is_file():
+        return _json(own)
+    raise UserError(
+        f"model.path={folder}: preprocessor_config.json is missing, which says how images become tokens; fetch the "
+        f"model again."
+    )
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return read_object(path, "fetch the model again")
+
+
+def around(text: str, count: int) -> list[str]:
+    """``text`` cut at the places of ``count`` images: ``count + 1`` parts.
+
+    An image without a place (it was never named, or its place was cut off with the end of the text) follows the text.
+    """
+    parts, rest = [], text
+    for number in range(1, count + 1):
+        part, _, behind = rest.partition(f"[image {number}]")
+        parts.append(part)
+        rest = behind
+    return [*parts, rest]

@@ -1,0 +1,13 @@
+"""Llama 3, 3.1, 3.2 (text) and 3.3."""
+
+from megatron_fleet.models.fields import BASE, GROUPED_QUERY, STALE_FREQUENCIES
+from megatron_fleet.models.rules import Architecture, Field
+
+ARCHITECTURES = (
+    Architecture(
+        model_types=("llama",),
+        fields=(*BASE, Field("num_key_value_heads", "groups", default=None), *GROUPED_QUERY[1:]),
+        fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+        passthrough=(STALE_FREQUENCIES,),
+    ),
+)

@@ -1,0 +1,15 @@
+"""Qwen2 and Qwen2.5, dense: grouped-query attention with biases on query, key and value."""
+
+from megatron_fleet.models.fields import BASE, DENSE_FIXED, GROUPED_QUERY, STALE_FREQUENCIES, WINDOW
+from megatron_fleet.models.rules import Architecture
+
+ARCHITECTURES = (
+    Architecture(
+        model_types=("qwen2",),
+        fields=(*BASE, *GROUPED_QUERY),
+        given={"qkv_bias": True},
+        fixed={**DENSE_FIXED, "use_mrope": False},
+        ignored=WINDOW,
+        passthrough=(STALE_FREQUENCIES,),
+    ),
+)

@@ -1,0 +1,134 @@
+"""The format of Qwen3.5 and 3.6: ChatML, tools before the system text, calls in XML, trimmed texts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron_fleet.envs.base import Image
+from megatron_fleet.models.chat.format import (
+    ImageMark,
+    Mark,
+    ModelFolder,
+    NamedFormat,
+    Pieces,
+    Spoken,
+    Unthought,
+    illustrated,
+    marker,
+)
+from megatron_fleet.models.chat.parser import Tools
+from megatron_fleet.models.chat.renderer import ToolResult, to_json
+from megatron_fleet.models.qwen3.tokens import IMAGE_PAD, QWEN3_TOKENS, VISION_TOKENS
+from megatron_fleet.models.qwen3_5.calls import QWEN3_5
+
+TOKENS = replace(QWEN3_TOKENS, chat_template=None)
+_mark = marker(TOKENS.control + VISION_TOKENS + TOKENS.tags)
+_TOOLS_HEAD = "# Tools\n\nYou have access to the following functions:\n\n<tools>"
+_EXAMPLE = (
+    "<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>\nvalue_1\n</parameter>\n"
+    "<parameter=example_parameter_2>\nThis is the value for the second parameter\nthat can span\nmultiple lines\n"
+    "</parameter>\n</function>\n</tool_call>"
+)
+_TOOLS_TAIL = (
+    "\n</tools>\n\nIf you choose to call a function ONLY reply in the following format with NO suffix:\n\n"
+    f"{_EXAMPLE}\n\n<IMPORTANT>\nReminder:\n"
+    "- Function calls MUST follow the specified format: an inner <function=...></function> block must be nested within "
+    "<tool_call></tool_call> XML tags\n"
+    "- Required parameters MUST be specified\n"
+    "- You may provide optional reasoning for your function call in natural language BEFORE the function call, but NOT "
+    "after\n"
+    "- If there is no function call available, answer the question like normal with your current knowledge and do not "
+    "tell the user about function calls\n</IMPORTANT>"
+)
+EMPTY_THINKING = "<think>\n\n</think>\n\n"
+
+
+class Qwen35:
+    """Qwen3.5 and 3.6. ``json_scalars``: 3.6, which writes numbers, booleans and null as JSON, not as Python does."""
+
+    syntax = QWEN3_5
+    stops = TOKENS.stops
+    close = _mark("<|im_end|>\n")
+    unthought = Unthought(_mark("<|im_start|>assistant\n"), strips=True)
+    image = IMAGE_PAD
+
+    def __init__(self, thinking: bool, json_scalars: bool) -> None:
+        self._thinking, self._json_scalars = thinking, json_scalars
+        self.opens_thinking = thinking
+        opening = "<|im_start|>assistant\n" + ("<think>\n" if thinking else EMPTY_THINKING)
+        self.opening = self.past_opening = _mark(opening)
+        self.template_arguments: dict[str, Any] = {"enable_thinking": thinking}
+
+    def head(self, system: str, tools: Tools) -> Pieces:
+        """The system turn: the tools, if there are any, and the text."""
+        text = system.strip()
+        if not tools:
+            return (*_mark("<|im_start|>system\n"), text, *self.close)
+        block = "".join("\n" + to_json(tool) for tool in tools)
+        head = (*_mark("<|im_start|>system\n" + _TOOLS_HEAD), block, *_mark(_TOOLS_TAIL))
+        return (*head, *(("\n\n" + text,) if text else ()), *self.close)
+
+    def user(self, text: str, images: Sequence[Image] = ()) -> Pieces:
+        """A user turn."""
+        return (*_mark("<|im_start|>user\n"), *_trimmed(illustrated(text, images, _image_block)), *self.close)
+
+    def results(self, results: Sequence[ToolResult]) -> Pieces:
+        """A user turn with each result in ``<tool_response>``."""
+        opened, closed = _mark("\n<tool_response>\n"), _mark("\n</tool_response>")
+        shown = [_trimmed(illustrated(r.text, r.images, _image_block)) for r in results]
+        return (*_mark("<|im_start|>user"), *(p for s in shown for p in (*opened, *s, *closed)), *self.close)
+
+    def spoken(self, turn: Spoken) -> str:
+        """Thinking, text and calls."""
+        text = turn.content
+        for number, call in enumerate(turn.calls):
+            text += "\n" if number else "\n\n" if text.strip() else ""
+            values = ((key, self._written(value)) for key, value in call.arguments.items())
+            parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values)
+            text += f"<tool_call>\n<function={call.name}>\n{parameters}</function>\n</tool_call>"
+        return f"{turn.thinking.strip()}\n</think>\n\n{text}" if self._thinking else text
+
+    def template_tools(self, tools: Tools) -> dict[str, Any]:
+        """The tools as they are."""
+        return {"tools": list(tools) or None}
+
+    def _written(self, value: Any) -> str:
+        if isinstance(value, str):
+            return value
+        return to_json(value) if self._json_scalars or isinstance(value, dict | list) else str(value)
+
+
+def _image_block(image: Image) -> Pieces:
+    return (*_mark("<|vision_start|>"), ImageMark(IMAGE_PAD, image), *_mark("<|vision_end|>"))
+
+
+def _trimmed(pieces: Pieces) -> Pieces:
+    """Without blanks at both ends, as the template trims each message."""
+    out = list(pieces)
+    while out and not isinstance(out[0], Mark) and (stripped := out[0].lstrip()) != out[0]:
+        out[:1] = [stripped] if stripped else []
+    while out and not isinstance(out[-1], Mark) and (stripped := out[-1].rstrip()) != out[-1]:
+        out[-1:] = [stripped] if stripped else []
+    return tuple(out)
+
+
+def _make(thinking: bool, template: str | None) -> Qwen35:
+    # The template of 3.5 turns what is neither text, list nor object into text; that of 3.6 writes JSON.
+    python = template is None or "<function=" not in template or re.search(r"\|\s*string\b", template) is not None
+    return Qwen35(thinking, json_scalars=not python)
+
+
+FORMATS = {"qwen3.5": NamedFormat(TOKENS, (False, True), _make)}
+
+
+def recognise(folder: ModelFolder) -> str | None:
+    """The name of the format that a model folder speaks; ``None`` when it is none of these."""
+    if not folder.has_all(TOKENS.control):
+        return None
+    if folder.template is None:
+        return "qwen3.5" if folder.model_type.startswith("qwen3_5") else None
+    known = "<function=example_function_name>" in folder.template and "enable_thinking" in folder.template
+    return "qwen3.5" if known else None

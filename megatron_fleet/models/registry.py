@@ -1,0 +1,31 @@
+"""The model families: each folder here that has a ``weights.py`` or a ``chat.py``."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from types import MappingProxyType, ModuleType
+
+from megatron_fleet import models
+from megatron_fleet.models.rules import Architecture
+
+
+def family_modules(part: str) -> Iterator[ModuleType]:
+    """The modules ``part`` (``weights`` or ``chat``) of the families, by the alphabet of their folders."""
+    for found in sorted(pkgutil.iter_modules(models.__path__), key=lambda module: module.name):
+        name = f"{models.__name__}.{found.name}"
+        if found.ispkg and find_spec(f"{name}.{part}") is not None:
+            yield importlib.import_module(f"{name}.{part}")
+
+
+ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
+    {
+        model_type: architecture
+        for module in family_modules("weights")
+        for architecture in module.ARCHITECTURES
+        for model_type in architecture.model_types
+    }
+)
+"""By the ``model_type`` of ``config.json``."""

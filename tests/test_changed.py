@@ -1,0 +1,31 @@
+"""``./test --changed`` runs what a change can affect, and not everything."""
+
+import pytest
+from changed import affected
+from import_graph import ROOT
+
+TESTS = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")}
+
+
+@pytest.mark.parametrize(
+    ("file", "found", "left_out"),
+    [
+        ("megatron_fleet/algorithms/kl.py", "tests/algorithms/test_kl.py", "tests/storage/test_s3_folder.py"),
+        # Imported by other modules only, or by none: found in a folder.
+        ("megatron_fleet/models/glm4/weights.py", "tests/weights/test_families.py", "tests/algorithms/test_kl.py"),
+        # Started as a program.
+        ("megatron_fleet/loop/train.py", "tests/e2e/test_whole_runs.py", "tests/algorithms/test_kl.py"),
+        ("tests/weights/tiny_configs.py", "tests/models/test_hf_config.py", "tests/algorithms/test_kl.py"),
+        ("tests/agents/conftest.py", "tests/agents/test_episode.py", "tests/algorithms/test_kl.py"),
+        ("docs/metrics.md", "tests/telemetry/test_metrics.py", "tests/algorithms/test_kl.py"),
+    ],
+)
+def test_what_a_change_affects(file, found, left_out):
+    assert (ROOT / file).is_file() and {found, left_out} <= TESTS
+    tests = affected([file])
+    assert found in tests and left_out not in tests and set(tests) <= TESTS
+
+
+def test_all_or_nothing():
+    assert affected(["pyproject.toml"]) == affected(["requirements/dev.txt"]) == ["tests"]
+    assert affected([]) == []
