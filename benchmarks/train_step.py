@@ -159,7 +159,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--family", choices=sorted(FAMILIES), default="dense")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--row-tokens", type=int, default=4096)
+    parser.add_argument("--micro-batch-tokens", type=int, default=4096)
     parser.add_argument("--rows", type=int, default=1, help="micro-batches of a step")
     parser.add_argument("--trained", type=float, default=0.5, help="share of positions with a loss")
     parser.add_argument("--steps", type=int, default=20)

@@ -1,4 +1,4 @@
-"""The command line: parses, calls, prints. Heavy imports happen in the command that needs them."""
+"""Command line of ``mfleet``. Heavy imports happen in the command that needs them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _UNUSABLE_PATH = {
     *(errno.ENOSPC, errno.ENOTDIR, errno.ENXIO, errno.EPERM, errno.EROFS),
 }
 MAX_SHOWN = 4096
-"""Characters of a file's name in a message; Linux takes no longer path."""
+"""Characters of a file name in a message; Linux limits paths to this length."""
 OVERRIDES_HELP = "group=option or section.key=value; docs/config.md lists the keys"
 
 
@@ -36,12 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of ``mfleet``.
 
     Returns:
-        The exit status: 0 done, 2 something to mend (one line says what), 130 Ctrl-C, 1 anything else (one line says
-        where the traceback is) and a replay that differs. A path that cannot be used is something to mend.
+        The exit status: 0 success, 2 user error, unusable paths included (one line says what to fix), 130 Ctrl-C, 1 any
+        other failure (one line says where the traceback is) or a replay that differs.
     """
     args = _parse(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold half of a surrogate pair
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path may contain an unpaired surrogate
     try:
         return args.run(args)
     except UserError as error:
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("mfleet: stopped by Ctrl-C.", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader of our output went away (`mfleet config | head`); keep the interpreter's own flush quiet.
+        # The reader of stdout went away (`mfleet config | head`); keeps the interpreter's final flush from failing.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as error:
@@ -72,7 +72,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if hasattr(args, "arguments"):
         args.arguments = rest
         return args
-    # argparse takes only the first run of positionals: overrides that follow an option arrive in the rest.
+    # argparse takes only the first run of positionals; overrides after an option are in `rest`.
     unknown = [text for text in rest if text.startswith("-") or not hasattr(args, "overrides")]
     if unknown:
         parser.error(f"unknown argument {unknown[0]}; `mfleet --help` and `mfleet train --help` list them")
@@ -82,7 +82,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Its errors quote arguments, which come from anywhere."""
+    """Parser that escapes its error messages, which quote untrusted arguments."""
 
     def error(self, message: str) -> NoReturn:
         super().error(printable(message))
@@ -218,7 +218,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     args.out = Path(config.run.out)
     signal.signal(
         signal.SIGTERM, lambda number, _frame: sys.exit(128 + number)
-    )  # as an exception, it closes what was started
+    )  # as an exception, so that started processes are closed
     return evaluate(config, args.checkpoint, run, args.tasks)
 
 
@@ -275,7 +275,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _save_traceback(args: argparse.Namespace) -> str:
-    """Where it is: the folder of the outputs, if the command has one, or a new file with the temporary ones."""
+    """Save the traceback and return its location: in the output folder, if the command has one, or a temporary file."""
     text, folder = traceback.format_exc(), getattr(args, "out", None)
     if isinstance(folder, Path):
         with contextlib.suppress(OSError):

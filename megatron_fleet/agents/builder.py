@@ -1,4 +1,4 @@
-"""The growing token sequences of one episode: pure state, no waiting."""
+"""Growing token sequences of one episode: pure state, no I/O."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class TrajectoryBuilder:
     """Collects prompts, actions and observations in order; ids are appended and never changed.
 
     Attributes:
-        ids: token ids of the present segment, which are what the engine is shown next.
-        images: images of the present segment, placed in ``ids``.
+        ids: token ids of the current segment, which form the engine's next prompt.
+        images: images of the current segment, placed in ``ids``.
         turns: turns sampled so far.
         messages: the conversation as text, for records and verifiers.
-        metrics: counters and seconds; the loop adds to them.
-        routed: tokens of the present segment, from its start, whose experts are known; the next request asks for those
-            behind them.
+        metrics: counters and seconds; the episode loop adds to them.
+        routed: number of leading tokens of the current segment whose experts are known; the next request asks for those
+            after them.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class TrajectoryBuilder:
         self.metrics[name] = self.metrics.get(name, 0) + amount
 
     def say(self, role: str, content: str, images: Sequence[Image] = ()) -> None:
-        """Record one message as text; ``images`` are kept and named by their digests."""
+        """Record one message as text; ``images`` are kept and referenced by their digests."""
         self.messages.append({"role": role, "content": content})
         if images:
             self.messages[-1]["images"] = names = [digest(image) for image in images]
@@ -57,22 +57,22 @@ class TrajectoryBuilder:
             self.count("images", len(images))
 
     def begin(self, ids: Sequence[int], images: Sequence[PlacedImage] = ()) -> None:
-        """A rendered prompt: the episode's first, or that of a new segment because history was rewritten."""
+        """Begin a segment with a rendered prompt: the episode's first, or one after the history was rewritten."""
         self._before += self.ids
         self._starts.append(len(self._before))
         self.ids, self.images, self.routed = [], [], 0
         self._append("prompt", ids, self.turns, images)
 
     def add_observation(self, ids: Sequence[int], images: Sequence[PlacedImage] = ()) -> None:
-        """What the policy is shown after a turn; counted to that turn. ``images``: placed in the whole segment."""
+        """Append what the policy is shown after a turn, as part of that turn. ``images``: placed in the segment."""
         self._append("observation", ids, self.turns - 1, images)
 
     def add_action(self, generation: Generation) -> None:
-        """One sampled turn, asked for with ``routing_start`` = ``routed`` or without.
+        """Append one sampled turn, requested with ``routing_start`` = ``routed`` or without.
 
         Raises:
-            ValueError: its log-probs or versions do not cover its tokens, or it tells experts of tokens that were no
-                input.
+            ValueError: its log-probs or versions do not cover its tokens, or it reports experts of tokens that were
+                never an input.
         """
         n, start = len(generation.token_ids), len(self._before) + len(self.ids)
         edges = [0, *(end for _, _, end in generation.versions)]
@@ -98,7 +98,7 @@ class TrajectoryBuilder:
         reason: str,
         final_answer: str | None,
     ) -> Trajectory:
-        """The finished trajectory; array layout as in ``Trajectory``."""
+        """Build the finished trajectory; array layout as in ``Trajectory``."""
         ids = self._before + self.ids
         mask = np.zeros(len(ids), bool)
         logprobs = np.zeros(len(ids), np.float32)
@@ -157,7 +157,7 @@ class TrajectoryBuilder:
 
 @contextmanager
 def timed(builder: TrajectoryBuilder, name: str) -> Iterator[None]:
-    """Add the seconds within to the metric ``name``."""
+    """Add the elapsed seconds to the metric ``name``."""
     began = time.perf_counter()
     try:
         yield

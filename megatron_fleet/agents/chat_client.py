@@ -1,4 +1,4 @@
-"""An OpenAI-compatible endpoint: one chat completion per turn, asked for again where that can help."""
+"""Client of an OpenAI-compatible endpoint: one chat completion per turn, retried where that can help."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from megatron_fleet.config.files import MAX_DEPTH, depth_exceeds
 from megatron_fleet.config.sections.evaluation import Endpoint
 
 PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
-"""First and longest pause before a request is tried again, where the endpoint names none; doubled, with jitter."""
+"""Initial and maximum pause before a retry, unless the endpoint names one; doubled each time, with jitter."""
 MAX_ASKED_S = 600.0
-"""Longest pause that an endpoint gets if it names one."""
+"""Upper bound on a pause named by the endpoint."""
 TOLD_CHARS = 300
-"""Of what an endpoint says about a failure."""
+"""Characters kept of an endpoint's error message."""
 _AGAIN = {408, 409, 425, 429}
 _NO_KEY = "none"
 _TOO_LONG = re.compile(
@@ -34,7 +34,7 @@ _TOO_LONG = re.compile(
     r"exceeds? the (?:[\w']+ ){0,3}context|exceeds? the maximum number of tokens",
     re.IGNORECASE,
 )
-"""As OpenAI, vLLM, SGLang, llama.cpp, Anthropic and Google word it."""
+"""Wording of OpenAI, vLLM, SGLang, llama.cpp, Anthropic and Google."""
 
 
 class PromptTooLong(Exception):
@@ -42,7 +42,7 @@ class PromptTooLong(Exception):
 
 
 class Unanswered(Exception):
-    """One try failed in a way that another may not. ``wait_s``: the pause that the endpoint asked for."""
+    """One attempt failed in a way that a retry may not. ``wait_s``: the pause that the endpoint asked for."""
 
     def __init__(self, reason: str, wait_s: float | None = None) -> None:
         super().__init__(reason)
@@ -50,12 +50,12 @@ class Unanswered(Exception):
 
 
 class Refused(Exception):
-    """The endpoint understood and will not: the same request would fail again.
+    """The endpoint understood the request and refused it: the same request would fail again.
 
     Attributes:
-        status: of the HTTP answer.
-        about: the request's parameter that it names, in whatever place; empty without one.
-        code: the endpoint's own word for it.
+        status: HTTP status.
+        about: request parameter that the endpoint names; empty without one.
+        code: the endpoint's error code.
     """
 
     def __init__(self, status: int, message: str, about: str = "", code: str = "") -> None:
@@ -64,13 +64,13 @@ class Refused(Exception):
 
     @property
     def ends_everything(self) -> bool:
-        """No request of this evaluation will do better: the key, the model or the account."""
+        """Whether every request of this evaluation would fail, because of the key, the model or the account."""
         return self.status in (401, 404) or self.code == "insufficient_quota"
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """What endpoints differ in: the name of the limit of a turn, and whether they take a seed."""
+    """Differences between endpoints: the name of the token limit, and whether a seed is accepted."""
 
     limit: str = "max_tokens"
     seed: bool = True
@@ -78,7 +78,7 @@ class Dialect:
 
 @dataclass(frozen=True, slots=True)
 class ChatParams:
-    """One request's sampling. ``temperature`` 0 is greedy; ``seed``: below 2**31."""
+    """Sampling parameters of one request. ``temperature`` 0 is greedy; ``seed`` is below 2**31."""
 
     temperature: float
     max_tokens: int
@@ -87,7 +87,7 @@ class ChatParams:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one turn as the endpoint counts them; ``reasoning`` is part of ``completion``."""
+    """Token counts of one turn from the endpoint; ``reasoning`` is part of ``completion``."""
 
     prompt: int
     completion: int
@@ -96,7 +96,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One turn. ``message``: as it came. ``usage``: ``None`` when the endpoint does not tell."""
+    """One turn. ``message``: as received. ``usage``: ``None`` when the endpoint does not report it."""
 
     message: Mapping[str, Any]
     finish_reason: str
@@ -104,14 +104,14 @@ class Answer:
 
 
 class ChatClient:
-    """Requests of many episodes to one model. The key comes from the environment and is in no text that leaves here.
+    """Sends the requests of many episodes to one model. The key comes from the environment and is redacted from errors.
 
     Attributes:
-        dead: why no request will be answered any more, as far as can be told; all of them then fail at once.
+        dead: reason to assume that no request will be answered any more; all of them then fail immediately.
     """
 
     def __init__(self, endpoint: Endpoint, timeout_s: float, dialect: Dialect | None = None) -> None:
-        """``timeout_s``: deadline of one try."""
+        """``timeout_s``: deadline of one attempt."""
         self.endpoint = endpoint
         self.dialect = dialect or Dialect()
         self.dead: str | None = None
@@ -125,7 +125,7 @@ class ChatClient:
 
     @property
     def has_key(self) -> bool:
-        """Whether the environment names a key."""
+        """Whether the environment provides a key."""
         return bool(self._key)
 
     async def complete(
@@ -138,11 +138,11 @@ class ChatClient:
         """Sample one turn.
 
         Args:
-            on_failure: told of each failed try why, and the seconds that it and the pause after it cost.
+            on_failure: called after each failed attempt with the reason and the seconds that it and its pause cost.
 
         Raises:
-            EngineLost: no try was answered, or the endpoint refuses.
-            PromptTooLong: it refuses because of the length.
+            EngineLost: no attempt was answered, or the endpoint refuses the request.
+            PromptTooLong: the endpoint refuses the request because of its length.
         """
         answered, reason = self._answered, ""
         for number in range(self.endpoint.max_retries + 1):
@@ -163,14 +163,14 @@ class ChatClient:
             pause = 0.0 if last else _pause(number) if pause is None else pause
             on_failure(reason, time.monotonic() - began + pause)
             await asyncio.sleep(pause)
-        if self._answered == answered:  # nor was anybody else meanwhile
+        if self._answered == answered:  # no other episode was answered meanwhile either
             self.dead = self.dead or f"the endpoint does not answer: {reason}"
         raise EngineLost(f"the endpoint gave no answer in {self.endpoint.max_retries + 1} tries: {reason}")
 
     async def ask(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], params: ChatParams
     ) -> Answer:
-        """One try. Raises Unanswered or Refused."""
+        """Make one attempt. Raises Unanswered or Refused."""
         body: dict[str, Any] = {"model": self.endpoint.model, "messages": list(messages)}
         body |= {"temperature": params.temperature, self.dialect.limit: params.max_tokens}
         if tools:
@@ -178,7 +178,7 @@ class ChatClient:
         if params.seed is not None and self.dialect.seed:
             body["seed"] = params.seed
         try:
-            # The answer is read by hand: what endpoints send is not always what the library's types promise.
+            # Parsed by hand: endpoints do not always send what the library's types promise.
             raw = await self._client.chat.completions.with_raw_response.create(**body, extra_body=self._extra)
             return _read(_parsed(raw.text))
         except openai.APITimeoutError:
@@ -191,10 +191,10 @@ class ChatClient:
             raise Unanswered(f"an answer that is no chat completion ({self._told(error)})") from None
 
     async def models(self) -> list[str]:
-        """Names of the models there; empty when the endpoint does not tell."""
+        """Return the names of the endpoint's models; empty when it does not list them."""
         try:
             return [model.id async for model in self._client.models.list()]
-        except Exception:  # only for a better sentence
+        except Exception:  # only improves an error message
             return []
 
     async def close(self) -> None:
@@ -227,14 +227,14 @@ class ChatClient:
 
 
 def _pause(number: int) -> float:
-    """Seconds before another try, after ``number`` + 1 failed ones."""
+    """Return the seconds before the next attempt, after ``number`` + 1 failed ones."""
     return float(min(PAUSE_S * 2**number, MAX_PAUSE_S) * random.uniform(0.5, 1.0))
 
 
 def _asked_pause(headers: Mapping[str, str]) -> float | None:
-    """Seconds that ``Retry-After`` asks for, at most ``MAX_ASKED_S``: a number or a date (RFC 9110 §10.2.3).
+    """Return the seconds that ``Retry-After`` asks for, at most ``MAX_ASKED_S``; ``None`` without a valid one.
 
-    ``None`` without a sound one.
+    The header holds a number or a date (RFC 9110 §10.2.3).
     """
     value = headers.get("retry-after", "")
     try:
@@ -250,10 +250,10 @@ def _asked_pause(headers: Mapping[str, str]) -> float | None:
 
 
 def _parsed(text: str) -> Any:
-    """The JSON of an answer, without what could not be sent back with the next request: halves of surrogate pairs are
-    replaced, numbers that are not finite become ``None``.
+    """Parse the JSON of an answer and make it safe to send back with the next request.
 
-    Raises ValueError, also when it is nested too deep to be written again; RecursionError when it cannot even be read.
+    Lone surrogates are replaced and non-finite numbers become ``None``. Raises ValueError, also when the JSON is nested
+    too deeply to be serialised again; RecursionError when it cannot even be parsed.
     """
     value = json.loads(text, parse_constant=lambda _: None, parse_float=_finite)
     if depth_exceeds(value, MAX_DEPTH):
@@ -268,12 +268,12 @@ def _finite(digits: str) -> float | None:
 
 
 def _word(value: Any) -> str:
-    """A name that an endpoint gives; some give numbers."""
+    """Convert a name given by an endpoint to text; some give numbers."""
     return str(value) if isinstance(value, str | int) and value else ""
 
 
 def _read(completion: Any) -> Answer:
-    """Raises ValueError, LookupError, TypeError or AttributeError for what is no chat completion."""
+    """Read a chat completion. Raises ValueError, LookupError, TypeError or AttributeError for anything else."""
     if not completion.get("choices") and completion.get("error"):
         raise ValueError(json.dumps(completion["error"]))
     choice = completion["choices"][0]

@@ -1,4 +1,4 @@
-"""An episode with a model behind an OpenAI-compatible endpoint: messages in, messages out, no token ids."""
+"""Episode with a model behind an OpenAI-compatible endpoint: messages in, messages out, no token ids."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_fleet.models.chat.parser import ParsedTurn
 from megatron_fleet.models.chat.renderer import ToolResult
 
 SEED_BITS = 31
-"""Servers differ in how large a seed they take."""
+"""Size of a seed; servers differ in the largest one that they accept."""
 
 
 async def run_chat_episode(
@@ -37,11 +37,11 @@ async def run_chat_episode(
     """Play ``task`` once with an endpoint; see `episode.play`.
 
     The trajectory has no tokens (T = 0); its messages are the conversation. Token metrics are the endpoint's own
-    counts, and absent where it does not tell them: ``action_tokens`` (completions), ``prompt_tokens`` (all requests),
+    counts, and absent if it does not report them: ``action_tokens`` (completions), ``prompt_tokens`` (all requests),
     ``think_tokens`` (reasoning), ``total_tokens`` (the last request and its answer).
 
     Args:
-        seed: of this episode; each turn derives its own. ``None`` leaves sampling unseeded.
+        seed: the episode's seed; each turn derives its own. ``None`` leaves sampling unseeded.
 
     Raises:
         CancelledError: after the environment was closed.
@@ -71,7 +71,7 @@ class ChatConversation:
         self.look: Look = show_all if client.endpoint.images else partial(see, vision=None, sentence=unseen)
 
     def begin(self, system: str, tools: tuple[dict[str, Any], ...], user: str, seen: Seen) -> Ending | None:
-        """See `Conversation`. How long the prompt is, the endpoint will say."""
+        """See `Conversation`. The prompt's length is known only from the endpoint's answer."""
         self._tools = tools
         self.history = ChatHistory(system, user, seen.images, self._settings.prompts.removed)
         return None
@@ -91,7 +91,7 @@ class ChatConversation:
         return self._beyond_limit(answer, max_tokens) or self._newest.parsed
 
     def show(self, results: Sequence[ToolResult]) -> Ending | None:
-        """See `Conversation`. Whether they fit, the endpoint will say."""
+        """See `Conversation`. The endpoint decides whether the results fit."""
         agent, said = self._settings.agent, self._newest
         note = f"[{self.status()}]" if agent.context_status else ""
         if results:
@@ -103,12 +103,12 @@ class ChatConversation:
         return None
 
     def status(self, tokens: int = 0) -> str:
-        """See `Conversation`; what the endpoint counted."""
+        """See `Conversation`; uses the endpoint's token counts."""
         used, limit = (str(self._used()) if self._usages else "unknown"), self._settings.max_context
         return f"Context: {used}/{limit} tokens, turn {self._builder.turns}/{self._settings.max_turns}"
 
     def tokens(self) -> dict[str, float]:
-        """What the endpoint told of its tokens; nothing unless it told so of every turn."""
+        """Return the endpoint's token counts; empty unless it reported them for every turn."""
         if not self._usages or len(self._usages) != self._builder.turns:
             return {}
         return {
@@ -131,7 +131,7 @@ class ChatConversation:
         return answer
 
     def _failed(self, deadline: asyncio.Timeout, reason: str, seconds: float) -> None:
-        """A try was not answered, by no fault of the policy's: the episode gets the time back, to twice its own."""
+        """Record a failed attempt. It is not the policy's fault, so the deadline moves, to at most twice the limit."""
         self.trouble = reason
         self._builder.count("request_retries")
         limit, before = self._settings.episode_timeout_s, self._builder.metrics.get("endpoint_wait_s", 0.0)
@@ -141,7 +141,7 @@ class ChatConversation:
             deadline.reschedule(due + min(before + seconds, limit) - min(before, limit))
 
     def _beyond_limit(self, answer: Answer, max_tokens: int) -> Ending | None:
-        """How the episode ends if this turn exceeded a limit."""
+        """Return the ending if this turn exceeded a limit."""
         if self._usages and self._room() < 0:
             first = self._builder.turns == 1 and self._usages[-1].prompt >= self._settings.max_context
             return Ending(Outcome.PROMPT_TOO_LONG if first else Outcome.CONTEXT_OVERFLOW)
@@ -151,7 +151,7 @@ class ChatConversation:
         return Ending(Outcome.CONTEXT_OVERFLOW if shrunk else Outcome.GENERATION_TRUNCATED)
 
     def _room(self) -> int:
-        """Tokens of the context that the newest turn and what was before it left, as far as is known."""
+        """Return the context tokens left after the newest turn, as far as known."""
         return self._settings.max_context - (0 if self.history.shortened else self._used())
 
     def _used(self) -> int:

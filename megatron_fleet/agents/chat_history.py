@@ -1,4 +1,4 @@
-"""The conversation of an episode as messages, so that earlier turns can be left out of later requests."""
+"""Conversation history of an episode as messages, so that later requests can omit earlier turns."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from megatron_fleet.models.chat.renderer import ToolResult
 
 
 class ChatHistory:
-    """The first messages and all exchanges since. System text and task are in every request.
+    """First messages and all exchanges since. Every request contains the system text and the task.
 
     Attributes:
-        shortened: the next request leaves out what the present one said.
+        shortened: the next request omits messages of the current one.
     """
 
     def __init__(self, system: str, user: str, images: Sequence[Image], removed_note: str) -> None:
-        """``removed_note``: follows the task where exchanges were removed, ``{turns}`` of them."""
+        """``removed_note``: follows the task once exchanges were removed; ``{turns}`` stands for their number."""
         self._system, self._user, self._images = system, user, images
         self._removed_note = removed_note
         self._exchanges: list[list[dict[str, Any]]] = []
@@ -27,18 +27,18 @@ class ChatHistory:
         self.shortened = False
 
     def add(self, exchange: Iterable[dict[str, Any]]) -> None:
-        """A turn and what it was answered."""
+        """Append a turn and the reply to it."""
         self._exchanges.append(list(exchange))
 
     def remove_before(self, keep: int) -> int:
-        """Leave out of later requests what precedes the newest ``keep`` exchanges; returns how many more that are."""
+        """Omit all but the newest ``keep`` exchanges from later requests; returns the number newly removed."""
         before = self._removed
         self._removed = max(before, len(self._exchanges) - keep)
         self.shortened |= self._removed > before
         return self._removed - before
 
     def messages(self) -> list[dict[str, Any]]:
-        """What the next request says."""
+        """Return the messages of the next request."""
         user = self._user
         if self._removed:
             user += "\n\n" + self._removed_note.replace("{turns}", str(self._removed))
@@ -47,12 +47,12 @@ class ChatHistory:
 
 
 def answers(turn: ChatTurn, results: Sequence[ToolResult], note: str) -> list[dict[str, Any]]:
-    """What a turn's calls are answered: a message of role ``tool`` for each, whether it could be read or not.
+    """Build the replies to a turn's calls: a message of role ``tool`` for each, even for an invalid call.
 
-    The role takes text only, so images follow in a message of the user's, behind their names in the results.
+    The role takes text only, so images follow in a user message, each after its label in the results.
 
     Args:
-        note: last line of what is shown; empty for none.
+        note: last line of the results; empty for none.
     """
     ids = iter(turn.error_ids)
     told = [_tool(result.text, result.call_id or next(ids)) for result in results]
@@ -66,7 +66,7 @@ def answers(turn: ChatTurn, results: Sequence[ToolResult], note: str) -> list[di
 
 
 def reminder(text: str) -> dict[str, Any]:
-    """What a turn without calls is answered."""
+    """Build the reply to a turn without calls."""
     return _user([(text, ())])
 
 
@@ -75,7 +75,7 @@ def _tool(text: str, call_id: str) -> dict[str, Any]:
 
 
 def _user(said: Sequence[tuple[str, Sequence[Image]]]) -> dict[str, Any]:
-    """Texts, each with the images behind it; as plain text where there is no image."""
+    """Build a user message of texts, each followed by its images; plain text when there are no images."""
     if not any(images for _, images in said):
         return {"role": "user", "content": "\n".join(text for text, _ in said)}
     parts: list[dict[str, Any]] = []
@@ -86,5 +86,5 @@ def _user(said: Sequence[tuple[str, Sequence[Image]]]) -> dict[str, Any]:
 
 
 def _url(image: Image) -> str:
-    """As a data URL (RFC 2397)."""
+    """Encode an image as a data URL (RFC 2397)."""
     return f"data:{image.media_type};base64,{base64.b64encode(image.data).decode()}"

@@ -1,4 +1,4 @@
-"""A first request to an endpoint, before anything is started: key, model, tools and sampling, and its dialect."""
+"""Probe of an endpoint before anything is started: checks key, model, tools and sampling, and finds its dialect."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.sections.evaluation import Endpoint
 
 PROBE_TOKENS = 256
-"""At most; some models think before they answer, and some endpoints refuse when that was cut off."""
+"""Upper bound; some models think before they answer, and some endpoints refuse when that is cut off."""
 TRIES, PAUSE_S, MAX_PAUSE_S = 3, 1.0, 60.0
-"""An endpoint that asks for more patience than that is not waited for: nothing has been started yet."""
+"""Number of attempts, pause between them, and longest requested pause that is honoured: nothing is running yet."""
 SHOWN_MODELS = 8
 _QUESTION = ({"role": "user", "content": "Answer with the word ok."},)
 _TOOL: dict[str, Any] = {
@@ -25,10 +25,10 @@ _TOOL: dict[str, Any] = {
 
 
 async def probe(endpoint: Endpoint, timeout_s: float, temperatures: Sequence[float], max_tokens: int) -> Dialect:
-    """Ask a trivial question at each temperature, with a tool; the dialect in which the endpoint answers.
+    """Ask a trivial question at each temperature, with a tool; return the dialect in which the endpoint answers.
 
     Raises:
-        UserError: the endpoint cannot be reached, or will not serve the evaluation.
+        UserError: the endpoint cannot be reached, or cannot serve the evaluation.
     """
     client = ChatClient(endpoint, timeout_s)
     try:
@@ -40,7 +40,7 @@ async def probe(endpoint: Endpoint, timeout_s: float, temperatures: Sequence[flo
 
 
 async def _agree(client: ChatClient, params: ChatParams) -> None:
-    """Change the client's dialect until a question is answered."""
+    """Adapt the client's dialect until a question is answered."""
     failures = 0
     while True:
         try:
@@ -63,7 +63,7 @@ async def _agree(client: ChatClient, params: ChatParams) -> None:
 
 
 def _other(dialect: Dialect, refusal: Refused) -> Dialect | None:
-    """A dialect without what the endpoint refuses; ``None`` when it refuses something else."""
+    """Return a dialect without the refused parameter; ``None`` when something else was refused."""
     if dialect.seed and _names(refusal, "seed"):
         return replace(dialect, seed=False)
     if dialect.limit == "max_tokens" and _names(refusal, "max_tokens"):
@@ -72,7 +72,7 @@ def _other(dialect: Dialect, refusal: Refused) -> Dialect | None:
 
 
 def _names(refusal: Refused, parameter: str) -> bool:
-    """Whether a parameter of the request is what the endpoint dislikes."""
+    """Return whether the endpoint objects to this request parameter."""
     if refusal.status not in (400, 422):
         return False
     return refusal.about == parameter or re.search(rf"\b{parameter}\b", str(refusal)) is not None

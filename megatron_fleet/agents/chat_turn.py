@@ -1,6 +1,6 @@
-"""A turn as an OpenAI-compatible endpoint tells it, read into what the episode loop knows. Total: any message is read.
+"""Parser for turns from an OpenAI-compatible endpoint. Total: any message is accepted.
 
-The format: OpenAI, API reference, "Chat completions"; reasoning under the names that vLLM and others give it.
+The format: OpenAI, API reference, "Chat completions"; reasoning under the field names of vLLM and others.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron_fleet.models.chat.renderer import to_json
 from megatron_fleet.models.chat.strict_json import check_text, read_arguments
 
 REASONING = ("reasoning_content", "reasoning")
-"""Fields that hold the reasoning of a turn; whichever it came in, it goes back in."""
+"""Fields that may hold a turn's reasoning; it is sent back in the same field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +23,9 @@ class ChatTurn:
     """One assistant turn.
 
     Attributes:
-        parsed: calls, errors and final answer, as of a turn of text.
-        error_ids: for each of ``parsed.errors`` the id of its call.
-        message: what later requests say the turn was.
+        parsed: calls, errors and final answer, as for a text turn.
+        error_ids: call id for each of ``parsed.errors``.
+        message: the turn as later requests repeat it.
         text: the whole turn, for records: thinking in ``<think>``, calls in ``<tool_call>``.
     """
 
@@ -36,11 +36,11 @@ class ChatTurn:
 
 
 def read_turn(message: Mapping[str, Any], turn: int, return_reasoning: bool) -> ChatTurn:
-    """Read one message; never raises.
+    """Parse one message; never raises.
 
-    Every call gets an answer, so every call has an id of its own: where the endpoint gave none, or one twice, it is
-    named after ``turn`` and its place. Arguments that are no JSON object are told to be ``{"unreadable": …}`` in later
-    requests, because some endpoints refuse a history with malformed ones.
+    Every call gets an answer, so every call needs a unique id: a missing or duplicate one is replaced by an id made of
+    ``turn`` and the call's position. Later requests repeat arguments that are not a JSON object as
+    ``{"unreadable": …}``, because some endpoints refuse a history with malformed ones.
     """
     content = _text(message.get("content")) or _text(message.get("refusal"))
     field = next((name for name in REASONING if _text(message.get(name))), "")
@@ -86,7 +86,7 @@ def read_turn(message: Mapping[str, Any], turn: int, return_reasoning: bool) -> 
 
 
 class _Ids:
-    """Ids of the calls of one turn, each only once."""
+    """Unique ids for the calls of one turn."""
 
     def __init__(self, turn: int) -> None:
         self._turn, self._seen = turn, set[str]()
@@ -106,7 +106,7 @@ def _function(entry: Any) -> Mapping[str, Any]:
 
 
 def _call(name: Any, raw: Any) -> ToolCall:
-    """Raises BadCall. A tool without parameters is often called with no arguments at all instead of ``{}``."""
+    """Parse one call. Raises BadCall. A tool without parameters is often called with no arguments, not ``{}``."""
     if not isinstance(name, str) or not name.strip():
         raise BadCall('"name" is missing')
     empty = raw is None or (isinstance(raw, str) and not raw.strip())
@@ -116,7 +116,7 @@ def _call(name: Any, raw: Any) -> ToolCall:
 
 
 def _text(value: Any) -> str:
-    """Text of a content: a string, or parts of which some are text."""
+    """Return the text of a content field: a string, or the text parts of a list."""
     if isinstance(value, str):
         return value
     parts = value if isinstance(value, list) else []
@@ -128,4 +128,4 @@ def _unread(text: str, start: int, tools: Tools) -> WrittenCall:
 
 
 _NO_CALLS = Syntax("\uffff", "\uffff", _unread)
-"""Text without calls, which come apart from it; U+FFFF is no character (Unicode 23.7)."""
+"""Syntax of text without calls, which arrive in a separate field; U+FFFF is a noncharacter (Unicode 23.7)."""

@@ -1,4 +1,4 @@
-"""How an episode ends: its outcome, the verifier's word, and an environment that is closed in any case."""
+"""Episode endings: the outcome, the verifier's score, and closing the environment in every case."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from megatron_fleet.agents.trajectory import Outcome
 from megatron_fleet.envs.base import Environment, EnvLost
 
 VERIFY_GRACE_S = 2.0
-"""Above the environment's own deadline for verify, which should fire first because it knows the reason."""
+"""Margin above the environment's own deadline for verify, which should fire first because it knows the reason."""
 CLOSE_GRACE_S = 5.0
-"""The same of close."""
+"""The same margin for close."""
 _UNVERIFIED = (Outcome.PROMPT_TOO_LONG, Outcome.ENV_FAILED, Outcome.ABORTED)
 
 log = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Why the turns ended. ``reason``: of an unknown reward, or the verifier's own."""
+    """End of an episode's turns. ``reason``: explanation of an unknown reward, or the verifier's own."""
 
     outcome: Outcome
     reason: str = ""
@@ -32,7 +32,7 @@ class Ending:
 async def score(
     ending: Ending, env: Environment, conversation: list[dict[str, Any]], verify_timeout_s: float
 ) -> tuple[Ending, float | None]:
-    """Ask the verifier where there is something to verify; an unknown reward names its reason."""
+    """Run the verifier if there is anything to verify; an unknown reward comes with a reason."""
     if ending.outcome in _UNVERIFIED:
         return ending, None
     limit = verify_timeout_s + VERIFY_GRACE_S
@@ -52,7 +52,7 @@ async def score(
 
 
 async def close(env: Environment, close_timeout_s: float) -> None:
-    """Close within the deadline, even if cancelled (again) meanwhile; the cancellation is raised afterwards."""
+    """Close within the deadline, even if cancelled (repeatedly); the cancellation is re-raised afterwards."""
     closing = asyncio.create_task(env.close())
     loop = asyncio.get_running_loop()
     limit = close_timeout_s + CLOSE_GRACE_S

@@ -1,4 +1,4 @@
-"""What an agent may know of an inference engine: token ids in, token ids out."""
+"""Interface of an inference engine: token ids in, token ids out."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class EngineLost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """One request's sampling.
+    """Sampling parameters of one request.
 
     Attributes:
         temperature: 0 is greedy.
         seed: makes the sample reproducible.
-        routing_start: first token, counted from the start of the prompt, whose experts are asked for; ``None``: none.
+        routing_start: first token, counted from the start of the prompt, whose experts are requested; ``None``: none.
     """
 
     temperature: float
@@ -34,16 +34,16 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One turn as sampled.
+    """One sampled turn.
 
     Attributes:
         token_ids: int32 ``[A]``, the stop token included when one ended the turn.
         logprobs: float32 ``[A]``, log μ at the request's temperature.
-        finish_reason: ``stop``, ``length``, ``deadline`` (what was sampled until the turn's deadline) or ``abort``.
+        finish_reason: ``stop``, ``length``, ``deadline`` (cut off at the turn's deadline) or ``abort``.
         versions: ``(weight version, start, end)`` over ``[0, A)``.
         routing: uint8 or int16 ``[R, layers, k]`` (see ``Trajectory.routing``), the experts of the tokens from
-            ``routing_start`` on, in order. The last sampled token was no input, so R ends before it, or earlier.
-            ``None``: the engine has nothing to tell.
+            ``routing_start`` on, in order. The last sampled token was never an input, so R ends before it, or earlier.
+            ``None``: the engine reports none.
     """
 
     token_ids: np.ndarray
@@ -57,11 +57,11 @@ class Engine(Protocol):
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, session: str, images: Sequence[PlacedImage] = ()
     ) -> Generation:
-        """Sample one turn. ``session`` names the episode: equal sessions go to the same replica (prefix cache).
+        """Sample one turn. ``session`` identifies the episode: equal sessions go to the same replica (prefix cache).
 
-        ``images`` are those of the prompt, in order; its ids have all their placeholders.
+        ``images`` are those of the prompt, in order; its ids contain all their placeholders.
 
         Raises:
-            EngineLost: not one token within the turn's deadline, or the engine died.
+            EngineLost: no token within the turn's deadline, or the engine died.
         """
         ...

@@ -1,4 +1,4 @@
-"""One episode: an async procedure that plays a Task and leaves a Trajectory, whatever the policy is talked to by.
+"""One episode: an async procedure that plays a Task and returns a Trajectory, independent of how the policy is reached.
 
 `token_conversation` talks to an engine in token ids, `chat_conversation` to an OpenAI-compatible endpoint in messages.
 """
@@ -27,43 +27,43 @@ from megatron_fleet.models.chat.parser import ParsedTurn
 from megatron_fleet.models.chat.renderer import ToolResult
 
 MIN_TURN_TOKENS = 16
-"""A turn starts only if this many tokens (or a whole turn, when that is shorter) still fit into the context."""
+"""A turn starts only if at least this many tokens (or a full turn, if shorter) still fit into the context."""
 
 
 class Conversation(Protocol):
-    """The policy's side of an episode. It records what is said in the builder that it was made with.
+    """The policy's side of an episode. It records messages in the builder that it was created with.
 
     Attributes:
-        look: what the policy sees of the images in an observation.
-        trouble: why the request under way has no answer yet, if a try of it failed; empty otherwise.
+        look: converts an observation to what the policy sees of its images.
+        trouble: why the pending request has no answer yet, if an attempt failed; empty otherwise.
     """
 
     look: Look
     trouble: str
 
     def begin(self, system: str, tools: tuple[dict[str, Any], ...], user: str, seen: Seen) -> Ending | None:
-        """Lay down the first prompt. An ending when it leaves no room for a turn."""
+        """Set up the first prompt; return an ending when it leaves no room for a turn."""
         ...
 
     @property
     def history(self) -> Rewritable:
-        """Where the agent's own tools leave earlier turns out of later prompts; there from `begin` on."""
+        """History from which the agent's own tools can remove earlier turns; available after `begin`."""
         ...
 
     async def turn(self, number: int, deadline: asyncio.Timeout) -> ParsedTurn | Ending:
-        """Let the policy take its turn ``number``, counted from 0; an ending when that exceeded a limit.
+        """Let the policy take turn ``number``, counted from 0; return an ending when it exceeded a limit.
 
         Raises:
-            EngineLost: there is no answer and will be none.
+            EngineLost: there is no answer and none will come.
         """
         ...
 
     def show(self, results: Sequence[ToolResult]) -> Ending | None:
-        """Show the results of the turn's calls, or a reminder when there are none; an ending when they do not fit."""
+        """Show the results of the turn's calls, or a reminder without any; return an ending when they do not fit."""
         ...
 
     def status(self, tokens: int) -> str:
-        """How full the context is, with a prompt of so many tokens where the conversation counts none itself."""
+        """Describe context usage. ``tokens``: prompt length, for a conversation without counts of its own."""
         ...
 
 
@@ -76,11 +76,11 @@ async def play(
     settings: EpisodeSettings,
     builder: TrajectoryBuilder,
 ) -> Trajectory:
-    """Play ``task`` once: reset, then turns until something ends the episode, verify, close.
+    """Play ``task`` once: reset, turns until something ends the episode, verify, close.
 
-    Whatever the policy, the environment and the engine do within their protocols ends in a Trajectory. Playing and
-    verifying have deadlines of their own, so that an episode that ran out of time can still be scored. The
-    environment is closed in every case, cancellation included.
+    Anything that the policy, the environment and the engine do within their protocols results in a Trajectory. Playing
+    and verifying have separate deadlines, so that an episode that ran out of time can still be scored. The environment
+    is always closed, even on cancellation.
 
     Raises:
         CancelledError: after the environment was closed.

@@ -1,4 +1,4 @@
-"""The conversation of an episode in parts, so that its prompt can be rendered anew with some of them left out."""
+"""Conversation history of an episode in parts, so that its prompt can be re-rendered without some of them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megatron_fleet.models.chat.renderer import Renderer, ToolResult
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A sampled turn and what it was answered.
+    """A sampled turn and the reply to it.
 
     Attributes:
-        action: its ids as sampled.
-        results: of its tool calls; when there are none, ``message`` is what the user says.
+        action: token ids of the turn, as sampled.
+        results: results of its tool calls; when empty, ``message`` is the user's reply.
     """
 
     action: tuple[int, ...]
@@ -26,17 +26,17 @@ class Exchange:
 
     @property
     def images(self) -> tuple[Image, ...]:
-        """The images among the results, in order."""
+        """Images in the results, in order."""
         return tuple(image for result in self.results for image in result.images)
 
     def answer(self, renderer: Renderer, last_id: int) -> list[int]:
-        """Ids that follow the turn, the next one opened. ``last_id``: of the turn as the prompt shows it."""
+        """Render the reply and the opening of the next turn. ``last_id``: last id of this turn in the prompt."""
         if self.results:
             return renderer.observation(self.results, last_id)
         return renderer.message(self.message, last_id)
 
     def with_note(self, note: str) -> Exchange:
-        """The same with ``note`` as the last line of what is shown."""
+        """Return a copy with ``note`` as the last line of the reply."""
         if not self.results:
             return replace(self, message=f"{self.message}\n{note}")
         *others, last = self.results
@@ -44,10 +44,10 @@ class Exchange:
 
 
 class History:
-    """The first prompt's parts and all exchanges since. System text and task are in every prompt.
+    """Parts of the first prompt and all exchanges since. Every prompt contains the system text and the task.
 
     Attributes:
-        changed: the next prompt is not the present one with something appended.
+        changed: the next prompt does not extend the current one.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class History:
         drop_thinking: bool,
         images: Sequence[Image] = (),
     ) -> None:
-        """``removed_note``: follows the task where exchanges were removed, ``{turns}`` of them.
-
-        ``drop_thinking``: later prompts show a turn without its thinking, so every prompt is a new one.
-
-        ``images``: shown with the task.
+        """
+        Args:
+            removed_note: follows the task once exchanges were removed; ``{turns}`` stands for their number.
+            drop_thinking: later prompts omit a turn's thinking, so every prompt is rendered from scratch.
+            images: shown with the task.
         """
         self._renderer = renderer
         self._system, self._tools, self._user = system, tools, user
@@ -72,24 +72,24 @@ class History:
         self._removed_note = removed_note
         self._thinking = Thinking(renderer) if drop_thinking else None
         self._exchanges: list[Exchange] = []
-        self._parts: list[list[int]] = []  # ids of the first exchanges, as many as were needed so far
+        self._parts: list[list[int]] = []  # ids of the leading exchanges, rendered on demand
         self._removed = 0
         self.changed = drop_thinking
 
     def add(self, exchange: Exchange) -> None:
-        """What the newest prompt ends with."""
+        """Append the exchange that ends the newest prompt."""
         self._exchanges.append(exchange)
         self.changed = self._thinking is not None
 
     def remove_before(self, keep: int) -> int:
-        """Leave out of later prompts what precedes the newest ``keep`` exchanges; returns how many more that are."""
+        """Omit all but the newest ``keep`` exchanges from later prompts; returns the number newly removed."""
         before = self._removed
         self._removed = max(before, len(self._exchanges) - keep)
         self.changed |= self._removed > before
         return self._removed - before
 
     def render(self, newest: Exchange | None = None) -> list[int]:
-        """The prompt that ends with ``newest``, which is not added; sampled turns keep their ids as sampled."""
+        """Render the prompt that ends with ``newest``, without adding it; turns keep their ids as sampled."""
         user = self._user
         if self._removed:
             user += "\n\n" + self._removed_note.replace("{turns}", str(self._removed))
@@ -97,12 +97,12 @@ class History:
         self._parts += [self._part(exchange) for exchange in self._exchanges[len(self._parts) :]]
         for part in [*self._parts[self._removed :], *([self._part(newest)] if newest is not None else [])]:
             if self._thinking is not None:
-                del ids[-len(self._renderer.opening) :]  # the part has one of its own
+                del ids[-len(self._renderer.opening) :]  # the part includes its own opening
             ids += part
         return ids
 
     def images(self, newest: Exchange | None = None) -> list[Image]:
-        """The images of ``render(newest)``, in order."""
+        """Return the images of ``render(newest)``, in order."""
         shown = [*self._exchanges[self._removed :], *([newest] if newest is not None else [])]
         return [*self._images, *(image for exchange in shown for image in exchange.images)]
 

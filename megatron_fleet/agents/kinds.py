@@ -1,4 +1,4 @@
-"""Agents by name: what plays an episode, from the first prompt to the verdict."""
+"""Registry of agents, which play an episode from the first prompt to the verdict."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ class Agent(Protocol):
     ) -> Trajectory:
         """Play ``task`` once; see `agents.token_conversation.run_episode` for the arguments.
 
-        The trajectory holds every token that the engine was shown and that it sampled (`TrajectoryBuilder` collects
-        them), an outcome, and the verifier's reward or ``None``. The caller closes the environment. What is raised
-        ends the episode as ``aborted``, with an unknown reward.
+        The trajectory holds every token that the engine was given or sampled (`TrajectoryBuilder` collects them), an
+        outcome, and the verifier's reward or ``None``. The caller closes the environment. Any exception ends the
+        episode as ``aborted``, with an unknown reward.
         """
         ...
 
 
 AGENTS: Mapping[str, Agent] = MappingProxyType({"tools": run_episode})
-"""By the names that agent.kind takes."""
+"""Agents by value of ``agent.kind``."""
 
 
 def make_agent(name: str) -> Agent:
-    """The agent of this name, or the user's own at this path. Raises UserError."""
+    """Return the agent of this name, or load the user's own from this path. Raises UserError."""
     return _own(name) if is_path(name) else AGENTS[name]
 
 

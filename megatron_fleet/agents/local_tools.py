@@ -1,4 +1,4 @@
-"""Tools that the agent answers itself, by configuration; the environment never hears of them."""
+"""Tools that the agent answers itself, by configuration; their calls never reach the environment."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ _TOOLS = {
 
 
 def offered(agent: Agent) -> tuple[dict[str, Any], ...]:
-    """Definitions (OpenAI function format) of the tools that the configuration offers."""
+    """Return the definitions (OpenAI function format) of the tools enabled by the configuration."""
     names = (FINISH,) * (agent.finish == "tool") + _PAGING * agent.paging + _CONTEXT * agent.context_tools
     return tuple(_TOOLS[name] for name in names)
 
 
 class BadArguments(ValueError):
-    """The sentence that tells the policy what is wrong with its call."""
+    """Invalid arguments of a call; the message is shown to the policy."""
 
 
 class Rewritable(Protocol):
@@ -76,7 +76,7 @@ class LocalTools:
         builder: TrajectoryBuilder,
         status: Callable[[int], str],
     ) -> None:
-        """``status``: what check_context says of a number of tokens."""
+        """``status``: describes context usage for a number of tokens, as the reply of check_context."""
         self._outputs, self._history, self._builder = outputs, history, builder
         self._names = {tool["function"]["name"] for tool in offered(agent)}
         self._answers: dict[str, Callable[[Mapping[str, Any]], str]] = {
@@ -89,18 +89,18 @@ class LocalTools:
         }
 
     def has(self, name: str) -> bool:
-        """Whether a call of ``name`` is answered here."""
+        """Return whether a call of ``name`` is answered here."""
         return name in self._names
 
     def final_answer(self, calls: Sequence[ToolCall]) -> str | None:
-        """The answer when a turn did nothing but submit it."""
+        """Return the answer if the turn only submitted it."""
         if len(calls) != 1 or calls[0].name != FINISH or not self.has(FINISH) or "answer" not in calls[0].arguments:
             return None
         answer = calls[0].arguments["answer"]
         return answer if isinstance(answer, str) else to_json(answer)
 
     def answer(self, call: ToolCall) -> str:
-        """The result, or the sentence that says what is wrong with the call."""
+        """Return the result, or a message on what is wrong with the call."""
         self._builder.count("local_tool_calls")
         try:
             return self._answers[call.name](call.arguments)

@@ -1,26 +1,26 @@
-"""Results of tools that are too long to be shown at once, kept so that the policy can look at the rest."""
+"""Truncation of long tool results, which are kept so that the policy can page through and search them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
 MAX_KEPT_CHARS = 1_000_000
-"""Of one result; a worker holds hundreds of episodes, and a policy pages through a few pages only."""
+"""Limit per result: a worker holds hundreds of episodes, and a policy reads only a few pages."""
 MAX_MATCHES = 10
 SNIPPET_CHARS = 80
-"""Shown on either side of what was searched for."""
+"""Context shown on either side of a match."""
 
 
 class ToolOutputs:
-    """Cuts results and keeps what was cut. Results are numbered from 1; a page is as long as a cut result."""
+    """Cuts long results and keeps them. Kept results are numbered from 1; a page is as long as a cut result."""
 
     def __init__(self, page_chars: int, paging: bool) -> None:
-        """``paging``: the policy can ask for pages, so a cut result says how and is kept."""
+        """``paging``: the policy can request pages, so a cut result is kept and says how to see more."""
         self._page_chars, self._paging = page_chars, paging
         self._kept: list[str] = []
 
     def cut(self, text: str) -> tuple[str, bool]:
-        """What is shown of a result, and whether it was cut."""
+        """Return the text to show of a result, and whether it was cut."""
         if len(text) <= self._page_chars:
             return text, False
         shown = text[: self._page_chars]
@@ -32,7 +32,7 @@ class ToolOutputs:
         return f"{shown}\n[cut: page 1 of {self._pages(number)} of output {number}; {more}]", True
 
     def page(self, number: int, page: int) -> str:
-        """One page of a kept result. Raises LookupError, with a sentence for the policy."""
+        """Return one page of a kept result. Raises LookupError with a message for the policy."""
         self._check(number)
         if not 1 <= page <= self._pages(number):
             raise LookupError(f"output {number} has the pages 1 to {self._pages(number)}")
@@ -41,7 +41,7 @@ class ToolOutputs:
         return f"[page {page} of {self._pages(number)} of output {number}]\n{text}"
 
     def search(self, pattern: str, number: int | None) -> str:
-        """Where ``pattern`` stands in the kept results, or in one. Raises LookupError when that one does not exist."""
+        """Find ``pattern`` in all kept results, or in one. Raises LookupError when that one does not exist."""
         if number is not None:
             self._check(number)
         numbers = range(1, len(self._kept) + 1) if number is None else (number,)
@@ -61,9 +61,9 @@ class ToolOutputs:
 
 
 def matches(text: str, pattern: str) -> Iterator[tuple[int, str]]:
-    """Places of ``pattern`` in ``text``, whatever the case, each with its surroundings in one line.
+    """Yield the positions of ``pattern`` in ``text``, ignoring case, each with its surroundings on one line.
 
-    The pattern is plain text and the search takes linear time: an expression of the policy's own, or a repetitive
+    The pattern is plain text and the search takes linear time: a regular expression from the policy, or a repetitive
     pattern, could keep the process busy for hours.
     """
     lowered, pattern = _lower(text), _lower(pattern)
@@ -75,12 +75,12 @@ def matches(text: str, pattern: str) -> Iterator[tuple[int, str]]:
 
 
 def _lower(text: str) -> str:
-    """``text`` in lower case, every character at its place: U+0130, the only one that would become two, is marked."""
+    """Lower-case ``text`` without moving characters: U+0130, the only one that would become two, is replaced."""
     return text.replace("\u0130", "\0").lower()
 
 
 def listed(found: Iterable[tuple[str, str]]) -> str:
-    """The first matches, one a line, each after the name of its place."""
+    """Format the first matches, one per line, each prefixed with its location."""
     lines = [f"{where}: {snippet}" for (where, snippet), _ in zip(found, range(MAX_MATCHES + 1), strict=False)]
     if len(lines) > MAX_MATCHES:
         lines[-1] = "[more matches; search for something longer]"

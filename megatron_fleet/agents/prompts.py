@@ -1,4 +1,4 @@
-"""What the policy is told: texts from ``prompts.yaml``, or from the user's own file over it."""
+"""Prompt texts shown to the policy, from ``prompts.yaml`` or overridden by the user's own file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Finish = Literal["done_tag", "tool"]
 
 
 class Prompts(Section):
-    """The registry; ``prompts.yaml`` says what each text is for."""
+    """Registry of prompt texts; ``prompts.yaml`` documents the purpose of each."""
 
     system: str
     finish: dict[Finish, str]
@@ -29,25 +29,25 @@ class Prompts(Section):
     unseen: str
 
     def system_text(self, env_key: str, finish: Finish) -> str:
-        """The system text of an environment; the same for all its tasks."""
+        """Return the system text of an environment; the same for all its tasks."""
         text, hint = self.system.replace("{finish}", self.finish[finish]), self.environments.get(env_key)
         return f"{text} {hint}" if hint else text
 
     def user_text(self, task: Task, prompt: str) -> str:
-        """The task as the user says it, then its environment variables (the date too: never the host's clock)."""
+        """Return the user message: the prompt, then the task's variables (also the date, never the host's clock)."""
         lines = [f"{self.labels.get(key, key)}: {value}" for key, value in sorted(task.env_variables.items())]
         return "\n".join([prompt, "", *lines]) if lines else prompt
 
     def reminder_text(self, finish: Finish) -> str:
-        """What is said after a turn with neither a tool call nor an answer."""
+        """Return the reminder for a turn with neither a tool call nor an answer."""
         return self.reminder.replace("{finish}", self.finish[finish])
 
 
 def load_prompts(path: str | Path | None) -> Prompts:
-    """The shipped texts, or those of ``path`` over them.
+    """Load the shipped texts, overridden by those of ``path``.
 
     Raises:
-        UserError: the file is missing or no YAML, or it has a key or a value that is not understood.
+        UserError: the file is missing or not YAML, or has an unknown key or an invalid value.
     """
     if path is None:
         return _shipped()

@@ -1,4 +1,4 @@
-"""Equal tool calls of one episode."""
+"""Detection of repeated tool calls within one episode."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from megatron_fleet.envs.base import ToolCall
 
 
 class Repetition:
-    """Compares calls by name and arguments, whatever the order of the arguments.
+    """Compares calls by name and arguments, ignoring the order of the arguments.
 
     Attributes:
-        run: equal calls in a row, the newest one included.
+        run: number of consecutive equal calls, the newest included.
     """
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class Repetition:
         self._seen: set[str] = set()
 
     def note(self, call: ToolCall) -> bool:
-        """Take in a call; true when the episode had it before."""
+        """Record a call; return whether it was made before in the episode."""
         written = json.dumps([call.name, call.arguments], sort_keys=True)
         known = written in self._seen
         self.run = self.run + 1 if written == self._last else 1

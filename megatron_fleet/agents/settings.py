@@ -1,4 +1,4 @@
-"""What an episode is played with."""
+"""Settings of an episode."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megatron_fleet.config.schema import Agent, Env, Rollout
 
 @dataclass(frozen=True, slots=True)
 class EpisodeSettings:
-    """Limits of an episode, and what the policy is told; the keys of the same names in the configuration define them.
+    """Limits and prompts of an episode, defined by the configuration keys of the same names.
 
     Attributes:
-        routing: keep the experts of each token.
-        images: show them to a model that sees. Not in training, which computes log-probs from token ids alone.
+        routing: record the experts of each token.
+        images: show images to a vision model. Not in training, which computes log-probs from token ids alone.
     """
 
     max_context: int
@@ -33,7 +33,7 @@ class EpisodeSettings:
 
     @classmethod
     def from_config(cls, rollout: Rollout, env: Env, agent: Agent) -> EpisodeSettings:
-        """Raises UserError when the file of prompts cannot be used."""
+        """Build the settings from the configuration. Raises UserError when the prompts file cannot be used."""
         return cls(
             max_context=rollout.max_context,
             max_tokens_per_turn=rollout.sampling.max_tokens_per_turn,
@@ -50,6 +50,6 @@ class EpisodeSettings:
 
 
 def stable_seed(*parts: int | str) -> int:
-    """A seed in ``[0, 2**63)`` from ``parts``; the same in every process and Python version."""
+    """Derive a seed in ``[0, 2**63)`` from ``parts``; the same in every process and Python version."""
     digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

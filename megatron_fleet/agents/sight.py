@@ -1,4 +1,4 @@
-"""What a policy sees of an observation: its images in their places, or a sentence where it sees none."""
+"""The policy's view of an observation: images in their places, or a sentence instead of each unseen image."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ UNREADABLE = "[an image that could not be read]"
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """``images`` stand at the places ``[image n]`` of ``text``, n from 1; ``unseen``: how many were left out."""
+    """Text with ``images`` at the markers ``[image n]``, n from 1; ``unseen``: number of images left out."""
 
     text: str
     images: tuple[Image, ...] = ()
@@ -22,30 +22,30 @@ class Seen:
 
 
 Look = Callable[[str, Sequence[Image]], Awaitable[Seen]]
-"""From what an environment shows to what the policy sees of it."""
+"""Maps an environment's text and images to what the policy sees."""
 
 
 async def show_all(text: str, images: Sequence[Image]) -> Seen:
-    """For a policy behind somebody else's interface, which reads images itself."""
+    """Keep all images, for a policy behind an external API that reads them itself."""
     return Seen(text, tuple(images))
 
 
 async def see(text: str, images: Sequence[Image], vision: Vision | None, sentence: str) -> Seen:
-    """What the policy is shown of ``text`` and its ``images``.
+    """Convert ``text`` and its ``images`` to what the policy is shown.
 
-    A broken file has a sentence in its place; a model without ``vision`` reads ``sentence`` in each.
+    A sentence replaces an unreadable file; for a model without ``vision``, ``sentence`` replaces every image.
     """
     if not images:
         return Seen(text)
     if vision is None:
         return _chosen(text, images, [sentence] * len(images))
-    # Decoding a screenshot takes milliseconds in which no other episode of the process would go on.
+    # Decoding a screenshot takes milliseconds and would block every other episode of the process.
     whole = await asyncio.to_thread(lambda: [readable(image) for image in images])
     return _chosen(text, images, [None if good else UNREADABLE for good in whole])
 
 
 def _chosen(text: str, images: Sequence[Image], instead: Sequence[str | None]) -> Seen:
-    """Keep the images that have nothing ``instead``, numbered anew."""
+    """Keep the images without a replacement in ``instead``, and renumber them."""
     first, *rest = around(text, len(images))
     kept: list[Image] = []
     for image, other, part in zip(images, instead, rest, strict=True):

@@ -1,4 +1,4 @@
-"""The thinking of a sampled turn, found by its token ids, so that nothing is decoded and encoded again."""
+"""Thinking of a sampled turn, located by token ids so that nothing is decoded and re-encoded."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 class Thinking:
-    """Counts thinking and leaves it out. A model without the two tags as tokens has none."""
+    """Counts and removes thinking tokens. A model without the two tags as tokens has none."""
 
     def __init__(self, renderer: Renderer) -> None:
         self._tokenizer = renderer.tokenizer
         self._open = self._tokenizer.special.get(OPEN, -1)
         self._close = self._tokenizer.special.get(CLOSE, -1)
         tags = [token for token in renderer.initial("", (), "") if token in (self._open, self._close)]
-        self._opened = tags[-1:] == [self._open]  # by the prompt: a turn begins inside its thinking
+        self._opened = tags[-1:] == [self._open]  # the prompt opens the thinking, so a turn begins inside it
         self._opening, self._unthought = renderer.opening, renderer.unthought
         self._strips = renderer.strips_unthought
 
     def count(self, ids: Sequence[int]) -> int:
-        """Tokens of thinking in a turn, tags included.
+        """Count the thinking tokens of a turn, tags included.
 
-        A closing tag without its opening one makes everything before it thinking; what is never closed is thinking to
-        the end.
+        A closing tag without an opening one makes everything before it thinking; unclosed thinking extends to the end.
         """
         count, start = 0, 0 if self._opened else -1
         for place, token in enumerate(ids):
@@ -37,9 +36,9 @@ class Thinking:
         return count if start < 0 else count + len(ids) - start
 
     def without(self, ids: Sequence[int]) -> list[int]:
-        """A turn as later prompts show it, its opening included: what follows its last closing tag.
+        """Return a turn as later prompts show it, its opening included: the ids after its last closing tag.
 
-        One whose thinking was never closed keeps what came before it. One without any stays as it is.
+        A turn with unclosed thinking keeps the ids before it. A turn without thinking is unchanged.
         """
         ids = list(ids)
         if self._close in ids:

@@ -1,4 +1,4 @@
-"""An episode with an engine: token ids in, token ids out, so that what is trained on is what was sampled."""
+"""Episode with an inference engine: token ids in, token ids out, so that training sees exactly what was sampled."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megatron_fleet.models.chat.renderer import Renderer, ToolResult
 from megatron_fleet.models.images import place
 
 MAX_CHARS_PER_TOKEN = 16
-"""A first prompt with more characters for each token of the context is too long, without a look at its tokens."""
+"""A first prompt with more characters per token of the context is rejected as too long without tokenising it."""
 
 
 async def run_episode(
@@ -43,8 +43,8 @@ async def run_episode(
     """Play ``task`` once with ``engine``; see `episode.play`.
 
     Args:
-        seed: of this episode; each turn derives its own. ``None`` leaves sampling unseeded.
-        session: names the episode to the engine (see ``Engine.generate``).
+        seed: the episode's seed; each turn derives its own. ``None`` leaves sampling unseeded.
+        session: identifies the episode to the engine (see ``Engine.generate``).
 
     Raises:
         CancelledError: after the environment was closed.
@@ -55,7 +55,7 @@ async def run_episode(
 
 
 class TokenConversation:
-    """A `Conversation` in token ids: one growing sequence, and a new one wherever the history was rewritten."""
+    """A `Conversation` in token ids: one growing sequence, replaced by a new one when the history is rewritten."""
 
     trouble = ""
 
@@ -82,7 +82,7 @@ class TokenConversation:
         agent, limit = self._settings.agent, self._settings.max_context
         self._tools, removed = tools, self._settings.prompts.removed
         self.history = History(self._renderer, system, tools, user, removed, agent.step_wise, seen.images)
-        # Encoding takes seconds for each MB, during which no other episode of the worker goes on.
+        # Encoding takes seconds per MB and blocks every other episode of the worker.
         if len(system) + len(user) + len(json.dumps(tools)) <= MAX_CHARS_PER_TOKEN * limit:
             ids = self.history.render()
             if self._fits(ids):

@@ -1,4 +1,4 @@
-"""Answers the tool calls of one episode, its environment's and the agent's own."""
+"""Execution of an episode's tool calls: the environment's and the agent's own."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from megatron_fleet.models.chat.parser import ParsedTurn
 from megatron_fleet.models.chat.renderer import ToolResult
 
 BUSY_PAUSE_S, MAX_BUSY_PAUSE_S = 0.2, 5.0
-"""First and longest pause before a busy environment is asked again; doubled each time, with jitter."""
+"""Initial and maximum pause before a busy environment is retried; doubled each time, with jitter."""
 
 
 async def reset(env: Environment, task: Task) -> Observation:
-    """Start ``task``, however long the environment says that it is busy; the caller has a deadline."""
+    """Start ``task``, retrying while the environment is busy; the caller enforces a deadline."""
     pause = BUSY_PAUSE_S
     while True:
         try:
@@ -33,7 +33,7 @@ async def reset(env: Environment, task: Task) -> Observation:
 
 
 class Toolbox:
-    """Runs calls in order and words their results; counts into the builder's metrics."""
+    """Runs calls in order, formats their results and updates the builder's metrics."""
 
     def __init__(
         self,
@@ -44,14 +44,14 @@ class Toolbox:
         local: LocalTools,
         look: Look,
     ) -> None:
-        """``look``: what the policy sees of the images in a result."""
+        """``look``: converts a result to what the policy sees of its images."""
         self._env, self._settings, self._builder = env, settings, builder
         self._outputs, self._local, self._look = outputs, local, look
         self._repetition = Repetition()
         self._answered = 0
 
     async def act(self, parsed: ParsedTurn) -> tuple[list[ToolResult], bool]:
-        """Run a turn's tool calls. Returns what to show (nothing: remind) and whether the environment is done."""
+        """Run a turn's tool calls. Returns the results (empty: send a reminder) and whether the environment is done."""
         results: list[ToolResult] = []
         for call, call_id in zip(parsed.tool_calls, parsed.call_ids, strict=True):
             if self._local.has(call.name):
@@ -69,7 +69,7 @@ class Toolbox:
         return results, False
 
     async def _call(self, call: ToolCall) -> tuple[Seen, bool]:
-        """One call of the environment's: what to show of it, and whether the environment is done."""
+        """Run one call of the environment. Returns the result to show and whether the environment is done."""
         with timed(self._builder, "env_s"):
             observation = await self._env.step(call)
         self._builder.count("tool_calls")

@@ -1,4 +1,4 @@
-"""Trajectory: what an episode leaves behind, as compact arrays that travel between processes."""
+"""Trajectory of an episode, as compact arrays that are passed between processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_fleet.models.images import ImageSpan
 
 
 class Outcome(StrEnum):
-    """Why an episode ended. One sentence each; the docs are generated from them."""
+    """Reason for the end of an episode."""
 
     COMPLETED = "completed"
     """The policy gave its final answer (or the environment declared the task done) and the verifier scored it."""
@@ -44,8 +44,8 @@ class Outcome(StrEnum):
 class Span:
     """Tokens ``[start, end)`` of one kind: ``prompt``, ``action`` or ``observation``.
 
-    ``weight_version`` is the version that sampled an action span; an action sampled across a weight update is several
-    spans. It is ``-1`` for tokens that no policy sampled.
+    ``weight_version`` is the version that sampled an action span; an action sampled across a weight update is split
+    into several spans. It is ``-1`` for tokens that no policy sampled.
     """
 
     kind: str
@@ -59,27 +59,27 @@ class Span:
 class Trajectory:
     """One finished episode.
 
-    A *segment* is one append-only conversation: a rendered prompt, then actions and observations. An episode has one,
-    unless its history was rewritten on the way: then what followed is a segment with a prompt of its own. Every token
-    was predicted from the tokens before it in its segment, and from nothing else.
+    A *segment* is one append-only conversation: a rendered prompt, then actions and observations. An episode has one
+    segment, plus one with its own prompt for each time its history was rewritten. Every token was predicted from the
+    tokens before it in its segment, and from nothing else.
 
     Attributes:
-        token_ids: int32 ``[T]``, everything the policy saw and said, exactly as sampled; all segments joined.
+        token_ids: int32 ``[T]``, everything the policy saw and sampled, never re-encoded; all segments concatenated.
         action_mask: bool ``[T]``, true where the policy sampled the token.
         behaviour_logprobs: float32 ``[T]``, log μ(token) at the sampling temperature; 0 where ``action_mask`` is false.
         spans: cover ``[0, T)`` without gaps, in order; a segment begins with a ``prompt`` span.
         segment_starts: first token of each segment, ascending; the first is 0.
         routing: uint8 or int16 ``[T, layers, k]`` for a mixture of experts whose routing is replayed, else ``None``:
             the experts that each layer of the engine sent token t *as an input* to. A token takes k ≥ 2 different
-            experts, so equal ids (zeros: the last token, dense layers, what the engine did not tell) mean "not known".
-        reward: ``None`` = unknown; see design rule "unknown never enters group statistics or the loss".
-        reward_reason: one short sentence from the verifier or from whatever prevented it.
+            experts, so equal ids (zeros: the last token, dense layers, tokens the engine did not report) mean unknown.
+        reward: ``None`` = unknown; an unknown reward never enters group statistics or the loss.
+        reward_reason: one short sentence from the verifier, or on why it gave no reward.
         metrics: numbers of this episode (turns, tool_calls, tool_errors, parse_errors, seconds…).
         messages: the conversation as text, for records only; never re-tokenised. A message with images names their
             digests as ``images``, in the order of their places ``[image n]``.
-        image_spans: where the policy saw images, in order; each is a run of the one placeholder token, in a prompt or
-            an observation.
-        images: digest → image as it came, each once; empty where the images have become files.
+        image_spans: spans of the images that the policy saw, in order; each is a run of the placeholder token in a
+            prompt or an observation.
+        images: digest → unmodified image, each once; empty when the images are stored as files.
     """
 
     task_key: str
@@ -102,14 +102,15 @@ class Trajectory:
     images: dict[str, Image] = field(default_factory=dict)
 
     def segments(self) -> list[slice]:
-        """Where each segment lies in the arrays."""
+        """Return the slice of each segment in the arrays."""
         return [slice(a, b) for a, b in pairwise((*self.segment_starts, len(self.token_ids)))]
 
     def check(self, images_kept: bool = True) -> None:
         """Raise ValueError when an invariant is broken; called where trajectories enter the trainer.
 
         Args:
-            images_kept: ``images`` has every image; of a trajectory read from a file they are files of their own.
+            images_kept: ``images`` must hold every image; false for a trajectory read from a file, whose images are
+                separate files.
         """
         n = len(self.token_ids)
         if not (len(self.action_mask) == len(self.behaviour_logprobs) == n):
@@ -128,7 +129,7 @@ class Trajectory:
             raise ValueError(f"trajectory {self.task_key}#{self.sample}: {wrong}")
 
     def _wrong_image(self, kept: bool) -> str:
-        """What is wrong with an image; nothing when none is."""
+        """Describe the first invalid image span; empty when all are valid."""
         behind, ids = 0, self.token_ids
         for span in self.image_spans:
             start, end = span.start, span.end
@@ -147,7 +148,7 @@ class Trajectory:
 
 @dataclass(slots=True)
 class Group:
-    """The trajectories of one task at one step, in order of ``sample``."""
+    """Trajectories of one task at one step, in order of ``sample``."""
 
     index: int
     task_key: str

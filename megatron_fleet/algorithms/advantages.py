@@ -1,6 +1,6 @@
-"""Advantages of one group from its known rewards: pure numpy, by name.
+"""Advantages of one group from its known rewards: pure numpy, selected by name.
 
-An unknown reward (``None``, or a number that is not finite) enters no statistic and gets no advantage.
+An unknown reward (``None`` or a non-finite number) enters no statistic and gets no advantage.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.extension import load
 
 AdvantageFn = Callable[[np.ndarray], np.ndarray]
-"""Known rewards of one group, float64 ``[K]`` with K ≥ 2, to advantages, float64 ``[K]``."""
+"""Function from the known rewards of one group, float64 ``[K]`` with K ≥ 2, to advantages, float64 ``[K]``."""
 
 ARGUMENTS = ("rewards",)
 STD_EPS = 1e-6
@@ -24,12 +24,12 @@ MIN_KNOWN = 2
 
 
 def is_known(reward: float | None) -> TypeGuard[float]:
-    """True when a verifier's word can be used: a finite number."""
+    """True when the reward is usable: a finite number."""
     return reward is not None and math.isfinite(reward)
 
 
 def has_signal(rewards: Sequence[float | None]) -> bool:
-    """True when at least two known rewards differ; without that every advantage is 0."""
+    """True when at least two known rewards differ; otherwise every advantage is 0."""
     known = [r for r in rewards if is_known(r)]
     return len(known) >= MIN_KNOWN and min(known) != max(known)
 
@@ -66,7 +66,7 @@ def group_advantages(rewards: Sequence[float | None], name: str) -> list[float |
     Returns ``None`` for the whole group when fewer than two rewards are known.
 
     Raises:
-        UserError: ``name`` is neither ours nor can it be loaded, or what it gives are no advantages.
+        UserError: ``name`` is neither built in nor loadable, or its function does not return valid advantages.
     """
     advantage = ADVANTAGES.get(name) or load("algorithm.advantage", name, ARGUMENTS)
     known = [i for i, r in enumerate(rewards) if is_known(r)]

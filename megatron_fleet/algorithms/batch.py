@@ -1,4 +1,4 @@
-"""From groups to training rows: filter, advantages, one global normaliser, and an account of every trajectory."""
+"""Conversion of groups to training sequences: filter, advantages, one global normaliser, and a fate per trajectory."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class Fate(StrEnum):
-    """Where a collected trajectory ended; every one has exactly one fate."""
+    """Outcome of a collected trajectory; each has exactly one fate."""
 
     TRAINED = "trained"
-    """It became a training row, or one for each of its segments."""
+    """It became a training sequence, or one per segment."""
     FILTERED = "filtered"
     """``algorithm.group_filter`` leaves its group out."""
     UNKNOWN = "unknown"
@@ -39,8 +39,9 @@ class Fate(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a row came from: positions into the groups given to ``build_data``, into that group's trajectories and into
-    the segments of that one."""
+    """Origin of a training sequence: indices of its group in those passed to ``build_data``, of its trajectory in the
+    group, and of its segment in the trajectory.
+    """
 
     group: int
     sample: int
@@ -48,20 +49,20 @@ class Origin:
 
     @property
     def trajectory(self) -> tuple[int, int]:
-        """The same for all rows of a trajectory."""
+        """Group and trajectory indices, equal for all segments of a trajectory."""
         return self.group, self.sample
 
 
 @dataclass(slots=True)
 class Batch:
-    """The training rows of one step.
+    """Training data of one step.
 
     Attributes:
-        data: rows of whole segments, those of a trajectory in a row; nothing is truncated.
+        data: whole segments, those of a trajectory consecutive; nothing is truncated.
         origin: aligned with ``data``.
         advantages: aligned with ``data``, before the normaliser.
         fates: aligned with the groups and their trajectories.
-        rewards: the same, as they were shaped for learning; ``None`` = unknown.
+        rewards: aligned like ``fates``, after reward shaping; ``None`` = unknown.
         trained_tokens: tokens with a gradient in ``data``.
     """
 
@@ -80,16 +81,16 @@ class Batch:
 
 
 def build_data(groups: Sequence[Group], algo: Algorithm, version: int | None = None) -> Batch:
-    """Turn the groups of one step (all of them: the normaliser is global) into scaled training rows.
+    """Turn the groups of one step (all of them: the normaliser is global) into scaled training sequences.
 
     Args:
-        version: of the weights that will be updated, for `Datum.staleness`; ``None``: everything was sampled by them.
+        version: weight version to be updated, for `Datum.staleness`; ``None``: everything was sampled with it.
 
-    The normaliser counts trained rows only, so left-out groups neither dilute the gradient nor change its scale;
-    groups without signal that are kept (``group_filter: none``) do count, with weight 0. Masked trajectories are part
-    of their group's baseline and of nothing else. Every segment of a trajectory has the trajectory's advantage,
-    and the normaliser sees to it that a trajectory weighs what it would in one piece. Losses with one ratio per
-    sequence take it per segment.
+    The normaliser counts trained sequences only, so excluded groups neither dilute the gradient nor change its scale;
+    groups without signal that are kept (``group_filter: none``) do count, with weight 0. Masked trajectories contribute
+    to their group's baseline and to nothing else. Every segment has its trajectory's advantage, and the normaliser
+    gives a split trajectory the weight that it would have unsplit. Losses with one ratio per sequence take it per
+    segment.
     """
     batch = Batch([], [], [], [], [], 0)
     for g, group in enumerate(groups):
@@ -114,7 +115,7 @@ def build_data(groups: Sequence[Group], algo: Algorithm, version: int | None = N
 def split_batch(batch: Batch, parts: int, algo: Algorithm) -> list[list[Datum]]:
     """Contiguous parts for several optimizer steps, each normalised over itself so that every step has full scale.
 
-    A trajectory is in one part. Never returns an empty part: fewer parts when there are fewer trajectories.
+    A trajectory is never split. Parts are never empty: there are fewer when there are fewer trajectories.
     """
     owners = [origin.trajectory for origin in batch.origin]
     firsts = [i for i, owner in enumerate(owners) if i == 0 or owner != owners[i - 1]]
@@ -142,14 +143,14 @@ def _group_fates(group: Group, rewards: Sequence[float | None], algo: Algorithm)
 
 
 def _trained_mask(trajectory: Trajectory) -> np.ndarray:
-    """bool ``[T]``: the sampled tokens, without the first of a segment, which nothing predicts."""
+    """Mask of the sampled tokens, bool ``[T]``, without the first of a segment, which nothing predicts."""
     mask = trajectory.action_mask.copy()
     mask[[part.start for part in trajectory.segments() if part.start < part.stop]] = False
     return mask
 
 
 def _unscaled_data(trajectory: Trajectory, version: int | None) -> Iterator[tuple[int, Datum]]:
-    """Number and Datum of each segment in which a token was sampled. ``loss_scale`` is 0 or 1 here, for ``_scale``."""
+    """Index and Datum of each segment with sampled tokens. ``loss_scale`` is 0 or 1 here, for ``_scale``."""
     trained = _trained_mask(trajectory)
     ages = None if version is None else _ages(trajectory, version)
     for number, part in enumerate(trajectory.segments()):
@@ -163,7 +164,9 @@ def _unscaled_data(trajectory: Trajectory, version: int | None) -> Iterator[tupl
 
 
 def _ages(trajectory: Trajectory, version: int) -> np.ndarray:
-    """int32 ``[T]``: weight versions between the sampling of a token and ``version``; 0 where none was sampled."""
+    """Weight versions between the sampling of a token and ``version``, int32 ``[T]``; 0 at tokens that were not
+    sampled.
+    """
     ages = np.zeros(len(trajectory.token_ids), np.int32)
     for span in trajectory.spans:
         if span.kind == "action":
@@ -174,10 +177,10 @@ def _ages(trajectory: Trajectory, version: int) -> np.ndarray:
 def _scale(
     data: Sequence[Datum], origin: Sequence[Origin], advantages: Sequence[float], algo: Algorithm
 ) -> list[Datum]:
-    """Data with the normaliser and the advantages multiplied by it. Idempotent: reads which positions are trained, not
-    how they are scaled.
+    """Apply the normaliser, and the advantages times it, to ``data``. Idempotent: reads which positions are trained,
+    not their scale.
 
-    token_mean: 1 / (trained tokens of all rows), DAPO, arXiv:2503.14476 §3.3.
+    token_mean: 1 / (trained tokens of all sequences), DAPO, arXiv:2503.14476 §3.3.
     sequence_mean: 1 / (trajectories × trained tokens of this one), GRPO, arXiv:2402.03300 eq. 3.
     constant: 1 / (trajectories × constant), Dr. GRPO, arXiv:2503.20783 §3.2.
     """

@@ -2,8 +2,8 @@
 
 With ρ_t = π_old/μ (π_old = stop-grad(π) when no pass computed it), each gives a weight c_t without gradient, and the
 policy term becomes −Σ_t c_t·J_t; KL and entropy terms are not weighted. Tokens with c_t = 0 still count in the
-normaliser, as in IcePop, whose 1/Σ|y| runs over all tokens: what becomes of one token changes no other's weight.
-A ratio that is not a number, as of a log μ that the engine gave as NaN, is within no bounds: its weight is 0.
+normaliser, as in IcePop, whose 1/Σ|y| runs over all tokens: masking one token does not change the weight of any other.
+A NaN ratio, e.g. where the engine returned NaN for log μ, is outside all bounds and gets weight 0.
 
 | kind           | c_t                                                     | source                             |
 |----------------|---------------------------------------------------------|------------------------------------|
@@ -29,7 +29,7 @@ from megatron_fleet.algorithms.loss_inputs import LossInputs, count
 from megatron_fleet.config.schema import CORRECTION_BOUNDS, Correction
 
 Weights = tuple[torch.Tensor, torch.Tensor]
-"""c_t ``[A]``, and bool ``[A]``: the weight was truncated or set to 0."""
+"""c_t ``[A]``, and bool ``[A]``: whether the weight was truncated or set to 0."""
 
 
 def token_tis(x: LossInputs, log_ratio: torch.Tensor, low: float, high: float) -> Weights:
@@ -61,7 +61,7 @@ CORRECTIONS: dict[str, Callable[[LossInputs, torch.Tensor, float, float], Weight
     "geometric_mask": geometric_mask,
     "outlier_mask": outlier_mask,
 }
-"""Inputs, log ρ ``[A]`` without gradient, low and high → weights. The formulas are in the table above."""
+"""Map from kind to the function of inputs, log ρ ``[A]`` without gradient, low and high that returns the weights."""
 
 
 def correction_weights(x: LossInputs, correction: Correction) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

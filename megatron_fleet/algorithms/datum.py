@@ -1,4 +1,4 @@
-"""Datum: one training row. The only thing the policy ever sees of a rollout."""
+"""Datum: one training sequence, and all that the policy sees of a rollout."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Datum:
         scaled_advantages: float32 ``[T]``: advantage × ``loss_scale``. The loss is a plain SUM over positions, so
             gradients do not depend on micro-batching, packing, data or context parallelism.
         behaviour_logprobs: float32 ``[T]``, log μ; 0 at untrained positions.
-        proximal_logprobs: float32 ``[T]``, log π_old; ``None`` = the single-forward on-policy case,
-            π_old := stop-grad(π).
+        proximal_logprobs: float32 ``[T]``, log π_old; ``None`` = the single-forward on-policy case, π_old :=
+            stop-grad(π).
         reference_logprobs: float32 ``[T]``, log π_ref; ``None`` = no KL term.
-        routing: uint8 or int16 ``[T, layers, k]``, experts to use again (see ``Trajectory.routing``); the only field
-            that is about token t as an input. ``None`` = the router chooses.
+        routing: uint8 or int16 ``[T, layers, k]``, experts to replay (see ``Trajectory.routing``); the only field that
+            is about token t as an input. ``None`` = the router chooses.
         staleness: int32 ``[T]``, weight versions between the sampling of a trained token and the update; 0 elsewhere.
-            ``None`` = none is older than the update.
+            ``None`` = all were sampled with the version being updated.
     """
 
     token_ids: np.ndarray
@@ -38,7 +38,7 @@ class Datum:
 
     @property
     def loss_mask(self) -> np.ndarray:
-        """bool ``[T]``: the trained positions."""
+        """Mask of the trained positions, bool ``[T]``."""
         return self.loss_scale != 0
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""What is learnt from of a group: its rewards, shaped, and whether it is learnt from at all. By name."""
+"""Reward shaping and group filtering, selected by name."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ if TYPE_CHECKING:
     from megatron_fleet.agents.trajectory import Group
 
 RewardShaping = Callable[["Group", Algorithm], Sequence[float | None]]
-"""A group to the rewards that advantages are made of, aligned with its trajectories; that of an unknown one is not
-looked at."""
+"""Function from a group to the rewards used for advantages, aligned with its trajectories. Results for unknown rewards
+are ignored.
+"""
 SHAPING_ARGUMENTS = ("group", "algorithm")
 GroupFilter = Callable[["Group", Sequence[float | None]], bool]
-"""A group and its shaped rewards to whether it is learnt from. Unknown rewards are ``None``."""
+"""Function from a group and its shaped rewards to whether it is trained on. Unknown rewards are ``None``."""
 FILTER_ARGUMENTS = ("group", "rewards")
 
 
 def unshaped(group: Group, algorithm: Algorithm) -> list[float | None]:
-    """The rewards as they are."""
+    """Return the rewards unchanged."""
     return [t.reward for t in group.trajectories]
 
 
@@ -45,12 +46,12 @@ def overlong(group: Group, algorithm: Algorithm) -> list[float | None]:
 
 
 def with_signal(group: Group, rewards: Sequence[float | None]) -> bool:
-    """Groups whose known rewards differ: all others have advantages of 0. DAPO, arXiv:2503.14476 §3.2."""
+    """Keep groups whose known rewards differ: all others have advantages of 0. DAPO, arXiv:2503.14476 §3.2."""
     return has_signal(rewards)
 
 
 def every_group(group: Group, rewards: Sequence[float | None]) -> bool:
-    """All groups; those without signal have advantages of 0 and count in the normaliser."""
+    """Keep all groups; those without signal have advantages of 0 and count in the normaliser."""
     return True
 
 
@@ -59,10 +60,10 @@ FILTERS: dict[str, GroupFilter] = {"with_signal": with_signal, "none": every_gro
 
 
 def shaped_rewards(group: Group, algorithm: Algorithm) -> list[float | None]:
-    """The rewards that ``group`` is learnt from, aligned with its trajectories; ``None`` where one is unknown.
+    """Shaped rewards of ``group``, aligned with its trajectories; ``None`` where a reward is unknown.
 
     Raises:
-        UserError: the shaping is neither ours nor can it be loaded, or does not give a finite number for each known
+        UserError: the shaping is neither built in nor loadable, or does not return a finite number for each known
             reward.
     """
     name = algorithm.reward_shaping
@@ -84,7 +85,7 @@ def learnt_from(group: Group, rewards: Sequence[float | None], algorithm: Algori
     """Whether ``algorithm.group_filter`` keeps ``group``.
 
     Raises:
-        UserError: the filter is neither ours nor can it be loaded, or gives no truth value.
+        UserError: the filter is neither built in nor loadable, or does not return a truth value.
     """
     name = algorithm.group_filter
     kept = (FILTERS.get(name) or load("algorithm.group_filter", name, FILTER_ARGUMENTS))(group, rewards)

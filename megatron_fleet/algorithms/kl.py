@@ -1,4 +1,4 @@
-"""Per-token estimators of KL(π‖π_ref), with gradients that mean something.
+"""Per-token estimators of KL(π‖π_ref) and their gradients.
 
 With d = log π(x) − log π_ref(x), x sampled from π, s = ∇log π(x) and E over x ~ π (E[s] = 0):
 
@@ -26,7 +26,7 @@ from typing import Literal
 import torch
 
 MAX_LOG_RATIO = 20.0
-"""What is exponentiated is clamped to ±this: float32 stays finite, 0 × inf makes no NaN, the gradient outside is 0."""
+"""Bound of exponents (±): float32 stays finite, 0 × inf never becomes NaN, and the gradient outside is 0."""
 MAX_K3 = 10.0
 """Largest value of k3."""
 

@@ -1,4 +1,4 @@
-"""What every loss is given and what it gives back, and sums over the sequences of a row."""
+"""Inputs and result of every loss, with sums over the sequences of a micro-batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_fleet.algorithms.kl import MAX_LOG_RATIO
 
 @dataclass(slots=True)
 class LossInputs:
-    """Per-token inputs of a loss at the ``A`` trained positions of one micro-batch; float32 ``[A]`` unless said.
+    """Per-token inputs of a loss at the ``A`` trained positions of one micro-batch; float32 ``[A]`` unless noted.
 
     All trained positions of a sequence are in one micro-batch, so sums over a sequence need no communication.
 
@@ -22,8 +22,8 @@ class LossInputs:
         loss_scale: the normaliser, above 0 and equal at all positions of a sequence.
         scaled_advantages: advantage × normaliser.
         behaviour: log μ.
-        sequence: int64 ``[A]``, below ``sequences``: which sequence of the row a position belongs to.
-        sequences: sequences in the row; some may have no trained position.
+        sequence: int64 ``[A]``, below ``sequences``: index of the sequence that a position belongs to.
+        sequences: sequences in the micro-batch; some may have no trained position.
         proximal: log π_old; ``None`` = the single-forward on-policy case, π_old := stop-grad(π).
         reference: log π_ref; ``None`` when there is no KL term.
         staleness: weight versions since a token was sampled; ``None`` = 0 everywhere.
@@ -45,8 +45,9 @@ class LossInputs:
         return self.logprobs.detach() if self.proximal is None else self.proximal
 
     def sequence_sums(self, values: torch.Tensor) -> torch.Tensor:
-        """Sums of ``values`` ``[A]`` over each sequence, ``[sequences]``, in the type of ``values``; no gradient."""
-        # Atomic additions on CUDA come in any order; in float64 the order is lost in the rounding.
+        """Sums of ``values`` ``[A]`` over each sequence, ``[sequences]``, in the dtype of ``values``; no gradient."""
+        # Atomic additions on CUDA happen in arbitrary order; in float64 the effect is lost in the rounding to the
+        # result.
         sums = torch.zeros(self.sequences, dtype=torch.float64, device=values.device)
         return sums.index_add_(0, self.sequence, values.detach().double()).to(values.dtype)
 
@@ -55,11 +56,11 @@ class LossInputs:
         return self.sequence_sums(torch.ones_like(self.loss_scale))
 
     def at_positions(self, per_sequence: torch.Tensor) -> torch.Tensor:
-        """Values ``[sequences]`` at each trained position of their sequence, ``[A]``."""
+        """Broadcast values ``[sequences]`` to the trained positions of each sequence, ``[A]``."""
         return per_sequence[self.sequence]
 
     def sequence_means(self, values: torch.Tensor) -> torch.Tensor:
-        """At each position ``[A]`` the mean of ``values`` ``[A]`` over the trained positions of its sequence."""
+        """Mean of ``values`` ``[A]`` over the trained positions of a sequence, at each of these positions: ``[A]``."""
         return self.at_positions(self.sequence_sums(values) / self.sequence_counts())
 
 
@@ -75,5 +76,5 @@ def bounded_log_ratio(above: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
 
 
 def count(where: torch.Tensor) -> torch.Tensor:
-    """How many entries of a bool tensor are true: float32, 0-d."""
+    """Number of true entries in a bool tensor: float32, 0-d."""
     return where.sum(dtype=torch.float32)

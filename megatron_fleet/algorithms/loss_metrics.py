@@ -1,4 +1,4 @@
-"""Metrics from the sums of a loss, and which log-probs a loss needs; without torch, for the controller."""
+"""Metrics from a loss's sums, and the log-probs that a loss needs; free of torch, for the controller."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from megatron_fleet.config.schema import Algorithm
 
 NORMALISED = ("policy_loss", "kl_loss", "entropy_loss")
-"""Metric sums that contain the normaliser: each update's are a mean already. All others are divided by a count."""
+"""Metric sums that contain the normaliser, so each update's value is already a mean. All others are divided by a count.
+"""
 
 OWN = "own/"
-"""Begins the names of the sums of a user's loss."""
+"""Prefix of the sums of a user-defined loss."""
 TERM_ARGUMENTS = ("inputs", "algorithm")
-"""Arguments of a policy term: a `LossInputs`, and the section ``algorithm`` of the configuration."""
+"""Arguments of a policy term: a `LossInputs` and the ``algorithm`` section of the configuration."""
 
 WITHOUT_PROXIMAL = frozenset({"reinforce", "importance_weighted"})
 """Losses without π_old."""
@@ -25,10 +26,10 @@ def needs_proximal(algo: Algorithm) -> bool:
 
 
 def finalize_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Metric sums over a global batch to named metrics (formulas: ``megatron_fleet.telemetry.registry``).
+    """Convert metric sums over a global batch to named metrics (formulas: ``megatron_fleet.telemetry.registry``).
 
-    Losses are already normalised and only renamed; all else is a mean over trained tokens. Empty when no token was
-    trained.
+    Losses are already normalised and only renamed; everything else is a mean over trained tokens. Empty when no token
+    was trained.
     """
     tokens = sums.get("tokens", 0.0)
     if not tokens:

@@ -19,12 +19,12 @@ from megatron_fleet.config.schema import Algorithm
 def make_loss(algo: Algorithm) -> LossFn:
     """loss = −Σ c·J + kl.coef · Σ normaliser · KL estimate − entropy_coef · Σ normaliser · entropy.
 
-    J is the policy term that ``algo.loss`` names, c the weight of ``algo.correction``. Deterministic, free of state,
-    and without a wait for the device. The returned function raises ValueError when ``kl.coef`` > 0 and ``reference``
-    is missing.
+    J is the policy term that ``algo.loss`` names, c the weight of ``algo.correction``. Deterministic, stateless, and
+    free of device synchronisation. The returned function raises ValueError when ``kl.coef`` > 0 and ``reference`` is
+    missing.
 
     Raises:
-        UserError: ``algo.loss`` is neither ours nor can it be loaded.
+        UserError: ``algo.loss`` is neither built in nor loadable.
     """
     objective = POLICY_TERMS.get(algo.loss) or _own_term(algo.loss)
 
@@ -55,7 +55,7 @@ def make_loss(algo: Algorithm) -> LossFn:
 
 
 def _own_term(path: str) -> PolicyTerm:
-    """A user's term; what it gives is checked."""
+    """Load a user-defined term and check its results."""
     own = load("algorithm.loss", path, TERM_ARGUMENTS)
 
     def term(x: LossInputs, algo: Algorithm) -> TermResult:
@@ -77,19 +77,20 @@ def _own_term(path: str) -> PolicyTerm:
 
 
 def sft_loss(x: LossInputs) -> LossResult:
-    """Cross-entropy −Σ w·log π(token), for warm starts; w = ``x.scaled_advantages`` is the normaliser, perhaps times a
-    weight of the sequence."""
+    """Cross-entropy −Σ w·log π(token), for warm starts; w = ``x.scaled_advantages`` is the normaliser, optionally times
+    a weight of the sequence.
+    """
     total = -(x.scaled_advantages * x.logprobs).sum()
     sums = {"policy_loss": total.detach(), "nll": -x.logprobs.detach().sum()}
     return total, sums | {"tokens": _count(x.logprobs), "entropy": x.entropy.detach().sum()}
 
 
 def _count(values: torch.Tensor) -> torch.Tensor:
-    return values.new_full((), values.numel(), dtype=torch.float32)  # filled on the device: no copy to wait for
+    return values.new_full((), values.numel(), dtype=torch.float32)  # filled on the device: no host-to-device copy
 
 
 def _common_sums(x: LossInputs) -> dict[str, torch.Tensor]:
-    """Token count, entropy, and how far the behaviour policy μ (the engine) is from π (the trainer)."""
+    """Token count, entropy, and the distance between the behaviour policy μ (the engine) and π (the trainer)."""
     log_ratio = bounded_log_ratio(x.logprobs.detach(), x.behaviour)
     # Samples are from μ, so Σ(log μ − log π) and Σ(ρ − 1 − log ρ), ρ = π/μ, both estimate KL(μ‖π): k1 and k3.
     excess = torch.expm1(-log_ratio)

@@ -31,7 +31,7 @@ TermResult = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
 PolicyTerm = Callable[[LossInputs, Algorithm], TermResult]
-"""A named part of the loss: J_t of a micro-batch."""
+"""Named part of the loss: returns J_t of a micro-batch."""
 
 
 def clip_bounds(algo: Algorithm) -> tuple[float, float]:
@@ -52,7 +52,7 @@ def ppo_clip(x: LossInputs, algo: Algorithm) -> TermResult:
     gain, sums = _clipped(ratio, x, algo)
     dual = torch.zeros_like(x.scaled_advantages, dtype=torch.bool)
     if algo.dual_clip is not None:
-        # A token that became much likelier although it is bad must not dominate.
+        # A bad token that became much likelier must not dominate.
         dual = (x.scaled_advantages < 0) & (ratio > algo.dual_clip)
         gain = torch.where(x.scaled_advantages < 0, torch.maximum(gain, algo.dual_clip * x.scaled_advantages), gain)
     return gain, sums | {"clipped_dual": count(dual)}
@@ -61,7 +61,7 @@ def ppo_clip(x: LossInputs, algo: Algorithm) -> TermResult:
 def gspo(x: LossInputs, algo: Algorithm) -> TermResult:
     """J_t = min(s·w, clip(s, 1−ε_low, 1+ε_high)·w), s = exp(mean over the sequence of log ρ).
 
-    GSPO: Zheng et al. 2025, arXiv:2507.18071 §4.1; a whole sequence is clipped or none of it.
+    GSPO: Zheng et al. 2025, arXiv:2507.18071 §4.1; clipping applies to whole sequences.
     """
     log_s = x.sequence_means(bounded_log_ratio(x.logprobs, x.old_logprobs()))
     ratio = torch.exp(log_s) * _one_with_gradient(x.logprobs)
@@ -90,7 +90,8 @@ def gmpo(x: LossInputs, algo: Algorithm) -> TermResult:
 
 
 def cispo(x: LossInputs, algo: Algorithm) -> TermResult:
-    """J_t = w·sg[clip(ρ, 1−ε_low, 1+ε_high)]·log π: the ratio's weight is truncated, the gradient of no token is lost.
+    """J_t = w·sg[clip(ρ, 1−ε_low, 1+ε_high)]·log π: the ratio's weight is truncated, and every token keeps its
+    gradient.
 
     CISPO: MiniMax-M1, arXiv:2506.13585 §3.1.
     """
@@ -108,11 +109,11 @@ def importance_weighted(x: LossInputs, algo: Algorithm) -> TermResult:
     """J_t = r·w where 1−ε_low ≤ r ≤ 1+ε_high and 0 elsewhere, r = π/μ: one forward pass, however stale the samples are.
 
     Masked importance sampling against the sampler itself: INTELLECT-3, arXiv:2512.16144 eq. 1, after IcePop (Ring-1T,
-    arXiv:2510.18855). A token whose log μ is NaN counts as r = 0, so it is left out.
+    arXiv:2510.18855). A token whose log μ is NaN gets r = 0, so it is masked.
     """
     smallest, largest = clip_bounds(algo)
     log_ratio = bounded_log_ratio(x.logprobs, x.behaviour)
-    # Not only the result is masked: the gradient of an exponential that is NaN would be NaN times 0.
+    # Masking the result alone is not enough: the gradient of a NaN exponential would be NaN times 0.
     unknown = torch.isnan(log_ratio)
     ratio = torch.exp(log_ratio.masked_fill(unknown, 0.0)).masked_fill(unknown, 0.0)
     kept = ~unknown & (ratio >= smallest) & (ratio <= largest)
@@ -147,7 +148,7 @@ def _one_with_gradient(values: torch.Tensor) -> torch.Tensor:
 
 
 def _clipped(ratio: torch.Tensor, x: LossInputs, algo: Algorithm) -> TermResult:
-    """PPO's pessimistic minimum for token or sequence ratios."""
+    """Minimum of the unclipped and the clipped objective (PPO), for token or sequence ratios."""
     smallest, largest = clip_bounds(algo)
     gain = torch.minimum(ratio * x.scaled_advantages, ratio.clamp(smallest, largest) * x.scaled_advantages)
     sums = {

@@ -1,1 +1,1 @@
-"""What a run did, read from the folder it left: intervals, error taxonomy, before and after, and one page of it all."""
+"""Report on a finished run, read from its folder: confidence intervals, error taxonomy, before/after comparison."""

@@ -1,4 +1,4 @@
-"""Which curves a report draws, from the rows of a metrics log."""
+"""Curves of a report, built from the rows of a metrics log."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megatron_fleet.analysis.run import resumed_at
 
 MAX_POINTS = 400
 MAX_LINES = 8
-"""A chart with more lines (environments) cannot be read; those with the most points, then with the largest change from
-the first to the last, are kept, and the title says so."""
+"""A chart with more lines (environments) is unreadable; those with the most points, then with the largest change from
+first to last value, are kept, and the title says so."""
 ENV = "{env}"
 _SPARSE = "eval/"
 
-# Title, whether the values are shares, metric name → label; `{env}` in a name: a line for every environment.
+# Title, whether the values are shares, metric name → label; `{env}` in a name stands for one line per environment.
 CHARTS: tuple[tuple[str, bool, Mapping[str, str]], ...] = (
     (
         "Reward and pass@1",
@@ -85,7 +85,7 @@ CHARTS: tuple[tuple[str, bool, Mapping[str, str]], ...] = (
 
 
 def charts(rows: Sequence[dict[str, Any]]) -> tuple[Chart, ...]:
-    """The charts that have at least one value."""
+    """Return the charts that have at least one value."""
     marks = tuple(resumed_at(rows))
     names = sorted({name for row in rows for name in row})
     found = []
@@ -99,7 +99,7 @@ def charts(rows: Sequence[dict[str, Any]]) -> tuple[Chart, ...]:
 
 
 def thin(points: Sequence[tuple[float, float]], limit: int = MAX_POINTS) -> tuple[tuple[float, float], ...]:
-    """At most ``limit`` points: means of consecutive points when there are more."""
+    """Reduce to at most ``limit`` points by averaging consecutive ones."""
     if len(points) <= limit:
         return tuple(points)
     parts = np.array_split(np.array(points, dtype=np.float64), limit)

@@ -1,4 +1,4 @@
-"""The report as blocks, which a page and a Markdown file show each in their own way."""
+"""Report document as a list of blocks, rendered by `html.py` and `markdown.py`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Cell:
     """One cell of a table.
 
     Attributes:
-        sort: what the page sorts the column by; ``None`` = the text.
+        sort: sort key of the column on the page; ``None`` = the text.
         tone: ``good``, ``bad``, ``warn``, ``quiet`` or empty.
-        title: more about it, for a tooltip.
+        title: tooltip text.
         links: ids of trajectories to open.
     """
 
@@ -28,7 +28,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows under a head; columns after the first are right-aligned when ``numbers`` says so."""
+    """Rows under a header; columns whose index is in ``numbers`` are right-aligned."""
 
     kind: ClassVar[str] = "table"
     head: tuple[str, ...]
@@ -53,7 +53,7 @@ class Items:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A figure of the head: what it is, its value, and what is to be said beside it."""
+    """One figure of the head section: label, value and explanatory detail."""
 
     label: str
     value: str
@@ -74,7 +74,7 @@ class Series:
     label: str
     points: tuple[tuple[float, float], ...]
     sparse: bool = False
-    """Few points that stand for themselves, such as evaluations: drawn with marks."""
+    """Few individual points, such as evaluations: drawn with markers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Chart:
     title: str
     series: tuple[Series, ...]
     share: bool = False
-    """Values are shares: the axis shows 0 to 1, so that small gains do not look like large ones."""
+    """Values are shares: the axis covers 0 to 1, so that small gains do not look large."""
     marks: tuple[int, ...] = ()
     """Steps at which the run was resumed."""
 

@@ -1,4 +1,4 @@
-"""Each environment before and after training: pass rates, their change, and one word for it."""
+"""Per-environment results before and after training: pass rates, their change, and a status."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megatron_fleet.analysis.statistics import Estimate, change, pass_rate
 
 SATURATED, FAILING = 0.95, 0.05
 MIN_TASKS = 5
-"""Below this many paired tasks no change is called an improvement or a loss."""
+"""With fewer paired tasks no change counts as improved or worse."""
 ALL = "all"
 
 
 class Status(StrEnum):
-    """What became of an environment; the first rule that fits, in this order."""
+    """Outcome of training for one environment; the first matching rule of ``RULES`` applies."""
 
     UNKNOWN = "unknown"
     IMPROVED = "improved"
@@ -53,7 +53,7 @@ class EnvironmentResult:
 
 
 def environment_results(run: Run, kind: str) -> list[EnvironmentResult]:
-    """``all`` first, then every environment in order of name; empty without an evaluation of this kind."""
+    """Return ``all`` first, then every environment by name; empty without an evaluation of this kind."""
     first, last = run.first_and_last(kind)
     before = run.episodes(kind, first)
     after = run.episodes(kind, last) if last is not None else before
@@ -66,7 +66,7 @@ def environment_results(run: Run, kind: str) -> list[EnvironmentResult]:
 
 
 def status(after: Estimate | None, delta: Estimate | None) -> Status:
-    """The first of ``RULES`` that fits."""
+    """Return the status of the first matching rule of ``RULES``."""
     if after is None:
         return Status.UNKNOWN
     if delta is not None and delta.tasks >= MIN_TASKS:

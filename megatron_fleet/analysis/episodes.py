@@ -1,4 +1,4 @@
-"""Episode: one line of a trajectory log, read without trusting it."""
+"""`Episode`: one validated line of a trajectory log."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_fleet.telemetry.rewards import is_solved
 
 FILE_NAME = re.compile(r"(step|eval|greedy)_([0-9]{6})\.jsonl")
 LARGEST = 1e100
-"""What is larger is no measured number, and sums of it overflow."""
+"""Larger magnitudes are not plausible measurements, and their sums overflow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +22,13 @@ class Episode:
     """One recorded episode.
 
     Attributes:
-        kind, step, line: where it stands: ``trajectories/{kind}_{step}.jsonl``, line from 0.
+        kind, step, line: location: ``trajectories/{kind}_{step}.jsonl``, line from 0.
         reward: ``None`` = unknown, which is never counted as 0.
         solved: by the run's ``eval.pass_threshold``; ``None`` = unknown.
         spans: ``(kind, start, end, turn, weight version)`` over the tokens.
-        segment_starts: where the tokens begin anew because the history was rewritten.
+        segment_starts: token indices at which a new prompt begins because the history was rewritten.
         messages: ``(role, text)`` of the conversation.
-        images: of each message, the digests of what was shown with it.
+        images: per message, the digests of the images shown with it.
     """
 
     kind: str
@@ -60,7 +60,7 @@ class Episode:
 
 
 def read_episodes(path: Path, pass_threshold: float) -> tuple[list[Episode], int]:
-    """The episodes of one file, and how many lines were left out because they are cut or no record.
+    """Return the episodes of one file, and the number of lines skipped as truncated or malformed.
 
     Raises OSError when it cannot be read.
     """
@@ -81,7 +81,7 @@ def read_episodes(path: Path, pass_threshold: float) -> tuple[list[Episode], int
 
 
 def message_text(message: Mapping[str, Any]) -> str:
-    """The text of a message: its content, parts joined (an image is named, not shown), and structured calls as JSON."""
+    """Return the text of a message: its joined content parts (``[image]`` for images), and tool calls as JSON."""
     content = message.get("content")
     parts = content if isinstance(content, list) else [content]
     texts = [_part_text(part) for part in parts if part is not None]
@@ -127,19 +127,19 @@ def _episode(record: Mapping[str, Any], kind: str, step: int, line: int, pass_th
 
 
 def number_of(value: Any) -> float | None:
-    """``value`` if it is a finite number, of a magnitude that something measured has."""
+    """Return ``value`` as a float if it is a finite number of magnitude below ``LARGEST``, else ``None``."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not -LARGEST < value < LARGEST:
         return None
     return float(value)
 
 
 def shown(text: str) -> str:
-    """``text`` with the characters escaped that do something to a terminal, or that nothing can show."""
+    """Return ``text`` with unprintable characters escaped, terminal control characters included."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _count(value: Any, least: int = 0) -> int:
-    """Raises ValueError, or OverflowError for infinity, unless ``value`` is a number of things."""
+    """Return ``value`` as a count. Raises ValueError, or OverflowError for infinity, if it is not one."""
     if not least <= (count := int(value)) < 1 << 53:
         raise ValueError("no count")
     return count

@@ -1,4 +1,4 @@
-"""What goes wrong in episodes: a fixed list of categories, each with its rule. An episode may be in several."""
+"""Failure taxonomy of episodes: a fixed list of categories, each with its rule. An episode may be in several."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_fleet.agents.trajectory import Outcome
 from megatron_fleet.analysis.episodes import Episode
 
 LOOP = 3
-"""The same action (thinking aside) this often in one episode is a loop."""
+"""Repetitions of the same action (ignoring thinking) in one episode that count as a loop."""
 _HOUSE_ERROR = re.compile(
     r"^Error \((tool_not_found|invalid_args|execution_error|timeout|transport_error)\): ?(.*)", re.MULTILINE | re.DOTALL
 )
@@ -27,15 +27,15 @@ _KINDS = {
     "transport_error": "server",
 }
 SEARCHED = 500
-"""Characters at the head of a message that the patterns look at: what follows may quote anything."""
+"""Leading characters of a message that the patterns are applied to; the rest may quote anything."""
 
 
 def _status(codes: str) -> str:
-    """A number among ``codes`` that is said to be a status, not any number in a text."""
+    """Return a regex for one of ``codes`` in the position of a status code, not anywhere in a text."""
     return rf"(?:^|http|status|code|error)\W{{0,3}}(?:code\W{{0,3}})?(?:{codes})\b"
 
 
-# The first that fits. Sentences of pydantic, JSON Schema, JSON-RPC, SQL and HTTP come before words of general use.
+# The first match counts, so messages of pydantic, JSON Schema, JSON-RPC, SQL and HTTP come before generic words.
 _PATTERNS = tuple(
     (name, re.compile("|".join(alternatives), re.IGNORECASE))
     for name, alternatives in (
@@ -95,7 +95,7 @@ _PATTERNS = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Category:
-    """``evidence`` returns a short text when an episode belongs here, else ``None``."""
+    """Failure category; ``evidence`` returns a short text for an episode that belongs to it, else ``None``."""
 
     key: str
     label: str
@@ -104,7 +104,7 @@ class Category:
 
 
 def tool_errors(episode: Episode) -> list[tuple[str, str]]:
-    """``(category, message)`` of each tool result that is an error; results that merely speak of errors are none."""
+    """Return ``(category, message)`` of each tool result that is an error; merely mentioning one does not count."""
     found = []
     for role, text in episode.messages:
         if role == "tool" and (error := _tool_error(text)) is not None:
@@ -113,7 +113,7 @@ def tool_errors(episode: Episode) -> list[tuple[str, str]]:
 
 
 def longest_repetition(episode: Episode) -> tuple[int, str]:
-    """How often the most frequent action was taken in this episode, and its text; thinking is left out."""
+    """Return the count and the text of the most frequent action of this episode, ignoring thinking."""
     actions = Counter(_action(text) for role, text in episode.messages if role == "assistant")
     actions.pop("", None)
     return max(((count, text) for text, count in actions.items()), default=(0, ""))
@@ -124,7 +124,7 @@ def _action(text: str) -> str:
 
 
 def _tool_error(text: str) -> tuple[str, str] | None:
-    """Kind (empty when the text does not say) and message."""
+    """Return kind (empty when the text does not name one) and message, or ``None`` if it is not an error."""
     if house := _HOUSE_ERROR.search(text):
         return house[1], house[2]
     if plain := _PLAIN_ERROR.match(text):
@@ -225,12 +225,12 @@ CATEGORIES: tuple[Category, ...] = (
 
 
 def failures(episode: Episode) -> dict[str, str]:
-    """Key of each category that the episode belongs to → evidence."""
+    """Map the key of each category that the episode belongs to → evidence."""
     return {c.key: text for c in CATEGORIES if (text := c.evidence(episode)) is not None}
 
 
 def by_category(episodes: Sequence[Episode]) -> dict[str, list[tuple[Episode, str]]]:
-    """Key of each category → its episodes with their evidence, in order."""
+    """Map the key of each category → its episodes with their evidence, in order."""
     found: dict[str, list[tuple[Episode, str]]] = {c.key: [] for c in CATEGORIES}
     for episode in episodes:
         for key, text in failures(episode).items():

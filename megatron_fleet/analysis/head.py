@@ -1,4 +1,4 @@
-"""The first section: what the run was, and what came of it."""
+"""Head section of the report: key figures of the run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def head(run: Run) -> Section:
 
 
 def overall(run: Run, kind: str) -> EnvironmentResult | None:
-    """The row of all environments together."""
+    """Return the result over all environments."""
     return next((r for r in environment_results(run, kind) if r.env == ALL), None)
 
 

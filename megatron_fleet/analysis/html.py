@@ -1,4 +1,4 @@
-"""The document as one page: no network, no markup from trajectories, only its own script may run."""
+"""Render the document as one HTML page: no network access, no markup from trajectories, only its own script may run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ESCAPES = {ord("<"): "\\u003c", ord(">"): "\\u003e", ord("&"): "\\u0026"}
 
 
 def render(document: Document, transcripts: Transcripts) -> bytes:
-    """The page, UTF-8. Half surrogates, which JSON can carry, become question marks."""
+    """Return the page in UTF-8. Unpaired surrogates, which JSON can contain, become question marks."""
     files = resources.files("megatron_fleet.analysis") / "page"
     template, style, script = (
         (files / name).read_text(encoding="utf-8") for name in ("report.html", "report.css", "report.js")
@@ -49,7 +49,7 @@ def reward_text(episode: Episode) -> str:
 
 
 def _data(content: str) -> Markup:
-    """JSON for a script element of a data type: nothing in it can end the element or begin another."""
+    """Escape JSON for a data ``script`` element, so that nothing in it can close the element or open another."""
     return Markup(content.translate(_ESCAPES))
 
 

@@ -1,4 +1,4 @@
-"""The document as Markdown: the same sections; a curve becomes a row of figures, a comparison what differs first."""
+"""Render the document as Markdown: curves become rows of figures, comparisons show the first difference only."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~&])")
 
 
 def render(document: Document) -> str:
-    """The whole report. Text of trajectories is escaped: it shows as it is and forms no markup."""
+    """Return the whole report. Trajectory text is escaped, so it appears literally and forms no markup."""
     lines = [f"# {escape(document.title)}", "", escape(document.subtitle), ""]
     for section in document.sections:
         if any(isinstance(block, Browser) for block in section.blocks):
@@ -38,12 +38,12 @@ def render(document: Document) -> str:
 
 
 def escape(text: str) -> str:
-    """Text on one line, without effect on the markup around it."""
+    """Escape text to one line that does not affect the markup around it."""
     return _SPECIAL.sub(r"\\\1", " ".join(text.split()))
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:
-    """Values as bars from their lowest to their highest, at most ``width`` of them."""
+    """Draw values as at most ``width`` bars, scaled from the lowest to the highest."""
     if len(values) > width:
         values = [values[round(i * (len(values) - 1) / (width - 1))] for i in range(width)]
     low, high = min(values), max(values)

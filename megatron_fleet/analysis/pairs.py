@@ -1,4 +1,4 @@
-"""The same task before and after training: which attempts to lay side by side, and where they first differ."""
+"""Pairs of attempts at the same task before and after training, with their first difference."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Pair:
 
 
 def choose_pairs(before: Sequence[Episode], after: Sequence[Episode], limit: int = MAX_PAIRS) -> list[Pair]:
-    """Pairs worth reading, one per task: gained and lost ones in turn, then the others; environments alternate."""
+    """Choose pairs, one per task: gained and lost ones first, then the others, round-robin over environments."""
     last = {(e.task, e.sample): e for e in after}
     pairs = [
         Pair(e, other, first_difference(e, other))
@@ -52,7 +52,7 @@ def choose_pairs(before: Sequence[Episode], after: Sequence[Episode], limit: int
 
 
 def first_difference(a: Episode, b: Episode) -> int | None:
-    """Index of the first message that differs in role or text, or that only one of them has."""
+    """Return the index of the first message that differs in role or text, or that only one episode has."""
     for index, (one, other) in enumerate(zip(a.messages, b.messages, strict=False)):
         if one != other:
             return index

@@ -1,4 +1,4 @@
-"""``mfleet report``: read a run, put the document together, write page and Markdown, tell the terminal."""
+"""``mfleet report``: read a run, assemble the document, write page and Markdown, summarise it on the terminal."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.storage.local import write_atomically
 
 PAGE_LIMIT = 20_000_000
-"""Bytes of a page at most."""
+"""Maximum size of a page in bytes."""
 RESERVED = 3_000_000
-"""Of these, what everything but trajectories may take; it takes about 0.2 MB with ten environments."""
+"""Part of it reserved for everything but trajectories, which takes about 0.2 MB with ten environments."""
 SUMMARY_LINES = 10
 ATTENTION = (Status.WORSE, Status.UNKNOWN, Status.FAILING, Status.IMPROVED, Status.SATURATED)
-"""Environments of which statuses the terminal tells first, as it tells of a few alone."""
+"""Order in which the summary lists environments by status, since it has room for only a few."""
 
 
 def write_report(folder: Path, page: Path | None = None, text: Path | None = None) -> str:
     """Write ``report.html`` and ``report.md`` below the run's folder, or where the arguments say.
 
     Returns:
-        Where they are and a summary, at most ``SUMMARY_LINES`` + 2 lines.
+        A summary and the paths of both files, at most ``SUMMARY_LINES`` + 2 lines.
 
     Raises:
-        UserError: ``folder`` is no run, or a file cannot be written.
+        UserError: ``folder`` is not a run, or a file cannot be written.
     """
     run = read_run(folder)
     document, transcripts = build(run)
@@ -59,7 +59,7 @@ def write_report(folder: Path, page: Path | None = None, text: Path | None = Non
 
 
 def build(run: Run, limit: int = PAGE_LIMIT) -> tuple[Document, Transcripts]:
-    """The document of a run and the trajectories that its page holds, in ``limit`` bytes."""
+    """Build the document of a run and the trajectories that fit into a page of ``limit`` bytes."""
     kind = run.main_kind
     first, last = run.first_and_last(kind)
     pairs = choose_pairs(run.episodes(kind, first), run.episodes(kind, last))
@@ -68,14 +68,14 @@ def build(run: Run, limit: int = PAGE_LIMIT) -> tuple[Document, Transcripts]:
     transcripts.add(_examples(run, kind))
     transcripts.add(episode for pair in pairs for episode in (pair.before, pair.after))
     transcripts.add(episodes)
-    # The head comes last: it has the notes that everything before it left.
+    # The head is built last, because it lists the notes added by the other sections.
     rest = _after_head(run, pairs, _shown(run, transcripts, totals, limit))
     subtitle = " · ".join([run.folder.resolve().name, *([f"model {run.model}"] if run.model else [])])
     return Document(f"Run {run.name}", subtitle, (head(run), *rest)), transcripts
 
 
 def _shown(run: Run, transcripts: Transcripts, totals: dict[tuple[str, int], int], limit: int) -> list[str]:
-    """How much of the run the page has, one sentence for each reason to leave something out; none when all is shown."""
+    """Return one sentence per reason for which episodes are missing from the page; none when all are shown."""
     shown = Counter((e.kind, e.step) for e in transcripts.episodes)
     cut = [f"{kind} {step}: {shown[kind, step]} of {total}" for (kind, step), total in totals.items()]
     steps = sum(kind == "step" for kind, _ in totals)
@@ -103,7 +103,7 @@ def _after_head(run: Run, pairs: list[Pair], shown: list[str]) -> tuple[sections
 
 
 def _examples(run: Run, kind: str) -> list[Episode]:
-    """The episodes that the table of errors links to."""
+    """Return the episodes that the error table links to."""
     steps = [step for step in reversed(run.first_and_last(kind)) if step is not None]
     found = [by_category(run.episodes(kind, step)) for step in steps]
     return [
@@ -114,8 +114,8 @@ def _examples(run: Run, kind: str) -> list[Episode]:
 
 
 def _summary(run: Run, first: sections.Section) -> list[str]:
-    """At most ``SUMMARY_LINES``: the figures of the head, the environments, what needs attention; of many environments
-    those that changed or fail come first."""
+    """Return at most ``SUMMARY_LINES`` lines: figures of the head, environments (in the order of ``ATTENTION``), advice
+    and notes."""
     facts = [fact for block in first.blocks if isinstance(block, Facts) for fact in block.facts]
     lines = [f"{fact.label}: {fact.value} ({fact.detail})" for fact in facts if fact.label not in ("model", "tasks")]
     kind = run.main_kind

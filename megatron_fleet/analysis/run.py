@@ -1,4 +1,4 @@
-"""A run as its folder tells it: configuration, metrics, evaluations. What is missing becomes a note, not an error."""
+"""Read a run folder: configuration, metrics, evaluations. Missing parts become notes, not errors."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from megatron_fleet.data.manifest import NAME as SPLIT_MANIFEST
 from megatron_fleet.telemetry.sinks import read_metrics
 
 _KINDS = {"token_ids": "i", "action_mask": "b", "behaviour_logprobs": "f", "offsets": "i"}
-"""Arrays of a step and the kinds of their types, as numpy names them."""
+"""Arrays of a step → numpy dtype kind."""
 EVALUATIONS = ("eval", "greedy")
 TRAINING = "step"
 
 
 @dataclass(slots=True)
 class Run:
-    """What was read of one run.
+    """Contents of one run folder.
 
     Attributes:
-        config, split: ``config.json`` and ``split.json``; empty when there is no such file.
+        config, split: ``config.json`` and ``split.json``; empty when the file is missing.
         rows: ``metrics.jsonl``, in order of step.
-        compared: the episodes of the first and the last evaluation of each kind, ``(kind, step)`` → episodes; of a run
-            without any those of its first and last training step.
+        compared: ``(kind, step)`` → episodes of the first and the last evaluation of each kind; for a run without
+            evaluations, of its first and last training step.
         training_steps: steps whose trajectories are on disk.
-        notes: what is missing or was left out, one sentence each.
+        notes: missing or skipped parts, one sentence each.
     """
 
     folder: Path
@@ -54,25 +54,25 @@ class Run:
 
     @property
     def pass_threshold(self) -> float:
-        """``eval.pass_threshold`` of the run's own configuration; the default where that has none."""
+        """``eval.pass_threshold`` of the run's configuration, or the default."""
         found = number_of(self.setting("eval", "pass_threshold"))
         return Eval().pass_threshold if found is None else found
 
     def setting(self, section: str, key: str) -> Any:
-        """A text or number of the configuration; ``None`` where it has none."""
+        """Return a text or number of the configuration, or ``None``."""
         found = self.config.get(section)
         value = found.get(key) if isinstance(found, dict) else None
         return shown(value) if isinstance(value, str) else value if isinstance(value, int | float) else None
 
     @property
     def main_kind(self) -> str:
-        """What tables compare: evaluations at the training temperature where there are some, else greedy ones, else
+        """Kind that tables compare: evaluations at the training temperature if there are any, else greedy ones, else
         training steps."""
         kinds = {kind for kind, _ in self.compared}
         return next((kind for kind in (*EVALUATIONS, TRAINING) if kind in kinds), EVALUATIONS[0])
 
     def first_and_last(self, kind: str) -> tuple[int | None, int | None]:
-        """The first and the last step of a kind in ``compared``; the last is ``None`` when there is only one."""
+        """Return the first and the last step of a kind in ``compared``; the last is ``None`` if there is only one."""
         steps = sorted(step for k, step in self.compared if k == kind)
         return (steps[0] if steps else None), (steps[-1] if len(steps) > 1 else None)
 
@@ -80,7 +80,7 @@ class Run:
         return self.compared.get((kind, step), []) if step is not None else []
 
     def read_step(self, kind: str, step: int) -> list[Episode]:
-        """The episodes of one file; lines that cannot be read are left out with a note."""
+        """Read the episodes of one file; unreadable lines are skipped with a note."""
         path = self.folder / "trajectories" / f"{kind}_{step:06d}.jsonl"
         try:
             episodes, left_out = read_episodes(path, self.pass_threshold)
@@ -92,7 +92,7 @@ class Run:
         return episodes
 
     def arrays(self, kind: str, step: int) -> dict[str, np.ndarray] | None:
-        """The arrays beside a file (telemetry/sinks.py tells their shapes); ``None`` when they cannot be read."""
+        """Read the arrays of a step (shapes: telemetry/sinks.py); ``None`` when they cannot be read."""
         path = self.folder / "trajectories" / f"{kind}_{step:06d}.npz"
         try:
             if not path.is_file():
@@ -106,7 +106,7 @@ class Run:
                 raise ValueError("lengths differ")
             if offsets[0] != 0 or offsets[-1] != total or (np.diff(offsets) < 0).any():
                 raise ValueError("offsets of something else")
-        except Exception:  # broken archives make zipfile, zlib and numpy raise anything
+        except Exception:  # on broken archives zipfile, zlib and numpy may raise anything
             self.notes.append(f"{path.name}: missing or damaged, so its trajectories are shown without tokens.")
             return None
         return arrays
@@ -145,19 +145,19 @@ def _read_ends(run: Run, kind: str, steps: Sequence[int]) -> None:
 
 
 def wall_seconds(rows: Sequence[dict[str, Any]]) -> float | None:
-    """Seconds of all attempts, each from its start to its last logged step."""
+    """Return the total seconds of all attempts, each from its start to its last logged step."""
     ends = {row["attempt"]: row["time"] for row in rows if "attempt" in row and "time" in row}
     return sum(end - start for start, end in ends.items()) if ends else None
 
 
 def resumed_at(rows: Sequence[dict[str, Any]]) -> list[int]:
-    """The first step that each attempt after the first one logged."""
+    """Return the first step logged by each attempt after the first one."""
     attempts = [(row["step"], row.get("attempt")) for row in rows]
     return [step for (_, old), (step, new) in pairwise(attempts) if old != new]
 
 
 def _metrics(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """The rows that have a step, and of each the finite numbers."""
+    """Read the rows that have a step, keeping only their finite numbers."""
     try:
         found = read_metrics(path) if path.is_file() else []
     except (ValueError, OSError, RecursionError) as e:

@@ -1,4 +1,4 @@
-"""The sections of a report, from what was computed; each is a pure function of a run."""
+"""Sections of a report, each a pure function of a run."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def _error_table(run: Run, kind: str, found: Found) -> Table:
 
 
 def _error_environments(found: Found) -> list[Block]:
-    """A table of environments × categories; left out when there is one environment."""
+    """Build a table of environments × categories; omitted when there is only one environment."""
     counts = {
         step: {c.key: Counter(e.env for e, _ in categories[c.key]) for c in CATEGORIES}
         for step, categories in found.items()
@@ -247,12 +247,12 @@ def differences(run: Run, pairs: Sequence[Pair]) -> Section:
 
 
 def trajectories(shown: Sequence[str]) -> Section:
-    """``shown``: sentences on what the page leaves out."""
+    """Build the section of trajectories; ``shown``: sentences about episodes missing from the page."""
     return Section("trajectories", "Trajectories", (*map(Text, shown), Browser()))
 
 
 def method(run: Run) -> Section:
-    """What the words mean: every threshold and rule that the other sections use."""
+    """Build the glossary: every threshold and rule that the other sections use."""
     statuses = tuple(f"{status}: {RULES[status]}." for status in Status)
     categories = tuple(f"{c.label}: {c.rule}." for c in CATEGORIES)
     return Section(

@@ -1,4 +1,4 @@
-"""Which trajectories a page shows: all kinds of endings of every file, up to a number."""
+"""Select the trajectories of a page: from every file, up to a limit, with all kinds of endings."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ T = TypeVar("T")
 
 
 def round_robin(groups: Sequence[Sequence[T]]) -> Iterator[T]:
-    """One of each group in turn until all are spent."""
+    """Yield items round-robin over the groups until all are exhausted."""
     missing = object()
     for row in zip_longest(*groups, fillvalue=missing):
         yield from (item for item in row if item is not missing)  # type: ignore[misc]
 
 
 def spread(steps: Sequence[int], count: int) -> list[int]:
-    """At most ``count`` of the sorted steps, evenly spaced, the first and the last among them."""
+    """Return at most ``count`` of the sorted steps, evenly spaced, including the first and the last."""
     if len(steps) <= count:
         return list(steps)
     return [steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)]
 
 
 def sample(episodes: Sequence[Episode], limit: int) -> list[Episode]:
-    """At most ``limit`` episodes, in turn from every environment, outcome and result, rare endings included."""
+    """Return at most ``limit`` episodes, round-robin over environment, outcome and result, so rare endings appear."""
     groups: dict[tuple[str, str, str], list[Episode]] = {}
     for episode in episodes:
         groups.setdefault((episode.env, episode.outcome, episode.result), []).append(episode)
@@ -38,7 +38,7 @@ def sample(episodes: Sequence[Episode], limit: int) -> list[Episode]:
 
 
 def browsable(run: Run) -> tuple[list[Episode], dict[tuple[str, int], int]]:
-    """The episodes to browse, files alternating so that a budget cuts them evenly, and how many each file has."""
+    """Return the episodes to browse, round-robin over files so that a budget cuts evenly, and each file's total."""
     files: list[list[Episode]] = []
     totals: dict[tuple[str, int], int] = {}
     training = [(TRAINING, step) for step in spread(run.training_steps, STEP_FILES)]

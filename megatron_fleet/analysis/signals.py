@@ -1,4 +1,4 @@
-"""Which environments teach: variance of the rewards within a prompt's group, over the training steps."""
+"""Learning signal per environment: reward variance within a prompt's group, over the training steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 FINE = "Fine."
 FEW = 0.25
-"""Below this share of steps (or prompts) with signal an environment teaches too little: Fleet's rule of reading."""
+"""Below this share of steps (or prompts) with signal an environment teaches too little, by Fleet's rule."""
 _ENV = re.compile(r"reward/([^/]+)/avg_raw_reward")
 
 
@@ -20,7 +20,7 @@ class Signal:
     """One environment over the training steps in which at least one of its prompts had two known rewards.
 
     Attributes:
-        steps: how many steps those were.
+        steps: number of those steps.
         reward: mean of ``reward/{env}/avg_raw_reward``.
         variance: mean of ``reward/{env}/variance_per_prompt``.
         steps_with_signal: share of the steps in which some prompt's rewards were not all equal.
@@ -36,7 +36,7 @@ class Signal:
 
     @property
     def advice(self) -> str:
-        """What to do about it; the thresholds are ``FEW`` and a mean reward of one half."""
+        """Recommended action; the thresholds are ``FEW`` and a mean reward of one half."""
         easy = self.reward >= 0.5
         if self.steps_with_signal < FEW:
             if easy:
@@ -49,7 +49,7 @@ class Signal:
 
 
 def signals(rows: Sequence[Mapping[str, Any]]) -> list[Signal]:
-    """Every environment that training saw, in order of name. Unknown rewards are in none of these metrics."""
+    """Return the signal of every environment seen in training, by name. Unknown rewards are excluded."""
     envs = sorted({m[1] for row in rows for name in row if (m := _ENV.fullmatch(name))})
     return [signal for env in envs if (signal := _signal(env, rows))]
 

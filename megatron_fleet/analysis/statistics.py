@@ -13,12 +13,12 @@ from megatron_fleet.analysis.episodes import Episode
 RESAMPLES = 2000
 LEVEL = 0.95
 _CHUNK = 200
-"""Resamples drawn at once, which bounds memory at ``_CHUNK`` × tasks."""
+"""Resamples drawn at once; bounds memory at ``_CHUNK`` × tasks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean over tasks and its interval; ``low`` and ``high`` are ``None`` where they cannot be told."""
+    """Mean over tasks and its interval; ``low`` and ``high`` are ``None`` with fewer than two tasks."""
 
     value: float
     low: float | None
@@ -27,7 +27,7 @@ class Estimate:
 
 
 def bootstrap_mean(values: np.ndarray) -> tuple[float, float] | None:
-    """Percentile interval of the mean at ``LEVEL``; ``None`` for fewer than two values. The seed is fixed.
+    """Return the percentile interval of the mean at ``LEVEL``; ``None`` for fewer than two values. The seed is fixed.
 
     Efron and Tibshirani 1993, An Introduction to the Bootstrap, §13.3.
 
@@ -44,7 +44,7 @@ def bootstrap_mean(values: np.ndarray) -> tuple[float, float] | None:
 
 
 def task_rates(episodes: Iterable[Episode]) -> dict[str, float]:
-    """Task → share of its episodes with a known reward that are solved; tasks without a known reward are left out."""
+    """Map task → share of its episodes with a known reward that are solved; tasks without a known one are omitted."""
     solved: defaultdict[str, list[bool]] = defaultdict(list)
     for episode in episodes:
         if episode.solved is not None:
@@ -53,12 +53,12 @@ def task_rates(episodes: Iterable[Episode]) -> dict[str, float]:
 
 
 def pass_rate(episodes: Iterable[Episode]) -> Estimate | None:
-    """pass@1: mean over tasks of the share solved. ``None`` when no reward is known."""
+    """Return pass@1, the mean over tasks of the share solved. ``None`` when no reward is known."""
     return _estimate(task_rates(episodes))
 
 
 def change(before: Iterable[Episode], after: Iterable[Episode]) -> Estimate | None:
-    """pass@1 after less before, over the tasks that have known rewards in both (paired by task)."""
+    """Return pass@1 after minus before, over the tasks that have known rewards in both (paired by task)."""
     first, last = task_rates(before), task_rates(after)
     return _estimate({task: last[task] - rate for task, rate in first.items() if task in last})
 

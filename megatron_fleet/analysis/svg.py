@@ -1,4 +1,4 @@
-"""Line charts as SVG that takes its colours from the page, so that one drawing serves light and dark."""
+"""Line charts as SVG with colours taken from the page, so that one drawing works in light and dark mode."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megatron_fleet.analysis.document import Chart, Series
 WIDTH, HEIGHT = 440, 230
 LEFT, RIGHT, TOP, BOTTOM = 46, 12, 10, 26
 RAW_POINTS = 40
-"""A dense line with more points is drawn faint, with its running mean over it."""
+"""A dense line with more points is drawn faint, with its running mean on top."""
 
 
 def draw(chart: Chart) -> str:
-    """The chart as an ``svg`` element; ``data-chart`` holds what the page's script needs to read values off it."""
+    """Return the chart as an ``svg`` element; ``data-chart`` has the values that the page's script shows on hover."""
     steps = [x for s in chart.series for x, _ in s.points]
     low, high = _range(chart)
     x_low, x_high = min(steps), max(steps)
@@ -39,7 +39,7 @@ def draw(chart: Chart) -> str:
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """Round numbers within ``[low, high]``: 1, 2, 2.5 or 5 times a power of ten apart, about ``count`` of them."""
+    """Return about ``count`` round numbers in ``[low, high]``, 1, 2, 2.5 or 5 times a power of ten apart."""
     raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * 0.999)
@@ -48,7 +48,7 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
 
 
 class _Scale:
-    """From values to places in the drawing."""
+    """Mapping from values to drawing coordinates."""
 
     def __init__(self, x_low: float, x_high: float, y_low: float, y_high: float) -> None:
         self.x_low, self.x_high, self.y_low, self.y_high = x_low, x_high, y_low, y_high

@@ -1,4 +1,4 @@
-"""Small copies of the images that episodes saw, drawn anew so that nothing of an unknown file reaches the page."""
+"""Thumbnails of the images that episodes saw, re-encoded so that no bytes of an untrusted file reach the page."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from megatron_fleet.models.images import FORMATS, MAX_PIXELS
 from megatron_fleet.telemetry.image_files import FOLDER, image_file
 
 SIDE = 640
-"""Pixels, at most."""
+"""Maximum side in pixels."""
 QUALITY = 60
 MAX_BYTES = 16_000_000
 
 
 def thumbnails(run: Path, names: Iterable[str], budget: int) -> dict[str, str]:
-    """Digest → ``data:`` address, in order, as many as fit into ``budget`` and ``MAX_BYTES``; unreadable ones not."""
+    """Map digest → ``data:`` URL, in order, as many as fit into ``budget`` and ``MAX_BYTES``; skips unreadable ones."""
     left, found = min(budget, MAX_BYTES), dict[str, str]()
     for name in dict.fromkeys(names):
         path = image_file(run / FOLDER, name)
@@ -39,7 +39,7 @@ def _small(path: Path) -> str | None:
             if opened.width * opened.height > MAX_PIXELS:
                 return None
             small = opened.convert("RGB")
-    except Exception:  # broken files make the decoders raise anything
+    except Exception:  # on broken files the decoders may raise anything
         return None
     small.thumbnail((SIDE, SIDE))
     out = io.BytesIO()

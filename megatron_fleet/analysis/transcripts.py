@@ -1,4 +1,4 @@
-"""Episodes as the page's script reads them: messages, run lengths of the mask, ids, log-probs, and the ids' text."""
+"""Episodes serialised for the page's script: messages, run lengths of the mask, token ids, log-probs, token texts."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ REPLACEMENT = "\ufffd"
 
 
 class Transcripts:
-    """Serialised episodes within a number of bytes, the text of their tokens included.
+    """Serialised episodes within a byte budget, which includes the text of their tokens.
 
     Attributes:
-        blobs: id of an episode → its JSON, in the order they were added.
-        episodes: those, in the same order.
+        blobs: episode id → its JSON, in the order they were added.
+        episodes: the same episodes, in the same order.
         pieces: token id → its text; empty without a tokenizer.
-        left_out: how many did not fit.
+        left_out: number of episodes that did not fit.
     """
 
     def __init__(self, run: Run, budget: int) -> None:
@@ -42,7 +42,7 @@ class Transcripts:
         self._arrays: dict[tuple[str, int], dict[str, np.ndarray] | None] = {}
 
     def add(self, episodes: Iterable[Episode]) -> None:
-        """Take them in order; one that does not fit any more is counted instead. Adding one twice changes nothing."""
+        """Add episodes in order; those that no longer fit are only counted. Adding one twice has no effect."""
         for episode in episodes:
             if episode.id in self.blobs:
                 continue
@@ -50,7 +50,7 @@ class Transcripts:
             record = _record(episode) | tokens
             pieces = self._new_pieces(tokens.get("ids", []))
             blob = json.dumps(record, ensure_ascii=False, separators=(",", ":"))
-            # `<` and `>` become six bytes in the page; the element around a record is about 60.
+            # `<`, `>` and `&` take six bytes each in the page; the element around a record takes about 60.
             cost = len(blob.encode("utf-8", "replace")) + 5 * (blob.count("<") + blob.count(">") + blob.count("&"))
             cost += 160 + sum(len(json.dumps(piece)) + 40 for piece in pieces.values())
             if cost > self._budget:
@@ -62,16 +62,16 @@ class Transcripts:
             self.episodes.append(episode)
 
     def images(self) -> dict[str, str]:
-        """Digest → ``data:`` address of a small copy, for as many images as the bytes that are left allow."""
+        """Map digest → ``data:`` URL of a thumbnail, for as many images as the remaining budget allows."""
         shown = (name for episode in self.episodes for names in episode.images for name in names)
         return thumbnails(self._run.folder, shown, self._budget)
 
     def index(self) -> list[list[Any]]:
-        """A row per episode for the list of the page, in order of file and line."""
+        """Return one row per episode for the page's list, in order of file and line."""
         return [index_row(e) for e in sorted(self.episodes, key=lambda e: (e.kind, e.step, e.line))]
 
     def _tokens(self, episode: Episode) -> dict[str, Any]:
-        """``ids``, ``runs`` (of the mask, see ``run_lengths``) and ``logprobs`` of the sampled ones."""
+        """Return ``ids``, ``runs`` (of the mask, see ``run_lengths``) and ``logprobs`` of the sampled tokens."""
         key = (episode.kind, episode.step)
         if key not in self._arrays:
             self._arrays[key] = self._run.arrays(*key)
@@ -95,13 +95,13 @@ class Transcripts:
 
 
 def run_lengths(mask: np.ndarray) -> list[int]:
-    """Lengths of the runs of equal values of a bool ``[T]`` mask; the first run is of false values and may be 0."""
+    """Return the run lengths of a bool ``[T]`` mask; the first run is of false values and may have length 0."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [not mask[-1] if len(mask) else True]]))).tolist()
     return np.diff([0, *edges]).tolist()
 
 
 def piece_text(tokenizer: tokenizers.Tokenizer, token: int) -> str:
-    """Text of one id; part of a character is shown as the vocabulary writes it, an id outside it as a number."""
+    """Return the text of one id; a partial character as its vocabulary entry, an unknown id as a number."""
     try:
         text = tokenizer.decode([token], skip_special_tokens=False)
     except OverflowError:
@@ -112,7 +112,7 @@ def piece_text(tokenizer: tokenizers.Tokenizer, token: int) -> str:
 
 
 def _load_tokenizer(run: Run) -> tokenizers.Tokenizer | None:
-    """The tokenizer of the run's own export or of its model; ``None``, with a note, when neither has one."""
+    """Load the tokenizer of the run's export or of its model; ``None``, with a note, when neither has one."""
     import tokenizers
 
     for folder in (run.folder / "hf", *([Path(run.model)] if run.model else [])):
@@ -120,7 +120,7 @@ def _load_tokenizer(run: Run) -> tokenizers.Tokenizer | None:
         try:
             if path.is_file():
                 return tokenizers.Tokenizer.from_file(str(path))
-        except Exception as e:  # the library raises bare Exception; the system, for a path that is too long
+        except Exception as e:  # tokenizers raises bare Exception; is_file, OSError for an overlong path
             run.notes.append(f"{path}: not a readable tokenizer ({e}).")
     run.notes.append("No tokenizer.json was found in the run's hf folder or its model's, so tokens are shown as ids.")
     return None
@@ -147,7 +147,7 @@ def _record(episode: Episode) -> dict[str, Any]:
 
 
 def _messages(episode: Episode) -> list[list[Any]]:
-    """Role, text and, where there are some, the digests of images."""
+    """Return role, text and, if any, image digests of each message."""
     found: list[list[Any]] = [[role, shorten(text, MAX_MESSAGE_CHARS)] for role, text in episode.messages]
     for message, names in zip(found, episode.images, strict=False):
         if names:
@@ -172,7 +172,7 @@ def index_row(episode: Episode) -> list[Any]:
 
 
 def shorten(text: str, limit: int) -> str:
-    """The text, its middle cut out when it is longer than ``limit`` characters; says how much is missing."""
+    """Return the text; beyond ``limit`` characters its middle is replaced by a note of how many are missing."""
     if len(text) <= limit:
         return text
     half = limit // 2

@@ -1,4 +1,4 @@
-"""Numbers as a reader wants them, the same on the page, in Markdown and on the terminal."""
+"""Number formatting shared by the page, Markdown and the terminal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ NOTHING = "–"
 
 
 def rate(estimate: Estimate | None, *, signed: bool = False) -> str:
-    """``0.455 [0.391, 0.520]``; the interval only where there is one."""
+    """Format as ``0.455 [0.391, 0.520]``; without the interval if there is none."""
     if estimate is None:
         return NOTHING
     form = "+.3f" if signed else ".3f"
@@ -28,12 +28,12 @@ def interval(estimate: Estimate | None) -> str:
 
 
 def _fixed(number: float, form: str) -> str:
-    """With three decimals; a sum that is 0 but for its rounding is no ``-0.000``."""
+    """Round to three decimals, without ``-0.000`` for values that round to 0."""
     return format(round(number, 3) + 0.0, form)
 
 
 def duration(seconds: float | None) -> str:
-    """``7 min 41 s``, ``3 h 12 min``, ``2 d 4 h``: the two largest units."""
+    """Format the two largest units: ``7 min 41 s``, ``3 h 12 min``, ``2 d 4 h``."""
     if seconds is None:
         return NOTHING
     whole = round(seconds)
@@ -48,7 +48,7 @@ def percent(share: float | None) -> str:
 
 
 def number(amount: float | None) -> str:
-    """Thousands apart; one decimal below 100."""
+    """Format with thousands separators; one decimal below 100."""
     if amount is None:
         return NOTHING
     return f"{amount:,.0f}" if amount >= 100 or float(amount).is_integer() else f"{amount:.1f}"

@@ -2,8 +2,8 @@
 
 A checkpoint is a folder ``step_000010`` with a manifest of every file's size and checksum. It is written under a hidden
 name, the manifest last, and takes its real name by one rename; whatever a killed process leaves behind is hidden or
-fails its manifest, and no reader trusts it. The trainer writes its state and fingerprints it; the rest is the
-controller's.
+fails its manifest, and no reader trusts it. The trainer writes and fingerprints its state; the controller does the
+rest.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ log = logging.getLogger(__name__)
 TRAINER_STATE = "trainer_state.json"
 
 Write = Callable[[Path], Awaitable[Files]]
-"""Writes files into a folder that exists; returns those that it flushed to disk and fingerprinted, as
-`trainer.base.Trainer.save_state` does."""
+"""Function that writes files into an existing folder and returns those that it flushed to disk and fingerprinted, as
+`trainer.base.Trainer.save_state` does.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class Checkpoint:
 
     @staticmethod
     def open(path: Path | str) -> Checkpoint:
-        """The checkpoint at ``path``, after comparing the size of every file with the manifest.
+        """Open the checkpoint at ``path``, after comparing the size of every file with the manifest.
 
         Raises:
             UserError: naming the file and what is wrong with it.
@@ -61,14 +62,14 @@ class Checkpoint:
         return Checkpoint(path, manifest["step"])
 
     def verify(self, stop: threading.Event | None = None) -> None:
-        """Read every file and compare its SHA-256 with the manifest; what takes long shows its progress.
+        """Read every file and compare its SHA-256 with the manifest; long reads show progress.
 
         Arguments and errors are those of `check_hashes`.
         """
         check_hashes(self.path, read_manifest(self.path)["files"], stop or threading.Event())
 
     def trainer_state(self) -> dict[str, Any]:
-        """State of the controller, saved beside the trainer's shards. Raises UserError when it is no JSON object."""
+        """Controller state, saved next to the trainer's shards. Raises UserError when it is not a JSON object."""
         return read_object(self.path / TRAINER_STATE, "use another checkpoint")
 
 
@@ -76,7 +77,7 @@ class Checkpoints:
     """The checkpoints under one folder, on a file system that the controller and all ranks see."""
 
     def __init__(self, folder: Path | str, keep: int) -> None:
-        """Changes nothing on disk. ``keep``: newest checkpoints kept after a save."""
+        """Change nothing on disk. ``keep``: newest checkpoints kept after a save."""
         self._folder = Path(folder)
         self._keep = keep
         self._damaged: set[Path] = set()
@@ -84,11 +85,11 @@ class Checkpoints:
     async def save(self, step: int, write_state: Write, trainer_state: dict[str, Any]) -> Checkpoint:
         """Save and commit one checkpoint, then remove the oldest ones beyond ``keep``.
 
-        A step that is committed already stays as it is, unless it is damaged. Until the commit, earlier checkpoints are
-        untouched; what interrupted saves and removals left is removed.
+        A step that is already committed stays as it is, unless it is damaged. Until the commit, earlier checkpoints are
+        untouched; leftovers of interrupted saves and removals are deleted.
 
         Args:
-            write_state: writes the trainer's shards (``trainer_state.json`` and ``manifest.json`` are taken).
+            write_state: writes the trainer's shards (``trainer_state.json`` and ``manifest.json`` are reserved).
             trainer_state: JSON-able state of the controller.
 
         Raises:
@@ -100,7 +101,7 @@ class Checkpoints:
         if any(checkpoint.path == final for checkpoint in self._committed()):
             log.warning("%s is committed already and stays as it is", final)
             return Checkpoint(final, step)
-        json.dumps(trainer_state)  # a state that cannot be saved is refused before the long part of the save
+        json.dumps(trainer_state)  # refuse a state that cannot be saved before the long part of the save
 
         async def write(partial: Path) -> Files:
             files = await write_state(partial)
@@ -114,10 +115,10 @@ class Checkpoints:
         return Checkpoint(final, step)
 
     def newest(self, stop: threading.Event | None = None) -> Checkpoint | None:
-        """The newest checkpoint whose files are what its manifest says; ``None`` when no save was ever finished.
+        """Newest checkpoint whose files match its manifest; ``None`` when no save ever finished.
 
-        Reads every byte of it. Damaged ones are reported, do not count as kept, and are replaced when their step is
-        saved.
+        Reads every byte of it. Damaged ones are reported, do not count towards ``keep``, and are replaced when their
+        step is saved.
 
         Args:
             stop: see `check_hashes`.
@@ -148,7 +149,7 @@ class Checkpoints:
         return None
 
     async def newest_in_thread(self) -> Checkpoint | None:
-        """`newest`, while the event loop goes on; given up when it is cancelled."""
+        """Run `newest` without blocking the event loop; stops when cancelled."""
         stop = threading.Event()
         try:
             return await asyncio.to_thread(self.newest, stop)
@@ -161,7 +162,7 @@ class Checkpoints:
         return sorted(found, key=lambda path: int(path.name.partition("_")[2]), reverse=True)
 
     def _committed(self) -> list[Checkpoint]:
-        """Checkpoints that are not known to be damaged, newest first. Compares sizes only."""
+        """Checkpoints not known to be damaged, newest first. Compares sizes only."""
         found = []
         for path in self._folders():
             if path not in self._damaged:
@@ -185,14 +186,14 @@ class Checkpoints:
 async def save_folder(final: Path, step: int, write: Write) -> None:
     """Write the folder ``final`` whole or not at all: under a hidden name, its manifest last, then one rename.
 
-    Until the rename nothing named ``final`` changes; what a killed process leaves is called ``.<name>.partial``.
+    Nothing named ``final`` changes before the rename; a killed process leaves only ``.<name>.partial``.
 
     Args:
-        write: fills the folder (``manifest.json`` is taken). Files that it does not return are small: they are flushed
-            and fingerprinted here.
+        write: fills the folder (``manifest.json`` is reserved). Files that it does not return are small: they are
+            flushed and fingerprinted here.
 
     Raises:
-        UserError: a file that ``write`` returned is not there in its size.
+        UserError: a file that ``write`` returned is missing or differs in size.
         Exception: whatever ``write`` raised.
     """
     partial = final.with_name(f".{final.name}.partial")
@@ -222,14 +223,14 @@ def _commit(partial: Path, final: Path, step: int, written: Files) -> None:
     for folder in (partial, *(d for d in partial.rglob("*") if d.is_dir())):
         sync_folder(folder)
     if final.exists():
-        # The caller found that it fails its manifest: nobody can read it.
+        # The caller found that it fails its manifest: it is unreadable.
         _remove(final)
     os.rename(partial, final)
     sync_folder(final.parent)
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint; hidden first, so that no half-removed one ever looks like a checkpoint."""
+    """Remove a checkpoint; hide it first, so that a half-removed one never looks like a checkpoint."""
     hidden = path.with_name(f".{path.name}.removed")
     os.rename(path, hidden)
     shutil.rmtree(hidden)

@@ -1,4 +1,4 @@
-"""Files compared with the SHA-256 that a manifest has of them, several at a time."""
+"""Comparison of files with the SHA-256 in their manifest, several at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_fleet.config.errors import UserError, say
 
 _BLOCK = 4 << 20
 _LONG = 1 << 30
-"""Bytes from which on progress is shown: about a second on one core."""
+"""Size in bytes from which progress is shown: about a second on one core."""
 _MOST_THREADS = 32
 
 
@@ -26,7 +26,7 @@ def check_hashes(folder: Path, files: Mapping[str, Mapping[str, Any]], stop: thr
 
     Args:
         files: by name below ``folder``: ``{"bytes": int, "sha256": hex}``.
-        stop: set by another thread, it ends the work early.
+        stop: ends the work early when another thread sets it.
 
     Raises:
         UserError: naming the first file that differs or cannot be read.
@@ -45,7 +45,7 @@ def check_hashes(folder: Path, files: Mapping[str, Mapping[str, Any]], stop: thr
                 if sha256 != entry["sha256"]:
                     raise UserError(f"{folder / name}: is damaged, its SHA-256 is not that of the {MANIFEST}.")
         except BaseException:
-            failed.set()  # the pool is left when its threads have ended
+            failed.set()  # leaving the pool waits for its threads
             raise
 
 
@@ -65,7 +65,7 @@ def _sha256(file: Path, advance: Callable[[int], None], ended: Callable[[], bool
 
 @contextmanager
 def _progress(name: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, a line elsewhere; what it gives counts bytes."""
+    """Show a bar on a terminal, a line elsewhere; yields a function that counts bytes."""
     if total < _LONG or not sys.stderr.isatty():
         if total >= _LONG:
             say(f"checking {name}: {total / 1e9:.1f} GB", sys.stderr)

@@ -12,11 +12,11 @@ from megatron_fleet.config.files import read_object
 
 MANIFEST = "manifest.json"
 MAX_NAME = 255
-"""Bytes of a file's name on Linux."""
+"""Maximum length in bytes of a file name on Linux."""
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint. Raises UserError when it is missing or not what this version writes."""
+    """Read a checkpoint's manifest. Raises UserError when it is missing or not in this version's format."""
     file = folder / MANIFEST
     if not file.is_file():
         raise UserError(f"{folder}: is no checkpoint, {MANIFEST} is missing (an interrupted save has none).")

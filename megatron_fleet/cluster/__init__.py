@@ -1,1 +1,1 @@
-"""Processes on machines: who is started where, how a rank learns which one it is, and messages between hosts."""
+"""Processes of a run on its hosts: placement, launching, rank identity and messages between hosts."""

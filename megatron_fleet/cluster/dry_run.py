@@ -13,17 +13,17 @@ GIB = 1 << 30
 
 
 def as_yaml(config: Config) -> str:
-    """The resolved configuration as YAML, every key spelt out."""
+    """Return the resolved configuration as YAML with every key."""
     import yaml
 
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def describe(config: Config) -> str:
-    """Resolved configuration, processes, their places on this host, and outputs of a run.
+    """Describe a run: resolved configuration, processes, placement on this host, and outputs.
 
     Raises:
-        UserError: the processes do not fit here.
+        UserError: the processes do not fit on this host.
     """
     sections = {"processes": processes(config), "placement": _placement(config), "outputs": outputs(config)}
     return "\n\n".join([as_yaml(config).rstrip(), *(_section(title, rows) for title, rows in sections.items())])
@@ -39,7 +39,7 @@ def _placement(config: Config) -> list[str]:
 
 
 def processes(config: Config) -> list[str]:
-    """One line per kind of process, with its number."""
+    """Return one line per kind of process, with the number of processes."""
     p, r = config.parallel, config.rollout
     server = "the embedded fleet, on 127.0.0.1" if config.env.kind == "embedded" else f"not started: {config.env.url}"
     return [
@@ -53,7 +53,7 @@ def processes(config: Config) -> list[str]:
 
 
 def draw(inventory: Inventory, placed: Placement) -> list[str]:
-    """A box for each host with its devices, and on each device the ranks and engines that use it."""
+    """Draw a box for each host with its devices, and the ranks and engines on each device."""
     tables = [_host_rows(host, placed) for host in inventory.hosts]
     columns = zip(*(row for table in tables for row in table), strict=True)
     widths = [max(map(len, column)) for column in columns]
@@ -75,7 +75,7 @@ def draw(inventory: Inventory, placed: Placement) -> list[str]:
 
 
 def _host_rows(host: Host, placed: Placement) -> list[list[str]]:
-    """Device, its size, ranks on it, engines on it."""
+    """Return rows of device, its memory size, its ranks, its engines."""
     rows = []
     for device in host.devices:
         ranks = [p.rank for p in placed.ranks if (p.host, p.device) == (host.name, device.index)]
@@ -90,7 +90,7 @@ def _host_rows(host: Host, placed: Placement) -> list[list[str]]:
 
 
 def _numbered(noun: str, numbers: Sequence[int]) -> str:
-    """``rank 3`` or ``ranks 0–3, 8``."""
+    """Format numbers as ``rank 3`` or ``ranks 0–3, 8``."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -102,7 +102,7 @@ def _numbered(noun: str, numbers: Sequence[int]) -> str:
 
 
 def outputs(config: Config) -> list[str]:
-    """The files a run leaves in its folder."""
+    """List the files that a run writes to its folder."""
     c = config
     rows = [
         ("config.json", "this configuration, for `mfleet train --resolved`", True),

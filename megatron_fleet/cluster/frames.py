@@ -19,39 +19,39 @@ import numpy as np
 
 _LENGTH = struct.Struct("<I")
 _BIN32 = struct.Struct(">I")
-"""msgpack: the length behind the byte 0xC6 of binary data."""
+"""Length of msgpack binary data, after the byte 0xC6."""
 MAX_FRAME = 2 << 30
-"""Bytes; a longer frame is a broken or foreign peer. 1 Mi tokens of a model with 61 layers and 8 of 384 experts."""
+"""Bytes; a longer frame means a broken or foreign peer. Fits 1 Mi tokens at 61 layers with 8 of 384 experts."""
 MAX_HELLO = 1 << 16
-"""Bytes of the first frame of a peer, which has not shown the run's token yet."""
+"""Most bytes of a peer's first frames, before it is authenticated."""
 KEEPALIVE_S = (5, 1, 3)
-"""Seconds until the first probe of a silent peer, between probes, and probes without an answer that end a connection:
-a host that vanished is noticed within 8 seconds. The end of a process is noticed at once."""
+"""Seconds until the first probe of a silent peer, seconds between probes, and unanswered probes that end a connection:
+a vanished host is detected within 8 seconds. The end of a process is detected immediately."""
 
 
 def body(*frame: Any) -> bytes:
-    """The bytes of one frame, without their length; `unpack` reads them.
+    """Return the bytes of one frame without the length prefix, for `unpack`.
 
-    Items: what msgpack knows, numpy arrays and numbers among it.
+    Items may be all msgpack types, numpy arrays and scalars, mappings and sets.
     """
     return msgpack.packb(frame, default=_plain)
 
 
 def pack(*frame: Any) -> bytes:
-    """The bytes of one frame."""
+    """Return the bytes of one frame with the length prefix."""
     content = body(*frame)
     return _LENGTH.pack(len(content)) + content
 
 
 def pack_around(kind: str, number: int, content: bytes) -> tuple[bytes, bytes]:
-    """The frame ``[kind, number, content]`` in two parts, so that large content is not copied."""
+    """Return the frame ``[kind, number, content]`` in two parts, so that large content is not copied."""
     head = msgpack.Packer()
     text = head.pack_array_header(3) + head.pack(kind) + head.pack(number) + b"\xc6" + _BIN32.pack(len(content))
     return _LENGTH.pack(_checked(len(text) + len(content))) + text, content
 
 
 def unpack(body: bytes | bytearray) -> list[Any]:
-    """A frame from the bytes behind its length. Raises ValueError for bytes that are no frame."""
+    """Parse a frame from the bytes after its length prefix. Raises ValueError for bytes that are no frame."""
     try:
         frame = msgpack.unpackb(body, strict_map_key=False, max_bin_len=MAX_FRAME)
     except (msgpack.UnpackException, ValueError, TypeError) as error:  # TypeError: a key that is a list
@@ -62,7 +62,7 @@ def unpack(body: bytes | bytearray) -> list[Any]:
 
 
 async def read(reader: asyncio.StreamReader, max_bytes: int = MAX_FRAME) -> list[Any] | None:
-    """Next frame, ``None`` at the end of the stream. Raises ValueError for bytes that are no frame, or too many."""
+    """Read the next frame; ``None`` at the end of the stream. Raises ValueError for a malformed or too long frame."""
     try:
         length = _checked(_LENGTH.unpack(await reader.readexactly(_LENGTH.size))[0], max_bytes)
         return unpack(await reader.readexactly(length))
@@ -71,7 +71,7 @@ async def read(reader: asyncio.StreamReader, max_bytes: int = MAX_FRAME) -> list
 
 
 class FrameSocket:
-    """A blocking connection. One thread reads; any thread may write."""
+    """Blocking connection. One thread reads; any thread may write."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -85,7 +85,7 @@ class FrameSocket:
             self._connection.sendall(data)
 
     def read(self) -> list[Any] | None:
-        """Next frame, ``None`` at the end of the stream. Raises ValueError for bytes that are no frame."""
+        """Read the next frame; ``None`` at the end of the stream. Raises ValueError for bytes that are no frame."""
         head = self._exactly(_LENGTH.size)
         if head is None:
             return None
@@ -93,7 +93,7 @@ class FrameSocket:
         return None if body is None else unpack(body)
 
     def close(self) -> None:
-        """End the connection in both directions."""
+        """Shut down the connection in both directions."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
@@ -113,29 +113,29 @@ class FrameSocket:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Have the kernel end the connection when the peer's host has vanished; small frames leave at once."""
+    """Let the kernel end the connection when the peer's host has vanished, and send small frames immediately."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     idle, interval, count = KEEPALIVE_S
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, count)
-    # Unanswered data ends it too; keep-alive probes are not sent while data is on its way.
+    # Keep-alive probes are not sent while data is in flight, so unacknowledged data needs its own timeout.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, (idle + interval * count) * 1000)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def array_to_plain(array: np.ndarray) -> list[Any]:
-    """``[dtype, shape, bytes]``, little-endian."""
+    """Convert an array to ``[dtype, shape, bytes]``, little-endian."""
     little = array.dtype.newbyteorder("<")
     return [little.str, list(array.shape), np.ascontiguousarray(array, little).tobytes()]
 
 
 def array_from_plain(value: list[Any]) -> np.ndarray:
-    """Read the array that `array_to_plain` wrote; it is read-only. Raises ValueError for anything else."""
+    """Invert `array_to_plain`; the array is read-only. Raises ValueError for anything else."""
     try:
         dtype, shape, data = value
         return np.frombuffer(data, np.dtype(dtype)).reshape(shape)
-    except (TypeError, OverflowError, SyntaxError) as error:  # SyntaxError: a text that is no dtype
+    except (TypeError, OverflowError, SyntaxError) as error:  # SyntaxError: a string that is no dtype
         raise ValueError("a value that is no array") from error
 
 

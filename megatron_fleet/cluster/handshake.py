@@ -4,11 +4,11 @@ In frames of `cluster.frames`, N and N' being fresh random bytes::
 
     dialler   ["hello", N]
     listener  ["hello", N', HMAC(token, "listener" N N')]
-    dialler   [kind, HMAC(token, "dialler" N N'), ...]      its first frame of its own
+    dialler   [kind, HMAC(token, "dialler" N N'), ...]      its first application frame
 
-Mutual challenge and response with HMAC-SHA-256, as in ISO/IEC 9798-4. Whoever took the port of a controller or an
-engine that ended learns nothing by which it would pass for one of the run, and is not believed. What follows is not
-encrypted.
+Mutual challenge and response with HMAC-SHA-256, as in ISO/IEC 9798-4. A foreign process that took over the port of a
+dead controller or engine fails the handshake, and learns nothing that would let it impersonate one. Later frames are
+not encrypted.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from megatron_fleet.cluster import frames
 
 NONCE_BYTES = 32
 TIMEOUT_S = 30.0
-"""Deadline of the whole exchange, for a listener."""
+"""Deadline of the whole exchange on the listener's side."""
 
 
 class NotOfThisRun(ConnectionError):
-    """Who listens does not know the run's token, or did not say so."""
+    """The listener does not know the run's token, or did not prove it."""
 
 
 class Dialler:
-    """The dialling half, for connections of any kind: send ``hello``, read a frame, put ``proof`` of it in the next."""
+    """Dialling side, for any transport: send ``hello``, read the answer, put its ``proof`` in the next frame."""
 
     def __init__(self, token: str) -> None:
         self._token, self._nonce = token, secrets.token_bytes(NONCE_BYTES)
 
     @property
     def hello(self) -> tuple[str, bytes]:
-        """The first frame."""
+        """First frame."""
         return "hello", self._nonce
 
     def proof(self, answer: list[Any] | None) -> bytes:
@@ -53,7 +53,7 @@ class Dialler:
 
 
 async def dial(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str) -> bytes:
-    """The proof for this side's first frame, once the listener has given its own. Raises NotOfThisRun."""
+    """Authenticate the listener and return the proof for this side's first frame. Raises NotOfThisRun."""
     dialler = Dialler(token)
     writer.write(frames.pack(*dialler.hello))
     try:
@@ -63,11 +63,11 @@ async def dial(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token
 
 
 async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str) -> list[Any] | None:
-    """The first frame of a dialler that knows the token, without the proof: ``[kind, ...]``; ``None``: it does not.
+    """Authenticate a dialler and return its first frame without the proof, ``[kind, ...]``; ``None``: it failed.
 
     Raises:
         ValueError: bytes that are no frame.
-        TimeoutError: it takes too long.
+        TimeoutError: the exchange exceeded ``TIMEOUT_S``.
     """
     async with asyncio.timeout(TIMEOUT_S):
         hello = await frames.read(reader, frames.MAX_HELLO)

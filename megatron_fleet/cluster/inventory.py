@@ -1,4 +1,4 @@
-"""Hosts and their devices, and what this host can tell of itself. Asks nvidia-smi; needs neither torch nor CUDA."""
+"""Inventory of hosts and their devices, detected with nvidia-smi; needs neither torch nor CUDA."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from megatron_fleet.config.errors import UserError
 LOOPBACK = "127.0.0.1"
 MIB = 1 << 20
 NVIDIA_SMI_DEADLINE_S = 60.0
-"""Without the persistence daemon, a host with eight devices needs some ten seconds for the first answer."""
+"""Without the persistence daemon, the first query on a host with eight devices takes about ten seconds."""
 _QUERY = "index,uuid,name,memory.total,mig.mode.current"
 _OUTSIDE = "192.0.2.1"
-"""An address that nobody has (RFC 5737); the route to it is the default route."""
+"""An unassigned address (RFC 5737), so that the route to it is the default route."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +28,10 @@ class Device:
     """One GPU.
 
     Attributes:
-        index: number on its host as nvidia-smi counts, which is CUDA's own order only with
-            CUDA_DEVICE_ORDER=PCI_BUS_ID; processes are given devices by ``uuid``.
-        uuid: ``GPU-…``; CUDA_VISIBLE_DEVICES takes it.
-        kind: the product's name.
+        index: index on its host in nvidia-smi's order, which is CUDA's order only with CUDA_DEVICE_ORDER=PCI_BUS_ID;
+            processes are assigned devices by ``uuid``.
+        uuid: ``GPU-…``, as for CUDA_VISIBLE_DEVICES.
+        kind: product name.
     """
 
     index: int
@@ -45,8 +45,8 @@ class Host:
     """One machine of a run.
 
     Attributes:
-        address: under which the other hosts reach it.
-        devices: none: it computes on its CPU. Ranks sit on the first ones: the host's i-th rank on the i-th device.
+        address: address at which the other hosts reach it.
+        devices: empty: it computes on its CPU. The host's i-th rank uses the i-th device.
         ranks: the ranks that run here, in the order of their local ranks; ``None``: `placement.place` decides.
         rollout: engines and episode workers can run here.
     """
@@ -65,21 +65,21 @@ class Inventory:
     hosts: tuple[Host, ...]
 
     def host(self, name: str) -> Host:
-        """The host of that name. Raises KeyError."""
+        """Return the host with this name. Raises KeyError."""
         for host in self.hosts:
             if host.name == name:
                 return host
         raise KeyError(name)
 
     def visible_devices(self, host: str, devices: Sequence[int]) -> str:
-        """CUDA_VISIBLE_DEVICES for a process that gets these devices (by index) of ``host``. Raises KeyError."""
+        """Return CUDA_VISIBLE_DEVICES for a process with these devices (by index) of ``host``. Raises KeyError."""
         by_index = {device.index: device.uuid for device in self.host(host).devices}
         return ",".join(by_index[index] for index in devices)
 
 
 @dataclass(frozen=True, slots=True)
 class StartedRank:
-    """Where a rank is that somebody else has started; ``device``: the one that it takes, ``None`` on a CPU."""
+    """Location of an externally started rank; ``device``: the device that it uses, ``None`` on a CPU."""
 
     rank: int
     local_rank: int
@@ -89,19 +89,19 @@ class StartedRank:
 
 
 def with_nodes(own: Host, nodes: Sequence[Host]) -> Inventory:
-    """The hosts that run `mfleet node`, whose ranks are to be placed. ``own``: the controller's host."""
+    """Return the inventory of hosts that run `mfleet node`, with ranks to be placed. ``own``: the controller's host."""
     others = [node for node in nodes if node.name != own.name]
     if len(others) < len(nodes):
         return Inventory((own, *others))
-    # The controller alone is there.
+    # The controller's host runs no node, so neither ranks nor rollout can run on it.
     return Inventory((Host(own.name, own.address, ranks=(), rollout=False), *others))
 
 
 def with_started_ranks(own: Host, nodes: Sequence[Host], ranks: Sequence[StartedRank]) -> Inventory:
-    """The hosts of ranks that somebody else has started, and those that run `mfleet node`.
+    """Return the inventory of hosts with externally started ranks and hosts that run `mfleet node`.
 
     Args:
-        own: the controller's host; it needs no node to have engines.
+        own: the controller's host; it can have engines without a node.
 
     Raises:
         UserError: ranks contradict each other.
@@ -113,7 +113,7 @@ def with_started_ranks(own: Host, nodes: Sequence[Host], ranks: Sequence[Started
 
 
 def _with_ranks(host: Host, ranks: Sequence[StartedRank]) -> Host:
-    """``host`` with its ranks, and their devices before its others."""
+    """Return ``host`` with its ranks, and their devices before its other devices."""
     ordered = sorted(ranks, key=lambda rank: rank.local_rank)
     for one, other in itertools.pairwise(ordered):
         if one.local_rank == other.local_rank:
@@ -128,10 +128,10 @@ def _with_ranks(host: Host, ranks: Sequence[StartedRank]) -> Host:
 
 
 def local_inventory(environ: Mapping[str, str], alone: bool = True) -> Inventory:
-    """This host, with the devices that the installed torch can use and CUDA_VISIBLE_DEVICES allows.
+    """Return this host, with the devices that the installed torch can use and CUDA_VISIBLE_DEVICES allows.
 
     Args:
-        alone: no other host takes part, so that loopback is the address.
+        alone: no other host takes part, so the address is loopback.
 
     Raises:
         UserError: see `nvidia_devices` and `host_address`.
@@ -141,15 +141,16 @@ def local_inventory(environ: Mapping[str, str], alone: bool = True) -> Inventory
 
 
 def cuda_is_installed() -> bool:
-    """Whether the torch of this Python environment can use CUDA, from its version alone."""
+    """Return whether the torch of this Python environment can use CUDA, judging by its version alone."""
     return not metadata.version("torch").endswith("+cpu")
 
 
 def nvidia_devices(environ: Mapping[str, str]) -> tuple[Device, ...]:
-    """GPUs that processes with this environment see, in the order in which they see them; none without nvidia-smi.
+    """Return the GPUs visible to processes with this environment, in CUDA_VISIBLE_DEVICES order; none without
+    nvidia-smi.
 
     Raises:
-        UserError: nvidia-smi fails, CUDA_VISIBLE_DEVICES names a device that is not there, or a device is split (MIG).
+        UserError: nvidia-smi fails, CUDA_VISIBLE_DEVICES names an unknown device, or a device is split (MIG).
     """
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     program = shutil.which("nvidia-smi", path=environ.get("PATH"))
@@ -167,7 +168,7 @@ def nvidia_devices(environ: Mapping[str, str]) -> tuple[Device, ...]:
 
 
 def host_address(environ: Mapping[str, str], alone: bool = True) -> str:
-    """Return the address by which other hosts reach this one: MFLEET_HOST_ADDRESS, else that of the default route.
+    """Return the address at which other hosts reach this one: MFLEET_HOST_ADDRESS, else that of the default route.
 
     Args:
         alone: there are no other hosts; the address is loopback.
@@ -187,7 +188,7 @@ def host_address(environ: Mapping[str, str], alone: bool = True) -> str:
         return LOOPBACK
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((_OUTSIDE, 9))  # chooses a route and sends nothing
+            probe.connect((_OUTSIDE, 9))  # UDP: selects a route without sending anything
         except OSError as error:
             raise UserError(
                 f"Host {socket.gethostname()} has no default route ({error}), so its address is not known; set "
@@ -197,7 +198,7 @@ def host_address(environ: Mapping[str, str], alone: bool = True) -> str:
 
 
 def _ask(program: str, environ: Mapping[str, str]) -> str:
-    """What nvidia-smi answers: one line per GPU; none without a GPU."""
+    """Query nvidia-smi; returns one line per GPU, none without a GPU."""
     command = [program, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(
@@ -227,7 +228,7 @@ def _failed(reason: str) -> UserError:
 
 
 def _device(fields: Sequence[str]) -> tuple[Device, bool]:
-    """A GPU, and whether it is split into instances (MIG), from one line of the answer."""
+    """Parse a GPU, and whether it is split into instances (MIG), from one line of nvidia-smi's output."""
     try:
         index, uuid, kind, mebibytes, mig = fields
         return Device(int(index), uuid, kind, int(mebibytes) * MIB), mig == "Enabled"
@@ -237,10 +238,10 @@ def _device(fields: Sequence[str]) -> tuple[Device, bool]:
 
 
 def _choose(devices: Sequence[tuple[Device, bool]], visible: str) -> list[tuple[Device, bool]]:
-    """The devices that CUDA_VISIBLE_DEVICES names, in its order: numbers, UUIDs or unique beginnings of UUIDs."""
+    """Return the devices that CUDA_VISIBLE_DEVICES names, in its order: indices, UUIDs or unique UUID prefixes."""
     chosen: list[tuple[Device, bool]] = []
     for name in (part.strip() for part in visible.split(",")):
-        if name in ("-1", "NoDevFiles"):  # CUDA ignores it and all that follows; Slurm sets the second
+        if name in ("-1", "NoDevFiles"):  # CUDA ignores these and everything after; Slurm sets the second
             break
         if name.startswith("MIG-"):
             raise UserError(

@@ -1,9 +1,9 @@
-"""A small process that outlives the owner of a run just long enough to remove what the run left.
+"""Janitor: a small process that outlives a run's driver just long enough to clean up after it.
 
-Ray ends with its driver, but the engines' own children, shared-memory files and Ray's folder may not, least of all when
-the driver is killed. The janitor watches the driver; when it is gone, or says so, the janitor kills every process that
-carries the run's mark in its environment and removes the run's files. Standard library only, and a session of its own,
-so that neither a killed process group nor a broken environment takes it along.
+Ray ends with its driver, but the engines' own children, shared-memory files and Ray's folder may remain, especially
+when the driver is killed. The janitor watches the driver; when the driver dies, or requests it, the janitor kills every
+process that carries the run's mark in its environment and removes the run's files. It uses only the standard library
+and runs in its own session, so that it survives a killed process group and a broken Python environment.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ MARK = "MEGATRON_FLEET_RUN"
 """Environment variable that marks the processes of a run; its value is the run's id."""
 LOOK, CLOSE = b"l", b"c"
 GRACE_S = 2.0
-"""What the processes of a dead driver get to end by themselves."""
+"""Seconds that the processes of a dead driver have to exit by themselves."""
 
 
 def marks(run_id: str) -> dict[str, str]:
-    """Variables for every process of a run, which keep it recognizable: where a process sets its title, as Ray's agents
-    and vLLM do, setproctitle would write it over the process's environment, the mark included (SPT_NOENV: it does not).
+    """Return the variables that mark every process of a run.
+
+    SPT_NOENV keeps setproctitle, which Ray's agents and vLLM call, from overwriting the process's environment and with
+    it the mark.
     """
     return {MARK: run_id, "SPT_NOENV": "1"}
 
 
 class Janitor:
-    """The owner's handle. ``close`` ends the janitor after its work; so does the owner's death."""
+    """Owner's handle of the janitor process, which cleans up and exits on ``close`` or when the owner dies."""
 
     def __init__(self, run_id: str, folder: Path) -> None:
         """Args: ``run_id``: value of ``MARK`` in the run's processes. ``folder``: removed at the end."""
@@ -43,12 +45,12 @@ class Janitor:
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
 
     def look(self) -> None:
-        """Note the shared-memory files in use; call it before ending processes in an orderly way."""
+        """Record the shared-memory files in use; call it before a graceful shutdown of the processes."""
         self._tell(LOOK)
         self._stdout.read(1)
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Have everything removed and wait for it."""
+        """Trigger the cleanup and wait for it."""
         self._tell(CLOSE)
         with contextlib.suppress(BrokenPipeError):
             self._stdin.close()
@@ -62,7 +64,7 @@ class Janitor:
 
 
 def marked(run_id: str) -> list[int]:
-    """Pids of the live processes of a run, of this user."""
+    """Return the pids of this user's live processes of a run."""
     mark = f"{MARK}={run_id}".encode()
     found = []
     for entry in os.scandir("/proc"):
@@ -74,8 +76,11 @@ def marked(run_id: str) -> list[int]:
 
 
 def shared_files(pids: list[int]) -> set[str]:
-    """Files of /dev/shm that the processes have mapped and that still have a name: another one than they were mapped by
-    where the file was linked later, as the C library makes semaphores."""
+    """Return the files of /dev/shm that the processes have mapped and that still have a name.
+
+    Files are matched by inode where the mapped name is gone: the C library creates semaphores under a temporary name
+    and links them later.
+    """
     files, names = set(), {}
     with contextlib.suppress(FileNotFoundError):
         names = {entry.inode(): entry.path for entry in os.scandir("/dev/shm")}
@@ -90,7 +95,7 @@ def shared_files(pids: list[int]) -> set[str]:
 
 
 def sweep(run_id: str, files: set[str], folder: str, grace_s: float) -> None:
-    """Kill what is left of the run and remove its files."""
+    """Kill the remaining processes of the run and remove its files."""
     deadline = time.monotonic() + grace_s
     while time.monotonic() < deadline and marked(run_id):
         time.sleep(0.05)
@@ -108,7 +113,7 @@ def sweep(run_id: str, files: set[str], folder: str, grace_s: float) -> None:
 
 def main(owner: int, run_id: str, folder: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # it ends with its owner, never before
+        signal.signal(number, signal.SIG_IGN)  # it must not end before its owner
     files: set[str] = set()
     try:
         watched = os.pidfd_open(owner)
@@ -128,7 +133,7 @@ def main(owner: int, run_id: str, folder: str) -> None:
         elif watched in ready:
             return sweep(run_id, files | shared_files(marked(run_id)), folder, GRACE_S)
         else:
-            poller.unregister(sys.stdin)  # the owner closed the pipe and lives on
+            poller.unregister(sys.stdin)  # the owner closed the pipe but is still alive
 
 
 if __name__ == "__main__":

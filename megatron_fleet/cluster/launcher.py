@@ -1,4 +1,4 @@
-"""Start ranks of a trainer as processes of this host, say how they ended, and end all of them."""
+"""Launching of trainer ranks as processes of this host, and supervision of their exit."""
 
 from __future__ import annotations
 
@@ -20,57 +20,57 @@ from megatron_fleet.config.secrets import STORE, without_secrets
 
 POLL_S = 0.05
 LAST_LINES = 2000
-"""Bytes of a rank's log that are searched for its last line."""
+"""Bytes at the end of a rank's log that are searched for its last line."""
 _PR_SET_PDEATHSIG = 1
 
 
 class RankStarter(Protocol):
-    """Who starts ranks. `trainer.group` asks it for a set of ranks, and for another one when that is lost."""
+    """Starter of ranks. `trainer.group` requests a set of ranks, and another one when that set is lost."""
 
     async def start(self, address: str, token: str) -> None:
-        """Start all ranks; they dial ``address`` and authenticate with ``token``."""
+        """Start all ranks; they connect to ``address`` and authenticate with ``token``."""
         ...
 
     async def how_ended(self, rank: int) -> str:
-        """How a rank that closed its connection ended, in words."""
+        """Describe how a rank that closed its connection ended."""
         ...
 
     def failed(self) -> str | None:
-        """How a rank ended that should be there, in words; ``None``: all are alive as far as is known."""
+        """Describe how the first rank found dead ended; ``None``: all ranks are alive as far as is known."""
         ...
 
     async def stop(self, deadline_s: float) -> None:
-        """Wait for all ranks to end, then kill what is left. Idempotent."""
+        """Wait for all ranks to end, then kill the rest. Idempotent."""
         ...
 
 
 class ExternalRanks:
-    """Ranks that torchrun, srun or somebody else starts, and starts again."""
+    """Ranks that torchrun, srun or another external launcher starts and restarts."""
 
     def __init__(self, logs: Path) -> None:
-        """Args: ``logs``: folder in which ranks write."""
+        """Args: ``logs``: folder that the ranks write to."""
         self._logs = logs
 
     async def start(self, address: str, token: str) -> None:
-        """They dial by themselves."""
+        """Do nothing: external ranks connect by themselves."""
 
     async def how_ended(self, rank: int) -> str:
-        """Nobody here knows."""
+        """Point to the rank's log and its launcher, since the exit status is not known here."""
         return f"rank {rank} closed its connection; see {self._logs / f'rank_{rank}.log'}, and what started it"
 
     def failed(self) -> str | None:
-        """Nobody here knows."""
+        """Return ``None``: the state of external ranks is not known here."""
         return None
 
     async def stop(self, deadline_s: float) -> None:
-        """They end when their connection does."""
+        """Do nothing: external ranks end when their connection closes."""
 
 
 class LocalRanks:
     """Ranks as child processes of this host; each writes to ``<logs>/rank_N.log`` and dies with this process."""
 
     def __init__(self, ranks: RanksOfHost, logs: Path, command: Sequence[str] | None = None) -> None:
-        """Args: ``command``: of a rank; its environment says which one it is."""
+        """Args: ``command``: starts a rank, whose identity is in its environment."""
         self._ranks, self._logs = ranks, logs
         self._command = list(command or (sys.executable, "-m", "megatron_fleet.cli", "rank"))
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -111,19 +111,19 @@ class LocalRanks:
         return next(iter(self.ended().values()), None)
 
     def ended(self) -> dict[int, str]:
-        """How ranks have ended that did, in words."""
+        """Describe how each rank that has ended did so, by rank."""
         statuses = {rank: _status(process) for rank, process in self._processes.items()}
         return {rank: self._in_words(rank, status) for rank, status in statuses.items() if status is not None}
 
     async def stop(self, deadline_s: float) -> None:
-        """See `RankStarter.stop`. The ranks are reaped last, so that no group's id can have passed to somebody else."""
+        """See `RankStarter.stop`. Ranks are reaped last, so that no process group id can have been reused before."""
         deadline = time.monotonic() + deadline_s
         while None in map(_status, self._processes.values()) and time.monotonic() < deadline:
             await asyncio.sleep(POLL_S)
         self.kill()
 
     def kill(self) -> None:
-        """End every rank and what it started, at once."""
+        """Kill every rank and its child processes immediately."""
         for process in self._processes.values():
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -153,7 +153,7 @@ def _last_line(log: Path) -> str:
 
 
 def _status(process: subprocess.Popen[bytes]) -> int | None:
-    """Exit status (negative: the signal), ``None`` while it runs. Does not reap."""
+    """Return the exit status (negative: the signal), ``None`` while the process runs. Does not reap it."""
     if process.returncode is not None:
         return process.returncode
     end = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -165,7 +165,7 @@ def _status(process: subprocess.Popen[bytes]) -> int | None:
 def spawn(command: Sequence[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
     """Start a process that writes to the end of ``log`` and dies with this one."""
     with log.open("ab") as file:
-        # A session of its own keeps the terminal's Ctrl-C away from it, and makes it a group to kill.
+        # Its own session shields it from the terminal's Ctrl-C, and makes it a process group that can be killed.
         return subprocess.Popen(
             command,
             env=environment,
@@ -178,7 +178,7 @@ def spawn(command: Sequence[str], environment: dict[str, str], log: Path) -> sub
 
 
 def die_with_parent() -> Callable[[], None]:
-    """For the child, before it becomes another program: get SIGKILL when its parent dies without a word."""
+    """Return a ``preexec_fn`` that makes the child receive SIGKILL when its parent dies."""
     libc, parent = ctypes.CDLL(None, use_errno=True), os.getpid()
 
     def prepare() -> None:

@@ -1,4 +1,4 @@
-"""Where a process writes."""
+"""Redirection of a process's output to a log file."""
 
 from __future__ import annotations
 

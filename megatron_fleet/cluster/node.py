@@ -1,6 +1,6 @@
-"""`mfleet node`: one host of a run. It starts this host's ranks and joins Ray, as the controller asks.
+"""`mfleet node`: one host of a run. It starts this host's ranks and joins Ray at the controller's request.
 
-Everything that it started ends with it, and it ends when its connection to the controller does.
+Everything that it started ends with it, and it ends when its connection to the controller closes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_fleet.config.errors import UserError, say
 from megatron_fleet.config.secrets import without_secrets
 
 CONNECT_DEADLINE_S = 600.0
-"""The other hosts may be up before the first one is."""
+"""Nodes may be up long before the controller is."""
 CONNECT_INTERVAL_S = 0.5
 CONTROLLER_GONE = 3
 """Exit status of a node whose controller died."""
@@ -37,10 +37,10 @@ READ_LIMIT = 1 << 20
 
 
 def main(environ: Mapping[str, str]) -> int:
-    """Be a host of the run whose controller ``environ`` names; returns the exit status.
+    """Serve as a host of the run whose controller ``environ`` names; returns the exit status.
 
     Raises:
-        UserError: the environment does not say where the controller is, nobody is there, or it refuses this host.
+        UserError: the environment has no controller address, nothing answers there, or it refuses this host.
     """
     address, token = controller_address(environ)
     (host,) = local_inventory(environ, alone=False).hosts
@@ -48,7 +48,7 @@ def main(environ: Mapping[str, str]) -> int:
 
 
 async def _until_stopped(work: Any) -> int:
-    """Run ``work``; SIGINT and SIGTERM end it, and what it started."""
+    """Run ``work``; SIGINT or SIGTERM ends it and everything it started. Returns the exit status."""
     task, received = asyncio.ensure_future(work), []
 
     def stop(number: signal.Signals) -> None:
@@ -100,7 +100,7 @@ async def _dial(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWrite
 
 @dataclass(slots=True)
 class _Attempt:
-    """One set of ranks."""
+    """One started set of ranks."""
 
     number: int
     ranks: LocalRanks
@@ -108,7 +108,7 @@ class _Attempt:
 
 
 class Node:
-    """What this host runs for the controller."""
+    """Ranks and Ray processes that this host runs for the controller."""
 
     def __init__(self, host: Host, logs: Path, writer: asyncio.StreamWriter) -> None:
         self._host, self._logs, self._writer = host, logs, writer
@@ -119,7 +119,7 @@ class Node:
         self._stopping: set[asyncio.Task[None]] = set()
 
     async def obey(self, reader: asyncio.StreamReader) -> int:
-        """Do what the controller asks until it is done with this host, or gone; returns the exit status."""
+        """Execute the controller's requests until it releases this host or is gone; returns the exit status."""
         while (frame := await frames.read(reader)) is not None:
             match frame:
                 case ["start", int(attempt), str(address), dict(ranks)]:
@@ -139,7 +139,7 @@ class Node:
         return CONTROLLER_GONE
 
     async def close(self) -> None:
-        """End everything that was started here, at once."""
+        """Kill everything that was started here immediately."""
         for stopping in self._stopping:
             stopping.cancel()
         if self._attempt is not None:
@@ -191,14 +191,14 @@ class Node:
                 await restarts.pause(f"`ray start` ended with status {process.returncode}")
             except OutOfRestarts as error:
                 self._say(str(error))
-                return  # the controller finds its engines gone
+                return  # the controller detects the loss of its engines
 
     def _start_ray(self, head: RayHead) -> subprocess.Popen[bytes]:
         environment = without_secrets(without_rank_variables(os.environ))
         environment.pop("RAY_ADDRESS", None)
         environment |= head.trust | marks(head.run_id) | RAY_SETTINGS
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={head.address}", "--block"]
-        # All our actors take no CPU; Ray starts as many idle workers as there are.
+        # Our actors reserve no CPUs, and Ray starts one idle worker per CPU.
         command += [f"--node-ip-address={self._host.address}", "--num-cpus=1"]
         command += [f"--object-store-memory={OBJECT_STORE_BYTES}"]
         return spawn(command, environment, self._log)

@@ -1,9 +1,9 @@
-"""The controller's half of `mfleet node`: the hosts that have joined a run, and the ranks that they start.
+"""Controller side of `mfleet node`: the hosts that have joined a run, and the ranks that they start.
 
-Node to controller, as parts of `cluster.frames`, after the hello of `cluster.handshake`::
+Node to controller, as frames of `cluster.frames`, after the hello of `cluster.handshake`::
 
     ["node", proof, host]                   the first frame; host: see `host_to_plain`
-    ["ended", attempt, rank, words]         a rank has ended, and how
+    ["ended", attempt, rank, words]         a rank has ended; words describe how
     ["stopped", attempt]                    no rank is left
     ["left"]                                nothing of Ray is left
 
@@ -14,7 +14,7 @@ Controller to node::
     ["join", head]                          see `RayHead`; the controller's own host has Ray already
     ["leave"]
     ["start", attempt, address, ranks]      see `RanksOfHost`
-    ["stop", attempt, seconds]              wait so long for the ranks to end, then kill them
+    ["stop", attempt, seconds]              wait this long for the ranks to end, then kill them
     ["quit"]
 """
 
@@ -36,27 +36,27 @@ from megatron_fleet.config.errors import UserError
 log = logging.getLogger(__name__)
 
 LAST_WORDS_S = 2.0
-"""For a node to say how a rank ended whose connection has closed."""
+"""Seconds to wait for a node's report on a rank whose connection has closed."""
 OBJECT_STORE_BYTES = 256 << 20
-"""Of Ray on each host: only batches of trajectories pass through it."""
+"""Size of Ray's object store on each host; only batches of trajectories pass through it."""
 RAY_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Ray runs actors at a lower priority (15) than all else: on busy cores an engine would hardly run at all.
+    # Ray's default niceness for workers is 15: on busy cores an engine would hardly run at all.
     "RAY_worker_niceness": "0",
 }
-"""Variables of Ray's processes on each host."""
+"""Environment variables of Ray's processes on each host."""
 ANSWER_S = 15.0
-"""For a node to act on what it was asked, beyond the deadline that it was given."""
+"""Seconds that a node has to answer a request, in addition to the request's own deadline."""
 
 
 @dataclass(frozen=True, slots=True)
 class RayHead:
-    """What a host needs to join the run's Ray cluster.
+    """Connection data for a host to join the run's Ray cluster.
 
     Attributes:
-        address: of the head's control store, ``host:port``.
-        trust: environment variables by which Ray's processes trust each other.
-        folder: of Ray's session, the same path on every host.
+        address: address of the head's control store, ``host:port``.
+        trust: environment variables with which Ray's processes authenticate each other.
+        folder: folder of Ray's session, the same path on every host.
         run_id: marks the processes, see `cluster.janitor`.
     """
 
@@ -72,7 +72,7 @@ class RanksOfHost:
 
     Attributes:
         threads: CPU threads of each rank.
-        visible: CUDA_VISIBLE_DEVICES of all of them, the i-th one's device being the i-th; ``None``: as inherited.
+        visible: CUDA_VISIBLE_DEVICES of all of them; the i-th rank uses the i-th device. ``None``: as inherited.
     """
 
     ranks: tuple[int, ...]
@@ -82,12 +82,12 @@ class RanksOfHost:
 
 
 def host_to_plain(host: Host) -> dict[str, Any]:
-    """Name, address and devices of a host, for a frame."""
+    """Convert name, address and devices of a host for a frame."""
     return {"name": host.name, "address": host.address, "devices": [asdict(device) for device in host.devices]}
 
 
 def host_from_plain(value: Any) -> Host:
-    """What `host_to_plain` was given. Raises ValueError for anything else."""
+    """Invert `host_to_plain`. Raises ValueError for anything else."""
     try:
         devices = tuple(Device(**device) for device in value["devices"])
         name, address = value["name"], value["address"]
@@ -99,7 +99,7 @@ def host_from_plain(value: Any) -> Host:
 
 
 class _Link:
-    """One node's connection."""
+    """Connection to one node."""
 
     def __init__(self, host: Host, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.host, self.reader = host, reader
@@ -119,10 +119,10 @@ class _Link:
 
 
 class Nodes:
-    """The hosts that run `mfleet node`. One that was lost may dial again."""
+    """Hosts that run `mfleet node`. A lost one may reconnect."""
 
     def __init__(self, count: int, logs: Path, timeout_s: float) -> None:
-        """Args: ``count``: of nodes that the run waits for. ``timeout_s``: for how long."""
+        """Args: ``count``: number of nodes that the run waits for. ``timeout_s``: seconds to wait for them."""
         self._count, self._logs, self.timeout_s = count, logs, timeout_s
         self._links: dict[str, _Link] = {}
         self._known: dict[str, Host] = {}
@@ -130,7 +130,7 @@ class Nodes:
         self._head: tuple[RayHead, str] | None = None
 
     async def admit(self, identity: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one node until it leaves. ``identity``: what it says of its host. Raises ValueError for nonsense."""
+        """Serve one node until it leaves. ``identity``: its host as plain data. Raises ValueError if malformed."""
         link = _Link(host_from_plain(identity), reader, writer)
         if reason := self._refusal(link.host):
             await link.send("refused", reason)
@@ -148,10 +148,10 @@ class Nodes:
         await self._notify()
 
     async def hosts(self) -> list[Host]:
-        """All hosts, once they are there.
+        """Wait for all hosts to join and return them.
 
         Raises:
-            UserError: some did not dial in time.
+            UserError: some did not connect in time.
         """
         if not await self.wait(lambda: len(self._known) == self._count, self.timeout_s):
             there = ", ".join(self._known) or "none"
@@ -163,12 +163,12 @@ class Nodes:
         return list(self._known.values())
 
     async def join(self, head: RayHead, own: str) -> None:
-        """Have all hosts but ``own``, the controller's, join Ray; one that comes back joins again."""
+        """Make all hosts except the controller's, ``own``, join Ray; one that reconnects joins again."""
         self._head = head, own
         await asyncio.gather(*(self._join(link) for link in self._links.values()))
 
     async def leave(self) -> None:
-        """Have them leave Ray; returns when nothing of it is left there."""
+        """Make all hosts leave Ray; returns when nothing of it is left there, or after ``ANSWER_S``."""
         if self._head is None:
             return
         _, own = self._head
@@ -178,7 +178,7 @@ class Nodes:
         await self.wait(lambda: all(link.gone or ("left",) in link.answers for link in links), ANSWER_S)
 
     async def close(self) -> None:
-        """Have all nodes end."""
+        """Make all nodes exit."""
         await asyncio.gather(*(link.send("quit") for link in self._links.values()))
         await self.wait(lambda: not self._links, ANSWER_S)
         for link in self._links.values():
@@ -191,7 +191,7 @@ class Nodes:
             await link.send("join", asdict(head))
 
     async def _read(self, link: _Link) -> None:
-        with suppress(ValueError):  # not our protocol: as good as gone
+        with suppress(ValueError):  # a malformed frame is handled like a lost connection
             while (frame := await frames.read(link.reader)) is not None:
                 match frame:
                     case ["ended", int(attempt), int(rank), str(words)]:
@@ -230,14 +230,14 @@ class NodeRanks:
     """Ranks that `mfleet node` starts; see `cluster.launcher.RankStarter`."""
 
     def __init__(self, nodes: Nodes, ranks: Mapping[str, RanksOfHost]) -> None:
-        """Args: ``ranks``: of each host, by its name."""
+        """Args: ``ranks``: ranks of each host, by host name."""
         self._nodes, self._ranks = nodes, dict(ranks)
         self._host_of = {rank: host for host, mine in ranks.items() for rank in mine.ranks}
         self._numbers = itertools.count(1)
         self._attempt = 0
 
     async def start(self, address: str, token: str) -> None:
-        """See `RankStarter.start`; waits for hosts that were lost. Raises UserError when they do not come back."""
+        """See `RankStarter.start`; waits for lost hosts. Raises UserError when they do not reconnect."""
         if not await self._nodes.wait(lambda: not self._missing(), self._nodes.timeout_s):
             raise UserError(
                 f"Host {self._missing()[0]} was lost and did not come back within {self._nodes.timeout_s:g} s "

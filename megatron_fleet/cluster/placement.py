@@ -1,8 +1,8 @@
-"""Decide on which host and which devices every rank and every engine runs. Pure: no I/O, the same answer every time.
+"""Placement: assign every rank and every engine to a host and devices. Pure and deterministic, without I/O.
 
-Ranks take the first devices of a host, one each. A *colocated* engine sits on the very devices of as many consecutive
-ranks of one host as it has tensor-parallel parts; other engines take devices that no rank has. Engines are dealt to
-the hosts in turn. A host without devices computes on its CPU, which ranks and engines share; where some hosts have
+Ranks take the first devices of a host, one each. A *colocated* engine uses the devices of consecutive ranks of one
+host, as many as its tensor-parallel size; other engines take devices that no rank uses. Engines are assigned to the
+hosts round-robin. A host without devices computes on its CPU, which ranks and engines share; if some hosts have
 devices, those without get neither.
 """
 
@@ -23,13 +23,13 @@ _DEVICE_PARTS = "rollout.engine.replicas × tensor_parallel"
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What of a configuration decides the placement.
+    """Settings of a configuration that determine the placement.
 
     Attributes:
         engines: number of engines.
-        tensor_parallel: devices of each of them.
-        colocated: on the ranks' devices; ``None``: on GPUs yes, on CPUs no.
-        transport: how weights get to the engines; ``auto``: by the placement.
+        tensor_parallel: devices of each engine.
+        colocated: engines use the ranks' devices; ``None``: true on GPUs, false on CPUs.
+        transport: transport of the weight sync; ``auto``: chosen by the placement.
     """
 
     ranks: int
@@ -47,13 +47,13 @@ class Wanted:
 
     @classmethod
     def of_evaluation(cls, config: Config) -> Wanted:
-        """Engines alone, without a trainer."""
+        """Return the settings for engines without a trainer."""
         return cls(0, config.rollout.engine.replicas, config.rollout.engine.tensor_parallel, colocated=False)
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Where a rank is; ``device``: its index on ``host``, ``None`` on a CPU."""
+    """Place of a rank; ``device``: its index on ``host``, ``None`` on a CPU."""
 
     rank: int
     host: str
@@ -62,7 +62,7 @@ class RankPlace:
 
 @dataclass(frozen=True, slots=True)
 class EnginePlace:
-    """Where an engine is; ``devices``: their indices on ``host``, empty on a CPU."""
+    """Place of an engine; ``devices``: their indices on ``host``, empty on a CPU."""
 
     host: str
     devices: tuple[int, ...]
@@ -70,7 +70,7 @@ class EnginePlace:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Attributes: ranks: by rank. engines: by number. transport: a name of `weight_sync`."""
+    """Placement of a run. ``ranks`` are in rank order, ``engines`` in index order; ``transport``: see `weight_sync`."""
 
     ranks: tuple[RankPlace, ...]
     engines: tuple[EnginePlace, ...]
@@ -79,14 +79,15 @@ class Placement:
 
 
 _RanksOf = dict[str, tuple[int, ...]]
-"""The ranks of each host, by its name."""
+"""Ranks of each host, by host name."""
 
 
 def place(inventory: Inventory, wanted: Wanted) -> Placement:
     """Place ranks and engines.
 
     Raises:
-        UserError: it does not fit, or the transport cannot work so; names the keys, their values and what there is.
+        UserError: it does not fit, or the transport does not support the placement; the message names the keys, their
+            values and the available devices.
     """
     cuda = any(host.devices for host in inventory.hosts)
     ranks_of = _ranks_of_hosts(inventory.hosts, wanted.ranks, cuda)
@@ -131,7 +132,7 @@ def _ranks_of_hosts(hosts: Sequence[Host], wanted: int, cuda: bool) -> _RanksOf:
 
 
 def _fill(hosts: Sequence[Host], wanted: int) -> _RanksOf:
-    """Consecutive ranks on each host in turn, as many as it has devices."""
+    """Assign consecutive ranks to each host in turn, as many as it has devices."""
     there = sum(len(host.devices) for host in hosts)
     if wanted > there:
         raise UserError(
@@ -148,7 +149,7 @@ def _fill(hosts: Sequence[Host], wanted: int) -> _RanksOf:
 
 
 def _spread(hosts: Sequence[Host], wanted: int) -> _RanksOf:
-    """Consecutive ranks on each host in turn, in numbers as equal as possible."""
+    """Assign consecutive ranks to each host in turn, as evenly as possible."""
     bounds = [wanted * i // len(hosts) for i in range(len(hosts) + 1)]
     return {host.name: tuple(range(bounds[i], bounds[i + 1])) for i, host in enumerate(hosts)}
 
@@ -180,7 +181,7 @@ def _engines_on_devices(
             continue
         taken = len(ranks_of[host.name])
         free.append((host, host.devices[:taken] if colocated else host.devices[taken:]))
-    # The n-th engine of every host, before the n+1st of any.
+    # Round-robin: the n-th engine of every host comes before the (n+1)-th of any.
     columns = [
         [
             EnginePlace(host.name, tuple(d.index for d in devices[i : i + size]))
@@ -195,7 +196,7 @@ def _engines_on_devices(
 
 
 def _engines_do_not_fit(free: Sequence[tuple[str, int]], wanted: Wanted, colocated: bool) -> str:
-    """The refusal. ``free``: hosts and how many devices engines may have there."""
+    """Return the error message. ``free``: hosts and the number of devices available to engines there."""
     size = wanted.tensor_parallel
     there, largest = sum(count for _, count in free), max((count for _, count in free), default=0)
     listed = ", ".join(f"{count} on {name}" for name, count in free) or "no host runs `mfleet node`"
@@ -211,7 +212,7 @@ def _engines_do_not_fit(free: Sequence[tuple[str, int]], wanted: Wanted, colocat
 
 
 def _transport(name: str, cuda: bool, colocated: bool, hosts: int) -> str:
-    """The transport by name, or the best one for the placement. Transports that are not ours are not judged."""
+    """Return the named transport, or the best one for the placement. User-defined transports are not checked."""
     works_where = {
         "shm": (not cuda and hosts == 1, "CPUs of one host"),
         "gloo": (not cuda, "CPUs"),

@@ -1,14 +1,14 @@
-"""Read which rank a process is, and where its controller listens, from the environment.
+"""Rank of a process, and the address of its controller, from environment variables.
 
-Four kinds of variables say which rank a process is:
+Four kinds of variables identify the rank of a process:
 
 * ``mfleet``: MFLEET_RANK and its three companions, set by our launchers;
-* ``torchrun``: RANK and its three companions beside torchrun's own marks;
+* ``torchrun``: RANK and its three companions, with variables that only torchrun sets;
 * ``variables``: the same four, set by something else;
 * ``srun``: SLURM_PROCID and its companions, within a job step.
 
-Two kinds that are both there must agree, with one exception: torchrun started by one srun task per node, where Slurm
-counts the agents.
+If two kinds are present they must agree, with one exception: when one srun task per node starts torchrun, Slurm counts
+the torchrun agents.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SOURCES: tuple[Source, ...] = get_args(Source)
 _FIELDS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _TORCHRUN_MARKS = ("TORCHELASTIC_RUN_ID", "GROUP_RANK")
 _TASKS = "SLURM_STEP_TASKS_PER_NODE"
-"""Tasks on each host of a step, as ``2(x3),1``."""
+"""Variable with the number of tasks on each host of a step, e.g. ``2(x3),1``."""
 _NAMES = (
     *(f"MFLEET_{name}" for name in _FIELDS), *_FIELDS, "GROUP_RANK", "ROLE_RANK", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE",
     "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "SLURM_PROCID", "SLURM_NTASKS",
@@ -39,12 +39,12 @@ _PREFIXES = ("TORCHELASTIC_", "PET_", "SLURM_STEP_", "PMI_", "PMIX_")
 
 @dataclass(frozen=True, slots=True)
 class RankIdentity:
-    """Which rank a process is.
+    """Rank of a process.
 
     Attributes:
-        local_rank, local_world_size: the same, counted on its host.
+        local_rank, local_world_size: rank and number of ranks on its host.
         host: name of the host, as its launcher calls it.
-        source: the kind of variables that said so, for messages.
+        source: kind of variables that it was read from, for messages.
     """
 
     rank: int
@@ -56,15 +56,15 @@ class RankIdentity:
 
 
 def rank_identity(environ: Mapping[str, str]) -> RankIdentity:
-    """Return which rank this process is.
+    """Return the rank of this process.
 
     Raises:
-        UserError: nothing says it, something is missing, is no integer or is out of range, or two launchers contradict
-            each other.
+        UserError: no variable is set, one is missing, not an integer or out of range, or two launchers contradict each
+            other.
     """
     found: dict[Source, RankIdentity] = {}
     for source in SOURCES:
-        # Under torchrun a task of srun is torchrun's agent, not the rank.
+        # Under torchrun, the srun task is torchrun's agent, not the rank.
         if not (source == "srun" and "torchrun" in found) and (identity := _read(source, environ)) is not None:
             found[source] = identity
     if not found:
@@ -80,21 +80,21 @@ def rank_identity(environ: Mapping[str, str]) -> RankIdentity:
 
 
 def controller_address(environ: Mapping[str, str]) -> tuple[str, str]:
-    """Return where the controller of this run listens, as ``host:port``, and the token that it asks for.
+    """Return the controller's address as ``host:port``, and the run's token.
 
     Raises:
-        UserError: MFLEET_CONTROLLER or MFLEET_TOKEN is missing or malformed. The token is in no message.
+        UserError: MFLEET_CONTROLLER or MFLEET_TOKEN is missing or malformed. No message contains the token.
     """
     return _address(environ, lowest_port=1), _token(environ)
 
 
 @dataclass(frozen=True, slots=True)
 class ListenAt:
-    """Where the controller is to listen.
+    """Address for the controller to listen on.
 
     Attributes:
-        port: 0: any free one.
-        file: the address is written there once it is bound, so that others need not guess a port; ``None``: nowhere.
+        port: 0: any free port.
+        file: the address is written there once it is bound, so that others need not guess a port; ``None``: no file.
     """
 
     host: str
@@ -103,10 +103,10 @@ class ListenAt:
 
 
 def listen_at(environ: Mapping[str, str]) -> ListenAt:
-    """Read where the controller of a run with external ranks or several hosts is to listen.
+    """Read the listen address for the controller of a run with external ranks or several hosts.
 
     Raises:
-        UserError: as `controller_address`; or a free port is asked for and nobody would learn which.
+        UserError: as `controller_address`; or the port is 0 without a file to publish the chosen one.
     """
     file = environ.get("MFLEET_CONTROLLER_FILE", "").strip()
     address, _ = _address(environ, lowest_port=0 if file else 1), _token(environ)
@@ -141,28 +141,27 @@ def _token(environ: Mapping[str, str]) -> str:
 
 
 def rank_variables() -> tuple[str, ...]:
-    """Names, and beginnings of names (they end in ``_``), of variables that say which rank a process is, or were set
-    for a rank alone.
+    """Return names, and name prefixes (ending in ``_``), of variables that identify a rank or are meant for ranks only.
 
-    A child that is no rank must not inherit them: torch.distributed and vLLM would take them for their own.
+    A child process that is not a rank must not inherit them: torch.distributed and vLLM would apply them to themselves.
     """
     return _NAMES + _PREFIXES
 
 
 def without_rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """A copy of ``environ`` without `rank_variables`."""
+    """Return a copy of ``environ`` without `rank_variables`."""
     return {name: value for name, value in environ.items() if name not in _NAMES and not name.startswith(_PREFIXES)}
 
 
 def _read(source: Source, environ: Mapping[str, str]) -> RankIdentity | None:
-    """What the variables of one kind say; ``None`` when they are not there."""
+    """Read the variables of one kind; ``None`` when they are not set."""
     if source == "srun":
         return _read_srun(environ)
     if source != "mfleet" and (source == "torchrun") != any(mark in environ for mark in _TORCHRUN_MARKS):
         return None
     names = tuple(f"MFLEET_{name}" if source == "mfleet" else name for name in _FIELDS)
     if not any(name in environ for name in names[:1] + names[2:3]):
-        return None  # WORLD_SIZE alone says nothing of this process
+        return None  # WORLD_SIZE alone does not identify a rank
     if missing := [name for name in names if name not in environ]:
         there = ", ".join(f"{name}={environ[name]}" for name in names if name in environ)
         raise UserError(
@@ -177,10 +176,10 @@ def _read(source: Source, environ: Mapping[str, str]) -> RankIdentity | None:
 
 
 def _read_srun(environ: Mapping[str, str]) -> RankIdentity | None:
-    # The batch script itself has SLURM_PROCID=0 too, and is no task of a step.
+    # The batch script itself also has SLURM_PROCID=0, but is not a task of a step.
     if "SLURM_PROCID" not in environ or "SLURM_STEP_ID" not in environ:
         return None
-    # SLURM_NTASKS may still be that of the allocation around the step.
+    # SLURM_NTASKS may be that of the enclosing allocation.
     world_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     names = ("SLURM_PROCID", world_name, "SLURM_LOCALID", "SLURM_NODEID", _TASKS)
     if missing := [name for name in names if name not in environ]:
@@ -201,7 +200,7 @@ def _read_srun(environ: Mapping[str, str]) -> RankIdentity | None:
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """Number of tasks of each host: ``2(x3),1`` → ``[2, 2, 2, 1]``."""
+    """Parse the number of tasks of each host: ``2(x3),1`` → ``[2, 2, 2, 1]``."""
     tasks: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]{1,7})(?:\(x([0-9]{1,7})\))?", part)
@@ -212,7 +211,7 @@ def _tasks_per_node(text: str) -> list[int]:
 
 
 def _integer(environ: Mapping[str, str], name: str) -> int:
-    # int() would take "1_0" and other scripts' digits as well.
+    # int() would also accept "1_0" and non-ASCII digits.
     if re.fullmatch(r"[0-9]{1,7}", environ[name]) is None:
         raise UserError(f"{name}={environ[name]} is no number of ranks; set it to an integer from 0 on.")
     return int(environ[name])
@@ -235,7 +234,7 @@ def _host(environ: Mapping[str, str]) -> str:
 
 
 def _spelt(identity: RankIdentity) -> str:
-    """The variables that an identity was read from, for a message."""
+    """Format the variables that an identity was read from, for a message."""
     rank, world = {
         "mfleet": ("MFLEET_RANK", "MFLEET_WORLD_SIZE"),
         "torchrun": ("torchrun's RANK", "WORLD_SIZE"),

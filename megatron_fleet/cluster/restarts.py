@@ -1,4 +1,4 @@
-"""How often something that died is started again, and how long to wait before."""
+"""Limit and backoff for restarts of a component that died."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import time
 log = logging.getLogger(__name__)
 
 MEMORY_S = 3600.0
-"""Restarts longer ago than this are forgotten: what dies more often has a cause that restarting does not mend."""
+"""Restarts longer ago than this are forgotten: frequent deaths have a cause that restarting does not fix."""
 BACKOFF_S = 1.0
-"""Pause before the first restart; it doubles each time."""
+"""Seconds before the first restart; the pause doubles each time."""
 
 
 class OutOfRestarts(Exception):
-    """It died too often. ``str()`` names it, the last reason and where to look."""
+    """A component died too often. ``str()`` gives its name, the last reason and where to look."""
 
 
 class Restarts:
-    """The restarts of one component.
+    """Restarts of one component.
 
     Attributes:
         count: restarts so far, forgotten ones included.
@@ -35,7 +35,7 @@ class Restarts:
         """Wait before the next restart.
 
         Raises:
-            OutOfRestarts: there were too many.
+            OutOfRestarts: the limit is reached.
         """
         log.warning("%s is lost: %s", self._name, reason)
         now = time.monotonic()
@@ -48,5 +48,5 @@ class Restarts:
         self.count += 1
 
     def done(self) -> None:
-        """It is back."""
+        """Log that the component is back."""
         log.warning("%s is back", self._name)

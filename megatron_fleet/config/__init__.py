@@ -1,5 +1,5 @@
-"""The configuration: one typed tree, every mistake explained before anything starts.
+"""Typed configuration tree, validated before a run starts.
 
-Hydra composes the YAML groups of ``configs/``, the pydantic tree in ``schema.py`` accepts or refuses, ``validate.py``
-checks what spans several keys, ``keys.py`` knows all names and suggests the right one for a misspelt one.
+Hydra composes the YAML groups of ``configs/``, the pydantic tree in ``schema.py`` validates the result, ``validate.py``
+checks combinations of keys, and ``keys.py`` lists all keys and suggests the closest one for a misspelt key.
 """

@@ -1,4 +1,4 @@
-"""Parts of a user's own: where a key takes the name of one of ours, it takes ``package.module:name`` as well."""
+"""User-supplied components: a key that takes the name of a built-in one also accepts ``package.module:name``."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from megatron_fleet.config.errors import UserError, say
 _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 CHECK_TIMEOUT_S = 300.0
 REFUSED = 2
-"""Exit status of the process of `check`."""
+"""Exit status of the subprocess of `check` when `load` fails."""
 
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Annotation of a text field: one of ``names``, or a path to something of the user's."""
+    """Annotation of a text field: one of ``names``, or the ``package.module:name`` of a user's object."""
 
     names: tuple[str, ...]
 
     @property
     def spelt(self) -> str:
-        """What it accepts, in words."""
+        """Accepted values, in words."""
         ours = f"one of {', '.join(self.names)} or " if self.names else ""
         return f"{ours}package.module:name"
 
@@ -45,17 +45,17 @@ class Open:
 
 
 def is_path(name: str) -> bool:
-    """Whether ``name`` has the form ``package.module:name``."""
+    """Return whether ``name`` has the form ``package.module:name``."""
     return _PATH.fullmatch(name) is not None
 
 
 @functools.cache
 def load(key: str, path: str, arguments: tuple[str, ...]) -> Callable[..., Any]:
-    """Import what a key names. Modules are found as Python finds them, and in the current folder.
+    """Import the callable that a key names. Modules are looked up on ``sys.path`` and in the current folder.
 
     Args:
-        key: of the configuration, for messages.
-        arguments: names of what it will be called with, by position.
+        key: configuration key, for messages.
+        arguments: names of the positional arguments it will be called with.
 
     Raises:
         UserError: it cannot be imported, or does not take these arguments.
@@ -67,7 +67,7 @@ def load(key: str, path: str, arguments: tuple[str, ...]) -> Callable[..., Any]:
         sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except BaseException as error:  # another's code may raise anything, SystemExit too
+    except BaseException as error:  # user code may raise anything, including SystemExit
         if isinstance(error, KeyboardInterrupt):
             raise
         if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
@@ -82,19 +82,19 @@ def load(key: str, path: str, arguments: tuple[str, ...]) -> Callable[..., Any]:
         inspect.signature(found).bind(*arguments)
     except TypeError as error:
         raise UserError(f"{key}={path}: must take ({', '.join(arguments)}): {error}.") from None
-    except ValueError:  # a builtin tells no signature
+    except ValueError:  # some builtins have no signature
         pass
     return found
 
 
 def check(key: str, path: str, arguments: tuple[str, ...], python: str = sys.executable) -> None:
-    """`load` in a process of its own: what a user's module imports, torch for example, stays out of this one.
+    """Run `load` in a subprocess, so that the imports of a user's module, such as torch, stay out of this process.
 
     Args:
         python: interpreter of the process that will use it.
 
     Raises:
-        UserError: as `load`, or the process does not end by itself.
+        UserError: as for `load`, or the subprocess crashes or takes longer than ``CHECK_TIMEOUT_S``.
     """
     command = [python, "-m", "megatron_fleet.config.extension", key, path, *arguments]
     try:
@@ -109,7 +109,7 @@ def check(key: str, path: str, arguments: tuple[str, ...], python: str = sys.exe
 
 
 def main(key: str, path: str, *arguments: str) -> int:
-    """Try `load`; returns the exit status, `REFUSED` with the reason on stderr when it fails."""
+    """Run `load` and return the exit status: `REFUSED`, with the reason on stderr, when it fails."""
     try:
         load(key, path, arguments)
     except UserError as error:

@@ -1,5 +1,5 @@
-"""Read files that users or other programs wrote. A file that cannot be used raises a UserError that names the file,
-the problem and the remedy."""
+"""Read files written by users or other programs. An unusable file raises a UserError that names the file, the problem
+and the remedy."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megatron_fleet.config.errors import UserError
 
 MAX_BYTES = 4 << 30
 MAX_DEPTH = 200
-"""Objects and lists within each other, far below what the interpreter's own recursion takes."""
+"""Maximum nesting of objects and lists, far below the interpreter's recursion limit."""
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def user_path(text: str) -> Path:
-    """The path that a user wrote, its ``~`` expanded. Raises UserError for the home of a user that there is not."""
+    """Return the path a user wrote, with ``~`` expanded. Raises UserError for the home of an unknown user."""
     expanded = os.path.expanduser(text)
     if expanded.startswith("~"):
         raise UserError(f"{text}: there is no home folder of {expanded.split('/', 1)[0]}; write the path without ~.")
@@ -27,14 +27,14 @@ def user_path(text: str) -> Path:
 
 
 def read_file(path: Path, remedy: str = "correct the path") -> bytes:
-    """A whole file.
+    """Read a whole file.
 
     Args:
         remedy: what the user can do, for the message.
 
     Raises:
-        UserError: it cannot be read, is no regular file (a pipe would be waited for, a device has no end) or is larger
-            than ``MAX_BYTES``.
+        UserError: it cannot be read, is not a regular file (reading a pipe would block, a device has no end) or is
+            larger than ``MAX_BYTES``.
     """
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
@@ -53,14 +53,14 @@ def read_file(path: Path, remedy: str = "correct the path") -> bytes:
 
 
 def parse_json(data: bytes, where: str, remedy: str = "correct the file") -> Any:
-    """The value of a JSON text.
+    """Parse a JSON text.
 
     Raises:
-        UserError: it is no UTF-8 or no JSON, nested more than ``MAX_DEPTH`` deep, or has half of a surrogate pair,
-            which could not be written again.
+        UserError: it is not UTF-8 or not JSON, is nested more than ``MAX_DEPTH`` deep, or contains an unpaired
+            surrogate, which could not be encoded again.
     """
     try:
-        value = json.loads(data.decode())  # of bytes json takes halves of surrogate pairs
+        value = json.loads(data.decode())  # given bytes, json accepts unpaired surrogates
         if depth_exceeds(value, MAX_DEPTH):
             raise RecursionError
         if _SURROGATE.search(data):
@@ -75,13 +75,13 @@ def parse_json(data: bytes, where: str, remedy: str = "correct the file") -> Any
         raise UserError(f"{where}: a text holds half of a surrogate pair; {remedy}.") from None
     except RecursionError:
         raise UserError(f"{where}: its JSON is nested more than {MAX_DEPTH} levels deep; {remedy}.") from None
-    except ValueError as error:  # an integer of more digits than Python converts
+    except ValueError as error:  # an integer with more digits than Python converts
         raise UserError(f"{where}: not usable JSON ({error}); {remedy}.") from None
     return value
 
 
 def read_object(path: Path, remedy: str = "correct the file") -> dict[str, Any]:
-    """The JSON object that a file holds. Raises UserError as `read_file` and `parse_json` do, and for another value."""
+    """Read a JSON object from a file. Raises UserError as `read_file` and `parse_json` do, and for any other value."""
     value = parse_json(read_file(path, remedy), str(path), remedy)
     if not isinstance(value, dict):
         raise UserError(f"{path}: holds a {type(value).__name__}, expected a JSON object; {remedy}.")
@@ -89,8 +89,8 @@ def read_object(path: Path, remedy: str = "correct the file") -> dict[str, Any]:
 
 
 def parse_yaml(data: bytes, where: str, remedy: str = "correct the file") -> Any:
-    """The value of a YAML text. Raises UserError: it is no UTF-8 or no YAML, too deep, or has aliases, by which a small
-    file could stand for an endless value."""
+    """Parse a YAML text. Raises UserError if it is not UTF-8 or not YAML, is nested too deep, or has aliases, with
+    which a small file could expand without bound."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -105,7 +105,7 @@ def parse_yaml(data: bytes, where: str, remedy: str = "correct the file") -> Any
             raise RecursionError
     except UnicodeDecodeError as error:
         raise UserError(f"{where}: byte {error.start}: not UTF-8 text; {remedy}.") from None
-    # ValueError: a date that there is not, too many digits. The others: a tag whose value is no such thing.
+    # ValueError: an invalid date, too many digits. The others: a value that does not fit its tag.
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError) as error:
         raise UserError(f"{where}: not usable YAML ({' '.join(str(error).split())}); {remedy}.") from None
     except RecursionError:
@@ -114,7 +114,7 @@ def parse_yaml(data: bytes, where: str, remedy: str = "correct the file") -> Any
 
 
 def depth_exceeds(value: Any, limit: int) -> bool:
-    """Whether a JSON value has more than ``limit`` objects and lists within each other. Does not recurse."""
+    """Return whether a JSON value nests objects and lists more than ``limit`` deep. Does not recurse."""
     level = [value]
     for _ in range(limit):
         level = [

@@ -1,4 +1,4 @@
-"""The keys of the configuration: enumeration, suggestions for misspelt ones, the reference in ``docs/config.md``."""
+"""Configuration keys: enumeration, suggestions for misspelt keys, and the reference in ``docs/config.md``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_fleet.config.schema import Config
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One leaf of the tree: dotted name, what it accepts, its default (``None`` text = required) and its meaning."""
+    """One leaf of the tree: dotted name, accepted values, default (``None`` = required) and meaning."""
 
     name: str
     accepts: str
@@ -26,7 +26,7 @@ class Key:
 
 
 def leaves(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[Key]:
-    """All leaf keys below ``section``, in the order of the schema."""
+    """Yield all leaf keys below ``section``, in schema order."""
     for name, info in section.model_fields.items():
         kind = info.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
@@ -37,7 +37,7 @@ def leaves(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[Key]
 
 
 def names() -> set[str]:
-    """Every dotted name an override may use: leaves and the sections above them."""
+    """Return every dotted name an override may use: leaves and the sections above them."""
     out: set[str] = set()
     for key in leaves():
         parts = key.name.split(".")
@@ -46,12 +46,12 @@ def names() -> set[str]:
 
 
 def texts() -> set[str]:
-    """The leaves whose value is text."""
+    """Return the names of the leaves whose value is text."""
     return {key.name for key in leaves() if key.accepts.partition(" or ")[0] == "text"}
 
 
 def suggest(name: str) -> str | None:
-    """The key most likely meant by ``name``: same last part first (``lr`` → ``policy.optimizer.lr``), then spelling."""
+    """Return the key closest to ``name``: same last part first (``lr`` → ``policy.optimizer.lr``), then spelling."""
     known = sorted(names())
     last = name.rsplit(".", 1)[-1]
     lasts = sorted({k.rsplit(".", 1)[-1] for k in known})
@@ -62,7 +62,7 @@ def suggest(name: str) -> str | None:
 
 
 def accepts(info: FieldInfo) -> str:
-    """What a field accepts, in words: ``integer ≥ 1``, ``one of k1, k2, k3``, ``number > 0 or null``."""
+    """Describe the values a field accepts: ``integer ≥ 1``, ``one of k1, k2, k3``, ``number > 0 or null``."""
     bounds = []
     for rule in info.metadata:
         if isinstance(rule, Open):
@@ -102,7 +102,7 @@ def _spell(value: object) -> str:
 
 
 def reference() -> str:
-    """The text of ``docs/config.md``."""
+    """Return the text of ``docs/config.md``."""
     lines = [
         "# Configuration keys",
         "",

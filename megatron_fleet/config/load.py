@@ -1,6 +1,6 @@
-"""Overrides → Config: Hydra composes the YAML groups, the pydantic tree accepts or explains.
+"""Build a `Config` from overrides: Hydra composes the YAML groups, the pydantic tree validates the result.
 
-The only module that knows Hydra, and only its compose API: nothing here changes the working directory, the logging or
+The only module that uses Hydra, and only its compose API: nothing here changes the working directory, the logging or
 the outputs of the process.
 """
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 ROOT = Path(__file__).resolve().parents[2]
-"""The repository: relative paths in ``configs/`` that belong to it are written ``${root:}/…``."""
+"""Repository root; paths in ``configs/`` relative to it are written ``${root:}/…``."""
 
 
 def load(overrides: Sequence[str] = (), config_dir: Path | None = None) -> Config:
     """Compose ``config.yaml`` with ``overrides`` (``group=option``, ``section.key=value``) into a typed tree.
 
-    Relative paths of the user (``run.out``, ``model.path``, ``data.tasks``) are taken from the working directory and
-    made absolute, because ranks and Ray workers may have another one.
+    Relative paths given by the user (``run.out``, ``model.path``, ``data.tasks``) are made absolute from the working
+    directory, because ranks and Ray workers may have another one.
 
     Raises:
-        UserError: unknown key or option, value of the wrong kind, required key not set, YAML that cannot be read.
+        UserError: unknown key or option, value of the wrong type, required key not set, unreadable YAML.
     """
     folder = (config_dir or ROOT / "configs").resolve()
     if not (folder / "config.yaml").is_file():
@@ -40,13 +40,13 @@ def load(overrides: Sequence[str] = (), config_dir: Path | None = None) -> Confi
 
 
 def load_resolved(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a configuration that was resolved before (``<out>/config.json``).
+    """Read an already resolved configuration (``<out>/config.json``).
 
     Args:
-        overrides: ``section.key=value``, the value as JSON or as a word.
+        overrides: ``section.key=value``, the value as JSON or as a bare word.
 
     Raises:
-        UserError: the file is missing, is no JSON or does not fit the schema; an override names no key.
+        UserError: the file is missing, is not JSON or does not fit the schema, or an override names an unknown key.
     """
     tree = read_object(path, "give the config.json of a run")
     for text in overrides:
@@ -66,19 +66,19 @@ def _replace(tree: dict[str, Any], text: str, path: Path) -> None:
     try:
         tree[key] = value if name in keys.texts() and value != "null" else json.loads(value)
     except ValueError:
-        tree[key] = value  # a word; the schema judges it
+        tree[key] = value  # a bare word; the schema validates it
 
 
 def dump_resolved(config: Config) -> str:
-    """The JSON text that ``load_resolved`` reads back to an equal tree."""
+    """Return the JSON text that ``load_resolved`` reads back to an equal tree."""
     return config.model_dump_json(indent=2) + "\n"
 
 
 def _override(text: str, folder: Path) -> str:
-    """Check one override against groups and schema; return it in the form Hydra shall apply.
+    """Check one override against groups and schema; return it in the form that is passed to Hydra.
 
     A value is forced (``++``) because keys with a default in the schema need not occur in the YAML. A text key takes
-    its value as it stands: Hydra's grammar would want quotes for a path with a blank, a ``~`` or a ``=``.
+    its value literally: Hydra's grammar would require quotes for a path with a space, a ``~`` or a ``=``.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import OverrideType
@@ -103,7 +103,7 @@ def _override(text: str, folder: Path) -> str:
 
 
 def _escape(value: str) -> str:
-    """For Hydra's single quotes: a backslash counts only before a quote or at the end."""
+    """Escape for Hydra's single quotes, where a backslash is special only before a quote or at the end."""
     return re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value)
 
 
@@ -142,7 +142,7 @@ def _absolute(tree: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, str) and value and value != "embedded" and "://" not in value:
             tree[section][key] = str(user_path(value).absolute())
     if isinstance(tree.get("data"), dict) and isinstance(names := tree["data"].get("exclusions"), list):
-        # Names of lists that come with the package stay names.
+        # Names of the package's own exclusion lists are not paths.
         files = (isinstance(name, str) and bool(Path(name).suffix) for name in names)
         tree["data"]["exclusions"] = [
             str(user_path(name).absolute()) if is_file else name for name, is_file in zip(names, files, strict=True)
@@ -154,19 +154,19 @@ def _typed(tree: dict[str, Any]) -> Config:
     from pydantic import ValidationError
 
     try:
-        # JSON, strict: `true` is no integer and "3" is no number, while a list may still become a tuple.
+        # Strict JSON mode: `true` is not an integer and "3" not a number, but a list may still become a tuple.
         return Config.model_validate_json(json.dumps(tree, ensure_ascii=False).encode(), strict=True)
     except UnicodeEncodeError:
         raise UserError(f"{_without_utf8(tree)} is not UTF-8 text; correct it.") from None
     except ValidationError as error:
-        # An unknown key first: it is often the misspelt form of one that is then missing.
+        # Unknown keys first: one is often the misspelling of a key that is then reported as missing.
         problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
         more = f" ({len(problems) - 1} more: {', '.join(_dotted(p) for p in problems[1:])}.)" if problems[1:] else ""
         raise UserError(_explain(problems[0]) + more) from error
 
 
 def _without_utf8(value: Any, name: str = "") -> str:
-    """The first key, with its value, that holds half of a surrogate pair; empty: none does."""
+    """Return the first key, with its value, that contains an unpaired surrogate; empty if none does."""
     if isinstance(value, str):
         return f"{name}={value!a}" if any("\ud800" <= c <= "\udfff" for c in value) else ""
     pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()

@@ -1,4 +1,4 @@
-"""Names that become parts of other names."""
+"""Sanitised names for use inside metric and file names."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import re
 
 
 def environment_name(env_key: str) -> str:
-    """An environment key as a part of metric and file names; ``/`` would be a level of its own in both."""
+    """Return an environment key as a component of metric and file names; ``/`` would add a level in both."""
     return re.sub(r"[^\w\-. :]", "_", env_key)

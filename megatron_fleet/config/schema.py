@@ -1,7 +1,7 @@
-"""The configuration, typed: one pydantic tree. Hydra composes the YAML (``configs/``), this tree accepts or explains.
+"""Configuration schema: one pydantic tree that validates what Hydra composes from ``configs/``.
 
-Every key is read by something (tests/config/test_keys_are_read.py). Unknown keys are refused. Checks that span
-several keys are in ``megatron_fleet.config.validate``. The larger sections live in ``megatron_fleet.config.sections``.
+Every key is used somewhere (tests/config/test_keys_are_read.py). Unknown keys are rejected. Checks that span several
+keys are in ``megatron_fleet.config.validate``. The larger sections live in ``megatron_fleet.config.sections``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Addresses of servers, as users write them."""
+"""Validation of server addresses in the configuration."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from urllib.parse import urlsplit
 def url_problem(
     name: str, url: str, schemes: Sequence[str] = ("http", "https"), instead: str = "leave it out"
 ) -> str | None:
-    """Why ``url`` cannot be used, in one sentence; ``None`` when it can.
+    """Return an error message if ``url`` cannot be used, else ``None``.
 
     Args:
-        name: of the key that holds it.
-        instead: what to do with a user or password, which would be written to files.
+        name: configuration key that holds it.
+        instead: advice for an address with a user or password, which would be written to files.
     """
     if "@" in url:
         return f"{name} holds a user or a password, which would be written to files; {instead}."
     try:
         parts = urlsplit(url)
         usable = parts.scheme in schemes and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # brackets that do not match, a port that is none
+    except ValueError:  # unbalanced brackets, or an invalid port
         usable = False
     if usable and not any(c.isspace() for c in url):
         return None

@@ -1,4 +1,4 @@
-"""Checks that span several keys. Each refusal names the keys, their values and the way out."""
+"""Validation across several keys. Each error names the keys, their values and the fix."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RULES = (
 
 
 def check(config: Config) -> None:
-    """Refuse combinations that cannot work, without looking at files or machines.
+    """Reject combinations that cannot work, without accessing files or machines.
 
     Raises:
         UserError: the first impossible combination found.

@@ -1,6 +1,6 @@
-"""Tasks: where they come from, which are played, the split, and the order in which they are played.
+"""Tasks: sources, selection, split and sampling order.
 
-Fleet's task files in every spelling become ``Task`` rows or sentences with row, field and expectation. A task's side of
-the split depends on its key, on limits per environment, and on the manifest of an earlier split, which it obeys. The
-sampler's state is a few numbers, so a resumed run meets the same tasks. ``dataset.py`` puts it together.
+Fleet's task files in every spelling become ``Task`` rows, or error messages with row, field and expectation. A task's
+side of the split depends on its key, on limits per environment, and on the manifest of an earlier split, which takes
+precedence. The sampler's state is a few numbers, so a resumed run gets the same tasks. ``dataset.py`` combines these.
 """

@@ -1,4 +1,4 @@
-"""`mfleet data …`: look at task files, prepare them, write the embedded ones."""
+"""`mfleet data …`: inspect task files, prepare them, export the embedded ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SOURCE = "a file, s3://bucket/file.json, a prepared folder, or `embedded`"
 
 
 def add_commands(parser: argparse.ArgumentParser) -> None:
-    """Give ``mfleet data`` its commands."""
+    """Add the subcommands of ``mfleet data``."""
     commands = parser.add_subparsers(required=True, metavar="command")
 
     look = commands.add_parser("inspect", help="check every row of a task file and tell what is in it")
@@ -77,13 +77,13 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _data(source: str, overrides: Sequence[str]) -> Data:
-    """The section ``data`` as a run would have it."""
+    """Return the section ``data`` as a run would have it."""
     from megatron_fleet.config.load import load
 
     other = next((text for text in overrides if not text.lstrip("+").startswith(("data=", "data."))), None)
     if other is not None:
         raise UserError(f"Override '{other}': changes nothing here; write data=preset or data.key=value.")
-    # A run needs a model; here any will do.
+    # The schema requires a model; any will do here.
     return load(["model=tiny", *overrides, f"data.tasks={source}"]).data
 
 

@@ -1,14 +1,14 @@
-"""Which environments and tasks still teach something: estimates from known rewards, and weights that follow from them.
+"""Curriculum: estimates of the learning signal from known rewards, and the weights derived from them.
 
-A group whose known rewards are all equal has advantage 0 everywhere, so what it cost teaches nothing; DAPO
-(arXiv:2503.14476 §3.2) drops such groups after they were played. Here the next batches ask for fewer of them: as in SEC
-(arXiv:2505.14970) the categories are the arms of a bandit that changes while the policy learns, estimated with
-exponential forgetting, but the measure is the share of groups with a signal rather than the mean absolute advantage,
-because division by the group's standard deviation makes the latter depend on the advantage that is configured.
-A floor takes the place of SEC's softmax: an environment that looks saturated or dead is still measured, so that it
-comes back when the policy has forgotten it or grown into it.
+A group whose known rewards are all equal has advantage 0 everywhere, so it teaches nothing; DAPO (arXiv:2503.14476
+§3.2) drops such groups after playing them. Here later batches ask for fewer of them: as in SEC (arXiv:2505.14970) the
+categories are the arms of a bandit that changes while the policy learns, estimated with exponential forgetting, but the
+measure is the share of groups with a signal rather than the mean absolute advantage, because division by the group's
+standard deviation makes the latter depend on the configured advantage. A floor replaces SEC's softmax: an environment
+that looks saturated or dead is still measured, so that it comes back when the policy has forgotten it or improved
+enough to learn from it.
 
-Unknown rewards never come here.
+Callers exclude unknown rewards.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 MIN_KNOWN = 2
-"""A group with fewer known rewards says nothing of its signal."""
+"""Known rewards that a group needs for its signal to be measurable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What is thought of one environment.
+    """Running estimate for one environment.
 
     Attributes:
         signal: share of groups whose known rewards are not all equal, in [0, 1].
-        reward: mean known reward; ``None`` before the first measurement. It tells saturated from dead.
-        groups: measurements so far.
+        reward: mean known reward, which distinguishes saturated from dead; ``None`` before the first measurement.
+        groups: number of measurements so far.
     """
 
     signal: float
@@ -36,17 +36,17 @@ class Estimate:
 
 
 def measurable(rewards: Sequence[float]) -> bool:
-    """Whether the known rewards of a group say anything of its signal."""
+    """Return whether a group has enough known rewards to measure its signal."""
     return len(rewards) >= MIN_KNOWN
 
 
 def has_signal(rewards: Sequence[float]) -> bool:
-    """Whether the known rewards of a group differ."""
+    """Return whether the known rewards of a group differ."""
     return measurable(rewards) and min(rewards) != max(rewards)
 
 
 def measured(estimate: Estimate, rewards: Sequence[float], half_life: float) -> Estimate:
-    """The estimate after one more group with these known rewards.
+    """Return the estimate after one more group with these known rewards.
 
     ``s ← s + α (x − s)`` with x = 1 when the group has a signal and 0 otherwise, α = 1 − 2^(−1 / half_life); the same
     for the mean reward. A group that is not measurable changes nothing.
@@ -64,10 +64,10 @@ def measured(estimate: Estimate, rewards: Sequence[float], half_life: float) -> 
 
 
 def signal_weights(shares: Mapping[str, float], signals: Mapping[str, float], floor: float) -> dict[str, float]:
-    """Shares times ``floor + (1 − floor) · signal / largest signal``, scaled to sum 1.
+    """Return shares times ``floor + (1 − floor) · signal / largest signal``, scaled to sum 1.
 
-    The factor is at most 1, so every share stays at least ``floor`` × what it was. When no environment has a signal
-    there is nothing to prefer, and the shares stay as they are.
+    The factor is at most 1, so every share stays at least ``floor`` × its old value. When no environment has a signal
+    the shares are unchanged.
     """
     largest = max(signals[env] for env in shares)
     if largest <= 0:
@@ -78,7 +78,7 @@ def signal_weights(shares: Mapping[str, float], signals: Mapping[str, float], fl
 
 
 def streak_after(streak: int, rewards: Sequence[float]) -> int:
-    """Groups without signal in a row, of one task: one more, none, or unchanged when the group is not measurable."""
+    """Return a task's number of consecutive groups without signal; unchanged if this group is not measurable."""
     if not measurable(rewards):
         return streak
     return 0 if has_signal(rewards) else streak + 1

@@ -1,4 +1,4 @@
-"""A run's tasks: read, checked, selected and split, with an account of every row."""
+"""Build a run's dataset: read, check, select and split its tasks, accounting for every row."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ RULES = {
     "held_out_environments",
     "max_env_share",
 }
-"""The keys of ``data`` that decide which tasks are on which side; a manifest records them."""
+"""Keys of ``data`` that determine the split; the manifest records them."""
 
 
 SCORED_BY_TASK = ("embedded", "fleet")
-"""Kinds of environments that score an episode with the task's own verifier; others score by themselves."""
+"""Kinds of environments that score an episode with the task's verifier; others have their own scoring."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """What a run plays.
+    """Dataset of a run.
 
     Attributes:
-        split: the selected tasks by what becomes of them.
-        removed: tasks that the selection left out, each with the reason.
-        manifest: of this split, with what earlier ones assigned.
+        split: the selected tasks by side.
+        removed: tasks that the selection removed, each with the reason.
+        manifest: manifest of this split, including earlier assignments.
     """
 
     split: Split
@@ -58,8 +58,8 @@ def build(data: Data, previous: SplitManifest | None = None, say: Callable[[str]
     """Read, check, select and split.
 
     Args:
-        previous: sides to keep, instead of those that ``data`` names.
-        say: told what begins, for those who wait.
+        previous: manifest whose sides to keep, instead of the one that ``data`` names.
+        say: called with a description of each phase as it begins.
 
     Raises:
         UserError: the source is malformed, or no task is left.
@@ -73,7 +73,7 @@ def build(data: Data, previous: SplitManifest | None = None, say: Callable[[str]
 
 
 def divide(source: Source, parsed: Parsed, data: Data, previous: SplitManifest | None = None) -> Dataset:
-    """Select and split the good rows of a source; arguments and errors as of ``build``."""
+    """Select and split the valid rows of a source; arguments and errors as for ``build``."""
     if previous is None:
         previous = _previous(data, source)
     selection = select(parsed.tasks, data)
@@ -104,7 +104,7 @@ def _previous(data: Data, source: Source) -> SplitManifest | None:
 def _record(
     result: Split, address: str, sha256: str, rules: dict[str, object], previous: SplitManifest | None
 ) -> SplitManifest:
-    """The split's manifest. Tasks that this data lacks, or its filters leave out, keep their side."""
+    """Build the split's manifest. Tasks that are missing from this data or filtered out keep their side."""
     sides = previous.sides() if previous is not None else {}
     sides |= {task.key: "train" for task in result.train}
     sides |= {task.key: "eval" for task in result.held_out}
@@ -116,10 +116,10 @@ def _record(
 
 
 def run_dataset(config: Config) -> Dataset:
-    """What a run plays. One that has a checkpoint to go on from keeps the split that it began with.
+    """Build the dataset of a run. A run with a checkpoint to resume from keeps its original split.
 
     Raises:
-        UserError: as of ``build`` and ``check_verifiers``.
+        UserError: as for ``build`` and ``check_verifiers``.
     """
     out = Path(config.run.out)
     kept, previous = out / NAME, None
@@ -131,7 +131,7 @@ def run_dataset(config: Config) -> Dataset:
 
 
 def check_verifiers(tasks: Iterable[Task], config: Config) -> None:
-    """Raise UserError when ``tasks`` lack the verifiers that their environments score with."""
+    """Raise UserError if ``tasks`` lack the verifiers that their environments need for scoring."""
     without = [task.key for task in tasks if not task.verifier_code.strip()]
     if without and config.env.kind in SCORED_BY_TASK:
         raise UserError(
@@ -142,5 +142,5 @@ def check_verifiers(tasks: Iterable[Task], config: Config) -> None:
 
 
 def save_manifest(dataset: Dataset, out: Path) -> None:
-    """Write ``split.json`` into a run's outputs, for the run when it is resumed and for others."""
+    """Write ``split.json`` into a run's outputs, for resuming it and for other runs."""
     LocalFolder(out).write(NAME, dataset.manifest.dump())

@@ -1,4 +1,4 @@
-"""Exclusion lists: which tasks are left out, and why."""
+"""Exclusion lists: tasks to leave out, with a reason."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Exclusion:
 
 
 def read_exclusion(name: str) -> Exclusion:
-    """One of the lists that come with the package, or a file of the user's (YAML or JSON).
+    """Read one of the package's exclusion lists, or a user's file (YAML or JSON).
 
     Raises:
-        UserError: there is no such list, or it is not formed like one.
+        UserError: there is no such list, or it is malformed.
     """
     shipped = Path(exclusions.__file__).parent
     file = user_path(name) if name.endswith(SUFFIXES) else shipped / f"{name}.yaml"

@@ -1,4 +1,4 @@
-"""All that can be told about a task file before it is used: the report of `mfleet data inspect`."""
+"""Inspection of a task file before it is used: the report of `mfleet data inspect`."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from megatron_fleet.data.table import as_text, environments
 from megatron_fleet.data.task import Task
 
 SHOWN = 20
-"""Lines of one kind in the text; JSON has them all."""
+"""Maximum lines of one kind in the text report; the JSON report has all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What is in a source.
+    """Contents of a source.
 
     Attributes:
-        tasks: good rows, of those with one key the first.
-        problems: everything wrong with any row that ``data.exclusions`` does not name; duplicate keys only when
+        tasks: valid rows, without repeated keys (the first row counts).
+        problems: all problems of rows that ``data.exclusions`` does not name; duplicate keys only if
             ``data.duplicates`` refuses them.
         repeated: rows per environment whose key an earlier row has.
-        near: groups of tasks whose prompts are nearly the same.
-        dataset: what the keys of ``data`` make of the good rows; ``None`` when there are none.
+        near: groups of tasks whose prompts are nearly identical.
+        dataset: dataset that the keys of ``data`` make of the valid rows; ``None`` if there are none.
     """
 
     source: Source
@@ -45,10 +45,10 @@ class Inspection:
 
 
 def inspect(data: Data, say: Callable[[str], None] = lambda _: None) -> Inspection:
-    """Look at everything in ``data.tasks``, whether or not it is right.
+    """Inspect everything in ``data.tasks``, valid or not.
 
     Raises:
-        UserError: it cannot be read, holds no list of rows, or ``data`` fits none of its tasks.
+        UserError: it cannot be read, is not a list of rows, or ``data`` fits none of its tasks.
     """
     say(f"reading {data.tasks}")
     source = read_source(data.tasks)
@@ -63,7 +63,7 @@ def inspect(data: Data, say: Callable[[str], None] = lambda _: None) -> Inspecti
 
 
 def as_json(found: Inspection) -> dict[str, Any]:
-    """The report for programs. Lengths are in characters."""
+    """Return the machine-readable report. Lengths are in characters."""
     split = found.dataset.split if found.dataset is not None else None
     return {
         "source": found.source.address,
@@ -102,7 +102,7 @@ def _lengths(tasks: Sequence[Task]) -> dict[str, int]:
 
 
 def _versions(tasks: Sequence[Task]) -> list[dict[str, Any]]:
-    """Tasks per environment, version and data of it; ``None`` stands for the environment's default."""
+    """Count tasks per environment, version and seed data; ``None`` stands for the environment's default."""
     keys = Counter((task.env_key, task.env_version, task.data_key, task.data_version) for task in tasks)
     names = ("environment", "version", "data_key", "data_version")
     ordered = sorted(keys.items(), key=lambda item: tuple(value or "" for value in item[0]))
@@ -110,7 +110,7 @@ def _versions(tasks: Sequence[Task]) -> list[dict[str, Any]]:
 
 
 def _leaks(found: Inspection) -> list[str]:
-    """Keys of evaluation tasks in a group with a training task."""
+    """Return the keys of evaluation tasks in a group with a training task."""
     if found.dataset is None:
         return []
     train = {task.key for task in found.dataset.split.train}
@@ -120,7 +120,7 @@ def _leaks(found: Inspection) -> list[str]:
 
 
 def describe(found: Inspection) -> str:
-    """The report for people."""
+    """Return the human-readable report."""
     report = as_json(found)
     lines = [f"{report['source']}: {report['rows']} rows, {report['tasks']} tasks, sha256 {report['sha256']}"]
     if found.problems:

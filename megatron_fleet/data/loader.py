@@ -1,4 +1,4 @@
-"""Load tasks: all rows of a source as ``Task``, or one sentence with file, row, field and expectation."""
+"""Load tasks: all rows of a source as ``Task``, or one error message with file, row, field and expectation."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from megatron_fleet.data.task import Task
 
 
 def load_tasks(address: str | Path) -> list[Task]:
-    """All tasks of a file (a path, ``s3://…json``, ``embedded``) or of a prepared folder, in order.
+    """Load all tasks of a file (a path, ``s3://…json``, ``embedded``) or of a prepared folder, in order.
 
     Raises:
-        UserError: it cannot be read, or a row is no task or has another's key; names row (from 1), field, expectation.
+        UserError: it cannot be read, or a row is invalid or a duplicate; names row (from 1), field, expectation.
     """
     source = read_source(address)
     return checked(parse(source.rows), source.address, keep_first=False).tasks
 
 
 def checked(parsed: Parsed, address: str, keep_first: bool, excluded: Collection[str] = ()) -> Parsed:
-    """``parsed``, when nothing is wrong with it; arguments as of ``faults``.
+    """Return ``parsed`` if it has no problems; arguments as for ``faults``.
 
     Raises:
-        UserError: the first problem, and how many more there are.
+        UserError: the first problem, and the number of others.
     """
     problems = faults(parsed, keep_first, excluded)
     if not problems:
@@ -38,11 +38,11 @@ def checked(parsed: Parsed, address: str, keep_first: bool, excluded: Collection
 
 
 def faults(parsed: Parsed, keep_first: bool, excluded: Collection[str]) -> list[Problem]:
-    """The problems that stand in the way.
+    """Return the problems that prevent using ``parsed``.
 
     Args:
-        keep_first: a key that several rows have is no fault.
-        excluded: keys of rows that are left out, whatever is wrong with them.
+        keep_first: ignore duplicate keys.
+        excluded: keys of rows that are left out, whose problems do not matter.
     """
     return [
         problem

@@ -1,4 +1,4 @@
-"""The split manifest: which side of the split each task was put on, kept so that it stays there."""
+"""Split manifest: records each task's side of the split, so that later splits keep it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import parse_json
 
 NAME = "split.json"
-"""Of the manifest in a run's outputs and in a prepared folder."""
+"""File name of the manifest in a run's outputs and in a prepared folder."""
 FORMAT = 1
 
 Side = Literal["train", "eval", "retired"]
@@ -19,16 +19,16 @@ Side = Literal["train", "eval", "retired"]
 
 @dataclass(frozen=True, slots=True)
 class SplitManifest:
-    """Tasks that a split has assigned. A task that only a later version of the data has is assigned then.
+    """Assignment of tasks to sides. Tasks that appear only in a later version of the data are assigned then.
 
     Attributes:
         source: address of the tasks.
-        sha256: of the source's content, hexadecimal.
-        rules: the ``data.*`` keys that made the split.
+        sha256: hash of the source's content, hexadecimal.
+        rules: the ``data.*`` keys that determined the split.
         eval, train: task keys of the two sides, sorted.
-        retired: keys that are on neither side for ever: for evaluation once and now too many of them, or for training
-            once and now of a held-out environment.
-        files: of a prepared folder, name → SHA-256.
+        retired: keys permanently on neither side: former evaluation tasks that exceed a limit now, and former training
+            tasks of an environment that is held out now.
+        files: name → SHA-256 of a prepared folder's files.
     """
 
     source: str
@@ -40,12 +40,12 @@ class SplitManifest:
     files: dict[str, str] = field(default_factory=dict)
 
     def sides(self) -> dict[str, Side]:
-        """Task key → side."""
+        """Map task key → side."""
         sides: dict[str, Side] = dict.fromkeys(self.train, "train")
         return sides | dict.fromkeys(self.eval, "eval") | dict.fromkeys(self.retired, "retired")
 
     def dump(self) -> bytes:
-        """JSON, the same bytes for equal manifests; ``parse`` reads it."""
+        """Serialise to JSON, with equal bytes for equal manifests; ``parse`` reads it."""
         return (json.dumps({"format": FORMAT, **asdict(self)}, indent=1, ensure_ascii=False) + "\n").encode()
 
     @staticmethod
@@ -53,7 +53,7 @@ class SplitManifest:
         """Read what ``dump`` wrote.
 
         Raises:
-            UserError: it is something else; ``where`` is named.
+            UserError: it is not a manifest of this format; the message names ``where``.
         """
         try:
             content = parse_json(data, where, f"give the {NAME} of a run or prepared folder")

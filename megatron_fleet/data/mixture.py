@@ -1,4 +1,4 @@
-"""How many prompts of a step each environment gets: weights, a minimum, and whole prompts. Pure functions."""
+"""Prompts of a step per environment: weights, a minimum, and rounding to whole prompts. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from megatron_fleet.config.sections.mixture import Mixture
 from megatron_fleet.data.task import Task
 
 ROUNDING = 1e-9
-"""A credit below it is none: sums of shares are not exact."""
+"""Credits up to this count as 0, because sums of shares are not exact."""
 
 
 def env_sizes(tasks: Iterable[Task]) -> dict[str, int]:
-    """Environment (``Task.env_key``), in order of name → number of its tasks."""
+    """Map environment (``Task.env_key``), sorted by name → number of its tasks."""
     return dict(sorted(Counter(task.env_key for task in tasks).items()))
 
 
 def env_shares(sizes: Mapping[str, int], mixture: Mixture) -> dict[str, float]:
-    """Environment → its share of the prompts, above 0, sum 1; environments that get nothing are absent.
+    """Map environment → its share of the prompts, above 0, sum 1; environments that get nothing are absent.
 
     proportional: n / Σn, n tasks. temperature: n^(1/T) / Σ n^(1/T) (Arivazhagan et al. 2019, arXiv:1907.05019 §4.2).
     uniform: 1 / environments. explicit: as configured.
@@ -40,13 +40,13 @@ def env_shares(sizes: Mapping[str, int], mixture: Mixture) -> dict[str, float]:
 
 
 def check_mixture(tasks: Iterable[Task], batch: int, mixture: Mixture) -> None:
-    """Refuse a mixture that does not fit the training tasks.
+    """Reject a mixture that does not fit the training tasks.
 
     Args:
         batch: prompts per step.
 
     Raises:
-        UserError: explicit shares name other environments than the tasks do, or the minimum exceeds a step.
+        UserError: explicit shares do not match the tasks' environments, or the minimum exceeds a step.
     """
     sizes = env_sizes(tasks)
     if mixture.weights == "explicit":
@@ -75,7 +75,7 @@ def _check_names(sizes: Mapping[str, int], mixture: Mixture) -> None:
 
 
 def with_minimum(shares: np.ndarray, least: float) -> np.ndarray:
-    """Shares raised to ``least`` where they are below it, at the expense of the others in proportion.
+    """Raise shares below ``least`` to it, reducing the others in proportion.
 
     Args:
         shares: float64 ``[K]``, above 0, sum 1.
@@ -92,16 +92,15 @@ def with_minimum(shares: np.ndarray, least: float) -> np.ndarray:
 
 
 def quotas(shares: np.ndarray, credit: np.ndarray, batch: int, least: int) -> tuple[np.ndarray, np.ndarray]:
-    """Whole prompts per environment for one step, and the credit that is carried to the next.
+    """Return the whole prompts per environment for one step, and the credit carried to the next.
 
-    Everyone gets ``least``; the rest is given away one by one by the quota method of apportionment (Balinski and Young
-    1975, Amer. Math. Monthly 82:701-730): of those with credit above 0, the one whose credit would reach 1 first.
-    Credit is what an environment was entitled to so far (Σ batch × share) less what it got.
+    Every environment gets ``least``; the rest is assigned one at a time by the quota method of apportionment (Balinski
+    and Young 1975, Amer. Math. Monthly 82:701-730): of the environments with credit above 0, to the one whose credit
+    would reach 1 first. Credit is an environment's entitlement so far (Σ batch × share) minus what it got.
 
-    Invariants: the credits sum to 0 and every one is above −1, so no environment is ever a whole prompt ahead. With
-    shares that stay the same every one is also below 1 (the method's theorem): what an environment got is its
-    entitlement rounded down or up, at every step. With shares that change from step to step a credit is below K − 1,
-    which follows from the first two.
+    Invariants: the credits sum to 0 and each is above −1, so no environment is ever a whole prompt ahead. With constant
+    shares each is also below 1 (the method's theorem): what an environment got is its entitlement rounded down or up,
+    at every step. With shares that change from step to step a credit is below K − 1, which follows from the first two.
 
     Args:
         shares: float64 ``[K]``, sum 1, each at least ``least / batch``.

@@ -1,8 +1,8 @@
-"""Near-duplicates: tasks of one environment, on the same data of it, whose prompts are nearly the same text.
+"""Near-duplicates: tasks of one environment with the same seed data whose prompts are nearly identical.
 
 MinHash with banding (Broder, "On the resemblance and containment of documents", 1997; Leskovec, Rajaraman and Ullman,
-"Mining of Massive Datasets", §3.3-3.4): texts become sets of word triples, 120 minima of hashes estimate how much two
-sets share, texts that agree in one of 20 bands of 6 minima are compared exactly. A pair at the threshold is found with
+"Mining of Massive Datasets", §3.3-3.4): texts become sets of word triples, 120 hash minima estimate the overlap of two
+sets, and texts that agree in one of 20 bands of 6 minima are compared exactly. A pair at the threshold is found with
 probability 1 − (1 − 0.8⁶)²⁰ = 0.998.
 """
 
@@ -18,7 +18,7 @@ import numpy as np
 from megatron_fleet.data.task import Task
 
 THRESHOLD = 0.8
-"""Least Jaccard similarity, the shared triples over all triples of two texts."""
+"""Minimum Jaccard similarity: shared triples over all triples of two texts."""
 WORDS = 3
 BANDS, BAND = 20, 6
 FACTORS = np.random.default_rng(1).integers(0, 2**63, BANDS * BAND, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
@@ -26,9 +26,9 @@ OFFSETS = np.random.default_rng(2).integers(0, 2**63, BANDS * BAND, dtype=np.uin
 
 
 def near_duplicates(tasks: Iterable[Task]) -> list[list[Task]]:
-    """Groups of two or more tasks, the largest first; chains of similar texts are one group.
+    """Return groups of two or more tasks, the largest first; chains of similar texts are one group.
 
-    Environments are looked at one by one, as are the data of each: the same words about other data are another task.
+    Tasks are compared only within one environment and seed data: the same words about other data are another task.
     """
     worlds: defaultdict[tuple[str, str | None, str | None], list[Task]] = defaultdict(list)
     for task in tasks:
@@ -38,7 +38,7 @@ def near_duplicates(tasks: Iterable[Task]) -> list[list[Task]]:
 
 
 def similar(texts: Sequence[str]) -> list[list[int]]:
-    """Groups of indices of texts alike, see ``near_duplicates``. Texts are compared by their words alone."""
+    """Return groups of indices of similar texts, see ``near_duplicates``. Only the words of a text are compared."""
     places: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
     for place, text in enumerate(texts):
         places[words(text)].append(place)
@@ -52,12 +52,12 @@ def similar(texts: Sequence[str]) -> list[list[int]]:
 
 
 def words(text: str) -> tuple[str, ...]:
-    """Lower-case words and numbers of a text."""
+    """Split a text into case-folded words and numbers."""
     return tuple(re.findall(r"\w+", text.casefold()))
 
 
 def triples(of: Sequence[str]) -> frozenset[int]:
-    """64-bit hashes of every ``WORDS`` words in a row; a shorter text is filled up with nothing."""
+    """Return 64-bit hashes of all runs of ``WORDS`` consecutive words; a shorter text is zero-padded."""
     hashes = [zlib.crc32(word.encode()) for word in of]
     hashes += [0] * (WORDS - len(hashes))
     one = np.array(hashes, np.uint64)
@@ -66,13 +66,13 @@ def triples(of: Sequence[str]) -> frozenset[int]:
 
 
 def jaccard(a: frozenset[int], b: frozenset[int]) -> float:
-    """|a ∩ b| / |a ∪ b| of two sets that are not empty."""
+    """Return |a ∩ b| / |a ∪ b| of two non-empty sets."""
     both = len(a & b)
     return both / (len(a) + len(b) - both)
 
 
 def _join(sets: Sequence[frozenset[int]]) -> list[int]:
-    """A forest over the sets, as the parent of each: those of one tree are alike."""
+    """Return a union-find forest over the sets, as the parent of each: sets in one tree are similar."""
     parent = list(range(len(sets)))
     minima = np.stack([_minima(of_text) for of_text in sets]) if sets else np.zeros((0, BANDS * BAND), np.uint32)
     for band in range(BANDS):
@@ -86,7 +86,7 @@ def _join(sets: Sequence[frozenset[int]]) -> list[int]:
 
 
 def _join_bucket(bucket: Sequence[int], sets: Sequence[frozenset[int]], parent: list[int]) -> None:
-    """Compare each with one of every tree that the bucket has so far, so that many copies of one text cost little."""
+    """Compare each set with one per tree found in the bucket so far, so that many copies of one text are cheap."""
     seen: dict[int, int] = {}
     for index in bucket:
         root = _root(parent, index)
@@ -107,6 +107,6 @@ def _root(parent: list[int], index: int) -> int:
 
 
 def _minima(values: frozenset[int]) -> np.ndarray:
-    """uint32 ``[BANDS · BAND]``: minima over the set of as many hash functions (multiply-shift)."""
+    """Return uint32 ``[BANDS · BAND]``: the set's minimum under each of that many hash functions (multiply-shift)."""
     hashes = np.fromiter(values, np.uint64, len(values))
     return ((hashes[:, None] * FACTORS + OFFSETS) >> np.uint64(32)).min(axis=0).astype(np.uint32)

@@ -1,4 +1,4 @@
-"""A prepared folder: ``train.parquet``, ``eval.parquet`` and ``split.json``, on a disk or on S3.
+"""Prepared folder: ``train.parquet``, ``eval.parquet`` and ``split.json``, on a disk or on S3.
 
 The first four columns are those of Fleet's own preparation (``prompt`` as a list of one user message, ``env_class``,
 ``task_key``, ``data_source``), so that its tools read the files; the rest are the other fields of a task.
@@ -25,11 +25,11 @@ from megatron_fleet.storage.open import open_folder, open_staging
 
 TRAIN, EVAL = "train.parquet", "eval.parquet"
 ENV_CLASS = "fleet_task"
-"""What Fleet's trainer calls the one kind of environment it has."""
+"""Name of the only kind of environment in Fleet's trainer."""
 
 
 def write(out: str | Path, train: Sequence[Task], held_out: Sequence[Task], manifest: SplitManifest) -> bool:
-    """Make the folder, whole or not at all; ``False`` when it is there already with this very content.
+    """Write the folder atomically. Return ``False`` if it exists already with the same content.
 
     Raises:
         UserError: something else is there, or it cannot be written.
@@ -49,10 +49,10 @@ def write(out: str | Path, train: Sequence[Task], held_out: Sequence[Task], mani
 
 
 def read(address: str) -> tuple[bytes, list[dict[str, Any]]]:
-    """The manifest's bytes and the rows of both files, those for training first.
+    """Return the manifest's bytes and the rows of both files, training first.
 
     Raises:
-        UserError: the folder is no prepared one, or a file is not the one that the manifest names.
+        UserError: the folder is not a prepared one, or a file does not match its checksum in the manifest.
     """
     folder = open_folder(address if "://" in address else user_path(address))
     sizes = folder.sizes()
@@ -73,7 +73,7 @@ def read(address: str) -> tuple[bytes, list[dict[str, Any]]]:
             )
         try:
             rows += _from_parquet(content)
-        except (OSError, ValueError, TypeError, LookupError) as error:  # what pyarrow and json raise is one of these
+        except (OSError, ValueError, TypeError, LookupError) as error:  # covers all that pyarrow and json raise
             problem = type(error).__name__
             raise UserError(f"{folder.join(name)}: no table of tasks ({problem}); prepare the data again.") from None
     return data, rows

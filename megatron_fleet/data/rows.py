@@ -1,4 +1,4 @@
-"""Rows of a task file → tasks: every spelling of every field, and all that is wrong with each row."""
+"""Parse rows of a task file into tasks, accepting every spelling of a field and reporting all problems of each row."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "modality": ("task_modality",),
     "difficulty": ("difficulty",),
 }
-"""Field of Task → its names in task files. Fields with other names are ignored, as Fleet's exports carry many."""
+"""Field of ``Task`` → its names in task files. Other fields, of which Fleet's exports have many, are ignored."""
 
 KNOWN = frozenset(name for names in ALIASES.values() for name in names)
 REQUIRED = frozenset({"key", "prompt", "env_key"})
 OPTIONAL_TEXT = frozenset({"env_version", "data_key", "data_version", "verifier_code"})
-"""Empty text means the default, as no value does."""
+"""Fields in which empty text means the default, like a missing value."""
 ALL_ENVIRONMENTS = "all"
 RESERVED = {
     ALL_ENVIRONMENTS: "means all environments together",
     "aggregated_results": "is the name of a file of every evaluation",
 }
-"""Names that no environment may have → why."""
+"""Reserved environment names → reason."""
 MAX_CHARS = {"env_key": 60, "key": 1000, "env_version": 1000, "data_key": 1000, "data_version": 1000}
-"""Of fields that name something. An environment's becomes a file's name, at most 255 bytes with what is added."""
+"""Maximum length of naming fields. An environment's name becomes part of a file name of at most 255 bytes."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 MODALITIES = ("tool_use", "computer_use", "browser_use")
 
@@ -45,13 +45,13 @@ Kind = Literal["not an object", "missing", "wrong value", "conflict", "duplicate
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong with one row.
+    """One problem of one row.
 
     Attributes:
         row: number in the file, from 1.
-        key: the row's key where it has one.
-        field: name in the file; empty when it is the whole row.
-        expected, found: in words.
+        key: the row's key, if it has one.
+        field: name in the file; empty if the problem concerns the whole row.
+        expected, found: descriptions in words.
     """
 
     row: int
@@ -69,12 +69,12 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """What the rows of a file gave, in file order.
+    """Result of parsing the rows of a file, in file order.
 
     Attributes:
-        tasks: the good rows, of those with one key the first.
-        repeated: good rows whose key an earlier row has.
-        problems: of all rows; those of ``repeated`` are among them.
+        tasks: valid rows, without repeated keys (the first row counts).
+        repeated: valid rows whose key an earlier row has.
+        problems: problems of all rows, including those of ``repeated``.
     """
 
     tasks: list[Task]
@@ -83,7 +83,7 @@ class Parsed:
 
 
 def parse(rows: Sequence[Any]) -> Parsed:
-    """Check every row; nothing is raised for a bad one."""
+    """Parse every row; invalid rows do not raise."""
     parsed = Parsed([], [], [])
     first: dict[str, int] = {}
     environments: dict[str, str] = {}
@@ -115,7 +115,7 @@ def parse(rows: Sequence[Any]) -> Parsed:
 
 
 def parse_row(row: Any, number: int) -> tuple[Task | None, list[Problem]]:
-    """The task of one row, or ``None`` and all that is wrong with it. ``number`` counts from 1."""
+    """Return the task of one row, or ``None`` and all its problems. ``number`` counts from 1."""
     if not isinstance(row, dict):
         return None, [Problem(number, None, "", "not an object", "an object", _kind(row))]
     key = next((row[name] for name in ALIASES["key"] if isinstance(row.get(name), str)), None)
@@ -135,7 +135,7 @@ def parse_row(row: Any, number: int) -> tuple[Task | None, list[Problem]]:
 
 
 def _fault(field: str, found: Sequence[tuple[str, Any]]) -> tuple[str, Kind, str, str] | None:
-    """Name, kind, expected and found of what is wrong with a field that is given as ``found``, by its names there."""
+    """Return name, kind, expected and found of a field's problem. ``found``: its names in the row and their values."""
     first, *others = ALIASES[field]
     if not found:
         also = f" (also accepted: {', '.join(others)})" if others else ""
@@ -152,7 +152,7 @@ def _fault(field: str, found: Sequence[tuple[str, Any]]) -> tuple[str, Kind, str
 
 
 def _mismatch(field: str, value: Any) -> str | None:
-    """What was expected, or ``None`` for a good value."""
+    """Return a description of the expected value, or ``None`` if ``value`` is valid."""
     if field == "env_variables":
         return None if isinstance(value, dict) else "an object"
     if field == "difficulty":

@@ -1,4 +1,4 @@
-"""Which tasks come next, exactly resumable: whole epochs over all tasks, or a mixture of environments."""
+"""Exactly resumable task samplers: whole epochs over all tasks, or a mixture of environments."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ from megatron_fleet.data.passes import Passes
 from megatron_fleet.data.task import Task
 
 Results = Iterable[tuple[str, Sequence[float]]]
-"""Task key and known rewards of each group played."""
+"""Task key and known rewards of each completed group."""
 
 
 class Sampler(Protocol):
-    """Batches of tasks."""
+    """Source of batches of tasks."""
 
     def next(self) -> list[Task]:
-        """The tasks of the next step."""
+        """Return the tasks of the next step."""
         ...
 
     def observe(self, results: Results) -> None:
-        """Learn from the groups of a step, in their order. Unknown rewards are left out by the caller."""
+        """Update from the groups of a step, in their order. The caller leaves out unknown rewards."""
         ...
 
     def status(self) -> dict[str, dict[str, float]]:
-        """Name of a ``data/`` metric → environment → value, after the newest batch."""
+        """Map name of a ``data/`` metric → environment → value, after the latest batch."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-serialisable; a sampler that loads it goes on with the same tasks."""
+        """Return a JSON-serialisable state; a sampler that loads it continues with the same tasks."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was taken.
+        """Resume from ``state``.
 
         Raises:
-            UserError: the state belongs to other tasks, another seed or mixture: going on would repeat or skip some.
+            UserError: the state belongs to other tasks, another seed or mixture: resuming would repeat or skip tasks.
         """
         ...
 
 
 def make_sampler(tasks: Sequence[Task], batch: int, seed: int, mixture: Mixture) -> Sampler:
-    """The sampler that ``data.mixture`` asks for; whole epochs over all tasks when it asks for nothing special.
+    """Create the sampler for ``data.mixture``; with its defaults, whole epochs over all tasks.
 
     Raises:
         UserError: there is no task, or the mixture does not fit the tasks.
@@ -63,16 +63,16 @@ def make_sampler(tasks: Sequence[Task], batch: int, seed: int, mixture: Mixture)
 
 @final
 class PromptSampler:
-    """Every task once per epoch, in an order that depends on seed and epoch alone.
+    """Sampler of every task once per epoch, in an order that depends only on seed and epoch.
 
-    A batch may span the end of an epoch; a task that is among the last of one and the first of the next is then in it
-    twice, as two groups.
+    A batch may span the end of an epoch; a task among the last of one and the first of the next is then in it twice, as
+    two groups.
     """
 
     def __init__(self, tasks: Sequence[Task], batch: int, seed: int) -> None:
         """Raises UserError when there is no task."""
         _check_tasks(tasks)
-        # By key, so that the order of rows in the file does not matter.
+        # Sorted by key, so that the order of rows in the file does not matter.
         self._tasks = sorted(tasks, key=lambda task: task.key)
         self._batch = batch
         self._seed = seed
@@ -81,7 +81,7 @@ class PromptSampler:
         self._order = self._shuffled(0)
 
     def next(self) -> list[Task]:
-        """The next ``batch`` tasks."""
+        """Return the next ``batch`` tasks."""
         picked: list[Task] = []
         while len(picked) < self._batch:
             if self._position == len(self._order):
@@ -93,7 +93,7 @@ class PromptSampler:
         return picked
 
     def observe(self, results: Results) -> None:
-        """Nothing: the order is settled."""
+        """Do nothing: the order is fixed."""
 
     def status(self) -> dict[str, dict[str, float]]:
         """See ``Sampler``."""
@@ -107,7 +107,7 @@ class PromptSampler:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-serialisable; a sampler that loads it goes on with the same tasks."""
+        """Return a JSON-serialisable state; a sampler that loads it continues with the same tasks."""
         return {"epoch": self._epoch, "position": self._position, "seed": self._seed, "tasks": self._fingerprint()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -119,7 +119,7 @@ class PromptSampler:
         self._order = self._shuffled(self._epoch)
 
     def _shuffled(self, epoch: int) -> np.ndarray:
-        """int64 ``[tasks]``: the order of one epoch."""
+        """Return int64 ``[tasks]``, the order of one epoch."""
         return np.random.default_rng([self._seed, epoch]).permutation(len(self._tasks))
 
     def _fingerprint(self) -> str:
@@ -128,11 +128,11 @@ class PromptSampler:
 
 @final
 class MixtureSampler:
-    """Shares every batch out among the environments (``Task.env_key``) and passes over the tasks of each by itself.
+    """Sampler that divides every batch among the environments (``Task.env_key``), with separate passes over each.
 
-    An environment's share depends on the configuration, on the number of its tasks and, with a curriculum, on what was
-    observed. An environment whose quota is larger than its tasks repeats them within a batch, and one that begins a new
-    pass within a batch may.
+    An environment's share depends on the configuration, on its number of tasks and, with a curriculum, on the observed
+    rewards. An environment whose quota exceeds its number of tasks repeats tasks within a batch; one that begins a new
+    pass within a batch may do so too.
     """
 
     def __init__(self, tasks: Sequence[Task], batch: int, seed: int, mixture: Mixture) -> None:
@@ -151,19 +151,19 @@ class MixtureSampler:
         self._wanted = dict(self._shares)
 
     def next(self) -> list[Task]:
-        """The next ``batch`` tasks, in an order that mixes the environments."""
+        """Return the next ``batch`` tasks, in an order that mixes the environments."""
         self._wanted = self._weights()
         shares = np.array(list(self._wanted.values()))
         counts, self._credit = quotas(shares, self._credit, self._batch, self._mixture.min_per_env)
         quota = zip(self._wanted, counts.tolist(), strict=True)
         picked = [task for env, count in quota for task in self._passes[env].take(count)]
-        # Several updates per batch take contiguous parts of it: these shall be mixed too.
+        # Several updates per batch take contiguous parts of it, which must be mixed too.
         order = np.random.default_rng([self._seed, self._batches]).permutation(len(picked))
         self._batches += 1
         return [picked[i] for i in order]
 
     def observe(self, results: Results) -> None:
-        """Update the estimates and defer tasks, as far as the curriculum asks for either."""
+        """Update the estimates and defer tasks, as far as the curriculum enables either."""
         settings = self._mixture.curriculum
         for key, rewards in results:
             env = self._env_of[key]
@@ -189,7 +189,7 @@ class MixtureSampler:
         return out
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-serialisable; a sampler that loads it goes on with the same tasks."""
+        """Return a JSON-serialisable state; a sampler that loads it continues with the same tasks."""
         credit = dict(zip(self._shares, self._credit.tolist(), strict=True))
         return {
             "seed": self._seed,
@@ -221,7 +221,7 @@ class MixtureSampler:
             self._estimates[env] = Estimate(own[env]["signal"], own[env]["reward"], own[env]["groups"])
 
     def _weights(self) -> dict[str, float]:
-        """Environment → share of the next batch: configured, weighed by signal, raised to the minimum."""
+        """Map environment → share of the next batch: configured, weighted by signal, raised to the minimum."""
         shares, settings = self._shares, self._mixture.curriculum
         if settings.signal_weights:
             signals = {env: estimate.signal for env, estimate in self._estimates.items()}
@@ -236,7 +236,7 @@ def _check_tasks(tasks: Sequence[Task]) -> None:
 
 
 def _shares(drawn: dict[str, int]) -> dict[str, float]:
-    """Shares of all batches."""
+    """Return each environment's share of all batches so far."""
     total = max(sum(drawn.values()), 1)
     return {env: count / total for env, count in drawn.items()}
 
@@ -254,7 +254,7 @@ def _check_state(state: dict[str, Any], seed: int, fingerprint: str) -> None:
 
 
 def _check_mixture_state(saved: Mixture, present: Mixture) -> None:
-    """Refuse to go on with another mixture; keys that the checkpoint does not know had their defaults."""
+    """Refuse to resume with another mixture; keys missing from the checkpoint had their defaults."""
     was, now = _settings(saved), _settings(present)
     for key, value in now.items():
         if was[key] != value:

@@ -1,4 +1,4 @@
-"""Which of a file's tasks are played at all: filters by modality, environment and difficulty, lists, a number."""
+"""Task selection: filters by modality, environment and difficulty, exclusion lists, a maximum number."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ Keeps = Callable[[Task], bool]
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Tasks that stay, in file order, and those that do not, each with the reason in a word or two."""
+    """Tasks that are kept, in file order, and those that are removed, each with a short reason."""
 
     kept: list[Task]
     removed: list[tuple[Task, str]]
 
 
 def select(tasks: Sequence[Task], data: Data) -> Selection:
-    """Apply the filters in order; the first one that removes a task is its reason. ``max_tasks`` comes last.
+    """Apply the filters in order; the first one that removes a task gives the reason. ``max_tasks`` comes last.
 
     Raises:
-        UserError: ``data.environments`` names one that no task has, or ``data.held_out_environments`` only such ones;
-            or an exclusion list cannot be read.
+        UserError: ``data.environments`` names one without tasks, or ``data.held_out_environments`` only such ones; or
+            an exclusion list cannot be read.
     """
     _check_environments(tasks, data)
     kept: list[Task] = []
@@ -48,16 +48,16 @@ def select(tasks: Sequence[Task], data: Data) -> Selection:
 
 
 def excluded_tasks(data: Data) -> frozenset[str]:
-    """Keys of single tasks that the exclusion lists name. Raises UserError: a list cannot be read."""
+    """Return the keys of single tasks on the exclusion lists. Raises UserError if a list cannot be read."""
     return frozenset().union(*(read_exclusion(name).tasks for name in data.exclusions))
 
 
 def choose(tasks: Sequence[Task], most: int) -> set[str]:
-    """Keys of at most ``most`` tasks, environments in proportion; a larger ``most`` chooses the same ones and more.
+    """Return the keys of at most ``most`` tasks, environments in proportion; a larger ``most`` gives a superset.
 
-    Sainte-Laguë's method: in each environment the tasks stand in the order of a hash, the i-th (from 0) of n at
-    (i + 1/2) / n, and the first ``most`` of all are taken. The hash is not the one of the split, whose smallest values
-    are the evaluation tasks.
+    Sainte-Laguë's method: the tasks of each environment are sorted by a hash, the i-th (from 0) of n has rank
+    (i + 1/2) / n, and the first ``most`` over all environments are taken. The hash differs from that of the split,
+    whose smallest values are the evaluation tasks.
     """
     by_env: defaultdict[str, list[str]] = defaultdict(list)
     for task in tasks:
@@ -90,7 +90,7 @@ def _check_environments(tasks: Sequence[Task], data: Data) -> None:
     named = {"data.environments": data.environments, "data.held_out_environments": data.held_out_environments}
     for key, environments in named.items():
         absent = sorted(set(environments) - present)
-        # A preset may hold out environments of several modalities, which are not all in one file.
+        # A preset may hold out environments of several modalities, not all of which are in one file.
         if absent and not (key == "data.held_out_environments" and present.intersection(environments)):
             raise UserError(
                 f"{key} names {absent[0]}, which no task of data.tasks={data.tasks} has; they have "

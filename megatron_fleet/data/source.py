@@ -1,4 +1,4 @@
-"""Where tasks come from: a file on a disk or on S3, the embedded fleet, or a folder that `mfleet data prepare` made."""
+"""Task sources: a file on a disk or on S3, the embedded fleet, or a folder written by `mfleet data prepare`."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from megatron_fleet.data import prepared
 from megatron_fleet.data.manifest import SplitManifest
 
 EMBEDDED = "embedded"
-"""The name, in place of a path, of the embedded fleet's own task file."""
+"""Name that stands for the embedded fleet's own task file in place of a path."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What was read.
+    """Contents of a task source.
 
     Attributes:
-        address: as it was given.
-        sha256: hexadecimal; of the file's bytes, or of a prepared folder's ``split.json``, which has its files' own.
-        rows: as they stand in the file, not yet checked.
-        manifest: of a prepared folder.
+        address: as given.
+        sha256: hexadecimal hash of the file's bytes, or of a prepared folder's ``split.json``, which has the hashes of
+            its files.
+        rows: unvalidated rows of the file.
+        manifest: split manifest of a prepared folder.
     """
 
     address: str
@@ -38,7 +39,7 @@ def read_source(address: str | Path) -> Source:
     """Read the rows of a task file or of a prepared folder.
 
     Raises:
-        UserError: it cannot be read, is no JSON, or holds no list of tasks.
+        UserError: it cannot be read, is not JSON, or is not a list of tasks.
     """
     address = str(address)
     if is_prepared(address):
@@ -49,17 +50,17 @@ def read_source(address: str | Path) -> Source:
 
 
 def is_prepared(address: str) -> bool:
-    """Whether an address means a prepared folder. On S3 everything that does not end with ``.json`` does."""
+    """Return whether an address is a prepared folder. On S3 everything that does not end with ``.json`` is."""
     if "://" in address:
         return not address.endswith(".json")
     return address != EMBEDDED and user_path(address).is_dir()
 
 
 def read_bytes(address: str, key: str = "data.tasks") -> bytes:
-    """A whole file, local (``~`` expanded), on S3, or the embedded fleet's own.
+    """Read a whole file: local (``~`` expanded), on S3, or the embedded fleet's own.
 
     Args:
-        key: of the configuration, that gave the address.
+        key: configuration key that gave the address.
 
     Raises:
         UserError: the file cannot be read.

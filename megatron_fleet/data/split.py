@@ -1,8 +1,8 @@
-"""Split tasks into training and evaluation, by a hash of the key and, where there is one, an earlier split.
+"""Split tasks into training and evaluation, by a hash of the key and, if given, an earlier split.
 
-The threshold of the hash is fixed, so a task's side does not depend on which others there are. Counts do: a new task
-with a smaller hash would push one out of a full evaluation set, into training. A manifest prevents that: what was for
-evaluation is never trained on, what was trained on never evaluated.
+The hash threshold is fixed, so it assigns a task regardless of the others. Limits on counts do not: a new task with a
+smaller hash would push another out of a full evaluation set, into training. A manifest prevents that: former evaluation
+tasks are never trained on, former training tasks never evaluated.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Fate = Literal["train", "eval", "retired", "unused"]
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Tasks by what becomes of them, each list in the order given.
+    """Result of a split, each list in the order given.
 
     Attributes:
         train, held_out: the two sides.
         retired: see ``SplitManifest``.
-        unused: neither trained nor evaluated on this time: too many of a held-out environment or of a large one.
+        unused: on neither side this time: surplus tasks of a held-out environment or of a large one.
         notes: sentences about rules that could not be applied.
     """
 
@@ -39,23 +39,23 @@ class Split:
 
 
 def key_hash(key: str) -> float:
-    """A number in [0, 1): the first 8 bytes, big-endian, of MD5(key). Fleet's split uses the same one."""
+    """Return a number in [0, 1): the first 8 bytes, big-endian, of MD5(key). Fleet's split uses the same hash."""
     return int.from_bytes(hashlib.md5(key.encode(), usedforsecurity=False).digest()[:8], "big") / 2**64
 
 
 def split(tasks: Sequence[Task], rules: Data, previous: SplitManifest | None = None) -> Split:
     """Assign every task; the order of ``tasks`` and of their environments does not matter.
 
-    1. Candidates for evaluation are the tasks whose hash is below ``rules.eval_fraction``; an environment with fewer
-       than ``min_eval_per_env / eval_fraction`` tasks has none; of more than ``max_eval_per_env`` those of the smallest
-       hash stay. A held-out environment's tasks are all candidates.
-    2. Of more than ``max_eval`` the environments give one each in turn, in the order of their names.
-    3. The others are for training, but for held-out environments' and what ``max_env_share`` cuts.
+    1. Candidates for evaluation are the tasks whose hash is below ``rules.eval_fraction``. An environment with fewer
+       than ``min_eval_per_env / eval_fraction`` tasks has none; one with more than ``max_eval_per_env`` keeps those of
+       the smallest hash. A held-out environment's tasks are all candidates.
+    2. If there are more than ``max_eval``, they are taken round-robin over the environments, ordered by name.
+    3. The others are for training, except those of held-out environments and those cut by ``max_env_share``.
 
     Args:
         rules: the keys of ``data`` named above.
-        previous: sides of tasks that stay on them; such tasks come before new ones in 1 and 2, where ``eval_fraction``
-            and ``min_eval_per_env`` do not apply to them, and what has no room any more is retired.
+        previous: manifest whose tasks keep their sides. In 1 and 2 these come before new tasks, ``eval_fraction`` and
+            ``min_eval_per_env`` do not apply to them, and those that no longer fit are retired.
     """
     was = previous.sides() if previous is not None else {}
     by_env: defaultdict[str, list[Task]] = defaultdict(list)
@@ -78,7 +78,7 @@ def split(tasks: Sequence[Task], rules: Data, previous: SplitManifest | None = N
 
 
 def _fate(task: Task, chosen: bool, held_out: bool, was: Side | None) -> Fate:
-    """Before the cut of large environments."""
+    """Decide a task's fate before ``max_env_share`` is applied."""
     if chosen:
         return "eval"
     if was in ("eval", "retired") or (was == "train" and held_out):
@@ -87,8 +87,8 @@ def _fate(task: Task, chosen: bool, held_out: bool, was: Side | None) -> Fate:
 
 
 def _evaluation(by_env: Mapping[str, Sequence[Task]], rules: Data, was: Mapping[str, Side]) -> set[str]:
-    """Keys of the evaluation tasks. ``by_env``: tasks in the order of their hash."""
-    # Old ones first, then one of each environment in turn.
+    """Return the keys of the evaluation tasks. ``by_env``: tasks in the order of their hash."""
+    # Old tasks first, then round-robin over environments.
     queue: list[tuple[bool, int, str, str]] = []
     for env_key, tasks in by_env.items():
         held_out = env_key in rules.held_out_environments
@@ -106,7 +106,7 @@ def _evaluation(by_env: Mapping[str, Sequence[Task]], rules: Data, was: Mapping[
 
 
 def _limit_shares(by_env: Mapping[str, Sequence[Task]], fates: dict[str, Fate], share: float | None) -> list[str]:
-    """Make ``unused`` what is too much of one environment, the largest hashes; returns what could not be done."""
+    """Mark each environment's tasks beyond ``share``, the largest hashes, as ``unused``; return notes if impossible."""
     training = {env: [t.key for t in tasks if fates[t.key] == "train"] for env, tasks in by_env.items()}
     sizes = {env: len(keys) for env, keys in training.items() if keys}
     if share is None or not sizes:
@@ -124,17 +124,17 @@ def _limit_shares(by_env: Mapping[str, Sequence[Task]], fates: dict[str, Fate], 
 
 
 def most_per_environment(sizes: Iterable[int], share: float) -> int | None:
-    """The largest number of tasks per environment that leaves none with more than ``share`` of what remains.
+    """Return the largest number of tasks per environment that leaves none with more than ``share`` of what remains.
 
-    That is the largest m ≤ max(n) with m ≤ share · Σ min(n, m); it is found by halving, because the right side less
-    the left is concave in m and 0 at 0. ``None`` when it would cut an environment below Σ n / E, the even share of E
+    That is the largest m ≤ max(n) with m ≤ share · Σ min(n, m). Bisection finds it, because the right side minus the
+    left is concave in m and 0 at 0. ``None`` if it would cut an environment below Σ n / E, the even share of E
     environments: always when E < 1/share, and where tiny environments would make large ones shrink to their size.
     """
     counts = sorted(sizes)
     low, high = 0, counts[-1]
     while low < high:
         middle = (low + high + 1) // 2
-        # The small number is for shares that binary fractions cannot hold, as 0.29 of 100.
+        # The tolerance is for shares that have no exact binary representation, such as 0.29 of 100.
         if middle <= share * sum(min(count, middle) for count in counts) + 1e-9:
             low = middle
         else:

@@ -1,4 +1,4 @@
-"""The per-environment table of a dataset: what becomes of every task."""
+"""Per-environment table of a dataset, accounting for every task."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from collections import Counter, defaultdict
 from megatron_fleet.data.dataset import Dataset
 
 ALL = "all"
-"""Name of the last row, which has the sums."""
+"""Name of the last row, the totals."""
 
 
 def environments(dataset: Dataset) -> dict[str, dict[str, float]]:
-    """Environment → column → number, ``all`` last.
+    """Map environment → column → number, ``all`` last.
 
-    Columns: ``total``; each reason for which tasks were removed; ``unused`` and ``retired`` where there are some;
-    ``train`` and ``eval``; ``eval_share`` of the environment's train + eval, and ``mix``, its share of all training
-    tasks.
+    Columns: ``total``; each reason for which tasks were removed; ``unused`` and ``retired`` if there are any; ``train``
+    and ``eval``; ``eval_share`` of the environment's train + eval, and ``mix``, its share of all training tasks.
     """
     split = dataset.split
     fates = {"unused": split.unused, "retired": split.retired, "train": split.train, "eval": split.held_out}
@@ -40,7 +39,7 @@ def environments(dataset: Dataset) -> dict[str, dict[str, float]]:
 
 
 def as_text(rows: dict[str, dict[str, float]]) -> str:
-    """The table in columns; shares in per cent, none for environments without tasks left."""
+    """Format the table; shares in per cent, omitted for environments without remaining tasks."""
     columns = list(next(iter(rows.values())))
     cells = [["environment", *(name.replace("_", " ") for name in columns)]]
     for env_key, row in rows.items():

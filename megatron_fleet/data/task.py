@@ -12,16 +12,15 @@ class Task:
 
     Attributes:
         key: unique id; the split hashes it.
-        prompt: what the user asks.
+        prompt: the user's request.
         env_key: environment; metrics are grouped by it.
         env_version: version of the environment image, ``None`` for its default.
         data_key, data_version: seed data of the environment, ``None`` for its default.
-        env_variables: given to the environment and shown to the policy (``CURRENT_DATE``, ``LOGGED_IN_USER``…).
-        verifier_code: Python source. No process of this package runs it but the embedded fleet's verifier host; Fleet's
-            own SDK (``env.kind=fleet``) runs its module level in the episode worker. Empty where the environment scores
-            by itself.
+        env_variables: passed to the environment and shown to the policy (``CURRENT_DATE``, ``LOGGED_IN_USER``…).
+        verifier_code: Python source. Only the embedded fleet's verifier host runs it; in addition, Fleet's own SDK
+            (``env.kind=fleet``) runs its module level in the episode worker. Empty if the environment scores by itself.
         modality: ``tool_use``, ``computer_use`` or ``browser_use``.
-        difficulty: 1 (easy) to 3 (hard), ``None`` when the file does not say.
+        difficulty: 1 (easy) to 3 (hard), ``None`` if not given.
     """
 
     key: str

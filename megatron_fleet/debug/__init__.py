@@ -1,5 +1,5 @@
-"""Optimizer steps that looked wrong: kept on disk, run again alone, compared.
+"""Dumps of suspicious optimizer steps: saved, replayed in isolation and compared.
 
-``dumps.py`` writes and opens dumps, ``replay.py`` runs the forward and backward pass of one again in a trainer of its
-own, ``report.py`` says what agrees. Neither Ray nor vLLM nor an environment is needed.
+``dumps.py`` writes and opens dumps, ``replay.py`` repeats the forward and backward pass of one in a trainer of its own,
+and ``report.py`` compares the results. Neither Ray nor vLLM nor an environment is needed.
 """

@@ -16,9 +16,9 @@ from megatron_fleet.config.errors import UserError
 def save_data(path: Path, data: Sequence[Datum]) -> None:
     """Write ``data`` bit for bit.
 
-    Layout: ``sequences`` int64 is their number. A field of Datum is one array: those of all sequences, joined along
-    their first axis; ``<field>.lengths`` int64 ``[sequences]`` has the length of each, −1 for ``None``. A field that is
-    ``None`` everywhere is absent.
+    Layout: ``sequences`` int64 is the number of sequences. A field of Datum is one array: those of all sequences,
+    concatenated along their first axis; ``<field>.lengths`` int64 ``[sequences]`` has the length of each, −1 for
+    ``None``. A field that is ``None`` everywhere is absent.
 
     Raises:
         TypeError: a Datum holds something other than arrays.
@@ -38,7 +38,7 @@ def save_data(path: Path, data: Sequence[Datum]) -> None:
 
 
 def load_data(path: Path) -> list[Datum]:
-    """Read what `save_data` wrote. Raises UserError when it is damaged, or holds objects."""
+    """Read a file written by `save_data`. Raises UserError when it is damaged, or holds objects."""
     try:
         with np.load(path, allow_pickle=False) as file:
             content = dict(file)

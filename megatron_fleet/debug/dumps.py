@@ -1,8 +1,8 @@
-"""Optimizer steps that looked wrong, on disk: what it takes to run one of them again, alone.
+"""Dumps of suspicious optimizer steps: everything needed to replay one in isolation.
 
-A dump is a folder with the configuration, the model's ``config.json``, the data of the update, the trainer's state as
-it was before the step (weights and optimizer, in Megatron's format), and a record of what was seen. It exists whole or
-not at all (`checkpoint.checkpoints.save_folder`).
+A dump is a folder with the configuration, the model's ``config.json``, the data of the update, the trainer's state from
+before the step (weights and optimizer, in Megatron's format), and a record of the findings. It exists whole or not at
+all (`checkpoint.checkpoints.save_folder`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Dump:
         return self.path / STATE
 
     def data(self) -> list[Datum]:
-        """The data of the update, in its order."""
+        """Load the data of the update, in its order."""
         return load_data(self.path / DATA)
 
 
@@ -57,7 +57,7 @@ def open_dump(path: Path) -> Dump:
     """Open a dump, after comparing the sizes of its files with its manifest.
 
     Raises:
-        UserError: it is none, or it is damaged.
+        UserError: the folder is not a dump, or is damaged.
     """
     if not (path / RECORD).is_file():
         raise UserError(f"{path}: is no dump, {RECORD} is missing; name a folder below dumps/ of a run's outputs.")
@@ -72,18 +72,18 @@ class Dumps:
     """The dumps of a run, in one folder."""
 
     def __init__(self, folder: Path, most: int) -> None:
-        """Remove what interrupted saves left. ``most``: dumps that the folder may hold."""
+        """Remove leftovers of interrupted saves. ``most``: dumps that the folder may hold."""
         self._folder, self._most = folder, most
         for stale in folder.glob(".step-*"):
             shutil.rmtree(stale)
 
     def has_place(self, verdict: Verdict) -> bool:
-        """Whether one more may be written. Spikes leave one place to what is not finite, which stops learning."""
+        """Whether one more may be written. Spikes leave one place for a non-finite step, which stops learning."""
         kept = [open_dump(path).record.verdict for path in self._folder.glob("step-*")]
         return len(kept) < self._most and (verdict != Verdict.SPIKE or kept.count(verdict) < self._most - 1)
 
     async def save(self, config: Config, write_state: Write, data: Sequence[Datum], record: Record) -> Path:
-        """Write one dump; called before the step changes anything. One that exists already stays as it is.
+        """Write one dump; called before the step changes anything. An existing one stays as it is.
 
         Args:
             write_state: `trainer.base.Trainer.save_state`.

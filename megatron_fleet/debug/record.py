@@ -1,4 +1,4 @@
-"""The record of one optimizer step that looked wrong, as plain values."""
+"""Record of one suspicious optimizer step, as plain values."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Verdict(StrEnum):
 
     FINE = "fine"
     SPIKE = "spike"
-    """Finite, and far above the median of the norms before it. The step is taken."""
+    """Finite, but far above the median of the preceding norms. The step is taken."""
     NOT_FINITE = "not_finite"
-    """The step is skipped. A loss can be nan where the gradient is finite: a clamp stops it on the way back."""
+    """The step is skipped. A loss can be NaN while the gradient is finite: a clamp stops it in the backward pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Record:
 
     Attributes:
         step: training step, from 1, as in the metrics.
-        part: number of the update of that step, from 0.
+        part: index of the update in that step, from 0.
         verdict: a `Verdict`.
         device: ``cpu`` or ``cuda``.
         loss: of the whole update.
@@ -49,12 +49,12 @@ class Record:
     parameters: int
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; a number that is not finite becomes text, which JSON can hold."""
+        """Plain values; a non-finite number becomes text, since JSON cannot represent it."""
         return json_number(asdict(self))
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> Record:
-        """What `to_json` gave. Raises ValueError, KeyError or TypeError for anything else."""
+        """Inverse of `to_json`. Raises ValueError, KeyError or TypeError for anything else."""
         try:
             numbers = {name: float(values[name]) for name in ("lr", "loss", "grad_norm", "median")}
             losses = [MicroBatchLoss(list(m["sequences"]), float(m["loss"])) for m in values["micro_batches"]]
@@ -64,7 +64,7 @@ class Record:
 
 
 def json_number(value: Any) -> Any:
-    """``value`` with every float that is not finite, wherever it is inside, as text: nan, inf or -inf."""
+    """Return ``value`` with every non-finite float, at any depth, as text: nan, inf or -inf."""
     if isinstance(value, dict):
         return {key: json_number(v) for key, v in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""``mfleet debug replay``: the forward and backward pass of a dumped optimizer step again, alone."""
+"""``mfleet debug replay``: the forward and backward pass of a dumped optimizer step, repeated in isolation."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ OpenTrainer = Callable[[Config], AbstractAsyncContextManager[Trainer]]
 """Opens a trainer whose weights are left to `Trainer.load_state`."""
 
 SAME_ORDER = 1e-6
-"""Relative tolerance in the same layout on CPU, where the same sums are computed in the same order."""
+"""Relative tolerance in the same layout on CPU, where sums are computed in the same order."""
 OTHER_ORDER = {"float32": 1e-4, "bfloat16": 5e-2}
 """Relative tolerance by `model.dtype` in another layout or on a GPU."""
 
 
 def main(folder: Path, overrides: Sequence[str], as_json: bool) -> int:
-    """Replay the dump in ``folder`` and print what came out.
+    """Replay the dump in ``folder`` and print the result.
 
-    It starts ranks on this machine: one, or those of the layout that ``overrides`` of ``parallel`` ask for.
+    Starts ranks on this machine: one, or those of the layout given by ``overrides`` of ``parallel``.
 
     Returns:
         0 when the step was reproduced, else 1.
@@ -62,7 +62,7 @@ def main(folder: Path, overrides: Sequence[str], as_json: bool) -> int:
 def _configure(dump: Dump, outputs: Path, overrides: Sequence[str]) -> tuple[Config, bool]:
     """The configuration of the replay, and whether its layout is that of the run."""
     recorded = load_resolved(dump.config_file)
-    # The state of a run with adapters has them alone: the frozen weights come from the model of the run.
+    # The state of a run with adapters has only the adapters: the frozen weights come from the model of the run.
     model = recorded.model.path if recorded.policy.lora.rank else str(dump.model.absolute())
     fixed = [f"model.path={model}", f"run.out={outputs}", "cluster.ranks=local", "cluster.nodes=0"]
     config = load_resolved(dump.config_file, [*fixed, *overrides])
@@ -82,19 +82,19 @@ async def replay(dump: Dump, config: Config, same_layout: bool, open_trainer: Op
 
     Args:
         config: of the replay; its ``model.path`` needs ``config.json`` only, except with adapters.
-        same_layout: it is the layout of the run.
+        same_layout: whether it is the layout of the run.
     """
     record, data = dump.record, dump.data()
     async with open_trainer(config) as trainer:
         await trainer.load_state(dump.state)
         report = await trainer.forward_backward(data, LossSpec.of(config.algorithm, per_sequence=True))
-        # No norm is below the bound: the step is held, whatever it is.
+        # No norm is below this bound, so the step is always held.
         step = await trainer.optim_step(AdamParams.of(config.policy.optimizer, record.lr), hold_above=-1.0)
         seen = await trainer.examine()
         device = trainer.info.device
     assert report.sequence_losses is not None, "they were asked for"
     same_order = same_layout and device == record.device == "cpu"
-    # A trainer without micro-batches has recorded none: the whole update is compared.
+    # A trainer without micro-batches recorded none: compare the whole update.
     recorded = record.micro_batches or [MicroBatchLoss(list(range(len(data))), record.loss)]
     return Found(
         dump=str(dump.path),
@@ -112,12 +112,12 @@ async def replay(dump: Dump, config: Config, same_layout: bool, open_trainer: Op
 
 def _micro_batch(recorded: MicroBatchLoss, data: Sequence[Datum], losses: Sequence[float]) -> MicroBatchFound:
     sequences = [SequenceFound(i, len(data[i]), losses[i], not_finite(data[i])) for i in recorded.sequences]
-    # A loss is a plain sum, and a sequence is in one micro-batch: this holds in any layout.
+    # A loss is a plain sum, and a sequence is in one micro-batch, so this holds in any layout.
     return MicroBatchFound(recorded.loss, sum(sequence.loss for sequence in sequences), sequences)
 
 
 def not_finite(datum: Datum) -> list[str]:
-    """Fields with a value that is not finite at a trained token."""
+    """Fields with a non-finite value at a trained token."""
     values = {f.name: getattr(datum, f.name) for f in fields(datum)}
     arrays = {name: a for name, a in values.items() if isinstance(a, np.ndarray) and a.dtype.kind == "f"}
     return [name for name, array in arrays.items() if not np.isfinite(array[datum.loss_mask]).all()]
@@ -125,7 +125,7 @@ def not_finite(datum: Datum) -> list[str]:
 
 @contextmanager
 def _elapsed() -> Iterator[None]:
-    """Show on a terminal that something is going on, and for how long."""
+    """Show a spinner and the elapsed time on a terminal."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 

@@ -1,4 +1,4 @@
-"""What a replayed optimizer step gave, beside what was recorded: the comparison, a table, JSON."""
+"""Comparison of a replayed optimizer step with its record, as a table or JSON."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from dataclasses import asdict, dataclass
 from megatron_fleet.debug.record import json_number
 
 SHOWN_MICRO_BATCHES, SHOWN_NAMES = 24, 3
-"""A longer table has only the micro-batches with a note; a longer list of names is cut."""
+"""Micro-batches in a table, beyond which only those with a note are shown, and maximum length of a list of names."""
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceFound:
-    """One sequence, by its index in the data of the update.
+    """Result for one sequence, by its index in the data of the update.
 
     Attributes:
-        fields: of its Datum, those with a value that is not finite at a trained token.
+        fields: fields of its Datum with a non-finite value at a trained token.
     """
 
     index: int
@@ -29,7 +29,7 @@ class SequenceFound:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchFound:
-    """One micro-batch of the run: its loss as recorded and now."""
+    """Result for one micro-batch of the run: its recorded and its replayed loss."""
 
     recorded: float
     loss: float
@@ -41,7 +41,8 @@ class Found:
     """Findings of a replay. Pairs are (recorded, now).
 
     Attributes:
-        tolerance: relative; losses are measured against the absolute losses of sequences, added up in a micro-batch.
+        tolerance: relative; losses are measured against the sum of the absolute losses of the sequences in a
+            micro-batch.
         weights, gradients, parameters: see `trainer.base.Examination`.
     """
 
@@ -57,11 +58,11 @@ class Found:
     micro_batches: list[MicroBatchFound]
 
     def agrees(self, micro_batch: MicroBatchFound) -> bool:
-        """The loss of a micro-batch is what it was."""
+        """Whether the replayed loss of a micro-batch matches the recorded one."""
         return _agree(micro_batch.recorded, micro_batch.loss, self.tolerance * self._loss_scale())
 
     def differences(self) -> list[str]:
-        """What is not as it was recorded, in words; empty when the step was reproduced."""
+        """Describe the differences from the record; empty when the step was reproduced."""
         out, number = [], len(self.micro_batches)
         if not _agree(*self.grad_norm, self.tolerance * abs(self.grad_norm[0])):
             out.append("the gradient norm")
@@ -75,26 +76,26 @@ class Found:
         return out
 
     def _loss_scale(self) -> float:
-        """Mean over micro-batches. Losses of sequences cancel in a sum, their rounding errors do not."""
+        """Mean over micro-batches. Losses of sequences cancel in a sum, but their rounding errors do not."""
         sums = [sum(abs(s.loss) for s in m.sequences if math.isfinite(s.loss)) for m in self.micro_batches]
         return sum(sums) / len(sums) if sums else 0.0
 
 
 def _agree(then: float, now: float, difference: float) -> bool:
-    """Both are finite and close, or neither is: which of nan and inf comes out may depend on the order of a sum."""
+    """Whether both are finite and close, or neither is finite: NaN or inf may depend on the order of a sum."""
     if math.isfinite(then) and math.isfinite(now):
         return abs(then - now) <= difference
     return math.isfinite(then) == math.isfinite(now)
 
 
 def to_json(found: Found) -> str:
-    """Everything as one JSON object; numbers that are not finite are text."""
+    """Findings as one JSON object; non-finite numbers are text."""
     content = asdict(found) | {"reproduced": not found.differences(), "differences": found.differences()}
     return json.dumps(json_number(content), indent=2)
 
 
 def to_text(found: Found) -> str:
-    """A table of the micro-batches, and sentences."""
+    """Findings as a table of the micro-batches, with explanatory sentences."""
     from rich.console import Console
     from rich.table import Table
 
@@ -149,6 +150,6 @@ def _short(value: float) -> str:
 
 
 def shorten(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
+    """Join the first names, followed by the number of the others."""
     more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
     return ", ".join(names[:SHOWN_NAMES]) + more

@@ -1,7 +1,7 @@
-"""Environments: four async verbs; behind them any OpenEnv server, Fleet's hosted ones, and one that ships with this.
+"""Environments behind four async methods: any OpenEnv server, Fleet's hosted environments, and an embedded fleet.
 
-``base.py`` is all that an agent may know; ``registry.py`` lists the kinds. ``openenv.py`` keeps one WebSocket session
-per episode: each request has a deadline, and a session that missed one is lost, because nobody knows what the server
-did. ``fleet.py`` stands between FleetTaskEnv's habits and the protocol. ``embedded/`` holds three small worlds over
-SQLite with generated, proven tasks; verifier code runs in confined processes of its own.
+``base.py`` is the only interface that agents depend on; ``registry.py`` lists the kinds. ``openenv.py`` keeps one
+WebSocket session per episode: each request has a deadline, and a session that missed one is lost, because the server's
+state is then unknown. ``fleet.py`` adapts FleetTaskEnv to the protocol. ``embedded/`` holds three small worlds over
+SQLite with generated tasks that are proven solvable; verifier code runs in sandboxed processes of its own.
 """

@@ -1,4 +1,4 @@
-"""What an agent may know of an environment: four async verbs, their results, and two ways to fail."""
+"""Interface of an environment: four async methods, their results, and two exceptions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_fleet.data.task import Task
 
 
 class EnvBusy(Exception):
-    """No capacity now. The caller may try again after a pause."""
+    """No capacity now. The caller may retry after a pause."""
 
 
 class EnvLost(Exception):
@@ -18,7 +18,7 @@ class EnvLost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One tool call as the policy asked for it; ``arguments`` is always a JSON object."""
+    """One tool call as requested by the policy; ``arguments`` is always a JSON object."""
 
     name: str
     arguments: dict[str, Any]
@@ -26,7 +26,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolError:
-    """A tool that failed. ``kind``: tool_not_found, invalid_args, execution_error, timeout or transport_error."""
+    """A failed tool call. ``kind``: tool_not_found, invalid_args, execution_error, timeout or transport_error."""
 
     kind: str
     message: str
@@ -34,7 +34,7 @@ class ToolError:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """An image that an environment showed, as it came: ``data`` is the encoded file, ``media_type`` its kind."""
+    """An unmodified image from an environment: ``data`` is the encoded file, ``media_type`` its MIME type."""
 
     media_type: str
     data: bytes
@@ -42,14 +42,14 @@ class Image:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What the environment shows.
+    """Output of a reset or a tool call.
 
     Attributes:
-        content: the tool's result as text (JSON for structured results); on reset the task's prompt. Where an image
-            stood it reads ``[image n]``, n from 1.
+        content: the tool's result as text (JSON for structured results); on reset the task's prompt. ``[image n]``,
+            n from 1, marks the place of an image.
         tools: OpenAI function format; set by ``reset`` only.
         error: set when the call failed; ``content`` is then empty.
-        done: the environment itself ended the episode.
+        done: the environment ended the episode.
         images: in the order of their places in ``content``.
     """
 
@@ -62,7 +62,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """The verifier's word. ``value`` is ``None`` when it could not be known (never 0 for a failed verifier)."""
+    """The verifier's score. ``value`` is ``None`` when it is unknown (never 0 for a failed verifier)."""
 
     value: float | None
     reason: str
@@ -70,10 +70,10 @@ class Reward:
 
 
 class Environment(Protocol):
-    """One session of one environment. Used by one coroutine at a time; every method has a deadline of its own."""
+    """One session of one environment. Used by one coroutine at a time; every method has its own deadline."""
 
     async def reset(self, task: Task) -> Observation:
-        """Start the task. Raises EnvBusy (try again) or EnvLost."""
+        """Start the task. Raises EnvBusy (retry) or EnvLost."""
         ...
 
     async def step(self, call: ToolCall) -> Observation:
@@ -81,7 +81,7 @@ class Environment(Protocol):
         ...
 
     async def verify(self, final_answer: str | None, conversation: list[dict[str, Any]]) -> Reward:
-        """Score the episode with the task's own verifier, once. Never raises for a failing verifier."""
+        """Score the episode once, with the task's own verifier. Never raises for a failing verifier."""
         ...
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Breaker: keeps episodes away from an environment that gives none back. A pure state machine; time is an argument."""
+"""Circuit breaker against an environment whose episodes fail. A pure state machine; time is an argument."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ MAX_PAUSE = 32
 class Breaker:
     """Circuit breaker over the newest ``window`` episodes of one environment (Nygard 2007, Release It!, §5.2).
 
-    *Closed*: every episode is admitted. When ``window`` episodes are known and at least ``threshold`` of them failed,
-    it opens. *Open*: none is admitted for ``pause_s``. *Half-open*: one is admitted as a probe. If it fails, the
-    breaker opens again, for twice as long; if not, it closes and forgets what was.
+    *Closed*: every episode is admitted. When ``window`` episodes are known and at least a share ``threshold`` of them
+    failed, it opens. *Open*: none is admitted for ``pause_s``. *Half-open*: one is admitted as a probe. If it fails,
+    the breaker opens again, for twice as long; if not, it closes and clears its history.
 
-    What ends while the breaker is not closed, other than the probe, was admitted before and changes nothing.
+    An episode other than the probe that ends while the breaker is not closed was admitted earlier and is ignored.
     """
 
     def __init__(self, window: int, threshold: float, pause_s: float) -> None:
@@ -29,11 +29,11 @@ class Breaker:
 
     @property
     def open(self) -> bool:
-        """Open or half-open."""
+        """Whether the breaker is open or half-open."""
         return self._open_until is not None
 
     def admit(self, now: float) -> int | None:
-        """A ticket for one episode, to be given to ``ended``; ``None`` while episodes are refused."""
+        """Admit one episode; return its ticket for ``ended``, or ``None`` while episodes are refused."""
         if self._open_until is not None:
             if now < self._open_until or self._probe is not None:
                 return None
@@ -42,7 +42,10 @@ class Breaker:
         return self._admitted - 1
 
     def ended(self, ticket: int, now: float, failed: bool | None) -> None:
-        """An admitted episode is over; ``None``: it says nothing about the environment (the engine died, say)."""
+        """Record the end of an admitted episode.
+
+        ``failed`` is ``None`` if it says nothing about the environment, e.g. because the engine died.
+        """
         if self._open_until is not None:
             if ticket == self._probe:
                 self._probed(now, failed)
@@ -53,7 +56,7 @@ class Breaker:
                 self._open(now)
 
     def seconds_left(self, now: float) -> float:
-        """Until the next probe; 0 when it may begin or is under way, or the breaker is closed."""
+        """Return the seconds until the next probe; 0 when it may begin or is running, or the breaker is closed."""
         return 0.0 if self._open_until is None else max(0.0, self._open_until - now)
 
     def _probed(self, now: float, failed: bool | None) -> None:

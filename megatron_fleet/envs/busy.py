@@ -1,4 +1,4 @@
-"""Which failures to start an environment are worth another try."""
+"""Classification of start-up failures that are worth a retry."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _MARKS = (
     '"retryable":true',
     "'retryable': true",
 )
-"""What OpenEnv's and Fleet's servers write into refusals that pass by themselves, in lower case."""
+"""Lower-case markers of transient refusals by OpenEnv's and Fleet's servers."""
 
 
 def is_busy(error: BaseException) -> bool:
-    """Whether a server said, in ``error`` or in what caused it, that it has no room just now."""
+    """Return whether ``error`` or one of its causes says that the server currently has no capacity."""
     return any(mark in f"{type(e).__name__} {e}".lower() for e in _chain(error) for mark in (*_MARKS, "instancelimit"))
 
 

@@ -1,4 +1,4 @@
-"""What tools return, as text and images: MCP's content blocks, FastMCP's results, OpenAI's image parts, plain JSON."""
+"""Tool results as text and images: MCP content blocks, FastMCP results, OpenAI image parts, plain JSON."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from megatron_fleet.envs.base import Image
 _DATA_URL = re.compile(r"data:(?P<type>[\w.+-]+/[\w.+-]+)?(?:;[\w=.+-]+)*;base64,(?P<data>.*)", re.DOTALL)
 MAX_REWARD = 1e30
 _BLOCKS = ("text", "image", "image_url", "audio", "resource", "resource_link")
-"""Kinds of content blocks: the Model Context Protocol's, and OpenAI's name for images."""
+"""Kinds of content blocks: those of the Model Context Protocol, and OpenAI's name for images."""
 
 
 def read_content(result: Any) -> tuple[str, tuple[Image, ...]]:
-    """A tool's result as text and the images in it; text names their places ``[image 1]``, ``[image 2]``…
+    """Convert a tool's result to text and images; the text marks their places as ``[image 1]``, ``[image 2]``…
 
-    Understands FastMCP's ``{content, structured_content, data, is_error}``, lists of content blocks as in the Model
-    Context Protocol (2025-06-18, "Tool result") and in OpenAI's chat format. Everything else is text, or JSON.
+    Supports FastMCP's ``{content, structured_content, data, is_error}``, lists of content blocks as in the Model
+    Context Protocol (2025-06-18, "Tool result") and in OpenAI's chat format. Everything else becomes text, or JSON.
     """
     images: list[Image] = []
     return _text(_unwrap(result), images), tuple(images)
 
 
 def error_text(result: Any) -> str | None:
-    """The message of a result that a tool marked as an error (``is_error`` or ``isError``), else ``None``."""
+    """Return the message of a result marked as an error (``is_error`` or ``isError``), else ``None``."""
     if isinstance(result, dict) and (result.get("is_error") is True or result.get("isError") is True):
         return read_content(result)[0] or "the tool failed"
     return None
 
 
 def score_of(result: Any) -> float | None:
-    """The number that a structured result names ``score`` or ``reward``, or that it is; ``None`` without one."""
+    """Return the field ``score`` or ``reward`` of a structured result, or the result if a number; else ``None``."""
     value = _unwrap(result)
     if isinstance(value, str):
         try:
@@ -46,12 +46,12 @@ def score_of(result: Any) -> float | None:
 
 
 def known_number(value: Any) -> float | None:
-    """``value`` as a reward; ``None`` for what is none: another type, NaN, infinities and what comes near them."""
+    """Return ``value`` as a reward; ``None`` for another type, NaN, infinities and magnitudes above MAX_REWARD."""
     return float(value) if isinstance(value, int | float) and abs(value) <= MAX_REWARD else None
 
 
 def _unwrap(result: Any) -> Any:
-    """The part of a FastMCP result that is its value; images exist only in its blocks."""
+    """Return the value of a FastMCP result; images exist only in its blocks."""
     if not isinstance(result, dict) or not ({"content", "structured_content", "data"} & result.keys()):
         return result
     blocks = result.get("content")

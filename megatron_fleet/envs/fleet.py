@@ -1,8 +1,8 @@
-"""FleetEnvironment: one episode in one of Fleet's hosted environments, through FleetTaskEnv of fleet-ai/OpenEnv.
+"""Environment adapter for one episode in a Fleet-hosted environment, through FleetTaskEnv of fleet-ai/OpenEnv.
 
-FleetTaskEnv has habits that the Environment protocol does not allow; what is done about each stands beside the code.
+FleetTaskEnv has behaviours that the Environment protocol does not allow; each workaround is explained next to its code.
 Fleet runs verifiers on its own machines, but its client executes a verifier's source once to find the function in it,
-so that module-level code of a task file runs in this process: use task files of people you trust.
+so module-level code of a task file runs in this process: only use task files from people you trust.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from megatron_fleet.envs.openenv_tools import FINISH_TOOL
 T = TypeVar("T")
 
 NO_LIMIT = 2**31
-"""FleetTaskEnv's own step limit would end an episode, and score it, before the policy is done."""
+"""Disables FleetTaskEnv's own step limit, which would end and score an episode before the policy is done."""
 CALL_MARGIN_S = 2.0
-"""FleetTaskEnv stops retrying a tool this long before our deadline: an error to the policy, not a lost session."""
+"""FleetTaskEnv stops retrying a tool this long before our deadline: the policy sees an error, the session survives."""
 RETRY_CANCEL_S = 0.5
 _JUDGE_ERROR = re.compile(r"^JUDGE ERROR:", re.MULTILINE)
-"""What Fleet's judge prints when its model could not be asked; the score that follows is made up."""
+"""Printed by Fleet's judge when its model could not be queried; the score that follows is made up."""
 _NOT_A_NUMBER = "float() argument must be"
-"""Of the error that FleetTaskEnv has for a verifier's result that is an object."""
+"""Part of FleetTaskEnv's error message for a verifier result that is an object."""
 
 
 class FleetEnvironment:
@@ -64,7 +64,7 @@ class FleetEnvironment:
         if self._env is None:
             await self._make(task)
         tools = self._env._tools
-        # What is left of the pause that an instance needs; an own one of 8 s would come on top of retries.
+        # Only what is left of the pause that an instance needs; FleetTaskEnv's own 8 s would come on top of retries.
         tools.initial_wait = max(0.0, min(tools.initial_wait, self._made + self._config.fleet.settle_s - _now()))
         tools.call_deadline_s = max(1.0, self._config.step_timeout_s - CALL_MARGIN_S)
         shown = await self._within(self._config.reset_timeout_s, "reset", self._env.reset_async)
@@ -77,7 +77,7 @@ class FleetEnvironment:
         """See ``Environment.step``."""
         if self._lost is not None:
             raise EnvLost(self._lost)
-        # FleetTaskEnv retries a call that can never succeed for half a minute.
+        # FleetTaskEnv would spend half a minute on retries of a call that can never succeed.
         if not isinstance(call.arguments, dict):
             return Observation("", error=ToolError("invalid_args", "arguments must be a JSON object"))
         if call.name not in self._tools:
@@ -88,12 +88,12 @@ class FleetEnvironment:
         failed = info.get("tool_error")
         if failed is not None or "tool_result" not in info:
             return Observation("", error=_tool_error(str(failed), "tool_result" in info), done=bool(done))
-        # Not the observation's copy, in which every empty result is {}.
+        # The observation's copy turns every empty result into {}.
         content, images = read_content(info["tool_result"])
         return Observation(content, done=bool(done), images=images)
 
     async def verify(self, final_answer: str | None, conversation: list[dict[str, Any]]) -> Reward:
-        """See ``Environment.verify``. It ends the FleetTaskEnv's episode, which runs the verifier, once."""
+        """See ``Environment.verify``. Ends the FleetTaskEnv's episode, which runs the verifier once."""
         if self._reward is None:
             if self._task is None or self._env is None or _instance(self._env) is None:
                 return Reward(None, self._lost or "there is no instance to verify")
@@ -110,18 +110,18 @@ class FleetEnvironment:
     async def close(self) -> None:
         """See ``Environment.close``.
 
-        The verifier does not run here: what was played was scored by ``verify``, and what was abandoned has nobody who
-        would read its score. FleetTaskEnv alone would spend up to a minute on it.
+        The verifier does not run here: a finished episode was scored by ``verify``, and nobody reads the score of an
+        abandoned one. FleetTaskEnv's own close would spend up to a minute on it.
         """
         self._lost = self._lost or "closed"
         env, self._env = self._env, None
         if env is None:
             return
-        # Not cancelled when it is late: an instance that is not deleted blocks one of the team's until its TTL.
+        # Not cancelled when late: an instance that is not deleted occupies one of the team's slots until its TTL.
         await asyncio.wait({asyncio.create_task(_give_back(env, self._late))}, timeout=self._config.close_timeout_s)
 
     async def _make(self, task: Task) -> None:
-        """Have the instance made; FleetTaskEnv would do it within its reset."""
+        """Create the instance, which FleetTaskEnv would otherwise do within its reset."""
         fleet = self._config.fleet
         fleet_task_env = load_fleet_task_env(fleet)
         self._env = fleet_task_env(
@@ -137,7 +137,7 @@ class FleetEnvironment:
     async def _score(self, task: Task, final_answer: str | None, conversation: list[dict[str, Any]]) -> Reward:
         env = self._env
         env.conversation_messages = conversation
-        # The verifier is called with final_answer whether or not it takes one.
+        # A submitted answer is passed to the verifier as final_answer whether or not it takes one.
         answered = final_answer is not None and "final_answer" in _verifier_arguments(task.verifier_code)
         action = {"tool": FINISH_TOOL, "params": {"answer": final_answer}} if answered else {"done": True}
         _, value, _, _ = await env.step_async(action)
@@ -152,8 +152,8 @@ class FleetEnvironment:
     async def _within(self, timeout_s: float, what: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Await ``work()`` with its deadline, and poison the session unless it succeeds.
 
-        FleetMCPTools swallows cancellations, so that a timeout around the coroutine would not end. It runs as a task of
-        its own, which is left alone when it is late.
+        FleetMCPTools swallows cancellations, so a timeout around the coroutine would not end. It runs as a separate
+        task, which is abandoned when it is late.
         """
         if self._lost is not None:
             raise EnvLost(self._lost)
@@ -184,7 +184,7 @@ def _now() -> float:
 
 
 def _fleet_task(task: Task) -> dict[str, Any]:
-    """The task under the names that FleetTaskEnv reads; exports call some of them differently."""
+    """Return the task under the names that FleetTaskEnv reads; some differ from those in exports."""
     return {
         "task_key": task.key,
         "prompt": task.prompt,
@@ -205,7 +205,7 @@ def _tool_error(message: str, answered: bool) -> ToolError:
 
 
 def _verifier_arguments(code: str) -> frozenset[str]:
-    """Names that the verifier may be called with: of the first function of the source, as Fleet's client takes it."""
+    """Return the verifier's parameter names, from the first function of the source, which Fleet's client calls."""
     try:
         body = ast.parse(code).body
     except SyntaxError:
@@ -219,7 +219,7 @@ def _verifier_arguments(code: str) -> frozenset[str]:
 
 
 async def _structured(env: Any, task: Task, answer: dict[str, str], conversation: list[dict[str, Any]]) -> Reward:
-    """Run a verifier again whose result FleetTaskEnv could not read: an object, of which ``score`` is the reward."""
+    """Rerun a verifier whose result FleetTaskEnv could not read: an object with the reward in ``score``."""
     remote = import_module("fleet._async.tasks").Task(
         key=task.key, prompt=task.prompt, env_id=task.env_key, verifier_func=task.verifier_code
     )
@@ -240,21 +240,21 @@ async def _structured(env: Any, task: Task, answer: dict[str, str], conversation
 
 
 def _instance(env: Any) -> Any:
-    """The handle of the instance behind a FleetTaskEnv; ``None`` before it was made and after it was deleted."""
+    """Return the handle of a FleetTaskEnv's instance; ``None`` before its creation and after its deletion."""
     return getattr(env._orch, "_fleet_env", None)
 
 
 async def _give_back(env: Any, late: set[asyncio.Task[Any]]) -> None:
-    """Delete the instance, and once more what a make that was given up brings after all."""
-    env._rollout_completed_emitted = True  # or its telemetry tells a score of 0 for an abandoned episode
+    """Delete the instance, and also one that an abandoned creation still delivers."""
+    env._rollout_completed_emitted = True  # else its telemetry reports a score of 0 for an abandoned episode
     await _delete(env)
     while pending := {task for task in late if not task.done()}:
         for task in pending:
-            task.cancel()  # again: one cancellation is swallowed, and a new try begun
+            task.cancel()  # repeatedly: a cancellation is swallowed and a new attempt begins
         await asyncio.wait(pending, timeout=RETRY_CANCEL_S)
     for task in late:
         if not task.cancelled():
-            task.exception()  # looked at, so that asyncio does not complain
+            task.exception()  # retrieved, so that asyncio does not complain
     await _delete(env)
     with contextlib.suppress(Exception):
         await env.close_async()

@@ -1,7 +1,7 @@
-"""Fleet's own client, FleetTaskEnv of fleet-ai/OpenEnv: found, checked and imported late.
+"""Lookup, validation and lazy import of Fleet's own client, FleetTaskEnv of fleet-ai/OpenEnv.
 
-As a program (``python -m megatron_fleet.envs.fleet_package [FOLDER]``) it says whether this interpreter can play
-Fleet's environments, so that a run can ask the episode environment's before it starts anything.
+As a program (``python -m megatron_fleet.envs.fleet_package [FOLDER]``) it reports whether this interpreter can play
+Fleet's environments, so that a run can check the episode environment's interpreter before it starts anything.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ INSTALL = (
     "env.fleet.package=FOLDER"
 )
 THREADS = 128
-"""FleetTaskEnv's reset blocks a thread of the loop's executor for up to ten seconds; the default has about ten."""
+"""Threads of the loop's executor: FleetTaskEnv's reset blocks one for up to ten seconds; the default is about ten."""
 _METHODS = ("reset_async", "step_async", "close_async", "_ensure_provisioned")
 _ARGUMENTS = ("task_config", "ttl_seconds", "max_steps", "partial_reward")
 
 
 def check_key() -> None:
-    """Raises UserError without FLEET_API_KEY."""
+    """Raise UserError if FLEET_API_KEY is not set."""
     if not os.environ.get("FLEET_API_KEY"):
         raise UserError("env.kind=fleet needs Fleet's key; set FLEET_API_KEY in the environment of the run.")
 
 
 @lru_cache(maxsize=1)
 def load_fleet_task_env(config: Fleet) -> type[Any]:
-    """The class ``FleetTaskEnv``, ready to be used in this process.
+    """Return the class ``FleetTaskEnv``, ready for use in this process.
 
     Raises:
-        UserError: it is not installed, or not in the version that this adapter knows; FLEET_API_KEY is not set.
+        UserError: it is not installed, or not in a supported version; FLEET_API_KEY is not set.
     """
     check_key()
     _prepare_process(config)
@@ -63,7 +63,7 @@ def load_fleet_task_env(config: Fleet) -> type[Any]:
 
 
 def _prepare_process(config: Fleet) -> None:
-    """What Fleet's packages read from the process alone."""
+    """Set the environment variables that Fleet's packages read."""
     os.environ.setdefault("LOGFIRE_IGNORE_NO_CONFIG", "1")
     if config.ca_file is None:
         return
@@ -85,7 +85,7 @@ def _check_mcp() -> None:
 
 
 def _check_interface(found: type[Any]) -> None:
-    """Its version number never changed, so what is used of it is looked for."""
+    """Check the methods and arguments that are used, because the package's version number never changed."""
     known = inspect.signature(found.__init__).parameters
     missing = [name for name in _METHODS if not inspect.iscoroutinefunction(getattr(found, name, None))]
     missing += [name for name in _ARGUMENTS if name not in known]
@@ -98,12 +98,12 @@ def _check_interface(found: type[Any]) -> None:
 
 @lru_cache(maxsize=1)
 def give_threads(loop: asyncio.AbstractEventLoop) -> None:
-    """Let ``asyncio.to_thread`` on ``loop`` block ``THREADS`` threads at once. Once per loop."""
+    """Let ``asyncio.to_thread`` on ``loop`` use up to ``THREADS`` threads. Takes effect once per loop."""
     loop.set_default_executor(ThreadPoolExecutor(THREADS, thread_name_prefix="fleet"))
 
 
 def main() -> int:
-    """Exit status 0 when Fleet's environments can be played; else 1 and one sentence."""
+    """Return exit status 0 if Fleet's environments can be played; else print the reason and return 1."""
     try:
         load_fleet_task_env(Fleet(package=sys.argv[1] if len(sys.argv) > 1 else None))
     except UserError as error:

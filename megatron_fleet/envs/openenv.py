@@ -1,4 +1,4 @@
-"""OpenEnvEnvironment: one episode in an environment behind an OpenEnv server, whichever it is."""
+"""Environment adapter for one episode behind any OpenEnv server."""
 
 from __future__ import annotations
 
@@ -45,28 +45,28 @@ log = logging.getLogger(__name__)
 
 
 class Refused(Exception):
-    """The server did not take the request's form; nothing happened and the session goes on."""
+    """The server rejected the request's format; nothing happened and the session continues."""
 
 
 class Raised(Exception):
-    """The environment raised an exception at an action and told its message; the session goes on."""
+    """The environment raised an exception on an action and reported its message; the session continues."""
 
 
 class OpenEnvEnvironment:
     """The Environment protocol over one WebSocket session.
 
-    The server either lists tools and calls them (the Model Context Protocol's way) or takes one action, whose schema
-    then is the one tool. A timeout, a transport error or a cancellation poisons the session, because what the server
-    did meanwhile is unknown: every later call raises EnvLost.
+    The server either lists tools and calls them (as in the Model Context Protocol) or takes one action, whose schema
+    becomes the only tool. A timeout, a transport error or a cancellation poisons the session, because the server's
+    state is then unknown: every later call raises EnvLost.
     """
 
     def __init__(self, config: Env, url: str, openenv: OpenEnv, episode: str | None = None, token: str = "") -> None:
         """
         Args:
-            config: gives the deadlines.
-            openenv: how to play this server.
-            episode: what the server is to call the episode; a random name by default.
-            token: that the server asks for; empty: none.
+            config: provides the deadlines.
+            openenv: settings for this server.
+            episode: the episode's name on the server; random by default.
+            token: token that the server requires; empty: none.
         """
         self._headers = {"Authorization": f"Bearer {token}"} if token else None
         self._config = config
@@ -96,7 +96,7 @@ class OpenEnvEnvironment:
             await self._within(self._config.make_timeout_s, "connect", self._client.connect, starting=True)
             shown = await self._within(self._config.reset_timeout_s, "reset", start, starting=True)
         except EnvBusy:
-            # The server refused this socket and nothing happened behind it: the next attempt gets another one.
+            # The server refused this socket before anything happened: the next attempt gets a new one.
             await self.close()
             self._client, self._lost = self._new_client(), None
             raise
@@ -143,7 +143,7 @@ class OpenEnvEnvironment:
     def _new_client(self) -> Any:
         config = self._config
         longest = max(config.reset_timeout_s, config.step_timeout_s, config.verify_timeout_s)
-        # The deadlines below are the ones that count; the client's own must never come first.
+        # The deadlines in `_within` are authoritative; the client's own must never fire first.
         return one_socket_client()(
             base_url=self._url,
             connect_timeout_s=config.make_timeout_s + 1,
@@ -152,7 +152,7 @@ class OpenEnvEnvironment:
         )
 
     async def _list_tools(self) -> dict[str, dict[str, Any]]:
-        """The server's tools by name; for one that takes an action, that alone."""
+        """Return the server's tools by name, or only its action if it takes one."""
         refusal = None
         if self._openenv.interface != "action":
             try:
@@ -171,7 +171,7 @@ class OpenEnvEnvironment:
         return {self._action: tool}
 
     def _offered(self) -> tuple[dict[str, Any], ...]:
-        """The policy's tools. Raises EnvLost."""
+        """Return the policy's tools. Raises EnvLost."""
         openenv = self._openenv
         hidden = {"finish_tool": openenv.finish_tool, "verify_tool": openenv.verify_tool}
         for key, name in hidden.items():
@@ -181,13 +181,13 @@ class OpenEnvEnvironment:
                     f"(one that it does not list belongs into env.openenv.final_calls, with its arguments)"
                 )
         offered = tuple(tool for name, tool in self._tools.items() if name not in hidden.values())
-        # A server that asks one question has one tool, which takes the final answer: the policy then has none.
+        # A question-answering server may have a single tool, for the final answer, and none for the policy.
         if not offered and openenv.finish_tool not in self._tools:
             raise EnvLost("the environment lists no tools")
         return offered
 
     def _opening(self, prompt: str, shown: Any) -> str:
-        """The task, and the first observation where there is one: a board, a question, a greeting. Raises EnvLost."""
+        """Return the task and the first observation, if any: a board, a question, a greeting. Raises EnvLost."""
         observation, hidden = visible(shown), metadata(shown)
         for name in self._openenv.shown_metadata:
             if name not in hidden:
@@ -200,7 +200,7 @@ class OpenEnvEnvironment:
         return f"{prompt}\n\n{json.dumps(told, ensure_ascii=False)}" if told else prompt
 
     async def _call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> Any:
-        """Call a tool, or act. Raises EnvLost, Refused, or Raised."""
+        """Call a tool or send an action. Raises EnvLost, Refused or Raised."""
         action = arguments
         if self._action is None:
             action = {"type": "call_tool", "tool_name": name, "arguments": arguments}
@@ -224,7 +224,7 @@ class OpenEnvEnvironment:
         return Observation(content, done=done, images=images)
 
     async def _score(self, final_answer: str | None, conversation: list[dict[str, Any]]) -> Reward:
-        """End the episode if nothing has, have it scored if a tool does that, and read the reward."""
+        """End the episode if it is still open, call the scoring tool if there is one, and read the reward."""
         assert self._task is not None, "reset() comes first"
         if self._lost is not None:
             raise EnvLost(self._lost)
@@ -276,8 +276,8 @@ class OpenEnvEnvironment:
             if not starting and is_refusal(error):
                 self._lost = None
                 raise Refused(str(error)) from error
-            # Tools have a place for their failures; an environment that takes an action has only exceptions, and what
-            # a policy does must not end in an unknown reward.
+            # Tools can report failures; an environment that takes an action can only raise, and the policy's own
+            # mistakes must not lead to an unknown reward.
             if not starting and self._action is not None and (message := raised(error)) is not None:
                 self._lost = None
                 raise Raised(message) from error
@@ -288,7 +288,7 @@ class OpenEnvEnvironment:
 
 @cache
 def _warn_of_a_full_server(url: str, said: str) -> None:
-    """Once per process and server: a run that waits for places is not wrong, but seldom meant."""
+    """Warn once per process and server: a run whose episodes queue for sessions works, but is rarely intended."""
     log.warning(
         "%s has no place for another episode, so that episodes wait for each other (%s). Start it with more, by "
         "MAX_CONCURRENT_ENVS where it reads that variable, or set rollout.episodes_in_flight to what it has.",

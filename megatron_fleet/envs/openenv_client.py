@@ -1,4 +1,4 @@
-"""OpenEnv's client, imported late and kept from reconnecting; and what a server says of its action and its tools."""
+"""OpenEnv's client, imported lazily and kept from reconnecting; queries for a server's action schema and tools."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from megatron_fleet.config.errors import UserError
 
 NO_SESSIONS = (403, 404, 405)
-"""How web servers refuse a WebSocket at a path that has none."""
+"""HTTP statuses with which web servers refuse a WebSocket on a path without one."""
 
 
 def import_openenv() -> ModuleType:
     """Import ``openenv.core`` without its web interface.
 
-    OpenEnv imports gradio when it is installed, for a page that nothing here serves: three seconds and 70 MB per
-    process. It also works without; so gradio is hidden while OpenEnv loads.
+    OpenEnv imports gradio if it is installed, for a page that is never served here: three seconds and 70 MB per
+    process. It works without gradio, which is therefore hidden while OpenEnv loads.
 
     Raises:
         UserError: OpenEnv is not installed in this Python environment.
@@ -41,10 +41,10 @@ def import_openenv() -> ModuleType:
 
 @cache
 def one_socket_client() -> type[Any]:
-    """A ``GenericEnvClient`` that never opens a second socket.
+    """Return a ``GenericEnvClient`` class that never opens a second socket.
 
-    OpenEnv's client reconnects by itself after a timeout or a closed socket; on the new socket waits a new session that
-    was never reset, and nothing tells the caller.
+    OpenEnv's client silently reconnects after a timeout or a closed socket; the new socket belongs to a new session
+    that was never reset.
 
     Raises:
         UserError: OpenEnv is not installed in this Python environment.
@@ -60,7 +60,7 @@ def one_socket_client() -> type[Any]:
 
         async def _connect_async(self) -> OneSocketClient:
             if self._connected:
-                # A server that is full says so and closes; until that is read, the closed socket holds the reason.
+                # A full server says so and closes; until that is read, the closed socket holds the reason.
                 if self._ws is None or (self._heard and self._ws.state is not State.OPEN):
                     raise ConnectionError("the session's socket is closed")
                 return self
@@ -82,7 +82,7 @@ def one_socket_client() -> type[Any]:
             return message
 
         async def list_tools(self) -> list[dict[str, Any]]:
-            """Ask by the Model Context Protocol (JSON-RPC), which no action's form stands in the way of."""
+            """List the tools over the Model Context Protocol (JSON-RPC), which works with any action schema."""
             request = {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}}
             answer = (await self._send_and_receive({"type": "mcp", "data": request}))["data"]
             if answer.get("error") is not None:
@@ -93,11 +93,14 @@ def one_socket_client() -> type[Any]:
 
 
 async def action_schema(url: str) -> dict[str, Any]:
-    """JSON schema of the action that the server at ``url`` takes. Raises httpx.HTTPError, KeyError or ValueError."""
+    """Fetch the JSON schema of the action taken by the server at ``url``.
+
+    Raises httpx.HTTPError, KeyError or ValueError.
+    """
     import httpx
 
     base = url.rstrip("/").replace("ws://", "http://", 1).replace("wss://", "https://", 1)
-    # Without TLS there is nothing to verify, and reading all authorities takes 30 ms.
+    # Without TLS there is nothing to verify, and loading the CA certificates takes 30 ms.
     async with httpx.AsyncClient(verify=base.startswith("https://"), timeout=None) as client:
         answer = await client.get(f"{base}/schema")
         answer.raise_for_status()

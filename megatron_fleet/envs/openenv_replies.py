@@ -1,6 +1,6 @@
-"""What an OpenEnv server's replies say: what the policy may see of them, failures, refusals.
+"""Interpretation of an OpenEnv server's replies: the part visible to the policy, failures, refusals.
 
-A reply is OpenEnv's ``StepResult`` of a client without types: ``observation``, ``reward``, ``done``, ``metadata``.
+A reply is the ``StepResult`` of OpenEnv's untyped client: ``observation``, ``reward``, ``done``, ``metadata``.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ TOOL_ERROR_KINDS = frozenset({"tool_not_found", "invalid_args", "execution_error
 
 
 def checked(reply: Any) -> Any:
-    """A reply that can be read. Raises TypeError for one that is no object, as a broken server or proxy sends."""
+    """Return ``reply``. Raises TypeError if its observation is not an object, as from a broken server or proxy."""
     if not isinstance(reply.observation, dict):
         raise TypeError(f"the observation is no object but {reply.observation!r:.80}")
     return reply
 
 
 def begun(reply: Any) -> Any:
-    """A reset's reply. Raises RuntimeError for one that tells a failure, or that the episode is over already."""
+    """Return the reply to a reset. Raises RuntimeError if it reports a failure or an episode that is already over."""
     error = tool_error(reply)
     failure = metadata(reply).get("error") if error is None else error.message
     if failure or reply.done:
@@ -32,7 +32,7 @@ def begun(reply: Any) -> Any:
 
 
 def listed(reply: Any) -> dict[str, dict[str, Any]]:
-    """Tools by name. Raises RuntimeError for a server that could not list them."""
+    """Return the tools by name. Raises RuntimeError if the server could not list them."""
     tools = reply.observation.get("tools") or ()
     failure = reply.observation.get("error") or metadata(reply).get("error")
     if failure and not tools:
@@ -41,17 +41,17 @@ def listed(reply: Any) -> dict[str, dict[str, Any]]:
 
 
 def metadata(reply: Any) -> dict[str, Any]:
-    """What is for programs and may hold the solution; servers put it inside of the observation or next to it."""
+    """Return the metadata, which may hold the solution; servers put it inside the observation or next to it."""
     return reply.observation.get("metadata") or reply.metadata or {}
 
 
 def visible(reply: Any) -> dict[str, Any]:
-    """What an environment shows to who acts."""
+    """Return the part of the observation that the policy may see."""
     return {name: value for name, value in reply.observation.items() if name != "metadata"}
 
 
 def tool_error(reply: Any) -> ToolError | None:
-    """What a tool that failed says; ``None``: it did not."""
+    """Return the error of a failed tool, or ``None`` if it did not fail."""
     error = reply.observation.get("error")
     if not error:
         message = error_text(reply.observation.get("result"))
@@ -65,7 +65,7 @@ def tool_error(reply: Any) -> ToolError | None:
 
 
 def tool_result(reply: Any) -> tuple[str, tuple[Image, ...]]:
-    """What a tool that did not fail returned, as text and images; an observation without ``result`` as JSON."""
+    """Return a successful tool's result as text and images; an observation without ``result`` as JSON."""
     if "result" in reply.observation:
         return read_content(reply.observation["result"])
     told = {name: value for name, value in visible(reply).items() if name not in ("tool_name", "error")}
@@ -74,11 +74,11 @@ def tool_result(reply: Any) -> tuple[str, tuple[Image, ...]]:
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether the server did not take a request's form; nothing happened and the session goes on."""
+    """Return whether the server rejected the request's format; nothing happened and the session continues."""
     return isinstance(error, RuntimeError) and "(code: VALIDATION_ERROR)" in str(error)
 
 
 def raised(error: Exception) -> str | None:
-    """The message of an exception that the environment raised and after which the session goes on; ``None`` without."""
+    """Return the message of an exception raised by the environment that the session survives, else ``None``."""
     said, mark, _ = str(error).partition(" (code: EXECUTION_ERROR)")
     return said.removeprefix("Server error: ") if mark and isinstance(error, RuntimeError) else None

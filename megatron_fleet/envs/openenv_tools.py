@@ -1,4 +1,4 @@
-"""What an OpenEnv server offers, as tools for a policy: MCP tools, or its action as the one tool."""
+"""Tools of an OpenEnv server in the policy's format: MCP tools, or its action as the only tool."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from megatron_fleet.data.task import Task
 Schema = dict[str, Any]
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]+")
 FINISH_TOOL = "submit_final_answer"
-"""Ends an episode of Fleet's servers, which take it without listing it."""
+"""Tool that ends an episode on Fleet's servers, which accept it without listing it."""
 
 
 def openai_tool(name: str, description: str | None, parameters: Schema | None) -> dict[str, Any]:
-    """A tool in OpenAI function format; ``parameters`` is its JSON schema, ``None`` for none.
+    """Build a tool in OpenAI function format; ``parameters`` is its JSON schema, ``None`` for none.
 
     Raises:
-        ValueError: a server sent what is no name or no schema of an object.
+        ValueError: the name is not a string, or the schema is not that of an object.
     """
     schema = parameters or {"type": "object", "properties": {}}
     properties = schema.get("properties") or {} if isinstance(schema, dict) else None
@@ -30,7 +30,10 @@ def openai_tool(name: str, description: str | None, parameters: Schema | None) -
 
 
 def mcp_tools(listed: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Name → tool in OpenAI format, in the server's order; ``input_schema`` is OpenEnv's spelling, the other MCP's."""
+    """Map names to tools in OpenAI format, in the server's order.
+
+    OpenEnv spells the schema ``input_schema``, MCP ``inputSchema``.
+    """
     return {
         tool["name"]: openai_tool(
             tool["name"], tool.get("description"), tool.get("input_schema") or tool.get("inputSchema")
@@ -40,13 +43,13 @@ def mcp_tools(listed: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def action_tool(schema: Schema, name: str | None) -> dict[str, Any]:
-    """The tool that takes an environment's action.
+    """Build the tool that takes an environment's action.
 
     Args:
-        schema: JSON schema of the action, as ``/schema`` gives it.
-        name: of the tool; by default the schema's title.
+        schema: JSON schema of the action, as returned by ``/schema``.
+        name: name of the tool; by default the schema's title.
     """
-    # Every OpenEnv action has it, for remarks of programs.
+    # Every OpenEnv action has metadata, which is meant for programs.
     properties = {key: value for key, value in (schema.get("properties") or {}).items() if key != "metadata"}
     kept = {key: value for key, value in schema.items() if key not in ("title", "description", "properties")}
     title = _NOT_IN_NAMES.sub("_", str(schema.get("title") or "")).strip("_")
@@ -56,9 +59,9 @@ def action_tool(schema: Schema, name: str | None) -> dict[str, Any]:
 
 
 def calls_tools(schema: Schema) -> bool:
-    """Whether an action, of which this is the JSON schema, calls a tool: OpenEnv's CallToolAction, or a class of it.
+    """Return whether the action with this JSON schema is a tool call: OpenEnv's CallToolAction, or a subclass.
 
-    A server lists its tools to an action of its own ``type`` only while the class is CallToolAction itself.
+    A server supports the ``list_tools`` action only if its action class is CallToolAction itself.
     """
     properties = schema.get("properties") or {}
     kind = properties.get("type") or {}
@@ -66,13 +69,13 @@ def calls_tools(schema: Schema) -> bool:
 
 
 def explain(tool: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
-    """What a schema has against ``arguments`` that the server refused without saying why."""
+    """Describe the schema violation in ``arguments`` that the server refused without giving a reason."""
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import best_match
 
     try:
         error = best_match(Draft202012Validator(tool["function"]["parameters"]).iter_errors(arguments))
-    except Exception:  # a schema that is none makes the validator raise anything
+    except Exception:  # an invalid schema makes the validator raise anything
         error = None
     if error is None:
         return "the environment refuses these arguments"
@@ -82,11 +85,11 @@ def explain(tool: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
 def finish_arguments(
     tool: Mapping[str, Any] | None, answer: str | None, conversation: list[dict[str, Any]], verifier_code: str
 ) -> dict[str, Any]:
-    """Arguments of the tool that ends an episode: the answer and the conversation where it has a place for them.
+    """Build the arguments of the tool that ends an episode: answer and conversation, if it has parameters for them.
 
     Args:
-        tool: ``None`` when the server does not list it. It then is Fleet's: ``answer`` always, ``conversation`` when
-            the verifier speaks of it.
+        tool: ``None`` when the server does not list it. It is then Fleet's tool, which gets ``answer`` always and
+            ``conversation`` if the verifier's code mentions it.
     """
     if tool is None:
         said = {"conversation": conversation} if "conversation" in verifier_code else {}
@@ -106,17 +109,19 @@ def finish_arguments(
 
 
 def final_arguments(given: Mapping[str, Any], task: Task, answer: str | None) -> dict[str, Any]:
-    """What ``env.openenv.final_calls`` gives for a call: ``task:FIELD`` as in `reset_arguments`, and
-    ``episode:final_answer`` for ``answer``. What there is not is left out.
+    """Build the arguments of a call from ``env.openenv.final_calls``.
+
+    ``task:FIELD`` works as in `reset_arguments`; ``episode:final_answer`` stands for ``answer``. Missing values are
+    left out.
     """
     return _filled(given, {"task": _fields(task), "episode": {"final_answer": answer}})
 
 
 def reset_arguments(task: Task, episode_id: str, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``reset`` is called with: the task, and ``extra``, of which ``task:FIELD`` and ``task:env_variables.NAME``
-    stand for values of the task.
+    """Build the arguments of ``reset``: the task, and ``extra``.
 
-    A server takes those that its ``reset`` has names for. What the task does not have is left out.
+    In ``extra``, ``task:FIELD`` and ``task:env_variables.NAME`` stand for values of the task. A server takes the
+    arguments that its ``reset`` has parameters for. Values missing from the task are left out.
     """
     fields = _fields(task)
     return {"episode_id": episode_id, **fields} | _filled(extra, {"task": fields})
@@ -137,7 +142,7 @@ def _fields(task: Task) -> dict[str, Any]:
 
 
 def _filled(value: Any, known: Mapping[str, Any]) -> Any:
-    """``value`` with what ``NAME:PATH`` refers to in ``known``, at any depth of objects."""
+    """Resolve references ``NAME:PATH`` into ``known``, at any depth of nested objects in ``value``."""
     if isinstance(value, Mapping):
         given = {name: _filled(inner, known) for name, inner in value.items()}
         return {name: inner for name, inner in given.items() if inner is not None}

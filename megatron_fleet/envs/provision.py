@@ -1,4 +1,4 @@
-"""Starting environments: a few at a time, again when the server is busy, ahead of their episodes, or not at all."""
+"""Environment start-up ahead of the episodes, with a concurrency limiter, retries and a circuit breaker."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_fleet.envs.breaker import Breaker
 from megatron_fleet.envs.limiter import Limiter, Result
 
 PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
-"""Longest pause after the first busy answer, doubled with each further one, and the most that it becomes. The pause is
+"""Upper bound of the pause after the first busy answer, doubled with each further one, and its maximum. The pause is
 uniform below it ("full jitter": Brooker 2015, Exponential Backoff And Jitter, AWS Architecture Blog)."""
 
 T = TypeVar("T")
@@ -25,18 +25,18 @@ log = logging.getLogger(__name__)
 
 
 class Quarantined(Exception):
-    """The environment's breaker is open: no episode of it is played now."""
+    """The environment's circuit breaker is open: none of its episodes is played now."""
 
 
 class Gate:
-    """Where starts of one environment wait until its limiter lets them pass, first come, first served."""
+    """FIFO queue of the starts of one environment, which wait for its concurrency limiter."""
 
     def __init__(self, limiter: Limiter) -> None:
         self.limiter = limiter
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def through(self, start: Callable[[], Awaitable[T]]) -> T:
-        """Await ``start`` when it may run; the limiter learns how it went. Raises what it raises."""
+        """Await ``start`` once it may run, and report its result to the limiter. Raises what ``start`` raises."""
         await self._enter()
         began = time.monotonic()
         result: Result = "dropped"
@@ -60,7 +60,7 @@ class Gate:
         except asyncio.CancelledError:
             if turn in self._waiting:
                 self._waiting.remove(turn)
-            elif not turn.cancelled():  # its turn came in the same moment
+            elif not turn.cancelled():  # admitted at the same moment
                 self._leave(time.monotonic(), "dropped")
             raise
 
@@ -77,12 +77,12 @@ class Gate:
 class ProvisionedEnvironment:
     """An Environment that is started before its episode begins and whose every failure is EnvLost.
 
-    ``start`` does the real reset and keeps what came of it for ``reset``. So waiting for an instance uses up no
-    episode's time, and no place among the episodes that are played. Whatever else an adapter raises, because a server
-    sent what no server should, is a lost session too.
+    ``start`` performs the real reset and keeps its result for ``reset``. Waiting for an instance therefore uses up
+    neither an episode's time nor a slot among the episodes in progress. Any other exception of an adapter, caused by an
+    invalid reply of a server, is a lost session too.
 
     Attributes:
-        metrics: ``provision_s``: seconds from asking to started, or given up; ``start_retries``.
+        metrics: ``provision_s``: seconds from the request until started or given up; ``start_retries``.
     """
 
     def __init__(self, inner: Environment, gate: Gate, wait_s: float) -> None:
@@ -95,7 +95,7 @@ class ProvisionedEnvironment:
         self._closed = False
 
     async def start(self, task: Task) -> None:
-        """Reset, and again while the server is busy, within the budget. Raises only CancelledError."""
+        """Reset, with retries while the server is busy, within the time budget. Raises only CancelledError."""
         began = time.monotonic()
         busy = ""
         try:
@@ -113,7 +113,7 @@ class ProvisionedEnvironment:
         self.metrics["provision_s"] = time.monotonic() - began
 
     async def reset(self, task: Task) -> Observation:
-        """What ``start`` was shown. Raises EnvLost when it failed."""
+        """Return the observation from ``start``. Raises EnvLost when it failed."""
         if self._first is None:
             raise EnvLost(self._lost or "the environment was not started")
         return self._first
@@ -155,16 +155,16 @@ class ProvisionedEnvironment:
 
 
 class Provisioner:
-    """One worker's limiters and breakers, by environment key."""
+    """Concurrency limiters and circuit breakers of one worker, by environment key."""
 
     def __init__(self, config: Provisioning) -> None:
-        """Args: ``config``: the worker's share."""
+        """``config``: the worker's share of the limits."""
         self._config = config
         self._gates: dict[str, Gate] = {}
         self._breakers: dict[str, Breaker] = {}
 
     def admit(self, env_key: str) -> int:
-        """A ticket for one episode, to be given to ``ended``. Raises Quarantined."""
+        """Admit one episode; return its ticket for ``ended``. Raises Quarantined."""
         now = time.monotonic()
         breaker = self._breaker(env_key)
         ticket = breaker.admit(now)
@@ -176,7 +176,7 @@ class Provisioner:
         return ticket
 
     def environment(self, env_key: str, inner: Environment) -> ProvisionedEnvironment:
-        """``inner``, to be started when the limiter of ``env_key`` allows it."""
+        """Wrap ``inner`` so that it starts when the limiter of ``env_key`` allows it."""
         config = self._config
         if env_key not in self._gates:
             limiter = Limiter(config.starts_at_once, config.max_starts_at_once, config.quick_s)
@@ -184,7 +184,7 @@ class Provisioner:
         return ProvisionedEnvironment(inner, self._gates[env_key], config.wait_s)
 
     def ended(self, env_key: str, ticket: int, failed: bool | None) -> None:
-        """An admitted episode is over; ``None``: it says nothing about its environment."""
+        """Record the end of an admitted episode. ``failed``: ``None`` if it says nothing about its environment."""
         now = time.monotonic()
         breaker = self._breaker(env_key)
         before = breaker.open, breaker.seconds_left(now)
@@ -195,7 +195,7 @@ class Provisioner:
             log.warning("environment %s goes into quarantine for %.0f s", env_key, breaker.seconds_left(now))
 
     def gauges(self, env_key: str) -> dict[str, float]:
-        """The present state of one environment as numbers."""
+        """Return the current state of one environment as numbers."""
         gate = self._gates.get(env_key)
         limit = self._config.starts_at_once if gate is None else gate.limiter.limit
         return {"breaker_open": float(self._breaker(env_key).open), "start_limit": float(limit)}

@@ -1,4 +1,4 @@
-"""The kinds of environments (``env.kind``): how one is opened for an episode, and what is started for a run."""
+"""Registry of environment kinds (``env.kind``): opening one for an episode, starting their server for a run."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from megatron_fleet.envs.openenv import OpenEnvEnvironment
 from megatron_fleet.envs.openenv_tools import FINISH_TOOL
 
 OWN_ARGUMENTS = ("config", "episode")
-"""Arguments of a user's class: the section ``env`` of the configuration, and the name of the episode."""
+"""Arguments of a user's class: the configuration section ``env`` and the name of the episode."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What starting the environments of a run may need.
+    """Parameters for starting the environments of a run.
 
     Attributes:
-        log: file that a server's output goes to.
+        log: file for a server's output.
         python: interpreter of the episode environment.
-        seed: of the run.
-        environment: variables of a server's process; ``None``: those of this one.
+        seed: the run's seed.
+        environment: environment variables of a server process; ``None``: those of this process.
         host: address that a server listens on.
-        token: secret that it asks for, see `environment_token`; empty: none, on loopback only.
+        token: secret that a server requires, see `environment_token`; empty: none, on loopback only.
     """
 
     env: Env
@@ -51,34 +51,34 @@ class Start:
 
 
 class Server(Protocol):
-    """The environments of a run, wherever they are; blocking."""
+    """Server of a run's environments, local or remote; its methods block."""
 
     @property
     def url(self) -> str:
-        """Address for `make_environment`; empty without one."""
+        """Address for `make_environment`; empty if there is none."""
         ...
 
     def ended(self) -> str | None:
-        """Return why a server that the run started serves no more; ``None``: it serves, or there is none."""
+        """Return why a server started by the run no longer serves; ``None``: it serves, or there is none."""
         ...
 
     def restart(self) -> None:
-        """Start that server again, under the same address. Raises UserError."""
+        """Restart that server at the same address. Raises UserError."""
         ...
 
     def stop(self) -> None:
-        """End it. Idempotent; may be called while `restart` runs in a thread, which then fails."""
+        """Stop it. Idempotent; may be called while `restart` runs in a thread, which then fails."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of environments.
+    """One kind of environment.
 
     Attributes:
-        open: the section ``env``, the address of the server, the episode's name, the token of the run's own server → an
-            Environment for one episode.
-        serve: starts what the run needs. Raises UserError.
+        open: creates an Environment for one episode from the section ``env``, the server's address, the episode's name
+            and the token of the run's own server.
+        serve: starts the server that a run needs. Raises UserError.
     """
 
     open: Callable[[Env, str, str | None, str], Environment]
@@ -86,17 +86,18 @@ class Kind:
 
 
 def make_environment(config: Env, url: str, episode: str | None = None, token: str = "") -> Environment:
-    """One Environment, for one episode, at what ``serve`` gave as ``url``.
+    """Create an Environment for one episode.
 
     Args:
-        episode: names it to the server.
-        token: that ``serve`` was given.
+        url: address of the server returned by ``serve``.
+        episode: the episode's name on the server.
+        token: the token given to ``serve``.
     """
     return _kind(config.kind).open(config, url, episode, token)
 
 
 def environment_token(token: str) -> str:
-    """The secret of the run's own environment server, made of the run's: what tasks do there cannot find that out."""
+    """Derive the secret of the run's environment server from the run's, which tasks there cannot recover from it."""
     return hmac.new(token.encode(), b"environment server", "sha256").hexdigest()
 
 
@@ -115,12 +116,12 @@ def _own(path: str, config: Env, url: str, episode: str | None, token: str) -> E
 
 
 def _own_server(start: Start) -> Server:
-    """A user's class starts what it needs, and what answers at ``env.url`` is its own business."""
+    """Start nothing: a user's class starts what it needs and is responsible for ``env.url``."""
     return _Elsewhere("")
 
 
 def no_answer(url: str, timeout_s: float) -> str | None:
-    """Return why the server at ``url`` gives no answer; ``None`` when it answers, be it that a page does not exist."""
+    """Return why the server at ``url`` does not answer; ``None`` if it answers, even with a client error."""
     base = url.rstrip("/").replace("ws://", "http://", 1).replace("wss://", "https://", 1)
     try:
         with urllib.request.urlopen(f"{base}/health", timeout=timeout_s):
@@ -136,7 +137,7 @@ def no_answer(url: str, timeout_s: float) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Elsewhere:
-    """Environments that somebody else serves."""
+    """Environments served outside of the run."""
 
     url: str
 
@@ -161,7 +162,7 @@ def _elsewhere(start: Start) -> Server:
 
 
 def _hosted(start: Start) -> Server:
-    """Fleet's control plane needs nothing started; whether the workers' interpreter can reach it is asked first."""
+    """Start nothing for Fleet's control plane; check first that the workers' interpreter can use Fleet's package."""
     command = [start.python, "-m", "megatron_fleet.envs.fleet_package"]
     command += [] if start.env.fleet.package is None else [start.env.fleet.package]
     try:
@@ -174,7 +175,7 @@ def _hosted(start: Start) -> Server:
 
 
 EMBEDDED = OpenEnv(interface="mcp", finish_tool=FINISH_TOOL)
-"""How the embedded fleet's server is played."""
+"""OpenEnv settings for the embedded fleet's server."""
 KINDS: Mapping[str, Kind] = MappingProxyType(
     {
         "embedded": Kind(

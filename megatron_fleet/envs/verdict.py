@@ -1,4 +1,4 @@
-"""From what an environment told along an episode to its reward."""
+"""Computation of an episode's reward from the environment's replies."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from megatron_fleet.envs.content import known_number, score_of
 def verdict(
     source: Literal["finish", "last", "sum"], given: Sequence[Any], last: Any, scored: bool, unfinished: float | None
 ) -> Reward:
-    """The episode's reward; unknown unless the environment told one, or the policy left it nothing to tell.
+    """Return the episode's reward: the environment's, or ``unfinished`` if the policy stopped early; else unknown.
 
     Args:
-        source: where it stands, see ``env.openenv.reward``.
-        given: reward of every step, in order; ``None`` where a step gave none.
+        source: origin of the reward, see ``env.openenv.reward``.
+        given: reward of every step, in order; ``None`` for a step without one.
         last: the step that ended or scored the episode, ``None`` when there was none.
-        scored: ``last`` is the answer of a tool that scores, whose result then may hold the score.
+        scored: ``last`` is the reply of a scoring tool, whose result may then hold the score.
         unfinished: reward of a policy that did nothing, or stopped before the end.
     """
     if not given and last is None:

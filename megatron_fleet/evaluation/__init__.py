@@ -1,4 +1,4 @@
-"""Evaluations: which tasks, what is written down of them, and `mfleet eval`, which plays them without training.
+"""Evaluations, during training and by `mfleet eval`: task choice, recorded episodes, result files.
 
 ``plan.py`` chooses tasks, ``dumps.py`` writes Fleet's files, ``uploads.py`` copies files to a store in the background.
 """

@@ -1,7 +1,7 @@
-"""Evaluations as the files that Fleet's tools read.
+"""Evaluation dumps in the file format of Fleet's tools.
 
 ``dumped_evals/global_step_N_evals/{env}.jsonl`` has one line per episode at the training temperature, its ``greedy/``
-folder the same of the greedy ones, and ``aggregated_results.jsonl`` one line: the metrics of the evaluation.
+folder the same for greedy episodes, and ``aggregated_results.jsonl`` one line with the metrics of the evaluation.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ STOP_REASONS = {
     Outcome.TIMEOUT: "timeout",
     Outcome.ENV_FAILED: "env_init_failed",
 }
-"""Fleet's words; an outcome that it had no word for keeps its own."""
+"""Fleet's stop reasons; outcomes without an equivalent keep their own name."""
 
 Decode = Callable[[Sequence[int]], str]
 
 
 class EvalDumps:
-    """The dumps below one folder."""
+    """Writer of the dumps below one folder."""
 
     def __init__(self, folder: Path, decode: Decode, max_turns: int, resumed_step: int | None) -> None:
-        """Remove what a lost attempt left.
+        """Remove dumps of a failed attempt.
 
         Args:
             decode: text of token ids, control tokens included.
-            max_turns: told in every line.
+            max_turns: recorded in every line.
             resumed_step: keep dumps up to it; ``None`` = a new run, keep nothing.
         """
         self._folder, self._decode, self._max_turns = folder, decode, max_turns
@@ -58,7 +58,7 @@ class EvalDumps:
     def write(
         self, step: int, sampled: Sequence[Group], greedy: Sequence[Group], metrics: Mapping[str, float]
     ) -> dict[str, Path]:
-        """Write the dump of one evaluation; its files by their names inside it."""
+        """Write the dump of one evaluation; return its files by their names inside it."""
         folder = self._folder / f"global_step_{step}_evals"
         texts = self._texts("", sampled) | self._texts("greedy/", greedy)
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
@@ -81,10 +81,11 @@ class EvalDumps:
 
 
 def dump_record(t: Trajectory, decode: Decode, max_turns: int) -> dict[str, Any]:
-    """One line. ``score`` has a number for each token of the response, the reward at the last; ``null`` = unknown.
+    """Build one line. ``score`` has a number per response token, the reward at the last one; ``null`` = unknown.
 
-    Prompts after the first, which repeat what was said when the history was rewritten, are left out. An episode without
-    token ids, as one whose prompt was too long, is told by its messages. An image has one placeholder in the text.
+    Prompts after the first, which repeat earlier messages after the history was rewritten, are left out. An episode
+    without token ids, such as one whose prompt was too long, is recorded by its messages. An image has one placeholder
+    in the text.
     """
     length = response_tokens(t)
     if t.spans:
@@ -110,7 +111,7 @@ def dump_record(t: Trajectory, decode: Decode, max_turns: int) -> dict[str, Any]
 
 
 def _said(t: Trajectory, first: bool) -> str:
-    """The messages before the policy's first one, or those from it on."""
+    """Return the text of the messages before the policy's first one (``first``), or of those from it on."""
     roles = [message["role"] for message in t.messages]
     start = roles.index("assistant") if "assistant" in roles else len(roles)
     chosen = t.messages[:start] if first else t.messages[start:]

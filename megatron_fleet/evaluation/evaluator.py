@@ -1,4 +1,4 @@
-"""Plays evaluations: at once, or in the background while the trainer computes."""
+"""Evaluator: runs evaluations synchronously, or in the background while the trainer computes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from megatron_fleet.telemetry.episodes import eval_metrics
 from megatron_fleet.telemetry.metrics import attempt_metrics
 
 SEED_STEP = 0
-"""Evaluations share their sampling seeds, so that two of them differ by the weights alone."""
+"""Step for the sampling seeds of all evaluations, so that two of them differ only by the weights."""
 
 ShowPhase = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
-"""Shows a phase of so many units; what it gives is called with how many are done."""
+"""Shows a phase with this many units of work; its context value is called with the number done."""
 
 
 class Collect(Protocol):
@@ -41,9 +41,9 @@ class Evaluation:
     Attributes:
         sampled: the episodes at the training temperature.
         greedy: those at temperature 0.
-        accounting: what became of the attempts at both.
-        held_out: tasks among which those played were chosen.
-        seconds: how long it took.
+        accounting: accounting of the attempts at both.
+        held_out: number of tasks from which the played ones were chosen.
+        seconds: duration.
     """
 
     sampled: list[Group]
@@ -53,7 +53,7 @@ class Evaluation:
     seconds: float
 
     def metrics(self, pass_threshold: float) -> dict[str, float]:
-        """``eval/`` and ``timing/eval``. ``pass_threshold``: ``eval.pass_threshold``."""
+        """Compute ``eval/`` and ``timing/eval``. ``pass_threshold``: ``eval.pass_threshold``."""
         return {
             **eval_metrics(self.sampled, self.greedy, pass_threshold),
             **attempt_metrics(asdict(self.accounting), "eval/all"),
@@ -63,7 +63,7 @@ class Evaluation:
 
 
 class Evaluator:
-    """Plays the same held-out tasks again and again, one evaluation at a time."""
+    """Evaluator on a fixed set of held-out tasks, one evaluation at a time."""
 
     def __init__(self, config: Config, held_out: Sequence[Task], collect: Collect) -> None:
         self._config, self._collect = config, collect
@@ -71,22 +71,22 @@ class Evaluator:
         self._running: asyncio.Task[Evaluation] | None = None
 
     async def play(self, show: ShowPhase) -> Evaluation:
-        """Evaluate the weights that the engines have."""
+        """Evaluate the engines' current weights."""
         return await self._play(show)
 
     def start(self) -> None:
-        """Do so in the background."""
+        """Start an evaluation of the engines' current weights in the background."""
         assert self._running is None, "one evaluation at a time"
         self._running = asyncio.create_task(self._play(None))
 
     async def finish(self) -> Evaluation:
-        """Wait for what was started. Raises whatever it raised; cancelling stops it."""
+        """Wait for the evaluation that was started. Raises what it raised; cancelling stops it."""
         assert self._running is not None, "start() comes first"
         running, self._running = self._running, None
         return await running
 
     async def close(self) -> None:
-        """Stop what runs in the background, so that nobody uses the rollout any more. Idempotent."""
+        """Stop a background evaluation, so that it no longer uses the rollout. Idempotent."""
         running, self._running = self._running, None
         if running is not None:
             running.cancel()
@@ -102,7 +102,7 @@ class Evaluator:
         accounting, greedy = sampled.accounting, []
         if config.greedy:
             if config.budget_s is not None:
-                budget = max(config.budget_s - sampled.seconds, 0)  # not what engines took to start
+                budget = max(config.budget_s - sampled.seconds, 0)  # excludes the engines' start-up time
             result = await self._episodes(1, 0.0, budget, show)
             accounting, greedy = accounting + result.accounting, result.groups
         return Evaluation(sampled.groups, greedy, accounting, self._held_out, time.monotonic() - started)

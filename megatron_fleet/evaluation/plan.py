@@ -1,4 +1,4 @@
-"""Which held-out tasks an evaluation plays, and what is to be known of them before it does."""
+"""Choice of the held-out tasks for an evaluation, and notes about it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from megatron_fleet.data.split import key_hash
 from megatron_fleet.data.task import Task
 
 FEW_TASKS = 5
-"""With fewer different tasks the pass rate of an environment says little of it."""
+"""With fewer distinct tasks an environment's pass rate is not meaningful."""
 
 
 def choose(tasks: Sequence[Task], limit: int | None) -> list[Task]:
-    """At most ``limit`` of ``tasks``, in their order: one of each environment by turns, those of the least hash first.
+    """Choose at most ``limit`` of ``tasks`` (``None``: all), round-robin over environments, smallest hashes first.
 
-    ``None``: all of them.
-
-    So neither the order of a file nor tasks that are added to it change much of the choice, it agrees with what
-    ``data.max_eval_per_env`` keeps, and a larger limit gives a larger choice that includes it.
+    They are returned in their original order. The order of a file does not affect the choice and added tasks change
+    little of it, it agrees with what ``data.max_eval_per_env`` keeps, and a larger limit gives a superset.
     """
     taken: defaultdict[str, int] = defaultdict(int)
     turns = []
@@ -31,8 +29,8 @@ def choose(tasks: Sequence[Task], limit: int | None) -> list[Task]:
 
 
 def notes(chosen: Sequence[Task], held_out: Sequence[Task]) -> list[str]:
-    """Sentences for the start of an evaluation of ``chosen``, which are of ``held_out``: tasks that are left out, and
-    environments with fewer than ``FEW_TASKS`` different tasks, those of `data.near` counting once."""
+    """Return sentences to print at the start of an evaluation of ``chosen``, a subset of ``held_out``: tasks left out,
+    and environments with fewer than ``FEW_TASKS`` distinct tasks, where near-duplicates (`data.near`) count once."""
     found = []
     if len(chosen) < len(held_out):
         found.append(f"{len(chosen)} of {len(held_out)} evaluation tasks are played (eval.tasks).")

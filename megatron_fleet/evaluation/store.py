@@ -1,4 +1,4 @@
-"""Episodes of an evaluation as they end, so that an evaluation that was cut off goes on where it was."""
+"""Store of an evaluation's finished episodes, so that an interrupted evaluation can resume."""
 
 from __future__ import annotations
 
@@ -21,42 +21,42 @@ from megatron_fleet.telemetry.sinks import load_trajectories, save_trajectories
 
 IDENTITY = "evaluation.json"
 LARGEST = 1e100
-"""What is larger is no measured number, and sums of it overflow."""
+"""Larger magnitudes are not plausible measurements, and their sums overflow."""
 FLUSH_EPISODES, FLUSH_S = 64, 20.0
-"""Episodes, or seconds, until what ended is on disk: what a crash can cost."""
+"""Episodes, or seconds, after which finished episodes are flushed to disk; a crash loses at most these."""
 
 _DECIDE = {
     "run": {"seed", "deterministic"},
     "rollout": {"max_context", "sampling", "thinking", "renderer", "max_no_action_turns", "max_retries"},
     "env": {"kind", "url"},
 }
-"""The keys that decide what an episode is, beside the whole section ``agent``."""
+"""Keys that determine an episode, in addition to the whole section ``agent``."""
 
 
 def identity(config: Config, model: Mapping[str, Any]) -> dict[str, Any]:
-    """What all episodes of one evaluation share. ``model``: says which weights play."""
+    """Return the settings shared by all episodes of one evaluation. ``model``: identifies the weights."""
     tree = config.model_dump(mode="json")
     decide = {name: {key: tree[name][key] for key in sorted(keys)} for name, keys in _DECIDE.items()}
     return {**decide, "agent": tree["agent"], "model": {"dtype": config.model.dtype, **model}}
 
 
 def task_digest(task: Task) -> str:
-    """Of everything that a task is."""
+    """Return a digest over all fields of a task."""
     return hashlib.blake2b(repr(task).encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
 
 
 class EpisodeStore:
-    """The episodes below one folder, in parts of some each. Used by one thread."""
+    """Episodes below one folder, in part files of several each. Used by one thread."""
 
     def __init__(self, folder: Path, of: Mapping[str, Any], tasks: Sequence[Task]) -> None:
-        """Open, or begin.
+        """Open or create the store.
 
         Args:
-            of: what the episodes share, see ``identity``.
-            tasks: those to be played; more or fewer than before will do.
+            of: settings shared by the episodes, see ``identity``.
+            tasks: tasks to be played; there may be more or fewer than before.
 
         Raises:
-            UserError: the folder holds episodes of something else, or a task is not what it was.
+            UserError: the folder holds episodes with other settings, or a task has changed.
         """
         self._file, self._parts = folder / IDENTITY, folder / "parts"
         self._tasks = list(tasks)
@@ -72,7 +72,7 @@ class EpisodeStore:
         self._flushed = time.monotonic()
 
     def played(self, kind: str, samples: int) -> dict[tuple[int, int], Trajectory]:
-        """Episodes of ``kind`` that are there, by ``(index of the task, sample)``."""
+        """Return the stored episodes of ``kind``, by ``(index of the task, sample)``."""
         places = {task.key: index for index, task in enumerate(self._tasks)}
         found = {}
         for path in sorted(self._parts.glob(f"{kind}-*.jsonl")):
@@ -83,25 +83,25 @@ class EpisodeStore:
         return found
 
     def add(self, kind: str, trajectories: Sequence[Trajectory]) -> None:
-        """Keep what ended. What was given up is left out: it is still to be played."""
+        """Store finished episodes. Aborted ones are left out, because they are still to be played."""
         self._open[kind] += [t for t in trajectories if t.outcome is not Outcome.ABORTED]
         if sum(map(len, self._open.values())) >= FLUSH_EPISODES or time.monotonic() - self._flushed > FLUSH_S:
             self.flush()
 
     def flush(self) -> None:
-        """Put on disk what is not."""
+        """Write pending episodes to disk."""
         for kind, trajectories in self._open.items():
             if trajectories:
                 names = (re.fullmatch(r".*-([0-9]{6})", path.stem) for path in self._parts.glob(f"{kind}-*.jsonl"))
                 number = 1 + max((int(name[1]) for name in names if name), default=-1)
                 save_trajectories(self._parts / f"{kind}-{number:06d}", trajectories)
             for trajectory in trajectories:
-                trajectory.images = {}  # they are files now, and many episodes' screenshots are many gigabytes
+                trajectory.images = {}  # on disk now; screenshots of many episodes would take gigabytes of memory
         self._open.clear()
         self._flushed = time.monotonic()
 
     def _check(self, of: Mapping[str, Any]) -> dict[str, str]:
-        """The digests of the tasks known here."""
+        """Check that the stored settings match ``of``; return the digests of the stored tasks."""
         if not self._file.exists():
             return {}
         advice = "choose another folder with --out, or remove this one."
@@ -120,14 +120,14 @@ class EpisodeStore:
 
 
 def _read_part(path: Path) -> list[Trajectory]:
-    """The episodes of one part. Raises UserError when it is damaged."""
+    """Read the episodes of one part file. Raises UserError if it is damaged."""
     try:
         if not all(p.is_file() for p in (path, path.with_suffix(".npz"))):
             raise FileNotFoundError("a file of it is missing")
         found = load_trajectories(path)
         for trajectory in found:
             _check(trajectory)
-    except Exception as error:  # broken archives make zipfile, zlib and numpy raise anything
+    except Exception as error:  # on broken archives zipfile, zlib and numpy may raise anything
         raise UserError(
             f"{path}: is damaged ({type(error).__name__}: {error!s:.100}); remove it and the .npz beside it, and its "
             f"episodes are played again."
@@ -136,7 +136,7 @@ def _read_part(path: Path) -> list[Trajectory]:
 
 
 def _check(t: Trajectory) -> None:
-    """Raise ValueError or TypeError for what a trajectory cannot hold, which a file may."""
+    """Raise ValueError or TypeError for values from a file that are invalid in a trajectory."""
     t.check(images_kept=False)
     texts = (t.task_key, t.env_key, t.reward_reason, *(() if t.final_answer is None else (t.final_answer,)))
     if not all(isinstance(text, str) for text in texts):
@@ -159,7 +159,7 @@ def _check(t: Trajectory) -> None:
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Leaves by their dotted names, as JSON gives them back."""
+    """Return leaves by dotted name, as they are after a JSON round trip."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""What `mfleet eval` shows: a bar while it plays, a table at the end."""
+"""Terminal output of `mfleet eval`: a progress bar, and a table at the end."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ COLUMNS = (
     ("tool errors", "tool_error_rate"),
     ("unknown", "unknown_reward_rate"),
 )
-"""Heading and metric of each column; ``pass@k`` is that of the most samples."""
+"""Heading and metric of each column; k of ``pass@k`` is the number of samples."""
 COUNTS = {"tasks", "tasks_scored", "episodes"}
 TELL_EVERY = 0.1
-"""Share of the episodes after which there is a line where there is no terminal."""
+"""Share of the episodes after which a progress line is printed if stdout is not a terminal."""
 
 
 @contextmanager
 def show(name: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Progress of ``total`` episodes on stdout; what it gives is told how many are done."""
+    """Show progress of ``total`` episodes on stdout; the yielded callable takes the number done."""
     if not sys.stdout.isatty():
         yield _lines(name, total)
         return
@@ -62,10 +62,10 @@ def _lines(name: str, total: int) -> Callable[[int], None]:
 
 
 def table(metrics: Mapping[str, float], samples: int) -> str:
-    """A line for each environment and one for all of them, from the metrics of one evaluation.
+    """Format the metrics of one evaluation, with one line per environment and one for all of them.
 
     Args:
-        samples: per task at the training temperature.
+        samples: samples per task at the training temperature.
     """
     environments = sorted({name.split("/")[1] for name in metrics if name.startswith("eval/")} - {"all"})
     rows = [[heading for heading, _ in COLUMNS]]

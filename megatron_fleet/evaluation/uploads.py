@@ -1,4 +1,4 @@
-"""Copies of finished files in a store, made in the background. A copy that fails is told and counted, never raised."""
+"""Background uploads of finished files to a store. A failed copy is logged and counted, never raised."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from megatron_fleet.storage.local import write_atomically
 from megatron_fleet.storage.open import open_folder
 
 CLOSE_TIMEOUT_S = 300.0
-"""What is not copied when a run has waited so long at its end, stays behind."""
+"""Maximum wait at the end of a run; files not copied by then are not uploaded."""
 
 log = logging.getLogger(__name__)
 
 
 def unique_name(name: str, out: Path) -> str:
-    """``<name>_<8 hex digits>``, the same for every attempt at the run in ``out``: no two runs share a remote path,
-    though they have one name. The digits are in ``<out>/run_id``. Raises UserError when something else is there."""
+    """Return ``<name>_<8 hex digits>``, the same for every attempt at the run in ``out``, so that runs of the same name
+    do not share a remote path. The digits are in ``<out>/run_id``. Raises UserError if that file holds anything else.
+    """
     file, remedy = out / "run_id", "remove it, and copies go to a new path"
     if not file.exists():
         write_atomically(file, f"{secrets.token_hex(4)}\n".encode())
@@ -35,10 +36,10 @@ def unique_name(name: str, out: Path) -> str:
 
 
 class Uploads:
-    """Copies files into one folder, one after the other. Used by one thread."""
+    """Sequential background copies into one folder. Used by one thread."""
 
     def __init__(self, url: str) -> None:
-        """Nothing is asked of the store yet. Raises UserError: ``url`` is no address of a folder."""
+        """Open the folder, without a request to the store yet. Raises UserError if ``url`` is not a folder address."""
         self._folder: Folder = open_folder(url)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="uploads")
         self._pending: list[Future[None]] = []
@@ -47,17 +48,17 @@ class Uploads:
 
     @property
     def failed(self) -> int:
-        """Files given up so far."""
+        """Number of files that failed so far."""
         with self._counting:
             return self._failed
 
     def add(self, files: Mapping[str, Path], prefix: str) -> None:
-        """Copy ``files`` to ``prefix/name`` some time from now; they must not change any more."""
+        """Schedule copies of ``files`` to ``prefix/name``; the files must not change any more."""
         self._pending = [job for job in self._pending if not job.done()]
         self._pending += [self._thread.submit(self._copy, path, f"{prefix}/{name}") for name, path in files.items()]
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Wait for what is under way, but not for ever. Idempotent."""
+        """Wait for pending copies, at most ``timeout_s``. Idempotent."""
         left = wait(self._pending, timeout_s).not_done
         self._thread.shutdown(wait=False, cancel_futures=True)
         if left:
@@ -80,10 +81,10 @@ class Uploads:
 
 
 def copy(path: Path, folder: Folder, name: str) -> None:
-    """Copy one file; the store checks every part, and its size at the end.
+    """Copy one file; the store checks every part, and the size at the end.
 
     Raises:
-        UserError: the store refuses.
+        UserError: the store refuses the copy.
         OSError: the file cannot be read.
     """
     size = path.stat().st_size

@@ -1,1 +1,1 @@
-"""The controller: one asyncio process without torch that owns the loop, the batches, evaluations and records."""
+"""Controller: one asyncio process without torch that owns the training loop, the batches, evaluations and records."""

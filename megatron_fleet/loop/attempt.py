@@ -1,4 +1,4 @@
-"""What belongs to one attempt at a run, from its start or a checkpoint until it ends or the trainer is lost."""
+"""State of one attempt at a run, from its start or a checkpoint until it ends or the trainer is lost."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Rollout(Episodes, Protocol):
 
 
 class OpenAttempt(Protocol):
-    """Opens an `Attempt` from the state of a checkpoint, or anew without one."""
+    """Opens an `Attempt` from the state of a checkpoint, or from scratch with ``None``."""
 
     def __call__(self, state: State | None) -> AbstractAsyncContextManager[Attempt]: ...
 
@@ -44,7 +44,7 @@ class OpenAttempt(Protocol):
 @final
 @dataclass
 class Attempt:
-    """The order of tasks, the evaluations and the records."""
+    """Batches, evaluations and records of one attempt."""
 
     config: Config
     batches: Batches
@@ -54,7 +54,7 @@ class Attempt:
     training_tasks: int
 
     async def next_batch(self, step: int) -> StepBatch:
-        """See `Batches.next`; its progress is shown, and first prompts are written down."""
+        """Return `Batches.next`, showing its progress and writing the first prompts to the prompt log."""
         rollout = self.config.rollout
         with self.records.phase("rollout", rollout.prompts_per_step * rollout.samples_per_prompt) as advance:
             batch = await self.batches.next(step, lambda now: advance(now.done))
@@ -70,11 +70,11 @@ class Attempt:
         more: Mapping[str, float],
         difference: float | None,
     ) -> None:
-        """Record step number ``step`` (from 1).
+        """Record training step ``step`` (from 1).
 
         Args:
             more: further metrics.
-            difference: of engines and trainer, see `loop.probe.compare`; ``None`` = not compared.
+            difference: between engines and trainer, see `loop.probe.compare`; ``None`` = not compared.
         """
         losses, optims = [r[0] for r in reports], [r[1] for r in reports]
         seconds = {**batch.seconds, **seconds}
@@ -87,17 +87,17 @@ class Attempt:
         self.records.step(step, metrics, distributions(batch.groups, batch.batch, batch.staleness))
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint, JSON-able."""
+        """State for a checkpoint; JSON-able."""
         return {"batches": self.batches.state(), "unevaluated": self.evaluations.due}
 
 
 def open_attempts(
     config: Config, train: Sequence[Task], held_out: Sequence[Task], rollout: Rollout, started: Callable[[], float]
 ) -> OpenAttempt:
-    """What opens the attempts of a run.
+    """Return the function that opens the attempts of a run.
 
     Args:
-        started: unix time at which the present attempt began.
+        started: returns the Unix time at which the current attempt began.
     """
 
     @asynccontextmanager

@@ -1,6 +1,6 @@
-"""Batches to train on: tasks from the sampler, played by the rollout, turned into data; ahead of the trainer if asked.
+"""Training batches: tasks from the sampler are played by the rollout and turned into data, optionally in advance.
 
-With ``rollout.max_staleness`` = k the episodes of the next k steps play while the trainer works on the present one. A
+With ``rollout.max_staleness`` = k the episodes of the next k steps play while the trainer works on the current step. A
 group is trained on when its oldest token was sampled at most k weight versions ago; an older one is played again.
 """
 
@@ -33,13 +33,13 @@ log = logging.getLogger(__name__)
 
 FIRST_PROBE_S = 2.0
 LONGEST_PROBE_S = 60.0
-"""During an outage the environment is probed after so long, and then after twice as long each time."""
+"""Most seconds between two probes of the environment in an outage; the pause doubles from ``FIRST_PROBE_S``."""
 
 ShowProgress = Callable[[Progress], None]
 
 
 class Episodes(Protocol):
-    """The part of `rollout.service.RolloutService` that plays."""
+    """The part of `rollout.service.RolloutService` that plays episodes."""
 
     async def collect(self, request: CollectRequest, on_progress: ShowProgress | None = None) -> CollectResult: ...
 
@@ -47,18 +47,18 @@ class Episodes(Protocol):
 
 
 class Outage(UserError):
-    """Nothing could be learned for longer than ``env.outage_limit_s``; the run can be resumed."""
+    """No reward became known for ``env.outage_limit_s``; the run can be resumed."""
 
 
 @dataclass(slots=True)
 class StepBatch:
-    """What one training step trains on.
+    """Input of one training step.
 
     Attributes:
-        groups: all that were played, in the order of their tasks.
-        updates: data of each optimizer step; none when no group carried a signal.
+        groups: all groups that were played, in the order of their tasks.
+        updates: data of each optimizer step; empty when no group carried a signal.
         staleness: int64 ``[N]``: for each sampled span of tokens, weight versions between its sampling and now.
-        seconds: by name, for ``timing/``.
+        seconds: durations by name, for ``timing/``.
     """
 
     groups: list[Group]
@@ -71,7 +71,7 @@ class StepBatch:
 
 @dataclass(slots=True)
 class _Play:
-    """The episodes of one step, under way or over."""
+    """Episodes of one step, running or finished."""
 
     step: int
     tasks: list[Task]
@@ -81,8 +81,8 @@ class _Play:
 
 @final
 class Batches:
-    """Owns the order of tasks. In a checkpoint (``state``, ``load``) a task that was handed out and not trained on
-    comes first again."""
+    """Make batches from the sampler's tasks. After a resume (``state``, ``load``), tasks that were handed out but not
+    trained on come first."""
 
     def __init__(self, config: Config, tasks: Sequence[Task], rollout: Episodes) -> None:
         self._config, self._rollout = config, rollout
@@ -94,10 +94,10 @@ class Batches:
         self._idle_s = 0.0
 
     async def next(self, step: int, show: ShowProgress) -> StepBatch:
-        """The batch of the step after ``step`` steps; weight version ``step`` is on the engines.
+        """Return the batch of step ``step`` (from 0); the engines hold weight version ``step``.
 
         Raises:
-            Outage: not one reward became known for too long.
+            Outage: no reward became known for too long.
             RolloutFailed: an engine or a worker died too often.
         """
         began = time.monotonic()
@@ -114,22 +114,22 @@ class Batches:
         return built
 
     def trained(self, groups: Sequence[Group]) -> None:
-        """Let a curriculum see what became of a step's groups."""
+        """Report the rewards of a step's groups to the sampler, for a curriculum."""
         rewards = ((g.task_key, [t.reward for t in g.trajectories if is_known(t.reward)]) for g in groups)
         self._sampler.observe(rewards)
 
     def status(self, groups: Sequence[Group]) -> dict[str, dict[str, float]]:
-        """See `data.sampler.Sampler`; and ``mix``, each environment's share of ``groups``."""
+        """Return the status of the `data.sampler.Sampler`, plus ``mix``, each environment's share of ``groups``."""
         found, counts = self._sampler.status(), Counter(group.env_key for group in groups)
         return {"mix": {env: counts[env] / max(len(groups), 1) for env in found["mix_total"]}, **found}
 
     def state(self) -> dict[str, Any]:
-        """JSON-able."""
+        """JSON-able state for `load`."""
         pending = [[task.key for task in tasks] for tasks in (*(p.tasks for p in self._plays), *self._again)]
         return {"sampler": self._sampler.state_dict(), "pending": pending}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave.
+        """Restore the result of `state`.
 
         Raises:
             UserError: it belongs to other tasks.
@@ -138,7 +138,7 @@ class Batches:
         self._again = deque([self._by_key[key] for key in keys] for keys in state.get("pending", ()))
 
     async def close(self) -> None:
-        """Stop the episodes that play ahead. Idempotent."""
+        """Cancel the running episodes. Idempotent."""
         plays, self._plays = list(self._plays), deque()
         for play in plays:
             play.work.cancel()
@@ -171,7 +171,7 @@ class Batches:
             self._idle_since = time.monotonic()
 
     def _take_idle(self) -> float:
-        """Seconds since the last call in which no episode of training was under way."""
+        """Seconds since the last call during which no training episode was running."""
         now, idle = time.monotonic(), self._idle_s
         if self._idle_since is not None:
             idle += now - self._idle_since
@@ -192,10 +192,10 @@ class Batches:
         return await self._rollout.collect(request, on_progress=advance)
 
     async def _known(self, play: _Play, result: CollectResult, show: ShowProgress) -> CollectResult:
-        """``result``, or what was played instead of it: while not one reward is known, nothing is consumed.
+        """Return ``result``, replayed until at least one reward is known.
 
         Raises:
-            Outage: for too long.
+            Outage: no reward became known for too long.
         """
         began, pause = time.monotonic(), FIRST_PROBE_S
         accounting, limit = result.accounting, self._config.env.outage_limit_s
@@ -207,7 +207,7 @@ class Batches:
         return replace(result, accounting=accounting)
 
     async def _wait_for_environment(self, step: int, reason: str, began: float, pause: float, limit: float) -> float:
-        """Wait until the environment answers, at least ``pause`` seconds; the next pause."""
+        """Wait until the environment answers, at least ``pause`` seconds; returns the next pause."""
         while True:
             waited = time.monotonic() - began
             if waited + pause > limit:
@@ -223,7 +223,11 @@ class Batches:
             log.warning("step %d: waiting for the environment: %s", step + 1, problem)
 
     async def _fresh(self, play: _Play, result: CollectResult, version: int) -> tuple[list[Group], Accounting]:
-        """The groups, those that are too old played again. Raises RolloutFailed when engines are behind."""
+        """Return the groups, replaying those that are too stale.
+
+        Raises:
+            RolloutFailed: an engine samples with weights that are too old.
+        """
         most, groups, accounting = self._config.rollout.max_staleness, list(result.groups), result.accounting
         if stale := [i for i, group in enumerate(groups) if age(group, version) > most]:
             log.warning("step %d: %d groups are too old and are played again", play.step + 1, len(stale))
@@ -252,12 +256,12 @@ class Batches:
 
 
 def age(group: Group, version: int) -> int:
-    """Weight versions between the oldest sampled token of ``group`` and ``version``."""
+    """Return the weight versions between the oldest sampled token of ``group`` and ``version``."""
     return int(staleness([group], version).max(initial=0))
 
 
 def staleness(groups: Sequence[Group], version: int) -> np.ndarray:
-    """int64 ``[N]``: for each span of sampled tokens, weight versions between its sampling and ``version``."""
+    """Return int64 ``[N]``: for each span of sampled tokens, weight versions between its sampling and ``version``."""
     sampled = [
         version - span.weight_version
         for group in groups

@@ -1,14 +1,14 @@
-"""Who has the devices: the trainer, or the engines that share them. One object owns the phase.
+"""Phases of a run: device memory alternates between the trainer and the engines that share its devices.
 
 A cycle is *train → sync → roll*::
 
-    train    the trainer has everything on its devices; the engines sleep
-    sync     of the trainer the parameters; of the engines memory for weights, which they receive
-    roll     nothing of the trainer; the engines are awake
+    train    the trainer is fully onloaded; the engines sleep
+    sync     the trainer's parameters are on the devices; the engines hold weight memory and receive the weights
+    roll     the trainer is fully offloaded; the engines are awake
 
-What leaves goes before what comes: engines sleep before the trainer is onloaded, gradients and optimizer states are
-offloaded before the engines' weights wake, the parameters before the KV cache does, on all ranks each time. Engines on
-devices of their own take part in the phases too, but nothing moves.
+Memory is freed before it is claimed, on all ranks: engines sleep before the trainer is onloaded, gradients and
+optimizer states are offloaded before the engines' weights wake, and parameters before the KV cache wakes. Disaggregated
+engines go through the same phases, but nothing moves.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Action = Callable[[], Awaitable[None]]
 
 
 class Phase(StrEnum):
-    """See the module."""
+    """Phase of a cycle; see the module docstring."""
 
     TRAIN = "train"
     SYNC = "sync"
@@ -40,40 +40,41 @@ FOLLOWS: Mapping[Phase, frozenset[Phase]] = {
     Phase.SYNC: frozenset({Phase.ROLL}),
     Phase.ROLL: frozenset({Phase.TRAIN}),
 }
-"""What may come after a phase. After a change that failed, nothing may but `Colocation.restart`."""
+"""Phases that may follow each phase. After a failed transition only `Colocation.restart` is allowed."""
 
 
 class WrongPhase(RuntimeError):
-    """An order that the present phase does not allow."""
+    """A transition that the current phase does not allow."""
 
 
 class Engines(Protocol):
     """All engines of a rollout at once; each method returns when all engines are done."""
 
     async def sleep(self) -> str | None:
-        """Free the devices, whatever is awake; weights are lost. Returns why no memory was freed, if so."""
+        """Free the devices, whatever is awake; weights are lost. Returns the reason if no memory was freed."""
         ...
 
     async def wake(self, part: Literal["weights", "kv_cache"]) -> None:
-        """Take memory for the weights (uninitialised), or for the KV cache and serve."""
+        """Allocate memory for the weights (uninitialised), or for the KV cache and start serving."""
         ...
 
 
 @final
 class Colocation:
-    """The phases of a run. `restart` or `open_colocation` begins them with phase ``train``."""
+    """State machine for the phases of a run. `restart` and `open_colocation` begin in phase ``train``."""
 
     def __init__(self, trainer: Trainer, engines: Engines, budget: MemoryBudget, colocated: bool) -> None:
-        """Args: ``colocated``: trainer and engines share devices; the engines sleep now."""
+        """Args: ``colocated``: trainer and engines share devices; the engines are asleep now."""
         self._trainer, self._engines, self._budget, self._colocated = trainer, engines, budget, colocated
         self._phase: Phase | None = None
         self._awake = False
         self._seconds: dict[str, float] = {}
 
     async def restart(self, start: Action) -> None:
-        """Run ``start``, which starts the trainer anew with everything on its devices; then the phase is ``train``.
+        """Run ``start``, which starts a fully onloaded trainer, and enter phase ``train``.
 
-        Engines that share the devices sleep before, in whatever phase the old trainer was lost, or a change failed.
+        Colocated engines are put to sleep first, whatever the phase in which the old trainer was lost or a transition
+        failed.
         """
         self._phase = None
         if self._awake:
@@ -83,7 +84,7 @@ class Colocation:
         self._phase = Phase.TRAIN
 
     async def to_trainer(self) -> None:
-        """From ``roll`` to ``train``: the engines sleep, then everything of the trainer is onloaded."""
+        """Go from ``roll`` to ``train``: put the engines to sleep, then onload the whole trainer."""
         async with self._entering(Phase.TRAIN):
             if self._colocated:
                 await self._sleep()
@@ -91,7 +92,7 @@ class Colocation:
                     await self._trainer.onload(PARTS)
 
     async def to_engines(self, sync: Action) -> None:
-        """From ``train`` over ``sync`` to ``roll``; ``sync`` puts the present weights on every engine."""
+        """Go from ``train`` through ``sync`` to ``roll``. The callable sends the current weights to every engine."""
         async with self._entering(Phase.SYNC):
             if self._colocated:
                 with self._timed("offload"):
@@ -107,14 +108,14 @@ class Colocation:
 
     @asynccontextmanager
     async def borrowed(self, sync: Action) -> AsyncIterator[None]:
-        """Inside ``train``, afterwards ``roll`` again; ``sync`` repeats the weights for engines that lost them."""
+        """Switch to ``train`` inside, then back to ``roll``; ``sync`` resends the weights if the engines lost them."""
         await self.to_trainer()
         yield
         await self.to_engines(sync if self._colocated else _nothing)
 
     @asynccontextmanager
     async def with_parameters(self) -> AsyncIterator[None]:
-        """Inside, the trainer has its parameters on its devices; in ``roll`` they are brought there for so long."""
+        """Keep the trainer's parameters on its devices inside; in ``roll`` they are onloaded for the duration."""
         parameters: tuple[Part, ...] = ("parameters",)
         brought = self._colocated and self._phase is Phase.ROLL
         if brought:
@@ -122,7 +123,7 @@ class Colocation:
         try:
             yield
         finally:
-            # When the next phase has begun to be entered, it is the one that decides what is where.
+            # Once a transition has begun, it alone decides about onload and offload.
             if brought and self._phase is Phase.ROLL:
                 await self._trainer.offload(parameters)
 
@@ -141,7 +142,7 @@ class Colocation:
         self._awake = False
 
     async def _wake(self, part: Literal["weights", "kv_cache"]) -> None:
-        self._awake = True  # perhaps in part, when it fails
+        self._awake = True  # set first: a failed wake may leave the engines partly awake
         with self._timed("engines_wake"):
             await self._engines.wake(part)
 
@@ -168,11 +169,11 @@ async def _nothing() -> None:
 
 
 def limits(sizes: Mapping[str, int], residual: int) -> Limits:
-    """Most bytes that a rank may hold in each phase when trainer and engines share devices.
+    """Most bytes that a rank may hold in each phase when colocated.
 
     Args:
         sizes: bytes of the trainer's parts on this rank.
-        residual: bytes that a side may leave behind: contexts, caches, communicators.
+        residual: bytes that either side may keep after sleep or offload: contexts, caches, communicators.
     """
     offloaded: dict[str, int] = dict.fromkeys(PARTS, 0)
     rest = {"other": residual, "communicators": residual}
@@ -184,10 +185,10 @@ def limits(sizes: Mapping[str, int], residual: int) -> Limits:
 
 
 async def open_colocation(config: Config, trainer: Trainer, engines: Engines) -> Colocation:
-    """The phases of a run, in phase ``train``. Engines that share the trainer's devices sleep already.
+    """Open the `Colocation` of a run in phase ``train``. Colocated engines are already asleep.
 
     Args:
-        config: with ``rollout.engine.colocated`` as the placement decided.
+        config: its ``rollout.engine.colocated`` is as the placement decided.
     """
     colocated, residual = bool(config.rollout.engine.colocated), int(config.rollout.engine.residual_gib * GIB)
     allowed = [limits(sizes, residual) for sizes in trainer.info.part_bytes] if colocated else []

@@ -1,4 +1,4 @@
-"""``mfleet eval``: an evaluation without training that goes on where it was cut off."""
+"""``mfleet eval``: evaluation without training. An interrupted evaluation can be resumed."""
 
 from __future__ import annotations
 
@@ -45,13 +45,14 @@ def read_config(
     endpoint: str | None = None,
     model: str | None = None,
 ) -> tuple[Config, Path | None]:
-    """The configuration, and the folder of the run that ``checkpoint`` is of, if it is of one.
+    """Return the configuration, and the folder of the run that ``checkpoint`` belongs to, if any.
 
-    A run's checkpoint is evaluated as the run was configured, ``overrides`` (``section.key=value``) excepted; anything
-    else as ``overrides`` compose it. ``endpoint`` and ``model``: ``eval.endpoint.url`` and ``.model``.
+    A run's checkpoint is evaluated with the run's configuration plus ``overrides`` (``section.key=value``); anything
+    else with the configuration that ``overrides`` compose. ``endpoint`` and ``model``: ``eval.endpoint.url`` and
+    ``.model``.
 
     Raises:
-        UserError: as of ``load``; the output folder holds a training run.
+        UserError: as for ``load``, or the output folder holds a training run.
     """
     run = None if checkpoint is None else run_of(checkpoint)
     overrides = [*overrides, *endpoint_overrides(overrides, checkpoint, endpoint, model)]
@@ -68,7 +69,7 @@ def read_config(
 
 
 def run_of(checkpoint: str) -> Path | None:
-    """The run's folder of ``checkpoint``, which is that folder, or one of its checkpoints; ``None``: of no run here."""
+    """Return the run folder of ``checkpoint`` (the folder itself or a checkpoint in it); ``None``: no local run."""
     path = Path(checkpoint)
     for folder in (path, path.parent.parent):
         if (folder / "config.json").is_file() and (folder / "checkpoints").is_dir():
@@ -82,10 +83,10 @@ def main(config: Config, checkpoint: str | None, run: Path | None, side: Side) -
     Args:
         checkpoint: a run's folder, one of its checkpoints, another Megatron checkpoint; ``None``: ``model.path`` as it
             is.
-        run: whose split of the tasks is kept.
+        run: folder of the run whose task split is reused.
 
     Raises:
-        UserError: something the user can mend.
+        UserError: a problem that the user can fix.
     """
     if config.eval.endpoint.url is not None:
         return asyncio.run(evaluate_endpoint(config, run, side))
@@ -108,7 +109,7 @@ async def evaluate_model(config: Config, run: Path | None, side: Side) -> int:
         services: list[RolloutService] = []
 
         async def collect(*args: Any) -> CollectResult:
-            if not services:  # when all episodes were played before, nothing is started
+            if not services:  # lazily: nothing is started when all episodes are in the store
                 services.append(await stack.enter_async_context(RolloutService(config, out, episode_python())))
             return await services[0].collect(*args)
 
@@ -119,10 +120,10 @@ async def evaluate_model(config: Config, run: Path | None, side: Side) -> int:
 
 
 async def evaluate_endpoint(config: Config, run: Path | None, side: Side) -> int:
-    """The same with the model behind ``eval.endpoint``: no weights, no engines, no tokens.
+    """Evaluate the model behind ``eval.endpoint``: no weights, no engines, no tokens.
 
     Raises:
-        UserError: as ``main``; the endpoint refuses, or stopped answering. What was played is kept.
+        UserError: as for ``main``; or the endpoint refuses or stopped answering. Finished episodes are kept.
     """
     from megatron_fleet.agents.chat_probe import probe
 
@@ -156,10 +157,10 @@ async def evaluate_endpoint(config: Config, run: Path | None, side: Side) -> int
 def endpoint_overrides(
     overrides: Sequence[str], checkpoint: str | None, endpoint: str | None, model: str | None
 ) -> list[str]:
-    """Overrides that say what ``--endpoint`` and ``--model`` mean; the model has no folder, so its path is its address.
+    """Translate ``--endpoint`` and ``--model`` to overrides; without a folder, ``model.path`` is the model's address.
 
     Raises:
-        UserError: one without the other, or another model beside them.
+        UserError: only one of the two is given, or another model is named in addition.
     """
     if endpoint is None and model is None:
         return []
@@ -174,7 +175,7 @@ def endpoint_overrides(
 
 
 def open_store(config: Config, model: Mapping[str, Any], tasks: Sequence[Task]) -> EpisodeStore:
-    """The episodes in ``run.out``, with the configuration beside them. ``model``: says which one plays."""
+    """Open the episode store in ``run.out`` and write the configuration there. ``model``: identity of the model."""
     out = Path(config.run.out)
     out.mkdir(parents=True, exist_ok=True)
     store = EpisodeStore(out, identity(config, model), tasks)
@@ -183,7 +184,7 @@ def open_store(config: Config, model: Mapping[str, Any], tasks: Sequence[Task]) 
 
 
 def newest(checkpoint: str) -> str:
-    """The newest checkpoint of a run's folder; any other address is a checkpoint itself."""
+    """Return the newest checkpoint of a run's folder; any other address is returned unchanged."""
     folder = Path(checkpoint, "checkpoints")
     if not folder.is_dir():
         return checkpoint
@@ -194,10 +195,10 @@ def newest(checkpoint: str) -> str:
 
 
 def hf_folder(checkpoint: str, out: Path) -> Path:
-    """``checkpoint`` as an HF folder: itself if it is one, else converted into ``out``, which may be there already.
+    """Return ``checkpoint`` as an HF folder: itself if it is one, else converted to ``out``, which may exist already.
 
     Raises:
-        UserError: it is no checkpoint, or it does not say which model it is.
+        UserError: it is no checkpoint, or it does not identify its model.
     """
     from megatron_fleet.weights.convert.execute import Share, execute
     from megatron_fleet.weights.convert.progress import ProgressLine
@@ -212,7 +213,7 @@ def hf_folder(checkpoint: str, out: Path) -> Path:
 
 
 def tasks_of(config: Config, run: Path | None, side: Side) -> list[Task]:
-    """The tasks to evaluate: held out as ``data`` says, by ``run`` if there is one, or all that ``data`` selects."""
+    """Return the tasks to evaluate: the held-out ones (reusing the split of ``run``, if any), or all of ``data``."""
     manifest = None if run is None else run / MANIFEST
     previous = None
     if manifest is not None and manifest.is_file() and config.data.split_manifest is None:
@@ -229,7 +230,7 @@ def tasks_of(config: Config, run: Path | None, side: Side) -> list[Task]:
 
 
 def chosen_tasks(config: Config, held_out: Sequence[Task]) -> list[Task]:
-    """As many of ``held_out`` as ``eval.tasks`` says; prints what is to be known of them before they are played."""
+    """Choose ``eval.tasks`` of ``held_out``, and print notes about the choice."""
     tasks = choose(held_out, config.eval.tasks)
     for note in notes(tasks, held_out):
         say(note)
@@ -237,7 +238,7 @@ def chosen_tasks(config: Config, held_out: Sequence[Task]) -> list[Task]:
 
 
 def fingerprint(model: Path) -> dict[str, Any]:
-    """Which weights lie in an HF folder, told without reading them."""
+    """Identify the weights in an HF folder by file size and modification time, without reading them."""
     files = {path.name: path.stat() for path in sorted(model.glob("*.safetensors"))}
     return {"path": str(model), "weights": {name: [s.st_size, s.st_mtime_ns] for name, s in files.items()}}
 
@@ -245,8 +246,8 @@ def fingerprint(model: Path) -> dict[str, Any]:
 async def play(
     config: Config, held_out: Sequence[Task], store: EpisodeStore, collect: Callable[..., Awaitable[CollectResult]]
 ) -> Evaluation:
-    """Play those of ``held_out`` that ``eval.tasks`` chooses, as far as they are not in ``store`` yet, and keep there
-    what ends."""
+    """Play the tasks of ``held_out`` that ``eval.tasks`` chooses. Episodes already in ``store`` are not repeated;
+    finished ones are added to it."""
 
     async def resumed(request: CollectRequest, on_progress: Callable[[Progress], None] | None) -> CollectResult:
         kind = "eval" if request.temperature else "greedy"
@@ -274,14 +275,14 @@ async def play(
 
 
 def check_known(evaluation: Evaluation) -> None:
-    """Raise UserError when not one reward is known: that is no result."""
+    """Raise UserError when no reward is known, since there is no result then."""
     groups = (*evaluation.sampled, *evaluation.greedy)
     if reason := why_nothing_is_known(t for group in groups for t in group.trajectories):
         raise UserError(f"Not one reward is known, most often: {reason}. Mend that and evaluate with another --out.")
 
 
 def finish(config: Config, evaluation: Evaluation, decode: Decode) -> None:
-    """Records, dumps, their copies, ``metrics.json`` and the table. ``decode``: text of token ids."""
+    """Write trajectories, dumps and ``metrics.json``, upload them, print the table. ``decode``: token ids to text."""
     out = Path(config.run.out)
     metrics = evaluation.metrics(config.eval.pass_threshold)
     log = TrajectoryLog(out / "trajectories", None)

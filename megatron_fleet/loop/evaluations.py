@@ -1,4 +1,4 @@
-"""When held-out tasks are evaluated: at once, or in the background while the trainer computes; and what is recorded."""
+"""Evaluation of held-out tasks during a run, in the foreground or in the background while the trainer computes."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class EvaluationRecords(Protocol):
 
 @final
 class Evaluations:
-    """Evaluates the weights of a step before they change.
+    """Evaluate the weights of a step before they change.
 
     Attributes:
-        due: step whose weights are still to be evaluated in the background; part of a checkpoint.
+        due: step whose weights still have to be evaluated in the background; part of a checkpoint.
     """
 
     def __init__(self, config: Config, evaluator: Evaluates, records: EvaluationRecords) -> None:
@@ -49,7 +49,7 @@ class Evaluations:
         self._running: int | None = None
 
     async def of_step(self, step: int) -> dict[str, float]:
-        """Evaluate the weights of ``step`` now and return the metrics; none when it is to be done later."""
+        """Evaluate the weights of ``step`` now and return the metrics; empty when the evaluation is deferred."""
         if self._config.eval.overlap and step < self._config.run.steps:  # after the last step there is nothing to hide
             self.due = step
             return {}
@@ -61,7 +61,7 @@ class Evaluations:
             self._records.evaluation(0, metrics)
 
     async def catch_up(self) -> None:
-        """Evaluate now what was due when a run was resumed that does not overlap any more."""
+        """Run the evaluation that was due when the run was resumed, if ``eval.overlap`` has been turned off since."""
         if self.due is not None and not self._config.eval.overlap:
             step, self.due = self.due, None
             self._records.evaluation(
@@ -69,13 +69,13 @@ class Evaluations:
             )
 
     def start_due(self) -> None:
-        """Begin in the background: the engines have the weights and nothing to do until the next ones come."""
+        """Start the due evaluation in the background: the engines are idle until the next weight sync."""
         if self.due is not None:
             self._running, self.due = self.due, None
             self._evaluator.start()
 
     async def finish(self) -> None:
-        """Wait for the evaluation in the background: the weights are about to change."""
+        """Wait for the background evaluation, because the weights are about to change."""
         if self._running is None:
             return
         began = time.monotonic()
@@ -86,11 +86,11 @@ class Evaluations:
         self._records.evaluation(step, metrics | {"timing/eval_wait": waited}, in_step=True)
 
     def due_after(self, step: int) -> bool:
-        """Evaluate after ``step`` steps?"""
+        """Return whether an evaluation is due after ``step`` steps."""
         if step == self._config.run.steps:
             return self._config.eval.at_end
         return self._config.eval.interval > 0 and step % self._config.eval.interval == 0
 
     async def close(self) -> None:
-        """Stop what runs in the background. Idempotent."""
+        """Stop the background evaluation. Idempotent."""
         await self._evaluator.close()

@@ -1,4 +1,4 @@
-"""The guarded optimizer step: what looks wrong is reported, counted and kept for replay before anything is changed."""
+"""Guarded optimizer step: anomalies are reported, counted and dumped for replay before any parameter changes."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """An optimizer step whose gradients are there: number ``part`` (from 0) of training step ``step`` (from 1).
+    """An optimizer step whose gradients are ready: number ``part`` (from 0) of training step ``step`` (from 1).
 
     Attributes:
-        data: `Trainer.forward_backward` was given.
-        report: it answered.
+        data: input of `Trainer.forward_backward`.
+        report: its result.
     """
 
     step: int
@@ -38,7 +38,7 @@ class Update:
 
 
 class StepGuard:
-    """Takes optimizer steps."""
+    """Take optimizer steps, skipping those whose loss or gradient is not finite."""
 
     def __init__(self, config: Config, trainer: Trainer) -> None:
         self._config, self._trainer = config, trainer
@@ -50,11 +50,11 @@ class StepGuard:
 
     @property
     def stuck(self) -> bool:
-        """Too many steps in a row were skipped."""
+        """Whether too many consecutive steps were skipped."""
         return self._judge.skipped_in_a_row >= self._limit
 
     def stop_if_stuck(self) -> None:
-        """Raises UserError when too many steps in a row were skipped. Save a checkpoint before."""
+        """Raise UserError when too many consecutive steps were skipped. Save a checkpoint before."""
         if self.stuck:
             raise UserError(
                 f"{self._judge.skipped_in_a_row} updates in a row were skipped because loss or gradient was not finite "
@@ -63,17 +63,17 @@ class StepGuard:
             )
 
     def state(self) -> dict[str, Any]:
-        """For the checkpoint; JSON-able. A run that stopped begins to count anew."""
+        """State for the checkpoint; JSON-able. A run that stopped restarts its count of skipped steps."""
         return self._judge.state() | ({"skipped_in_a_row": 0} if self.stuck else {})
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave."""
+        """Restore the result of `state`."""
         self._judge.load(state)
 
     async def optim_step(self, update: Update) -> OptimReport:
-        """`Trainer.optim_step`, with a look at loss and gradient norm before anything is changed."""
+        """Call `Trainer.optim_step` after checking loss and gradient norm."""
         adam, loss = AdamParams.of(self._config.policy.optimizer, update.lr), update.report.loss
-        # The bound is finite, so that the trainer holds a norm that is not: it can be examined and dumped.
+        # The bound is finite, so the trainer also holds a step whose norm is not: it can be examined and dumped.
         report = await self._trainer.optim_step(adam, hold_above=self._judge.bound(loss))
         verdict = Verdict.FINE
         if report.held:
@@ -108,7 +108,7 @@ class StepGuard:
         log.warning("step %d: %s%s", update.step, self._last, where)
 
     async def _keep(self, update: Update, record: Record) -> str:
-        """Write a dump; what became of it, in words. A dump that fails does not end the run, a lost trainer does."""
+        """Write a dump; returns the outcome as text. A failed dump does not end the run, a lost trainer does."""
         try:
             path = await self._dumps.save(self._config, self._trainer.save_state, update.data, record)
         except TrainerLost:
@@ -119,7 +119,7 @@ class StepGuard:
 
 
 def describe(record: Record) -> str:
-    """The fault of a step in one line; sequences are named by their index in the data of the update."""
+    """Describe the fault of a step in one line; sequences are named by their index in the data of the update."""
     if record.verdict == Verdict.SPIKE:
         ratio = record.grad_norm / record.median
         return f"gradient norm {record.grad_norm:.3g} is {ratio:.1f} × the median of the last ones"

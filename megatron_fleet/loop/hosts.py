@@ -1,4 +1,4 @@
-"""The hosts of a run: this machine alone, those that run `mfleet node`, those of ranks that others start."""
+"""Hosts of a run: this machine, hosts that run `mfleet node`, and hosts of externally started ranks."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from megatron_fleet.trainer.links import RankListener
 
 @dataclass(frozen=True, slots=True)
 class RunHosts:
-    """Where a run takes place.
+    """Hosts of a run, and the listener that connects them.
 
     Attributes:
-        listener: where ranks and nodes dial.
+        listener: accepts the connections of ranks and nodes.
         nodes: the hosts that run `mfleet node`; ``None``: there are none.
         inventory: all hosts, this one first.
     """
@@ -34,7 +34,7 @@ class RunHosts:
     inventory: Inventory
 
     def starter(self, config: Config, placement: Placement) -> RankStarter:
-        """Who starts the ranks where ``placement`` has them."""
+        """Return the starter that launches the ranks as ``placement`` assigns them."""
         logs = Path(config.run.out, "logs")
         if config.cluster.ranks == "external":
             return ExternalRanks(logs)
@@ -46,7 +46,7 @@ class RunHosts:
 
 
 def ranks_by_host(placement: Placement, inventory: Inventory, threads: int) -> dict[str, RanksOfHost]:
-    """The ranks of each host that has some, by its name. ``threads``: CPU threads of each rank."""
+    """Ranks of each host that has any, by host name. ``threads``: CPU threads of each rank."""
     found: dict[str, RanksOfHost] = {}
     for host in inventory.hosts:
         mine = [place for place in placement.ranks if place.host == host.name]
@@ -60,10 +60,10 @@ def ranks_by_host(placement: Placement, inventory: Inventory, threads: int) -> d
 
 @asynccontextmanager
 async def open_hosts(config: Config, token: str) -> AsyncIterator[RunHosts]:
-    """Wait until every host of the run is known; leaving ends what runs there.
+    """Wait until every host of the run is known; on exit stop everything that the run started there.
 
     Raises:
-        UserError: a host or a rank did not dial in time, or they contradict each other.
+        UserError: a host or a rank did not connect in time, or they contradict each other.
     """
     cluster = config.cluster
     listener = RankListener(token, None, config.parallel.world_size)

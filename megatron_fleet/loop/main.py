@@ -1,4 +1,4 @@
-"""`mfleet train`: assemble a run from its configuration, train, and end everything that was started."""
+"""`mfleet train`: assemble a run from its configuration, train, and stop everything that was started."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ from megatron_fleet.trainer.start import run_token, start_trainer
 from megatron_fleet.weight_sync.registry import make_transport
 
 STOP_DEADLINE_S = 120.0
-"""After the user's signal: time to stop ranks, engines and servers in order."""
+"""Seconds that ranks, engines and servers have to shut down gracefully after the user's signal."""
 
 
 def main(config: Config) -> int:
-    """Train, or go on training; returns the exit status.
+    """Train, or resume training; returns the exit status.
 
     Raises:
-        UserError: something the user can mend.
+        UserError: a problem that the user can fix.
     """
     out = Path(config.run.out)
     checkpoints = Checkpoints(out / "checkpoints", config.checkpoint.keep)
-    found = find_start(config, checkpoints)  # first of all: what it refuses must leave the folder as it was
+    found = find_start(config, checkpoints)  # before anything is written: a refusal must leave the folder unchanged
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / "config.json", dump_resolved(config).encode())
     return asyncio.run(_until_stopped(_train(config, checkpoints, found)))
 
 
 async def _until_stopped(work: Coroutine[None, None, None]) -> int:
-    """Run ``work``; SIGINT and SIGTERM end it in order, a second one at once. Returns the exit status."""
+    """Run ``work``; SIGINT or SIGTERM stops it gracefully, a second one immediately. Returns the exit status."""
     task, received = asyncio.current_task(), []
-    assert task is not None  # this is one
+    assert task is not None  # a coroutine always runs in a task
 
     def stop(number: signal.Signals) -> None:
         received.append(number)
         if len(received) > 1:
-            os._exit(128 + number)  # what was started ends with this process
+            os._exit(128 + number)  # child processes end with this one
         loop.call_later(STOP_DEADLINE_S, os._exit, 128 + number)
         task.cancel()
 
@@ -83,7 +83,7 @@ async def _train(config: Config, checkpoints: Checkpoints, found: Checkpoint | N
         config = as_placed(config, placement)
         starter = hosts.starter(config, placement)
         trainer = await stack.enter_async_context(start_trainer(config, hosts.listener, starter, token))
-        # The ranks import Megatron while Ray and the engines start.
+        # In the background: the ranks import Megatron while Ray and the engines start.
         gathering = asyncio.create_task(trainer.gather())
         stack.callback(gathering.cancel)
         ground = Ground(inventory, placement, token, hosts.nodes)
@@ -104,10 +104,10 @@ async def _train(config: Config, checkpoints: Checkpoints, found: Checkpoint | N
 
 
 def as_placed(config: Config, placement: Placement) -> Config:
-    """``config`` with what the placement decided.
+    """Return ``config`` with ``rollout.engine.colocated`` and ``.transport`` set as the placement decided.
 
     Raises:
-        UserError: it does not go with another key.
+        UserError: the decision conflicts with another key.
     """
     decided = {"colocated": placement.colocated, "transport": placement.transport}
     engine = config.rollout.engine.model_copy(update=decided)
@@ -117,7 +117,7 @@ def as_placed(config: Config, placement: Placement) -> Config:
 
 
 async def start(trainer: TrainerGroup, gathering: asyncio.Task[None], reason: TrainerLost | None) -> None:
-    """Build the trainer whose ranks ``gathering`` waits for, or after a loss start it again."""
+    """Build the trainer whose ranks ``gathering`` waits for, or restart it after a loss."""
     if reason is not None:
         await trainer.restart(reason)
         return

@@ -1,4 +1,4 @@
-"""The memory budget: compare what each rank holds in every phase with what it may hold, and keep the most in a file.
+"""Memory budget: check each rank's memory against its limits in every phase, and keep the peaks in a file.
 
 Owners of memory: see `trainer.megatron.memory`.
 """
@@ -15,15 +15,15 @@ from megatron_fleet.storage.local import write_atomically
 GIB = 1 << 30
 
 Limits = Mapping[str, Mapping[str, int]]
-"""Phase → owner → most bytes. An owner that is not named may hold anything."""
+"""Phase → owner → most bytes. An owner without an entry is unlimited."""
 
 
 class MemoryExceeded(RuntimeError):
-    """An owner holds memory that it may not hold in this phase."""
+    """An owner holds more memory than its limit in this phase."""
 
 
 class Ranks(Protocol):
-    """The part of `trainer.base.Trainer` that is measured."""
+    """The part of `trainer.base.Trainer` that measures memory."""
 
     async def memory(self, moment: Literal["begin", "end"], quiet: bool = False) -> list[dict[str, int]]: ...
 
@@ -31,15 +31,15 @@ class Ranks(Protocol):
 class MemoryBudget:
     """Memory of all ranks over the phases of a run.
 
-    ``memory.json`` holds, for each phase and owner, the most bytes so far, with the rank, its limit (``null``: none)
+    ``memory.json`` holds, for each phase and owner, the peak bytes so far, with the rank, its limit (``null``: none)
     and the cycle, from 1.
 
     Attributes:
-        remark: why engines keep their memory, when they do; for ``memory.json``.
+        remark: reason why the engines freed no memory, if so; for ``memory.json``.
     """
 
     def __init__(self, ranks: Ranks, limits: Sequence[Limits], path: Path) -> None:
-        """Args: ``limits``: of each rank; none at all when empty. ``path``: of ``memory.json``."""
+        """Args: ``limits``: one per rank; empty: no limits. ``path``: path of ``memory.json``."""
         self.remark: str | None = None
         self._ranks, self._limits, self._path = ranks, limits, path
         self._phase = ""
@@ -48,14 +48,14 @@ class MemoryBudget:
         self._worst: dict[str, dict[str, dict[str, int | None]]] = {}
 
     async def leave(self, quiet: bool) -> None:
-        """Measure at the end of a phase, before anything moves. ``quiet``: no engine took memory during it."""
+        """Measure at the end of a phase, before anything moves. ``quiet``: no engine allocated memory during it."""
         self._record(self._phase, await self._ranks.memory("end", quiet))
 
     async def enter(self, phase: str) -> None:
         """Measure at the beginning of ``phase``.
 
         Raises:
-            MemoryExceeded: a rank holds too much.
+            MemoryExceeded: an owner on a rank exceeds its limit.
         """
         held = await self._ranks.memory("begin")
         self._phase = phase
@@ -69,7 +69,7 @@ class MemoryBudget:
                     raise MemoryExceeded(_problem(rank, phase, owner, nbytes, limit))
 
     def metrics(self) -> dict[str, float]:
-        """``memory/<phase>/<owner>`` in GiB: the rank that holds most, the last time the phase was entered."""
+        """``memory/<phase>/<owner>`` in GiB: the maximum over the ranks at the last measurement of the phase."""
         return {
             f"memory/{phase}/{owner}": nbytes / GIB
             for phase, owners in self._last.items()

@@ -1,4 +1,4 @@
-"""Checks of a configuration against the world: files, model, tasks, launch environment. Before anything is started."""
+"""Preflight: check a configuration against files, model, tasks and launch environment before anything is started."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def check_evaluation(config: Config) -> None:
 
 
 def check_endpoint(config: Config) -> None:
-    """Refuse an evaluation of an endpoint that could not work, before anything is asked of it.
+    """Refuse an evaluation of an endpoint that could not work, before any request is sent to it.
 
     Raises:
         UserError: the first problem.
@@ -103,11 +103,11 @@ def check_endpoint(config: Config) -> None:
 
 
 def _launch(config: Config) -> None:
-    """Refuse to be several controllers, and what does not fit on this host where this host is all there is."""
+    """Refuse to start as one of several controllers, and a single-host run that does not fit on this host."""
     try:
         me = rank_identity(os.environ)
     except UserError:
-        pass  # as it should be
+        pass  # expected: the controller has no rank
     else:
         if me.world_size > 1:
             raise UserError(
@@ -126,7 +126,7 @@ def _out(config: Config) -> None:
 
 
 def _own_parts(config: Config) -> None:
-    """Refuse parts of the user's own that cannot be used."""
+    """Refuse user-defined components that cannot be loaded."""
     from megatron_fleet.agents.kinds import ARGUMENTS as AGENT_ARGUMENTS
     from megatron_fleet.envs.registry import OWN_ARGUMENTS as ENVIRONMENT_ARGUMENTS
     from megatron_fleet.models.chat.detection import OWN_ARGUMENTS as RENDERER_ARGUMENTS
@@ -152,7 +152,7 @@ def _own_parts(config: Config) -> None:
 
 
 def _model(config: Config) -> dict[str, Any]:
-    """The model's config.json, after a look at the files beside it."""
+    """Return the model's config.json, after checking that the model folder is complete."""
     from megatron_fleet.models.chat.tokenizer import TOKENIZER_FILES
 
     folder = Path(config.model.path)
@@ -180,7 +180,7 @@ def _model(config: Config) -> dict[str, Any]:
 
 
 def _renderer(config: Config) -> None:
-    """The chat format, and whether the model's own template agrees; a format named by hand is taken as it is."""
+    """Check the chat format, and that the model's own template agrees; an explicitly named format is not compared."""
     from megatron_fleet.models.chat.detection import AUTO, make_renderer
     from megatron_fleet.models.chat.template_check import check_template
 
@@ -262,7 +262,7 @@ def _verifiers(config: Config) -> None:
 
 
 def _environment_server(config: Config) -> None:
-    """Whether anything answers at ``env.url``; what it plays is seen at the first reset."""
+    """Check that something answers at ``env.url``; its environment is not checked before the first reset."""
     if config.env.kind == "openenv":
         url = str(config.env.url)
         _must_answer("env.url", url, url.replace("ws", "http", 1) if url.startswith("ws") else url)
@@ -285,7 +285,7 @@ def _fleet_key(config: Config) -> None:
 
 
 def _wandb_key(config: Config) -> None:
-    """Whether there is a key at all; that W&B takes it is seen when the run begins."""
+    """Check that a W&B key exists; it is not validated before the run starts."""
     wandb = config.logging.wandb
     if wandb.project is None or wandb.mode == "offline" or os.environ.get("WANDB_API_KEY"):
         return
@@ -297,7 +297,7 @@ def _wandb_key(config: Config) -> None:
 
 
 def _mlflow_server(config: Config) -> None:
-    """Whether anything answers; that it takes the user or token is seen when the run begins."""
+    """Check that the MLflow server answers; credentials are not validated before the run starts."""
     uri = config.logging.mlflow.uri
     if uri is None:
         return
@@ -325,7 +325,7 @@ def _tasks(config: Config) -> None:
 
 
 def _screens(config: Config, tasks: Sequence[Task]) -> None:
-    """Refuse to train on tasks that are done by looking at a screen."""
+    """Refuse to train on tasks that need screenshots."""
     check_sight(config, tasks)
     if screen := _on_screen(tasks):
         raise UserError(
@@ -335,10 +335,10 @@ def _screens(config: Config, tasks: Sequence[Task]) -> None:
 
 
 def check_sight(config: Config, tasks: Sequence[Task]) -> None:
-    """Refuse tasks that are done by looking at a screen, for a model that sees none.
+    """Refuse tasks that need screenshots when the model takes no images.
 
     Raises:
-        UserError: names the first such task, and what to do.
+        UserError: there is such a task.
     """
     from megatron_fleet.models.images import read_vision
 

@@ -1,4 +1,4 @@
-"""After an update: do the engines compute what the trainer does? Log-probs of a few fixed tokens tell."""
+"""Comparison of engines and trainer after a weight sync, by the log-probs of a few fixed tokens."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ SEQUENCES, TOKENS = 4, 32
 
 
 def probe_data(vocab: int, longest: int) -> list[Datum]:
-    """The probe's sequences, the same in every run; all positions but the first are asked for.
+    """Sequences of the probe, the same in every run; all positions except the first are scored.
 
     Args:
         vocab: size of the vocabulary.
-        longest: tokens that they may have together.
+        longest: most tokens of all sequences together.
     """
     rng = np.random.default_rng(0)
     length = min(TOKENS, longest // SEQUENCES)
@@ -30,15 +30,15 @@ def probe_data(vocab: int, longest: int) -> list[Datum]:
 def compare(
     expected: Sequence[np.ndarray], engines: Sequence[Sequence[np.ndarray]], tolerance: float, version: int
 ) -> float:
-    """Largest mean absolute difference of log-probs, over the engines, in nats.
+    """Return the largest mean absolute difference of log-probs over the engines, in nats.
 
     Args:
-        expected: the trainer's, float32 ``[T]`` each.
-        engines: the same of every engine.
-        tolerance: of that mean.
+        expected: the trainer's log-probs, float32 ``[T]`` each.
+        engines: each engine's log-probs of the same sequences.
+        tolerance: largest mean that is allowed.
 
     Raises:
-        RolloutFailed: it is exceeded, or not a number.
+        RolloutFailed: the tolerance is exceeded, or a mean is not a number.
     """
     wanted = np.concatenate([x[1:] for x in expected])
     means = [float(np.abs(np.concatenate([x[1:] for x in found]) - wanted).mean()) for found in engines]

@@ -1,4 +1,4 @@
-"""What a run leaves to look at: metrics, trajectories, TensorBoard, terminal, curve and summary."""
+"""Outputs of a run: metrics, trajectories, TensorBoard, terminal progress, learning curve and summary."""
 
 from __future__ import annotations
 
@@ -35,7 +35,11 @@ class Records:
     """All sinks of one run, below ``run.out``."""
 
     def __init__(self, config: Config, resumed_step: int | None, started: float):
-        """``resumed_step``: what is newer is dropped; ``None`` starts anew. ``started``: unix time of this attempt."""
+        """
+        Args:
+            resumed_step: newer records are dropped; ``None``: start from scratch.
+            started: Unix time of this attempt.
+        """
         self._out = Path(config.run.out)
         self._plot, self._name, self._pass_threshold = config.logging.plot, config.run.name, config.eval.pass_threshold
         self._sinks: list[MetricSink] = [MetricsLog(self._out / "metrics.jsonl", resumed_step, started)]
@@ -54,7 +58,7 @@ class Records:
 
     @contextmanager
     def phase(self, name: str, total: int = 0) -> Iterator[Callable[[int], None]]:
-        """Show a phase; the function given tells how many of ``total`` are done."""
+        """Show a phase. The yielded function reports how many of ``total`` are done."""
         self._progress.phase(name, total)
         done = 0
 
@@ -69,11 +73,11 @@ class Records:
         self._progress.phase(phase)
 
     def trajectories(self, step: int, groups: Sequence[Group]) -> None:
-        """What a training step played."""
+        """Write the episodes of a training step."""
         self._trajectories.write(step, groups)
 
     def episodes_of(self, step: int, evaluation: Evaluation) -> dict[str, float]:
-        """Write down what an evaluation played, and have it copied; its metrics."""
+        """Write and upload the episodes of an evaluation; returns its metrics."""
         kinds: tuple[tuple[Literal["eval", "greedy"], list[Group]], ...]
         kinds = (("eval", evaluation.sampled), ("greedy", evaluation.greedy))
         written = [path for kind, groups in kinds if groups for path in self._trajectories.write(step, groups, kind)]
@@ -87,7 +91,7 @@ class Records:
         return metrics
 
     def step(self, step: int, metrics: Mapping[str, float], distributions: Mapping[str, np.ndarray]) -> None:
-        """One training step is over. ``distributions``: float64 ``[N]`` each, to be drawn as histograms."""
+        """Record a finished training step. ``distributions``: float64 ``[N]`` each, drawn as histograms."""
         self._write(step, metrics)
         for sink in self._sinks:
             if isinstance(sink, HistogramSink):
@@ -95,17 +99,17 @@ class Records:
         self._progress.step_done(metrics)
 
     def evaluation(self, step: int, metrics: Mapping[str, float], in_step: bool = False) -> None:
-        """An evaluation is over that ended within the step after ``step``, or belongs to none."""
+        """Record a finished evaluation. ``in_step``: it ended within the step after ``step``."""
         self._write(step, metrics)
         self._progress.evaluated(metrics, in_step)
 
     def evaluated(self, step: int) -> bool:
-        """Whether an evaluation of the weights of ``step`` is on record."""
+        """Return whether an evaluation of the weights of ``step`` is on record."""
         rows = read_metrics(self._out / "metrics.jsonl")
         return any(row["step"] == step and "eval/all/episodes" in row for row in rows)
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
-        """What became known of the newest step after it was over."""
+        """Add metrics of the newest step that became known after it finished."""
         self._write(step, metrics)
 
     def finish(self) -> None:
@@ -118,7 +122,7 @@ class Records:
         say(_last_line(self._out, summary))
 
     def close(self, complete: bool = False) -> None:
-        """Flush and close everything. Idempotent. ``complete``: the run came to its end."""
+        """Flush and close all sinks. Idempotent. ``complete``: the run has finished all its steps."""
         self._progress.close()
         for sink in self._sinks:
             sink.close(complete)

@@ -1,4 +1,4 @@
-"""Where a run begins: at its newest good checkpoint, or anew with the records of an earlier run moved aside."""
+"""Start of a run: from its newest good checkpoint, or from scratch with an earlier run's records moved aside."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from megatron_fleet.config.schema import Config
 log = logging.getLogger(__name__)
 
 _RECORDS = ("checkpoints", "metrics.jsonl")
-"""What a run has that came to its first step or checkpoint, and that starting over would replace."""
+"""Outputs of a run that reached its first step or checkpoint; starting from scratch would replace them."""
 
 
 def find_start(config: Config, checkpoints: Checkpoints) -> Checkpoint | None:
-    """The checkpoint to go on from; ``None`` to start anew. Nothing in ``run.out`` is changed, except by
+    """Find the checkpoint to resume from; ``None``: start from scratch. Nothing in ``run.out`` is changed, except by
     ``run.resume=never``: it renames a folder with an earlier run's records to ``<run.out>.1``, or the next free number.
 
     Raises:
-        UserError: there are checkpoints and all are damaged, or the run is over already; the folder cannot be renamed.
+        UserError: there are checkpoints and all are damaged, or the newest is beyond ``run.steps``; or the folder
+            cannot be renamed.
     """
     if config.run.resume == "never":
         _set_aside(config)
@@ -61,7 +62,7 @@ def _set_aside(config: Config) -> None:
 
 
 def _paths(values: Any) -> Iterator[str]:
-    """Every text among ``values`` that is the path of something."""
+    """Yield every string in ``values`` that is an existing path."""
     if isinstance(values, dict | list):
         for value in values.values() if isinstance(values, dict) else values:
             yield from _paths(value)

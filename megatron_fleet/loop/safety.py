@@ -1,4 +1,4 @@
-"""Judge loss and gradient norm of an optimizer step from the norms before it."""
+"""Judgement of an optimizer step's loss and gradient norm by the preceding norms."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from megatron_fleet.config.schema import Safety
 from megatron_fleet.debug.record import Verdict
 
 WINDOW = 32
-"""Finite norms whose median is the yardstick."""
+"""Number of most recent finite norms whose median is the reference for spikes."""
 FEWEST = 8
-"""From fewer norms no spike is judged: the first steps of a run differ by nature."""
+"""Minimum number of norms to detect a spike: gradient norms of a run's first steps vary widely."""
 
 
 class StepJudge:
-    """Judges optimizer steps by loss and gradient norm, and counts the skipped ones.
+    """Judge optimizer steps by loss and gradient norm, and count the skipped ones.
 
     Attributes:
-        skipped: steps of the run that were not finite.
-        skipped_in_a_row: those since the last finite one.
+        skipped: number of steps of the run that were not finite.
+        skipped_in_a_row: number of skipped steps since the last finite one.
     """
 
     def __init__(self, safety: Safety) -> None:
@@ -33,13 +33,13 @@ class StepJudge:
 
     @property
     def median(self) -> float:
-        """Of the last finite norms; 0 without any."""
+        """Median of the last finite norms; 0 without any."""
         return statistics.median(self._norms) if self._norms else 0.0
 
     def bound(self, loss: float) -> float:
-        """The largest norm of a next step that is fine: finite, and negative when ``loss`` is not finite.
+        """Largest acceptable norm of the next step. It is finite, and negative when ``loss`` is not finite.
 
-        Norms of 0 (nothing to learn) make no yardstick.
+        A median of 0 (nothing to learn) is no reference.
         """
         if not math.isfinite(loss):
             return -1.0
@@ -48,13 +48,13 @@ class StepJudge:
         return min(self._factor * self.median, sys.float_info.max)
 
     def judge(self, loss: float, norm: float) -> Verdict:
-        """Judge the next step by those recorded."""
+        """Judge the next step by the recorded norms."""
         if not (math.isfinite(loss) and math.isfinite(norm)):
             return Verdict.NOT_FINITE
         return Verdict.SPIKE if norm > self.bound(loss) else Verdict.FINE
 
     def record(self, norm: float, skipped: bool) -> None:
-        """A step is over. Spikes count too: when norms stay high, the median follows."""
+        """Record a finished step. Spikes are included, so the median follows when norms stay high."""
         if skipped:
             self.skipped += 1
             self.skipped_in_a_row += 1
@@ -63,7 +63,7 @@ class StepJudge:
             self.skipped_in_a_row = 0
 
     def state(self) -> dict[str, Any]:
-        """JSON-able; `load` goes on from it."""
+        """JSON-able state for `load`."""
         return {
             "norms": list(self._norms),
             "skipped": self.skipped,
@@ -71,6 +71,6 @@ class StepJudge:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave."""
+        """Restore the result of `state`."""
         self._norms = deque(state["norms"], maxlen=WINDOW)
         self.skipped, self.skipped_in_a_row = state["skipped"], state["skipped_in_a_row"]

@@ -1,4 +1,4 @@
-"""Learning rate of a step: a pure function."""
+"""Learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from megatron_fleet.config.schema import Optimizer
 def lr_at(step: int, optimizer: Optimizer, total_steps: int) -> float:
     """Learning rate of optimizer step ``step`` (from 0) of ``total_steps``.
 
-    Linear warm-up to ``lr`` over ``warmup_steps`` (step 0 already learns), then ``schedule`` down to ``min_lr``, which
-    it reaches one step after the last, as in transformers: with a ``min_lr`` of 0 the last step still learns.
+    Linear warm-up to ``lr`` over ``warmup_steps`` (the rate of step 0 is above 0), then ``schedule`` down to
+    ``min_lr``, reached one step after the last, as in transformers: with a ``min_lr`` of 0 the last step still learns.
     """
     if step < optimizer.warmup_steps:
         return optimizer.lr * (step + 1) / optimizer.warmup_steps

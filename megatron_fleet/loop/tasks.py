@@ -1,4 +1,4 @@
-"""The tasks of a run: trained on and held out."""
+"""Training and held-out tasks of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 def load_data(config: Config) -> tuple[list[Task], list[Task]]:
-    """Training and held-out tasks; which is which is written into the run's outputs.
+    """Load the training and held-out tasks; the split is written to the run's outputs.
 
     Raises:
         UserError: the source is malformed, or one of the two sets is too small for the configuration.

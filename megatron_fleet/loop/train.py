@@ -1,4 +1,4 @@
-"""The training loop, in the controller: play, update, sync weights, record; evaluate and save when due."""
+"""Training loop of the controller: play, update, sync weights, record; evaluate and save when due."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @final
 class Training:
-    """One run: everything that it needs is passed in, so that it runs with fakes as well."""
+    """Training of one run. All dependencies are passed in, so that tests can use fakes."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Training:
         open_attempt: OpenAttempt,
         checkpoints: Checkpoints,
     ) -> None:
-        """Args: ``open_attempt``: makes what belongs to one attempt, from the state of a checkpoint or anew."""
+        """Args: ``open_attempt``: opens an `Attempt` from the state of a checkpoint, or from scratch."""
         self._config, self._trainer, self._engines, self._open = config, trainer, engines, open_attempt
         self._checkpoints = checkpoints
         self._attempt: Attempt
@@ -42,13 +42,13 @@ class Training:
         self._step = 0
 
     async def run(self, found: Checkpoint | None) -> None:
-        """Train to the end. A trainer that dies is started again and goes on from the last checkpoint.
+        """Train to the end. A trainer that dies is restarted and resumes from the last checkpoint.
 
         Args:
-            found: where to begin, see `loop.resume.find_start`.
+            found: checkpoint to start from, see `loop.resume.find_start`.
 
         Raises:
-            UserError: something the user can mend; the run can be resumed.
+            UserError: a problem that the user can fix; the run can be resumed.
         """
         start: Coroutine[Any, Any, None] = self._engines.start()
         while True:
@@ -126,14 +126,14 @@ class Training:
 
 
 async def until_lost(trainer: Trainer, work: Coroutine[Any, Any, T]) -> T:
-    """``await work``, given up when the trainer is lost. Raises TrainerLost then."""
+    """Await ``work``; cancel it and raise TrainerLost when the trainer is lost."""
     working, losing = asyncio.create_task(work), asyncio.create_task(_as_task(trainer.lost()))
     try:
         await asyncio.wait((working, losing), return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
         working.cancel()
-        with suppress(asyncio.CancelledError, Exception):  # it may have noticed by itself
+        with suppress(asyncio.CancelledError, Exception):  # it may have failed because of the same loss
             await working
         raise losing.result()
     finally:
@@ -147,24 +147,24 @@ async def _as_task(awaitable: Awaitable[T]) -> T:
 
 
 def checkpoint_due(config: Config, step: int) -> bool:
-    """Save after ``step`` steps? Always after the last one."""
+    """Return whether to save after ``step`` steps; always true after the last one."""
     return step == config.run.steps or (config.checkpoint.interval > 0 and step % config.checkpoint.interval == 0)
 
 
 @dataclass
 class Clock:
-    """Seconds of the phases of one step."""
+    """Durations of the phases of one step, in seconds."""
 
     began: float = field(default_factory=time.monotonic)
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure what is inside."""
+        """Measure the duration of the block."""
         began = time.monotonic()
         yield
         self.seconds[name] = time.monotonic() - began
 
     def read(self) -> dict[str, float]:
-        """The phases so far, and ``step`` from the clock's start until now."""
+        """Return the seconds of the phases so far, and as ``step`` those since the clock's start."""
         return {**self.seconds, "step": time.monotonic() - self.began}

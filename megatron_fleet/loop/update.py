@@ -1,4 +1,4 @@
-"""The optimizer steps of one batch."""
+"""Optimizer steps of one batch."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Reports = list[tuple[LossReport, OptimReport]]
 async def update(
     config: Config, trainer: Trainer, guard: StepGuard, updates: Sequence[Sequence[Datum]], step: int
 ) -> Reports:
-    """One optimizer step for each of ``updates``, the parts of the batch of the step after ``step`` steps.
+    """Take one optimizer step for each of ``updates``, the parts of the batch of training step ``step`` (from 0).
 
-    With one part, π_old is π itself and no pass is spent on it; with several, it is computed before the first, for
-    losses that ask for it.
+    With one part, π_old equals π and needs no forward pass. With several parts it is computed before the first update,
+    for losses that need it.
     """
     algorithm = config.algorithm
     if algorithm.kl.coef > 0:
@@ -42,6 +42,6 @@ async def update(
 
 
 def with_logprobs(data: Sequence[Datum], name: str, values: Sequence[np.ndarray]) -> list[Datum]:
-    """``data`` with field ``name`` of every Datum filled in."""
+    """Return ``data`` with field ``name`` of every Datum filled in."""
     changes: list[dict[str, Any]] = [{name: value} for value in values]
     return [replace(datum, **change) for datum, change in zip(data, changes, strict=True)]

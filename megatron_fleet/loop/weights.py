@@ -1,4 +1,4 @@
-"""The trainer's weights on the engines: when they are synced, who has the devices meanwhile, and whether they agree."""
+"""Weight sync from the trainer to the engines: colocation phases, resends to restarted engines, and the probe after."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_fleet.weight_sync.base import Transport, WeightReceiver
 
 
 class Engines(Protocol):
-    """The part of `rollout.service.RolloutService` that gets weights."""
+    """The part of `rollout.service.RolloutService` that receives weights."""
 
     resend: Callable[[WeightReceiver, int], Awaitable[None]] | None
 
@@ -36,7 +36,7 @@ class Engines(Protocol):
 
 @final
 class EngineWeights:
-    """Moves between training and rollout: colocation, the transport, and the comparison after an update."""
+    """Switch between training and rollout: colocation phases, weight sync, and the comparison after an update."""
 
     def __init__(
         self,
@@ -49,8 +49,8 @@ class EngineWeights:
     ) -> None:
         """
         Args:
-            make_colocation: called once the trainer is built, whose sizes it needs.
-            start_trainer: starts the trainer, or starts it again after a loss.
+            make_colocation: called once the trainer is built, because it needs the trainer's sizes.
+            start_trainer: starts the trainer, or restarts it after a loss.
         """
         self._config, self._trainer, self._engines, self._transport = config, trainer, engines, transport
         self._make_colocation, self._start_trainer = make_colocation, start_trainer
@@ -64,15 +64,15 @@ class EngineWeights:
         return self._colocation
 
     async def start(self) -> None:
-        """Start the trainer; engines that share its devices sleep before.
+        """Start the trainer, after putting colocated engines to sleep.
 
         Raises:
-            TrainerLost: it died while it started.
+            TrainerLost: it died during startup.
         """
         await self._begin(None)
 
     async def restart(self, reason: TrainerLost) -> None:
-        """Start the trainer again.
+        """Restart the trainer.
 
         Raises:
             UserError: it died too often.
@@ -87,22 +87,22 @@ class EngineWeights:
             await self._colocation.restart(start)
             return
         if self._config.rollout.engine.colocated and reason is None:
-            # Engines measure how much memory they may take while they are alone on the devices.
+            # Engines measure how much memory they may allocate, so they must be alone on the devices at startup.
             await self._engines.wait_ready()
             await self._engines.sleep()
         await start()
         self._colocation = await self._make_colocation()
 
     async def to_trainer(self) -> None:
-        """Give the devices to the trainer, whose weights are about to change; see `Colocation.to_trainer`."""
+        """Hand the devices to the trainer, whose weights are about to change; see `Colocation.to_trainer`."""
         await self.colocation.to_trainer()
         self._unchanged.clear()
 
     async def update(self, version: int) -> float | None:
-        """Put the present weights on the engines and let them play.
+        """Sync the current weights to the engines and let them serve.
 
         Returns:
-            When a comparison is due: the largest mean difference of log-probs of a few tokens, in nats.
+            If a comparison is due, the largest mean difference of log-probs of a few tokens, in nats.
 
         Raises:
             RolloutFailed: an engine was given up, or differs too much.
@@ -113,15 +113,15 @@ class EngineWeights:
             await self.colocation.to_engines(sync)
             return None
         data = probe_data(self._trainer.info.vocab_size, self._trainer.info.max_tokens)
-        expected = await self._trainer.forward(data, temperature=1.0)  # before the trainer leaves its devices
+        expected = await self._trainer.forward(data, temperature=1.0)  # before the trainer is offloaded
         await self.colocation.to_engines(sync)
         scores = await self._engines.score([datum.token_ids for datum in data])
         return compare(expected, scores, engine.probe_tolerance, version)
 
     @asynccontextmanager
     async def borrowed(self, version: int) -> AsyncIterator[None]:
-        """Give the devices to the trainer inside; the engines go on with the weights of ``version`` afterwards."""
-        async with self.colocation.borrowed(partial(self._sync, version)):  # nothing changes the weights inside
+        """Hand the devices to the trainer inside; the engines continue with weight version ``version`` afterwards."""
+        async with self.colocation.borrowed(partial(self._sync, version)):  # the weights do not change inside
             yield
 
     def memory(self) -> dict[str, float]:
@@ -137,15 +137,15 @@ class EngineWeights:
         await self._transport.sync(self._trainer, self._engines.engines, version)
 
     async def _resend(self, engine: WeightReceiver, version: int) -> None:
-        """Send the weights of ``version``, the last that were synced, to an engine that was restarted.
+        """Send weight version ``version``, the last one synced, to a restarted engine.
 
-        While the trainer's weights are changing, or it is being restarted, this waits: the next sync is for all
-        engines, and cancels it.
+        Waits while the trainer's weights change or the trainer restarts. The next sync, which covers all engines,
+        cancels this call.
         """
         while True:
             await self._unchanged.wait()
             try:
                 async with self.colocation.with_parameters():
                     return await self._transport.sync(self._trainer, engine, version)
-            except TrainerLost:  # whoever watches the trainer starts it again, and then syncs all engines
+            except TrainerLost:  # the training loop restarts it and then syncs all engines
                 self._unchanged.clear()

@@ -1,4 +1,4 @@
-"""Fields of ``config.json`` that several families share."""
+"""``config.json`` fields that several families share."""
 
 from __future__ import annotations
 
@@ -39,27 +39,27 @@ PREDICTION = (Field("num_nextn_predict_layers", "mtp", default=0, also=("num_mtp
 DENSE_FIXED = {"hidden_act": "silu", "use_sliding_window": False, "layer_types": ["full_attention"]}
 
 WINDOW = ("sliding_window", "max_window_layers")
-"""Without effect while ``use_sliding_window`` is false."""
+"""No effect while ``use_sliding_window`` is false."""
 
 STALE_FREQUENCIES = r"{body}layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
-"""A buffer that old versions saved; every framework computes it anew."""
+"""A buffer that old versions saved; every framework recomputes it."""
 
 HARMLESS = frozenset(
     [
-        # What the file is, and how it was made.
+        # Metadata about the file.
         *("_name_or_path", "architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version"),
-        # How weights are stored: their reader looks at it.
+        # Storage of the weights, handled by their reader.
         *("quantization_config", "compression_config"),
-        # How attention is computed, not what.
+        # Attention implementation, which does not change the result.
         *("attn_implementation", "_attn_implementation", "_attn_implementation_autoset"),
-        # Tokens, and settings of generation.
+        # Token ids and generation settings.
         *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "prefix"),
         *("bad_words_ids", "begin_suppress_tokens", "suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"),
         *("max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups"),
         *("temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "diversity_penalty"),
         *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty"),
         *("num_return_sequences", "remove_invalid_values", "return_dict_in_generate", "use_cache"),
-        # Training: initial values, dropout (off in reinforcement learning), auxiliary losses.
+        # Training settings: initialisation, dropout (off in reinforcement learning), auxiliary losses.
         *("initializer_range", "attention_dropout", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux"),
         *("output_router_logits", "pretraining_tp", "ep_size"),
         # Heads and outputs that a causal language model does not have.
@@ -70,4 +70,4 @@ HARMLESS = frozenset(
         *("use_bfloat16",),
     ]
 )
-"""Fields of any ``config.json`` that do not change what the model computes."""
+"""``config.json`` fields of any model that do not affect the computation."""

@@ -1,4 +1,4 @@
-"""What a sequence costs to train, from the sizes of the model."""
+"""Training cost of a sequence in FLOPs, from the model's dimensions."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from megatron_fleet.models.model import Model
 
 @dataclass(frozen=True, slots=True)
 class SequenceCost:
-    """FLOPs of a forward pass; a multiplication and an addition are two. A backward pass takes twice as many.
+    """FLOPs of a forward pass; a multiply-add counts as two. A backward pass takes twice as many.
 
-    Counted are the matrix products of the layers, causal attention and the head; not norms, activations, the vision
-    tower, prediction layers (the policy trains none).
+    Includes the matrix products of the layers, causal attention and the head. Excludes norms, activations, the vision
+    tower and MTP layers (the policy trains none).
 
     Attributes:
-        token: per token, in all layers together.
-        pair: per query and key that it sees, in all layers together.
-        prediction: per trained position, in the head: log-probs are computed nowhere else.
+        token: FLOPs per token, summed over all layers.
+        pair: FLOPs per attended query-key pair, summed over all layers.
+        prediction: FLOPs of the head per trained position: log-probs are computed nowhere else.
     """
 
     token: float
@@ -29,7 +29,7 @@ class SequenceCost:
 
     @classmethod
     def of(cls, model: Model) -> SequenceCost:
-        """The cost in this model; of its experts, those that a token takes."""
+        """Build the cost of a model; counts only the experts active for a token."""
         with_experts = sum(map(model.has_experts, range(model.layers)))
         dense = (model.layers - with_experts) * 6 * model.hidden * model.ffn
         projections, pair = _latent(model) if model.latent else _grouped(model)
@@ -40,19 +40,19 @@ class SequenceCost:
         )
 
     def __call__(self, tokens: Sequence[int], trained: Sequence[int]) -> np.ndarray:
-        """FLOPs float64 ``[N]`` of sequences with so many tokens, of which so many are trained."""
+        """Forward FLOPs, float64 ``[N]``, of sequences with the given numbers of tokens and of trained tokens."""
         length = np.asarray(tokens, np.float64)
         return self.token * length + self.pair * length * (length + 1) / 2 + self.prediction * np.asarray(trained)
 
 
 def _grouped(model: Model) -> tuple[int, int]:
-    """Grouped-query attention of a layer: projections of a token, scores and values of a pair."""
+    """Grouped-query attention of one layer: projections per token, scores and values per pair."""
     head, groups = model.head or model.hidden // model.heads, model.groups or model.heads
     return 4 * model.hidden * head * (model.heads + groups), 4 * model.heads * head
 
 
 def _latent(model: Model) -> tuple[int, int]:
-    """The same of multi-head latent attention, in the form that training computes: keys and values per head."""
+    """Latent attention of one layer, in the form used for training: keys and values expanded per head."""
     kv_lora, nope, rotated, value = (x or 0 for x in (model.kv_lora, model.nope, model.rotated, model.value))
     query = model.heads * (nope + rotated)
     queries = model.hidden * query if model.q_lora is None else (model.hidden + query) * model.q_lora
@@ -61,5 +61,5 @@ def _latent(model: Model) -> tuple[int, int]:
 
 
 def _experts(model: Model) -> int:
-    """Router, chosen and shared experts of a layer."""
+    """Router, selected experts and shared experts of one layer."""
     return 2 * model.hidden * (model.experts + 3 * (model.experts_per_token * model.expert_ffn + model.shared_ffn))

@@ -1,7 +1,7 @@
-"""``config.json`` ↔ what the model computes, in the dialects of transformers 4 and 5.
+"""Translation between ``config.json`` and `model.Model`, for the config formats of transformers 4 and 5.
 
-The raw file is read, never through ``transformers``: its classes rename fields, drop some and fill in defaults. Every
-field is accounted for: translated, checked to have the one supported value, or known to be without effect.
+Reads the raw file instead of using ``transformers``, whose classes rename fields, drop some and fill in defaults. Every
+field is accounted for: translated, checked to have its one supported value, or known to have no effect.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ _ROPE_NEEDS = {
 }
 _ROPE_READ_ELSEWHERE = ("type", "rope_type", "rope_theta", "partial_rotary_factor")
 _ROPE_WITHOUT_EFFECT = ("mrope_section", "mrope_interleaved")
-"""They tell the axes of an image apart, which have equal positions in text."""
+"""They separate the axes of an image, which have equal positions in text."""
 
 _TYPES = get_type_hints(Model)
 
 _MOST = {"layers": 1000, "heads": 1 << 16, "groups": 1 << 16, "experts": 1 << 16, "mtp": 9}
 _MOST_OTHERWISE = (1 << 31) - 1
-"""Attribute → greatest value, beyond any model's: tables are made of some, and sizes are multiplied."""
+"""Default upper bound of an integer, beyond any model's: tables are sized by some, and sizes are multiplied."""
 _MOST_EXPERTS = 200_000
-"""Of all layers together."""
+"""Upper bound of the experts of all layers together."""
 
 
 def architecture_of(raw: Mapping[str, Any]) -> Architecture:
-    """The family of a raw ``config.json``. Raises UserError when it is unknown."""
+    """Family of a raw ``config.json``. Raises UserError if it is unknown."""
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
@@ -58,11 +58,11 @@ def architecture_of(raw: Mapping[str, Any]) -> Architecture:
 
 
 def read_model(raw: Mapping[str, Any]) -> Model:
-    """What the language model of a raw ``config.json`` computes.
+    """Read the language model's architecture from a raw ``config.json``.
 
     Raises:
-        UserError: the family, or the value of a field, is not supported; a field is missing, or unknown, so that its
-            effect is unknown too.
+        UserError: the family or the value of a field is not supported, a field is missing, or a field is unknown, so
+            that its effect is unknown too.
     """
     architecture = architecture_of(raw)
     fields = _Fields(text_config(raw, architecture))
@@ -71,7 +71,7 @@ def read_model(raw: Mapping[str, Any]) -> Model:
         values[field.to] = fields.take(field)
     for name, value in architecture.fixed.items():
         fields.check(name, value)
-    # The language model's part of a file may repeat this field of the whole.
+    # The language model's section of a file may repeat this top-level field.
     tied = _same("tie_word_embeddings", [raw.get("tie_word_embeddings"), fields.optional("tie_word_embeddings")])
     values["tied"] = _of_kind("tie_word_embeddings", False if tied is None else tied, bool)
     values["rope"], values["rotary_fraction"] = _rope(fields, architecture)
@@ -85,7 +85,7 @@ def read_model(raw: Mapping[str, Any]) -> Model:
 
 
 def text_config(raw: Mapping[str, Any], architecture: Architecture) -> Mapping[str, Any]:
-    """The language model's part of a raw ``config.json``."""
+    """Language model section of a raw ``config.json``."""
     if architecture.text is None:
         return raw
     text = raw.get(architecture.text)
@@ -97,7 +97,7 @@ def text_config(raw: Mapping[str, Any], architecture: Architecture) -> Mapping[s
 
 
 def _same(name: str, values: Iterable[Any]) -> Any:
-    """The one value of a field that several places may hold; ``None`` when none does."""
+    """The single value of a field that may appear in several places; ``None`` if it appears in none."""
     found = [value for value in values if value is not None]
     if any(value != found[0] for value in found[1:]):
         raise UserError(f"config.json: {name} is there several times with different values {found}; correct the file.")
@@ -105,7 +105,7 @@ def _same(name: str, values: Iterable[Any]) -> Any:
 
 
 def _of_kind(name: str, value: Any, kind: type, least: float = 0, most: int = _MOST_OTHERWISE) -> Any:
-    """``value`` if it is of a kind (bool; int from ``least`` to ``most``; float above ``least``)."""
+    """Check that ``value`` is of a kind (bool; int from ``least`` to ``most``; float above ``least``); return it."""
     if kind is bool and isinstance(value, bool):
         return value
     if kind is float and type(value) in (int, float) and least < value <= sys.float_info.max:
@@ -117,7 +117,7 @@ def _of_kind(name: str, value: Any, kind: type, least: float = 0, most: int = _M
 
 
 class _Fields:
-    """The fields of a file; remembers which were looked at."""
+    """The fields of a file; tracks which ones were read."""
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
         self._raw, self._seen = raw, set[str]()
@@ -146,7 +146,7 @@ class _Fields:
         return _of_kind(field.name, value, int, 0 if field.to == "mtp" else 1, _MOST.get(field.to, _MOST_OTHERWISE))
 
     def check(self, name: str, expected: Any) -> None:
-        """``expected`` in brackets: the field is a list, and each item is it."""
+        """Check a field's value; a list as ``expected`` means a list field whose items all have that value."""
         value = self.optional(name, expected)
         each = isinstance(expected, list) and isinstance(value, list) and all(item == expected[0] for item in value)
         if value != expected and not each:
@@ -171,7 +171,7 @@ class _Fields:
 
 
 def _rope(fields: _Fields, architecture: Architecture) -> tuple[Rope, float]:
-    """The rotary embedding, and the part of a head that it rotates."""
+    """The rotary embedding, and the fraction of a head that it rotates."""
     old, new = fields.part("rope_scaling"), fields.part("rope_parameters")
     raw: Mapping[str, Any] = _same("rope_scaling or rope_parameters", [old or None, new or None]) or {}
     theta = _same("rope_theta", [raw.get("rope_theta"), fields.optional("rope_theta")])
@@ -227,7 +227,7 @@ def _rotary_fraction(fields: _Fields, rope: Mapping[str, Any], architecture: Arc
 
 
 def _read_heads(values: dict[str, Any]) -> None:
-    """Grouped-query defaults that depend on other fields, and the checks of heads."""
+    """Fill in grouped-query defaults that depend on other fields, and check the heads."""
     if "kv_lora" in values:
         return
     values["groups"] = values["groups"] or values["heads"]
@@ -246,7 +246,7 @@ def _read_heads(values: dict[str, Any]) -> None:
 
 
 def _read_experts(fields: _Fields, architecture: Architecture, values: dict[str, Any]) -> None:
-    """Which layers have experts, the shared ones, and the checks of routing."""
+    """Read the layers with experts and the shared experts, and check the routing."""
     if architecture.moe == "none":
         return
     layers = values["layers"]
@@ -255,7 +255,7 @@ def _read_experts(fields: _Fields, architecture: Architecture, values: dict[str,
         values["moe_layers"] = _first_dense(fields, layers)
         values["shared_ffn"] = fields.integer("n_shared_experts", 0) * values["expert_ffn"]
     else:
-        # transformers: layer i has experts when it is not in mlp_only_layers and i + 1 is a multiple of the step.
+        # transformers: layer i has experts if it is not in mlp_only_layers and i + 1 is a multiple of the step.
         step, without = fields.integer("decoder_sparse_step", 1, default=1), fields.optional("mlp_only_layers", [])
         if not isinstance(without, list):
             raise UserError(f"config.json: mlp_only_layers={without!r} is no list of layers; correct the file.")
@@ -281,7 +281,7 @@ def _read_experts(fields: _Fields, architecture: Architecture, values: dict[str,
 
 
 def _first_dense(fields: _Fields, layers: int) -> tuple[bool, ...]:
-    """Per layer whether it has experts: by the number of dense ones, or by a list, or by both."""
+    """Whether each layer has experts: by the number of leading dense layers, by a list, or both."""
     kinds = fields.optional("mlp_layer_types")
     listed = None
     if kinds is not None:
@@ -304,10 +304,10 @@ def _first_dense(fields: _Fields, layers: int) -> tuple[bool, ...]:
 
 
 def write_config(model: Model, architecture: Architecture, dtype: str) -> dict[str, Any]:
-    """A ``config.json`` of the language model, in the dialect of transformers 4, which both versions read.
+    """Write the ``config.json`` of a language model in the format of transformers 4, which both versions read.
 
     Args:
-        dtype: of the weights, ``bfloat16``.
+        dtype: dtype of the weights, such as ``bfloat16``.
 
     Raises:
         ValueError: the family cannot express the model.

@@ -1,7 +1,7 @@
-"""Images in a token stream: where they stand, and how many tokens a model's image processor makes of one.
+"""Images in a token stream: their positions, and the number of tokens a model's image processor produces for one.
 
-In token ids an image is a run of one and the same *placeholder*, between the marks of the chat format. Neither text
-nor the policy ever gives a placeholder (see ``Vision.unspoken_ids``): the runs of a prompt are its images in order.
+In token ids an image is a run of one repeated *placeholder*, between the marks of the chat format. Neither text nor
+the policy can produce a placeholder (see ``Vision.unspoken_ids``), so the runs of a prompt are its images in order.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from megatron_fleet.config.files import read_object
 from megatron_fleet.envs.base import Image
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-"""Kinds of files that are read; Pillow knows others, some of which start programs of their own."""
+"""Accepted file formats; Pillow supports others, some of which start external programs."""
 MAX_PIXELS = 50_000_000
-"""Of an image, before its processor makes it smaller: a few bytes can claim any size."""
+"""Limit before the processor downscales an image: a file of a few bytes can claim any size."""
 MAX_ASPECT = 200
-"""Longer over shorter side; the Qwen processors refuse what is beyond it."""
+"""Ratio of longer to shorter side; the Qwen processors reject larger ones."""
 QWEN_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 
 
 @dataclass(frozen=True, slots=True)
 class ImageSpan:
-    """An image on a trajectory.
+    """An image in a trajectory.
 
     Attributes:
-        start: first placeholder, in ``Trajectory.token_ids``.
-        end: behind the last one.
+        start: index of the first placeholder in ``Trajectory.token_ids``.
+        end: index after the last placeholder.
         digest: key into ``Trajectory.images``, see ``digest``.
     """
 
@@ -49,9 +49,9 @@ class PlacedImage:
     """An image in a request to the engine.
 
     Attributes:
-        start: first placeholder, counted from the prompt's start.
-        end: behind the last one.
-        digest: of ``image``, see ``digest``.
+        start: index of the first placeholder in the prompt.
+        end: index after the last placeholder.
+        digest: digest of ``image``, see ``digest``.
     """
 
     start: int
@@ -61,23 +61,23 @@ class PlacedImage:
 
 
 class Vision(Protocol):
-    """What a model's image processor makes of an image, as far as tokens go."""
+    """Token-level view of a model's image processor."""
 
     @property
     def placeholder_id(self) -> int:
-        """Stands for a part of an image."""
+        """Token id that represents a part of an image."""
         ...
 
     @property
     def unspoken_ids(self) -> tuple[int, ...]:
-        """What the policy must not say, because the engine would look for an image behind it.
+        """Token ids the policy must not sample, because the engine would expect an image after them.
 
-        A turn ends with the first one, and the episode with the turn.
+        The first one ends the turn, and with it the episode.
         """
         ...
 
     def tokens(self, width: int, height: int) -> int:
-        """Placeholders of an image of so many pixels."""
+        """Number of placeholders for an image of this size in pixels."""
         ...
 
 
@@ -87,8 +87,8 @@ class QwenVision:
 
     Attributes:
         patch: side of a patch in pixels.
-        merge: patches along the side of what becomes one token.
-        min_pixels, max_pixels: between which an image is scaled.
+        merge: patches along each side of the square that becomes one token.
+        min_pixels, max_pixels: bounds to which an image is scaled.
     """
 
     placeholder_id: int
@@ -99,7 +99,7 @@ class QwenVision:
     max_pixels: int
 
     def tokens(self, width: int, height: int) -> int:
-        """See ``Vision``. Sides become multiples of patch × merge, about as the image's proportions are."""
+        """See ``Vision``. Sides are rounded to multiples of patch × merge, roughly keeping the aspect ratio."""
         unit = self.patch * self.merge
         rows, columns = round(height / unit), round(width / unit)
         if rows * columns * unit**2 > self.max_pixels:
@@ -112,12 +112,12 @@ class QwenVision:
 
 
 def read_vision(folder: str | Path) -> Vision | None:
-    """What ``folder``'s model sees, from config.json and its image processor's file.
+    """Read the image processing of ``folder``'s model from config.json and its image processor's file.
 
-    ``None``: the model is for text only, or sees in a way that is not supported.
+    Returns ``None`` if the model is text-only or its image processing is not supported.
 
     Raises:
-        UserError: a file that says how images are cut into tokens is missing or not understood.
+        UserError: a file that defines image tokenization is missing or not understood.
     """
     path = Path(folder) / "config.json"
     config = _json(path) if path.is_file() else {}
@@ -146,7 +146,7 @@ def read_vision(folder: str | Path) -> Vision | None:
 
 
 def size_of(image: Image) -> tuple[int, int]:
-    """Width and height in pixels, from the file's head. Raises ValueError when it is no image of ``FORMATS``."""
+    """Width and height in pixels, from the file header. Raises ValueError if it is not an image of ``FORMATS``."""
     try:
         with PIL.Image.open(io.BytesIO(image.data), formats=FORMATS) as opened:
             return opened.size
@@ -155,7 +155,7 @@ def size_of(image: Image) -> tuple[int, int]:
 
 
 def readable(image: Image) -> bool:
-    """Whether the whole file can be decoded to an image that image processors take. Costs a decoding."""
+    """Whether the whole file decodes to an image that image processors accept. Costs a full decode."""
     try:
         width, height = size_of(image)
         if width * height > MAX_PIXELS or max(width, height) > MAX_ASPECT * min(width, height):
@@ -173,10 +173,10 @@ def digest(image: Image) -> str:
 
 
 def place(ids: Sequence[int], images: Sequence[Image], vision: Vision | None, first: int = 0) -> list[PlacedImage]:
-    """Where ``images`` stand in ``ids``, which begin at place ``first`` of a prompt.
+    """Locate ``images`` in ``ids``, which begin at position ``first`` of a prompt.
 
     Raises:
-        ValueError: the runs of placeholders are not those of ``images``.
+        ValueError: the placeholder runs do not match ``images``.
     """
     if vision is None or not images:
         if images:
@@ -213,9 +213,9 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def around(text: str, count: int) -> list[str]:
-    """``text`` cut at the places of ``count`` images: ``count + 1`` parts.
+    """Split ``text`` at the positions of ``count`` images into ``count + 1`` parts.
 
-    An image without a place (it was never named, or its place was cut off with the end of the text) follows the text.
+    An image without a position (never named, or its position was truncated with the text) follows the text.
     """
     parts, rest = [], text
     for number in range(1, count + 1):

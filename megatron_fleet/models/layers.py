@@ -1,8 +1,8 @@
-"""The weight tables: which HF tensors Megatron's tensors are made of, layer by layer.
+"""Weight tables: the HF tensors behind each Megatron tensor, layer by layer.
 
-Every family at hand names its tensors alike, so one table serves all; which parts of it apply follows from what the
-model computes. Keys are those that Megatron-Core 0.16 to 0.19 writes with Transformer Engine's layers; where its local
-layers look elsewhere for the same content, that key is an alias.
+All supported families use the same naming scheme, so one table serves all; the model's architecture determines which
+parts apply. Keys are the ones Megatron-Core 0.16 to 0.19 writes with Transformer Engine layers; where its local layers
+use a different key for the same content, that key is an alias.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ EMBEDDING = "{body}embed_tokens.weight"
 
 
 BEFORE = (Rule("embedding.word_embeddings.weight", (Leaf(EMBEDDING, ("vocab", "hidden")),), vocabulary=True),)
-"""What precedes the layers."""
+"""Rules for the tensors before the layers."""
 
 
 def after(head: str) -> tuple[Rule, ...]:
-    """What follows the layers; ``head``: name of the output layer."""
+    """Rules for the tensors after the layers; ``head``: name of the output layer."""
     return (
         Rule("decoder.final_layernorm.weight", (Leaf("{body}norm.weight", ("hidden",)),)),
         Rule("output_layer.weight", (Leaf(head, ("vocab", "hidden"), tied=EMBEDDING),), vocabulary=True),
@@ -31,7 +31,7 @@ def after(head: str) -> tuple[Rule, ...]:
 
 
 def layer(model: Model, experts: bool) -> tuple[Rule, ...]:
-    """One transformer layer; ``experts``: whether its feed-forward part has experts."""
+    """Rules for one transformer layer; ``experts``: whether its feed-forward part has experts."""
     attention = _latent(model) if model.latent else _grouped_query(model)
     return (*attention, *(_experts(model) if experts else _dense(model)))
 
@@ -118,7 +118,7 @@ def _experts(model: Model) -> tuple[Rule, ...]:
 
 
 def prediction(model: Model) -> tuple[Rule, ...]:
-    """A multi-token prediction layer: HF keeps it as layer ``{i}`` behind the last, Megatron as ``mtp.layers.{k}``."""
+    """Rules for a multi-token prediction layer: HF layer ``{i}`` after the last one, Megatron's ``mtp.layers.{k}``."""
     eh = Leaf(HF + "eh_proj.weight", ("hidden", "twice_hidden"))
     inner = layer(model, experts=model.has_experts(model.layers))
     return (
@@ -139,5 +139,5 @@ def _moved(rule: Rule) -> Rule:
 
 
 def repeated(head: str) -> dict[str, str]:
-    """Tensors of a prediction layer that hold a copy of another tensor → that tensor."""
+    """Tensors of an MTP layer that duplicate another tensor, mapped to that tensor."""
     return {HF + "embed_tokens.weight": EMBEDDING, HF + "shared_head.head.weight": head}

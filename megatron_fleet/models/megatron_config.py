@@ -1,7 +1,7 @@
-"""What a model computes, in the arguments of Megatron-Core's ``TransformerConfig`` and ``GPTModel``, and back.
+"""Translation between `model.Model` and the arguments of Megatron-Core's ``TransformerConfig`` and ``GPTModel``.
 
-Every argument that decides what is computed is given, also where Megatron's default is the same: defaults differ
-between its releases, and those of latent attention are DeepSeek-V3's. No torch, no Megatron.
+Every argument that affects the computation is passed, even if it equals Megatron's default: defaults differ between
+releases, and those of latent attention are DeepSeek-V3's. No torch, no Megatron.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _EXPERTS = {
 
 @dataclass(frozen=True, slots=True)
 class MegatronArguments:
-    """How Megatron-Core is told what to compute.
+    """Megatron-Core's arguments for a model.
 
     Attributes:
-        config: of ``MLATransformerConfig`` for latent attention, else of ``TransformerConfig``.
+        config: arguments of ``MLATransformerConfig`` for latent attention, otherwise of ``TransformerConfig``.
         attributes: to be set on the configuration afterwards: ``GPTModel`` reads YaRN's settings from attributes that
             the class does not declare.
-        gpt: of ``GPTModel``.
+        gpt: arguments of ``GPTModel``.
     """
 
     config: dict[str, Any]
@@ -59,10 +59,10 @@ class MegatronArguments:
 
 
 def megatron_arguments(model: Model) -> MegatronArguments:
-    """The arguments for a model, layout, precision and multi-token prediction apart.
+    """Arguments for a model, except parallelism, precision and multi-token prediction.
 
     Raises:
-        UserError: Megatron-Core cannot compute it.
+        UserError: Megatron-Core does not support the model.
     """
     config: dict[str, Any] = {to: getattr(model, name) for name, to in _SAME.items()}
     config |= {"normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False}
@@ -88,7 +88,7 @@ def megatron_arguments(model: Model) -> MegatronArguments:
 
 def _experts(model: Model) -> dict[str, Any]:
     grouped = model.expert_groups > 1
-    # Megatron ranks a group by the sum of its best k // top_groups scores, the published models by its best two.
+    # Megatron ranks a group by the sum of its top k // top_groups scores, the published models by its top two.
     if grouped and model.experts_per_token // model.top_groups != 2:
         raise UserError(
             f"config.json: num_experts_per_tok={model.experts_per_token} with topk_group={model.top_groups} is routed "
@@ -108,7 +108,7 @@ def _experts(model: Model) -> dict[str, Any]:
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        # Reinforcement learning keeps the biases that balance experts as they were trained.
+        # Reinforcement learning freezes the load-balancing biases of the trained model.
         "moe_router_bias_update_rate": 0.0,
     }
 
@@ -162,7 +162,7 @@ _ONLY: dict[str, Any] = {
     "swiglu": True,
     "add_bias_linear": False,
 }
-"""Arguments of Megatron-LM that change the computation, and the one supported value."""
+"""Megatron-LM arguments that affect the computation, and their one supported value."""
 _OFF = (
     *("apply_layernorm_1p", "layernorm_zero_centered_gamma", "rotary_interleaved", "squared_relu", "qk_l2_norm"),
     *("attention_output_gate", "experimental_attention_variant", "window_size", "no_rope_freq", "glu_linear_offset"),
@@ -170,16 +170,16 @@ _OFF = (
     *("moe_shared_expert_gate", "moe_apply_probs_on_input"),
     *("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
 )
-"""Further ones, which must be absent or off."""
+"""Further such arguments, which must be absent or off."""
 
 
 _MOST = 1 << 40
 _MOST_LAYERS = 1000
-"""Beyond any model's."""
+"""Upper bound, beyond any model's."""
 
 
 class _Arguments:
-    """The arguments that Megatron-LM keeps in its checkpoints."""
+    """Arguments that Megatron-LM stores in its checkpoints."""
 
     def __init__(self, args: Mapping[str, Any]) -> None:
         self._args = args
@@ -189,7 +189,7 @@ class _Arguments:
         return default if value is None else _plain(name, value)
 
     def need(self, *names: str) -> Any:
-        """The first of the arguments that is there: releases name some of them differently."""
+        """First of the named arguments that is present: releases use different names for some."""
         for name in names:
             if self._args.get(name) is not None:
                 return _plain(name, self._args[name])
@@ -204,7 +204,7 @@ class _Arguments:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """``value`` if it is a number, text, or a list of such; a pickle may hold anything."""
+    """Check that ``value`` is a number, a string or a list of them (a pickle may hold anything); return it."""
     parts = value if isinstance(value, list | tuple) and len(value) <= _MOST_LAYERS else [value]
     if any(type(part) not in (bool, int, float, str) or (type(part) is int and abs(part) > _MOST) for part in parts):
         raise UserError(
@@ -215,7 +215,7 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def _typed(model: Model) -> Model:
-    """``model`` if its values are of the types that it declares."""
+    """Check that the values of ``model`` have their declared types; return it."""
     for owner in (model, model.rope):
         hints = get_type_hints(type(owner))
         for field in fields(owner):
@@ -232,10 +232,10 @@ def _typed(model: Model) -> Model:
 
 
 def model_from_megatron(args: Mapping[str, Any]) -> Model:
-    """What a model computes from the arguments that Megatron-LM 0.16 to 0.19 keeps in its checkpoints (``args``).
+    """Build a model from the arguments that Megatron-LM 0.16 to 0.19 stores in its checkpoints (``args``).
 
     Raises:
-        UserError: an argument is missing or not of its type, or the model is of no family at hand.
+        UserError: an argument is missing or has the wrong type, or the model belongs to no supported family.
     """
     given = _Arguments(args)
     for name, wanted in _ONLY.items():
@@ -296,7 +296,7 @@ def _rope_from_megatron(given: _Arguments, latent: bool) -> Rope:
     theta = float(theta) if isinstance(theta, int) else theta
     kind = given.only("position_embedding_type", "rope", "yarn")
     if latent and given.take("rope_type", "yarn") == "yarn":
-        # What Megatron-LM has no argument for has MLATransformerConfig's default.
+        # Megatron-LM has no argument for these, so MLATransformerConfig's defaults apply.
         mscale, mscale_all_dim = given.take("mscale", 1.0), given.take("mscale_all_dim", 0.0)
         return Rope(
             theta,

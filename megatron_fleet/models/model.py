@@ -1,4 +1,4 @@
-"""What a model computes, apart from any framework's spelling of it. Pure data: no torch, no Megatron."""
+"""Framework-independent description of a model's architecture. Pure data: no torch, no Megatron."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ class Rope:
     """Rotary position embedding.
 
     Attributes:
-        theta: base of the frequencies.
+        theta: base frequency.
         kind: ``default``; ``yarn`` (Peng et al. 2023, arXiv:2309.00071); ``llama3`` (Llama 3.1's frequency bands).
-        factor: context extension; 1 for ``default``.
-        original_context: tokens that the model was trained on before the extension; ``None`` for ``default``.
-        beta_fast, beta_slow: YaRN's ramp, in rotations over the original context.
-        mscale, mscale_all_dim: DeepSeek's attention scale of YaRN; ``None`` where the configuration has none and YaRN's
-            own temperature, 0.1 · ln(factor) + 1, applies.
-        low_freq_factor, high_freq_factor: bounds of Llama 3's bands.
+        factor: context extension factor; 1 for ``default``.
+        original_context: context length before the extension, in tokens; ``None`` for ``default``.
+        beta_fast, beta_slow: bounds of YaRN's ramp, in rotations over the original context.
+        mscale, mscale_all_dim: DeepSeek's YaRN attention scales; ``None`` where the configuration has none and YaRN's
+            default temperature, 0.1 · ln(factor) + 1, applies.
+        low_freq_factor, high_freq_factor: bounds of Llama 3's frequency bands.
     """
 
     theta: float
@@ -38,23 +38,23 @@ class Model:
     """The language model of a checkpoint.
 
     Attributes:
-        layers, hidden, vocab, ffn, context: transformer layers, width, vocabulary, width of a dense feed-forward layer,
-            longest context in tokens (``None``: not known; nothing computed depends on it).
-        tied: the head is the word embedding.
+        layers, hidden, vocab, ffn, context: number of transformer layers, hidden size, vocabulary size, size of a dense
+            feed-forward layer, longest context in tokens (``None``: unknown; no computation depends on it).
+        tied: the output head shares the word embedding.
         heads: query heads.
-        groups, head: key-value heads and width of a head (grouped-query attention).
-        qkv_bias, qk_norm, rotary_fraction: biases of the query, key and value projections; RMS norms of query and key
-            (for latent attention: of the compressed query and key-value); the part of a head that is rotated.
+        groups, head: number of key-value heads and head size (grouped-query attention).
+        qkv_bias, qk_norm, rotary_fraction: biases on the query, key and value projections; RMS norms on query and key
+            (for latent attention: on the compressed query and key-value); rotated fraction of a head.
         kv_lora, q_lora, nope, rotated, value: multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): ranks of the
-            compressed key-value and query, widths of a head without and with rotation and of its value.
+            compressed key-value and query, sizes of a head's unrotated and rotated parts and of its value.
             ``kv_lora=None`` means grouped-query attention; ``q_lora=None`` an uncompressed query.
-        experts, experts_per_token, expert_ffn: routed experts (0 = none), how many a token takes, width of one.
-        shared_ffn: width of all shared experts together; 0 = none.
-        moe_layers: per layer whether it has experts; empty without experts.
-        router_score, router_bias, renormalise, routing_scale: how scores are made from router logits; a bias per expert
-            that takes part in the choice alone; whether chosen scores are divided by their sum; a factor on them.
+        experts, experts_per_token, expert_ffn: routed experts (0 = none), routed experts per token, size of one expert.
+        shared_ffn: total size of the shared experts; 0 = none.
+        moe_layers: whether each layer has experts; empty for a dense model.
+        router_score, router_bias, renormalise, routing_scale: score function applied to the router logits; per-expert
+            bias used only for selection; whether selected scores are normalised by their sum; factor applied to them.
         expert_groups, top_groups: group-limited routing; 1 and 1 = none.
-        mtp: multi-token prediction layers behind the model.
+        mtp: number of multi-token prediction layers after the last layer.
     """
 
     layers: int
@@ -95,7 +95,7 @@ class Model:
         return self.kv_lora is not None
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer, counted from 0, has experts; a prediction layer is like the last one."""
+        """Whether a layer (0-based) has experts; an MTP layer is like the last layer."""
         return bool(self.moe_layers) and self.moe_layers[min(layer, self.layers - 1)]
 
     @property

@@ -1,4 +1,4 @@
-"""The model families: each folder here that has a ``weights.py`` or a ``chat.py``."""
+"""Registry of model families: each folder here with a ``weights.py`` or a ``chat.py``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_fleet.models.rules import Architecture
 
 
 def family_modules(part: str) -> Iterator[ModuleType]:
-    """The modules ``part`` (``weights`` or ``chat``) of the families, by the alphabet of their folders."""
+    """Import the module ``part`` (``weights`` or ``chat``) of each family, in alphabetical order of the folders."""
     for found in sorted(pkgutil.iter_modules(models.__path__), key=lambda module: module.name):
         name = f"{models.__name__}.{found.name}"
         if found.ispkg and find_spec(f"{name}.{part}") is not None:
@@ -28,4 +28,4 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         for model_type in architecture.model_types
     }
 )
-"""By the ``model_type`` of ``config.json``."""
+"""Architectures by the ``model_type`` of ``config.json``."""

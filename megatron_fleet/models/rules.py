@@ -1,4 +1,4 @@
-"""The vocabulary of a weight table: which HF tensors make up which Megatron tensor, and how."""
+"""Vocabulary of a weight table: the HF tensors that make up a Megatron tensor, and their arrangement."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Layout = Literal["copy", "concat", "qkv"]
-"""How the rows of the HF tensors are arranged in the Megatron tensor.
+"""Arrangement of the HF tensors' rows in the Megatron tensor.
 
 ``copy``: one HF tensor, row for row.
-``concat``: the HF tensors one after another (gate and up of SwiGLU).
-``qkv``: per key-value head its query heads, then its key head, then its value head.
+``concat``: the HF tensors concatenated (gate and up of SwiGLU).
+``qkv``: for each key-value head, its query heads, then its key head, then its value head.
 """
 
 
@@ -18,9 +18,9 @@ Layout = Literal["copy", "concat", "qkv"]
 class Leaf:
     """One HF tensor.
 
-    In the name ``{body}`` stands for the architecture's prefix, ``{i}`` for the layer and ``{e}`` for the expert.
-    ``shape`` names sizes (`sizes.sizes`). ``tied`` names the tensor that stands in for this one when the model ties its
-    word embeddings; the tensor itself is then no part of the model.
+    In the name, ``{body}`` is the architecture's prefix, ``{i}`` the layer and ``{e}`` the expert. ``shape`` names
+    sizes (`sizes.sizes`). ``tied`` names the tensor that replaces this one when the model ties its word embeddings;
+    this tensor is then not part of the model.
     """
 
     name: str
@@ -33,13 +33,13 @@ class Rule:
     """One Megatron tensor of a ``torch_dist`` checkpoint.
 
     Attributes:
-        key: its key, layers by number: ``decoder.layers.{i}.…``. A rule whose leaves name ``{e}`` describes one expert
-            of a tensor that stacks all of them.
-        leaves: the HF tensors it is made of.
+        key: checkpoint key with numbered layers: ``decoder.layers.{i}.…``. A rule whose leaves contain ``{e}``
+            describes one expert of a tensor that stacks all of them.
+        leaves: HF tensors that make it up.
         layout: see ``Layout``.
-        aliases: keys under which other layer specs of Megatron look for the same content.
-        vocabulary: rows may be followed by rows of padding, which hold zeros.
-        float32: kept in float32 whatever the type of the model.
+        aliases: keys that other Megatron layer specs use for the same content.
+        vocabulary: the rows may be followed by zero-filled padding rows.
+        float32: kept in float32 regardless of the model's dtype.
     """
 
     key: str
@@ -51,18 +51,18 @@ class Rule:
 
 
 REQUIRED: Any = object()
-"""The default of a ``Field`` that must be in ``config.json``."""
+"""Default of a ``Field`` that is required in ``config.json``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One field of ``config.json`` that is an attribute of `model.Model`.
+    """Mapping of one ``config.json`` field to an attribute of `model.Model`.
 
     Attributes:
-        name: its name in ``config.json``; the form that is written.
-        to: attribute of ``Model``.
-        default: its value where the file does not have it.
-        also: names that other versions of transformers give it.
+        name: field name in ``config.json``, used for writing.
+        to: attribute name in ``Model``.
+        default: value if the field is absent.
+        also: alternative names used by other versions of transformers.
     """
 
     name: str
@@ -77,18 +77,18 @@ class Architecture:
 
     Attributes:
         model_types: values of ``model_type`` in ``config.json``.
-        fields: of ``config.json``, see ``Field``.
-        given: attributes of ``Model`` that are the same in the whole family.
-        fixed: fields that change the computation and have one supported value, also the one that absence means; in
-            brackets: the field is a list, and each item has that value.
-        ignored: further fields that do not change what the model computes.
+        fields: supported fields of ``config.json``, see ``Field``.
+        given: attributes of ``Model`` that are constant across the family.
+        fixed: fields that affect the computation but have only one supported value, which absence also implies; a value
+            in a list means that the field is a list whose items all have that value.
+        ignored: other fields that do not affect the computation.
         text: field of ``config.json`` that holds the language model's own configuration.
-        body, head: prefix of the decoder's tensors and name of the output layer.
-        passthrough: regular expressions of tensors that Megatron does not hold: stale buffers, vision towers. They are
-            copied byte for byte.
-        moe: how ``config.json`` says which layers have experts, see `hf_config`.
-        partial_rotary: ``partial_rotary_factor`` says how much of a head is rotated; else all of it is.
-        rotary_fraction: the part of a head that is rotated, where ``config.json`` does not say it.
+        body, head: prefix of the decoder's tensors, name of the output layer.
+        passthrough: regular expressions for tensors that Megatron does not hold (stale buffers, vision towers), which
+            are copied byte for byte.
+        moe: convention by which ``config.json`` marks layers with experts, see `hf_config`.
+        partial_rotary: ``partial_rotary_factor`` gives the rotated fraction of a head; otherwise all of it is.
+        rotary_fraction: rotated fraction of a head where ``config.json`` does not specify it.
     """
 
     model_types: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Detection of child processes that were killed, for code that reports their end like an error of their own."""
+"""Detection of killed child processes, for code that reports their end as an error of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from multiprocessing.process import BaseProcess
 
 INTERVAL_S = 0.1
 REAP_S = 1.0
-"""A child's pipes close before its exit status can be had."""
+"""A child's pipes close before its exit status is available."""
 
 
 class ChildKilled(Exception):
@@ -20,8 +20,9 @@ class ChildKilled(Exception):
 
 @contextlib.contextmanager
 def killed_children_told() -> Iterator[None]:
-    """Raise ChildKilled in place of an error of the body when a `multiprocessing` child of this process, living in the
-    body for `INTERVAL_S` at least, was ended by SIGKILL: from outside, as by the kernel when memory is short."""
+    """Replace an exception of the body by ChildKilled when SIGKILL ended a `multiprocessing` child of this process,
+    e.g. when the kernel ran out of memory. The child must have lived in the body for at least `INTERVAL_S`.
+    """
     seen: set[BaseProcess] = set()
     over = threading.Event()
 

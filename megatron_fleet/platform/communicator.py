@@ -1,4 +1,4 @@
-"""The few collectives that weights and checkpoints need, apart from any framework's process groups."""
+"""The few collectives that weights and checkpoints need, independent of any framework's process groups."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_fleet.config.errors import UserError
 
 
 class Communicator(Protocol):
-    """A fixed set of processes. Every method is collective: all members call it, in the same order."""
+    """Fixed set of processes. Every method is collective: all members call it, in the same order."""
 
     @property
     def rank(self) -> int: ...
@@ -22,7 +22,7 @@ class Communicator(Protocol):
     def size(self) -> int: ...
 
     def all_gather(self, value: Any) -> list[Any]:
-        """``value`` (small, picklable) of every rank, in order of rank."""
+        """Return ``value`` (small, picklable) of every rank, in rank order."""
         ...
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
@@ -66,9 +66,9 @@ class PeerError(RuntimeError):
 
 @contextmanager
 def together(comm: Communicator) -> Iterator[None]:
-    """Run the block on every rank; when it failed on one, raise on all, so that none is left waiting.
+    """Run the block on every rank; if it fails on one, raise on all, so that none is left waiting.
 
-    The failed rank raises its own exception. The others raise UserError when that one was, else PeerError.
+    A failed rank raises its own exception. The others raise UserError if that was one, else PeerError.
     """
     error: Exception | None = None
     try:

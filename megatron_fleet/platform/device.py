@@ -1,4 +1,4 @@
-"""Where tensors live and how ranks talk: the one place that tells CPU from CUDA."""
+"""Device and collective backend of a rank: the one place that distinguishes CPU from CUDA."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def prepare(threads: int, seed: int) -> torch.device:
 
     Args:
         threads: intra-op CPU threads of this process.
-        seed: the same on every rank; nothing in a step draws from it yet, model-parallel streams derive from it.
+        seed: the same on every rank; nothing in a step draws from it yet, but model-parallel streams derive from it.
     """
     torch.set_num_threads(threads)
     torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""The priority of a process that something else started at a low one."""
+"""Restoration of normal priority in a process that was started at a low one."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ log = logging.getLogger(__name__)
 
 
 def take_normal_priority() -> None:
-    """Run at nice 0 where this process is below it, or warn where it may not.
+    """Run at nice 0 where this process has a lower priority, or warn when that is not permitted.
 
-    Ray starts actors at nice 15 unless RAY_worker_niceness says otherwise; a cluster that was there before the run was
-    started with its owner's settings. On busy cores a process at 15 hardly runs at all.
+    Ray starts actors at nice 15 unless RAY_worker_niceness is set; a cluster that existed before the run was started
+    with its owner's settings. On busy cores a process at nice 15 hardly runs at all.
     """
     nice = os.getpriority(os.PRIO_PROCESS, 0)
     if nice <= 0:

@@ -1,4 +1,4 @@
-"""The stacks of processes that hang, written to where their errors go: what a deadline alone does not tell."""
+"""Stack traces of hanging processes, written to stderr, because a deadline alone does not show where they hang."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ SIGNAL = signal.SIGUSR2
 
 
 def write_on_signal() -> None:
-    """Write the stacks of all threads of this process to its standard error whenever it gets ``SIGNAL``."""
+    """Write the stacks of all threads of this process to stderr whenever it receives ``SIGNAL``."""
     faulthandler.register(SIGNAL)
 
 
 @contextlib.contextmanager
 def written_after(limit_s: float) -> Iterator[None]:
-    """Write the stacks of this process, and of those children that called `write_on_signal`, when the body takes longer
-    than ``limit_s`` seconds."""
-    timer = threading.Timer(limit_s, _write_all)  # faulthandler's own does not hold the GIL, and may crash
+    """Write the stacks of this process, and of the children that called `write_on_signal`, when the body takes longer
+    than ``limit_s`` seconds.
+    """
+    timer = threading.Timer(limit_s, _write_all)  # faulthandler's timer does not hold the GIL and may crash
     timer.daemon = True
     timer.start()
     try:
@@ -37,7 +38,7 @@ def _write_all() -> None:
     faulthandler.dump_traceback()
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(OSError):
-            if _catches(child.pid):  # the others would die of it
+            if _catches(child.pid):  # the signal would kill the others
                 os.kill(child.pid, SIGNAL)
 
 

@@ -1,7 +1,7 @@
-"""Which tokens of a packed row each context-parallel rank has.
+"""Assignment of a packed micro-batch's tokens to context-parallel ranks.
 
 Every sequence is cut into 2 × ranks parts; rank r gets part r and its mirror image, part 2 × ranks − 1 − r. Under a
-causal mask these two together attend to as many keys on every rank. Transformer Engine shares rows out in this way.
+causal mask this balances the number of attended keys over the ranks. Transformer Engine uses the same layout.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import numpy as np
 
 
 def local_parts(lengths: Sequence[int], ranks: int, rank: int) -> list[tuple[int, int, int]]:
-    """A rank's parts as ``(start of their sequence, first token, end)``, indices into the row, in local order.
+    """Parts of a rank as ``(start of their sequence, first token, end)``, indices into the micro-batch, in local order.
 
     Args:
-        lengths: tokens of each sequence of the row, multiples of 2 × ``ranks``.
+        lengths: tokens of each sequence of the micro-batch, multiples of 2 × ``ranks``.
 
     Raises:
-        ValueError: a length is no such multiple.
+        ValueError: a length is not such a multiple.
     """
     parts, start = [], 0
     for length in lengths:
@@ -32,6 +32,6 @@ def local_parts(lengths: Sequence[int], ranks: int, rank: int) -> list[tuple[int
 
 
 def local_tokens(lengths: Sequence[int], ranks: int, rank: int) -> np.ndarray:
-    """Indices into the row of a rank's tokens, in local order: int64 ``[P / ranks]``."""
+    """Indices into the micro-batch of a rank's tokens, in local order: int64 ``[P / ranks]``."""
     pieces = [np.arange(first, end) for _, first, end in local_parts(lengths, ranks, rank)]
     return np.concatenate(pieces) if pieces else np.zeros(0, np.int64)

@@ -1,4 +1,4 @@
-"""Every episode started ends exactly once; these counts prove it."""
+"""Accounting of episodes: verifies that every started episode ends exactly once."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Accounting:
-    """What became of the episodes of one collection. An attempt counts as an episode of its own.
+    """Counts of one collection's episodes by outcome. Each attempt counts as an episode.
 
     Attributes:
-        started: attempts handed to a worker.
+        started: handed to a worker.
         known: returned with a reward.
-        unknown: returned without one, because no attempt was left.
-        retried: ended with an unknown reward and was played again from the start.
-        aborted: went down with an engine or a worker and was issued again.
-        unstarted: given up before a worker had it, because the collection's budget was over.
-        stale: returned, too old to be trained on, and played again from the start.
+        unknown: returned without a reward, because no attempt was left.
+        retried: ended with an unknown reward and played again from the start.
+        aborted: lost with an engine or a worker and issued again.
+        unstarted: given up before they reached a worker, because the collection's budget was exhausted.
+        stale: returned, but too stale to train on, and played again from the start.
     """
 
     started: int = 0
@@ -36,11 +36,11 @@ class Accounting:
         return Accounting(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(Accounting)})
 
     def all_retried(self) -> Accounting:
-        """The counts when everything that is unknown is played again."""
+        """Return the counts when all episodes with an unknown reward are played again."""
         return replace(self, unknown=0, retried=self.retried + self.unknown)
 
     def outdated(self, trajectories: Sequence[Trajectory]) -> Accounting:
-        """The counts when these returned trajectories are played again because they are too old."""
+        """Return the counts when these returned trajectories are played again because they are too stale."""
         known = sum(t.reward is not None for t in trajectories)
         unknown = len(trajectories) - known
         return replace(

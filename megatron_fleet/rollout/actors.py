@@ -1,4 +1,4 @@
-"""The Ray actors of a rollout: where they run, with which interpreter and environment."""
+"""Ray actors of a rollout: their hosts, interpreters and environment variables."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the rollout runs.
+    """Hosts, devices and process settings of a rollout.
 
     Attributes:
         logs: folder of the log files.
         episode_python: interpreter of the episode environment.
-        token: the run's secret, which engines ask for.
+        token: the run's secret, which engines require.
         env_vars: set in every process of the run.
         engines: place of each engine.
-        transport: name of the transport whose half engines have.
+        transport: name of the weight transport.
         inventory: the hosts of the run, the controller's first.
     """
 
@@ -50,20 +50,20 @@ class Place:
 
     @property
     def host(self) -> str:
-        """Address of the controller's host, where the environment server is."""
+        """Address of the controller's host, where the environment server runs."""
         return self.inventory.hosts[0].address
 
     def engine_host(self, index: int) -> str:
-        """Address of the host of an engine."""
+        """Return the address of an engine's host."""
         return self.inventory.host(self.engines[index].host).address
 
     def worker_host(self, index: int) -> str:
-        """Address of the host of an episode worker: workers are dealt to the hosts in turn."""
+        """Return the address of an episode worker's host; workers are assigned to the hosts round-robin."""
         hosts = [host.address for host in self.inventory.hosts if host.rollout]
         return hosts[index % len(hosts)]
 
     def engine_devices(self, index: int) -> dict[str, str]:
-        """Variables that give an engine its devices by name, and keep Ray from giving it others."""
+        """Return variables that assign an engine its devices by UUID, and keep Ray from assigning others."""
         place = self.engines[index]
         if not place.devices:
             return {}
@@ -72,7 +72,7 @@ class Place:
 
 
 class WorkerActor:
-    """An EpisodeWorker as a Ray actor. The worker's module exists in the episode environment only."""
+    """EpisodeWorker as a Ray actor. The worker's module can be imported in the episode environment only."""
 
     def __init__(self, log: Path, secrets: dict[str, str], *args: Any) -> None:
         """Args: ``secrets``: variables that the environments' client reads."""
@@ -97,13 +97,13 @@ class WorkerActor:
 
 
 def engine_options(place: Place, index: int) -> dict[str, Any]:
-    """Ray's options for an engine's actor. Raises ComponentLost when the engine's host is not part of the cluster."""
+    """Return Ray's options for an engine's actor. Raises ComponentLost when the engine's host is not in the cluster."""
     devices = place.engine_devices(index)
     env_vars = place.env_vars | engine_actor.environment(bool(devices)) | devices
     options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0, "runtime_env": {"env_vars": env_vars}}
     host = place.engine_host(index)
     if host == LOOPBACK:
-        return options  # a cluster that was there before (RAY_ADDRESS) calls its node by another address
+        return options  # an existing cluster (RAY_ADDRESS) knows its node by another address
     if (node := live_nodes().get(host)) is None:
         raise ComponentLost(f"no Ray node has the address {host}")
     return options | {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
@@ -123,8 +123,8 @@ def make_worker(config: Config, place: Place, index: int, environment_url: str, 
     runtime_env = {"py_executable": str(place.episode_python), "env_vars": place.env_vars | {"OMP_NUM_THREADS": "1"}}
     options: dict[str, Any] = {"num_cpus": 0, "runtime_env": runtime_env}
     host = place.worker_host(index)
-    if (node := live_nodes().get(host)) is not None:  # else anywhere
-        # Ray ignores a soft affinity of an actor without CPUs.
+    if (node := live_nodes().get(host)) is not None:  # otherwise Ray chooses the host
+        # Hard affinity: Ray ignores a soft one of an actor without CPUs.
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
     actor = ray.remote(WorkerActor).options(**options)
     return actor.remote(

@@ -1,4 +1,4 @@
-"""The time that a collection may take."""
+"""Time budget of a collection."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 @asynccontextmanager
 async def budget(seconds: float | None, stop: Callable[[str], Awaitable[None]]) -> AsyncIterator[None]:
-    """Within it ``stop`` is awaited, with the reason, once ``seconds`` are over; ``None``: never."""
+    """Await ``stop`` with the reason if the block takes longer than ``seconds``; ``None``: no limit."""
     if seconds is None:
         yield
         return

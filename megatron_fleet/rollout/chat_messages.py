@@ -1,4 +1,4 @@
-"""Messages between ``chat_service`` and its process: pickled frames over two pipes that only they have."""
+"""Messages between ``chat_service`` and its worker process: pickled frames over two private pipes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megatron_fleet.agents.trajectory import Trajectory
 from megatron_fleet.rollout.requests import CollectResult, Progress
 
 LENGTH = struct.Struct("!i")
-"""Before each frame."""
+"""Length prefix of each frame."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The first frame to the process; CollectRequests follow. The sections of the configuration are dumped ones."""
+    """First frame to the process, with dumped sections of the configuration; CollectRequests follow."""
 
     rollout: dict[str, Any]
     env: dict[str, Any]
@@ -31,7 +31,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """From the process while a collection is under way: how far it is, and what ended since the last frame."""
+    """Report of the process on a running collection: its progress, and the episodes ended since the last frame."""
 
     progress: Progress
     ended: list[Trajectory]
@@ -39,14 +39,14 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The last frame of a collection. ``dead``: why the endpoint answers no more; ``None``: it does."""
+    """Last frame of a collection. ``dead``: reason why the endpoint no longer answers; ``None``: it does."""
 
     result: CollectResult
     dead: str | None
 
 
 class Frames:
-    """Pickled values over two pipes, which only this process and its parent have."""
+    """Pickled values over two pipes shared only by this process and its parent."""
 
     def __init__(
         self, reader: asyncio.StreamReader, source: asyncio.ReadTransport, writer: asyncio.WriteTransport
@@ -55,14 +55,14 @@ class Frames:
 
     @classmethod
     async def open(cls, source: int, target: int) -> Frames:
-        """Over two file descriptors."""
+        """Open the pipes with these two file descriptors."""
         loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
         reading, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(source, "rb"))
         writer, _ = await loop.connect_write_pipe(asyncio.Protocol, os.fdopen(target, "wb"))
         return cls(reader, reading, writer)
 
     def end(self) -> None:
-        """Write nothing more; what was written is sent first."""
+        """Close the writing side after flushing it."""
         self._writer.close()
 
     def close(self) -> None:
@@ -71,7 +71,7 @@ class Frames:
         self._source.close()
 
     async def read(self) -> Any:
-        """The next value; ``None`` at the end of the input."""
+        """Read the next value; ``None`` at the end of the input."""
         try:
             (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
             return pickle.loads(await self._reader.readexactly(length))

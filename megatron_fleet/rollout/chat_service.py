@@ -1,4 +1,4 @@
-"""ChatService: plays collections with the model behind an OpenAI-compatible endpoint. No engines, no Ray."""
+"""Chat service: plays collections with the model behind an OpenAI-compatible endpoint. No engines, no Ray."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from megatron_fleet.rollout.chat_messages import Ended, Frames, Report, Setup
 from megatron_fleet.rollout.requests import CollectRequest, CollectResult, Progress, RolloutFailed
 
 SILENCE_S = 60.0
-"""The process reports twice a second; one that is silent for so long hangs."""
+"""The process reports twice a second; one that is silent for this long counts as hung."""
 START_S = 60.0
 STOP_S = 15.0
-"""Environments are given back before the process ends."""
+"""Seconds for the process to exit, which includes releasing its environments."""
 
 
 class ChatService:
-    """The environment server and one process of the episode environment; both end with it. An async context manager.
+    """Owner of the environment server and one process of the episode environment. An async context manager.
 
     Attributes:
-        dead: why the endpoint answers no more, once that is so.
+        dead: reason why the endpoint no longer answers; ``None`` while it does.
     """
 
     def __init__(self, config: Config, dialect: Dialect, out: Path, episode_python: Path) -> None:
-        """Args: ``dialect``: as ``probe`` found it. ``out``: logs go to ``out/logs``."""
+        """Args: ``dialect``: as detected by ``probe``. ``out``: logs go to ``out/logs``."""
         self.dead: str | None = None
         self._config, self._dialect = config, dialect
         self._logs, self._python = out.resolve() / "logs", episode_python
@@ -61,8 +61,8 @@ class ChatService:
         on_progress: Callable[[Progress], None] | None = None,
         on_episodes: Callable[[list[Trajectory]], None] | None = None,
     ) -> CollectResult:
-        """Play all episodes of ``request``, as ``RolloutService.collect`` does, except: one call at a time, and after a
-        cancelled one the service can only be closed.
+        """Play all episodes of ``request`` like ``RolloutService.collect``, but one call at a time. After a cancelled
+        call the service can only be closed.
 
         Raises:
             RolloutFailed: the process died or hangs.
@@ -92,7 +92,7 @@ class ChatService:
         keep = (*of_environments(config), config.eval.endpoint.api_key_env)
         try:
             with (self._logs / "endpoint.log").open("ab") as log:
-                # A session of its own: Ctrl-C is for this process, which then has episodes to put away.
+                # In its own session, so that Ctrl-C reaches only this process, which then stops it gracefully.
                 self._process = subprocess.Popen(
                     [str(self._python), "-m", "megatron_fleet.rollout.chat_worker"],
                     stdin=stdin,
@@ -111,7 +111,7 @@ class ChatService:
         self._frames.write(Setup(**dumped, endpoint=endpoint, dialect=self._dialect, env_url=server.url))
 
     async def _next(self, silence_s: float) -> Any:
-        """The next frame. Raises RolloutFailed when none comes."""
+        """Return the next frame. Raises RolloutFailed when none arrives."""
         try:
             async with asyncio.timeout(silence_s):
                 frame = await self._frames.read()

@@ -1,6 +1,7 @@
-"""Plays collections against an OpenAI-compatible endpoint, in one process of the episode environment.
+"""Worker process that plays collections against an OpenAI-compatible endpoint, in the episode environment.
 
-``python -m megatron_fleet.rollout.chat_worker`` speaks ``chat_messages`` on stdin and stdout, and ends with its input.
+``python -m megatron_fleet.rollout.chat_worker`` exchanges ``chat_messages`` on stdin and stdout, and exits when stdin
+closes.
 """
 
 from __future__ import annotations
@@ -29,16 +30,19 @@ from megatron_fleet.rollout.requests import CollectRequest, EpisodeSpec
 from megatron_fleet.rollout.worker import EpisodeRunner, episode_seed
 
 REPORT_S = 0.5
-"""Between two reports of a collection under way."""
+"""Seconds between two progress reports of a running collection."""
 
 
 class ChatWorker(EpisodeRunner):
-    """Plays with the model behind an endpoint; one collection at a time."""
+    """Episode runner for the model behind an endpoint; plays one collection at a time."""
 
     def __init__(self, setup: Setup) -> None:
-        """Raises UserError: the file of prompts cannot be used."""
+        """
+        Raises:
+            UserError: the prompts file is invalid.
+        """
         rollout: Rollout = Rollout.model_validate(setup.rollout)
-        rollout = rollout.model_copy(update={"workers": 1})  # this process has all places
+        rollout = rollout.model_copy(update={"workers": 1})  # this process has all slots
         env, endpoint = Env.model_validate(setup.env), Endpoint.model_validate(setup.endpoint)
         super().__init__(rollout, env, setup.env_url)
         self._rollout = rollout
@@ -55,7 +59,7 @@ class ChatWorker(EpisodeRunner):
     async def collect(self, request: CollectRequest, report: Callable[[Report], None]) -> Ended:
         """Play every episode of ``request``; ``report`` is called twice a second.
 
-        When the endpoint is dead, what is not over is given up as ``aborted``.
+        When the endpoint is dead, unfinished episodes are given up as ``aborted``.
         """
         started = time.monotonic()
         collection = Collection(request, self._rollout.max_retries, next(self._numbers))
@@ -64,7 +68,7 @@ class ChatWorker(EpisodeRunner):
         return Ended(collection.result(time.monotonic() - started), self._client.dead)
 
     async def close(self) -> None:
-        """Close the connections; no collection is under way any more."""
+        """Close the connections. No collection may be running."""
         await self._client.close()
 
     async def _play_all(self, collection: Collection) -> None:
@@ -75,13 +79,13 @@ class ChatWorker(EpisodeRunner):
                 lanes.create_task(self._lane(collection, changed))
 
     async def _lane(self, collection: Collection, changed: asyncio.Condition) -> None:
-        """Play one episode after the other until nothing is left."""
+        """Play episodes sequentially until none is left."""
         while not collection.done:
             if self._client.dead is not None:
                 await self._stop(collection, self._client.dead)
             specs = collection.take(1)
             if not specs:
-                async with changed:  # an episode of another lane may come back to be played again
+                async with changed:  # an episode of another lane may be retried
                     if not collection.done and not collection.waiting:
                         await changed.wait()
                 continue
@@ -113,14 +117,14 @@ async def _reporting(collection: Collection, report: Callable[[Report], None]) -
 
 
 async def serve(worker: ChatWorker, frames: Frames) -> None:
-    """Play one request after the other until the input ends."""
+    """Serve requests sequentially until the input ends."""
     coming = asyncio.create_task(frames.read())
     try:
         while (request := await coming) is not None:
             coming = asyncio.create_task(frames.read())
             playing = asyncio.create_task(worker.collect(request, frames.write))
             await asyncio.wait({coming, playing}, return_when=asyncio.FIRST_COMPLETED)
-            if coming.done():  # whoever asked is gone
+            if coming.done():  # the input ended: the requester is gone
                 playing.cancel()
                 await asyncio.wait({playing})
                 return
@@ -132,7 +136,7 @@ async def serve(worker: ChatWorker, frames: Frames) -> None:
 
 async def _main() -> None:
     source, target = os.dup(0), os.dup(1)
-    os.dup2(2, 1)  # only frames go to the real stdout
+    os.dup2(2, 1)  # other output must not mix with the frames on stdout
     frames = await Frames.open(source, target)
     if (setup := await frames.read()) is not None:
         await serve(ChatWorker(setup), frames)

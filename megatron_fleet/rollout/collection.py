@@ -1,4 +1,4 @@
-"""Collection: which episodes of a request are still to be played. Pure bookkeeping: no Ray, no tasks, no clock."""
+"""Collection: bookkeeping of a request's episodes still to be played. No Ray, no tasks, no clock."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from megatron_fleet.rollout.accounting import Accounting
 from megatron_fleet.rollout.requests import CollectRequest, CollectResult, EpisodeSpec, Progress
 
 MAX_LOSSES = 3
-"""An episode that went down with a component this often is given up: it may be what kills them. Not more often than a
-component is restarted."""
+"""An episode that is lost with a component this often is given up, because it may be the cause. Must not exceed the
+restart limit of a component."""
 
 
 class Collection:
-    """Hands out specs (``take``), takes back what became of them (``ended``, ``lost``), ends when ``done``.
+    """Hand out specs (``take``) and collect their outcomes (``ended``, ``lost``) until ``done``.
 
-    After ``stop`` nothing is handed out, and whatever comes back is kept as it is.
+    After ``stop`` nothing is handed out, and every outcome is kept as it is.
     """
 
     def __init__(self, request: CollectRequest, max_retries: int, number: int = 0):
@@ -46,25 +46,25 @@ class Collection:
 
     @property
     def waiting(self) -> int:
-        """Episodes to be played that nobody has taken."""
+        """Number of episodes to play that have not been taken."""
         return len(self._waiting)
 
     def progress(self) -> Progress:
         return Progress(len(self._kept), self._total, self._tokens)
 
     def kept(self, since: int) -> list[Trajectory]:
-        """What has come back, in that order, without the first ``since``; what was there before is left out."""
+        """Return the trajectories in order of return, from index ``since``, without those of ``request.played``."""
         return list(self._kept.values())[len(self._request.played) + since :]
 
     def take(self, most: int) -> list[EpisodeSpec]:
-        """Up to ``most`` episodes to play now; empty when all are under way or over."""
+        """Take up to ``most`` episodes to play now; empty when all are running or finished."""
         specs = [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
         self.accounting.started += len(specs)
         return specs
 
     def ended(self, spec: EpisodeSpec, trajectory: Trajectory) -> None:
-        """One attempt is over. An aborted one went down with its engine; another unknown reward is worth a retry,
-        unless the prompt is too long, which it would be again."""
+        """Record a finished attempt. An aborted one was lost with its engine; any other unknown reward is retried,
+        unless the prompt is too long, which a retry would not change."""
         key = (spec.group, spec.sample)
         if trajectory.outcome is Outcome.ABORTED:
             self.lost(spec, trajectory)
@@ -78,7 +78,7 @@ class Collection:
             self._keep(key, trajectory)
 
     def lost(self, spec: EpisodeSpec, trajectory: Trajectory | None = None) -> None:
-        """One attempt went down with a component. It is issued again, unless that happened too often."""
+        """Record an attempt that was lost with a component. It is issued again, unless it was lost too often."""
         key = (spec.group, spec.sample)
         if self._stopped is not None:
             self._keep(key, _given_up(spec, self._stopped))
@@ -92,7 +92,8 @@ class Collection:
             self._again(spec)
 
     def stop(self, reason: str) -> None:
-        """Give up what nobody has taken; what is under way is kept when it comes back, ``aborted`` for ``reason``."""
+        """Give up the episodes that were not taken, as ``aborted`` for ``reason``; running ones are kept when they
+        return."""
         self._stopped = reason
         while self._waiting:
             spec = self._waiting.popleft()
@@ -100,7 +101,7 @@ class Collection:
             self._keep((spec.group, spec.sample), _given_up(spec, reason))
 
     def result(self, seconds: float) -> CollectResult:
-        """Everything in order. Raises RuntimeError when the counts do not add up."""
+        """Return all trajectories in order. Raises RuntimeError when the counts do not add up."""
         self.accounting.check(wanted=self._total - len(self._request.played))
         samples = range(self._request.samples)
         groups = [
@@ -139,8 +140,8 @@ class Collection:
         )
 
     def _seed(self, group: int) -> int | None:
-        """31 bits. The worker mixes in step, task and sample; purpose and group it does not know, and the same
-        task may be asked for twice in a step."""
+        """Return a 31-bit seed of purpose and group, which the worker does not know; it mixes in step, task and sample.
+        The group is needed because a step may contain the same task twice."""
         request = self._request
         if request.seed is None:
             return None
@@ -149,7 +150,7 @@ class Collection:
 
 
 def issue_order(request: CollectRequest) -> list[tuple[int, int]]:
-    """``(group, sample)`` of every episode, in the order in which they are begun."""
+    """Return ``(group, sample)`` of every episode, in the order in which they are started."""
     samples = range(request.samples)
     if request.purpose == "train":
         return [(group, sample) for group in range(len(request.tasks)) for sample in samples]
@@ -162,7 +163,7 @@ def issue_order(request: CollectRequest) -> list[tuple[int, int]]:
 
 
 def _given_up(spec: EpisodeSpec, reason: str) -> Trajectory:
-    """What is left of an episode that nobody finished: nothing but its name."""
+    """Return the empty trajectory of an episode that was not finished."""
     return Trajectory(
         task_key=spec.task.key,
         env_key=spec.task.env_key,

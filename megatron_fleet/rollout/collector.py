@@ -1,4 +1,4 @@
-"""Plays collections: shares the places of the workers among those under way, and keeps each one's book."""
+"""Collector: plays collections, sharing the slots of the workers among the running ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_fleet.rollout.requests import CollectRequest, CollectResult, Episo
 
 BATCHES_PER_WORKER = 8
 MAX_BATCH = 16
-"""A batch frees its places when its last episode ends, so batches are small; each costs one Ray call."""
+"""A batch frees its slots when its last episode ends, so batches are small; each costs one Ray call."""
 PROGRESS_INTERVAL_S = 0.5
 
 OnProgress = Callable[[Progress], None]
@@ -27,11 +27,11 @@ OnEpisodes = Callable[[list[Trajectory]], None]
 
 
 class _Play:
-    """A collection under way.
+    """A running collection.
 
     Attributes:
         batch: most episodes that a worker gets at once.
-        over: set, or failed, when every episode has come back.
+        over: future that is done when every episode has returned, or holds the failure.
     """
 
     def __init__(self, collection: Collection, batch: int) -> None:
@@ -39,7 +39,7 @@ class _Play:
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def look(self) -> None:
-        """Set ``over`` if it is so."""
+        """Set ``over`` if the collection is done."""
         if self.collection.done and not self.over.done():
             self.over.set_result(None)
 
@@ -49,7 +49,7 @@ class _Play:
 
 
 class Collector:
-    """Plays any number of collections at a time. Places that become free go to the one that began first."""
+    """Player of any number of concurrent collections. Free slots go to the earliest one that has waiting episodes."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Collector:
         workers: Sequence[WorkerSlot],
         environment: EnvironmentSlot,
     ) -> None:
-        """Args: all of them are started."""
+        """Args: engines, workers and environment are already started."""
         self._engines, self._workers, self._environment = engines, workers, environment
         self._max_retries = config.rollout.max_retries
         places = config.rollout.episodes_in_flight + config.env.provisioning.lookahead
@@ -73,7 +73,7 @@ class Collector:
     async def collect(
         self, request: CollectRequest, on_progress: OnProgress | None = None, on_episodes: OnEpisodes | None = None
     ) -> CollectResult:
-        """Play every episode of ``request`` to its end, see `RolloutService.collect`."""
+        """Play every episode of ``request``, see `RolloutService.collect`."""
         started = time.monotonic()
         collection = Collection(request, self._max_retries, next(self._numbers))
         play = _Play(collection, self._batch_size(collection))
@@ -91,7 +91,7 @@ class Collector:
                 await self._abort(collection)
 
     def close(self) -> None:
-        """Fail what is under way."""
+        """Fail the running collections."""
         for play in self._plays:
             play.fail(RolloutFailed("the rollout was closed"))
         for task in (self._handing_out, *self._batches):
@@ -108,7 +108,7 @@ class Collector:
             self._handing_out = asyncio.create_task(self._hand_out())
 
     async def _hand_out(self) -> None:
-        """Give free places to waiting episodes as long as there are collections."""
+        """Assign free slots to waiting episodes while there are collections."""
         try:
             while self._plays:
                 self._changed.clear()
@@ -151,7 +151,7 @@ class Collector:
                 collection.lost(spec)
             return
         if any(trajectory.outcome is Outcome.ABORTED for trajectory in trajectories):
-            # Before they are issued again: a dead engine would fail them at once, again and again.
+            # Before they are issued again: a dead engine would fail them immediately and repeatedly.
             await asyncio.gather(*(engine.check() for engine in self._engines))
         environment_lost = self._environment.check() > losses
         for spec, trajectory in zip(specs, trajectories, strict=True):
@@ -171,7 +171,7 @@ class Collector:
 
 
 async def _reported(play: _Play, on_progress: OnProgress | None, on_episodes: OnEpisodes | None) -> None:
-    """Wait until ``play`` is over, calling back on the way and once more at its end. Raises what it failed with."""
+    """Wait until ``play`` is over, calling the callbacks periodically and at the end. Raises its failure."""
     reported = 0
     while True:
         over = bool((await asyncio.wait({play.over}, timeout=PROGRESS_INTERVAL_S))[0])

@@ -1,6 +1,6 @@
-"""Processes of a rollout that are watched and replaced when they die: what they share, workers, environment server.
+"""Components of a rollout that are watched and replaced when they die: base classes, workers, environment server.
 
-Each slot owns one place (engine 0, worker 1, ...). What sits in it may change; who uses the slot need not care.
+Each slot stands for one component (engine 0, worker 1, ...). Its process may be replaced without its users noticing.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from megatron_fleet.platform.children import ChildKilled
 from megatron_fleet.rollout.requests import EpisodeSpec, RolloutFailed
 
 MAX_RESTARTS = 3
-"""Of one place within `cluster.restarts.MEMORY_S`."""
+"""Most restarts of one component within `cluster.restarts.MEMORY_S`."""
 CALL_TIMEOUT_S = 30.0
-"""Of a control call that does no work worth mentioning."""
+"""Timeout of a control call that does little work."""
 PROBE_TIMEOUT_S = 5.0
-"""Of asking an environment server whether it is there."""
+"""Timeout of a probe of an environment server."""
 WATCH_INTERVAL_S = 0.25
 
 
 class ComponentLost(Exception):
-    """The process died under a call."""
+    """The process died during a call."""
 
 
 class Component(ABC):
-    """One place and its restarts."""
+    """One component and its restarts."""
 
     def __init__(self, name: str, log: str) -> None:
         self.name, self.log = name, log
@@ -51,14 +51,14 @@ class Component(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """End what is in the place, for good."""
+        """Stop the component permanently."""
 
     def not_started(self, error: BaseException) -> RolloutFailed:
         return RolloutFailed(f"{self.name} did not start: {brief(error)}. Its log is {self.log}.")
 
 
 class WatchedComponent(Component):
-    """A component whose task ``_watching`` waits for its end and fills its place, until that is hopeless."""
+    """Component with a task ``_watching`` that replaces its process when it dies, until it is given up."""
 
     def __init__(self, name: str, log: str) -> None:
         super().__init__(name, log)
@@ -82,7 +82,7 @@ class WatchedComponent(Component):
 
 
 class WorkerSlot(Component):
-    """One EpisodeWorker."""
+    """Slot of one EpisodeWorker."""
 
     def __init__(
         self, name: str, log: str, make: Callable[[], Any], start_timeout_s: float, run_timeout_s: float
@@ -96,7 +96,7 @@ class WorkerSlot(Component):
         self._replacing = asyncio.Lock()
 
     async def start(self) -> None:
-        """Create the worker. Raises RolloutFailed when it cannot be, or was killed too often while it started."""
+        """Create the worker. Raises RolloutFailed when it fails to start, or is killed too often during startup."""
         try:
             await self._create()
         except (RayError, TimeoutError) as error:
@@ -108,7 +108,7 @@ class WorkerSlot(Component):
         """Play a batch.
 
         Raises:
-            ComponentLost: the worker died or hung; a new one is then in its place.
+            ComponentLost: the worker died or hung; it has been replaced.
             RolloutFailed: it was given up.
         """
         actor = self._actor
@@ -123,12 +123,12 @@ class WorkerSlot(Component):
         await self._tell(self._actor.abort.remote(collection))
 
     async def forget_failures(self) -> None:
-        """See `EpisodeRunner.forget_failures`. A worker that is lost has nothing to forget."""
+        """See `EpisodeRunner.forget_failures`. A lost worker has no failures to forget."""
         if self._actor is not None:
             await self._tell(self._actor.forget_failures.remote())
 
     async def engine_moved(self, before: str, now: str) -> None:
-        """See `EnginePool.moved`. A worker that takes the place of a lost one asks for the endpoints of then."""
+        """See `EnginePool.moved`. The replacement of a lost worker reads the current endpoints when it is created."""
         if self._actor is not None:
             await self._tell(self._actor.engine_moved.remote(before, now))
 
@@ -137,7 +137,7 @@ class WorkerSlot(Component):
             ray.kill(self._actor)
 
     async def _tell(self, call: Awaitable[None]) -> None:
-        """Await a call that a worker gets in any case, late perhaps, unless it is lost."""
+        """Await a call that may time out here: the worker still receives it later, unless it is lost."""
         with contextlib.suppress(RayError, TimeoutError):
             await within(call, CALL_TIMEOUT_S)
 
@@ -147,7 +147,7 @@ class WorkerSlot(Component):
 
     async def _replace(self, lost: Any, reason: str) -> None:
         async with self._replacing:
-            while self._actor is lost:  # else another of its batches has seen to it
+            while self._actor is lost:  # otherwise another batch has already replaced it
                 await self.pause(reason)
                 ray.kill(lost)
                 try:
@@ -158,7 +158,7 @@ class WorkerSlot(Component):
 
 
 class EnvironmentSlot(WatchedComponent):
-    """The environments of a run; a server of its own is watched and started again under the same address."""
+    """Slot of the environments of a run; the run's own server is watched and restarted at the same address."""
 
     def __init__(self, start: Start, on_return: Callable[[], Awaitable[None]] | None = None) -> None:
         """Args: ``on_return``: awaited when a server is back, before it is used."""
@@ -169,11 +169,11 @@ class EnvironmentSlot(WatchedComponent):
         self.losses = 0
 
     async def start(self) -> str:
-        """Start what the environments need; their address.
+        """Start the server of the environments, if the run owns one; returns their address.
 
         Raises:
             UserError: they cannot be started.
-            RolloutFailed: the server was killed too often while it started.
+            RolloutFailed: the server was killed too often during startup.
         """
         while self._server is None:
             try:
@@ -184,7 +184,7 @@ class EnvironmentSlot(WatchedComponent):
         return self._server.url
 
     def check(self) -> int:
-        """Learn now, not at the next look of the watcher, whether the server lives; how often it was lost."""
+        """Check immediately, not at the watcher's next poll, that the server is alive; returns its number of losses."""
         if self._server is not None and self._serving.is_set() and (reason := self._server.ended()) is not None:
             self._serving.clear()
             self._reason = reason
@@ -192,7 +192,7 @@ class EnvironmentSlot(WatchedComponent):
         return self.losses
 
     async def available(self) -> str | None:
-        """Return why no environment can be had now; ``None`` when a server answers, or there is none to ask.
+        """Return why no environment is available now; ``None`` when a server answers, or there is none to probe.
 
         Raises:
             RolloutFailed: the server was given up.
@@ -248,14 +248,14 @@ async def within(awaitable: Awaitable[Any], timeout_s: float) -> Any:
 
 
 def died(error: BaseException) -> bool:
-    """Whether the process of an actor, or one that it needs, was killed under a call; not by an error of its own."""
+    """Return whether an actor's process, or one that it needs, was killed during a call, as opposed to raising."""
     if isinstance(error, ChildKilled):
         return True
     return isinstance(error, RayActorError) and "creation task" not in str(error)
 
 
 def brief(error: BaseException) -> str:
-    """One line of an error that may carry a remote traceback or a page of advice."""
+    """Summarize in one line an error that may carry a remote traceback or long advice."""
     if died(error):
         return "its process died"
     if isinstance(error, ComponentLost):

@@ -1,4 +1,4 @@
-"""The deadline of one turn, kept where it is sampled."""
+"""Deadline of one turn, enforced by the engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Deadline:
-    """Aborts a request when its time is over; vLLM then answers it with what it has sampled."""
+    """Abort a request at its deadline; vLLM then answers it with the tokens sampled so far."""
 
     def __init__(self, llm: Any, name: str, seconds: float) -> None:
         self._llm, self._name, self._seconds = llm, name, seconds

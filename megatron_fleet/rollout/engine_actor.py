@@ -1,6 +1,6 @@
-"""EngineActor: one vLLM replica behind a socket, controlled over Ray.
+"""Engine actor: one vLLM replica behind a socket, controlled over Ray.
 
-Token ids go in and out over the socket (``engine_server``); Ray carries only control: start, weight updates, scoring
+Token ids are exchanged over the socket (``engine_server``); Ray carries only control: start, weight updates, scoring
 and statistics. A Ray call per turn would cost more CPU than the model of a small run.
 """
 
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
     from vllm.inputs.engine import EngineInput
 
 CPU_ENV = {
-    # The worker lives inside EngineCore: one process, 7 s and 0.4 GB less.
+    # Runs the worker inside the EngineCore process: saves one process, 7 s and 0.4 GB.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # The sampler would otherwise be compiled at the first request (seconds, and a C++ compiler).
+    # The sampler would otherwise be compiled at the first request, which takes seconds and needs a C++ compiler.
     "TORCH_COMPILE_DISABLE": "1",
     # OpenMP threads spin while idle and starve a trainer on the same cores.
     "OMP_NUM_THREADS": "1",
-    # Without it vLLM pins its threads to cores, and two replicas to the same one.
+    # Otherwise vLLM pins its threads to cores, and two replicas to the same one.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # Keeps freed weight-sized blocks in the heap, so that an update does not fault every page anew.
+    # Keeps freed weight-sized blocks in the heap, so that an update does not fault every page again.
     "MALLOC_MMAP_THRESHOLD_": str(2 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
 }
@@ -57,27 +57,28 @@ COMMON_ENV = {
     DIE_WITH_PARENT: "1",
 }
 CUDA_ENV = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-"""CUDA IPC handles contain class objects that vLLM's safe serialiser refuses; they never leave this machine."""
+"""CUDA IPC handles contain class objects that vLLM's safe serialiser rejects; they never leave this host."""
 
 CPU_ATTENTION = {"backend_per_kind": {"mla_attention": "CPU_MLA"}}
-"""vLLM 0.32 takes AMX_MLA where the CPU has AMX, which refuses float32; so results do not depend on the CPU either."""
+"""vLLM 0.32 selects AMX_MLA on CPUs with AMX, which does not support float32. A fixed backend also makes results
+independent of the CPU."""
 CPU_LATENT = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
-"""vLLM 0.32's rotary operator on CPU misreads the queries of latent attention, which have three dimensions. Models with
-YaRN never call it."""
+"""vLLM 0.32's rotary operator on CPU mishandles the three-dimensional queries of latent attention. Models with YaRN
+never call it."""
 CPU_KV_CACHE_BYTES = 1 << 30
 CPU_STEP_TOKENS = 4096
-"""Tokens of one scheduling step; a longer prompt gets a step of its own."""
+"""Tokens of one scheduling step; a context longer than this raises the limit."""
 WATCH_INTERVAL_S = 0.25
 STACKS_AFTER = 0.9
-"""At this part of a deadline the stacks of the engine's processes go to its log."""
+"""Fraction of a deadline after which the stacks of the engine's processes are written to its log."""
 IMAGE_ATTEMPTS = 2
-"""vLLM's two caches of images may differ, for example after a weight update; the request that finds out fails with
-finish reason ``error``, and the next one finds them mended (``MultiModalCacheMissError`` in vLLM 0.32)."""
+"""vLLM's two image caches may differ, for example after a weight update. The first request affected fails with finish
+reason ``error``, which repairs the caches for the next one (``MultiModalCacheMissError`` in vLLM 0.32)."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """``tokens`` generated and ``cpu_seconds`` used by the actor and all its children, since the start."""
+    """Totals since the start: ``tokens`` generated, ``cpu_seconds`` used by the actor and all its child processes."""
 
     tokens: int
     requests: int
@@ -85,15 +86,15 @@ class EngineStats:
 
 
 def environment(cuda: bool) -> dict[str, str]:
-    """Variables that an engine process needs before it starts."""
+    """Return the environment variables that an engine process needs before it starts."""
     return COMMON_ENV | (CUDA_ENV if cuda else CPU_ENV)
 
 
 class EngineActor:
-    """One replica. Methods are called by its `EngineSlot` only."""
+    """One engine replica. Only its `EngineSlot` calls its methods."""
 
     def __init__(self, config: Config, token: str, log: Path, transport: str, secrets: Mapping[str, str] | None = None):
-        """Args: ``transport``: name of the one by which weights will come. ``secrets``: variables that it reads."""
+        """Args: ``transport``: name of the weight transport. ``secrets``: environment variables that it reads."""
         write_output_to(log)
         take_normal_priority()
         os.environ.update(secrets or {})
@@ -114,7 +115,7 @@ class EngineActor:
         return await self._server.listen(host)
 
     async def start(self) -> None:
-        """Load the model (seconds to minutes). Blocks this actor, and only it.
+        """Load the model (seconds to minutes). Blocks only this actor.
 
         Raises:
             ChildKilled: the engine's core process was killed meanwhile.
@@ -137,7 +138,7 @@ class EngineActor:
             self._images = ImageRequests(self._llm.renderer, self._vision)
 
     async def serve(self) -> None:
-        """Answer requests, with the weights that are there now."""
+        """Begin to answer requests, with the current weights."""
         self._server.open()
 
     def _engine_args(self) -> Any:
@@ -155,7 +156,7 @@ class EngineActor:
             model=self._config.model.path,
             dtype=self._config.model.dtype,
             seed=self._config.run.seed,
-            # vLLM's processors of images are made with a tokenizer, though they get no text.
+            # vLLM's image processors need a tokenizer to be constructed, although they get no text.
             skip_tokenizer_init=self._vision is None,
             language_model_only=self._vision is None,
             limit_mm_per_prompt={} if self._vision is None else {"video": 0},
@@ -195,7 +196,7 @@ class EngineActor:
     async def _sampled(
         self, name: str, prompt: list[int], images: Sequence[PlacedImage], params: VllmParams, salt: str | None
     ) -> RequestOutput:
-        """Raises EngineLost or ValueError, as ``_run`` does."""
+        """Run a request with its images, see ``_run``; an ``error`` finish is retried up to ``IMAGE_ATTEMPTS``."""
         from vllm.inputs.engine import tokens_input
 
         if not images:
@@ -209,7 +210,12 @@ class EngineActor:
         raise EngineLost(f"the engine failed {IMAGE_ATTEMPTS} times to hold the images of a prompt")
 
     async def _run(self, name: str, request: EngineInput, params: VllmParams) -> RequestOutput:
-        """Raises EngineLost when the engine is gone, ValueError for a request it refuses."""
+        """Run one request to its end.
+
+        Raises:
+            EngineLost: the engine is gone.
+            ValueError: it refuses the request.
+        """
         from vllm.exceptions import VLLMClientError, VLLMServerError
 
         if self._unusable is not None:
@@ -224,7 +230,7 @@ class EngineActor:
             raise EngineLost(f"the engine failed: {error.__cause__ or error}") from error
 
     async def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Log-probs of given tokens under the current weights at temperature 1.
+        """Compute the log-probs of given tokens under the current weights at temperature 1.
 
         Args:
             sequences: int32 ``[T]`` each.
@@ -233,7 +239,7 @@ class EngineActor:
             float32 ``[T]`` each; entry t is log π(token t | tokens before it), entry 0 is 0.
 
         Raises:
-            ValueError: a sequence has the placeholders of an image.
+            ValueError: a sequence contains image placeholders.
         """
         from vllm import SamplingParams as VllmParams
         from vllm.inputs.engine import tokens_input
@@ -248,14 +254,14 @@ class EngineActor:
         return [_prompt_logprobs(output) for output in outputs]
 
     async def open_transport(self, init_info: Mapping[str, Any]) -> None:
-        """Give the engine's half of the transport what it needs."""
+        """Initialise the engine's side of the transport."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         async with self._updating():
             await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(dict(init_info)))
 
     async def begin_update(self) -> None:
-        """Stop scheduling and drop every cache of the old weights. Parameters do not exist until ``finish_update``."""
+        """Stop scheduling and drop all caches of the old weights. Parameters are invalid until ``finish_update``."""
         async with self._updating():
             await self._llm.pause_generation(mode="keep", clear_cache=True)
             if self._sharing is not None:
@@ -271,7 +277,7 @@ class EngineActor:
             await self._llm.update_weights(WeightTransferUpdateRequest(dict(message)))
 
     async def finish_update(self, version: int) -> None:
-        """Complete the update, stamp everything sampled from now on with ``version``, go on."""
+        """Complete the update, stamp all tokens sampled from now on with ``version``, and resume unless asleep."""
         async with self._updating():
             await self._check_paused()
             await self._llm.finish_weight_update(str(version))
@@ -279,10 +285,10 @@ class EngineActor:
                 await self._llm.resume_generation()
 
     async def sleep(self) -> str | None:
-        """Give up the device: weights and KV cache are lost, requests wait until both are awake.
+        """Release the device: weights and KV cache are lost, requests wait until both are awake.
 
         Returns:
-            Why no memory was freed, if so: the platform cannot, though everything else is as if it could.
+            Reason why no memory was freed, if the platform cannot free it; everything else behaves the same then.
         """
         from vllm.platforms import current_platform
 
@@ -294,19 +300,19 @@ class EngineActor:
         return f"vLLM frees no memory on platform {current_platform.device_name!r}"
 
     async def wake(self, part: Literal["weights", "kv_cache"]) -> None:
-        """Take memory for ``part``. Weights first, which then need an update; with the KV cache the engine goes on."""
+        """Allocate memory for ``part``: first the weights, which then need an update, then the KV cache, to resume."""
         async with self._updating("its waking up"):
             if await self._llm.wake_up([part]):
                 self._asleep = False
 
     async def _check_paused(self) -> None:
-        """A request that runs while parameters have no values would take the engine down."""
+        """Refuse to load weights while scheduling: a request with uninitialised parameters would crash the engine."""
         if not await self._llm.is_paused():
             raise RuntimeError("a weight update without begin_update")
 
     @contextlib.asynccontextmanager
     async def _updating(self, what: str = "its weight update") -> AsyncIterator[None]:
-        """Whatever fails in an update leaves half a model: the engine then refuses everything, and is replaced."""
+        """Mark the engine as unusable, to be replaced, if the block fails: its model may be partly updated."""
         if self._unusable is not None:
             raise RuntimeError(self._unusable)
         limit = self._config.rollout.engine.update_timeout_s
@@ -322,7 +328,7 @@ class EngineActor:
         return self._unusable is None and not self._llm.errored
 
     async def watch(self) -> str:
-        """Return, with the reason, when the engine can no longer serve."""
+        """Wait until the engine can no longer serve; returns the reason."""
         while await self.usable():
             await asyncio.sleep(WATCH_INTERVAL_S)
         return self._unusable or "the engine's core process died"
@@ -335,7 +341,7 @@ class EngineActor:
         return EngineStats(self._tokens, self._requests, cpu)
 
     async def processes(self) -> list[int]:
-        """Pids of this actor and all its children."""
+        """Return the pids of this actor and all its child processes."""
         import psutil
 
         return [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
@@ -347,10 +353,10 @@ class EngineActor:
 
 
 def _cpu_args(context: int) -> dict[str, Any]:
-    """vLLM 0.32 on CPU cannot rewind a seeded request's generator after a chunk of its prompt
-    (``gpu_model_runner._bookkeeping_sync``) and dies: prompts are prefilled whole."""
+    """Return vLLM's arguments on CPU. Chunked prefill is off: after a prompt chunk of a seeded request, vLLM 0.32 on
+    CPU cannot rewind the request's generator (``gpu_model_runner._bookkeeping_sync``) and crashes."""
     return {
-        "block_size": BLOCK,  # the smallest there is on CPU: the finest prefix cache
+        "block_size": BLOCK,  # the smallest size on CPU, for the finest prefix cache
         "enforce_eager": True,
         "attention_config": CPU_ATTENTION,
         "enable_chunked_prefill": False,
@@ -359,18 +365,18 @@ def _cpu_args(context: int) -> dict[str, Any]:
 
 
 def cpu_compilation(model: Path) -> dict[str, Any]:
-    """Arguments of vLLM without which it computes something else than ``model`` on CPU."""
+    """Return the vLLM arguments that ``model`` needs for correct results on CPU."""
     config = json.loads((model / "config.json").read_text())
     return CPU_LATENT if config.get("text_config", config).get("kv_lora_rank") else {}
 
 
 def _routing(experts: np.ndarray | None) -> np.ndarray | None:
-    """vLLM's uint8 or uint16 ``[R, layers, k]`` in the types of ``Generation.routing``."""
+    """Convert vLLM's uint8 or uint16 ``[R, layers, k]`` to the dtypes of ``Generation.routing``."""
     return experts if experts is None or experts.dtype == np.uint8 else experts.astype(np.int16)
 
 
 def _vllm_params(params: SamplingParams, prompt_tokens: int) -> VllmParams:
-    """``ignore_eos`` leaves the stop tokens of the request as the only ones; the model's own would stop unasked."""
+    """Convert sampling parameters. ``ignore_eos``: only the request's stop tokens end a turn, not the model's own."""
     from vllm import SamplingParams as VllmParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -396,8 +402,8 @@ def _prompt_logprobs(output: RequestOutput) -> np.ndarray:
 
 
 def _longest_sequence(model: Path, max_context: int) -> int:
-    """One more than an episode can hold, so that a full one can be scored (scoring generates a token); but never more
-    than the model was made for."""
+    """Return one token more than an episode's maximum, so that a full episode can be scored (scoring generates a
+    token), capped at the model's max_position_embeddings."""
     config = json.loads((model / "config.json").read_text())
     limit = config.get("text_config", config).get("max_position_embeddings")
     return min(max_context + 1, limit) if limit and limit >= max_context else max_context + 1

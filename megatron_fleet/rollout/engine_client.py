@@ -1,4 +1,4 @@
-"""The worker's side of the engine protocol. Imports neither vLLM nor torch."""
+"""Client side of the engine protocol. Imports neither vLLM nor torch."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from megatron_fleet.models.images import PlacedImage
 from megatron_fleet.rollout import wire
 
 MAX_SESSIONS = 65_536
-"""Remembered session-to-replica choices; forgetting one costs a prefix-cache miss, nothing else."""
+"""Remembered session-to-replica assignments; forgetting one only costs a prefix-cache miss."""
 FAR_REQUESTS = 8
-"""What a replica on another host counts as more in flight, where this one has replicas of its own."""
+"""Extra requests in flight counted for a replica on another host, if this host has replicas of its own."""
 DEADLINE_GRACE_S = 10.0
-"""Engines cut turns at their deadline themselves and answer with what there is; one that does not is lost."""
+"""Seconds past the deadline, at which engines end a turn themselves, before an engine without an answer is lost."""
 MAX_SENT = 65_536
-"""Remembered images that an engine was sent; forgetting one costs sending it again."""
+"""Remembered images that were sent to an engine; forgetting one only costs sending it again."""
 
 
 def connect(endpoints: Sequence[str], token: str, request_timeout_s: float, host: str = "") -> EnginePool:
-    """An Engine over the replicas at ``endpoints`` (``host:port``). Connects on first use, from any event loop.
+    """Return an Engine over the replicas at ``endpoints`` (``host:port``). Connects on first use, from any event loop.
 
     Args:
         token: the run's secret; an engine closes the connection without it.
         request_timeout_s: deadline of one ``generate``, at which the engine ends the turn.
-        host: address of this host; its replicas are preferred where it has some.
+        host: address of this host; its replicas, if any, are preferred.
     """
     near = [endpoint.rsplit(":", 1)[0] == host for endpoint in endpoints]
     handicaps = [FAR_REQUESTS if any(near) and not is_near else 0 for is_near in near]
@@ -39,9 +39,9 @@ def connect(endpoints: Sequence[str], token: str, request_timeout_s: float, host
 
 
 class EnginePool:
-    """Sticky sessions: a new one goes to the least loaded replica (ties by a stable hash), later turns stay there.
+    """Replicas with sticky sessions: a new session goes to the least loaded replica (ties by a stable hash).
 
-    A replica on another host counts as more loaded than it is, so that it gets what near ones are too busy for.
+    A replica on another host counts as more loaded than it is, so it only gets the overflow of local replicas.
     """
 
     def __init__(self, replicas: Sequence[_Replica], request_timeout_s: float):
@@ -55,7 +55,7 @@ class EnginePool:
         """Sample one turn (see ``agents.engine.Engine``).
 
         Raises:
-            EngineLost: no answer or not one token in time, or the replica is gone.
+            EngineLost: no answer or no token in time, or the replica is gone.
             ValueError: the engine refuses the request (for example a prompt beyond its context).
         """
         replica = self._replica_of(session)
@@ -66,7 +66,7 @@ class EnginePool:
             raise EngineLost(f"engine {replica.endpoint} gave no answer within {self._timeout_s:g} s") from error
 
     def moved(self, before: str, now: str) -> None:
-        """The replica at an endpoint was lost, and another one took its place."""
+        """Replace the endpoint of a replica that was lost and restarted."""
         for replica in self._replicas:
             if replica.endpoint == before:
                 replica.endpoint = now
@@ -83,11 +83,11 @@ class EnginePool:
 
 
 class _ImagesMissing(ValueError):
-    """The engine does not hold the request's images, though it was sent them."""
+    """The engine has evicted images of the request that were sent to it."""
 
 
 class _Replica:
-    """One engine: one connection, any number of concurrent requests, made again after it broke."""
+    """One engine: one connection, reopened after a failure, with any number of concurrent requests."""
 
     def __init__(self, endpoint: str, handicap: int, token: str):
         self.endpoint, self.handicap = endpoint, handicap
@@ -120,7 +120,7 @@ class _Replica:
     async def _ask(self, request: tuple[Any, ...], images: Sequence[PlacedImage]) -> Generation:
         number = next(self._numbers)
         answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = answer  # before connecting, so that the load is visible to the next choice
+        self._waiting[number] = answer  # before connecting, so that the load counts for the next session
         writer = None
         try:
             writer = await self._connected()
@@ -173,7 +173,7 @@ class _Replica:
             while (frame := await frames.read(reader)) is not None:
                 self._settle(frame)
         except (ValueError, TypeError, LookupError, OverflowError):
-            pass  # not our protocol: as good as gone
+            pass  # a malformed frame is handled like a lost connection
         finally:
             self._writer = None
             writer.close()
@@ -185,7 +185,7 @@ class _Replica:
         kind, number, *rest = frame
         answer = self._waiting.get(number)
         if answer is None or answer.done():
-            return  # cancelled meanwhile
+            return  # cancelled in the meantime
         if kind == "done":
             ids, logprobs, reason, versions, routing = rest
             spans = tuple((int(v), int(start), int(end)) for v, start, end in versions)

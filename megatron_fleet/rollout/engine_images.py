@@ -1,9 +1,9 @@
-"""Images in vLLM requests: vLLM makes them into numbers, we say where they stand.
+"""Images in vLLM requests: vLLM preprocesses the images, we set their positions in the prompt.
 
-vLLM would look for placeholder tokens in the prompt and expand each to the size of its image. We have the expanded
-ids and know which of them are images, so vLLM gets one placeholder an image, its counts are compared with ours, and
-the request is then made of our ids. The engine sees exactly these, and a placeholder that the policy said is to it a
-token like any other.
+vLLM would search the prompt for placeholder tokens and expand each to the size of its image. Our prompts have already
+expanded ids with known image positions. So vLLM gets one placeholder per image, its token counts are checked against
+ours, and the request is built from our ids. The engine sees exactly these ids, and treats a placeholder token that the
+policy sampled as an ordinary token.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
 
 class ImageRequests:
-    """Makes requests for one engine whose model sees."""
+    """Builder of requests for one engine whose model takes images."""
 
     def __init__(self, renderer: Any, vision: Vision) -> None:
-        """Args: ``renderer``: of vLLM's AsyncLLM."""
+        """Args: ``renderer``: renderer of vLLM's AsyncLLM."""
         self._renderer = renderer
         self._vision = vision
 
     async def make(self, prompt: list[int], images: Sequence[PlacedImage], salt: str | None) -> MultiModalInput:
-        """vLLM's form of a prompt with images.
+        """Return vLLM's input for a prompt with images.
 
         Raises:
-            ValueError: an image cannot be read, or its place in ``prompt`` is not what it needs.
+            ValueError: an image cannot be read, or its range in ``prompt`` is invalid or of the wrong size.
         """
         from vllm.inputs import TokensPrompt
         from vllm.inputs.engine import mm_input
@@ -47,12 +47,12 @@ class ImageRequests:
         request = TokensPrompt(
             prompt_token_ids=[self._vision.placeholder_id] * len(images),
             multi_modal_data={"image": files},
-            # Without names of ours vLLM hashes the pixels, which decodes every image anew in each turn.
+            # Without explicit UUIDs vLLM hashes the pixels, which decodes every image again in each turn.
             multi_modal_uuids={"image": [placed.digest for placed in images]},
         )
         try:
             (made,) = await self._renderer.render_cmpl_async([request])
-        except Exception as error:  # Pillow decodes here; a broken file makes it raise anything
+        except Exception as error:  # Pillow decodes here; broken files can raise any exception
             raise ValueError(f"the images of this prompt cannot be processed: {error}") from error
         ranges = made["mm_placeholders"]["image"]
         for placed, found in zip(images, ranges, strict=True):
@@ -62,7 +62,11 @@ class ImageRequests:
         return mm_input(prompt, made["mm_kwargs"], made["mm_hashes"], {"image": there}, cache_salt=salt)
 
     def _checked(self, prompt: list[int], images: Sequence[PlacedImage]) -> list[PIL.Image.Image]:
-        """Opened files, not decoded yet: most are in vLLM's cache from earlier turns. Raises ValueError."""
+        """Check the images and return them opened but not decoded: most are in vLLM's cache from earlier turns.
+
+        Raises:
+            ValueError: see `make`.
+        """
         files, end = [], 0
         for placed in images:
             file = _open(placed)
@@ -80,7 +84,7 @@ class ImageRequests:
 def _open(placed: PlacedImage) -> PIL.Image.Image:
     try:
         file = PIL.Image.open(io.BytesIO(placed.image.data), formats=FORMATS)
-    except Exception as error:  # broken files make the decoders raise anything
+    except Exception as error:  # broken files can raise any exception
         raise ValueError(f"the image at token {placed.start} cannot be read: {error}") from error
     width, height = file.size
     if width * height > MAX_PIXELS or max(width, height) > MAX_ASPECT * min(width, height):
@@ -93,10 +97,10 @@ def _wrong_size(placed: PlacedImage, needed: int) -> str:
 
 
 def find_torchvision() -> None:
-    """Make torchvision importable, here and in processes that this one starts.
+    """Make torchvision importable in this process and its child processes.
 
-    vLLM imports it for models that see. A machine without a GPU has it in a folder of its own (``setup.sh --dev``), for
-    in the common one every import of transformers would load it too.
+    vLLM imports it for vision models. A machine without a GPU has it in a separate folder (``setup.sh --dev``), because
+    in site-packages every import of transformers would load it too.
 
     Raises:
         UserError: it is not installed.

@@ -1,4 +1,4 @@
-"""Serves one engine's ``generate`` on a TCP socket (frames: ``wire``)."""
+"""TCP server for one engine's ``generate`` (frames: ``wire``)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Request = tuple[list[int], SamplingParams, str, Sequence[PlacedImage]]
 Generate = Callable[[list[int], SamplingParams, str, Sequence[PlacedImage]], Awaitable[Generation]]
 
 MAX_IMAGE_BYTES = 512 << 20
-"""Files of images that an engine keeps, the ones least recently used going first."""
+"""Most bytes of image files that an engine keeps; the least recently used are evicted first."""
 
 
 class ImageStore:
-    """Images by the digest of their file, at most so many bytes of them."""
+    """LRU cache of images by the digest of their file, limited to ``max_bytes``."""
 
     def __init__(self, max_bytes: int = MAX_IMAGE_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -30,7 +30,7 @@ class ImageStore:
         self._images: OrderedDict[str, Image] = OrderedDict()
 
     def put(self, image: Image) -> None:
-        """Keep ``image``, and drop others for it as needed."""
+        """Store ``image``, evicting others as needed."""
         name = digest(image)
         if name in self._images:
             return
@@ -41,7 +41,7 @@ class ImageStore:
             self._bytes -= len(dropped.data)
 
     def placed(self, places: Sequence[Sequence[Any]]) -> list[PlacedImage] | None:
-        """The images of a request, its items being (start, end, digest); ``None`` when one is not here."""
+        """Return the images of a request, given as (start, end, digest); ``None`` when one is missing."""
         if any(name not in self._images for _, _, name in places):
             return None
         for _, _, name in places:
@@ -50,7 +50,7 @@ class ImageStore:
 
 
 class EngineServer:
-    """Listens before its engine is up, so that clients learn the address early; requests wait for ``open``."""
+    """Server that listens before its engine is up, so clients can learn its address; requests wait for ``open``."""
 
     def __init__(self, generate: Generate, token: str):
         self._generate = generate
@@ -60,7 +60,7 @@ class EngineServer:
         self._server: asyncio.Server | None = None
 
     async def listen(self, host: str) -> str:
-        """Bind a free port; ``host:port``."""
+        """Bind a free port and return ``host:port``."""
         self._server = await asyncio.start_server(self._serve, host, 0, limit=1 << 20)
         return f"{host}:{self._server.sockets[0].getsockname()[1]}"
 
@@ -76,9 +76,9 @@ class EngineServer:
             if await handshake.admit(reader, writer, self._token) == ["client"]:
                 await self._obey(reader, writer)
         except (TimeoutError, ValueError):
-            pass  # a peer that does not speak the protocol gets no answer
+            pass  # a peer that violates the protocol gets no answer
         except asyncio.CancelledError:
-            pass  # the event loop ends; asyncio's stream callback would print a traceback
+            pass  # the event loop is closing; asyncio's stream callback would print a traceback
         finally:
             writer.close()
 
@@ -90,7 +90,7 @@ class EngineServer:
         except (TypeError, LookupError, OverflowError) as error:
             raise ValueError("a frame that is no request") from error
         finally:
-            # A client that went away wants nothing any more: cancelling aborts its requests in vLLM.
+            # The client is gone: cancelling aborts its requests in vLLM.
             for task in running.values():
                 task.cancel()
 
@@ -123,7 +123,7 @@ class EngineServer:
             writer.write(frames.pack("done", number, *arrays, *end))
         except ValueError as error:
             writer.write(frames.pack("refused", number, str(error)))
-        except Exception as error:  # the client must hear of it, whatever it is, or it would wait for its deadline
+        except Exception as error:  # any error must reach the client, which would otherwise wait for its deadline
             if not isinstance(error, EngineLost):
                 traceback.print_exc()
             writer.write(frames.pack("lost", number, str(error) or type(error).__name__))

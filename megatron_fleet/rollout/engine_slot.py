@@ -1,4 +1,4 @@
-"""Engines as components: watched, replaced when they die, and the receivers of weights."""
+"""Engines as components that are watched, replaced when they die, and receive weights."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from megatron_fleet.weight_sync.base import WeightReceiver
 CLOSE_TIMEOUT_S = 5.0
 
 OnMove = Callable[[str, str], Awaitable[None]]
-"""Told the endpoint of an engine that was lost, and of the one in its place."""
+"""Called with the endpoint of a lost engine and the endpoint of its replacement."""
 Resend = Callable[[WeightReceiver, int], Awaitable[None]]
-"""Sends a version of the weights once more, to one engine. It may wait as long as the trainer needs: it is cancelled
-when an update of all engines begins before the engine's own has. After that update the engine asks anew."""
+"""Resends a weight version to one engine. It may wait for the trainer as long as necessary: it is cancelled if an
+update of all engines begins before that engine's own has begun. After that update the engine requests it again."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weights:
-    """A version that all engines were given; ``message``: see `WeightReceiver.finish_update`."""
+    """Weight version that was sent to all engines; ``message``: see `WeightReceiver.finish_update`."""
 
     version: int
     message: Mapping[str, Any] | None
 
 
 class EngineSlot(WatchedComponent):
-    """One engine replica. After `start` the slot replaces a dead one by itself, at an address of its own: somebody else
-    may have taken the old one. The new one answers nothing before it has the weights of the last update.
+    """Slot of one engine replica. After `start` it replaces a dead engine by itself. The replacement has a new address,
+    since the old one may be in use by then, and answers no request before it has the weights of the last update.
 
-    Between `sleep` and ``wake("kv_cache")`` the device is the trainer's: an engine that dies then is replaced when the
-    trainer has left, and takes the weights of the last update.
+    Between `sleep` and ``wake("kv_cache")`` the trainer owns the device: an engine that dies then is replaced once the
+    trainer is offloaded, and receives the weights of the last update.
     """
 
     def __init__(
@@ -54,8 +54,12 @@ class EngineSlot(WatchedComponent):
         on_move: OnMove,
         resend: Callable[[], Resend | None],
     ) -> None:
-        """Args: ``make``: creates the actor; raises ComponentLost when its host stays away. ``host``: address to listen
-        on. ``resend``: finds it."""
+        """
+        Args:
+            make: creates the actor; raises ComponentLost when its host does not return.
+            host: address to listen on.
+            resend: returns the current `Resend`, if any.
+        """
         super().__init__(name, log)
         self.endpoint = ""
         self._make, self._host = make, host
@@ -75,7 +79,7 @@ class EngineSlot(WatchedComponent):
         self._reason = ""
 
     async def listen(self) -> None:
-        """Create the actor and learn its endpoint. Raises RolloutFailed when it cannot be, or was killed too often."""
+        """Create the actor and get its endpoint. Raises RolloutFailed when that fails, or it is killed too often."""
         while True:
             try:
                 return await self._listen()
@@ -85,7 +89,7 @@ class EngineSlot(WatchedComponent):
                 await self.pause(brief(error))
 
     async def start(self) -> None:
-        """Load the model. Raises RolloutFailed when it cannot, or was killed too often meanwhile."""
+        """Load the model. Raises RolloutFailed when that fails, or the engine is killed too often meanwhile."""
         try:
             await self._start()
             await within(self._actor.serve.remote(), CALL_TIMEOUT_S)
@@ -96,7 +100,7 @@ class EngineSlot(WatchedComponent):
         self._begin_to_serve(self._watch())
 
     async def check(self) -> None:
-        """Learn now, not at the next look of the watcher, whether the engine still serves."""
+        """Check immediately, not at the watcher's next poll, that the engine still serves."""
         actor = self._actor
         if self._serving.is_set():
             try:
@@ -118,8 +122,8 @@ class EngineSlot(WatchedComponent):
         return await self._repeat(lambda actor: actor.processes.remote(), CALL_TIMEOUT_S)
 
     async def open_transport(self, init_info: Mapping[str, Any]) -> None:
-        """See `WeightReceiver`. What came over another transport cannot be had again: an engine that is being replaced
-        waits for the next update."""
+        """See `WeightReceiver`. The data of a previous transport cannot be sent again, so an engine that is being
+        replaced waits for the next update."""
         self._init_info = init_info
         self._settled.clear()
         self._stop_resending()
@@ -141,7 +145,7 @@ class EngineSlot(WatchedComponent):
             await self._or_lose(self._updating, self._updating.load.remote(message))
 
     async def finish_update(self, version: int, message: Mapping[str, Any] | None) -> None:
-        """See `WeightReceiver`. An engine whose device is the trainer's takes the version when it comes back.
+        """See `WeightReceiver`. An engine that died while the trainer owns its device gets the version when replaced.
 
         Raises:
             RolloutFailed: the engine was given up.
@@ -159,7 +163,7 @@ class EngineSlot(WatchedComponent):
                 self._lose(actor, error)
 
     async def sleep(self) -> str | None:
-        """Make the engine leave its device, see `EngineActor.sleep`. One that is being replaced is waited for."""
+        """Put the engine to sleep, see `EngineActor.sleep`. Waits for one that is being replaced."""
         await self.serving()
         self._device_free.clear()
         actor = self._asleep = self._actor
@@ -170,7 +174,7 @@ class EngineSlot(WatchedComponent):
             return None
 
     async def wake(self, part: Literal["weights", "kv_cache"]) -> None:
-        """Let the engine take memory; with the KV cache it has its device, and this returns when it serves."""
+        """Wake ``part`` of the engine; ``kv_cache`` returns its device to it and waits until it serves."""
         if self._asleep is self._actor and self._serving.is_set():
             await self._or_lose(self._actor, self._actor.wake.remote(part))
         if part == "kv_cache":
@@ -200,11 +204,11 @@ class EngineSlot(WatchedComponent):
             raise TimeoutError(f"not within {limit}; its log shows where its processes were") from error
 
     async def _repeat(self, call: Callable[[Any], Awaitable[Any]], timeout_s: float) -> Any:
-        """Call the actor; when the engine is lost under the call, call the next one.
+        """Call the actor; if the engine is lost during the call, call its replacement.
 
         Raises:
             RolloutFailed: the engine was given up.
-            RayTaskError: the call itself is wrong; the engine is well.
+            RayTaskError: the call itself failed; the engine is healthy.
         """
         while True:
             await self.serving()
@@ -222,7 +226,7 @@ class EngineSlot(WatchedComponent):
         return self._updating is not None and self._updating is self._actor
 
     async def _or_lose(self, actor: Any, call: Awaitable[None]) -> bool:
-        """Await a call under which a failing engine is lost; whether it was well."""
+        """Await a call, and mark the engine as lost if it fails. Returns whether it succeeded."""
         try:
             await within(call, self._update_timeout_s)
             return True
@@ -231,7 +235,7 @@ class EngineSlot(WatchedComponent):
             return False
 
     def _lose(self, actor: Any, error: BaseException) -> None:
-        """A call failed. It may have taken so long that another engine is in the place already, which lives."""
+        """Mark ``actor`` as lost after a failed call, unless it has been replaced while the call was running."""
         if actor is not self._actor:
             return
         self._serving.clear()
@@ -240,7 +244,7 @@ class EngineSlot(WatchedComponent):
         ray.kill(self._actor)
 
     async def _there(self) -> bool:
-        """Wait for the engine, unless it cannot come because the trainer has its device."""
+        """Wait for the engine, unless it cannot start as the trainer owns its device; returns whether it serves."""
         if not self._device_free.is_set():
             return self._serving.is_set()
         await self.serving()
@@ -274,8 +278,8 @@ class EngineSlot(WatchedComponent):
                 reason = brief(error)
 
     async def _take_settled(self) -> None:
-        """An engine comes up with the weights of the start; give it the newest. An update under way goes first: what
-        the older ones are taken from is being overwritten."""
+        """Send the newest weights to a started engine, which has the initial ones. Waits for a running update, because
+        it overwrites the source of the older weights."""
         while True:
             await self._settled.wait()
             if self._weights is self._loaded:
@@ -283,9 +287,9 @@ class EngineSlot(WatchedComponent):
             await self._catch_up()
 
     async def _catch_up(self) -> None:
-        """Load the weights of the last update, unless another one begins meanwhile."""
+        """Load the weights of the last update, unless another update begins meanwhile."""
         weights = self._weights
-        assert weights is not None  # both callers have looked
+        assert weights is not None  # checked by both callers
         receiver = _SingleReceiver(self._actor, self._start_timeout_s)
         if weights.message is None:
             await self._ask_again(receiver, weights.version)
@@ -321,17 +325,17 @@ class EngineSlot(WatchedComponent):
             raise ComponentLost(f"version {version} of the weights was not sent again: {what}") from error
 
     def _stop_resending(self) -> None:
-        """What an engine waits for is overtaken by an update of all, which may wait for that engine."""
+        """Cancel a resend that has not begun: the update of all engines supersedes it, and may wait for that engine."""
         if self._resending is not None and not self._resending[1].begun:
             self._resending[0].cancel()
 
 
 class _SingleReceiver:
-    """A WeightReceiver for one engine that does not serve yet; its failures are raised.
+    """WeightReceiver for one engine that does not serve yet; its failures are raised.
 
     Attributes:
         begun: an update has begun.
-        version: what the engine has; ``None`` before the end of an update.
+        version: weight version of the engine; ``None`` before the end of an update.
     """
 
     def __init__(self, actor: Any, timeout_s: float) -> None:

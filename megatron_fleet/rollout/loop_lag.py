@@ -1,4 +1,4 @@
-"""LoopLag: how late the event loop wakes a sleeper, which is what a blocking call costs everybody else."""
+"""Lag of the event loop: the delay that blocking calls cause for all other tasks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from contextlib import contextmanager
 
 INTERVAL_S = 0.05
 KEPT = 1200
-"""Newest samples: a minute of watching."""
+"""Number of newest samples kept: one minute."""
 WARN_S = 1.0
 
 log = logging.getLogger(__name__)
 
 
 class LoopLag:
-    """Samples the lag of the running loop while somebody is ``watching``."""
+    """Sampler of the running loop's lag, active inside ``watching``."""
 
     def __init__(self) -> None:
         self._samples: deque[float] = deque(maxlen=KEPT)
@@ -27,7 +27,7 @@ class LoopLag:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Sample until the last of those who entered has left. Needs a running loop."""
+        """Sample inside the context, which can be entered several times at once. Needs a running loop."""
         self._watchers += 1
         if self._task is None:
             self._task = asyncio.create_task(self._watch())
@@ -40,7 +40,7 @@ class LoopLag:
                 self._task = None
 
     def quantile(self, q: float) -> float:
-        """Seconds of lag that a share ``q`` of the samples does not exceed; 0 without samples."""
+        """Return the ``q`` quantile of the lag in seconds; 0 without samples."""
         ordered = sorted(self._samples)
         return ordered[max(0, math.ceil(q * len(ordered)) - 1)] if ordered else 0.0
 

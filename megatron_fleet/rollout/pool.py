@@ -1,4 +1,4 @@
-"""Pool: the engines, workers and environments of one rollout, and the collector that uses them."""
+"""Pool of the engines, episode workers and environments of one rollout, and the collector that uses them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,21 @@ from megatron_fleet.rollout.engine_slot import EngineSlot, Resend
 from megatron_fleet.rollout.ray_local import wait_for_nodes
 
 RUN_MARGIN_S = 60.0
-"""Beyond the deadlines that an episode keeps by itself; a worker that takes longer hangs."""
+"""Added to the deadlines of an episode itself; a worker that takes longer counts as hung."""
 WORKER_START_TIMEOUT_S = 120.0
 
 
 class Pool:
-    """Made within a Ray cluster; `start` fills the places, and their slots keep them filled."""
+    """Components of a rollout within a Ray cluster. `start` starts them; their slots restart those that die."""
 
     def __init__(
         self, config: Config, place: Place, environment: Mapping[str, str], resend: Callable[[], Resend | None]
     ) -> None:
-        """Args: ``environment``: variables of the environment server. ``resend``: finds what sends weights again."""
+        """
+        Args:
+            environment: environment variables of the environment server.
+            resend: returns the function that resends weights to a restarted engine, if any.
+        """
         self._config, self._place = config, place
         self._url = ""
         self._listening = asyncio.Event()
@@ -48,11 +52,11 @@ class Pool:
         """Start engines and workers; returns when all of them serve.
 
         Args:
-            serving: the start of the environments; its result is their address.
+            serving: task that starts the environments and returns their address.
 
         Raises:
-            RolloutFailed: one cannot start.
-            UserError: the environments cannot.
+            RolloutFailed: an engine or worker cannot start.
+            UserError: the environments cannot start.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -62,7 +66,7 @@ class Pool:
             raise failures.exceptions[0] from None
 
     async def close(self) -> None:
-        """End everything, within some seconds."""
+        """Stop all components within a few seconds."""
         self.collector.close()
         slots = (*self.engines, *self.workers, self.environment)
         await asyncio.gather(*(slot.close() for slot in slots), return_exceptions=True)
@@ -107,7 +111,7 @@ class Pool:
 
     def _worker_slot(self, index: int) -> WorkerSlot:
         rollout, env = self._config.rollout, self._config.env
-        # An environment that was started ahead waits for a place as long as another episode takes.
+        # An environment that was started ahead waits up to one episode's duration for a free slot.
         episodes_s = 2 * (rollout.episode_timeout_s + env.verify_timeout_s)
         run_timeout_s = env.provisioning.wait_s + env.reset_timeout_s + episodes_s + RUN_MARGIN_S
 

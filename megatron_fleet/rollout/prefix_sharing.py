@@ -1,11 +1,11 @@
-"""Who may read whose cached prefix, so that equal seeds give bit-equal samples on vLLM's CPU attention.
+"""Sharing of cached prefixes between episodes, such that equal seeds give bit-equal samples with vLLM's CPU attention.
 
-vLLM's CPU kernel works through the keys in tiles whose size depends on how many queries come at once
+vLLM's CPU kernel processes the keys in tiles whose size depends on the number of queries in the call
 (``csrc/cpu/cpu_attn_impl.hpp``, ``calcu_tile_size_with_constant_q``). When all keys fit one tile, a token's result does
-not depend on how much of its prompt was cached; with several tiles it does, in the last bits. How much of a prompt
-other episodes have already cached is a matter of timing. So an episode shares the cache as long as each of its turns
-fits one tile whatever is cached, and from the first turn that does not it has a cache of its own, where what it finds
-depends on its own past alone. Small contexts, the common case of small models, always share.
+not depend on how much of its prompt was cached; with several tiles it does, in the last bits. The amount that other
+episodes have already cached depends on timing. So an episode shares the cache as long as each of its turns fits one
+tile whatever is cached. From the first turn that does not, it has a private cache, whose hits depend only on its own
+history. Small contexts, the common case with small models, are always shared.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from dataclasses import dataclass
 from typing import Any
 
 BLOCK = 32
-"""Tokens of a cache block; hits are multiples of it."""
+"""Tokens per cache block; cache hits are multiples of it."""
 _FLOAT = 4
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionTiles:
-    """The kernel's tiling for one model on one machine.
+    """Tiling of the kernel for one model on one machine.
 
     Attributes:
-        head_dim: of one head.
+        head_dim: size of one head.
         queries_per_key: query heads that share one key head.
-        element_bytes: of a cached key or value.
+        element_bytes: bytes of an element of a cached key or value.
         cache_bytes: the kernel's budget: half of the core's L2 cache.
         rows: query heads that one inner loop holds in registers: 8 for float32 on x86; 32, the most, elsewhere.
     """
@@ -52,7 +52,7 @@ class AttentionTiles:
         )
 
     def one_tile(self, length: int, uncached: int) -> bool:
-        """Whether ``length`` keys fit one tile when the last ``uncached`` tokens, or fewer, are queries."""
+        """Return whether ``length`` keys fit one tile when the last ``uncached`` tokens, or fewer, are queries."""
         work = 2 * _FLOAT * self.head_dim  # a query and its output
         keys = 2 * self.element_bytes * self.head_dim
         logits = _FLOAT * self.rows
@@ -63,7 +63,7 @@ class AttentionTiles:
 
 
 class PrefixSharing:
-    """Gives each turn the salt of its cache: ``None`` for the shared one."""
+    """Choice of the cache salt for each turn; ``None``: the shared cache."""
 
     def __init__(self, tiles: AttentionTiles) -> None:
         self._tiles = tiles
@@ -71,7 +71,12 @@ class PrefixSharing:
         self._private: set[str] = set()
 
     def salt(self, session: str, length: int) -> str | None:
-        """Args: ``session``: the episode. ``length``: tokens of this prompt, which begins with the one before."""
+        """Return the salt of a turn.
+
+        Args:
+            session: the episode.
+            length: tokens of the turn's prompt, which has the previous turn's prompt as a prefix.
+        """
         if session not in self._private:
             cached = self._lengths.get(session, 0) // BLOCK * BLOCK
             if not self._tiles.one_tile(length, length - cached):
@@ -80,6 +85,6 @@ class PrefixSharing:
         return session if session in self._private else None
 
     def forget(self) -> None:
-        """The cache was emptied."""
+        """Reset, because the cache was emptied."""
         self._lengths.clear()
         self._private.clear()

@@ -1,4 +1,4 @@
-"""Ray for one run: a local cluster that nobody else can use and that ends with its owner, or one to join."""
+"""Ray for one run: a private local cluster that ends with its owner, or an existing cluster to join."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from megatron_fleet.config.secrets import without_secrets
 
 JOIN_POLL_S = 0.1
 SOCKET_PATH_LIMIT = 107
-"""Bytes of a unix socket's path on Linux."""
+"""Most bytes of a unix socket's path on Linux."""
 RAY_SOCKET_SUFFIX = 79
-"""Ray's own part of it: /ray/session_<date>_<pid>/sockets/plasma_store."""
+"""Bytes of Ray's part of the path: /ray/session_<date>_<pid>/sockets/plasma_store."""
 
 
 def run_folder(run_id: str) -> Path:
-    """A short, private folder for Ray's session: unix sockets in it must stay below the system's path limit."""
+    """Create a private folder for Ray's session, with a short path because of the system's limit for unix sockets."""
     base = tempfile.gettempdir()
     if len(base) + len(run_id) + 2 + RAY_SOCKET_SUFFIX > SOCKET_PATH_LIMIT:
         base = "/tmp"
@@ -39,15 +39,15 @@ def run_folder(run_id: str) -> Path:
 
 
 def temporary_files_in(folder: str) -> dict[str, str]:
-    """Variables with which a process makes its temporary files, vLLM's sockets among them, in ``folder``; except what
-    torch compiled, which the next run needs too."""
+    """Return variables that make a process put its temporary files, including vLLM's sockets, into ``folder``; except
+    torch's compile cache, which later runs reuse."""
     compiled = os.path.expanduser("~/.cache/torchinductor")
     return {"TMPDIR": folder, "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled)}
 
 
 @contextlib.contextmanager
 def children_environment(run_id: str) -> Iterator[dict[str, str]]:
-    """The variables that processes started within inherit: the run's mark, no secret, nothing that names a rank."""
+    """Set the environment that child processes inherit: with the run's mark, without secrets and rank variables."""
     before = dict(os.environ)
     inherited = without_secrets(without_rank_variables(before)) | marks(run_id)
     _replace_environment(inherited)
@@ -65,22 +65,22 @@ def _replace_environment(variables: Mapping[str, str]) -> None:
 
 
 def authenticate() -> None:
-    """Give Ray a token for this process's cluster; without one it writes one into the home directory for all later
-    runs. Call before ``ray`` is imported, which reads it."""
+    """Set a Ray token for this process's cluster; without one Ray would write a token for all later runs to the home
+    directory. Call before ``ray`` is imported, because the import reads it."""
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
 def start(run_id: str, folder: Path, host: str) -> RayHead | None:
-    """Join the cluster at RAY_ADDRESS, or start one in this process's care. Blocks for some seconds.
+    """Join the cluster at RAY_ADDRESS, or start one owned by this process. Blocks for some seconds.
 
     Call within ``children_environment``.
 
     Args:
-        host: address of this machine that the cluster's other machines reach.
+        host: address of this host that is reachable from the cluster's other hosts.
 
     Returns:
-        How other machines join; ``None``: the cluster is somebody else's.
+        The data for other hosts to join; ``None``: an existing cluster was joined.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     address = os.environ.get("RAY_ADDRESS")
@@ -91,9 +91,9 @@ def start(run_id: str, folder: Path, host: str) -> RayHead | None:
     import ray
 
     if host == LOOPBACK:
-        # Ray would replace it by an address that other machines reach, and then listen on all of them.
+        # Ray would replace loopback by an external address, and then listen on all interfaces.
         ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # the same for its processes
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # the same for Ray's processes
 
     common = {"log_to_driver": False, "namespace": "megatron_fleet", "logging_level": "warning"}
     with _termination_handler_kept():
@@ -101,11 +101,11 @@ def start(run_id: str, folder: Path, host: str) -> RayHead | None:
             ray.init(address=address, **common)
             return None
         ray.init(
-            num_cpus=1,  # all our actors take none; Ray starts as many idle workers as there are CPUs
+            num_cpus=1,  # our actors reserve no CPUs, and Ray starts one idle worker per CPU
             include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,
             _node_ip_address=host,
-            # A folder of its own: Ray opens it to everybody. The one around it stays private.
+            # A subfolder, because Ray makes it world-accessible; its parent stays private.
             _temp_dir=str(folder / "ray"),
             **common,
         )
@@ -114,20 +114,20 @@ def start(run_id: str, folder: Path, host: str) -> RayHead | None:
 
 
 def keep_logs(folder: Path, logs: Path) -> None:
-    """Copy what Ray wrote in a run's folder to ``logs/ray``."""
+    """Copy Ray's logs from a run's folder to ``logs/ray``."""
     for session in folder.glob("ray/session_2*/logs"):
         shutil.copytree(session, logs / "ray", dirs_exist_ok=True, ignore_dangling_symlinks=True)
 
 
 def live_nodes() -> dict[str, str]:
-    """Ids of the cluster's live nodes by their address."""
+    """Return the ids of the cluster's live nodes by address."""
     import ray
 
     return {str(node["NodeManagerAddress"]): str(node["NodeID"]) for node in ray.nodes() if node["Alive"]}
 
 
 async def wait_for_nodes(addresses: Collection[str], timeout_s: float) -> None:
-    """Wait until the machines with these addresses have joined. Raises UserError when some have not in time."""
+    """Wait until the hosts with these addresses have joined. Raises UserError when some have not in time."""
     deadline = time.monotonic() + timeout_s
     while missing := [address for address in addresses if address not in live_nodes()]:
         if time.monotonic() > deadline:
@@ -140,7 +140,7 @@ async def wait_for_nodes(addresses: Collection[str], timeout_s: float) -> None:
 
 @contextlib.contextmanager
 def _termination_handler_kept() -> Iterator[None]:
-    """Ray sets a SIGTERM handler of its own, even where its owner has one."""
+    """Restore the SIGTERM handler that Ray replaces with its own."""
     handler = signal.getsignal(signal.SIGTERM)
     yield
     if handler not in (signal.SIG_DFL, None) and threading.current_thread() is threading.main_thread():

@@ -1,4 +1,4 @@
-"""What is asked of the rollout, and what comes back."""
+"""Requests to the rollout, and their results."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from megatron_fleet.rollout.accounting import Accounting
 
 
 class RolloutFailed(Exception):
-    """A component kept failing. The run should stop; its newest checkpoint is where to go on from."""
+    """A component kept failing. The run should stop; it can be resumed from its newest checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class CollectRequest:
-    """Play each of ``tasks`` ``samples`` times.
+    """Request to play each of ``tasks`` ``samples`` times.
 
-    ``seed`` decides every sampled token, together with step, purpose, task and sample; ``None`` leaves
-    sampling to chance. Of an evaluation, every task is begun once, environments by turns, before any is begun again.
-    After ``budget_s`` seconds what is not over is given up as ``aborted``.
+    ``seed``, with step, purpose, task and sample, determines every sampled token; ``None``: sampling is unseeded. An
+    evaluation starts every task once, taking the environments round-robin, before it starts any task again. After
+    ``budget_s`` seconds unfinished episodes are given up as ``aborted``.
 
-    ``played``: episodes by ``(group, sample)`` that are there already; they are part of the result and of no count.
+    ``played``: existing episodes by ``(group, sample)``; they are part of the result, but not counted.
     """
 
     step: int
@@ -43,10 +43,10 @@ class EpisodeSpec:
     Attributes:
         step: training step, for the seed only.
         temperature: 0 is greedy.
-        seed: of the run; ``None`` leaves sampling unseeded.
-        attempt: 0, then +1 for each retry; it names the episode to environments.
-        trained: a policy may learn from it; what only training needs is not kept otherwise.
-        collection: the collection that it is of; no two of a rollout have the same number.
+        seed: seed of the run; ``None`` leaves sampling unseeded.
+        attempt: 0, then +1 for each retry; part of the episode's name for environments.
+        trained: the policy may be trained on it; otherwise data that only training needs is not kept.
+        collection: number of its collection, unique within the rollout.
     """
 
     task: Task
@@ -62,7 +62,7 @@ class EpisodeSpec:
 
 @dataclass(slots=True)
 class CollectResult:
-    """``groups``: one per task, in the order asked; each holds ``samples`` trajectories in order of ``sample``."""
+    """Result of a collection. ``groups``: one per task, in request order, each with its trajectories by ``sample``."""
 
     groups: list[Group]
     accounting: Accounting
@@ -71,7 +71,7 @@ class CollectResult:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Of one collection: trajectories returned, wanted, and tokens sampled in the returned ones."""
+    """Progress of one collection: trajectories returned and requested, and tokens sampled in the returned ones."""
 
     done: int
     total: int
@@ -80,7 +80,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class RolloutStats:
-    """Since the start: what engines generated and used, and components replaced."""
+    """Totals since the start: tokens, requests and CPU time of the engines, and component restarts."""
 
     tokens: int
     requests: int

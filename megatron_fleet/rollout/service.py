@@ -1,4 +1,4 @@
-"""RolloutService: the controller's handle on everything that plays episodes."""
+"""Rollout service: the controller's handle on engines, episode workers and environments."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """Where a rollout takes place.
+    """Hosts and placement of a rollout.
 
     Attributes:
         inventory: the hosts of the run, the controller's first.
-        token: the run's secret, which every socket asks for.
-        nodes: the hosts that are to join Ray; ``None``: there are none.
+        token: the run's secret, required on every socket.
+        nodes: the hosts that join Ray; ``None``: there are none.
     """
 
     inventory: Inventory
@@ -54,23 +54,23 @@ class Ground:
 
     @classmethod
     def alone(cls, config: Config) -> Ground:
-        """This machine, where nothing else needs devices. Raises UserError when the engines do not fit."""
+        """Return this host alone, with all its devices for engines. Raises UserError when the engines do not fit."""
         inventory = local_inventory(os.environ)
         return cls(inventory, place(inventory, Wanted.of_evaluation(config)), secrets.token_hex(32))
 
 
 class RolloutService:
-    """Starts Ray, the environment server, the engines and the workers; ends all of them with itself.
+    """Owner of Ray, the environment server, the engines and the episode workers.
 
     Use it as an async context manager. Entering returns before the engines are up, so that the trainer can start
-    meanwhile; the first call that needs them waits. However the owning process ends, killed included, nothing of it
-    stays.
+    concurrently; the first call that needs them waits. Everything is cleaned up however the owning process ends, even
+    if it is killed.
 
     Attributes:
         run_id: marks every process of this rollout (see `cluster.janitor`).
-        engines: all engines, for a transport of weights.
-        resend: sends the present weights again to one engine that was restarted; the controller sets it. Without it a
-            restarted engine ends the run unless its transport is lasting.
+        engines: all engines, as the receiver of a weight transport.
+        resend: resends the current weights to a restarted engine; set by the controller. Without it a restarted engine
+            ends the run unless its transport is lasting.
     """
 
     engines: WeightReceiver
@@ -87,7 +87,7 @@ class RolloutService:
         Args:
             out: logs go to ``out/logs``.
             episode_python: interpreter of the episode environment.
-            ground: where it takes place; ``None``: on this machine, which it has for itself.
+            ground: hosts and placement; ``None``: this host alone, with all its devices.
         """
         self.run_id = secrets.token_hex(4)
         self.resend: Resend | None = None
@@ -122,12 +122,12 @@ class RolloutService:
     ) -> CollectResult:
         """Play all episodes of ``request``. A failed episode is part of the result.
 
-        Several calls may be under way: they share ``rollout.episodes_in_flight``, and what becomes free goes to the
-        earliest. Cancelling stops the call's episodes and leaves the others alone.
+        Concurrent calls share ``rollout.episodes_in_flight``; free capacity goes to the earliest call. Cancelling a
+        call stops only its own episodes.
 
         Args:
             on_progress: called about twice a second, and at the end.
-            on_episodes: likewise, with the episodes that ended since.
+            on_episodes: called at the same times, with the episodes that ended since the last call.
 
         Raises:
             RolloutFailed: an engine, a worker or the environment server died too often.
@@ -136,7 +136,7 @@ class RolloutService:
         return await self._pool.collector.collect(request, on_progress, on_episodes)
 
     async def environment_available(self) -> str | None:
-        """Return why no environment can be had now; ``None`` when a server answers, or there is none to ask.
+        """Return why no environment is available now; ``None`` when a server answers, or there is none to probe.
 
         Raises:
             RolloutFailed: the run's own environment server was given up.
@@ -144,19 +144,19 @@ class RolloutService:
         return await self._pool.environment.available()
 
     async def score(self, sequences: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
-        """Log-probs of ``sequences`` (int32 ``[T]``) by every engine, at temperature 1: float32 ``[T]``, first 0."""
+        """Score ``sequences`` (int32 ``[T]``) on every engine at temperature 1: log-probs float32 ``[T]``, first 0."""
         await self.wait_ready()
         timeout_s = self._config.rollout.engine.request_timeout_s
         return list(await asyncio.gather(*(engine.score(sequences, timeout_s) for engine in self._pool.engines)))
 
     async def engine(self) -> Engine:
-        """The engines themselves, for requests outside any episode."""
+        """Return a client of the engines, for requests outside any episode."""
         await self.wait_ready()
         endpoints = [engine.endpoint for engine in self._pool.engines]
         return connect(endpoints, self._ground.token, self._config.rollout.engine.request_timeout_s)
 
     async def stats(self) -> RolloutStats:
-        """What engines did and which components were replaced, since the start."""
+        """Return totals of the engines' work and of component restarts since the start."""
         await self.wait_ready()
         pool = self._pool
         engines = await asyncio.gather(*(engine.stats() for engine in pool.engines))
@@ -168,12 +168,12 @@ class RolloutService:
         )
 
     async def engine_processes(self) -> list[int]:
-        """Pids of the engines' processes, the actors' included."""
+        """Return the pids of the engines' processes, including their actors."""
         await self.wait_ready()
         return [pid for pids in await asyncio.gather(*(e.processes() for e in self._pool.engines)) for pid in pids]
 
     async def sleep(self) -> str | None:
-        """Make all engines leave their devices and lose their weights; why one freed no memory, if so.
+        """Put all engines to sleep, which discards their weights; returns the reason if one freed no memory.
 
         Raises:
             RolloutFailed: an engine was given up.
@@ -183,9 +183,9 @@ class RolloutService:
         return next((reason for reason in reasons if reason), None)
 
     async def wake(self, part: Literal["weights", "kv_cache"]) -> None:
-        """Let engines take memory: first for their weights, which must then be sent; for the KV cache, and serve again.
+        """Wake all engines: ``weights`` allocates weight memory, to be filled by a sync; ``kv_cache`` resumes serving.
 
-        An engine that died while it slept is back, with the weights, when the second returns.
+        An engine that died while asleep has been restarted, with its weights, when the ``kv_cache`` call returns.
 
         Raises:
             RolloutFailed: an engine was given up.
@@ -200,9 +200,9 @@ class RolloutService:
         janitor = Janitor(self.run_id, folder)
         self._cleanup.callback(janitor.close)
         if self._ground.nodes is not None:
-            # After this process has left: Ray would tell it of each node's end at length.
+            # Runs after this process has left Ray, which would otherwise log the end of every node verbosely.
             self._cleanup.push_async_callback(self._ground.nodes.leave)
-        # No await within: other code would see variables that are not this process's own.
+        # No await inside: other coroutines would see the modified environment.
         with ray_local.children_environment(self.run_id) as inherited:
             head = self._start_ray(folder, logs)
         self._cleanup.callback(_leave_ray)
@@ -210,7 +210,7 @@ class RolloutService:
         from megatron_fleet.rollout.engine_slot import Engines
         from megatron_fleet.rollout.pool import Pool
 
-        # What a killed server leaves goes with the run's folder.
+        # Leftovers of a killed server are removed with the run's folder.
         variables = inherited | {"TMPDIR": str(folder)}
         self._pool = Pool(self._config, self._place(logs, head), variables, lambda: self.resend)
         self.engines = Engines(self._pool.engines, self.wait_ready)
@@ -221,13 +221,16 @@ class RolloutService:
         await asyncio.shield(serving)
 
     def _start_ray(self, folder: Path, logs: Path) -> RayHead | None:
-        """Start Ray, a second time when the first fails: its processes find each other by deadlines of their own, some
-        of 5 s, which pass on a busy machine. Raises RolloutFailed."""
+        """Start Ray, with one retry: Ray's internal startup timeouts, some of 5 s, can expire on a busy host.
+
+        Raises:
+            RolloutFailed: both attempts failed.
+        """
         for last in (False, True):
             try:
                 return ray_local.start(self.run_id, folder, self._ground.inventory.hosts[0].address)
             except Exception as error:
-                ray_local.keep_logs(folder, logs)  # the folder goes with this process
+                ray_local.keep_logs(folder, logs)  # the folder is removed with this process
                 lines = str(error).strip().splitlines() or [type(error).__name__]
                 why = f"Ray did not start: {lines[-1]} Its logs are in {logs / 'ray'}."
                 _leave_ray()
@@ -248,7 +251,7 @@ class RolloutService:
     def _place(self, logs: Path, head: RayHead | None) -> Place:
         from megatron_fleet.rollout.actors import Place
 
-        # The temporary files of engines and workers go with the run's folder, which every host of our own cluster has.
+        # Temporary files of engines and workers are removed with the run's folder, present on every host we started.
         temporary = {} if head is None else ray_local.temporary_files_in(head.folder)
 
         return Place(
@@ -263,10 +266,10 @@ class RolloutService:
 
 
 def episode_python() -> Path:
-    """The interpreter of the episode environment, which set-up puts beside that of the engine environment.
+    """Return the interpreter of the episode environment, which setup installs next to the engine environment.
 
     Raises:
-        UserError: it is not there.
+        UserError: it is missing.
     """
     python = Path(sys.prefix).parent / "episode" / "bin" / "python"
     if not python.exists():

@@ -1,9 +1,9 @@
-"""The engine protocol over one persistent TCP connection, in the frames of ``cluster.frames``.
+"""Engine protocol over one persistent TCP connection, in frames of ``cluster.frames``.
 
 Frames are lists whose first item is the kind. Client to engine, after the hello of ``cluster.handshake``::
 
     ["client", proof]
-    ["image", media type, file]     requests name it by its digest afterwards
+    ["image", media type, file]     later requests refer to it by its digest
     ["generate", id, session, prompt ids, temperature, max_tokens, stop ids, seed, routing_start,
      [[start, end, digest], ...]]   the last: the images in the prompt, each over its placeholders
     ["cancel", id]
@@ -11,12 +11,12 @@ Frames are lists whose first item is the kind. Client to engine, after the hello
 Engine to client, in any order of ``id``::
 
     ["done", id, token ids, logprobs, finish_reason, [[version, start, end], ...], routing]
-    ["missing", id]             the engine does not hold all images of the request (any more): send both again
+    ["missing", id]             the engine does not hold all images of the request: send images and request again
     ["refused", id, reason]     the request can never be served
     ["lost", id, reason]        the engine cannot serve any more
 
-Token ids travel as little-endian int32 bytes, log-probs as float32 bytes, routing (uint8 or int16 ``[R, layers,
-k]``) as arrays do in frames, or nil. An image is in every later prompt of its episode, so its file travels once.
+Token ids are sent as little-endian int32 bytes, log-probs as float32 bytes, routing (uint8 or int16 ``[R, layers, k]``)
+as an array of a frame, or nil. Every later prompt of an episode contains its images, so each file is sent once.
 """
 
 from __future__ import annotations

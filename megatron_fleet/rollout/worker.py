@@ -1,4 +1,6 @@
-"""Plays many episodes concurrently in one process of the episode environment. A failed episode is data.
+"""Episode worker: plays many episodes concurrently in one process of the episode environment.
+
+A failed episode yields a trajectory, not an exception.
 
 ``EpisodeWorker`` is a plain async class; ``rollout.actors`` wraps it as a Ray actor.
 """
@@ -29,10 +31,10 @@ log = logging.getLogger(__name__)
 
 
 class EpisodeRunner(ABC):
-    """Runs batches of episodes on one event loop. Who plays them is a subclass's business."""
+    """Runner of batches of episodes on one event loop. Subclasses provide the model that plays them."""
 
     def __init__(self, rollout: Rollout, env: Env, env_url: str, env_token: str = "") -> None:
-        """Args: ``env_token``: that the run's own environment server asks for."""
+        """Args: ``env_token``: token for the run's own environment server."""
         self._env_config, self._env_url, self._env_token = env, env_url, env_token
         places = math.ceil(rollout.episodes_in_flight / rollout.workers)
         self._provisioner = Provisioner(env.provisioning)
@@ -43,11 +45,11 @@ class EpisodeRunner(ABC):
         self._aborted: set[int] = set()
 
     async def run(self, batch: Sequence[EpisodeSpec]) -> list[Trajectory]:
-        """Play ``batch``; one trajectory per spec, in order. Several calls share the worker's slots."""
+        """Play ``batch``; returns one trajectory per spec, in order. Concurrent calls share the worker's slots."""
         episodes = [asyncio.create_task(self._play(spec)) for spec in batch]
         for spec, episode in zip(batch, episodes, strict=True):
             self._running[episode] = spec.collection
-            if spec.collection in self._aborted:  # Ray may deliver a batch after the order to abort it
+            if spec.collection in self._aborted:  # Ray may deliver a batch after its abort
                 episode.cancel()
         with self._lag.watching():
             try:
@@ -62,8 +64,7 @@ class EpisodeRunner(ABC):
         return trajectories
 
     async def abort(self, collection: int) -> None:
-        """Stop every episode of ``collection``, in flight, waiting or still to come; their ``run`` returns them as
-        ``aborted``."""
+        """Stop every running, waiting or future episode of ``collection``; ``run`` returns them as ``aborted``."""
         self._aborted.add(collection)
         episodes = [episode for episode, number in self._running.items() if number == collection]
         for episode in episodes:
@@ -71,11 +72,11 @@ class EpisodeRunner(ABC):
         await asyncio.gather(*episodes, return_exceptions=True)
 
     async def forget_failures(self) -> None:
-        """Start limiters and breakers anew: the environment server that failed was replaced."""
+        """Reset limiters and circuit breakers, because the failed environment server was replaced."""
         self._provisioner = Provisioner(self._env_config.provisioning)
 
     async def _play(self, spec: EpisodeSpec) -> Trajectory:
-        """One episode, unless its environment is in quarantine."""
+        """Play one episode, unless its environment is in quarantine."""
         env_key = spec.task.env_key
         async with self._started:
             provisioner = self._provisioner
@@ -95,7 +96,7 @@ class EpisodeRunner(ABC):
         return trajectory
 
     async def _play_admitted(self, spec: EpisodeSpec, provisioner: Provisioner) -> Trajectory:
-        """Start the environment, then wait for a place to play."""
+        """Start the environment, wait for a slot, and play the episode."""
         inner = make_environment(self._env_config, self._env_url, _name(spec), self._env_token)
         environment = provisioner.environment(spec.task.env_key, inner)
         try:
@@ -109,11 +110,11 @@ class EpisodeRunner(ABC):
 
     @abstractmethod
     async def _episode(self, spec: EpisodeSpec, environment: ProvisionedEnvironment) -> Trajectory:
-        """Play one episode; its environment has been started."""
+        """Play one episode in an environment that has been started."""
 
 
 class EpisodeWorker(EpisodeRunner):
-    """Plays with the policy that the engines serve."""
+    """Episode runner for the policy that the engines serve."""
 
     def __init__(
         self,
@@ -130,10 +131,10 @@ class EpisodeWorker(EpisodeRunner):
 
         Args:
             token: the run's secret.
-            host: address of this host; engines here are preferred.
+            host: address of this host; local engines are preferred.
 
         Raises:
-            UserError: the tokenizer folder or the file of prompts cannot be used.
+            UserError: the tokenizer folder or the prompts file is invalid.
         """
         rollout_config: Rollout = Rollout.model_validate(rollout)
         env_config = Env.model_validate(env)
@@ -168,19 +169,19 @@ class EpisodeWorker(EpisodeRunner):
 
 
 def episode_seed(spec: EpisodeSpec) -> int | None:
-    """Differs between any two episodes; ``None``: unseeded.
+    """Return a seed that differs between any two episodes; ``None``: unseeded.
 
-    Further attempts at an episode have the same: what a failed component or verifier costs is time, not other tokens,
-    and episodes that their environment fails are not replaced by luckier ones.
+    Retries of an episode have the same seed, so a failed component or verifier costs time but does not change tokens,
+    and failures of the environment do not bias the sampled episodes.
     """
     if spec.seed is None:
         return None
-    # The 0 stands for the attempt, so that seeds give the runs that they always gave.
+    # The 0 once was the attempt; it keeps the results of existing seeds unchanged.
     return stable_seed(spec.seed, spec.step, spec.task.key, spec.sample, 0)
 
 
 def _name(spec: EpisodeSpec) -> str:
-    """Names the episode to the environment, where equal runs give equal names."""
+    """Name the episode for the environment; equal runs give equal names."""
     return f"{spec.step}/{spec.group}/{spec.sample}/{spec.attempt}/{spec.task.key}"
 
 
@@ -200,7 +201,7 @@ def _not_played(spec: EpisodeSpec, outcome: Outcome, reason: str) -> Trajectory:
 
 
 def _environment_failed(trajectory: Trajectory) -> bool | None:
-    """Whether the environment is to blame for an unknown reward; ``None``: the episode says nothing about it."""
+    """Return whether the environment caused an unknown reward; ``None``: the episode is no evidence either way."""
     if trajectory.outcome is Outcome.ABORTED:
         return None
     return trajectory.reward is None and trajectory.outcome is not Outcome.PROMPT_TOO_LONG

@@ -1,7 +1,7 @@
 """Reads and writes of a local file past the page cache, where the file system can (Linux O_DIRECT, open(2)).
 
-Direct transfers need file offset, length and memory address aligned. On file systems that refuse them (tmpfs, some
-network ones) everything here goes through the page cache and gives the same bytes.
+Direct transfers need an aligned file offset, length and memory address. On file systems that refuse them (tmpfs, some
+network ones) everything here goes through the page cache and returns the same bytes.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from pathlib import Path
 from megatron_fleet.storage.folder import aligned_buffer
 
 BLOCK = 4096
-"""Alignment of direct transfers, enough for every usual disk; where it is not, the kernel says EINVAL."""
+"""Alignment of direct transfers, enough for every usual disk; where it is not, the kernel returns EINVAL."""
 DIRECT_BYTES = 128 << 10
-"""Shorter reads go through the page cache: there a block that is asked for piecewise is read once."""
+"""Size below which reads go through the page cache, so that a block requested piecewise is read once."""
 SCRATCH = 4 << 20
-"""Bytes of one read that has to be copied because source and destination are not aligned to each other."""
+"""Bytes of one read that has to be copied because source and destination are not mutually aligned."""
 
 PLACED = 64 << 20
-"""Bytes of one read straight into its destination; the kernel takes at most 2 GiB."""
+"""Bytes of one read straight into its destination; the kernel's limit is 2 GiB."""
 
 
 def address(view: memoryview) -> int:
-    """Where the bytes of a writable, non-empty view are in memory. Raises ValueError when it is read-only."""
+    """Memory address of a writable, non-empty view. Raises ValueError when it is read-only."""
     if view.readonly:
         raise ValueError("the buffer is read-only; make it with aligned_buffer")
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 def set_direct(fd: int, on: bool) -> bool:
-    """Switch direct transfers for a descriptor; whether they are as asked for now."""
+    """Switch direct transfers for a descriptor; return whether they are now as requested."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
@@ -45,15 +45,17 @@ def set_direct(fd: int, on: bool) -> bool:
 
 
 def new_scratch() -> memoryview:
-    """Memory that ``InputFile.read_into`` works with; for one thread."""
+    """Allocate scratch memory for ``InputFile.read_into``; for one thread."""
     return aligned_buffer(SCRATCH + 2 * BLOCK)
 
 
 class InputFile:
-    """An open file; closed when nothing refers to it any more, so that no thread's read loses its descriptor."""
+    """Open file; closed when nothing refers to it any more, so that no thread's read loses its descriptor."""
 
     def __init__(self, path: Path, cached: bool = False) -> None:
-        """``cached``: read through the page cache, for files that other processes of this machine read too."""
+        """Open a file. ``cached``: read through the page cache, for files that other processes of this machine read
+        too.
+        """
         self._fds: list[int] = []
         for _ in range(2):
             self._fds.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
@@ -67,7 +69,7 @@ class InputFile:
             os.close(fd)
 
     def read_into(self, offset: int, view: memoryview, scratch: memoryview) -> None:
-        """Fill ``view`` (bytes). Raises EOFError when the file ends before."""
+        """Fill ``view`` (bytes). Raises EOFError when the file is too short."""
         if not self._direct or len(view) < DIRECT_BYTES:
             self._read_cached(offset, view)
             return
@@ -76,12 +78,12 @@ class InputFile:
         for at in range(0, len(view), step):
             piece = view[at : at + step]
             read = self._read_in_place if in_place else self._read_through
-            # Short only at the end of the file and where the kernel has its reasons: the other way settles both.
+            # Short reads occur at the end of the file or for the kernel's own reasons: the cached path handles both.
             if len(piece) < 2 * BLOCK or not read(offset + at, piece, scratch):
                 self._read_cached(offset + at, piece)
 
     def _read_in_place(self, offset: int, view: memoryview, scratch: memoryview) -> bool:
-        """Whole blocks straight into ``view``; the split ones at its two ends by way of ``scratch``."""
+        """Read whole blocks straight into ``view``, and the partial ones at its two ends through ``scratch``."""
         before = offset % BLOCK
         head = -offset % BLOCK
         tail = (offset + len(view)) % BLOCK
@@ -96,7 +98,7 @@ class InputFile:
         return True
 
     def _read_through(self, offset: int, view: memoryview, scratch: memoryview) -> bool:
-        """All blocks into ``scratch``, then the wanted bytes into ``view``."""
+        """Read all blocks into ``scratch``, then copy the wanted bytes into ``view``."""
         before = offset % BLOCK
         needed = before + len(view)
         if not self._read_blocks([scratch[: -(-needed // BLOCK) * BLOCK]], offset - before, needed):
@@ -105,7 +107,7 @@ class InputFile:
         return True
 
     def _read_blocks(self, vectors: list[memoryview], offset: int, needed: int) -> bool:
-        """Whether at least ``needed`` bytes came."""
+        """Read blocks and return whether at least ``needed`` bytes arrived."""
         try:
             return os.preadv(self._uncached, vectors, offset) >= needed
         except OSError as e:
@@ -124,9 +126,10 @@ class InputFile:
 
 
 def allocate(fd: int, size: int) -> None:
-    """Reserve room for ``size`` bytes and make the file that long, so that parallel writes need not extend it.
+    """Reserve ``size`` bytes and make the file that long, so that parallel writes need not extend it.
 
-    fallocate(2) itself: the C library's posix_fallocate would write to every block where the file system cannot do it.
+    Calls fallocate(2) itself: the C library's posix_fallocate would write to every block where the file system lacks
+    it.
 
     Raises:
         OSError: ENOSPC, EDQUOT, EFBIG… as of fallocate(2); ENOSPC too when the file system cannot reserve and has less.
@@ -137,7 +140,7 @@ def allocate(fd: int, size: int) -> None:
     code = ctypes.get_errno()
     if code in (errno.EOPNOTSUPP, errno.ENOSYS):
         disk = os.fstatvfs(fd)
-        # A file system that does not know its size says 0.
+        # A file system that does not know its size reports 0.
         if not disk.f_blocks or size <= disk.f_bavail * disk.f_frsize:
             os.ftruncate(fd, size)
             return
@@ -146,10 +149,10 @@ def allocate(fd: int, size: int) -> None:
 
 
 def write_blocks(fd: int, offset: int, view: memoryview, direct: bool) -> None:
-    """Write all of ``view`` at a block boundary; what is over a whole number of blocks is padded with zeros.
+    """Write all of ``view`` at a block boundary; a partial last block is padded with zeros.
 
-    Without ``direct`` the bytes are on the disk and out of the page cache when this returns: a cache full of what
-    nobody reads again would push out what others need, and be written at the end all at once.
+    Without ``direct`` the bytes are on the disk and out of the page cache when this returns: otherwise the cache would
+    fill with data that nobody reads again, evict what others need, and be written all at once at the end.
     """
     whole = len(view) // BLOCK * BLOCK
     _write_all(fd, offset, view[:whole])

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def list_files(folder: Path) -> list[Path]:
-    """Every file below a folder, in an order that all ranks agree on."""
+    """List every file below a folder, in an order that is equal on all ranks."""
     return sorted(file for file in folder.rglob("*") if file.is_file())
 
 

@@ -1,4 +1,4 @@
-"""What a folder of files can do, wherever it is. Standard library only."""
+"""Interface of a folder of files, local or remote. Standard library only."""
 
 from __future__ import annotations
 
@@ -10,44 +10,47 @@ from typing import Protocol
 from megatron_fleet.config.errors import UserError
 
 PART = 16 << 20
-"""Bytes written at once: enough for the full speed of a disk and of an S3 part, little enough to hold several."""
+"""Bytes written at once: enough for the full speed of a disk and of an S3 part, small enough to hold several in memory.
+"""
 
 
 class Folder(Protocol):
-    """A local folder or a prefix of an S3 bucket. Every method may be called from several threads at once.
+    """Local folder or prefix of an S3 bucket. Every method may be called from several threads at once.
 
     Names are relative, with ``/`` between their parts. All methods raise UserError when the disk or the store refuses.
-    Two contents must never be read under one name: a file that ``read_into`` reads is not replaced meanwhile.
+    A file must not be replaced while ``read_into`` reads it: two contents must never be read under one name.
     """
 
     url: str
-    """For messages."""
+    """Address, for messages."""
 
     def join(self, name: str) -> str:
-        """The address of a file in the folder, for messages."""
+        """Address of a file in the folder, for messages."""
         ...
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of every file below the folder by name, sorted; empty when it does not exist. No unfinished files."""
+        """Sizes in bytes of all files below the folder by name, sorted; empty when it does not exist. Omits unfinished
+        files.
+        """
         ...
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
-        """``length`` bytes from ``offset`` on, all of them or UserError; ``None`` = to the end of the file."""
+        """Return exactly ``length`` bytes from ``offset``, or raise UserError; ``None`` = to the end of the file."""
         ...
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` (any writable contiguous one, any size, any offset) with the file's bytes from ``offset``.
 
-        Quickest when address of the buffer and ``offset`` are equal modulo 4096.
+        Fastest when the buffer's address and ``offset`` are equal modulo 4096.
         """
         ...
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a small file, durably: others see the old one, or none, and then the whole new one."""
+        """Write a small file durably and atomically: readers see the old one, or none, and then the whole new one."""
         ...
 
     def create(self, name: str, size: int) -> FileWriter:
-        """Begin a file of ``size`` bytes. Raises UserError at once when the disk has no room for it."""
+        """Begin a file of ``size`` bytes. Raises UserError immediately when the disk has no room for it."""
         ...
 
     def delete(self, name: str) -> None:
@@ -56,15 +59,15 @@ class Folder(Protocol):
 
 
 class FileWriter(Protocol):
-    """A file of known size being written; under its name there is nothing of it before ``commit``."""
+    """File of known size being written; nothing appears under its name before ``commit``."""
 
     part: int
-    """Bytes of every ``write_at``, the one at the end of the file excepted."""
+    """Bytes of every ``write_at`` except the one at the end of the file."""
 
     def write_at(self, offset: int, buffer: memoryview) -> None:
         """Write one part: ``offset`` is a multiple of ``part``, ``buffer`` page-aligned (see ``aligned_buffer``).
 
-        Any thread, any order. The buffer may be used again afterwards. A part may be written again.
+        Thread-safe, in any order. The buffer may be reused afterwards. A part may be written again.
 
         Raises:
             ValueError: offset, length or alignment are not as above.
@@ -77,23 +80,23 @@ class FileWriter(Protocol):
 
         Raises:
             ValueError: a part was never written.
-            UserError: the disk or the store refuses; ``abort`` remains to be called.
+            UserError: the disk or the store refuses; the caller must still call ``abort``.
         """
         ...
 
     def abort(self) -> None:
-        """Leave nothing behind, unless committed. May be called often. No ``write_at`` may be running."""
+        """Leave nothing behind, unless committed. Idempotent. No ``write_at`` may be running."""
         ...
 
 
 def aligned_buffer(nbytes: int) -> memoryview:
-    """``nbytes`` zero bytes of page-aligned memory, as ``write_at`` wants them; meant to be used again and again."""
+    """Allocate ``nbytes`` zero bytes of page-aligned memory, as ``write_at`` requires; meant to be reused."""
     memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return memoryview(memory)[:nbytes]
 
 
 def check_name(name: str) -> str:
-    """``name`` if it is a relative one that stays inside a folder. Raises UserError otherwise."""
+    """Return ``name`` if it is relative and stays inside a folder. Raises UserError otherwise."""
     path = PurePosixPath(name)
     outside = str(path) != name or path.is_absolute() or ".." in path.parts or name in ("", ".")
     if outside or not is_path(name):
@@ -110,7 +113,7 @@ def is_path(name: str) -> bool:
 
 
 class Parts:
-    """Which parts of a file have been written."""
+    """Record of the parts of a file that have been written."""
 
     def __init__(self, url: str, size: int, part: int) -> None:
         if size < 0:
@@ -121,7 +124,7 @@ class Parts:
         self._written: set[int] = set()
 
     def index(self, offset: int, length: int) -> int:
-        """Number of the part, from 0. Raises ValueError when the bytes are not exactly one part."""
+        """Index of the part, from 0. Raises ValueError when the bytes are not exactly one part."""
         if offset % self._part or not 0 <= offset < self._size or length != min(self._part, self._size - offset):
             raise ValueError(
                 f"{self._url}: {length} bytes at {offset} are no part of {self._size} bytes cut every {self._part}"
@@ -129,11 +132,11 @@ class Parts:
         return offset // self._part
 
     def wrote(self, index: int) -> None:
-        """Note a part; once its bytes are where they belong."""
+        """Record a part as written, after its bytes have been."""
         self._written.add(index)
 
     def require_all(self) -> None:
-        """Raises ValueError when a part was not written."""
+        """Raise ValueError when a part was not written."""
         missing = sorted(set(range(-(-self._size // self._part))) - self._written)
         if missing:
             raise ValueError(

@@ -22,15 +22,15 @@ from megatron_fleet.storage.folder import PART, Parts, check_name
 OPEN_FILES = 100
 """Files kept open for ``read_into``, two descriptors each."""
 UNFINISHED = ".partial"
-"""How the names of temporary files and folders end; they begin with a dot."""
+"""Suffix of temporary files and folders; their names begin with a dot."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class LocalFolder:
-    """``Folder`` on a local or network file system. The folder is made when something is written into it."""
+    """``Folder`` on a local or network file system. The folder is created on the first write."""
 
     def __init__(self, path: Path, cached: bool = False) -> None:
-        """``cached``: see `open.open_folder`."""
+        """Open the folder at ``path``. ``cached``: see `open.open_folder`."""
         self.path = path
         self.url = str(path)
         self._files = functools.lru_cache(maxsize=OPEN_FILES)(functools.partial(InputFile, cached=cached))
@@ -96,7 +96,9 @@ class LocalFolder:
 
 
 class LocalWriter:
-    """``FileWriter`` of a local file: a temporary file beside it, locked while its writer lives, renamed at the end."""
+    """``FileWriter`` of a local file: writes a temporary file next to it, locked while in use and
+    renamed at the end.
+    """
 
     def __init__(self, path: Path, size: int, on_commit: Callable[[], None]) -> None:
         self.part = PART
@@ -153,7 +155,7 @@ def open_regular(path: Path) -> BinaryIO:
     """Open a file for reading.
 
     Raises:
-        UserError: it is no regular file. A pipe would be waited for, a device has no end.
+        UserError: it is not a regular file. A pipe would block, a device has no end.
         OSError: as of ``open``.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -168,10 +170,10 @@ def open_regular(path: Path) -> BinaryIO:
 
 @contextmanager
 def told(path: Path, done: str, size: int | None = None) -> Iterator[None]:
-    """Tell what the operating system refuses as UserError.
+    """Convert errors of the operating system to UserError.
 
     Args:
-        done: what could not be done to ``path`` then.
+        done: participle of the failed operation on ``path`` ("read", "written"), for the message.
         size: bytes that it needed room for.
     """
     try:
@@ -187,7 +189,7 @@ def told(path: Path, done: str, size: int | None = None) -> Iterator[None]:
 
 
 def write_atomically(path: Path, data: bytes, beside: Path | None = None) -> None:
-    """Write a file into an existing folder, durably, by way of a temporary one beside it, or beside another path."""
+    """Write a file into an existing folder, durably, through a temporary one next to it or next to ``beside``."""
     temporary, fd = _open_temporary(beside or path)
     try:
         with os.fdopen(fd, "wb") as f:
@@ -216,7 +218,7 @@ def is_unfinished(name: str) -> bool:
 
 
 def remove_unfinished(folder: Path, name: str) -> None:
-    """Remove what killed writers of a file left behind; a living writer holds the lock of its own."""
+    """Remove the leftovers of killed writers of a file; a living writer holds a lock on its own."""
     for path in folder.glob(f".{glob.escape(name)}.*{UNFINISHED}"):
         with suppress(OSError):
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -228,7 +230,7 @@ def remove_unfinished(folder: Path, name: str) -> None:
 
 
 def make_folders(path: Path) -> None:
-    """Make a folder and those above it, durably."""
+    """Create a folder and its parents, durably."""
     missing = [p for p in (path, *path.parents) if not p.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for made in missing:
@@ -236,7 +238,7 @@ def make_folders(path: Path) -> None:
 
 
 def _open_temporary(path: Path) -> tuple[Path, int]:
-    """A new locked file beside ``path``."""
+    """Create a locked file next to ``path``."""
     while True:
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{UNFINISHED}")
         fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -244,11 +246,11 @@ def _open_temporary(path: Path) -> tuple[Path, int]:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             taken = False
         except OSError as e:
-            # A file system without locks cannot tell the living from the dead either: nothing is removed there.
+            # A file system without locks cannot distinguish living writers either: nothing is removed there.
             taken = isinstance(e, BlockingIOError)
         if not taken and os.fstat(fd).st_nlink:
             return temporary, fd
-        # Another process took it for a dead writer's before it was locked: has removed it, or is about to.
+        # Another process saw it unlocked, took it for a leftover, and has removed it or is about to.
         os.close(fd)
 
 

@@ -11,7 +11,7 @@ from megatron_fleet.storage.staging import LocalStaging, S3Staging, Staging
 
 
 def open_folder(url: str | Path, *, cached: bool = False) -> Folder:
-    """The folder at an address; it need not exist. boto3 is imported for ``s3://`` only.
+    """Open the folder at an address; it need not exist. boto3 is imported for ``s3://`` only.
 
     Args:
         cached: read local files through the page cache, because other processes of this machine read the same ones.
@@ -28,7 +28,7 @@ def open_folder(url: str | Path, *, cached: bool = False) -> Folder:
 
 
 def open_staging(url: str | Path, marker: str) -> Staging:
-    """A place to make a folder of many files that appears whole or not at all; see ``Staging``.
+    """Open a staging area for a folder of many files that appears whole or not at all; see ``Staging``.
 
     Args:
         url: the folder's final address.

@@ -1,7 +1,7 @@
-"""A folder on S3 or a store that speaks its protocol.
+"""Folder on S3 or an S3-compatible store.
 
-Requests are made one by one, ranged GETs and parts of multipart uploads: ``docs.aws.amazon.com/AmazonS3`` (API
-Reference). boto3's transfer manager is left out because, with the CRT installed, it may ignore the endpoint.
+Requests are made individually, ranged GETs and parts of multipart uploads: ``docs.aws.amazon.com/AmazonS3`` (API
+Reference). boto3's transfer manager is not used because, with the CRT installed, it may ignore the endpoint.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from megatron_fleet.storage.folder import PART, Parts, check_name
 from megatron_fleet.storage.s3_client import error_code, exceptions, told
 
 MOST_PARTS = 10_000
-"""Of one upload, by the protocol."""
+"""Maximum number of parts of one upload, by the protocol."""
 BODY_ATTEMPTS = 6
-"""Tries of one read whose connection breaks in the middle: what has come is kept."""
+"""Attempts at one read whose connection breaks in the middle; bytes already received are kept."""
 BROKEN = (exceptions.HTTPClientError, exceptions.IncompleteReadError, urllib3.exceptions.HTTPError, OSError)
 PIECE = 1 << 20
-"""Bytes received at once."""
+"""Bytes received per read from a connection."""
 
 
 class S3Folder:
     """``Folder`` on S3."""
 
     def __init__(self, bucket: str, prefix: str) -> None:
-        """Connect; nothing is asked of the store yet.
+        """Create a client; sends no request yet.
 
         Args:
             prefix: without slashes around it; empty = the whole bucket.
@@ -52,7 +52,7 @@ class S3Folder:
                 Bucket=self._bucket, Prefix=self._prefix
             ):
                 for entry in page.get("Contents", []):
-                    # Consoles make objects that end with a slash to show a folder.
+                    # Consoles represent a folder by an object whose key ends with a slash.
                     if not entry["Key"].endswith("/"):
                         found[entry["Key"].removeprefix(self._prefix)] = entry["Size"]
         return dict(sorted(found.items()))
@@ -109,7 +109,7 @@ class S3Folder:
             self._client.delete_object(**self._at(name))
 
     def abort_uploads(self) -> None:
-        """Abort every unfinished upload below the folder, as killed writers leave them; also those of living ones."""
+        """Abort every unfinished upload below the folder: those of killed writers, but also of living ones."""
         with told(self.url):
             pages = self._client.get_paginator("list_multipart_uploads").paginate(
                 Bucket=self._bucket, Prefix=self._prefix
@@ -122,7 +122,9 @@ class S3Folder:
         return {"Bucket": self._bucket, "Key": self._prefix + check_name(name)}
 
     def _get(self, name: str, offset: int, length: int, etag: str | None) -> tuple[Any, str]:
-        """A stream of exactly these bytes, of the same object as before if there is an ``etag``; and its ETag."""
+        """Open a stream of exactly these bytes and return it with the object's ETag, which must equal ``etag`` if
+        given.
+        """
         span = f"bytes={offset}-{offset + length - 1}"
         with told(self.join(name)):
             try:
@@ -174,7 +176,7 @@ class S3Writer:
     def commit(self) -> None:
         self._parts.require_all()
         if not self._size:
-            # An upload needs a part, and not every store takes an empty one.
+            # An upload needs a part, and some stores reject an empty one.
             self.abort()
             self._folder.write(self._name, b"")
             return
@@ -196,7 +198,7 @@ class S3Writer:
 
 
 def part_bytes(size: int) -> int:
-    """Bytes of a part: ``PART``, more where a file would have more parts than an upload may."""
+    """Bytes of a part: ``PART``, or more where the file would exceed the maximum number of parts."""
     return max(PART, -(-size // MOST_PARTS // PIECE) * PIECE)
 
 

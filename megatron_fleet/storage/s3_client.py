@@ -1,7 +1,7 @@
-"""The client of an S3 store, and what its refusals mean. The only module that imports boto3.
+"""Client of an S3 store, and the meaning of its errors. The only module that imports boto3.
 
 Endpoint, region and credentials come from boto3's own chain: ``AWS_ENDPOINT_URL``, ``AWS_PROFILE``, ``~/.aws``, the
-machine's role… No credential is ever in a message.
+machine's role… Messages never contain credentials.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ except ImportError:
     raise UserError("s3:// addresses need boto3, which this Python environment lacks; pip install boto3.") from None
 
 CONNECTIONS = 64
-"""Most threads that transfer at once; one more would wait for a connection."""
+"""Maximum number of concurrent transfers; one more would wait for a connection."""
 ATTEMPTS = 8
-"""Tries of one request, with boto3's exponential back-off between them."""
+"""Attempts at one request, with boto3's exponential back-off between them."""
 NO_CREDENTIALS = (
     exceptions.NoCredentialsError,
     exceptions.PartialCredentialsError,
@@ -42,7 +42,9 @@ WRONG_CREDENTIALS = {
 
 
 def connect() -> Any:
-    """A client whose methods may be called from many threads. Raises UserError when its configuration is unusable."""
+    """Create a client whose methods may be called from many threads. Raises UserError when its configuration is
+    unusable.
+    """
     config = Config(
         connect_timeout=10,
         read_timeout=60,
@@ -60,7 +62,7 @@ def connect() -> Any:
 
 @contextmanager
 def told(url: str) -> Iterator[None]:
-    """Tell what the store refuses for an address as UserError."""
+    """Convert the store's errors for an address to UserError."""
     try:
         yield
     except NO_CREDENTIALS:
@@ -76,7 +78,7 @@ def told(url: str) -> Iterator[None]:
 
 
 def error_code(error: exceptions.ClientError) -> str:
-    """The store's name of a refusal; the HTTP status, as text, where it sends no name."""
+    """Error code of the store; the HTTP status, as text, where it sends none."""
     return str(error.response.get("Error", {}).get("Code", ""))
 
 

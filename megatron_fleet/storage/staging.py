@@ -1,7 +1,7 @@
-"""A folder of many files that appears whole or not at all.
+"""Folder of many files that appears whole or not at all.
 
-On a disk the files are made in ``.NAME.partial`` beside the final folder, which takes its name by one rename. S3 has no
-rename: there the files go to their final keys, and the folder counts as there once its marker file is.
+On a disk the files are written to ``.NAME.partial`` next to the final folder, which takes its name by one rename. S3
+has no rename: there the files go to their final keys, and the folder exists once its marker file does.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ log = logging.getLogger(__name__)
 
 
 class Staging(Protocol):
-    """A folder in the making. Several processes may fill it; whoever is last publishes, or all of them do.
+    """Folder under construction. Several processes may fill it; the last one publishes, or all of them do.
 
     After a crash at any moment a new ``Staging`` of the same address finds either ``exists()`` or, in
     ``folder.sizes()``, the files that had been finished.
     """
 
     url: str
-    """Where the folder will be."""
+    """Final address of the folder."""
     folder: Folder
-    """Where to write its files, all but the marker."""
+    """Folder to write its files to, all but the marker."""
 
     def exists(self) -> bool:
-        """Whether the finished folder is there. Raises UserError when something else is in its place."""
+        """Whether the finished folder exists. Raises UserError when something else is in its place."""
         ...
 
     def publish(self, data: bytes) -> None:
         """Write the marker file and make the folder visible, durably; remove what killed writers left in it.
 
-        All other files are finished. When the folder is there already with this very marker, as another process has
-        published the same, nothing else happens.
+        All other files must be finished. When the folder already exists with the same marker, because another process
+        has published it, nothing else happens.
 
         Raises:
             UserError: something else is at the address; it stays as it is.
@@ -84,7 +84,7 @@ class LocalStaging:
             try:
                 self._publish(data)
             except OSError:
-                # The other process renames at any moment: what failed says less than what is there now.
+                # The other process may rename at any moment: the current state matters more than the error.
                 if not self._final.exists():
                     raise
         self._check_published(data)
@@ -95,7 +95,7 @@ class LocalStaging:
     def _publish(self, data: bytes) -> None:
         parent = self._final.parent
         _sweep(self._partial)
-        # Not in the folder, which another process may sweep or rename under our hands.
+        # Not in the folder, which another process may sweep or rename concurrently.
         beside = parent / f"{self._final.name}.{Path(self._marker).name}"
         remove_unfinished(parent, beside.name)
         write_atomically(self._partial / self._marker, data, beside)
@@ -120,7 +120,7 @@ def _sweep(folder: Path) -> None:
 
 
 class S3Staging:
-    """``Staging`` on S3: readers look for the marker, which has its final key from the one moment it is there."""
+    """``Staging`` on S3: readers look for the marker, which is written atomically to its final key."""
 
     def __init__(self, folder: S3Folder, marker: str) -> None:
         self.url = folder.url
@@ -139,5 +139,5 @@ class S3Staging:
         try:
             self._folder.abort_uploads()
         except UserError as e:
-            # Not every identity may list uploads; the folder is published all the same.
+            # Some identities may not list uploads; the folder is published all the same.
             log.warning("unfinished uploads, if any, stay in the store: %s", e)

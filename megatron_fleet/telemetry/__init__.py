@@ -1,5 +1,5 @@
-"""What a run tells: metrics with one definition each, the terminal, files, the curve, the summary.
+"""Telemetry of a run: metrics with one definition each, terminal output, files, learning curve, summary.
 
-``registry.py`` lists every name with its formula; ``metrics.py`` computes, ``sinks.py`` keeps. Every file resumes: what
-a lost attempt wrote past its checkpoint is taken back.
+``registry.py`` lists every metric name with its formula; ``metrics.py`` computes, ``sinks.py`` stores. Every file
+supports resuming: what a failed attempt wrote past its checkpoint is removed.
 """

@@ -1,4 +1,4 @@
-"""Progress of a run on the terminal: live when there is one, one plain line per step when there is not."""
+"""Progress display of a run: live on a terminal, one plain line per step elsewhere."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ SHOWN = (
 SPARK_LEVELS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 32
 ETA_STEPS = 10
-"""The rest of the run is estimated from the mean of this many newest steps."""
+"""Number of latest steps whose mean duration gives the estimate of the remaining time."""
 
 
 def sparkline(values: list[float]) -> str:
-    """One character per value, from the lowest to the highest; constant values are low."""
+    """Draw one character per value, scaled from the lowest to the highest; constant values are drawn low."""
     if not values:
         return ""
     low, high = min(values), max(values)
@@ -39,7 +39,7 @@ def sparkline(values: list[float]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """``42s``, ``3m07s``, ``2h05m``."""
+    """Format seconds as ``42s``, ``3m07s``, ``2h05m``."""
     minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)
     if hours:
@@ -48,15 +48,15 @@ def duration(seconds: float) -> str:
 
 
 def step_text(metrics: Mapping[str, float]) -> str:
-    """The metrics worth a glance, those that are there: ``reward 0.412 · pass@1 0.412``."""
+    """Format the key metrics that are present: ``reward 0.412 · pass@1 0.412``."""
     return " · ".join(f"{label} {form.format(metrics[name])}" for label, name, form in SHOWN if name in metrics)
 
 
 class Progress:
-    """What the run does now and how it went. Used by one thread; a context manager."""
+    """Display of the run's current phase and latest metrics. Used by one thread; a context manager."""
 
     def __init__(self, name: str, steps: int, done: int = 0, stream: TextIO | None = None) -> None:
-        """``steps`` of the whole run, of which ``done`` are behind it; ``stream`` defaults to stdout."""
+        """``steps``: of the whole run; ``done``: completed before this attempt; ``stream`` defaults to stdout."""
         self._name, self._steps, self._done = name, steps, done
         self._stream = stream or sys.stdout
         self._phase, self._phase_total, self._phase_done = "starting", 0, 0
@@ -80,35 +80,35 @@ class Progress:
         self.close()
 
     def phase(self, name: str, total: int = 0) -> None:
-        """A phase of the step begins; ``total`` units of work, 0 = not countable."""
+        """Begin a phase of the step with ``total`` units of work, 0 = not countable."""
         self._phase, self._phase_total, self._phase_done = name, total, 0
         self._phase_started = time.monotonic()
 
     def advance(self, n: int = 1) -> None:
-        """``n`` units of the phase are done."""
+        """Advance the phase by ``n`` units."""
         self._phase_done += n
 
     def step_done(self, metrics: Mapping[str, float]) -> None:
-        """A training step ended with these metrics."""
+        """Record the end of a training step with its metrics."""
         now = time.monotonic()
         self._durations.append(now - self._step_started)
         self._step_started = now
         self._done += 1
         if "reward/avg_raw_reward" in metrics:
             self._rewards.append(metrics["reward/avg_raw_reward"])
-        # An evaluation stays on screen until the next one; anything else is of this step or absent.
+        # Evaluation metrics stay on screen until the next evaluation; all others are of this step or absent.
         self._last = {k: v for k, v in self._last.items() if k.startswith("eval/")} | dict(metrics)
         self._line(f"step {self._done}/{self._steps} · {step_text(metrics)} · {self._pace()}")
 
     def evaluated(self, metrics: Mapping[str, float], in_step: bool = False) -> None:
-        """An evaluation ended, ``in_step`` or, such as the one before training, outside of any training step."""
+        """Record the end of an evaluation; ``in_step`` is false outside training steps, such as before training."""
         self._last |= metrics
         if not in_step:
             self._step_started = time.monotonic()
         self._line(f"evaluation after step {self._done} · {step_text(metrics)}")
 
     def close(self) -> None:
-        """Leave the last state on the terminal. Idempotent."""
+        """Stop, leaving the last state on the terminal. Idempotent."""
         if self._live:
             self._phase, self._phase_total = "done", 0
             self._live.stop()

@@ -1,4 +1,4 @@
-"""The learning curve of a run as one image, drawn from its metrics log."""
+"""Learning curve of a run as one image, drawn from its metrics log."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 TRAIN, SAMPLED, GREEDY, MUTED = "#4477aa", "#cc3311", "#009988", "#777777"
-"""Told apart by colour-blind readers too (Paul Tol's palette)."""
+"""Colour-blind safe (Paul Tol's palette)."""
 
 HELD_OUT = (
     ("eval/all/pass_at_1", "held-out pass@1, training temperature", SAMPLED, "s"),
@@ -25,12 +25,12 @@ Rows = list[dict[str, Any]]
 
 
 def draw_learning_curve(metrics_path: Path, png_path: Path, title: str) -> None:
-    """Train reward and held-out pass@1 above, entropy and gradient norm below; drawn without a display.
+    """Draw train reward and held-out pass@1 above, entropy and gradient norm below; needs no display.
 
     Raises:
         UserError: the log has no step to draw.
     """
-    import matplotlib.pyplot as plt  # not at the top: half a second that nobody else needs
+    import matplotlib.pyplot as plt  # imported here because it takes half a second
     from matplotlib.figure import Figure
 
     rows = read_metrics(metrics_path)
@@ -51,14 +51,14 @@ def draw_learning_curve(metrics_path: Path, png_path: Path, title: str) -> None:
 
 
 def series(rows: Rows, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values of one metric where it has a value."""
+    """Return steps and values of one metric, where it has a value."""
     points = [(r["step"], r[name]) for r in rows if r.get(name) is not None]
     steps, values = zip(*points, strict=True) if points else ((), ())
     return np.array(steps), np.array(values, dtype=np.float64)
 
 
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Mean of the newest ``window`` values at every position, of fewer where there are fewer."""
+    """Return the mean of the latest ``window`` values at every position, of fewer at the beginning."""
     sums = np.cumsum(np.concatenate([[0.0], values]))
     ends = np.arange(1, len(values) + 1)
     starts = np.maximum(ends - window, 0)
@@ -78,7 +78,7 @@ def _draw_reward(axes: Axes, rows: Rows) -> None:
             axes.plot(steps, values, marker=marker, color=colour, linestyle="--", linewidth=1.2, label=label)
     for i in (0, -1):
         points = [(steps[i], values[i], colour) for steps, values, _, colour, _ in curves if len(steps)]
-        # The higher label goes above its point and the lower one below, so that close points stay readable.
+        # Higher label above its point, lower one below, so that close points stay readable.
         for rank, (step, value, colour) in enumerate(sorted(points, key=lambda point: -point[1])):
             axes.annotate(
                 f"{value:.2f}",
@@ -92,7 +92,7 @@ def _draw_reward(axes: Axes, rows: Rows) -> None:
     axes.set_ylabel("reward / pass@1")
     shown = np.concatenate([series(rows, name)[1] for name in ("reward/avg_raw_reward", *(h[0] for h in HELD_OUT))])
     if len(shown) and shown.min() >= 0 and shown.max() <= 1:
-        axes.set_ylim(-0.05, 1.08)  # the whole scale: small gains shall not look like large ones
+        axes.set_ylim(-0.05, 1.08)  # the whole scale, so that small gains do not look large
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=3, fontsize=9, borderaxespad=0.2)
 

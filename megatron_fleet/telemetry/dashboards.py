@@ -1,4 +1,4 @@
-"""The names of Fleet's dashboards before this package, each with where it comes from now. Part of docs/metrics.md."""
+"""Metric names of Fleet's earlier dashboards and their current equivalents. Part of docs/metrics.md."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class FormerName:
-    """One name of then.
+    """One former metric name.
 
     Attributes:
         name: with the wildcards of the registry.
-        now: pattern of the registry that has this number; ``None``: nothing has it, and ``note`` says why.
-        note: what is different, if anything.
+        now: registry pattern of the equivalent metric; ``None``: there is none, and ``note`` says why.
+        note: differences, if any.
     """
 
     name: str
@@ -127,7 +127,7 @@ FORMER: tuple[FormerName, ...] = (
 
 
 def render() -> list[str]:
-    """The lines of the table, Markdown."""
+    """Return the lines of the Markdown table."""
     lines = ["| former name | now | what is different |", "|---|---|---|"]
     for former in FORMER:
         now = "" if former.now is None else "the same" if former.now == former.name else f"`{former.now}`"

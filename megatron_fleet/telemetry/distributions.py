@@ -1,4 +1,4 @@
-"""What is drawn as histograms, step by step: how a quantity spreads over episodes, prompts or trained rows."""
+"""Histogram data per step: distributions of quantities over episodes, prompts or trained rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DISTRIBUTIONS = {
 def distributions(
     groups: Sequence[Group], batch: Batch, staleness: NDArray[np.int64]
 ) -> dict[str, NDArray[np.float64]]:
-    """Finite values by name, float64 ``[N]``, N ≥ 1; what has none is absent."""
+    """Return finite values by name, float64 ``[N]``, N ≥ 1; names without values are absent."""
     episodes = trajectories_of(groups)
     values = {
         "response_tokens": [response_tokens(t) for t in episodes],

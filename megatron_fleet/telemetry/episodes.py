@@ -1,6 +1,6 @@
-"""What episodes did, as named metrics: rewards, activity, failures, tokens. Formulas: ``telemetry/registry.py``.
+"""Episode metrics: rewards, activity, failures, tokens. Formulas: ``telemetry/registry.py``.
 
-A mean without a single value is absent, never 0; counts are always there.
+A mean over no values is absent, never 0; counts are always present.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 INFRASTRUCTURE_OUTCOMES = (Outcome.ENV_FAILED, Outcome.ABORTED)
 NGRAM = 20
-"""Tokens; shorter ones repeat in every honest tool call, longer ones miss a sentence that is said again."""
+"""Tokens; shorter n-grams repeat in every legitimate tool call, longer ones miss a repeated sentence."""
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
 def rollout_metrics(groups: Sequence[Group], pass_threshold: float) -> dict[str, float]:
-    """``reward/``, ``environment/`` and ``generate/``: what the episodes did, whatever training made of them."""
+    """Compute ``reward/``, ``environment/`` and ``generate/`` from all episodes, whether trained on or not."""
     episodes = trajectories_of(groups)
     activity = _activity(episodes, pass_threshold)
     for extreme in ("min_turns", "max_turns"):
@@ -42,7 +42,7 @@ def rollout_metrics(groups: Sequence[Group], pass_threshold: float) -> dict[str,
 
 
 def eval_metrics(sampled: Sequence[Group], greedy: Sequence[Group], pass_threshold: float) -> dict[str, float]:
-    """Metrics of one evaluation: ``sampled`` at the training temperature, ``greedy`` at temperature 0."""
+    """Compute the metrics of one evaluation: ``sampled`` at the training temperature, ``greedy`` at temperature 0."""
     out: dict[str, float] = {}
     for env, groups in [("all", sampled), *by_environment(sampled).items()]:
         episodes = trajectories_of(groups)
@@ -59,7 +59,7 @@ def eval_metrics(sampled: Sequence[Group], greedy: Sequence[Group], pass_thresho
 
 
 def episode_seconds(groups: Sequence[Group]) -> dict[str, float]:
-    """``timing/`` of the episodes of a step."""
+    """Compute ``timing/`` of the episodes of a step."""
     out: dict[str, float] = {}
     for env, own in [("all", groups), *by_environment(groups).items()]:
         seconds = _values(trajectories_of(own), "seconds")
@@ -75,7 +75,7 @@ def trajectories_of(groups: Iterable[Group]) -> list[Trajectory]:
 
 
 def by_environment(groups: Iterable[Group]) -> dict[str, list[Group]]:
-    """Groups per environment by its name in metrics, in order of name."""
+    """Map environment name in metrics → its groups, sorted by name."""
     envs: dict[str, list[Group]] = defaultdict(list)
     for group in groups:
         envs[environment_name(group.env_key)].append(group)
@@ -83,12 +83,12 @@ def by_environment(groups: Iterable[Group]) -> dict[str, list[Group]]:
 
 
 def sampled_tokens(trajectories: Iterable[Trajectory]) -> int:
-    """Tokens that the policy said; of an endpoint's, which come without ids, as many as it told."""
+    """Count the tokens that the policy sampled; for an endpoint, which returns no ids, the number it reported."""
     return sum(int(t.action_mask.sum()) or int(t.metrics.get("action_tokens", 0)) for t in trajectories)
 
 
 def why_nothing_is_known(trajectories: Iterable[Trajectory]) -> str | None:
-    """The commonest reason when no reward is known; ``None`` when one is."""
+    """Return the most common reason if no reward is known; ``None`` if one is."""
     trajectories = list(trajectories)
     if any(is_known(t.reward) for t in trajectories):
         return None
@@ -109,7 +109,7 @@ def _outcomes(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _environment(trajectories: Sequence[Trajectory], pass_threshold: float) -> dict[str, float]:
-    """Everything about the episodes of one environment, without prefix."""
+    """Compute all metrics of one environment's episodes, without prefix."""
     return {
         **_activity(trajectories, pass_threshold),
         **_failures(trajectories),
@@ -121,7 +121,7 @@ def _environment(trajectories: Sequence[Trajectory], pass_threshold: float) -> d
 
 
 def _activity(trajectories: Sequence[Trajectory], pass_threshold: float) -> dict[str, float]:
-    """Turns, tool calls, their errors and habits of the policy, without prefix."""
+    """Compute metrics of turns, tool calls, tool errors and policy habits, without prefix."""
     if not trajectories:
         return {}
     turns, calls, errors = (_values(trajectories, name) for name in ("turns", "tool_calls", "tool_errors"))
@@ -160,7 +160,7 @@ def _activity(trajectories: Sequence[Trajectory], pass_threshold: float) -> dict
 
 
 def _values(trajectories: Sequence[Trajectory], name: str) -> NDArray[np.float64]:
-    """One number of every episode, float64 ``[E]``; what an episode did not count, did not happen in it."""
+    """Return one number per episode, float64 ``[E]``; 0 where an episode has no such count."""
     return np.array([t.metrics.get(name, 0.0) for t in trajectories], dtype=np.float64)
 
 
@@ -188,7 +188,7 @@ def _volume(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _generation(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Token counts, failures and weight versions of a step, without prefix."""
+    """Compute token counts, failures and weight versions of a step, without prefix."""
     out = {
         "action_tokens": sampled_tokens(trajectories),
         "env_init_failures": _count(trajectories, Outcome.ENV_FAILED),
@@ -204,7 +204,7 @@ def _generation(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _lengths(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Tokens of the responses, by what became of them, and how much of what was said had been said before."""
+    """Compute response lengths, by outcome and by reward, and the rate of repeated n-grams."""
     if not any(len(t.token_ids) for t in trajectories):
         return {}
     lengths = np.array([response_tokens(t) for t in trajectories])
@@ -227,21 +227,21 @@ def _lengths(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def response_tokens(trajectory: Trajectory) -> int:
-    """All tokens but those of prompts, observations included."""
+    """Count all tokens except those of prompts; observations are included."""
     return sum(span.end - span.start for span in trajectory.spans if span.kind != "prompt")
 
 
 def repeated_ngrams(token_ids: NDArray[np.int32]) -> tuple[int, int]:
-    """Of all ``NGRAM``-token stretches of ``token_ids`` (int32 ``[A]``): those that occurred before, and all of them.
+    """Count the ``NGRAM``-grams of ``token_ids`` (int32 ``[A]``): those that occurred before, and all of them.
 
-    Stretches are compared by a 64-bit polynomial hash; 50,000 of them share one by accident once in 10^10 episodes.
+    They are compared by a 64-bit polynomial hash; among 50,000 of them a collision occurs once in 10^10 episodes.
     """
     total = len(token_ids) - NGRAM + 1
     if total <= 0:
         return 0, 0
     ids = token_ids.astype(np.uint64) + np.uint64(1)
     hashes = np.zeros(total, np.uint64)
-    for offset in range(NGRAM):  # wraps around on purpose: arithmetic modulo 2^64
+    for offset in range(NGRAM):  # intended wrap-around: arithmetic modulo 2^64
         hashes = hashes * _MIX + ids[offset : offset + total]
         hashes ^= hashes >> np.uint64(29)
     return total - len(np.unique(hashes)), total

@@ -1,4 +1,4 @@
-"""The images that episodes saw, as files named by their content: each is written once, however often it was shown."""
+"""Content-addressed files of the images that episodes saw: each is written once, however often it was shown."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ EXTENSIONS = {
     "image/bmp": "bmp",
 }
 OTHER = "bin"
-"""What an environment called something else."""
+"""Extension for any other media type."""
 
 
 def digests(trajectory: Trajectory) -> list[str]:
-    """Of the images that its messages and its tokens name, in order, each once."""
+    """Return the distinct digests of the images in its messages and its tokens, in order."""
     said = (name for message in trajectory.messages for name in message.get("images", ()))
     return list(dict.fromkeys([*said, *(span.digest for span in trajectory.image_spans)]))
 
 
 def save_images(folder: Path, trajectories: Sequence[Trajectory]) -> list[Path]:
-    """Write what ``trajectories`` hold and ``folder`` has not; the files of all that they name."""
+    """Write the images of ``trajectories`` that ``folder`` lacks; return the files of all that they name."""
     for t in trajectories:
         for name, image in t.images.items():
             if image_file(folder, name) is None:
@@ -42,7 +42,7 @@ def save_images(folder: Path, trajectories: Sequence[Trajectory]) -> list[Path]:
 
 
 def image_file(folder: Path, name: str) -> Path | None:
-    """The file of a digest; ``None`` when it is not there, or ``name`` is no digest."""
+    """Return the file of a digest; ``None`` if it does not exist, or ``name`` is not a digest."""
     if len(name) != 64 or not set(name) <= set("0123456789abcdef"):
         return None
     kinds = dict.fromkeys([*EXTENSIONS.values(), OTHER])

@@ -1,6 +1,6 @@
-"""From what a step did to its named metrics. Names and formulas are in ``megatron_fleet.telemetry.registry``.
+"""Metrics of a training step. Names and formulas are in ``megatron_fleet.telemetry.registry``.
 
-A mean without a single value is absent, never 0; counts are always there.
+A mean over no values is absent, never 0; counts are always present.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ def step_metrics(
     pass_threshold: float,
     probe: float | None = None,
 ) -> dict[str, float]:
-    """All metrics of one training step.
+    """Compute all metrics of one training step.
 
     Args:
-        groups: every group collected, those left out of ``batch`` included.
-        reports, optims: one per optimizer step, in order; empty when there was nothing to train on.
+        groups: every collected group, including those left out of ``batch``.
+        reports, optims: one per optimizer step, in order; empty if there was nothing to train on.
         seconds: duration of each phase; ``generate`` gives the token rate.
         weight_version: the version published at the end of the step.
         pass_threshold: ``eval.pass_threshold``.
-        probe: how far engines were from the trainer then; ``None`` = nobody looked.
+        probe: difference of log-probs between engines and trainer; ``None`` = not measured in this step.
     """
     return {
         **rollout_metrics(groups, pass_threshold),
@@ -62,7 +62,7 @@ def step_metrics(
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:
-    """``loss/`` and ``accounting/``: what training took from the groups."""
+    """Compute ``loss/`` and ``accounting/`` of a training batch."""
     out: dict[str, float] = {f"accounting/{fate}": batch.counts[fate] for fate in Fate}
     out["accounting/episodes"] = sum(batch.counts.values())
     out["accounting/trained_tokens"] = batch.trained_tokens
@@ -79,7 +79,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
 
 
 def policy_metrics(reports: Sequence[LossReport], optims: Sequence[OptimReport]) -> dict[str, float]:
-    """``policy/``: the losses and optimizer steps of one batch."""
+    """Compute ``policy/`` from the losses and optimizer steps of one batch."""
     if not reports:
         return {}
     sums: defaultdict[str, float] = defaultdict(float)
@@ -90,7 +90,7 @@ def policy_metrics(reports: Sequence[LossReport], optims: Sequence[OptimReport])
         if key in sums:
             sums[key] /= len(reports)  # each update's loss is already normalised over its own rows
     out = finalize_metrics(sums)
-    # Later updates of a batch move π away from μ on purpose; only the first one compares the same weights.
+    # Later updates of a batch move π away from μ by design; only the first one compares equal weights.
     first = finalize_metrics(reports[0].metrics)
     out |= {name: value for name, value in first.items() if name.startswith(MISMATCH_PREFIXES)}
     out |= _routing_metrics(reports[0].metrics)
@@ -113,7 +113,7 @@ def policy_metrics(reports: Sequence[LossReport], optims: Sequence[OptimReport])
 
 
 def _routing_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Of the first update, which has the weights that the engine had; empty without routing replay."""
+    """Compute routing metrics of the first update, which has the engine's weights; empty without routing replay."""
     if "routing_choices" not in sums:
         return {}
     choices, possible = sums["routing_choices"], sums["routing_possible"]
@@ -122,28 +122,28 @@ def _routing_metrics(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def progress_metrics(step: int, prompts_per_step: int, tasks: int) -> dict[str, float]:
-    """Where the run is at the end of ``step`` (from 1), with ``tasks`` in training."""
+    """Compute ``trainer/`` metrics at the end of ``step`` (from 1), with ``tasks`` training tasks."""
     return {"trainer/global_step": step, "trainer/epoch": (step - 1) * prompts_per_step // tasks}
 
 
 def data_metrics(status: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """``data/``: where the sampler is, from its ``status()``."""
+    """Compute ``data/`` from the sampler's ``status()``."""
     return {
         f"data/{name}/{environment_name(env)}": value for name, envs in status.items() for env, value in envs.items()
     }
 
 
 def attempt_metrics(attempts: Mapping[str, int], family: Literal["accounting", "eval/all"]) -> dict[str, float]:
-    """What became of the episodes that were not collected, by the collector's counts."""
+    """Compute counts of attempts (started, retried, aborted, …) from the collector's accounting."""
     names = ("started", "retried", "aborted", "unstarted" if family == "eval/all" else "stale")
     return {f"{family}/attempts_{name}": attempts[name] for name in names}
 
 
 def staleness_metrics(staleness: np.ndarray, replayed: int) -> dict[str, float]:
-    """``async/``.
+    """Compute ``async/``.
 
     Args:
-        staleness: weight versions ``[N]`` of spans of sampled tokens.
+        staleness: ``[N]``, weight versions since each span of tokens was sampled.
         replayed: episodes that were too old.
     """
     out: dict[str, float] = {"async/staleness_violation_count": replayed}
@@ -154,7 +154,7 @@ def staleness_metrics(staleness: np.ndarray, replayed: int) -> dict[str, float]:
 
 
 def timing_metrics(groups: Sequence[Group], seconds: Mapping[str, float]) -> dict[str, float]:
-    """``timing/`` and the rates that follow from it."""
+    """Compute ``timing/`` and the rates derived from it."""
     out = {f"timing/{phase}": value for phase, value in seconds.items()}
     out |= episode_seconds(groups)
     if seconds.get("generate"):

@@ -1,4 +1,4 @@
-"""One whole first prompt per environment, so that somebody can read what the policy is really shown."""
+"""Log of one complete first prompt per environment, to inspect what the policy actually sees."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class PromptLog:
-    """``prompts/ENVIRONMENT.txt``: the first prompt of the first episode that had one, control tokens spelt out."""
+    """Writer of ``prompts/ENVIRONMENT.txt``: the first prompt of the first episode with one, control tokens visible."""
 
     def __init__(self, folder: Path, decode: Callable[[Sequence[int]], str]) -> None:
         """``decode``: text of token ids. Files of an earlier attempt are replaced."""
@@ -22,7 +22,7 @@ class PromptLog:
         self._written: set[str] = set()
 
     def write(self, groups: Sequence[Group]) -> None:
-        """Write the prompts of environments not met before."""
+        """Write the prompts of environments not seen before."""
         for trajectory in (t for group in groups for t in group.trajectories):
             env = environment_name(trajectory.env_key)
             if env in self._written or not trajectory.spans:

@@ -1,4 +1,4 @@
-"""How environments started, what was played again or is in quarantine, and how free the workers' loops were.
+"""Provisioning metrics: environment starts, retries, quarantine, and event-loop lag of the workers.
 
 Formulas: ``registry.py``.
 """
@@ -14,7 +14,7 @@ GAUGES = ("provision_s", "start_limit")
 
 
 def provisioning_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """From the numbers that workers leave in each episode; means over the episodes that have them."""
+    """Compute metrics from the numbers that workers record in each episode, over the episodes that have them."""
     out: dict[str, float] = {}
     for env, own in by_environment(groups).items():
         episodes = trajectories_of(own)

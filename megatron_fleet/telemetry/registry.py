@@ -1,4 +1,4 @@
-"""Every metric name this package emits, with its formula.
+"""Registry of every metric name this package emits, with its formula.
 
 ``python -m megatron_fleet.telemetry.registry`` prints the docs.
 """
@@ -299,12 +299,12 @@ METRICS: tuple[Metric, ...] = (
 
 
 def find(name: str) -> Metric | None:
-    """The metric that ``name`` is an instance of."""
+    """Return the metric that ``name`` is an instance of."""
     return next((m for m in METRICS if m.matches(name)), None)
 
 
 def render() -> str:
-    """The registry as a Markdown page."""
+    """Return the registry as a Markdown page."""
     lines = [
         "# Metrics",
         "",

@@ -1,4 +1,4 @@
-"""What the rewards of some prompts say: means, pass@k, spread. Unknown rewards are excluded everywhere."""
+"""Reward metrics: means, pass@k, spread. Unknown rewards are excluded everywhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Unbiased chance that at least one of k samples passes, from c passes in n ≥ k samples.
+    """Return the unbiased estimate that at least one of k samples passes, from c passes in n ≥ k samples.
 
     1 − C(n−c, k) / C(n, k), in exact integers. Chen et al. 2021, arXiv:2107.03374 eq. 1.
     """
@@ -25,18 +25,18 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def known_rewards(groups: Sequence[Group]) -> list[np.ndarray]:
-    """Known rewards per prompt, float64 ``[K]`` each; prompts without any are left out."""
+    """Return the known rewards per prompt, float64 ``[K]`` each; prompts without any are omitted."""
     rows = ([t.reward for t in g.trajectories if is_known(t.reward)] for g in groups)
     return [np.array(row, dtype=np.float64) for row in rows if row]
 
 
 def is_solved(reward: float, pass_threshold: float) -> bool:
-    """Whether an episode with this known reward counts as solved, by ``eval.pass_threshold``: Fleet's rule is 1."""
+    """Return whether this known reward counts as solved under ``eval.pass_threshold`` (Fleet's rule: 1)."""
     return reward >= pass_threshold
 
 
 def reward_metrics(groups: Sequence[Group], pass_threshold: float) -> dict[str, float]:
-    """Reward metrics without their prefix; a metric without a single value to average is absent."""
+    """Compute reward metrics without prefix; a mean over no values is absent."""
     prompts = known_rewards(groups)
     if not prompts:
         return {}
@@ -53,7 +53,7 @@ def reward_metrics(groups: Sequence[Group], pass_threshold: float) -> dict[str, 
 
 
 def _pass_metrics(prompts: Sequence[tuple[int, int]], n: int) -> dict[str, float]:
-    """``prompts``: known rewards of each, and how many of them count as solved; ``n``: samples per prompt."""
+    """Compute pass@k. ``prompts``: number of known and of solved rewards of each; ``n``: samples per prompt."""
     out = {f"avg_pass_at_{n}": float(np.mean([solved > 0 for _, solved in prompts]))}
     for k in sorted({2**i for i in range(n.bit_length()) if 2**i <= n} | {n}):
         values = [pass_at_k(known, solved, k) for known, solved in prompts if known >= k]

@@ -1,4 +1,4 @@
-"""Where metrics and trajectories are kept. Every sink resumes: what a lost attempt wrote past its checkpoint goes."""
+"""Sinks for metrics and trajectories. On resume each one drops what a failed attempt wrote past its checkpoint."""
 
 from __future__ import annotations
 
@@ -25,42 +25,42 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 HISTOGRAM_BINS = 30
-"""TensorBoard draws as many."""
+"""Same number as TensorBoard draws."""
 
 
 class MetricSink(Protocol):
-    """Takes the metrics of one step; steps only go up. A sink that goes on after step k drops what is newer than k."""
+    """Receiver of metrics per step; steps only increase. A sink that resumes after step k drops newer steps."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def close(self, complete: bool = True) -> None:
-        """``complete``: the run came to its end; else it broke off or was stopped."""
+        """Close the sink. ``complete``: the run finished; otherwise it failed or was stopped."""
 
 
 @runtime_checkable
 class HistogramSink(Protocol):
-    """A metric sink that draws histograms too."""
+    """Metric sink that also draws histograms."""
 
     def draw(self, step: int, distributions: Mapping[str, np.ndarray]) -> None: ...
 
 
 LOGGER_ARGUMENTS = ("config", "resumed_step", "started")
-"""What a logger of the user's own is made with: see `OwnSink`. It is a `MetricSink`."""
+"""Arguments of the factory of a user's logger, see `OwnSink`; it returns a `MetricSink`."""
 
 
 class OwnSink:
-    """A logger of the user's own. Where it fails it says so once and is left out: a run does not end for a curve."""
+    """User-supplied logger. After its first failure it logs a warning and is disabled, so that the run continues."""
 
     def __init__(self, path: str, config: Config, resumed_step: int | None, started: float) -> None:
-        """Make it.
+        """Create the user's logger.
 
         Args:
-            path: ``package.module:name`` of what is called with the other three.
-            resumed_step: the logger drops what is newer; ``None`` = a new run.
+            path: ``package.module:name`` of the factory, which is called with the other three.
+            resumed_step: the logger drops newer steps; ``None`` = a new run.
             started: unix time of this attempt.
 
         Raises:
-            UserError: it cannot be imported, or cannot be made.
+            UserError: it cannot be imported or created.
         """
         make = load("logging.own", path, LOGGER_ARGUMENTS)
         self._path = path
@@ -93,14 +93,14 @@ class OwnSink:
 
 
 class MetricsLog:
-    """``metrics.jsonl``: one JSON object per step, written and flushed at once.
+    """Writer of ``metrics.jsonl``: one JSON object per step, flushed immediately.
 
-    Beside the metrics a line has ``step``, ``time`` (unix seconds) and ``attempt`` (unix seconds when the attempt that
-    wrote it began), so durations survive a resume. A number that is not finite is written as ``null``.
+    Besides the metrics a line has ``step``, ``time`` (unix seconds) and ``attempt`` (unix seconds when the attempt that
+    wrote it began), so durations survive a resume. Non-finite numbers are written as ``null``.
     """
 
     def __init__(self, path: Path, resumed_step: int | None, started: float | None = None) -> None:
-        """``resumed_step``: keep lines up to it; ``None`` = a new run, keep nothing. ``started``: default now."""
+        """``resumed_step``: keep lines up to it; ``None`` = a new run, keep nothing. ``started`` defaults to now."""
         self._attempt = time.time() if started is None else started
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [] if resumed_step is None else [r for r in read_metrics(path) if r["step"] <= resumed_step]
@@ -112,10 +112,10 @@ class MetricsLog:
         self._file.seek(0, os.SEEK_END)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append a line, or complete the newest one when ``step`` is its step (training, then evaluation).
+        """Append a line, or extend the last one if ``step`` is its step (training, then evaluation).
 
         Raises:
-            ValueError: ``step`` is older than the newest line, or a metric of this step was written before.
+            ValueError: ``step`` is older than the last line, or a metric of this step was written before.
         """
         row = {name: _json_number(value) for name, value in metrics.items()}
         if step < self._last["step"] or (step == self._last["step"] and row.keys() & self._last.keys()):
@@ -144,16 +144,16 @@ def _json_number(value: float | None) -> float | None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics log; a last line that was cut off by a crash is left out, a missing file has none."""
+    """Read the rows of a metrics log, without a last line truncated by a crash; a missing file has none."""
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").split("\n")
-    # Whatever follows the last newline was never finished.
+    # Text after the last newline is an unfinished line.
     return [json.loads(line) for line in lines[:-1]]
 
 
 class TensorBoardSink:
-    """Scalars and histograms as TensorBoard events, without torch.
+    """Sink for scalars and histograms as TensorBoard events, without torch.
 
     TensorBoard itself drops the steps that a resume replaces.
     """
@@ -193,7 +193,7 @@ class TensorBoardSink:
 
 
 def _histogram(values: np.ndarray) -> Any:
-    """TensorBoard's form: counts, each with the upper edge of its bin."""
+    """Convert to TensorBoard's format: counts, each with the upper edge of its bin."""
     from tensorboard.compat.proto.summary_pb2 import HistogramProto
 
     counts, edges = np.histogram(values, HISTOGRAM_BINS)
@@ -209,12 +209,13 @@ def _histogram(values: np.ndarray) -> Any:
 
 
 class TrajectoryLog:
-    """What was said and what was sampled, per step.
+    """Log of messages and sampled tokens, per step.
 
     ``step_000001.jsonl`` (``eval_000001.jsonl``, ``greedy_000001.jsonl``): one readable line per trajectory.
-    The ``.npz`` beside it: ``token_ids`` int32, ``action_mask`` bool and ``behaviour_logprobs`` float32, the
-    trajectories of all lines joined, and ``offsets`` int64 ``[lines + 1]``: line i has ``[offsets[i], offsets[i+1])``.
-    Images are files of their own in ``images`` beside the folder; lines name them by the SHA-256 of their content.
+    The ``.npz`` next to it: ``token_ids`` int32, ``action_mask`` bool and ``behaviour_logprobs`` float32, concatenated
+    over the trajectories of all lines, and ``offsets`` int64 ``[lines + 1]``: line i has
+    ``[offsets[i], offsets[i+1])``. Images are separate files in ``images`` next to the folder; lines name them by the
+    SHA-256 of their content.
     """
 
     def __init__(self, folder: Path, resumed_step: int | None) -> None:
@@ -227,14 +228,14 @@ class TrajectoryLog:
                 path.unlink()
 
     def write(self, step: int, groups: Sequence[Group], kind: Literal["step", "eval", "greedy"] = "step") -> list[Path]:
-        """Write both files and the images, each whole or not at all; where they are."""
+        """Write both files and the images, each atomically; return their paths."""
         return save_trajectories(self._folder / f"{kind}_{step:06d}", [t for g in groups for t in g.trajectories])
 
 
 def save_trajectories(stem: Path, trajectories: Sequence[Trajectory]) -> list[Path]:
-    """Write images, ``stem.npz`` and then ``stem.jsonl``, each whole or not at all; where they are.
+    """Write images, ``stem.npz`` and then ``stem.jsonl``, each atomically; return their paths.
 
-    An image goes to the folder ``images`` beside that of ``stem``, unless it is there.
+    An image goes to the folder ``images`` next to that of ``stem``, unless it exists there.
     """
     images = save_images(stem.parent.parent / FOLDER, trajectories)
     part = stem.with_suffix(".part")
@@ -247,9 +248,9 @@ def save_trajectories(stem: Path, trajectories: Sequence[Trajectory]) -> list[Pa
 
 
 def load_trajectories(path: Path) -> list[Trajectory]:
-    """What was saved as ``path`` (its ``.jsonl``) and the ``.npz`` beside it.
+    """Load trajectories from ``path`` (the ``.jsonl``) and the ``.npz`` next to it.
 
-    The routing of experts was not saved, and images stay in their files.
+    Expert routing is not saved, and images are not loaded from their files.
     """
     from megatron_fleet.agents.trajectory import Outcome, Span, Trajectory
     from megatron_fleet.models.images import ImageSpan

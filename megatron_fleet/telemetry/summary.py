@@ -1,4 +1,4 @@
-"""``summary.json``: a run in one small object, computed from its metrics log alone, so it survives every resume."""
+"""``summary.json``: one small object per run, computed from the metrics log alone, so it is correct after a resume."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ Row = dict[str, Any]
 
 
 def write_summary(metrics_path: Path, summary_path: Path) -> dict[str, Any]:
-    """Compute the summary, write it atomically, return it."""
+    """Compute the summary, write it atomically and return it."""
     summary = summarise(read_metrics(metrics_path))
     write_atomically(summary_path, (json.dumps(summary, indent=2) + "\n").encode())
     return summary
 
 
 def summarise(rows: Sequence[Row]) -> dict[str, Any]:
-    """The summary of a metrics log. A value the log cannot tell is ``None``.
+    """Summarise a metrics log. Values that cannot be derived from the log are ``None``.
 
     ``*_before`` is the evaluation at step 0, ``*_after`` the last one after training. Episode and token counts include
-    evaluations. ``episodes_by_outcome`` has the episodes that were collected: those started less those retried (reward
-    unknown, played again) and aborted (lost with an engine or a worker, issued again), and those that an evaluation's
-    budget did not reach.
+    evaluations. ``episodes_by_outcome`` has the collected episodes: those started minus those retried (reward unknown,
+    played again) or aborted (lost with an engine or a worker, issued again), plus those that an evaluation's budget
+    did not reach.
 
-    ``seconds_total`` adds up the attempts of the run, each until its last logged step. ``seconds_to_first_step`` is
-    from the start of the attempt to the end of its first training step, an evaluation before it included.
+    ``seconds_total`` is the sum over the attempts of the run, each until its last logged step.
+    ``seconds_to_first_step`` is from the start of the attempt to the end of its first training step, including an
+    evaluation before it.
     """
     steps = [r for r in rows if "accounting/episodes" in r]
     mismatch = [r["policy/mismatch_kl"] for r in steps if r.get("policy/mismatch_kl") is not None]
@@ -83,5 +84,5 @@ def _by_suffix(rows: Iterable[Row], prefixes: tuple[str, ...]) -> dict[str, int]
 
 
 def _seconds_total(rows: Iterable[Row]) -> float:
-    ends = {r["attempt"]: r["time"] for r in rows}  # rows are in order: the last one of an attempt wins
+    ends = {r["attempt"]: r["time"] for r in rows}  # rows are in order, so the last one of an attempt wins
     return sum(end - start for start, end in ends.items())

@@ -1,4 +1,4 @@
-"""Metrics to services that draw them: Weights & Biases, MLflow."""
+"""Sinks for experiment trackers: Weights & Biases, MLflow."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ import numpy as np
 from megatron_fleet.config.errors import UserError
 
 STEP = "trainer/global_step"
-"""What curves are drawn over; W&B's own step counts calls."""
+"""Metric on the x axis of curves, because W&B's own step counts calls."""
 FINISH_TIMEOUT_S = 120.0
-"""How long a run waits at its end for what is not sent yet. W&B's stays in its folder; `wandb sync` sends it."""
+"""Maximum wait at the end of a run for unsent data. W&B keeps the rest in its folder for `wandb sync`."""
 MLFLOW_BATCH = 1000
-"""Metrics per request, and 100 parameters: limits of MLflow's REST API. It cuts long values itself."""
+"""Limit of MLflow's REST API on metrics per request (100 for parameters). It truncates long values itself."""
 
 
 class WandbSink:
-    """Scalars and histograms, in one W&B run per attempt; those of one run are a group.
+    """Sink for scalars and histograms, with one W&B run per attempt; the attempts of one run form a group.
 
-    So nothing that a lost attempt told is overwritten, and a resumed run's curves begin where its checkpoint was.
+    So nothing that a failed attempt logged is overwritten, and a resumed run's curves begin at its checkpoint.
     """
 
     def __init__(
@@ -42,13 +42,13 @@ class WandbSink:
         resumed_step: int | None,
         started: float,
     ) -> None:
-        """Begin a W&B run.
+        """Start a W&B run.
 
         Args:
-            entity: team or user; ``None`` = the key's own.
-            name: of the run.
-            folder: files below ``folder/wandb``.
-            config: of the run; recorded with where the attempt began.
+            entity: team or user; ``None`` = owner of the API key.
+            name: name of the run.
+            folder: its files are written below ``folder/wandb``.
+            config: configuration of the run, recorded together with the step from which the attempt resumed.
             started: unix time of this attempt.
 
         Raises:
@@ -95,24 +95,24 @@ class WandbSink:
 
 
 class MlflowSink:
-    """Scalars, in one MLflow run per attempt, with the tag ``run`` in common; sent by a thread, so nothing waits."""
+    """Sink for scalars, with one MLflow run per attempt, sharing the tag ``run``; a thread sends without blocking."""
 
     def __init__(
         self, uri: str, experiment: str, name: str, config: Mapping[str, Any], resumed_step: int | None, started: float
     ) -> None:
-        """Begin an MLflow run.
+        """Start an MLflow run.
 
         Args:
-            uri: of the tracking server, or ``sqlite:///FILE``.
-            experiment: its name; made when there is none.
-            name: of the run.
-            config: of the run; recorded as parameters, with where the attempt began.
+            uri: address of the tracking server, or ``sqlite:///FILE``.
+            experiment: its name; created if missing.
+            name: name of the run.
+            config: configuration of the run, recorded as parameters with the step from which the attempt resumed.
             started: unix time of this attempt.
 
         Raises:
             UserError: the package is missing, or the server refuses.
         """
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read on import; else it tells its makers of its use
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read on import; otherwise it sends usage data
         try:
             from mlflow import MlflowClient
         except ImportError:
@@ -125,14 +125,14 @@ class MlflowSink:
             run = self._client.create_run(place, run_name=_attempt_name(name, started), tags={"run": name})
             self._run = run.info.run_id
             self._describe({**_flat(config), **own})
-        except Exception as error:  # each kind of store has errors of its own
+        except Exception as error:  # each kind of store has its own exceptions
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise UserError(
                 f"logging.mlflow.uri={uri}: MLflow refuses ({reason}); correct it or "
                 f"logging.mlflow.experiment, or set MLFLOW_TRACKING_USERNAME and _PASSWORD, or MLFLOW_TRACKING_TOKEN."
             ) from error
         self._unsent: queue.SimpleQueue[list[Any] | None] = queue.SimpleQueue()
-        self._written = self._sent = 0  # batches; the second is the sender's
+        self._written = self._sent = 0  # numbers of batches; `_sent` belongs to the sender thread
         self._status = "FAILED"
         self._sender = threading.Thread(target=self._send, name="mlflow", daemon=True)
         self._sender.start()
@@ -147,7 +147,7 @@ class MlflowSink:
             self._written += 1
 
     def close(self, complete: bool = True) -> None:
-        """Send what is left, for at most ``FINISH_TIMEOUT_S``."""
+        """Send remaining data, for at most ``FINISH_TIMEOUT_S``."""
         self._status = "FINISHED" if complete else "FAILED"
         self._unsent.put(None)
         self._sender.join(FINISH_TIMEOUT_S)
@@ -163,7 +163,7 @@ class MlflowSink:
 
     def _send(self) -> None:
         while (rows := self._unsent.get()) is not None:
-            # Whatever it raises, as above, after the client's own retries: a run does not end for a curve.
+            # Any exception, as above, after the client's own retries: tracking must not end a run.
             with contextlib.suppress(Exception):
                 self._client.log_batch(self._run, metrics=rows)
                 self._sent += 1
@@ -183,5 +183,5 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _allowed(name: str) -> str:
-    """MLflow takes letters, digits and ``_ - . : /`` and spaces in names."""
+    """Sanitise a metric name: MLflow allows letters, digits, ``_ - . : /`` and spaces."""
     return re.sub(r"[^\w\-. :/]", "_", name)

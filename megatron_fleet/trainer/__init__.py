@@ -1,8 +1,8 @@
 """The trained model: the Policy verbs, packing, layouts; ``megatron/`` implements them on Megatron-Core.
 
 ``base.py`` is the protocol: forward, forward and backward, optimizer step, publish, save, load, export.
-``pack_plan.py`` puts sequences into rows, the same number of rows on every rank and about the same work: ``flops.py``
-says what a sequence costs, ``balance.py`` shares costs out. ``pack.py`` makes the tensors of a row.
-``megatron/step.py`` sends the rows through Megatron's pipeline schedule; log-probs come from hidden states, in chunks,
-at trained positions only.
+``pack_plan.py`` packs sequences into micro-batches, the same number on every rank and of about equal cost: ``flops.py``
+computes the cost of a sequence, ``balance.py`` distributes costs. ``pack.py`` makes the tensors of a micro-batch.
+``megatron/step.py`` runs micro-batches through Megatron's pipeline schedule; log-probs come from hidden states, in
+chunks, at trained positions only.
 """

@@ -1,7 +1,7 @@
-"""The trainer as the controller sees it: verbs that are awaited, Tinker's first, and what they take and return.
+"""Trainer protocol of the controller: awaitable verbs, modelled on Tinker's, with their arguments and results.
 
-Nothing here assumes Megatron, several processes or this machine: a trainer may be a group of ranks (`trainer.group`),
-a fake of a test, or a hosted service. Nothing here imports torch.
+Nothing here assumes Megatron, several processes or this machine: a trainer may be a group of ranks (`trainer.group`), a
+test fake, or a hosted service. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.config.schema import Algorithm, Optimizer
 
 MicroBatches = Sequence[Sequence[Datum]]
-"""The micro-batches of one data-parallel rank: sequences packed behind each other, at most
-``policy.micro_batch_tokens`` tokens each. Every rank passes the same number of them; a rank with less data
-passes empty ones."""
+"""Micro-batches of one data-parallel rank: sequences packed behind each other, at most ``policy.micro_batch_tokens``
+tokens each. Every rank passes the same number of them; a rank with less data passes empty ones.
+"""
 
 Part = Literal["parameters", "gradients", "optimizer"]
 PARTS: tuple[Part, ...] = get_args(Part)
-"""What a trainer can move off its devices and back."""
+"""Parts that a trainer can offload from its devices."""
 
 Files = Mapping[str, Mapping[str, Any]]
 """Files below a folder, by relative name: ``{"bytes": int, "sha256": hex}``."""
 
 Deliver = Callable[[Mapping[str, Any]], Awaitable[None]]
-"""Hands an update message of a transport to the engines; returns when all engines have acted on it."""
+"""Function that hands an update message of a transport to the engines and returns when all of them have acted on it."""
 
 
 class TrainerLost(Exception):
-    """The trainer died or can no longer be trusted; its state is that of the last checkpoint. It may be restarted."""
+    """The trainer died or is no longer trusted; its state is that of the last checkpoint. It may be restarted."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossSpec:
-    """Which loss, by name, with its settings: the section ``algorithm`` of the configuration as plain values.
+    """Loss by name with its settings: the ``algorithm`` section of the configuration as plain values.
 
     Attributes:
-        per_sequence: report the loss of every sequence alone too (`LossReport.sequence_losses`).
+        per_sequence: also report the loss of every single sequence (`LossReport.sequence_losses`).
     """
 
     name: str
@@ -76,8 +76,8 @@ class LossReport:
     Attributes:
         metrics: metric sums of the loss function, by its names.
         tokens: tokens of sequences, trained or not.
-        padded_tokens: what else the micro-batches held.
-        sequence_losses: loss of each Datum, in the order of the data; only when `LossSpec.per_sequence` asked for it.
+        padded_tokens: all other tokens of the micro-batches.
+        sequence_losses: loss of each Datum, in the order of the data; only when `LossSpec.per_sequence` is set.
     """
 
     loss: float
@@ -89,15 +89,15 @@ class LossReport:
 
 @dataclass(slots=True)
 class OptimReport:
-    """One optimizer step.
+    """Result of one optimizer step.
 
     Attributes:
         grad_norm: before clipping.
-        held: the step was not taken because the norm was above ``hold_above``; the gradients are still there.
+        held: the step was not taken because the norm was above ``hold_above``; the gradients are kept.
         skipped: the gradient was not finite, or was discarded; nothing was changed.
-        spike: the norm is far above those of earlier steps; the guard says so.
-        skipped_total: steps of the run skipped until here, this one included; the guard counts.
-        gradient: by name, what ``policy.gradient_metrics`` found; empty when this step was not measured.
+        spike: the norm is far above those of earlier steps; set by the guard.
+        skipped_total: steps of the run skipped so far, including this one; counted by the guard.
+        gradient: metrics of ``policy.gradient_metrics`` by name; empty when this step was not measured.
     """
 
     grad_norm: float
@@ -119,13 +119,13 @@ class MicroBatchLoss:
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """Where values are not finite, in the model and in the last `Trainer.forward_backward`.
+    """Locations of non-finite values in the model and in the last `Trainer.forward_backward`.
 
     Attributes:
-        weights: names of parameters with a value that is not finite, from the input to the output of the model.
-        gradients: the same of gradients, from the output to the input, in the order of a backward pass.
-        parameters: number of parameters that the model has.
-        micro_batches: losses; empty when the trainer has no such thing.
+        weights: names of parameters with a non-finite value, from the input to the output of the model.
+        gradients: names of parameters with a non-finite gradient, from the output to the input (backward order).
+        parameters: number of parameters of the model.
+        micro_batches: their losses; empty when the trainer has no micro-batches.
     """
 
     weights: list[str]
@@ -136,14 +136,14 @@ class Examination:
 
 @dataclass(frozen=True, slots=True)
 class TrainerInfo:
-    """What the controller must know of a trainer.
+    """Properties of a trainer that the controller needs.
 
     Attributes:
         vocab_size: tokens of the model, without padding.
         max_tokens: the longest sequence that it can train.
         replicas: data-parallel copies of the model.
         device: ``cpu`` or ``cuda``.
-        part_bytes: for each rank, bytes of each `Part` on its device; empty when nothing can be moved.
+        part_bytes: for each rank, bytes of each `Part` on its device; empty when nothing can be offloaded.
     """
 
     vocab_size: int
@@ -154,16 +154,16 @@ class TrainerInfo:
 
 
 class Trainer(Protocol):
-    """Verbs are executed in the order in which they were called; several may be in flight.
+    """Verbs of a trainer, executed in the order in which they were called; several may be in flight.
 
-    Any verb raises UserError for something the user can mend, and `TrainerLost` when the trainer died.
+    Any verb raises UserError for something the user can fix, and `TrainerLost` when the trainer died.
     """
 
     @property
     def info(self) -> TrainerInfo: ...
 
     async def lost(self) -> TrainerLost:
-        """Return, with the reason, when the trainer is lost; else never."""
+        """Return the reason once the trainer is lost; otherwise never return."""
         ...
 
     async def forward(
@@ -175,7 +175,7 @@ class Trainer(Protocol):
         """Log-probs, float32 ``[T]`` for each Datum, 0 where ``loss_scale`` is 0. No gradient.
 
         Args:
-            temperature: ``None`` = that of the sampling.
+            temperature: ``None`` = the sampling temperature.
         """
         ...
 
@@ -186,26 +186,26 @@ class Trainer(Protocol):
     async def optim_step(self, adam: AdamParams, hold_above: float = math.inf) -> OptimReport:
         """Clip, step, zero the gradients.
 
-        A gradient that is not finite never changes anything; with a finite ``hold_above`` the step is *held* then, or
+        A non-finite gradient never changes anything. With a finite ``hold_above`` the step is then *held*, as it is
         when the norm is above it: state and gradients stay as they are, until `optim_step` without a bound or
-        `discard_gradients`. Without a bound such a step is skipped and its gradients are zeroed.
+        `discard_gradients`. Without a bound a step with a non-finite gradient is skipped and its gradients are zeroed.
         """
         ...
 
     async def discard_gradients(self) -> None:
-        """Zero the gradients, without a step."""
+        """Zero the gradients without a step."""
         ...
 
     async def examine(self) -> Examination:
-        """Look for values that are not finite, before gradients are zeroed."""
+        """Look for non-finite values, before gradients are zeroed."""
         ...
 
     async def keep_reference(self) -> None:
-        """Keep the present weights as the reference policy."""
+        """Keep the current weights as the reference policy."""
         ...
 
     async def save_state(self, path: Path) -> Files:
-        """Write weights and optimizer into the folder ``path``, which exists; the files, flushed to disk."""
+        """Write weights and optimizer into the existing folder ``path``; returns the files, flushed to disk."""
         ...
 
     async def load_state(self, path: Path) -> None:
@@ -213,42 +213,42 @@ class Trainer(Protocol):
         ...
 
     async def export_hf(self, path: Path) -> None:
-        """Write the present weights as a Hugging Face folder."""
+        """Write the current weights as a Hugging Face folder."""
         ...
 
     async def prepare_weights(self, transport: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Get ready to send weights by ``transport``; repeated calls may pass more ``options``.
+        """Prepare to send weights by ``transport``; repeated calls may pass more ``options``.
 
         Returns:
-            What its controller's half asked for; see `weight_sync.base`.
+            Answer for the transport's controller half; see `weight_sync.base`.
         """
         ...
 
     async def send_weights(self, version: int, options: Mapping[str, Any], deliver: Deliver) -> None:
-        """Send the present weights by the transport that was prepared. ``deliver``: called for each message."""
+        """Send the current weights by the prepared transport. ``deliver``: called for each message."""
         ...
 
     async def offload(self, parts: Collection[Part] = PARTS) -> None:
-        """Move ``parts`` off the devices; gradients are lost."""
+        """Offload ``parts`` from the devices; gradients are lost."""
         ...
 
     async def onload(self, parts: Collection[Part] = PARTS) -> None:
-        """Bring ``parts`` back."""
+        """Onload ``parts``."""
         ...
 
     async def memory(self, moment: Literal["begin", "end"], quiet: bool = False) -> list[dict[str, int]]:
         """Bytes by owner for each rank, at the beginning or the end of a phase; see `trainer.megatron.memory`.
 
         Args:
-            quiet: at the end: no other process took device memory during the phase.
+            quiet: at the end: no other process allocated device memory during the phase.
         """
         ...
 
     async def close(self) -> None:
-        """End it. Idempotent."""
+        """Shut the trainer down. Idempotent."""
         ...
 
 
 def as_plain(value: Any) -> dict[str, Any]:
-    """A dataclass of this module as plain values, for a message."""
+    """Convert a dataclass of this module to plain values, for a message."""
     return asdict(value)

@@ -1,4 +1,4 @@
-"""What the gradient of a batch and its update look like: pure functions of sampled parts. Names: telemetry/registry."""
+"""Metrics of a batch's gradient and its update: pure functions of samples. Names: telemetry/registry."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from dataclasses import dataclass
 import torch
 
 SIDE = 64
-"""A sample is at most so many rows and columns of a matrix; as float32 it is 16 KiB for each row of tokens."""
+"""Maximum rows and columns in a sample of a matrix; as float32, 16 KiB per micro-batch."""
 BINS = 10
 BYTES_PER_WEIGHT = 2
-"""Of bfloat16, in which engines serve."""
+"""Size in bfloat16, the dtype that engines serve."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Matrix:
-    """A trained matrix of the whole, unsplit model.
+    """Trained matrix of the whole, unsplit model.
 
     Attributes:
-        kind: its name without numbers of layers and experts.
+        kind: its name without layer and expert numbers.
         place: these numbers.
         shape: rows and columns.
     """
@@ -39,16 +39,16 @@ class Matrix:
         return ".experts." in self.kind
 
     def lines(self) -> tuple[list[int], list[int]]:
-        """The rows and columns that are sampled, ascending; they depend on nothing but the matrix."""
+        """Sampled rows and columns, ascending; a function of the matrix alone."""
         rng = random.Random(f"{self.kind} {self.place}")
         rows, cols = (sorted(rng.sample(range(size), min(size, SIDE))) for size in self.shape)
         return rows, cols
 
 
 def choose(matrices: Sequence[Matrix], count: int) -> list[Matrix]:
-    """At most ``count`` of them: as many of each kind, and of a kind one from each of equal stretches of the stack.
+    """Choose at most ``count`` matrices: equally many of each kind, spread evenly over the stack.
 
-    Deterministic, whatever the order of ``matrices``.
+    Deterministic and independent of the order of ``matrices``.
     """
     kinds: dict[str, list[Matrix]] = {}
     for matrix in sorted(matrices):
@@ -68,12 +68,12 @@ def _spread(kind: str, matrices: Sequence[Matrix], share: int) -> list[Matrix]:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """One sample over the rows of a batch.
+    """Sums for one sample over the micro-batches of a batch.
 
     Attributes:
-        total: Σ over rows of their gradients, float64 ``[rows, columns]`` of the sample.
-        energy: Σ over rows of their gradients' squared norms.
-        count: rows, n.
+        total: Σ over micro-batches of their gradients, float64 ``[rows, columns]`` of the sample.
+        energy: Σ over micro-batches of their gradients' squared norms.
+        count: number of micro-batches, n.
     """
 
     total: torch.Tensor
@@ -82,8 +82,9 @@ class Sums:
 
 
 def gradient_metrics(samples: Sequence[Sums]) -> dict[str, float]:
-    """``snr``, ``update_diversity`` and ``effective_rank``; without what cannot be told. Samples without any gradient
-    are left out."""
+    """Compute ``snr``, ``update_diversity`` and ``effective_rank``, omitting undefined ones. Samples without any
+    gradient are left out.
+    """
     alive = [sample for sample in samples if sample.energy > 0 and bool(sample.total.any())]
     out: dict[str, float] = {}
     if ratios := [ratio for sample in alive if (ratio := signal_to_noise(sample)) is not None]:
@@ -97,15 +98,16 @@ def gradient_metrics(samples: Sequence[Sums]) -> dict[str, float]:
 def signal_to_noise(sample: Sums) -> float | None:
     """‖Σg‖² / N² − 1 with N² = n / (n − 1) Σ‖g − ḡ‖², an unbiased estimate of the variance of Σg over batches.
 
-    It estimates ‖E Σg‖² / N²: 0 is expected when the rows agree on nothing. How a batch is cut into rows changes the
-    precision, not what is estimated. Up to the size of the batch it is the inverse of the gradient noise scale
-    (McCandlish et al. 2018, arXiv:1812.06162). ``None`` with one row, or without noise.
+    It estimates ‖E Σg‖² / N²: the expected value is 0 when micro-batches agree on nothing. The split of a batch into
+    micro-batches changes the precision, not the estimated quantity. Up to the size of the batch it is the inverse of
+    the gradient noise scale (McCandlish et al. 2018, arXiv:1812.06162). ``None`` with one micro-batch, or without
+    noise.
     """
     n, signal = sample.count, float(sample.total.square().sum())
     if n < 2:
         return None
     noise = n / (n - 1) * (sample.energy - signal / n)
-    # Below this, what is left of the difference is rounding.
+    # Below this, the remainder of the difference is rounding.
     return signal / noise - 1 if noise > 1e-6 * sample.energy else None
 
 
@@ -132,7 +134,7 @@ def megabytes_edited(edited: Mapping[Matrix, float], all_sizes: int) -> dict[str
 
     Args:
         edited: share of each sample that changed.
-        all_sizes: elements of all matrices that could have been sampled.
+        all_sizes: elements of all matrices that could be sampled.
     """
     share = sum(matrix.size * part for matrix, part in edited.items()) / sum(matrix.size for matrix in edited)
     return {"megabytes_edited": share * all_sizes * BYTES_PER_WEIGHT / 2**20}

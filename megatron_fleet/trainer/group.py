@@ -1,4 +1,4 @@
-"""The controller's half of a trainer made of ranks: plans, sends each replica its data once, gathers, watches."""
+"""Controller's half of a trainer made of ranks: plans, sends each replica its data once, gathers, monitors."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ from megatron_fleet.trainer.messages import SYSTEM, USER, RankReady, datum_to_pl
 from megatron_fleet.trainer.packing.pack_plan import Plan, plan_rows
 
 LAST_WORDS_S = 2.0
-"""After one rank failed: time for the others to say why; they may hang in a collective that never completes."""
+"""Time after a rank's failure for the others to report theirs; they may hang in a collective that never completes."""
 SHARES_AT_ONCE = 8
-"""Replicas that are sent their data at the same time; each holds an encoded micro-batch in memory."""
+"""Replicas that are sent their data concurrently; each holds an encoded micro-batch in memory."""
 QUIT_S = 20.0
-"""For ranks to leave their process groups and end."""
+"""Time for ranks to leave their process groups and exit."""
 
 
 class TrainerGroup:
-    """`trainer.base.Trainer` over ranks; between `open` and `close` it can be lost, and started again by `restart`."""
+    """`trainer.base.Trainer` over ranks; between `open` and `close` it can be lost, and restarted by `restart`."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class TrainerGroup:
         cost: SequenceCost,
         init: str = "hf",
     ) -> None:
-        """Args: ``token``: of the run. ``cost``: of sequences of the model. ``init``: see `MegatronPolicy`."""
+        """Args: ``token``: secret of the run. ``cost``: cost model of sequences. ``init``: see `MegatronPolicy`."""
         self._config, self._listener, self._starter, self._token = config, listener, starter, token
         self._cost, self._init = cost, init
         cluster = config.cluster
@@ -78,10 +78,10 @@ class TrainerGroup:
     # Life
 
     async def gather(self) -> None:
-        """Start the ranks and wait until they are connected; they import what they need meanwhile.
+        """Start the ranks and wait until they are connected; they continue with their imports meanwhile.
 
         Raises:
-            TrainerLost: they did not all come.
+            TrainerLost: not all ranks connected.
         """
         await self._starter.start(self._listener.address, self._token)
         try:
@@ -91,7 +91,7 @@ class TrainerGroup:
         self._readers = [asyncio.create_task(self._read(rank, link)) for rank, link in enumerate(self._links)]
 
     async def build(self) -> None:
-        """Have the ranks find each other and build the model.
+        """Make the ranks join each other and build the model.
 
         Raises:
             TrainerLost: a rank died.
@@ -102,10 +102,10 @@ class TrainerGroup:
         self._ready = [RankReady(**value) for value in await self._call("build", arguments)]
 
     async def restart(self, reason: TrainerLost) -> None:
-        """Replace ranks that are lost, again and again until all are there, or it was too often.
+        """Replace lost ranks, retrying until all are up or the restart limit is reached.
 
         Raises:
-            UserError: it was too often; or the ranks cannot be built.
+            UserError: the limit was reached, or the ranks cannot be built.
         """
         while True:
             self._disconnect()
@@ -151,7 +151,7 @@ class TrainerGroup:
         self._lost.set_result(error)
         for call in self._calls.values():
             call.fail(error)
-        self._disconnect()  # ranks that hang in a collective end with their connection
+        self._disconnect()  # closing the connection ends ranks that hang in a collective
 
     # Frames
 
@@ -163,7 +163,9 @@ class TrainerGroup:
         deliver: Deliver | None = None,
         only: int | None = None,
     ) -> list[Any]:
-        """A verb on all ranks, or on the first ``only`` ones; their answers by rank. ``shares``: by replica."""
+        """Run a verb on all ranks, or on the first ``only`` ones; returns their answers by rank. ``shares``: data by
+        replica.
+        """
         if self._lost.done():
             raise self._lost.result()
         links = self._links[:only]
@@ -202,14 +204,14 @@ class TrainerGroup:
     async def _send_share(
         number: int, link: RankLink, share: Sequence[Sequence[Datum]], places: asyncio.Semaphore
     ) -> None:
-        """One micro-batch at a time: a whole share need not be encoded at once."""
+        """Send a share one micro-batch at a time, so that it is never encoded as a whole."""
         async with places:
             for micro_batch in share:
                 body = frames.body("micro-batch", *map(datum_to_plain, micro_batch))
                 await link.send_content("data", number, body)
 
     def _leaders(self) -> set[int]:
-        """The first rank of each replica."""
+        """First rank of each replica."""
         firsts: dict[int, int] = {}
         for rank, ready in enumerate(self._ready):
             firsts.setdefault(ready.replica, rank)
@@ -224,7 +226,7 @@ class TrainerGroup:
                 before = posted.get(number)
                 posted[number] = self._spawn(self._deliver(link, number, call, rest[0], rest[1], before))
             elif call is None:
-                continue  # whoever called does not wait any more
+                continue  # the caller no longer waits
             elif kind == "done":
                 call.done(rank, rest[0])
             else:
@@ -256,7 +258,7 @@ class TrainerGroup:
         await link.send("delivered", number, index, error)
 
     async def _settle(self, call: Call) -> None:
-        """A rank has failed: wait for the others' words, then decide what that means."""
+        """After a rank's failure, wait for the others' reports, then decide on the error to raise."""
         deadline = asyncio.get_running_loop().time() + LAST_WORDS_S
         while not call.complete and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)
@@ -289,7 +291,7 @@ class TrainerGroup:
         )
 
     def plan(self, data: Sequence[Datum]) -> Plan:
-        """Replica → micro-batches → indices into ``data``; equal data give equal plans.
+        """Plan the micro-batches of each replica as indices into ``data``; equal data give equal plans.
 
         Raises:
             UserError: a sequence is longer than a micro-batch.
@@ -391,7 +393,7 @@ class TrainerGroup:
         return await self._call("memory", {"moment": moment, "quiet": quiet})
 
     def _by_replica(self, values: Sequence[Any]) -> list[Any]:
-        """What the ranks of the last pipeline stage know; those of earlier ones know nothing."""
+        """Results by replica, from the ranks of the last pipeline stage; those of earlier stages have none."""
         found: list[Any] = [[]] * self.info.replicas
         for ready, value in zip(self._ready, values, strict=True):
             found[ready.replica] = found[ready.replica] or value or []

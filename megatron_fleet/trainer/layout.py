@@ -1,4 +1,4 @@
-"""Sizes that follow from a layout. Pure functions; what a layout forbids is in ``policy.validate``."""
+"""Sizes derived from a layout. Pure functions; ``policy.validate`` checks which layouts are allowed."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ def padded_vocab_size(vocab_size: int, tensor: int) -> int:
 
 
 def sequence_alignment(parallel: Parallel) -> int:
-    """Each sequence of a row takes a multiple of this many tokens: context parallelism cuts it into 2 × context parts,
-    of which each rank gets one from the front and its mirror image from the back."""
+    """Multiple of tokens that each sequence of a micro-batch is padded to: context parallelism cuts it into 2 × context
+    parts, and each rank gets one from the front and its mirror image from the back.
+    """
     return 2 * parallel.context if parallel.context > 1 else 1
 
 
 def row_alignment(parallel: Parallel, precision: Precision) -> int:
-    """The width of a row is a multiple of this: each context rank's part is cut once more into ``tensor`` slices, and
-    what is left must suit the precision."""
+    """Multiple of tokens that a micro-batch is padded to: each context rank's part is cut again into ``tensor`` slices,
+    and each slice must suit the precision.
+    """
     slices = parallel.tensor if parallel.sequence_parallel else 1
     return token_alignment(precision) * slices * sequence_alignment(parallel)
 
 
 def check_micro_batch_tokens(micro_batch_tokens: int, parallel: Parallel, precision: Precision) -> None:
-    """Refuse a capacity that no row can be as wide as.
+    """Refuse a capacity that cannot be the width of a micro-batch.
 
     Raises:
         UserError: ``micro_batch_tokens`` is not a multiple of `row_alignment`.
@@ -39,10 +41,10 @@ def check_micro_batch_tokens(micro_batch_tokens: int, parallel: Parallel, precis
 
 
 def layers_of_stages(layers: int, parallel: Parallel) -> list[int]:
-    """Transformer layers of each pipeline rank, all its virtual pieces together.
+    """Transformer layers of each pipeline rank, over all its virtual stages.
 
     Raises:
-        UserError: the layers cannot be shared out as ``parallel`` says.
+        UserError: the layers cannot be split as ``parallel`` specifies.
     """
     p = parallel
     ends = {"first_stage_layers": p.first_stage_layers, "last_stage_layers": p.last_stage_layers}

@@ -1,4 +1,4 @@
-"""The controller's connections to the ranks: who may dial, and a call to all of them with its answers."""
+"""Controller's connections to the ranks: admission, and calls to all of them with their answers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ READ_LIMIT = 1 << 20
 
 
 class RankLink:
-    """One rank's connection. Whoever reads it is `TrainerGroup`."""
+    """Connection to one rank, read by `TrainerGroup`."""
 
     def __init__(self, who: Identity, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.who = who
         self._reader, self._writer = reader, writer
 
     async def send(self, *frame: Any) -> None:
-        """Send one frame and wait until the rank takes more. A rank that is gone is noticed by its reader."""
+        """Send one frame and wait until the rank accepts more. The reader of the connection notices when the rank is
+        gone.
+        """
         await self._write((frames.pack(*frame),))
 
     async def send_content(self, kind: str, number: int, content: bytes) -> None:
@@ -36,7 +38,7 @@ class RankLink:
             await self._writer.drain()
 
     async def read(self) -> list[Any] | None:
-        """Next frame; ``None`` when the rank is gone, or says what no rank says."""
+        """Return the next frame; ``None`` when the rank is gone or its message is invalid."""
         try:
             return await frames.read(self._reader)
         except ValueError:
@@ -44,23 +46,25 @@ class RankLink:
 
     @property
     def gone(self) -> bool:
-        """The rank has ended, or the connection to it."""
+        """Whether the rank or its connection has ended."""
         return self._writer.is_closing() or self._reader.at_eof()
 
     def close(self) -> None:
-        """End the connection; the rank then ends by itself. Idempotent."""
+        """Close the connection; the rank then ends by itself. Idempotent."""
         self._writer.close()
 
 
 Admit = Callable[[Any, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-"""Takes over a connection: what the peer says of itself, and its streams. Raises ValueError for nonsense."""
+"""Handler that takes over a connection: the peer's description of itself, and its streams. Raises ValueError when the
+description is invalid.
+"""
 
 
 class RankListener:
-    """Where ranks dial. Bound once; ranks of a later attempt dial the same address."""
+    """Listener that ranks connect to. Bound once; ranks of a later attempt connect to the same address."""
 
     def __init__(self, token: str, config: str | None, world_size: int) -> None:
-        """Args: ``config``: resolved, as JSON; every rank gets it. ``None``: ranks wait for `configure`."""
+        """Args: ``config``: resolved, as JSON; sent to every rank. ``None``: ranks wait for `configure`."""
         self._token, self._world_size = token, world_size
         self._config: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         if config is not None:
@@ -73,15 +77,15 @@ class RankListener:
         self.address = ""
 
     def configure(self, config: str) -> None:
-        """Give ranks the resolved configuration, as JSON."""
+        """Set the resolved configuration, as JSON, for the ranks."""
         self._config.set_result(config)
 
     def admit(self, kind: str, serve: Admit) -> None:
-        """Serve peers that are no ranks: those whose first frame is ``[kind, proof, who]``."""
+        """Serve peers that are not ranks: those whose first frame is ``[kind, proof, who]``."""
         self._others[kind] = serve
 
     async def listen(self, host: str, port: int) -> None:
-        """Bind; port 0 takes a free one. Raises UserError when it cannot."""
+        """Bind; port 0 selects a free one. Raises UserError when binding fails."""
         try:
             self._server = await asyncio.start_server(self._serve, host, port, limit=READ_LIMIT, backlog=1024)
         except OSError as error:
@@ -89,22 +93,22 @@ class RankListener:
         self.address = f"{host}:{self._server.sockets[0].getsockname()[1]}"
 
     async def who(self, timeout_s: float) -> list[Identity]:
-        """Who the ranks are, by rank, once all of them have dialled; they still wait for `configure`.
+        """Identities by rank, once all ranks have connected; they still wait for `configure`.
 
         Raises:
-            ConnectionError: time is up; with what is missing.
+            ConnectionError: timeout, naming the missing ranks.
         """
         links = await self._all(self._dialled, timeout_s, lambda: None)
         return [link.who for link in links]
 
     async def gather(self, timeout_s: float, failed: Callable[[], str | None]) -> list[RankLink]:
-        """Wait until every rank is there; they are the caller's from then on.
+        """Wait until every rank is connected; the caller then owns the connections.
 
         Args:
-            failed: asked now and then; why to give up, in words.
+            failed: polled; returns the reason to give up, or ``None``.
 
         Raises:
-            ConnectionError: ``failed`` said so, or time is up; with what is missing.
+            ConnectionError: ``failed`` returned a reason, or timeout, naming the missing ranks.
         """
         try:
             return await self._all(self._links, timeout_s, failed)
@@ -150,7 +154,7 @@ class RankListener:
                 return
         except (TimeoutError, ValueError):
             pass
-        writer.close()  # a peer that does not know the token learns nothing
+        writer.close()  # reveal nothing to a peer that does not know the token
 
     async def _admit(self, kind: str, who: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if kind != "rank":
@@ -189,7 +193,7 @@ class RankListener:
 
 
 class Call:
-    """One verb on all ranks: collects their answers."""
+    """One verb on all ranks, collecting their answers."""
 
     def __init__(self, verb: str, ranks: int, deliver: Deliver | None) -> None:
         self.verb = verb
@@ -200,28 +204,28 @@ class Call:
         self.result: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
 
     def done(self, rank: int, value: Any) -> None:
-        """A rank has answered."""
+        """Record a rank's answer."""
         self._answers[rank] = value
         self._settle_when_complete()
 
     def failed(self, rank: int, kind: str, message: str, name: str) -> None:
-        """A rank could not do it."""
+        """Record a rank's failure."""
         self._failures[rank] = kind, message, name
         self._settle_when_complete()
 
     def fail(self, error: BaseException) -> None:
-        """Nobody will answer any more."""
+        """Fail the call: no more answers will come."""
         if not self.result.done():
             self.result.set_exception(error)
-            self.result.exception()  # it may be that nobody waits
+            self.result.exception()  # there may be no waiter
 
     @property
     def complete(self) -> bool:
-        """Every rank has answered, in one way or the other."""
+        """Whether every rank has answered or failed."""
         return len(self._answers) + len(self._failures) == self._ranks
 
     def failure(self) -> tuple[str, str] | None:
-        """Kind and text of what explains best why it failed; ``None``: nothing failed."""
+        """Kind and text of the failure that best explains the others; ``None`` without a failure."""
         for wanted in (USER, OTHER, SYSTEM):
             for rank in sorted(self._failures):
                 kind, message, name = self._failures[rank]

@@ -1,4 +1,4 @@
-"""What travels between the controller and the ranks, as parts of `cluster.frames`.
+"""Messages between the controller and the ranks, as parts of `cluster.frames`.
 
 Rank to controller, after the hello of `cluster.handshake`::
 
@@ -29,18 +29,20 @@ from megatron_fleet.cluster.frames import array_from_plain, array_to_plain
 from megatron_fleet.cluster.inventory import LOOPBACK, Device, StartedRank
 
 USER, SYSTEM, OTHER = FAILURES = ("user", "system", "other")
-"""A mistake of the user's; the operating system (a full disk, say), on all ranks alike; anything else."""
+"""Kinds of failure: a user error; an error of the operating system (e.g. a full disk), on all ranks
+alike; any other.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who a rank is, as it says itself.
+    """Identity of a rank, as reported by itself.
 
     Attributes:
-        host, pid: where its process is.
-        source: what it read its rank from, see `cluster.rank_identity`.
-        address: by which other hosts reach its host.
-        device: the one that it takes, the fields of `cluster.inventory.Device`; ``None`` on a CPU.
+        host, pid: location of its process.
+        source: origin of its rank number, see `cluster.rank_identity`.
+        address: at which other hosts reach its host.
+        device: the one that it uses, the fields of `cluster.inventory.Device`; ``None`` on a CPU.
     """
 
     rank: int
@@ -57,7 +59,7 @@ class Identity:
 
     @classmethod
     def from_plain(cls, value: Any) -> Identity:
-        """Raises ValueError for anything that `to_plain` did not give."""
+        """Inverse of `to_plain`. Raises ValueError for anything else."""
         try:
             found = cls(**value)
         except TypeError as error:
@@ -69,7 +71,7 @@ class Identity:
         return found
 
     def started(self) -> StartedRank:
-        """The same for `cluster.inventory`. Raises ValueError when its device is none."""
+        """Convert to the form of `cluster.inventory`. Raises ValueError when its device is invalid."""
         try:
             device = None if self.device is None else Device(**self.device)
         except TypeError as error:
@@ -79,7 +81,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class RankReady:
-    """What a rank knows once its part of the model exists.
+    """Properties that a rank knows once its part of the model exists.
 
     Attributes:
         replica: its data-parallel index; ranks of one replica get equal data.
@@ -94,24 +96,24 @@ class RankReady:
 
 
 def datum_to_plain(datum: Datum) -> list[Any]:
-    """A Datum as a part of a frame: its fields in order."""
+    """Encode a Datum as a part of a frame: its fields in order."""
     values = (getattr(datum, field.name) for field in fields(Datum))
     return [None if value is None else array_to_plain(value) for value in values]
 
 
 def datum_from_plain(values: Sequence[Any]) -> Datum:
-    """What `datum_to_plain` was given; arrays are read-only."""
+    """Inverse of `datum_to_plain`; arrays are read-only."""
     arrays: list[Any] = [None if value is None else array_from_plain(value) for value in values]
     return Datum(*arrays)
 
 
 def results_to_plain(data: Sequence[Datum], values: Sequence[np.ndarray]) -> list[Any]:
-    """Log-probs ``[T]`` of sequences at their trained positions; elsewhere they are 0."""
+    """Log-probs ``[T]`` of sequences, reduced to their trained positions; elsewhere they are 0."""
     return [array_to_plain(value[datum.loss_mask]) for datum, value in zip(data, values, strict=True)]
 
 
 def results_from_plain(data: Sequence[Datum], values: Sequence[Any]) -> list[np.ndarray]:
-    """What `results_to_plain` was given, float32 ``[T]`` each."""
+    """Inverse of `results_to_plain`, float32 ``[T]`` each."""
     found = []
     for datum, value in zip(data, values, strict=True):
         whole = np.zeros(len(datum), np.float32)

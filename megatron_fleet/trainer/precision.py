@@ -1,4 +1,6 @@
-"""What FP8 and the optimizer's variants ask of model, layout and machine. Nothing here imports torch by itself."""
+"""Requirements of FP8 and the optimizer's variants on model, layout and machine. Nothing here imports
+torch by itself.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,17 @@ from megatron_fleet.models.model import Model
 _BLOCK = 128
 """Values per scale of the blockwise recipe, along tokens and along both sides of a weight."""
 _GEMM = 16
-"""What cuBLAS asks of both sides of an FP8 matrix."""
+"""Multiple that cuBLAS requires of both sides of an FP8 matrix."""
 _OLDEST_ENGINE = {"fp8_delayed": (1, 7), "fp8_tensorwise": (2, 2), "fp8_blockwise": (2, 3)}
 """Transformer Engine's first release with each recipe, as Megatron-Core's ``fp8_utils`` has it."""
 _PRECISION_AWARE_ENGINE = (2, 1)
 
 
 def token_alignment(precision: Precision) -> int:
-    """Tokens that each rank computes on in one row must be a multiple of this.
+    """Multiple that each rank's number of tokens in a micro-batch must have.
 
-    FP8 products want 16; blockwise, 128: the gradient of a weight sums over tokens in blocks of that many.
+    FP8 products require 16; the blockwise recipe 128, since the gradient of a weight sums over tokens in blocks of that
+    size.
     """
     if not precision.fp8:
         return 1
@@ -30,7 +33,7 @@ def token_alignment(precision: Precision) -> int:
 
 
 def check_precision(model: Model, parallel: Parallel, precision: Precision) -> None:
-    """Refuse an FP8 recipe that this model's layers, cut as ``parallel`` says, do not fit.
+    """Refuse an FP8 recipe that does not fit this model's layers when split as in ``parallel``.
 
     Raises:
         UserError: the first problem found, with advice.
@@ -61,7 +64,7 @@ def check_precision(model: Model, parallel: Parallel, precision: Precision) -> N
 
 
 def _widths(model: Model, parallel: Parallel) -> list[tuple[str, int, bool]]:
-    """Name, size on one rank, and whether it is not cut: the sides of the matrices that FP8 layers multiply by."""
+    """Name and size on one rank of each side of the matrices in FP8 layers, and whether it is whole on the rank."""
     tensor, experts = parallel.tensor, parallel.expert_tensor_size
     found = [("hidden_size", model.hidden, True)]
     if model.latent:
@@ -90,7 +93,7 @@ def _widths(model: Model, parallel: Parallel) -> list[tuple[str, int, bool]]:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What decides which recipes run here.
+    """Machine properties that determine the supported recipes.
 
     Attributes:
         capability: of the CUDA device, (9, 0) for an H100; ``None`` without one.
@@ -104,7 +107,7 @@ class Machine:
 
 
 def machine_problem(config: Config, machine: Machine) -> str | None:
-    """Why this machine cannot train so, with advice; ``None`` when it can."""
+    """Reason why this machine cannot train with ``config``, with advice; ``None`` when it can."""
     recipe = config.precision.recipe
     if "moe_act" in config.policy.recompute and machine.engine is None:
         return (
@@ -136,7 +139,7 @@ def machine_problem(config: Config, machine: Machine) -> str | None:
 
 
 def this_machine() -> Machine:
-    """The device of this process and the libraries that it would use."""
+    """Machine of this process: its device and libraries."""
     import torch
 
     try:
@@ -149,7 +152,7 @@ def this_machine() -> Machine:
 
 
 def check_machine(config: Config) -> None:
-    """Refuse a precision or a recompute that cannot run here. Imports torch if there is something to look at.
+    """Refuse a precision or a recompute that cannot run here. Imports torch only if there is something to check.
 
     Raises:
         UserError: the device, CUDA or Transformer Engine that it needs is missing.

@@ -1,7 +1,7 @@
-"""One rank of the trainer: it dials the controller and serves verbs, waiting for them as long as it takes.
+"""One rank of the trainer: it connects to the controller and serves verbs, waiting for them without a time limit.
 
-Between verbs no collective is pending, so nothing limits how long a rollout or an evaluation may last. The rank ends
-when it is asked to, and at once when the controller is gone.
+Between verbs no collective is pending, so nothing limits the duration of a rollout or an evaluation. The rank ends on
+request, and at once when the controller is gone.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ CONTROLLER_GONE = 3
 
 
 def main(environ: Mapping[str, str]) -> int:
-    """Be the rank that ``environ`` says; returns the exit status.
+    """Run as the rank that ``environ`` describes; returns the exit status.
 
     Raises:
-        UserError: the environment does not say which rank this is or where the controller is, or nobody is there.
+        UserError: the environment lacks the rank or the controller's address, or the controller cannot be reached.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the controller decides
     me = rank_identity(environ)
     address, token = controller_address(environ)
-    device = None if me.source == "mfleet" else _device(me.local_rank, environ)  # who started it knows
+    device = None if me.source == "mfleet" else _device(me.local_rank, environ)  # known to the process that started it
     connection = _dial(address)
     link = FrameSocket(connection)
     here = connection.getsockname()[0]
@@ -63,7 +63,7 @@ def main(environ: Mapping[str, str]) -> int:
             f"MFLEET_CONTROLLER={address}: the controller refused rank {me.rank} of {me.world_size}; see its output "
             f"(another number of ranks, or a rank that is there already)."
         )
-    if me.source != "mfleet":  # else whoever started it has seen to that
+    if me.source != "mfleet":  # otherwise the process that started it has done this
         write_output_to(Path(json.loads(answer[1])["run"]["out"], "logs", f"rank_{me.rank}.log"))
     return RankServer(link, who, answer[1], here).serve()
 
@@ -96,7 +96,7 @@ def _dial(address: str) -> socket.socket:
     while True:
         try:
             connection = socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S)
-            connection.settimeout(None)  # from here on a rank waits as long as it takes
+            connection.settimeout(None)  # from here on a rank waits without a time limit
             return connection
         except OSError as error:
             if time.monotonic() > deadline:
@@ -108,10 +108,10 @@ def _dial(address: str) -> socket.socket:
 
 
 class RankServer:
-    """Reads frames in a thread, runs verbs in the main one, in the order in which they came."""
+    """Server that reads frames in a thread and runs verbs in the main thread, in order of arrival."""
 
     def __init__(self, link: FrameSocket, who: Identity, config: str, address: str) -> None:
-        """Args: ``config``: resolved, as JSON. ``address``: by which the controller, and so others, reach this host."""
+        """Args: ``config``: resolved, as JSON. ``address``: at which the controller, and so others, reach this host."""
         self._link, self._who, self._config, self._address = link, who, config, address
         self._frames: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
         self._receipts: dict[tuple[int, int], queue.SimpleQueue[str | None]] = {}
@@ -120,7 +120,7 @@ class RankServer:
         self._quitting = False
 
     def serve(self) -> int:
-        """Serve verbs until the controller says ``quit``; returns the exit status."""
+        """Serve verbs until the controller sends ``quit``; returns the exit status."""
         reading = threading.Thread(target=self._read, name="controller", daemon=True)
         reading.start()
         _import_trainer()
@@ -134,7 +134,7 @@ class RankServer:
         return 0
 
     def _read(self) -> None:
-        with suppress(ValueError):  # not our protocol: as good as gone
+        with suppress(ValueError):  # a protocol violation is treated as a disconnect
             while (frame := self._link.read()) is not None:
                 if frame[0] == "delivered":
                     _, call, number, error = frame
@@ -165,7 +165,7 @@ class RankServer:
         if verb == "send_weights":
             return self._verbs.send_weights(**arguments, outbox=_Outbox(self._link, self._receipts, call))
         served = self._served(self._verbs)
-        if "micro_batches" in arguments:  # how many
+        if "micro_batches" in arguments:  # their number
             count = arguments.pop("micro_batches")
             arguments["micro_batches"] = [_data(body) for body in self._verbs.share_in_replica(bodies, count)]
         return served[verb](**arguments)
@@ -189,7 +189,7 @@ class RankServer:
         }
 
     def _bind(self) -> str:
-        """Rank 0 binds the socket at which the ranks find each other and keeps it until it is used."""
+        """Bind the rendezvous socket on rank 0, and keep it until it is used."""
         self._listener = socket.create_server((self._address, 0), backlog=1024)
         return f"{self._address}:{self._listener.getsockname()[1]}"
 
@@ -238,10 +238,10 @@ def _data(body: bytes) -> list[Datum]:
 
 
 def _is_system(error: Exception) -> bool:
-    """A failure of the file system; torch wraps those of a checkpoint, on all ranks alike."""
+    """Whether this is a failure of the file system; torch wraps those of a checkpoint, on all ranks alike."""
     return isinstance(error, OSError) and not isinstance(error, TimeoutError | ConnectionError)
 
 
 def _import_trainer() -> None:
-    """Import Megatron while the controller waits for other things: it takes seconds."""
+    """Import Megatron, which takes seconds, while the controller waits for other things."""
     import megatron_fleet.trainer.verbs  # noqa: F401

@@ -1,4 +1,4 @@
-"""The loss of each micro-batch, and of each of its sequences: which one is not finite?"""
+"""Recording of the loss of each micro-batch and sequence, to find the non-finite ones."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from megatron_fleet.trainer.base import MicroBatches
 
 
 class RecordedLosses:
-    """A loss function that records its values. It is called once for each micro-batch, in order, on the last pipeline
-    stage; elsewhere it records nothing."""
+    """Loss function that records its values. It is called once for each micro-batch, in order, on the last pipeline
+    stage; elsewhere it records nothing.
+    """
 
     def __init__(self, loss: LossFn, micro_batches: MicroBatches, per_sequence: bool) -> None:
-        """
+        """Wrap ``loss``.
+
         Args:
             micro_batches: of this rank. Calls beyond them are for empty ones that the layout needs.
-            per_sequence: evaluate each sequence alone too; costs the loss once more and a wait for the device.
+            per_sequence: evaluate each sequence alone too; costs a second evaluation of the loss and a device
+                synchronisation.
         """
         self._loss, self._micro_batches = loss, micro_batches
         self._totals: list[torch.Tensor] = []
@@ -40,16 +43,16 @@ class RecordedLosses:
         return result
 
     def micro_batches(self) -> list[float]:
-        """The loss of each micro-batch. Waits for the device."""
+        """Loss of each micro-batch. Synchronises with the device."""
         return torch.stack(self._totals).tolist()[: len(self._micro_batches)] if self._totals else []
 
     def sequences(self) -> list[list[float]] | None:
-        """The loss of each sequence, by micro-batch; ``None`` when they were not asked for."""
+        """Loss of each sequence, by micro-batch; ``None`` when not requested."""
         return self._sequences
 
 
 def _cut(x: LossInputs, start: int, end: int) -> LossInputs:
-    """The inputs at positions ``[start, end)``, all of one sequence."""
+    """Slice the inputs to positions ``[start, end)``, all of one sequence."""
     values = {f.name: getattr(x, f.name) for f in fields(x)}
     cut: dict[str, Any] = {name: v[start:end] for name, v in values.items() if isinstance(v, torch.Tensor)}
     return replace(x, **cut)

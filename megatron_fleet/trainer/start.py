@@ -1,4 +1,4 @@
-"""Open a trainer made of ranks, as a configuration says."""
+"""Start of a trainer made of ranks, from a configuration."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from megatron_fleet.trainer.links import RankListener
 from megatron_fleet.weights.hf_folder import read_config
 
 Init = Literal["hf", "random", "none"]
-"""Where the weights come from; see `MegatronPolicy`."""
+"""Source of the weights; see `MegatronPolicy`."""
 
 
 @asynccontextmanager
 async def open_trainer(config: Config, init: Init = "hf") -> AsyncIterator[TrainerGroup]:
-    """A trainer whose ranks are started on this machine, connected and built; its logs are below ``run.out``.
+    """Start a trainer's ranks on this machine, connected and built; its logs are below ``run.out``.
 
     Raises:
         UserError: model, layout and machine do not fit each other.
@@ -45,7 +45,9 @@ async def open_trainer(config: Config, init: Init = "hf") -> AsyncIterator[Train
 async def start_trainer(
     config: Config, listener: RankListener, starter: RankStarter, token: str, init: Init = "hf"
 ) -> AsyncIterator[TrainerGroup]:
-    """A trainer for the ranks that dial ``listener``, which `TrainerGroup.gather` starts; leaving ends all of them."""
+    """Open a trainer for the ranks that connect to ``listener``, which `TrainerGroup.gather` starts; leaving ends all
+    of them.
+    """
     run = config.run.model_copy(update={"out": str(Path(config.run.out).absolute())})
     listener.configure(config.model_copy(update={"run": run}).model_dump_json())
     cost = SequenceCost.of(read_model(read_config(config.model.path)))
@@ -57,5 +59,5 @@ async def start_trainer(
 
 
 def run_token() -> str:
-    """The secret that every socket of a run asks for: ``MFLEET_TOKEN``, or a new one."""
+    """Secret that every socket of a run requires: ``MFLEET_TOKEN``, or a new one."""
     return os.environ.get("MFLEET_TOKEN") or secrets.token_hex(32)

@@ -1,7 +1,8 @@
-"""Can this model be trained in this layout? Pure functions of ``config.json`` and the configuration.
+"""Check whether a model can be trained in a layout: pure functions of ``config.json`` and the configuration.
 
-Most of what is refused here would stop in the middle of a start on all ranks; some would train on, wrongly: mixtures of
-experts split over tensor ranks without sequence parallelism or with experts split otherwise than the rest.
+Most configurations refused here would fail in the middle of a start on all ranks; some would train incorrectly:
+mixtures of experts split over tensor ranks without sequence parallelism, or with experts split differently from the
+rest.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from megatron_fleet.trainer.layout import layers_of_stages
 
 
 def validate(hf_config: Mapping[str, Any], parallel: Parallel, recompute: Recompute = "none") -> None:
-    """Refuse what cannot be built: an unknown architecture, or sizes and switches that do not go together.
+    """Refuse a model that cannot be built: an unknown architecture, or incompatible sizes and switches.
 
     Raises:
         UserError: the first problem found, with advice.
@@ -97,7 +98,7 @@ def _experts_need_sequence(model: Model, p: Parallel) -> str | None:
 
 
 def _experts_split_alike(model: Model, p: Parallel) -> str | None:
-    # Megatron marks experts as replicated when they are not spread over expert ranks; their copies then drift apart.
+    # Megatron marks experts as replicated when they are not spread over expert ranks; their copies then diverge.
     if not model.experts or p.expert > 1 or p.expert_tensor_size == p.tensor:
         return None
     return (

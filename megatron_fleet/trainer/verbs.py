@@ -1,4 +1,4 @@
-"""The verbs of `trainer.base.Trainer` as one rank executes them, on Megatron. Every rank executes every verb."""
+"""Verbs of `trainer.base.Trainer` as executed by one rank on Megatron. Every rank executes every verb."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def join(config: str, who: Identity, rendezvous: str, address: str, listener: so
 
 
 def _interface(address: str) -> str | None:
-    """The network interface that has ``address``."""
+    """Network interface that has ``address``."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(entry.address == address for entry in addresses):
             return name
@@ -68,7 +68,7 @@ class RankVerbs:
     """One rank's part of the trainer; collective: all ranks call the same method with their own data."""
 
     def __init__(self, config: str, init: Literal["hf", "random", "none"]) -> None:
-        """Build this rank's part of the model. The process group exists.
+        """Build this rank's part of the model. The process group must exist.
 
         Args:
             config: resolved, as JSON.
@@ -95,7 +95,7 @@ class RankVerbs:
         return as_plain(RankReady(policy.dp_rank, policy.dp_size, policy.vocab_size, devices.device().type, sizes))
 
     def share_in_replica(self, bodies: Sequence[bytes], count: int) -> list[bytes]:
-        """Messages of the replica's first rank, on every rank of the replica.
+        """Distribute messages of the replica's first rank to every rank of the replica.
 
         Args:
             bodies: ``count`` messages on the first rank, none elsewhere.
@@ -126,7 +126,7 @@ class RankVerbs:
     def forward_backward(
         self, micro_batches: MicroBatchList, settings: Mapping[str, Any], per_sequence: bool
     ) -> dict[str, Any]:
-        """The report, and the losses of sequences by micro-batch where this rank computed them."""
+        """Return the report, and the losses of sequences by micro-batch where this rank computed them."""
         loss = make_loss(Algorithm.model_validate(settings))
         self._losses = RecordedLosses(loss, micro_batches, per_sequence)
         report = self._policy.forward_backward(micro_batches, self._losses)
@@ -141,7 +141,7 @@ class RankVerbs:
         self._policy.discard_gradients()
 
     def examine(self) -> dict[str, Any]:
-        """Faults, equal on every rank, and the losses of micro-batches where this rank computed them."""
+        """Return faults, equal on every rank, and the losses of micro-batches where this rank computed them."""
         losses = [] if self._losses is None else self._losses.micro_batches()
         return {"faults": as_plain(find_faults(self._policy.model_chunks)), "micro_batches": losses}
 
@@ -150,7 +150,7 @@ class RankVerbs:
         self._policy.keep_reference()
 
     def save_state(self, path: str) -> dict[str, Any]:
-        """Write this rank's part; the files that this rank has flushed and hashed, a share of all."""
+        """Write this rank's part; returns the files that this rank has flushed and hashed, a share of all."""
         folder = Path(path)
         try:
             self._policy.save_state(folder)
@@ -194,7 +194,7 @@ class RankVerbs:
         self._state.onload(parts)
 
     def memory(self, moment: Literal["begin", "end"], quiet: bool) -> dict[str, int]:
-        """See `Trainer.memory`; of this rank."""
+        """See `Trainer.memory`; for this rank."""
         return self._memory.memory(moment, quiet)
 
     def close(self) -> None:
@@ -208,7 +208,7 @@ class RankVerbs:
             self._sender = None
 
     def _replica_group(self) -> dist.ProcessGroup:
-        """The ranks that get equal data, as a group for messages between hosts' CPUs."""
+        """Ranks that get equal data, as a group for messages between the hosts' CPUs."""
         replicas = self._world.all_gather(self._policy.dp_rank)
         members = [[r for r, replica in enumerate(replicas) if replica == n] for n in range(self._policy.dp_size)]
         timeout = timedelta(seconds=self._config.cluster.collective_timeout_s)

@@ -1,5 +1,5 @@
-"""Choices measured on the machine at hand: `mfleet tune …`.
+"""Tuning by measurement on the target machine: `mfleet tune …`.
 
-`precision.py` tries every precision that can run here on a few layers of the model (`truncate.py`), each in a process
-of its own (`trial.py`), and says which is fastest and how far it moves log-probs.
+`precision.py` runs every supported precision on a few layers of the model (`truncate.py`), each in a process of its own
+(`trial.py`), and reports the fastest and its effect on log-probs.
 """

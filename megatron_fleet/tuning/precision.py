@@ -1,4 +1,4 @@
-"""`mfleet tune precision`: every precision that can run here on a few layers of the model, timed and compared."""
+"""`mfleet tune precision`: time and compare every precision supported by this machine on a few layers of the model."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from megatron_fleet.config.schema import Config, Parallel, Precision
 from megatron_fleet.trainer.precision import Machine, machine_problem, this_machine
 
 ROUNDS = 2
-"""Times that every candidate's turn comes, forwards and then backwards, so that a busy machine disturbs all alike."""
+"""Rounds per candidate, alternately in forward and reverse order, so that a busy machine affects all alike."""
 RECIPES = ("fp8_tensorwise", "fp8_blockwise", "fp8_delayed")
 ROW_UNIT = 128
-"""Rows are widened to what the most demanding recipe takes, so that all compute the same."""
+"""Micro-batches are widened to the alignment of the most demanding recipe, so that all compute the same."""
 
 
 @dataclass(slots=True)
 class Row:
-    """A candidate and what was found.
+    """Candidate and its measurements.
 
     Attributes:
-        settings: overrides that choose it.
+        settings: overrides that select it.
         problem: why it did not run; then there are no figures.
         seconds: of each timed step.
         peak_bytes: device memory on CUDA, growth of the process on CPU.
@@ -52,16 +52,16 @@ class Row:
         return statistics.median(self.seconds)
 
     def clearly_below(self, other: Row) -> bool:
-        """Faster beyond the noise: each median lies outside the other's range."""
+        """Whether it is faster beyond the noise: each median lies outside the other's range."""
         return self.median < min(other.seconds) and max(self.seconds) < other.median
 
 
 @dataclass(slots=True)
 class Report:
-    """What was measured.
+    """Results of all candidates.
 
     Attributes:
-        weights: whether they were the checkpoint's; random ones say nothing about log-probs.
+        weights: whether the weights were the checkpoint's; random ones say nothing about log-probs.
         tokens: of one step.
     """
 
@@ -76,7 +76,7 @@ class Report:
         return self.rows[0]
 
     def recommendation(self) -> str:
-        """One sentence or two: which is fastest, by how much, and how far it moves log-probs."""
+        """Name the fastest candidate, its speed-up and its effect on log-probs."""
         ran = [row for row in self.rows if row.problem is None]
         if self.reference not in ran:
             return f"{self.reference.name} itself did not run, so there is nothing to compare with."
@@ -93,7 +93,7 @@ class Report:
 
 
 def candidates(config: Config, machine: Machine) -> list[tuple[Row, Config]]:
-    """The reference first: float32 on a CPU, bfloat16 on a GPU. What cannot run here says why."""
+    """List all candidates, the reference first: float32 on a CPU, bfloat16 on a GPU. Unsupported ones have a reason."""
     plain = ["float32"] if machine.capability is None else []
     out = [_candidate(config, dtype, "model_dtype") for dtype in (*plain, "bfloat16")]
     out += [_candidate(config, "bfloat16", recipe) for recipe in RECIPES]
@@ -118,7 +118,7 @@ def tune(config: Config, layers: int, repeats: int, advance: Callable[[], None])
     """Measure all candidates, one process after the other on one device.
 
     Args:
-        layers: of the model, its first; with its real widths.
+        layers: number of the model's first layers to use, at their real widths.
         repeats: timed steps of a candidate in each of ``ROUNDS``.
         advance: called `trials` times.
 
@@ -150,7 +150,7 @@ def tune(config: Config, layers: int, repeats: int, advance: Callable[[], None])
 
 
 def trials(config: Config) -> int:
-    """How often `tune` advances."""
+    """Number of times that `tune` calls ``advance``."""
     return ROUNDS * len(candidates(config, this_machine()))
 
 
@@ -183,14 +183,14 @@ def _compare(row: Row, values: np.ndarray, reference: np.ndarray) -> None:
 
 
 def to_json(report: Report) -> str:
-    """Everything as one JSON object."""
+    """Report as one JSON object."""
     rows = [asdict(row) | {"median": row.median if row.seconds else None} for row in report.rows]
     content = asdict(report) | {"rows": rows, "reference": report.reference.name}
     return json.dumps(content | {"recommendation": report.recommendation()}, indent=2)
 
 
 def to_text(report: Report) -> str:
-    """A table of the candidates and sentences."""
+    """Report as a table of the candidates, with explanatory sentences."""
     from rich.console import Console
     from rich.table import Table
 
@@ -222,7 +222,7 @@ def _cells(row: Row, report: Report) -> Sequence[str]:
 
 
 def main(config: Config, layers: int, repeats: int, as_json: bool) -> int:
-    """Measure with a progress bar on stderr and print what came out."""
+    """Measure with a progress bar on stderr and print the report."""
     from rich.console import Console
     from rich.progress import Progress
 

@@ -1,6 +1,6 @@
 """One candidate of `tuning.precision` in a process of its own: ``python -m megatron_fleet.tuning.trial FOLDER``.
 
-``FOLDER/request.json`` says what to do; ``FOLDER/result.json`` and ``logprobs.npy`` get what came out.
+Reads ``FOLDER/request.json``; writes ``FOLDER/result.json`` and ``logprobs.npy``.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
 
 WARM_UP = 2
-"""Steps before the timed ones: memory is taken and kernels are chosen."""
+"""Untimed steps before the timed ones, in which memory is allocated and kernels are selected."""
 LR = 1e-6
 
 
 def main(folder: Path) -> int:
-    """Run the trial. A failure that has a reason is a result too."""
+    """Run the trial. A failure with a known reason is a result too."""
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
     try:
         result, logprobs = measure(Config.model_validate(request["config"]), request["init"], request["repeats"])
@@ -33,7 +33,7 @@ def main(folder: Path) -> int:
     except UserError as error:
         result = {"problem": str(error)}
     except Exception as error:
-        # Out of memory and errors of kernels have types of their own; the first line says what it was.
+        # Out-of-memory and kernel errors have their own types; the first line describes them.
         first = (str(error).strip().splitlines() or ["no message"])[0]
         result = {"problem": f"{type(error).__name__}: {first}"}
     (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
@@ -41,7 +41,8 @@ def main(folder: Path) -> int:
 
 
 def measure(config: Config, init: Any, repeats: int) -> tuple[dict[str, Any], np.ndarray]:
-    """Seconds of each step (forward, backward, optimizer), peak bytes, and log-probs float32 ``[N]`` before the first.
+    """Seconds of each step (forward, backward, optimizer), peak bytes, and log-probs float32 ``[N]`` before the first
+    step.
 
     Args:
         init: see `MegatronPolicy`.
@@ -72,8 +73,9 @@ def measure(config: Config, init: Any, repeats: int) -> tuple[dict[str, Any], np
 
 
 def random_row(tokens: int, longest: int, vocab: int) -> Sequence[Datum]:
-    """A row of ``tokens`` random tokens in sequences of at most ``longest``, all trained but the first of each; the
-    weights are the reciprocal of their number."""
+    """A micro-batch of ``tokens`` random tokens in sequences of at most ``longest``, all trained except the first of
+    each; the weights are the reciprocal of the number of trained tokens.
+    """
     rng = np.random.default_rng(0)
     lengths = [longest] * (tokens // longest) + ([tokens % longest] if tokens % longest > 1 else [])
     trained = sum(lengths) - len(lengths)
@@ -86,7 +88,7 @@ def random_row(tokens: int, longest: int, vocab: int) -> Sequence[Datum]:
 
 
 def _resident() -> int:
-    """The most bytes that this process has held at one time."""
+    """Peak resident memory of this process in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

@@ -1,4 +1,4 @@
-"""The first layers of a model as an HF folder of its own."""
+"""Truncation of a model to its first layers, as an HF folder."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ _TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def truncate(source: str, layers: int, out: Path) -> bool:
-    """Write the embedding, the first ``layers`` layers and the head into ``out``, what is quantised decoded to BF16.
+    """Write the embedding, the first ``layers`` layers and the head into ``out``, with quantised weights decoded to
+    BF16.
 
-    One layer is in memory at one time.
+    Holds one layer in memory at a time.
 
     Args:
         source: HF folder (local or S3), with or without weights.
 
     Returns:
-        Whether the weights were there; without them ``out`` gets a ``config.json`` alone.
+        Whether the source has weights; otherwise ``out`` gets only a ``config.json``.
 
     Raises:
         UserError: files and ``config.json`` do not fit.
@@ -53,7 +54,7 @@ def truncate(source: str, layers: int, out: Path) -> bool:
 
 
 def truncated_config(whole: dict[str, Any], layers: int) -> dict[str, Any]:
-    """``config.json`` of the first layers; without prediction layers and quantisation."""
+    """Return ``config.json`` of the first layers, without prediction layers and quantisation."""
     config = copy.deepcopy(whole)
     part = architecture_of(config).text
     text = config[part] if part else config

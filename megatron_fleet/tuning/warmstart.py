@@ -1,11 +1,11 @@
-"""Remake the tiny model that the repository ships: an imperfect agent for the embedded fleet, ready to be improved.
+"""Training of the tiny model in the repository: an imperfect agent for the embedded fleet, as a start for RL.
 
-A small byte-pair tokenizer is trained on the embedded fleet's own text. A random Qwen3-shaped model is then trained,
-through the same Megatron path as everything else, in three courses. First it copies rows of tables, which is what it
-needs most and learns last from episodes alone. Then it reads scripted episodes whose agent errs on purpose: the model
-imitates the errors too, so reinforcement learning has something to mend. Tool definitions are two thirds of a prompt
-and teach nothing, so most episodes come without them, and whole ones last. Tasks and worlds are others than those that
-runs train and evaluate on.
+A small byte-pair tokenizer is trained on the embedded fleet's own text. A random Qwen3-shaped model is then trained on
+the regular Megatron path, in three courses. First it copies rows of tables, the most important skill and the slowest to
+learn from episodes alone. Then it reads scripted episodes whose agent errs on purpose: the model imitates the errors
+too, which leaves room for reinforcement learning to improve it. Tool definitions are two thirds of a prompt and teach
+nothing, so most episodes omit them; complete ones come last. Tasks and worlds differ from those that runs train and
+evaluate on.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from megatron_fleet.trainer.megatron.policy import MegatronPolicy
 MISTAKES = 0.3
 """Share of the scripted agent's choices that are wrong; about half of its episodes still succeed."""
 MOVED = 0.3
-"""Share of the copied rows that begin with another value than the table's rows do."""
+"""Share of the copied rows whose first value differs from the table row's."""
 LOG_EVERY = 250
 TABLE_STEPS, SHORT_STEPS, WHOLE_STEPS = 1500, 3500, 600
 OVERRIDES = (
@@ -86,7 +86,7 @@ ARCHITECTURE: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """A part of the training: what is read, tokens per optimizer step, steps, largest learning rate."""
+    """One phase of the training: its data, tokens per optimizer step, steps and peak learning rate."""
 
     name: str
     rows: Callable[[random.Random], Iterator[Datum]]
@@ -98,7 +98,7 @@ class Course:
 class Demonstrator:
     """Environment and engine in one: the episode loop plays a scripted agent as if it were sampled.
 
-    So demonstrations have, to the token, the form of what the policy will see and say.
+    Demonstrations therefore match the policy's inputs and outputs token for token.
     """
 
     def __init__(self, task: Task, tokenizer: Tokenizer, rng: random.Random) -> None:
@@ -132,9 +132,10 @@ class Demonstrator:
 
 
 def turn_text(turn: ToolCall | Answer, notes: Sequence[str]) -> str:
-    """How the policy writes a turn: as its thinking the table rows and conditions it goes by, then the call or answer.
+    """Text of a turn as the policy writes it: the relevant table rows and conditions as thinking, then the call or
+    answer.
 
-    Writing a row down first turns looking something up into continuing a text, which a small model learns early.
+    Writing a row down first turns a lookup into continuing a text, which a small model learns early.
     """
     if isinstance(turn, Answer):
         return f"{thinking(notes)}\n\n{turn.text} <done>"
@@ -149,7 +150,9 @@ def thinking(lines: Sequence[str]) -> str:
 def play_demonstration(
     task: Task, renderer: Renderer, settings: EpisodeSettings, rng: random.Random, whole: bool
 ) -> Datum:
-    """One scripted episode as a training row: cross-entropy on the agent's turns. Not ``whole``: no system turn."""
+    """Play one scripted episode and return it as a training sequence: cross-entropy on the agent's turns. Without
+    ``whole`` it has no system turn.
+    """
     actor = Demonstrator(task, renderer.tokenizer, rng)
     trajectory = asyncio.run(run_episode(task, 0, 0, actor, actor, renderer, settings, None, task.key))
     turns = np.flatnonzero(trajectory.token_ids == renderer.tokenizer.special[IM_START])
@@ -159,7 +162,7 @@ def play_demonstration(
 
 
 def episodes(tokenizer: Tokenizer, whole: bool) -> Callable[[random.Random], Iterator[Datum]]:
-    """Scripted episodes of ever new tasks, with or without the system turn that lists the tools."""
+    """Generator of scripted episodes of new tasks, with or without the system turn that lists the tools."""
     config = load(["experiment=quickstart"])
     renderer = ChatRenderer(tokenizer, Qwen(hybrid=True, thinking=config.rollout.thinking))
     settings = EpisodeSettings.from_config(config.rollout, config.env, config.agent)
@@ -172,9 +175,9 @@ def episodes(tokenizer: Tokenizer, whole: bool) -> Callable[[random.Random], Ite
 
 
 def tables(tokenizer: Tokenizer) -> Callable[[random.Random], Iterator[Datum]]:
-    """The tables of an episode's tool results, then all their rows written down again in random order.
+    """Generator of tables from an episode's tool results, followed by all their rows in random order.
 
-    Some rows begin with a value that tells them from the others, wherever it stood: that is how a row is chosen.
+    Some rows begin with a value that is unique in its column, wherever that is: this is how a row is selected.
     """
 
     def rows(rng: random.Random) -> Iterator[Datum]:
@@ -192,7 +195,7 @@ def tables(tokenizer: Tokenizer) -> Callable[[random.Random], Iterator[Datum]]:
 
 
 def written_again(table: str, rng: random.Random) -> Iterator[str]:
-    """The rows of a table, some with one value moved to the front that no other row has there."""
+    """Rows of a table, some with one value that is unique in its column moved to the front."""
     rows = [line.split() for line in table.split("\n")[1:]]
     for row in rows:
         telling = [i for i, value in enumerate(row) if sum(other[i] == value for other in rows) == 1]
@@ -201,7 +204,7 @@ def written_again(table: str, rng: random.Random) -> Iterator[str]:
 
 
 def new_tasks(rng: random.Random) -> Iterator[Task]:
-    """Tasks without end, none of them shipped."""
+    """Endless stream of tasks, none of them shipped."""
     for seed in itertools.count(SHIPPED_SEED + 1):
         tasks = generate(seed, per_env=100)
         rng.shuffle(tasks)
@@ -209,7 +212,7 @@ def new_tasks(rng: random.Random) -> Iterator[Task]:
 
 
 def corpus(rng: random.Random) -> Iterator[str]:
-    """Text as the tokenizer will meet it: demonstrations spelt out."""
+    """Text as the tokenizer will see it: demonstrations written out."""
     prompts = load_prompts(None)
     for task in generate(SHIPPED_SEED + 1, per_env=200):
         demonstration = demonstrate(task, MISTAKES, rng)
@@ -227,9 +230,9 @@ def initial_weights(rng: torch.Generator) -> dict[str, torch.Tensor]:
     """HF tensors of an untrained model that copies readily, because the lookups that it must learn are copies.
 
     Value and output projections start as each other's transpose, so a head passes on what it attends to; query and key
-    projections start equal above the first layer, so a head attends to what is alike (Trockman & Kolter 2023,
+    projections start equal above the first layer, so a head attends to similar tokens (Trockman & Kolter 2023,
     arXiv:2305.09828, "mimetic initialization"). Head ``h`` of the first layer attends ``h + 1`` tokens back, so that
-    tokens know what they follow: with the layer above, an induction head (Olsson et al. 2022, arXiv:2209.11895).
+    tokens know their predecessors: with the layer above, an induction head (Olsson et al. 2022, arXiv:2209.11895).
     """
     hidden, mlp, head = (ARCHITECTURE[name] for name in ("hidden_size", "intermediate_size", "head_dim"))
 
@@ -242,7 +245,7 @@ def initial_weights(rng: torch.Generator) -> dict[str, torch.Tensor]:
     common = normal(hidden, scale=1.0)
     common *= math.sqrt(hidden) / common.norm()
     weights = {
-        # Large enough to survive the layers above. What all tokens have in common is what positions are told by.
+        # Large enough to survive the layers above. The component common to all tokens carries the positions.
         "model.embed_tokens.weight": normal(VOCABULARY, hidden, scale=1.0) + 0.5 * common,
         # The tied output weight is as large as the embeddings: this keeps the first logits moderate.
         "model.norm.weight": torch.full((hidden,), 0.1),
@@ -272,8 +275,8 @@ def initial_weights(rng: torch.Generator) -> dict[str, torch.Tensor]:
 def _looking_back(common: torch.Tensor, back: bool = False) -> torch.Tensor:
     """Query (or key, ``back``) projection of heads that attend 1, 2, … tokens back.
 
-    ``common`` is mapped to one fixed vector, for keys of head ``h`` rotated ``h + 1`` positions ahead: rotary embedding
-    then makes the key ``h + 1`` tokens before a query the one that matches it.
+    ``common`` is mapped to one fixed vector, for keys of head ``h`` rotated ``h + 1`` positions ahead: after the rotary
+    embedding, the matching key is the one ``h + 1`` tokens before the query.
     """
     half = ARCHITECTURE["head_dim"] // 2
     angles = ARCHITECTURE["rope_theta"] ** (-torch.arange(half) / half)
@@ -285,7 +288,7 @@ def _looking_back(common: torch.Tensor, back: bool = False) -> torch.Tensor:
 
 
 def run_course(policy: MegatronPolicy, course: Course, rng: random.Random) -> None:
-    """Train one course; shows the mean loss per token of the newest steps."""
+    """Train one course; shows the mean loss per token of the latest steps."""
     stream = course.rows(rng)
     losses: deque[float] = deque(maxlen=100)
     waiting = next(stream)
@@ -306,7 +309,7 @@ def run_course(policy: MegatronPolicy, course: Course, rng: random.Random) -> No
 
 
 def normalised(batch: Sequence[Datum]) -> list[Datum]:
-    """Rows whose weights add up to 1: the loss is a mean over the trained tokens of the batch."""
+    """Scale the weights to sum to 1: the loss is then a mean over the trained tokens of the batch."""
     total = sum(float(datum.loss_scale.sum()) for datum in batch)
     return [
         replace(datum, loss_scale=datum.loss_scale / total, scaled_advantages=datum.scaled_advantages / total)
@@ -315,7 +318,7 @@ def normalised(batch: Sequence[Datum]) -> list[Datum]:
 
 
 def course_lr(course: Course, step: int) -> float:
-    """Short linear warm-up, then half a cosine down to a twentieth."""
+    """Learning rate: short linear warm-up, then half a cosine down to a twentieth."""
     warm = min(1.0, (step + 1) / 50)
     return course.lr * warm * max(0.05, (1 + math.cos(math.pi * step / course.steps)) / 2)
 
@@ -335,7 +338,7 @@ def take_course(folder: Path, course: Course, seed: int, out: Path) -> None:
 
 
 def make_tiny(out: Path, seed: int) -> None:
-    """Make tokenizer and model and write them to ``out`` as an HF folder."""
+    """Create tokenizer and model and write them to ``out`` as an HF folder."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "start"
         tokenizer = train_tokenizer(corpus(random.Random(seed)), VOCABULARY, folder, QWEN3_TOKENS)

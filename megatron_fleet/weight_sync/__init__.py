@@ -1,1 +1,1 @@
-"""The trainer's weights on their way to the engines: one transport per module."""
+"""Weight sync from the trainer to the engines: one transport per module."""

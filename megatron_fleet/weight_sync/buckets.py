@@ -1,4 +1,4 @@
-"""Weights in buckets: tensors of whole layers behind each other in uint8 memory, checked by a checksum."""
+"""Weights in buckets: tensors of whole layers laid out consecutively in uint8 memory, verified by a checksum."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_fleet.weights.source import ParamMeta
 ALIGNMENT = 256
 """Offsets are multiples of this many bytes, so that any dtype can be viewed in place."""
 BUCKET_BYTES = 64 << 20
-"""Small layers share a bucket up to this size. Smaller ones cost more turns, larger ones begin later."""
+"""Small layers share a bucket up to this size. Smaller buckets cost more round trips, larger ones delay the start."""
 _BLOCK_WORDS = 4096
 
 T = TypeVar("T")
@@ -23,19 +23,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One tensor and its first byte in the memory."""
+    """A tensor and its byte offset in the memory."""
 
     meta: ParamMeta
     offset: int
 
 
 class BucketLayout:
-    """Where each tensor lies; equal wherever it is made from the same arguments.
+    """Position of each tensor; deterministic, so the same arguments give the same layout everywhere.
 
     Attributes:
-        buckets: the slots of each.
-        spans: first byte of each bucket, and the byte after its last; aligned, both.
-        end: the byte after the last bucket.
+        buckets: slots of each bucket.
+        spans: start and end offset of each bucket, both aligned.
+        end: end offset of the last bucket.
     """
 
     def __init__(self, buckets: Sequence[Sequence[ParamMeta]], start: int = 0) -> None:
@@ -53,7 +53,7 @@ class BucketLayout:
             self.spans.append((first, self.end))
 
     def describe(self) -> dict[str, Any]:
-        """The layout as plain values, for `parse_buckets`."""
+        """Describe the layout as plain values, for `parse_buckets`."""
         metas = [slot.meta for bucket in self.buckets for slot in bucket]
         return {
             "names": [m.name for m in metas],
@@ -63,10 +63,10 @@ class BucketLayout:
         }
 
     def tensors(self, bucket: int, memory: torch.Tensor, start: int = 0) -> list[tuple[str, torch.Tensor]]:
-        """(name, tensor) of a bucket; no copy.
+        """(name, tensor) of each tensor in a bucket, as views.
 
         Args:
-            memory: uint8, whose first byte is byte ``start`` of the layout.
+            memory: uint8 memory whose first byte is byte ``start`` of the layout.
         """
         slots = self.buckets[bucket]
         return [(slot.meta.name, view_in(memory, slot.offset - start, slot.meta)) for slot in slots]
@@ -75,7 +75,7 @@ class BucketLayout:
 def parse_buckets(
     names: Sequence[str], dtype_names: Sequence[str], shapes: Sequence[Sequence[int]], buckets: Sequence[int]
 ) -> list[list[ParamMeta]]:
-    """The buckets that `BucketLayout.describe` described. Raises ValueError when the lists do not fit together."""
+    """Rebuild the buckets from `BucketLayout.describe`. Raises ValueError if the lists are inconsistent."""
     if sum(buckets) != len(names):
         raise ValueError(f"buckets of {sum(buckets)} tensors and {len(names)} names")
     metas = iter(
@@ -86,23 +86,23 @@ def parse_buckets(
 
 
 def aligned(offset: int) -> int:
-    """The next multiple of ``ALIGNMENT``."""
+    """Round up to a multiple of ``ALIGNMENT``."""
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
 def view_in(memory: torch.Tensor, offset: int, meta: ParamMeta) -> torch.Tensor:
-    """The tensor that lies at byte ``offset`` of uint8 memory; no copy."""
+    """The tensor at byte ``offset`` of uint8 memory, as a view."""
     return memory[offset : offset + meta.nbytes].view(meta.dtype).view(meta.shape)
 
 
 def checksum(memory: torch.Tensor) -> int:
-    """Fletcher's checksum (1982) of uint8 memory: 64-bit words added in blocks, the blocks with weights 1, 3, 5…
+    """Fletcher's checksum (1982) of uint8 memory: 64-bit words summed in blocks, the blocks weighted 1, 3, 5…
 
-    Of the whole modulo 2**64. It finds every change of one word and blocks in the wrong place, at the speed of memory;
-    CRC-32 is eight times as slow. Other threads run meanwhile.
+    Computed modulo 2**64. It detects every change of a single word and misplaced blocks, at memory bandwidth; CRC-32 is
+    eight times slower. Does not block other threads.
 
     Args:
-        memory: contiguous, a multiple of 8 bytes, aligned to 8, on any device.
+        memory: contiguous, 8-byte aligned, size a multiple of 8 bytes; on any device.
     """
     words = memory.view(torch.int64)
     whole = len(words) // _BLOCK_WORDS * _BLOCK_WORDS
@@ -112,7 +112,7 @@ def checksum(memory: torch.Tensor) -> int:
 
 
 def make_buckets(groups: Sequence[Sequence[ParamMeta]]) -> list[list[ParamMeta]]:
-    """Groups joined up to ``BUCKET_BYTES``; none is split, since an engine loads a layer when it is complete."""
+    """Merge groups up to ``BUCKET_BYTES``; none is split, since an engine loads a layer when it is complete."""
     buckets: list[list[ParamMeta]] = []
     size = 0
     for group in groups:
@@ -126,13 +126,13 @@ def make_buckets(groups: Sequence[Sequence[ParamMeta]]) -> list[list[ParamMeta]]
 
 
 def source_groups(source: Source) -> list[list[ParamMeta]]:
-    """The metadata of a source's tensors, by its groups."""
+    """Metadata of a source's tensors, by group."""
     metas = {meta.name: meta for meta in source.metadata()}
     return [[metas[name] for name in group] for group in source.groups()]
 
 
 def stored_parts(buckets: Sequence[Sequence[ParamMeta]], form: EngineFormat) -> list[list[ParamMeta]]:
-    """Buckets of whole tensors as buckets of what these are stored as."""
+    """Convert buckets of whole tensors to buckets of their stored parts."""
     return [[part for meta in bucket for part in form.parts(meta)] for bucket in buckets]
 
 
@@ -142,16 +142,16 @@ def stream_buckets(
     buckets: Sequence[Sequence[ParamMeta]],
     consume: Callable[[int, list[torch.Tensor]], None] | None,
 ) -> None:
-    """Iterate ``source`` once, on every rank that gathers; give each bucket to ``consume`` where there is one.
+    """Iterate ``source`` once, on every rank that gathers; pass each bucket to ``consume`` where it is given.
 
-    The source is iterated to its end even when ``consume`` fails, because the other ranks do so in lockstep.
+    The source is iterated to its end even if ``consume`` fails, because the other ranks iterate in lockstep.
 
     Args:
-        buckets: of whole tensors, in the order of iteration.
-        consume: takes the number of a bucket and its tensors in the engine's stored form.
+        buckets: buckets of whole tensors, in iteration order.
+        consume: called with a bucket's number and its tensors in the engine's stored form.
 
     Raises:
-        Exception: the first that encoding or ``consume`` raised.
+        Exception: the first one raised by encoding or ``consume``.
     """
     error: Exception | None = None
     tensors = iter(source)
@@ -177,7 +177,7 @@ def stream_buckets(
 
 
 def prefetch(make: Callable[[int], T], count: int, ahead: int = 1) -> Generator[T]:
-    """``make(0)``, ``make(1)``, … in order, made by one thread, up to ``ahead`` of them before they are asked for."""
+    """Yield ``make(0)``, ``make(1)``, … in order, computed by one thread up to ``ahead`` items in advance."""
     with ThreadPoolExecutor(1) as pool:
         pending: list[Future[T]] = []
         try:

@@ -1,7 +1,7 @@
-"""The form in which engines take weights: the tensors that their HF folder stores, quantised where it has them so.
+"""Weights in the form engines load: the tensors their HF folder stores, quantised where the folder has them quantised.
 
-Codes and scales are those that a conversion to the same folder writes, bit for bit: the same code on CPU, its twin for
-other devices (``quant/torch_ops.py``) elsewhere. A folder's headers say what is quantised, its scales are the hints.
+Codes and scales match a conversion to the same folder bit for bit: CPU tensors use the same code, other devices its
+port (``quant/torch_ops.py``). The folder's headers determine what is quantised; its scales are the hints.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_fleet.weights.quant import fp8, int4, torch_ops
 from megatron_fleet.weights.source import ParamMeta, Place
 
 SLICE_VALUES = 64 << 20
-"""Values that are quantised at one time; temporaries take several bytes for each."""
+"""Values quantised at once; temporaries take several bytes per value."""
 _TORCH = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F32": torch.float32,
@@ -34,21 +34,21 @@ _TORCH = {
 
 
 class Source(Protocol):
-    """The trainer's weights as whole HF tensors; a `MegatronWeightSource` is one."""
+    """The trainer's weights as whole HF tensors, such as a `MegatronWeightSource`."""
 
     @property
     def place(self) -> Place: ...
 
     def metadata(self) -> list[ParamMeta]:
-        """The whole model on every rank, in the order of iteration."""
+        """Metadata of the whole model on every rank, in iteration order."""
         ...
 
     def groups(self) -> list[list[str]]:
-        """Names in the order of iteration, cut where the layer changes."""
+        """Names in iteration order, split where the layer changes."""
         ...
 
     def write_local(self, out: Mapping[str, torch.Tensor]) -> None:
-        """Write the elements that this rank owns into whole tensors, cast to their type. No communication."""
+        """Write the elements that this rank owns into whole tensors, cast to their dtype. No communication."""
         ...
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -57,7 +57,7 @@ class Source(Protocol):
 
 
 class EngineFormat:
-    """The stored forms of one folder's tensors."""
+    """Stored forms of one folder's tensors."""
 
     def __init__(self, model: HfModel | None = None) -> None:
         """Args: ``model``: the folder that engines start from; ``None``: nothing is quantised."""
@@ -73,20 +73,20 @@ class EngineFormat:
         return tensor in self._encodings
 
     def parts(self, meta: ParamMeta) -> list[ParamMeta]:
-        """The tensors that a tensor is stored as."""
+        """The tensors that a tensor is stored as, such as codes and scales."""
         encoding = self._encodings.get(meta.name)
         if encoding is None:
             return [meta]
         return [ParamMeta(self._names[id(part)], _TORCH[part.dtype], part.shape) for part in encoding.parts]
 
     def encode(self, tensor: str, values: torch.Tensor) -> list[torch.Tensor]:
-        """The ``parts`` of a tensor, on its device.
+        """Encode a tensor as its ``parts``, on its device.
 
         Args:
-            values: the whole tensor, of any float type.
+            values: the whole tensor, of any float dtype.
 
         Raises:
-            UserError: the tensor is quantised and holds NaN or infinity.
+            UserError: the tensor is stored quantised and contains NaN or infinity.
         """
         encoding = self._encodings.get(tensor)
         if encoding is None:
@@ -149,11 +149,11 @@ class FormattedSource:
         self._parts = {meta.name: form.parts(meta) for meta in source.metadata()}
 
     def metadata(self) -> list[ParamMeta]:
-        """The parts of all tensors, in the order of iteration."""
+        """Metadata of the parts of all tensors, in iteration order."""
         return [part for parts in self._parts.values() for part in parts]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) of every part; collective as the source's iteration is."""
+        """(name, tensor) of every part; collective like the source's iteration."""
         for name, tensor in self._source:
             parts = self._form.encode(name, tensor)
             yield from zip((part.name for part in self._parts[name]), parts, strict=True)

@@ -1,4 +1,4 @@
-"""The transports by name. Nothing here imports torch or vLLM."""
+"""Registry of transports by name. Nothing here imports torch or vLLM."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Halves:
-    """The classes of a transport, as ``module:Class``; each is imported where it is used.
+    """The classes of a transport, as ``module:Class``; each is imported only where it is used.
 
     Attributes:
-        controller: a `Transport`, made with ``options``.
-        sender: a `Sender`, made with ``source``, ``world``, ``device`` and the engine's format.
+        controller: a `Transport`, constructed with ``options``.
+        sender: a `Sender`, constructed with ``source``, ``world``, ``device`` and the engine's format.
         engine: a ``WeightTransferEngine`` of vLLM.
     """
 
@@ -50,15 +50,15 @@ TRANSPORTS: dict[str, Halves] = {
 
 
 OWN_ARGUMENTS: tuple[str, ...] = ()
-"""What a transport of the user's own is called with, to give its `Halves`."""
+"""Arguments of a user-defined transport that returns its `Halves`."""
 
 
 def make_transport(name: str, options: Mapping[str, Any] | None = None) -> Transport:
-    """The controller's half of a transport.
+    """Build the controller side of a transport.
 
     Args:
-        options: ``nccl`` and ``gloo`` need ``address`` (of the host of the trainer's rank 0, as engines reach it),
-            ``disk`` needs ``url`` (a folder that trainer and engines see, or ``s3://bucket/prefix``).
+        options: ``nccl`` and ``gloo`` need ``address`` (of the host of trainer rank 0, as engines reach it), ``disk``
+            needs ``url`` (a folder that trainer and engines can access, or ``s3://bucket/prefix``).
 
     Raises:
         UserError: there is no such transport, or an option is missing.
@@ -74,16 +74,16 @@ def make_sender(
     device: torch.device,
     engine_model: Path | str | None,
 ) -> Sender:
-    """The ranks' half of a transport; collective over ``world``.
+    """Build the trainer side of a transport; collective over ``world``.
 
     Args:
         source: the trainer's weights.
-        device: of the weights.
-        engine_model: HF folder that engines start from. What it stores quantised is sent quantised; ``None``: nothing
-            is.
+        device: device of the weights.
+        engine_model: HF folder that engines start from. Tensors stored quantised there are sent quantised; ``None``:
+            nothing is quantised.
 
     Raises:
-        UserError: there is no such transport, or the folder is no model.
+        UserError: there is no such transport, or the folder is not a model.
     """
     from megatron_fleet.weight_sync.engine_format import EngineFormat
     from megatron_fleet.weights.hf_model import open_model
@@ -94,12 +94,12 @@ def make_sender(
 
 
 def engine_backend(name: str) -> str:
-    """The name under which vLLM knows the engines' half: ``weight_transfer_config={"backend": ...}``."""
+    """Name under which vLLM registers the engine side: ``weight_transfer_config={"backend": ...}``."""
     return f"fleet_{name}"
 
 
 def halves(name: str) -> Halves:
-    """The halves of the transport of this name, or of the user's own at this path.
+    """Look up a transport by name, or a user-defined one by path.
 
     Raises:
         UserError: there is no such transport.

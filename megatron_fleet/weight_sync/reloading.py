@@ -1,4 +1,4 @@
-"""The part of an engine's half that transports share: whole tensors into vLLM's model, in vLLM's workers only."""
+"""Engine code shared by transports: loads whole tensors into vLLM's model. Runs in vLLM's workers only."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 class ReloadingEngine(WeightTransferEngine[Any, Any]):
     """Loads buckets of tensors through vLLM's layerwise reload.
 
-    Nothing of a bucket is loaded before it is known to be undamaged. Any failure leaves the model unusable, never
-    mixed: vLLM then holds parameters without values, until a new update begins.
+    No bucket is loaded before its integrity is verified. A failure leaves the model unusable, never mixed: vLLM then
+    holds parameters without values until a new update begins.
     """
 
     _complete = False
 
     def start_weight_update(self) -> None:
-        """Take all values from the model; an update that was broken off is forgotten."""
+        """Drop all values of the model; discards an interrupted update."""
         self._complete = False
         begin_reload(self)
 
     def load_buckets(self, buckets: Generator[NamedTensors]) -> None:
-        """Load all buckets. Their memory must stay until the update is finished: vLLM copies some layers only then."""
+        """Load all buckets. Keep their memory valid until the update finishes: vLLM copies some layers only then."""
         with closing(buckets), disable_mtp_completeness_check():
             for tensors in buckets:
                 self.model.load_weights(tensors)
         self._complete = True
 
     def finish_weight_update(self) -> None:
-        """Complete the layers. Raises RuntimeError when not all buckets of an update were loaded."""
+        """Finalise the layers. Raises RuntimeError unless all buckets of an update were loaded."""
         if not self._complete:
             raise RuntimeError("finish_weight_update without all tensors of an update")
         self._complete = False
@@ -53,11 +53,11 @@ class ReloadingEngine(WeightTransferEngine[Any, Any]):
             _repack_lm_heads(self.model)
 
     def shutdown(self) -> None:
-        """Release what the transport holds."""
+        """Release the transport's resources."""
 
 
 def begin_reload(engine: WeightTransferEngine) -> None:
-    """Begin vLLM's layerwise reload, from the start also for layers of which an earlier one has loaded a part."""
+    """Begin vLLM's layerwise reload from scratch, including layers that an earlier reload has partially loaded."""
     for module in engine.model.modules():
         info = get_layerwise_info(module)
         if info.can_load():
@@ -69,9 +69,9 @@ def begin_reload(engine: WeightTransferEngine) -> None:
 
 
 def check_names(engine: WeightTransferEngine, names: Collection[str]) -> None:
-    """Raise ValueError when an update lacks a tensor of the folder that the engine started from.
+    """Raise ValueError if an update lacks a tensor of the folder that the engine started from.
 
-    A layer that receives only some of its tensors would keep uninitialised memory without an error.
+    A layer that receives only some of its tensors would silently keep uninitialised memory.
     """
     folder = Path(engine.model_config.model)
     missing = _checkpoint_names(folder) - set(names)
@@ -80,10 +80,10 @@ def check_names(engine: WeightTransferEngine, names: Collection[str]) -> None:
 
 
 def restore_passthrough(engine: WeightTransferEngine) -> None:
-    """Load the tensors that the trainer does not hold from the engine's own folder, if sleep may have lost them.
+    """Reload the passthrough tensors, which the trainer does not hold, from the engine's own folder.
 
-    Sleep of level 2 drops all weights, and an update brings back the trained ones only; so each update of an engine
-    that can sleep restores the others. An engine that serves the language model alone has none of them.
+    Level-2 sleep drops all weights, and an update restores only the trained ones, so every update of an engine that can
+    sleep restores the others. An engine that serves only the language model has none of them.
     """
     multimodal = engine.model_config.multimodal_config
     if not engine.model_config.enable_sleep_mode or multimodal is None or multimodal.language_model_only:
@@ -93,7 +93,7 @@ def restore_passthrough(engine: WeightTransferEngine) -> None:
 
 
 def _passthrough_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of every passthrough tensor of a folder, prediction layers aside: engines do not use those."""
+    """(name, tensor) of every passthrough tensor of a folder, except MTP layers, which engines do not use."""
     model = open_model(folder)
     for file in sorted({model.stored[name].file for name in model.passthrough}):
         with safe_open(folder / file, framework="pt") as tensors:
@@ -103,8 +103,11 @@ def _passthrough_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _forget_moe_kernels(model: torch.nn.Module) -> None:
-    """vLLM 0.32 on CPU skips the expert prepack when a kernel exists already, and leaves plain weights in packed
-    storage (``unquantized_fused_moe_method._setup_kernel``). Without a kernel it packs again."""
+    """Remove the experts' kernels, so that vLLM packs the expert weights again.
+
+    vLLM 0.32 on CPU skips the expert prepack if a kernel already exists, and leaves plain weights in packed storage
+    (``unquantized_fused_moe_method._setup_kernel``).
+    """
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if method is not None and getattr(method, "moe_kernel", None) is not None:
@@ -112,16 +115,19 @@ def _forget_moe_kernels(model: torch.nn.Module) -> None:
 
 
 def _repack_lm_heads(model: torch.nn.Module) -> None:
-    """vLLM 0.32 on CPU packs ``lm_head`` into a copy of its own; a tied head is not loaded, so the copy stays old
-    (``vocab_parallel_embedding.process_weights_after_loading``). Packing again reads the new embedding."""
+    """Pack the ``lm_head`` weights again, from the new embedding.
+
+    vLLM 0.32 on CPU packs ``lm_head`` into a separate copy; a tied head is not loaded, so the copy would stay stale
+    (``vocab_parallel_embedding.process_weights_after_loading``).
+    """
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
 
 
 def _checkpoint_names(folder: Path) -> set[str]:
-    """What the folder that the engine started from stores of its language model, prediction layers aside; nothing when
-    it holds no safetensors (dummy weights)."""
+    """Names of the language model's tensors, except MTP layers, in the folder that the engine started from; empty if it
+    holds no safetensors (dummy weights)."""
     if not (folder / SINGLE).exists() and not (folder / INDEX).exists():
         return set()
     model = open_model(folder, prediction=False)

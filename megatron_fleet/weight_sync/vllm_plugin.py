@@ -1,7 +1,7 @@
-"""What vLLM loads through the ``vllm.general_plugins`` entry point, in every process of an engine.
+"""Plugin that vLLM loads through the ``vllm.general_plugins`` entry point in every process of an engine.
 
-Registering in the parent alone would be lost, because engine processes are spawned, not forked. Nothing heavy is
-imported until vLLM asks for an engine's half.
+Registering in the parent alone is not enough, because engine processes are spawned, not forked. Nothing heavy is
+imported until vLLM requests a transport's engine side.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from megatron_fleet.weight_sync.registry import TRANSPORTS, engine_backend, halv
 DIE_WITH_PARENT = "MEGATRON_FLEET_DIE_WITH_PARENT"
 """Environment variable that a run sets for its engines, see ``register``."""
 TRANSPORT = "MEGATRON_FLEET_TRANSPORT"
-"""The same, for the transport whose half they have."""
+"""Environment variable with the name or path of the run's transport."""
 _PR_SET_PDEATHSIG = 1
 
 
 def register() -> None:
-    """Make the engines' halves of our transports, and of the run's own, known to vLLM. Idempotent.
+    """Register the engine side of the built-in transports, and of the run's own, with vLLM. Idempotent.
 
-    vLLM's EngineCore does not notice when the process that started it is killed, and would keep its memory for ever.
-    This is the first code of ours that runs in it, so here it is tied to its parent.
+    vLLM's EngineCore does not notice when its parent process is killed, and would keep its memory forever. This is the
+    first code of ours that runs in it, so it is tied to its parent here.
     """
     if DIE_WITH_PARENT in os.environ and multiprocessing.parent_process() is not None:
         _die_with_parent()
         stacks.write_on_signal()
-        # Its own lock is a semaphore in /dev/shm, which stays there when the process is killed.
+        # tqdm's default lock is a semaphore in /dev/shm, which leaks when the process is killed.
         tqdm.set_lock(threading.RLock())
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
 
@@ -50,5 +50,5 @@ def _die_with_parent() -> None:
     assert process is not None  # vLLM starts it with multiprocessing
     parent = process.pid
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before the kernel was told
+    if os.getppid() != parent:  # the parent died before prctl took effect
         os.kill(os.getpid(), signal.SIGKILL)

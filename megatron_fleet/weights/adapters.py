@@ -1,7 +1,7 @@
-"""Weights as the forward pass sees them (adapters merged, values quantised), and adapters in peft's format.
+"""Weights as the forward pass uses them (adapters merged, values quantised), and adapters in peft's format.
 
-An adapter of a matrix that stacks HF tensors (query, key and value; gate and up) is exactly one adapter for each of
-them: the same A, and the rows of B that belong to it.
+An adapter of a matrix that stacks HF tensors (query, key and value; gate and up) is equivalent to one adapter for each
+of them: the same A, and the corresponding rows of B.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from megatron_fleet.weights.shards import LocalTensor
 from megatron_fleet.weights.source import Box, MegatronWeightSource, ParamMeta, Place, _Part, layer_groups
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-"""What ``peft`` and vLLM look for in a folder."""
+"""File names that ``peft`` and vLLM expect in an adapter folder."""
 _PARTIAL = f"{CONFIG}.partial"
 _FILES = (WEIGHTS, CONFIG, _PARTIAL)
 _NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 View = Callable[[torch.Tensor, Span], torch.Tensor]
-"""Some rows of a parameter ``[n, in]`` and their numbers in it → these rows as they are to be seen outside."""
+"""Maps rows of a parameter ``[n, in]`` and their indices in it to the rows to export."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LowRank:
     """``weight + scale · b · a`` on this rank: frozen parameter ``[out, in]``, adapter ``[out, r]`` and ``[r, in]``.
 
-    Each rank's part of the product is whole: what splits the rows of a matrix splits those of b, what splits its
-    columns splits those of a.
+    Each rank's part of the product is complete: row sharding of the matrix also shards the rows of b, column sharding
+    the columns of a.
     """
 
     weight: torch.Tensor
@@ -47,13 +47,13 @@ class LowRank:
     scale: float
 
     def merged(self, values: torch.Tensor, rows: Span) -> torch.Tensor:
-        """A `View` of ``weight``: float32, rounded only by who takes it."""
+        """A `View` of ``weight`` with the adapter merged: float32, rounded only by the consumer."""
         product = self.b.detach()[slice(*rows)].float() @ self.a.detach().float()
         return product.mul_(self.scale).add_(values)
 
 
 class ViewedWeightSource(MegatronWeightSource):
-    """The live model with some parameters seen through views; the parameters themselves stay as they are."""
+    """The live model with some parameters replaced by views; the parameters themselves are unchanged."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class ViewedWeightSource(MegatronWeightSource):
         """See the base class.
 
         Args:
-            views: by parameter; a parameter without one is taken as it is.
+            views: by parameter; a parameter without a view is exported as it is.
         """
         super().__init__(model_chunks, hf_config, dtype=dtype, place=place)
         self._views = [(views.get(local.parameter), local.first_row) for local in self._local]
@@ -79,8 +79,8 @@ class ViewedWeightSource(MegatronWeightSource):
 
 
 class AdapterSource(MegatronWeightSource):
-    """The adapters under peft's names, ``base_model.model.{HF module}.lora_A.weight`` ``[r, in]`` and
-    ``….lora_B.weight`` ``[out, r]``; gathered like weights, a layer at a time."""
+    """Adapters under peft's names, ``base_model.model.{HF module}.lora_A.weight`` ``[r, in]`` and
+    ``….lora_B.weight`` ``[out, r]``; gathered like weights, one layer at a time."""
 
     def __init__(
         self,
@@ -95,9 +95,9 @@ class AdapterSource(MegatronWeightSource):
         """Collective over ``place.model``.
 
         Args:
-            adapters: this rank's; all ranks of one model together hold each once.
-            rank: r of all of them.
-            dtype: of the tensors yielded.
+            adapters: this rank's adapters; all ranks of one model together hold each exactly once.
+            rank: r, the same for all adapters.
+            dtype: dtype of the tensors yielded.
         """
         super().__init__(model_chunks, hf_config, dtype=dtype, place=place)
         self._tensors = [tensor for low in adapters for tensor in (low.a, low.b)]
@@ -127,8 +127,8 @@ class AdapterSource(MegatronWeightSource):
         return self._tensors[part.local].detach()[slice(*part.rows)]
 
     def modules(self) -> list[str]:
-        """peft's ``target_modules``: last names of the adapted modules, or their whole names where other modules of
-        the model, which are not adapted, have the same last name."""
+        """peft's ``target_modules``: last components of the adapted modules' names, or full names where modules that
+        are not adapted have the same last component."""
         adapted = {adapted_tensor(name).removesuffix(".weight") for name in self._parts}
         last = {name.rsplit(".", 1)[-1] for name in adapted}
         all_modules = (name.removesuffix(".weight") for name in self._table.tensors)
@@ -140,14 +140,14 @@ PREFIX = "base_model.model."
 
 
 def adapted_tensor(name: str) -> str:
-    """HF tensor that an adapter's tensor belongs to."""
+    """The HF tensor to which an adapter tensor belongs."""
     return name.removeprefix(PREFIX).rsplit(".lora_", 1)[0] + ".weight"
 
 
 def _held(local: LocalTensor, number: int, rank: int) -> list[tuple[str, str, Box, int, Span]]:
-    """What this rank has of adapters, by a local tensor of the base weight.
+    """Adapter parts that this rank holds for a local tensor of the base weight.
 
-    Name, HF tensor, box, number of the tensor here, rows of it. A's number is ``number``, that of B the next.
+    Each is (name, HF tensor, box, index of the local tensor, rows in it). A's index is ``number``, B's the next one.
     """
     first = local.first_row
     out: list[tuple[str, str, Box, int, Span]] = []
@@ -165,13 +165,13 @@ def export_adapters(
 ) -> None:
     """Write ``adapter_model.safetensors`` and ``adapter_config.json`` for ``peft``; collective over ``world``.
 
-    World rank 0 writes, a layer at a time. The configuration comes last: a folder that has one is whole.
+    World rank 0 writes, one layer at a time. The configuration is written last: a folder that has it is complete.
 
     Args:
-        base: where the base model is, as ``base_model_name_or_path``.
+        base: path of the base model, stored as ``base_model_name_or_path``.
 
     Raises:
-        UserError: ``out`` is a folder of something else; on every rank.
+        UserError: ``out`` is a folder with other content; raised on every rank.
     """
     out = Path(out)
     with together(world):
@@ -195,7 +195,7 @@ def _make_room(out: Path) -> None:
 def _stream(source: AdapterSource, path: Path | None) -> None:
     """Iterate the source on every rank of the replica; write the file where ``path`` is set.
 
-    The source is iterated to its end whatever happens to the disk, because the other ranks do so in lockstep.
+    The source is iterated to its end even if writing fails, because the other ranks iterate in lockstep.
     """
     error: OSError | None = None
     file: BinaryIO | None = None

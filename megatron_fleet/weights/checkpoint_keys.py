@@ -1,4 +1,4 @@
-"""Under which keys Megatron-Core 0.16 to 0.19 keeps the matrices of a weight table, and what else it asks for."""
+"""Checkpoint keys of a weight table's matrices in Megatron-Core 0.16 to 0.19, and of the extra states it expects."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from megatron_fleet.models.model import Model
 from megatron_fleet.weights.mapping import Matrix, stack_key
 
 _WITH_STATE = re.compile(r"(.+\.(?:linear_\w+|\w*layernorm|enorm|hnorm|eh_proj))\.weight")
-"""Modules that have an extra state: linear layers, and under Transformer Engine 2 the norms that stand alone."""
+"""Modules with an extra state: linear layers and, under Transformer Engine 2, standalone norms."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a matrix lies: ``key`` at the leading indices ``lead``, which count up to ``counts``."""
+    """Location of a matrix: ``key`` at the leading indices ``lead``; ``counts`` has the size of each leading axis."""
 
     key: str
     lead: tuple[int, ...]
@@ -23,7 +23,7 @@ class Address:
 
 
 def address(model: Model, key: str, expert: int | None, numbered: bool) -> Address:
-    """The address of a key with the layer's number in it.
+    """Address of a key that contains the layer's number.
 
     Args:
         numbered: leave the number in the key, as Megatron does when ``moe_layer_freq`` is a list, instead of making it
@@ -38,7 +38,7 @@ def address(model: Model, key: str, expert: int | None, numbered: bool) -> Addre
 
 
 def extra_states(model: Model, matrix: Matrix, numbered: bool) -> Iterator[str]:
-    """Keys of the extra states of the modules that hold a matrix; a checkpoint without them does not load.
+    """Keys of the extra states of the modules that hold a matrix; without them a checkpoint does not load.
 
     They are empty unless Transformer Engine trains with delayed FP8 scaling.
     """
@@ -47,7 +47,7 @@ def extra_states(model: Model, matrix: Matrix, numbered: bool) -> Iterator[str]:
         if module is None:
             continue
         yield _state(address(model, f"{module[1]}._extra_state", matrix.expert, numbered))
-        # Megatron-Core 0.16 gives prediction layers one more.
+        # Megatron-Core 0.16 gives MTP layers one more.
         if name.startswith("mtp.") and module[1].endswith("linear_proj"):
             attention = module[1].removesuffix("linear_proj")
             yield _state(address(model, f"{attention}core_attention._extra_state", None, numbered))

@@ -1,4 +1,4 @@
-"""Rows of HF tensors out of a Megatron ``torch_dist`` checkpoint, however it was sharded when it was written."""
+"""Reads rows of HF tensors from a Megatron ``torch_dist`` checkpoint, regardless of its sharding."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Checkpoint:
     """An opened checkpoint.
 
     Attributes:
-        folder: the address that was given.
-        path: of the checkpoint inside it: ``release/``, ``iter_0000100/`` or nothing.
-        url: of the checkpoint itself.
+        folder: folder at the given address.
+        path: path of the checkpoint inside it: ``release/``, ``iter_0000100/`` or empty.
+        url: address of the checkpoint itself.
         sizes: name → bytes of its files.
     """
 
     def __init__(self, place: Folder | Path | str) -> None:
-        """Read the index. Raises UserError when there is no whole ``torch_dist`` checkpoint."""
+        """Read the index. Raises UserError if there is no complete ``torch_dist`` checkpoint."""
         self.folder = as_folder(place)
         sizes = self.folder.sizes()
         if INDEX in sizes or SINGLE in sizes:
@@ -45,18 +45,18 @@ class Checkpoint:
         self.index: CheckpointIndex = read_index(self.read, self.sizes, self.url)
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
-        """Bytes of one of its files; all from ``offset`` on without a length."""
+        """Read bytes of one of its files; without a length, everything from ``offset`` on."""
         return self.folder.read(self.path + name, offset, length)
 
 
 class StoredMatrices:
-    """Where the matrices of a weight table lie in a checkpoint. Immutable, so readers of several threads share it."""
+    """Locations of a weight table's matrices in a checkpoint. Immutable, so reader threads can share it."""
 
     def __init__(self, checkpoint: Checkpoint, table: WeightTable) -> None:
-        """Find every matrix.
+        """Locate every matrix.
 
         Raises:
-            UserError: one is missing or has another shape, or the checkpoint holds weights that are no part of the
+            UserError: one is missing or has another shape, or the checkpoint contains weights that are not part of the
                 model.
         """
         self.checkpoint, self.table = checkpoint, table
@@ -71,11 +71,11 @@ class StoredMatrices:
         self._refuse_unknown()
 
     def dtype(self, tensor: str) -> str:
-        """Type of an HF tensor's values in the checkpoint; float32 when its parts differ."""
+        """Dtype of an HF tensor's values in the checkpoint; float32 if its parts differ."""
         return widest([self._tensors[key].dtype for _, _, key, _ in self._sources[tensor]])
 
     def pieces(self, tensor: str, rows: Span) -> list[tuple[Span, str, Lead, Span]]:
-        """What rows of an HF tensor are: (rows, counted from the first; key; leading indices; rows of the matrix)."""
+        """Sources of an HF tensor's rows: (rows relative to the first; key; leading indices; rows of the matrix)."""
         out = []
         for _, piece, key, lead in self._sources[tensor]:
             a, b = max(rows[0], piece.tensor_rows[0]), min(rows[1], piece.tensor_rows[1])
@@ -92,7 +92,7 @@ class StoredMatrices:
         return self._tensors[key].dtype
 
     def _locate(self, matrix: Matrix) -> tuple[str, Lead]:
-        """The key and leading indices under which a matrix is stored, in whatever form the writer chose."""
+        """The key and leading indices under which a matrix is stored, in whichever form the writer chose."""
         expert = () if matrix.expert is None else (matrix.expert,)
         for numbered in (matrix.key, *matrix.aliases):
             stacked, layer = stack_key(numbered)
@@ -125,7 +125,7 @@ class StoredMatrices:
             self._by_lead[key] = grouped
 
     def _refuse_unknown(self) -> None:
-        """Every weight of the checkpoint has a place in the model."""
+        """Raise UserError if the checkpoint has a weight that is not part of the model."""
         for key in self.checkpoint.index.tensors:
             if key in self._tensors or key.startswith("rng_state"):
                 continue
@@ -137,7 +137,7 @@ class StoredMatrices:
                 )
 
     def _aliases_of(self, key: str) -> list[str]:
-        """The other keys of what a key names; the same content is stored under several."""
+        """Other keys for the content of ``key``; the same content is stored under several."""
         stacked = stack_key(key)[0] == key and key.startswith("decoder.layers.")
         lead: Lead = (0,) if stacked else ()
         if ".experts.experts." in key:
@@ -151,7 +151,7 @@ class StoredMatrices:
 
 
 class CheckpointReader:
-    """Reads rows of HF tensors. Not for several threads at once: its buffers are used again."""
+    """Reads rows of HF tensors. Not thread-safe: it reuses its buffers."""
 
     def __init__(self, matrices: StoredMatrices) -> None:
         self._matrices = matrices
@@ -160,7 +160,7 @@ class CheckpointReader:
         self._starts: dict[Chunk, int] = {}
 
     def dtype(self, tensor: str) -> str:
-        """Type of the rows, in safetensors' spelling."""
+        """Dtype of the rows, as a safetensors name."""
         return self._matrices.dtype(tensor)
 
     def read_rows(self, tensor: str, rows: Span) -> npt.NDArray[Any]:
@@ -171,7 +171,7 @@ class CheckpointReader:
         return np.frombuffer(view, numpy_type(self.dtype(tensor))).reshape(shape)
 
     def read_into(self, tensor: str, rows: Span, view: memoryview) -> None:
-        """`read_rows` into memory of exactly their size."""
+        """Same as `read_rows`, into memory of exactly the right size."""
         dtype = self.dtype(tensor)
         shape = (rows[1] - rows[0], *self._matrices.table.tensors[tensor][1:])
         out = np.frombuffer(view, numpy_type(dtype)).reshape(shape)
@@ -181,7 +181,7 @@ class CheckpointReader:
                 self._copy(out[first:last], dtype, chunk, lead, inside, stored)
 
     def _copy(self, out: npt.NDArray[Any], dtype: str, chunk: Chunk, lead: Lead, rows: Span, stored: str) -> None:
-        """Copy what a chunk holds of the rows of a matrix into ``out``, whose values are ``dtype``."""
+        """Copy the part of a matrix's rows that a chunk holds into ``out``, whose values are ``dtype``."""
         n = len(lead)
         top, height = chunk.offsets[n], chunk.sizes[n]
         a, b = max(rows[0], top), min(rows[1], top + height)
@@ -207,7 +207,7 @@ class CheckpointReader:
             place[:, left : left + width] = values.reshape(b - a, width)
 
     def _start(self, chunk: Chunk, dtype: str) -> int:
-        """Where the data of a chunk begin in its file. Raises UserError when something else is stored there."""
+        """Offset of a chunk's data in its file. Raises UserError if the file holds something else there."""
         if chunk not in self._starts:
             if len(self._starts) > 4096:
                 self._starts.clear()
@@ -231,5 +231,5 @@ class CheckpointReader:
 
 
 def _long_axes(shape: tuple[int, ...]) -> list[int]:
-    """A shape apart from axes of length 1, which writers put in front for layers and experts."""
+    """A shape without axes of length 1, which writers prepend for layers and experts."""
     return [n for n in shape if n != 1]

@@ -1,4 +1,4 @@
-"""The live model as an HF folder that ``transformers`` and vLLM load."""
+"""Export of the live model to an HF folder that ``transformers`` and vLLM load."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from megatron_fleet.weights.hf_folder import INDEX, SINGLE, read_config
 from megatron_fleet.weights.source import MegatronWeightSource, ParamMeta
 
 SHARD_BYTES = 5_000_000_000
-"""Largest safetensors file, the size the hub's own tools use."""
+"""Maximum safetensors file size, same as the Hub's own tools."""
 
 COMPANIONS = (".json", ".txt", ".jinja", ".model", ".tiktoken", ".py")
-"""Suffixes of the template's files that belong to the model beside its weights (tokenizer, generation config, code)."""
+"""Suffixes of the template's non-weight files that belong to the model (tokenizer, generation config, code)."""
 
 
 def export_hf(
@@ -32,18 +32,18 @@ def export_hf(
     world: Communicator,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write the present weights as an HF folder; collective over ``world``.
+    """Export the current weights as an HF folder; collective over ``world``.
 
-    World rank 0 writes (and must be rank 0 of its model replica). The folder appears whole, by a rename; an earlier
-    export at the same place is replaced.
+    World rank 0 writes (and must be rank 0 of its model replica). The folder appears atomically, by a rename, and
+    replaces an earlier export.
 
     Args:
         template: HF folder whose config and tokenizer files are copied; ``config.json`` gets the exported dtype.
-        out: folder to make.
-        shard_bytes: largest safetensors file.
+        out: folder to create.
+        shard_bytes: maximum safetensors file size.
 
     Raises:
-        UserError: the template cannot be read, or ``out`` is a folder that is no HF export; on every rank.
+        UserError: the template cannot be read, or ``out`` is a folder other than an HF export; raised on every rank.
     """
     out = Path(out)
     partial: Path | None = None
@@ -59,7 +59,7 @@ def export_hf(
 
 
 def _start(template: Path, out: Path, dtype: torch.dtype) -> Path:
-    """A temporary folder beside ``out`` with everything but the weights."""
+    """A temporary folder next to ``out`` with everything but the weights."""
     config = read_config(template)
     if out.exists() and not (out / "config.json").exists() and (out.is_file() or any(out.iterdir())):
         raise UserError(f"{out}: exists and is no HF folder; choose another place for the export.")
@@ -78,7 +78,7 @@ def _start(template: Path, out: Path, dtype: torch.dtype) -> Path:
 def _stream(source: MegatronWeightSource, partial: Path | None, shard_bytes: int) -> None:
     """Iterate the source on every rank of the replica; write files where ``partial`` is set.
 
-    The source is iterated to its end whatever happens to the disk, because the other ranks do so in lockstep.
+    The source is iterated to its end even if writing fails, because the other ranks iterate in lockstep.
     """
     error: OSError | None = None
     tensors = iter(source)
@@ -102,7 +102,7 @@ def _stream(source: MegatronWeightSource, partial: Path | None, shard_bytes: int
 
 
 def _files(metadata: list[ParamMeta], shard_bytes: int) -> dict[str, list[ParamMeta]]:
-    """File name → its tensors, in order, each file at most ``shard_bytes`` (or one tensor)."""
+    """File name → its tensors, in order, each file at most ``shard_bytes`` (or a single tensor)."""
     files: list[list[ParamMeta]] = [[]]
     size = 0
     for meta in metadata:
@@ -127,7 +127,7 @@ def _take(tensors: Iterator[tuple[str, torch.Tensor]], count: int, keep: bool) -
 
 def _finish(partial: Path, out: Path) -> None:
     for file in partial.iterdir():
-        file.chmod(0o644)  # safetensors makes files that only their owner may read
+        file.chmod(0o644)  # safetensors creates files that only their owner can read
         with file.open("rb") as f:
             os.fsync(f.fileno())
     old = out.with_name(f".{out.name}.old")

@@ -1,6 +1,6 @@
-"""A model folder with a longer context: YaRN (Peng et al. 2023, arXiv:2309.00071) written into its ``config.json``.
+"""Context extension: YaRN (Peng et al. 2023, arXiv:2309.00071) written to the ``config.json`` of a model folder.
 
-Engines, trainer, checkpoints and exports all read that one file, so they cannot disagree about it.
+Engines, trainer, checkpoints and exports all read this one file, so they cannot disagree.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from megatron_fleet.weights.hf_folder import read_config
 
 CONFIG = "config.json"
 MOST_TOKENS = 1 << 30
-"""Of a context; beyond any model's."""
+"""Upper bound of a context length, beyond any model's."""
 
 
 def extend(source: Path, target: Path, factor: float, original: int) -> int:
-    """Make ``target``: links to all files of ``source``, and a ``config.json`` of its own. Written whole or not at all.
+    """Create ``target``: links to all files of ``source``, and its own ``config.json``. All or nothing.
 
     Args:
-        factor: of the extension.
-        original: tokens that the model was trained on.
+        factor: extension factor.
+        original: context length the model was trained on, in tokens.
 
     Returns:
-        the new context in tokens, factor × original.
+        The new context length in tokens, factor × original.
 
     Raises:
-        UserError: the model cannot be extended so, or ``target`` exists.
+        UserError: the model's context cannot be extended this way, or ``target`` exists.
     """
     with told(target, "made"):
         if os.path.lexists(target):
@@ -61,10 +61,10 @@ def _write(partial: Path, source: Path, raw: Mapping[str, Any]) -> None:
 
 
 def extended(raw: Mapping[str, Any], factor: float, original: int) -> dict[str, Any]:
-    """A raw ``config.json`` with YaRN, in the spelling (of transformers 4 or 5) that it has.
+    """Add YaRN to a raw ``config.json``, using its own field names (of transformers 4 or 5).
 
     Raises:
-        UserError: as of ``read_model``; the positions are scaled already, or nothing would become longer.
+        UserError: see ``read_model``; the positions are already scaled, or the context would not become longer.
     """
     model = read_model(raw)
     if model.rope.kind != "default":

@@ -1,4 +1,4 @@
-"""Conversions between stored float types, numpy only: numpy has no bfloat16, so 16-bit floats are their bits."""
+"""Conversions between stored float types. numpy only; it lacks bfloat16, so 16-bit floats are handled as raw bits."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _NUMPY: dict[str, npt.DTypeLike] = {
 
 
 def numpy_type(dtype: str) -> npt.DTypeLike:
-    """The type of arrays that hold values of a stored type; bytes where the values are never looked at."""
+    """Array dtype for values of a stored type; bytes if the values are never interpreted."""
     return _NUMPY.get(dtype, np.dtype(f"u{ITEM_BYTES[dtype]}"))
 
 
 def cast(values: npt.NDArray[Any], source: str, target: str) -> npt.NDArray[Any]:
-    """Values of type ``source`` as ``target``, rounded to nearest, ties to even; the same array when they are equal.
+    """Cast values of type ``source`` to ``target``, rounding to nearest even; returns the same array if they are equal.
 
-    What is too large for ``target`` becomes infinite, as in torch.
+    Values too large for ``target`` become infinite, as in torch.
 
     Args:
-        source, target: safetensors spelling, of ``FLOATS``.
+        source, target: safetensors names from ``FLOATS``.
     """
     if source == target:
         return values
@@ -56,7 +56,7 @@ def _widen(values: npt.NDArray[Any], source: str) -> npt.NDArray[np.float32]:
 def _to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     bits = np.ascontiguousarray(values).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    # Rounding would carry a NaN of small payload into infinity.
+    # Rounding would turn a NaN with a small payload into infinity.
     return np.where(np.isnan(values), (bits >> 16) | 0x40, rounded).astype(np.uint16)
 
 

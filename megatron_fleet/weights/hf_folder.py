@@ -1,4 +1,4 @@
-"""An HF model folder by its headers, on local disk or S3: config, tensor names, types, shapes. No tensor is read."""
+"""Metadata of an HF model folder on local disk or S3: config, tensor names, dtypes, shapes. Reads no tensor data."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _BY_SIZE = {1: "BOOL U8 I8 F8_E4M3 F8_E5M2 F8_E8M0", 2: "I16 U16 F16 BF16", 4: "I32 U32 F32", 8: "I64 U64 F64"}
 ITEM_BYTES = {name: size for size, names in _BY_SIZE.items() for name in names.split()}
-"""Types of the safetensors format that have whole bytes."""
+"""Item size of each safetensors dtype that takes whole bytes."""
 _MAX_HEADER = 100_000_000
-"""The format's own limit, in bytes."""
+"""The safetensors limit, in bytes."""
 _MAX_AXES = 64
 """PyTorch's limit."""
 
@@ -33,9 +33,9 @@ class StoredTensor:
     """One tensor as a safetensors header declares it.
 
     Attributes:
-        file: name inside the folder.
-        dtype: in the format's spelling (``BF16``).
-        offset: of its first byte in the file.
+        file: file name inside the folder.
+        dtype: safetensors name (``BF16``).
+        offset: byte offset of its data in the file.
     """
 
     file: str
@@ -49,12 +49,12 @@ class StoredTensor:
 
 
 def as_folder(place: Folder | Path | str) -> Folder:
-    """A folder given in any form."""
+    """Open a folder given in any form."""
     return open_folder(place) if isinstance(place, Path | str) else place
 
 
 def read_config(hf_dir: Folder | Path | str) -> dict[str, Any]:
-    """The raw ``config.json`` of a folder. Raises UserError when it is missing or no JSON object."""
+    """The raw ``config.json`` of a folder. Raises UserError if it is missing or not a JSON object."""
     folder = as_folder(hf_dir)
     config = _read_json(folder, "config.json")
     if not isinstance(config, dict):
@@ -63,11 +63,11 @@ def read_config(hf_dir: Folder | Path | str) -> dict[str, Any]:
 
 
 def read_headers(hf_dir: Folder | Path | str) -> dict[str, StoredTensor]:
-    """Every tensor of a folder (one file, or several with an index), from the headers of its files.
+    """Read every tensor's metadata in a folder (one file, or several with an index) from the file headers.
 
     Raises:
-        UserError: a file is missing, truncated or no safetensors file; it lacks what the index promises, or has it
-            twice.
+        UserError: a file is missing, truncated or not a safetensors file; a tensor listed in the index is missing, or
+            a tensor appears twice.
     """
     folder = as_folder(hf_dir)
     sizes = folder.sizes()
@@ -107,9 +107,9 @@ def _read_weight_map(folder: Folder) -> dict[str, str]:
 
 
 def read_header(folder: Folder, name: str, size: int) -> dict[str, StoredTensor]:
-    """The tensors of one safetensors file of ``size`` bytes, in the order of their data.
+    """Read the tensor metadata of one safetensors file of ``size`` bytes, in data order.
 
-    Format: https://huggingface.co/docs/safetensors (length of the header as u64, the header as JSON, the data).
+    Format: https://huggingface.co/docs/safetensors (header length as u64, header as JSON, data).
 
     Raises:
         UserError: the file is truncated or malformed.
@@ -120,7 +120,7 @@ def read_header(folder: Folder, name: str, size: int) -> dict[str, StoredTensor]
 
 
 def read_header_bytes(folder: Folder, name: str, size: int) -> bytes:
-    """Length and JSON of the header: the bytes before the data. Raises UserError when the file is no safetensors."""
+    """Read the header's length and JSON, i.e. the bytes before the data. Raises UserError if it is not safetensors."""
     with _told(folder, name):
         if size < 8:
             raise ValueError(f"it has only {size} bytes")
@@ -132,7 +132,7 @@ def read_header_bytes(folder: Folder, name: str, size: int) -> bytes:
 
 
 def parse_header(name: str, header: bytes) -> dict[str, StoredTensor]:
-    """The tensors of a file from `read_header_bytes` alone. Raises ValueError when it is malformed."""
+    """Parse the tensors of a file from its `read_header_bytes`. Raises ValueError if it is malformed."""
     if header[:8] != (len(header) - 8).to_bytes(8, "little", signed=True):
         raise ValueError(f"the header of {name} has {len(header) - 8} bytes and claims another number")
     return _check_header(name, _parse_header(header), len(header), None)
@@ -148,17 +148,17 @@ def _parse_header(header: bytes) -> dict[str, Any]:
 
 @contextmanager
 def _told(folder: Folder, name: str) -> Iterator[None]:
-    """Whatever a malformed header leads to, as UserError."""
+    """Convert any error of a malformed header to UserError."""
     try:
         yield
     except ValueError as e:
-        # What a broken file holds may stand in the message.
+        # The message may quote the content of a broken file.
         why = " ".join(str(e).split())
         raise UserError(f"{folder.url}/{name}: not a whole safetensors file ({why}); download it again.") from None
 
 
 def _check_header(file: str, header: dict[str, Any], start: int, size: int | None) -> dict[str, StoredTensor]:
-    """Raises ValueError unless the tensors fill the data exactly."""
+    """Parse a header. Raises ValueError unless the tensors fill the data exactly."""
     spans = {name: _check_entry(name, entry) for name, entry in header.items()}
     end = start
     stored: dict[str, StoredTensor] = {}
@@ -176,7 +176,7 @@ def _check_header(file: str, header: dict[str, Any], start: int, size: int | Non
 
 
 def _check_entry(name: str, entry: Any) -> tuple[int, int]:
-    """Where a tensor lies. Raises ValueError when its entry is not of the format, or its name cannot be shown."""
+    """Start and end of a tensor's data. Raises ValueError if its entry is malformed, or its name is not printable."""
     if not name.isprintable():
         raise ValueError(f"a tensor's name is {name[:100]!r}")
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
@@ -197,7 +197,7 @@ def _is_size(number: Any) -> bool:
 
 
 def parse_json(text: bytes) -> Any:
-    """JSON in which no object names a key twice. Raises ValueError, also for what could not be written again."""
+    """Parse JSON without duplicate keys. Raises ValueError, also for values that could not be written again."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         out = dict(pairs)
@@ -227,7 +227,7 @@ def _read_json(folder: Folder, name: str) -> Any:
 
 
 def companions(folder: Folder) -> Mapping[str, bytes]:
-    """The files that belong to a model beside its weights: tokenizer, generation config, chat template, code."""
+    """Non-weight files that belong to a model: tokenizer, generation config, chat template, code."""
     suffixes = (".json", ".txt", ".jinja", ".model", ".tiktoken", ".py")
     return {
         name: folder.read(name)

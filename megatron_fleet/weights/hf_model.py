@@ -1,4 +1,4 @@
-"""An HF model folder read against its weight table: what every tensor of the model is stored as."""
+"""An HF model folder matched against its weight table: the stored form of every tensor of the model."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from megatron_fleet.weights.hf_folder import StoredTensor, as_folder, read_confi
 from megatron_fleet.weights.mapping import WeightTable
 
 BLOCK = 128
-"""Side of the square that shares one scale in FP8 checkpoints."""
+"""Side length of the square block that shares one scale in FP8 checkpoints."""
 GROUP = 32
-"""Consecutive inputs that share one scale in INT4 checkpoints."""
+"""Number of consecutive inputs that share one scale in INT4 checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """Stored as it is, in one of ``FLOATS``."""
+    """An unquantised tensor, in one of ``FLOATS``."""
 
     stored: StoredTensor
 
@@ -62,13 +62,13 @@ Encoding = Plain | Fp8 | Int4
 
 @dataclass(frozen=True, slots=True)
 class HfModel:
-    """A folder whose headers fit its ``config.json``.
+    """A folder whose headers match its ``config.json``.
 
     Attributes:
         config: raw ``config.json``.
-        stored: every tensor of the files.
-        encodings: how each tensor of ``table.tensors`` is stored.
-        passthrough: names of tensors in the files that Megatron does not hold, see `WeightTable.is_passthrough`.
+        stored: every tensor in the files.
+        encodings: stored form of each tensor of ``table.tensors``.
+        passthrough: names of stored tensors that Megatron does not hold, see `WeightTable.is_passthrough`.
     """
 
     folder: Folder
@@ -80,15 +80,15 @@ class HfModel:
 
 
 def open_model(hf_dir: Folder | Path | str, *, prediction: bool = True) -> HfModel:
-    """Read config and headers, and check that the folder holds exactly the tensors of its model.
+    """Read config and headers, and check that the folder contains exactly the tensors of its model.
 
-    Prediction layers that ``config.json`` announces and the files lack altogether are no part of the model.
+    MTP layers that ``config.json`` announces but that are completely missing from the files are not part of the model.
 
     Args:
-        prediction: ``False`` = they are none either way, and pass through.
+        prediction: ``False``: MTP layers are never part of the model, and pass through.
 
     Raises:
-        UserError: naming file, tensor, expected and actual shape (or type) of the first disagreement.
+        UserError: names file, tensor, expected and actual shape (or dtype) of the first mismatch.
     """
     folder = as_folder(hf_dir)
     config = read_config(folder)
@@ -98,7 +98,7 @@ def open_model(hf_dir: Folder | Path | str, *, prediction: bool = True) -> HfMod
 
 
 def make_table(config: Mapping[str, Any], names: Iterable[str], prediction: bool = True) -> WeightTable:
-    """The table of a model whose files have tensors of these names, see `open_model`."""
+    """Build the table of a model whose files have tensors of these names, see `open_model`."""
     table = WeightTable(config)
     if table.model.mtp and not (prediction and table.has_prediction(names)):
         return WeightTable(config, prediction=False)
@@ -108,7 +108,7 @@ def make_table(config: Mapping[str, Any], names: Iterable[str], prediction: bool
 def check_stored(
     folder: Folder, config: dict[str, Any], table: WeightTable, stored: Mapping[str, StoredTensor]
 ) -> HfModel:
-    """`open_model` on headers already read."""
+    """Same as `open_model`, for headers that were already read."""
     where = folder.url
     encodings = {name: _encoding(where, name, shape, stored) for name, shape in table.tensors.items()}
     used = {id(part) for encoding in encodings.values() for part in encoding.parts}
@@ -129,7 +129,7 @@ def check_stored(
 
 
 def _encoding(where: str, name: str, shape: tuple[int, ...], stored: Mapping[str, StoredTensor]) -> Encoding:
-    """How a tensor is stored: what its parts are called says it, never a list in ``config.json``."""
+    """Stored form of a tensor, determined by the names of its parts, never by a list in ``config.json``."""
     base = name.removesuffix(".weight")
     if f"{base}.weight_packed" in stored:
         packed, scales, declared = (
@@ -176,7 +176,7 @@ def _expect(where: str, name: str, found: StoredTensor, shape: tuple[int, ...], 
 
 
 def check_quantization(folder: Folder, config: dict[str, Any]) -> None:
-    """Refuse quantised forms other than the two that are decoded."""
+    """Reject quantised forms other than the two supported ones."""
     for part in (config, text_config(config, architecture_of(config))):
         for name in ("quantization_config", "compression_config"):
             declared = part.get(name)

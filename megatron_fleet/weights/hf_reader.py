@@ -1,4 +1,4 @@
-"""Rows of an HF folder's tensors as floats: read, and where they are quantised, decoded. numpy only."""
+"""Reads rows of an HF folder's tensors as floats, decoding quantised ones. numpy only."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from megatron_fleet.weights.quant import fp8, int4
 
 
 class HfReader:
-    """Reads rows of the tensors of one folder. Not for several threads at once: its buffers are used again.
+    """Reads rows of the tensors of one folder. Not thread-safe: it reuses its buffers.
 
     Attributes:
-        bytes_read: from the files, so far.
+        bytes_read: total bytes read from the files.
     """
 
     def __init__(self, model: HfModel) -> None:
@@ -30,12 +30,12 @@ class HfReader:
         self.bytes_read = 0
 
     def dtype(self, tensor: str) -> str:
-        """The type of the values of a tensor, in safetensors' spelling: what is quantised decodes to BF16."""
+        """Dtype of a tensor's values, as a safetensors name: quantised tensors decode to BF16."""
         encoding = self._model.encodings[tensor]
         return encoding.stored.dtype if isinstance(encoding, Plain) else "BF16"
 
     def width(self, tensor: str) -> int:
-        """Values in one row."""
+        """Number of values in one row."""
         return math.prod(self._model.table.tensors[tensor][1:])
 
     def read_rows(self, tensor: str, rows: Span) -> npt.NDArray[Any]:
@@ -62,7 +62,7 @@ class HfReader:
         return np.frombuffer(view, numpy_type(stored.dtype)).reshape(rows[1] - rows[0], *stored.shape[1:])
 
     def _all_scales(self, tensor: str, encoding: Fp8) -> npt.NDArray[np.float32]:
-        """The scales of a whole tensor: one for 16,384 values, so they are read once and not by rows."""
+        """All scales of a tensor: one per 16,384 values, so they are read once instead of by rows."""
         if self._scales is None or self._scales[0] != tensor:
             stored = encoding.scales
             view = memoryview(bytearray(stored.nbytes))

@@ -1,4 +1,4 @@
-"""An HF folder straight into this rank's Megatron shards, in any layout: each rank reads only its own rows."""
+"""Load an HF folder directly into this rank's Megatron shards, in any layout; each rank reads only its own rows."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from megatron_fleet.weights.mapping import Piece, Span
 from megatron_fleet.weights.shards import local_tensors
 
 BLOCK_VALUES = 8 << 20
-"""Values in memory at one time."""
+"""Values in memory at once."""
 _TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 @torch.no_grad()
 def load_hf(model_chunks: Sequence[nn.Module], hf_dir: Folder | Path | str) -> int:
-    """Fill this rank's shards from a safetensors folder (local or S3), dequantising, casting to each parameter's dtype.
+    """Load this rank's shards from a safetensors folder (local or S3), dequantised and cast to the parameter dtypes.
 
-    No collective: ranks read independently. An optimizer that keeps its own copy of the parameters must be told to
-    take them over afterwards. Rows that pad the vocabulary are set to 0.
+    Not a collective: ranks read independently. An optimizer with its own copy of the parameters must reload them
+    afterwards. Vocabulary padding rows are set to 0.
 
     Args:
-        model_chunks: this rank's GPTModel chunks, unwrapped; Megatron's process groups must exist.
+        model_chunks: this rank's unwrapped GPTModel chunks; Megatron's process groups must exist.
         hf_dir: folder with ``config.json`` and ``model.safetensors`` (or an index and its files).
 
     Returns:
         Bytes read.
 
     Raises:
-        UserError: the folder and the model do not fit; raised before any parameter is touched.
+        UserError: the folder and the model do not match; raised before any parameter is modified.
     """
-    # Ranks of one machine read the same rows where a matrix is split by columns, and the same norms.
+    # Ranks on one machine read the same rows if a matrix is split by columns, and the same norms.
     folder = open_folder(hf_dir, cached=True) if isinstance(hf_dir, Path | str) else hf_dir
     model = open_model(folder)
     targets = local_tensors(model_chunks, model.table)
@@ -55,9 +55,9 @@ def load_hf(model_chunks: Sequence[nn.Module], hf_dir: Folder | Path | str) -> i
 
 
 def _fill(out: torch.Tensor, piece: Piece, cols: Span | None, reader: HfReader) -> None:
-    """Copy a piece into ``out``, some rows at a time. Whole rows are read also where only some columns are wanted: a
-    rank's part of a row is too short to be read by itself."""
-    assert piece.tensor is not None  # padding is none of ours
+    """Copy a piece into ``out`` in blocks of rows. Reads whole rows even if only some columns are needed: a rank's part
+    of a row is too short for a separate read."""
+    assert piece.tensor is not None  # the caller skips padding
     dtype = _TORCH[reader.dtype(piece.tensor)]
     width = reader.width(piece.tensor)
     step = max(1, BLOCK_VALUES // width)

@@ -1,8 +1,8 @@
 """A weight table compiled for one model: Megatron tensors ↔ contiguous rows of HF tensors.
 
-For every family at hand a row of a Megatron tensor *is* a row of one HF tensor: nothing is transposed, permuted or
-computed. So everything that moves weights (loading, conversion, export, checks) is a loop over ``Piece``s, and how a
-run is parallel is no concern of the table: it says where rows of the *whole* tensor come from. No torch, no Megatron.
+In every supported family a row of a Megatron tensor *is* a row of one HF tensor: nothing is transposed, permuted or
+computed. So all code that moves weights (loading, conversion, export, checks) is a loop over ``Piece``s. The table is
+independent of the parallel layout: it gives the source of rows of the *whole* tensor. No torch, no Megatron.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """``matrix[rows] == tensor[tensor_rows]``; the spans are equally long.
+    """``matrix[rows] == tensor[tensor_rows]``; both spans have the same length.
 
-    ``tensor=None`` means rows of zeros: padding of the vocabulary.
+    ``tensor=None`` means zero-filled rows: padding of the vocabulary.
     """
 
     rows: Span
@@ -40,12 +40,12 @@ class Matrix:
     """The part of a Megatron tensor that belongs to one layer and one expert: 1-d or 2-d.
 
     Attributes:
-        key: checkpoint key with the number of the layer in it (see `split_key`).
-        expert: index of the expert in a tensor that stacks experts; else ``None``.
-        shape: without padding.
-        pieces: what its rows are, in order.
-        rule: where it comes from.
-        aliases: other keys of the same content.
+        key: checkpoint key that contains the layer's number (see `split_key`).
+        expert: index of the expert in a tensor that stacks experts; otherwise ``None``.
+        shape: shape without padding.
+        pieces: sources of its rows, in order.
+        rule: rule that produced it.
+        aliases: other keys for the same content.
     """
 
     key: str
@@ -56,7 +56,7 @@ class Matrix:
     aliases: tuple[str, ...] = ()
 
     def restrict(self, rows: Span) -> tuple[Piece, ...]:
-        """The pieces of some rows, counted from the first of them; rows behind the last are padding.
+        """Pieces of a row range, with rows relative to its start; rows after the last one are padding.
 
         Raises UserError for padding of a tensor that has none.
         """
@@ -77,7 +77,7 @@ class Matrix:
 
 
 def split_key(key: str, lead: tuple[int, ...]) -> tuple[str, int | None]:
-    """Key and leading indices of a checkpoint entry → key with the layer's number, and the expert.
+    """Convert the key and leading indices of a checkpoint entry to a key with the layer's number, and the expert.
 
     Megatron stacks layers of one kind into a tensor ``decoder.layers.…`` with the layer as its first index, and numbers
     them, ``decoder.layers.3.…``, otherwise. Experts are always stacked.
@@ -95,19 +95,19 @@ def stack_key(key: str) -> tuple[str, int | None]:
 
 
 class WeightTable:
-    """The table of one model.
+    """The weight table of one model.
 
     Attributes:
-        model: what it computes.
+        model: the model's architecture.
         tensors: shape of every HF tensor of the model, in checkpoint order (embedding, layers, final norm, head).
-        repeated: HF tensors of prediction layers that hold a copy → the tensor of which.
+        repeated: HF tensors of MTP layers that are copies → the original tensor.
     """
 
     def __init__(self, hf_config: Mapping[str, Any], *, prediction: bool = True) -> None:
-        """Compile for a raw ``config.json``.
+        """Compile the table for a raw ``config.json``.
 
         Args:
-            prediction: whether the multi-token prediction layers that it names belong to the model; many checkpoints
+            prediction: whether the multi-token prediction layers in the config belong to the model; many checkpoints
                 are published without them.
 
         Raises:
@@ -153,23 +153,23 @@ class WeightTable:
         return re.escape(self._architecture.body) + rf"layers\.(?:{'|'.join(str(first + k) for k in range(9))})\..+"
 
     def is_passthrough(self, tensor: str) -> bool:
-        """Whether an HF tensor is no part of Megatron's model: stale buffers, the vision tower, prediction layers of a
-        model that is used without them."""
+        """Whether an HF tensor is not part of Megatron's model: stale buffers, the vision tower, MTP layers of a model
+        that is used without them."""
         return self._passthrough.fullmatch(tensor) is not None
 
     def has_prediction(self, names: Iterable[str]) -> bool:
-        """Whether some of the tensors named belong to prediction layers."""
+        """Whether any of the named tensors belongs to an MTP layer."""
         pattern = re.compile(self._prediction_pattern)
         return any(pattern.fullmatch(name) for name in names)
 
     def matrices(self) -> Iterator[Matrix]:
-        """Every Megatron matrix, in the order of ``tensors``. A tied head is none: Megatron keeps the embedding."""
+        """Every Megatron matrix, in the order of ``tensors``. Omits a tied head: Megatron keeps the embedding."""
         for rule, i, e in self._entries():
             if not any(self._stand_in(leaf) for leaf in rule.leaves):
                 yield self._matrix(rule, i, e)
 
     def find(self, key: str, lead: tuple[int, ...] = ()) -> Matrix:
-        """The matrix of a checkpoint entry, by key and leading indices (layer, expert).
+        """Find the matrix of a checkpoint entry by key and leading indices (layer, expert).
 
         Raises:
             UserError: the model of ``config.json`` has no such tensor.
@@ -186,7 +186,7 @@ class WeightTable:
         return self._matrix(rule, i, expert)
 
     def _rules_for(self, key: str) -> tuple[dict[str, Rule], str, int | None]:
-        """The rules that may name a key, the key as they spell it, and the layer in HF's numbers."""
+        """The rules that may match a key, the key in the rules' form, and the layer in HF's numbering."""
         match = re.match(r"(decoder|mtp)\.layers\.([0-9]{1,9})\.", key)
         if match is None:
             return self._by_key["top"], key, None
@@ -211,7 +211,7 @@ class WeightTable:
         }
 
     def _entries(self) -> Iterator[tuple[Rule, int | None, int | None]]:
-        """Rule, layer in HF's numbers, expert."""
+        """Rule, layer in HF's numbering, expert."""
         for rule in layers.BEFORE:
             yield rule, None, None
         for i in range(self.model.layers):
@@ -255,7 +255,7 @@ class WeightTable:
 
 
 def sizes(model: Model) -> dict[str, int]:
-    """The sizes that tables name in shapes."""
+    """Named sizes that tables use in shapes."""
     out = {
         "hidden": model.hidden,
         "twice_hidden": 2 * model.hidden,
@@ -298,7 +298,7 @@ def check_tiling(tensor: str, shape: tuple[int, ...], boxes: Iterable[tuple[Span
 
 
 def prove_coverage(table: WeightTable) -> None:
-    """Check both ways that the table loses and repeats nothing.
+    """Check in both directions that the table neither loses nor repeats anything.
 
     Every row of every matrix is in exactly one piece, every row of every HF tensor is in exactly one matrix. Raises
     ValueError naming the first violation.

@@ -1,8 +1,8 @@
 """This rank's part of a Megatron model, as rows and columns of the matrices of the weight table.
 
-Megatron itself says which part: ``sharded_state_dict`` gives key, offset and shape of every local tensor under any
-tensor, pipeline (virtual or not), expert and expert-tensor parallelism and for any layer spec. Nothing here knows how
-a run is parallel. Read from Megatron-Core 0.16 to 0.19: ``dist_checkpointing/mapping.py``.
+Megatron itself defines the part: ``sharded_state_dict`` gives key, offset and shape of every local tensor under any
+tensor, pipeline (virtual or not), expert and expert-tensor parallelism and for any layer spec. This module needs no
+knowledge of the parallel layout. Read from Megatron-Core 0.16 to 0.19: ``dist_checkpointing/mapping.py``.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from megatron_fleet.weights.mapping import Matrix, Span, WeightTable
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """``matrix[rows, cols]`` as it lies in a parameter of this rank.
+    """``matrix[rows, cols]`` as stored in a parameter of this rank.
 
     Attributes:
-        rows: of the matrix; rows behind its last are padding.
-        cols: ``None`` = all, and for 1-d matrices.
-        parameter: in whose memory it lies.
+        rows: rows of the matrix; rows after its last one are padding.
+        cols: columns of the matrix; ``None`` = all, and for 1-d matrices.
+        parameter: parameter whose memory holds it.
     """
 
     matrix: Matrix
@@ -36,32 +36,32 @@ class LocalTensor:
 
     @property
     def first_row(self) -> int:
-        """Number of its first row in the parameter."""
+        """Index of its first row in the parameter."""
         _, stride, start = self._geometry
         return (start - self.parameter.storage_offset()) // stride[0]
 
     def view(self) -> torch.Tensor:
-        """The local values, without gradient; writing to it changes the parameter.
+        """The local values, detached; writing to them changes the parameter.
 
-        Made anew from the parameter, because data-parallel wrappers and offloading move a parameter's memory.
+        Created from the parameter on every call, because data-parallel wrappers and offloading move its memory.
         """
         return self.parameter.detach().as_strided(*self._geometry)
 
 
 def local_tensors(model_chunks: Sequence[nn.Module], table: WeightTable) -> list[LocalTensor]:
-    """Everything that this rank holds of the model. Megatron's process groups must exist.
+    """All tensors of the model that this rank holds. Megatron's process groups must exist.
 
     Args:
-        model_chunks: this rank's GPTModel chunks, unwrapped.
+        model_chunks: this rank's unwrapped GPTModel chunks.
 
     Raises:
-        UserError: model and table do not fit.
+        UserError: model and table do not match.
     """
     return [_place(entry, parameter, table) for chunk in model_chunks for entry, parameter in _sharded_tensors(chunk)]
 
 
 def _sharded_tensors(chunk: nn.Module) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Megatron's descriptions of the local tensors, each with the parameter (or buffer) whose memory it is."""
+    """Megatron's descriptions of the local tensors, each with the parameter (or buffer) that holds its memory."""
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 

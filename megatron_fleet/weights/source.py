@@ -1,4 +1,4 @@
-"""The live Megatron model as HF tensors: gathered whole, or this rank's own parts written in place."""
+"""The live Megatron model as HF tensors: gathered whole, or only the parts this rank owns, written in place."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Box = tuple[Span, Span | None]
 
 @dataclass(frozen=True, slots=True)
 class ParamMeta:
-    """Name, wire dtype and whole shape of one HF tensor (the fields vLLM's weight-transfer protocol reads)."""
+    """Name, wire dtype and full shape of one HF tensor (the fields that vLLM's weight-transfer protocol reads)."""
 
     name: str
     dtype: torch.dtype
@@ -34,12 +34,12 @@ class ParamMeta:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where this rank stands among the others.
+    """This rank's position in the parallel layout.
 
     Attributes:
-        replica: data-parallel (and context-parallel) index; ranks of equal tensor and pipeline place hold equal dense
-            weights in all replicas.
-        model: the ranks that together hold one whole model.
+        replica: data-parallel (and context-parallel) index; ranks with equal tensor- and pipeline-parallel rank hold
+            equal dense weights in all replicas.
+        model: ranks that together hold one complete model.
     """
 
     replica: int = 0
@@ -48,11 +48,11 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A box of an HF tensor with its owner.
+    """A box of an HF tensor and its owner.
 
     Attributes:
-        owner: rank of the ``model`` communicator.
-        local, rows: the owner's local tensor (its number) and the rows of it.
+        owner: rank in the ``model`` communicator.
+        local, rows: index of the owner's local tensor, and the rows in it.
     """
 
     owner: int
@@ -65,32 +65,32 @@ class _Part:
         return (rows[1] - rows[0], *((cols[1] - cols[0],) if cols else tensor_shape[1:]))
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The place of this part inside the whole HF tensor."""
+        """View of this part in the whole HF tensor."""
         rows = tensor[slice(*self.box[0])]
         return rows if self.box[1] is None else rows[:, slice(*self.box[1])]
 
 
 class MegatronWeightSource:
-    """vLLM's structural ``WeightSource`` over Megatron shards, and a gather-free writer.
+    """vLLM's structural ``WeightSource`` over Megatron shards, with an additional gather-free writer.
 
-    The order of tensors is equal on every rank and in every pass: what precedes the layers, layer after layer (those
-    for prediction too), the rest. Each element has exactly one owner: of ranks that hold equal copies (norms under
-    tensor parallelism, a tied head on the last pipeline stage) the first one.
+    The order of tensors is the same on every rank and in every pass: tensors before the layers, layer by layer
+    (including MTP layers), the rest. Each element has exactly one owner: the first of the ranks that hold equal copies
+    (norms under tensor parallelism, a tied head on the last pipeline stage).
     """
 
     def __init__(
         self, model_chunks: Sequence[nn.Module], hf_config: Mapping[str, Any], *, dtype: torch.dtype, place: Place
     ) -> None:
-        """Collective over ``place.model``. Megatron's process groups must exist.
+        """Collective over ``place.model``; Megatron's process groups must exist.
 
         Args:
-            model_chunks: this rank's GPTModel chunks, unwrapped; parameters are read anew in every pass.
+            model_chunks: this rank's unwrapped GPTModel chunks; parameters are read again in every pass.
             hf_config: raw ``config.json``.
-            dtype: of the tensors yielded and written; parameters are cast. What the weight table keeps in float32
-                (the router's biases) stays so.
+            dtype: dtype of the tensors yielded and written; parameters are cast. Tensors that the weight table keeps in
+                float32 (router biases) stay float32.
 
         Raises:
-            UserError: model and configuration do not fit.
+            UserError: model and configuration do not match.
             ValueError: the ranks together do not hold every tensor exactly once.
         """
         self.place = place
@@ -109,11 +109,11 @@ class MegatronWeightSource:
         }
 
     def metadata(self) -> list[ParamMeta]:
-        """The whole model on every rank, in the order of iteration."""
+        """Metadata of the whole model on every rank, in iteration order."""
         return list(self._metadata.values())
 
     def groups(self) -> list[list[str]]:
-        """Names in order, cut where the transformer layer changes: the unit of gathering."""
+        """Names in order, split where the transformer layer changes: the unit of gathering."""
         return self._groups
 
     def iter_groups(self) -> Iterator[tuple[list[str], list[torch.Tensor]]]:
@@ -124,18 +124,18 @@ class MegatronWeightSource:
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (HF name, whole tensor) on every rank; a fresh pass each time.
 
-        Collective over ``place.model``: its ranks iterate in lockstep. One layer exists at a time, on the device of the
-        model; one broadcast per layer, type and owner.
+        Collective over ``place.model``: its ranks iterate in lockstep. Only one layer is materialised at a time, on the
+        model's device; one broadcast per layer, dtype and owner.
         """
         for names, tensors in self.iter_groups():
             yield from zip(names, tensors, strict=True)
 
     @torch.no_grad()
     def write_local(self, out: Mapping[str, torch.Tensor]) -> None:
-        """Write the elements that this rank owns into whole tensors, cast to their type. No communication.
+        """Write the elements that this rank owns into whole tensors, cast to their dtype. No communication.
 
         Args:
-            out: HF name → a tensor of its whole shape, in memory that the ranks share; names may be left out.
+            out: HF name → a tensor of its full shape, in memory that the ranks share; names may be omitted.
         """
         for name, whole in out.items():
             for part in self._parts[name]:
@@ -167,7 +167,7 @@ class MegatronWeightSource:
         return self._local[part.local].view()[slice(*part.rows)]
 
     def _assign(self, ranks: list[list[tuple[str, Box, int, Span]]]) -> dict[str, list[_Part]]:
-        """Give every element its owner, and check that the ranks hold the model completely."""
+        """Assign every element to an owner, and check that the ranks hold the complete model."""
         parts: dict[str, dict[Box, _Part]] = {name: {} for name in self._table.tensors}
         for owner, held in enumerate(ranks):
             for tensor, box, local, rows in held:
@@ -178,7 +178,7 @@ class MegatronWeightSource:
 
 
 def _held(local: list[LocalTensor]) -> list[tuple[str, Box, int, Span]]:
-    """HF tensor, box of it, number of the local tensor that has it, rows there: all that this rank holds."""
+    """All parts that this rank holds: HF tensor, box in it, index of the local tensor, rows in that tensor."""
     return [
         (piece.tensor, (piece.tensor_rows, target.cols), k, piece.rows)
         for k, target in enumerate(local)
@@ -188,10 +188,10 @@ def _held(local: list[LocalTensor]) -> list[tuple[str, Box, int, Span]]:
 
 
 def layer_groups(names: Iterable[str]) -> list[list[str]]:
-    """HF names by transformer layer: what precedes the first layer, each layer, the rest.
+    """Group HF names by transformer layer: names before the first layer, each layer, the rest.
 
-    As ``layerwise_groups`` of vLLM 0.32 (``distributed/weight_transfer/base.py``) does it, with which its engines
-    number the groups.
+    Matches ``layerwise_groups`` of vLLM 0.32 (``distributed/weight_transfer/base.py``), by which its engines number the
+    groups.
     """
     before: list[str] = []
     after: list[str] = []
@@ -216,7 +216,7 @@ def megatron_place() -> Place:
     tensor = parallel_state.get_tensor_model_parallel_world_size()
     split = parallel_state.get_expert_tensor_parallel_world_size() != tensor
     if parallel_state.get_expert_model_parallel_world_size() > 1 or split:
-        # Experts are spread over data-parallel ranks: no smaller group is sure to hold a whole model.
+        # Experts are spread over data-parallel ranks, so no smaller group is guaranteed to hold a whole model.
         return Place(model=TorchCommunicator())
     return Place(
         replica=parallel_state.get_data_parallel_rank(with_context_parallel=True),

@@ -18,7 +18,9 @@ from megatron_fleet.rollout.engine_actor import EngineActor, environment
 async def main(model: Path, folder: Path, token: str) -> None:
     config = rollout_config(model, engine={"kv_cache_bytes": 64 << 20}, max_context=4000)
     actor = EngineActor(config, token, folder / "engine.log", "shm")
-    (folder / "endpoint").write_text(await actor.listen("127.0.0.1"))
+    written = folder / "endpoint.partial"
+    written.write_text(await actor.listen("127.0.0.1"))
+    written.replace(folder / "endpoint")  # whoever finds the file finds the address in it
     await actor.start()
     await actor.serve()
     await asyncio.to_thread(sys.stdin.read)

@@ -17,7 +17,18 @@ pytest.importorskip("megatron_fleet.trainer.megatron")
 @pytest.mark.parametrize("family", ["dense", "moe"])
 def test_one_line_of_json(family):
     script = Path(__file__).parents[2] / "benchmarks" / "train_step.py"
-    command = [sys.executable, script, "--row-tokens", "512", "--steps", "1", "--trained", "0.4", "--family", family]
+    command = [
+        sys.executable,
+        script,
+        "--micro-batch-tokens",
+        "512",
+        "--steps",
+        "1",
+        "--trained",
+        "0.4",
+        "--family",
+        family,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=4 * HANG_S)
     assert done.returncode == 0, done.stderr[-2000:]
     report = json.loads(done.stdout)

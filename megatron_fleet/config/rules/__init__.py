@@ -1,1 +1,1 @@
-"""Checks that span several keys, one module a subject. A rule returns the sentence that refuses, or ``None``."""
+"""Validation rules across several keys, one module per subject. A rule returns an error message, or ``None``."""

@@ -1,4 +1,4 @@
-"""Of what the policy is told and offered."""
+"""Validation rules for `agent`."""
 
 from __future__ import annotations
 

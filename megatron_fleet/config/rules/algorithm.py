@@ -1,4 +1,4 @@
-"""Of losses and corrections."""
+"""Validation rules for `algorithm`: losses, reward shaping and corrections."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_fleet.config.schema import CLIP_BOUNDS, CORRECTION_BOUNDS, Config
 def _loss(c: Config) -> str | None:
     a = c.algorithm
     if is_path(a.loss):
-        return None  # it reads what it likes
+        return None  # a user's own loss may read any key
     idle = [key for key in ("clip_low", "clip_high") if getattr(a, key) is not None and a.loss not in CLIP_BOUNDS]
     if a.dual_clip is not None and a.loss != "ppo_clip":
         idle.append("dual_clip")
@@ -22,7 +22,7 @@ def _loss(c: Config) -> str | None:
 def _overlong(c: Config) -> str | None:
     overlong, shaping = c.algorithm.overlong, c.algorithm.reward_shaping
     if is_path(shaping):
-        return None  # it reads what it likes
+        return None  # a user's own shaping may read any key
     if shaping != "overlong":
         if overlong.limit is None:
             return None

@@ -1,4 +1,4 @@
-"""Of environments and tasks."""
+"""Validation rules for `env`: kinds of environment, their tasks and their timeouts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from megatron_fleet.config.sections.openenv import OpenEnv
 from megatron_fleet.config.urls import url_problem
 
 TTL_SLACK_S = 60.0
-"""For what lies between the deadlines, and for clocks that differ."""
+"""Slack for the time between the deadlines and for clock differences."""
 FLEET_CALL_S = 62.0
-"""Fleet's client cuts one try of a tool at 60 s, and the adapter ends the retries 2 s before the deadline."""
+"""Fleet's client ends one attempt of a tool call at 60 s, and the adapter ends the retries 2 s before the deadline."""
 
 
 def _env_url(c: Config) -> str | None:
@@ -79,7 +79,7 @@ def _instance_outlives_its_episode(c: Config) -> str | None:
     if c.env.kind != "fleet":
         return None
     episode, ttl = c.rollout.episode_timeout_s, c.env.fleet.ttl_s
-    # One that was made ahead waits for a place, which is free when another episode has ended.
+    # An instance created ahead of time waits for a slot, which is free when another episode has ended.
     waits = episode if c.env.provisioning.lookahead else 0.0
     needed = waits + c.env.reset_timeout_s + episode + c.env.verify_timeout_s + TTL_SLACK_S
     if ttl >= needed:

@@ -1,4 +1,4 @@
-"""Of evaluations."""
+"""Validation rules for `eval`."""
 
 from __future__ import annotations
 

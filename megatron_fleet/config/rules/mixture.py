@@ -1,4 +1,4 @@
-"""Of the mixture of environments and the curriculum."""
+"""Validation rules for `data.mixture`, including the curriculum."""
 
 from __future__ import annotations
 

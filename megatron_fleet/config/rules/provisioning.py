@@ -1,4 +1,4 @@
-"""Of faults on purpose and of starting environments."""
+"""Validation rules for `env.faults` and `env.provisioning`."""
 
 from __future__ import annotations
 

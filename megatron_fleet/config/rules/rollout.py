@@ -1,4 +1,4 @@
-"""Of the rollout, and of the rollout and the trainer together."""
+"""Validation rules for `rollout`, on its own and combined with the trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rule is."""
+"""Type of a validation rule."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ from collections.abc import Callable
 from megatron_fleet.config.schema import Config
 
 Rule = Callable[[Config], str | None]
-"""Names the keys, their values and the way out; ``None`` when there is nothing to refuse."""
+"""Returns an error message that names the keys, their values and the fix, or ``None``."""

@@ -1,4 +1,4 @@
-"""Of services that metrics are sent to."""
+"""Validation rules for the trackers in `logging`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of layout, precision, optimizer and adapters."""
+"""Validation rules for `policy` and `precision`."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _moments(c: Config) -> str | None:
             f"policy.optimizer.moments={o.moments} with policy.optimizer.offload_fraction={o.offload_fraction:g}: "
             f"moments in host memory are float32; set one of them to its default."
         )
-    # bfloat16 has 8 significant bits: shrunk by less than half of the last one, a moment is rounded back for ever.
+    # bfloat16 has 8 significant bits: a decay by less than half of the last one is always rounded away.
     if max(o.betas) > 1 - 2**-8:
         return (
             f"policy.optimizer.moments={o.moments} cannot hold a moment that decays by {1 - max(o.betas):.2g} a step; "

@@ -1,5 +1,5 @@
-"""Of single values: numbers that no machine could mean, and texts that could be no path, name or address. Without these
-they would be met later, as memory or time that runs out, or as an error of the operating system."""
+"""Validation rules for single values: absurdly large numbers, and texts that cannot be a path, name or address. Without
+these rules they would surface later, as exhausted memory or time, or as an error of the operating system."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from megatron_fleet.config.schema import Config
 
 MAX_NUMBER = 10**15
 MAX_TEXT = 4000
-"""Characters; Linux takes paths of 4,095 bytes."""
+"""Characters; Linux limits paths to 4,095 bytes."""
 MAX_NAME = 100
-"""Characters of a run's name, which names folders and files with what is added."""
+"""Characters of a run's name, which becomes part of folder and file names."""
 MAX_PROCESSES = 1 << 17
 _NO_TEXT = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 

@@ -1,1 +1,1 @@
-"""The sections of the configuration, one module a subject; ``config.schema`` joins them to the tree."""
+"""Configuration sections, one module per subject; ``config.schema`` joins them into the tree."""

@@ -1,4 +1,4 @@
-"""What the policy is told and offered besides the environment's own tools."""
+"""Section `agent`: prompts, and tools in addition to the environment's own."""
 
 from __future__ import annotations
 

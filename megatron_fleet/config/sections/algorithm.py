@@ -1,4 +1,4 @@
-"""What is learnt from rewards: advantages, losses, corrections."""
+"""Section `algorithm`: advantages, losses, corrections."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_fleet.config.extension import Open
 from megatron_fleet.config.sections.base import Section
 
 Cut = Literal["generation_truncated", "context_overflow", "max_turns", "timeout", "no_action"]
-"""Outcomes of an episode (agents/trajectory.py) that the policy did not end by itself."""
+"""Outcomes (agents/trajectory.py) of episodes that were cut off rather than ended by the policy."""
 
 
 class KL(Section):
@@ -30,7 +30,7 @@ CLIP_BOUNDS: dict[str, tuple[float, float]] = {
     "cispo": (1.0, 4.0),  # no lower bound as in MiniMax-M1, the upper one as in SkyRL
     "importance_weighted": (0.5, 4.0),  # IcePop's ratios from 0.5 to 5
 }
-"""algorithm.clip_low and clip_high where they are not set; losses without an entry do not clip."""
+"""Defaults of algorithm.clip_low and clip_high; losses without an entry do not clip."""
 
 
 CORRECTION_BOUNDS: dict[str, tuple[float, float]] = {
@@ -40,7 +40,7 @@ CORRECTION_BOUNDS: dict[str, tuple[float, float]] = {
     "geometric_mask": (0.99, 1.01),  # SkyRL
     "outlier_mask": (1e-4, 100.0),  # SkyRL
 }
-"""algorithm.correction.low and high where they are not set; a low of 0 is no bound."""
+"""Defaults of algorithm.correction.low and high; a low of 0 means no bound."""
 
 
 def _spelt(bounds: dict[str, tuple[float, float]], side: int) -> str:

@@ -1,4 +1,4 @@
-"""What every section of the configuration has in common."""
+"""Base class of the configuration sections."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """Base of all sections: unknown keys are errors, values do not change after validation."""
+    """Base of all sections: unknown keys are errors, values are immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

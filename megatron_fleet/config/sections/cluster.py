@@ -1,4 +1,4 @@
-"""Processes on machines: the trainer's ranks and how long they are waited for."""
+"""Section `cluster`: hosts, trainer ranks and their timeouts."""
 
 from __future__ import annotations
 

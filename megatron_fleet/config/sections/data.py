@@ -1,4 +1,4 @@
-"""Which tasks are played, and which of them are for evaluation."""
+"""Section `data`: task selection and the split into training and evaluation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where episodes are played: environments and their limits."""
+"""Section `env`: environments and their limits."""
 
 from __future__ import annotations
 

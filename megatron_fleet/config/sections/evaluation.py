@@ -1,4 +1,4 @@
-"""When and how the policy is evaluated."""
+"""Section `eval`: schedule, sampling and endpoint of evaluations."""
 
 from __future__ import annotations
 
@@ -63,5 +63,5 @@ class Eval(Section):
 
     @property
     def in_training(self) -> bool:
-        """Whether a training run evaluates at all, and so needs held-out tasks."""
+        """Whether a training run evaluates at all and thus needs held-out tasks."""
         return self.at_start or self.at_end or self.interval > 0

@@ -1,4 +1,4 @@
-"""Latency and misbehaviour that the embedded fleet shows on purpose, to train and to test against."""
+"""Section `env.faults`: latency and faults injected by the embedded fleet, for training and for tests."""
 
 from __future__ import annotations
 

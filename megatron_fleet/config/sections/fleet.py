@@ -1,4 +1,4 @@
-"""How Fleet's own environments are played."""
+"""Section `env.fleet`: Fleet's hosted environments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a step's prompts are shared out among the environments."""
+"""Section `data.mixture`: distribution of a step's prompts over environments, and the curriculum."""
 
 from __future__ import annotations
 

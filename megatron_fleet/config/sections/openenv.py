@@ -1,4 +1,4 @@
-"""How an environment behind an OpenEnv server is played: its tools, its end, its reward."""
+"""Section `env.openenv`: tools, termination and reward of an environment behind an OpenEnv server."""
 
 from __future__ import annotations
 

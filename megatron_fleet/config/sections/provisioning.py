@@ -1,4 +1,4 @@
-"""How environments are started, over all workers, and when a worker leaves one alone."""
+"""Section `env.provisioning`: starting environments across all workers, and the circuit breaker."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Provisioning(Section):
     )
 
     def share(self, worker: int, workers: int) -> Provisioning:
-        """What worker number ``worker`` of ``workers`` may do by itself: the shares add up to the totals."""
+        """Return the limits of worker number ``worker`` of ``workers``; the shares add up to the totals."""
 
         def part(total: int) -> int:
             return total // workers + (worker < total % workers)

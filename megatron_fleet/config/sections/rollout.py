@@ -1,4 +1,4 @@
-"""How episodes are played: sampling, engines, workers."""
+"""Section `rollout`: sampling, engines, workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Services that a run's metrics are sent to."""
+"""Sections `logging.wandb` and `logging.mlflow`: trackers that receive a run's metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layout, precision, optimizer: how the policy is trained."""
+"""Sections `precision`, `parallel` and `policy`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_fleet.config.sections.base import Section
 
 
 class Precision(Section):
-    """In what the trainer computes. Master weights are float32 always."""
+    """Number formats of the trainer. Master weights are always float32."""
 
     recipe: Literal["model_dtype", "fp8_tensorwise", "fp8_blockwise", "fp8_delayed"] = Field(
         "model_dtype",
@@ -32,8 +32,8 @@ class Precision(Section):
 
 
 class Parallel(Section):
-    """World size = tensor × pipeline × context × data. Experts are laid over the same ranks once more: expert ×
-    expert_tensor × pipeline divides the world size."""
+    """Parallel layout: world size = tensor × pipeline × context × data. Experts have their own layout over the same
+    ranks: expert × expert_tensor × pipeline divides the world size."""
 
     tensor: int = Field(1, ge=1, description="Tensor-parallel size: ranks that share each layer's matrices.")
     sequence: bool = Field(
@@ -103,11 +103,11 @@ Recompute = (
     Literal["none", "full"]
     | tuple[Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"], ...]
 )
-"""Activations that are computed again in the backward pass: of whole layers, or of the named parts of them."""
+"""Activations recomputed in the backward pass: those of whole layers, or of the named parts of layers."""
 
 
 class Safety(Section):
-    """What happens to an update that looks wrong. One whose loss or gradient is not finite is always skipped."""
+    """Handling of suspicious updates. An update with a non-finite loss or gradient is always skipped."""
 
     spike_factor: float | None = Field(
         10.0, gt=1, description="Warn when the gradient norm exceeds this multiple of the running median; none = off."
@@ -124,7 +124,7 @@ class Safety(Section):
 
 
 class Lora(Section):
-    """Adapters beside frozen layers (Hu et al. 2021, arXiv:2106.09685); experts get one each."""
+    """LoRA adapters on frozen layers (Hu et al. 2021, arXiv:2106.09685); each expert gets its own."""
 
     rank: int = Field(0, ge=0, description="Width of the adapters; 0: none, all parameters are trained.")
     alpha: float = Field(32.0, gt=0, description="The adapters' output is scaled by alpha / rank.")
@@ -139,7 +139,7 @@ class Lora(Section):
 
 
 class GradientMetrics(Section):
-    """`policy/grad:*`, see docs/metrics.md: from samples of 64 rows and columns each of matrices of the layers."""
+    """`policy/grad:*`, see docs/metrics.md: measured on samples of 64 rows and columns each of layer matrices."""
 
     every: int = Field(
         0, ge=0, description="Updates between two measurements, counted from the start of an attempt; 0: off."

@@ -14,7 +14,7 @@ Fields = dict[str, Any] | None
 
 
 def _room(world: World, rng: random.Random) -> dict[str, Any]:
-    """A random room on a random day: how it is told, its id, and who has it when."""
+    """Pick a random room and day; return its description, id, guests by slot and free slots."""
     id, city, kind, seats = rng.choice(world.query("SELECT id, city, kind, seats FROM rooms"))
     (day,) = rng.choice(world.query("SELECT DISTINCT day FROM bookings"))
     guests = dict(world.query("SELECT slot, guest FROM bookings WHERE room = ? AND day = ?", id, day))
@@ -112,7 +112,7 @@ def solve_fallback(c: Choices, city: str, kind: str, day: str, slot: str, other:
 
 
 def _own_booking(world: World, rng: random.Random) -> tuple[str, str, str]:
-    """Id, room and day of one of the user's bookings; the day names it."""
+    """Return id, room and day of a random booking of the user; the day identifies it."""
     user = world.variables["LOGGED_IN_USER"]
     return rng.choice(world.query("SELECT id, room, day FROM bookings WHERE guest = ?", user))
 

@@ -1,4 +1,4 @@
-"""Connections: ends a session when its client is gone, whatever the session is doing; lets it misbehave on the wire."""
+"""ASGI middleware: ends a session when its client is gone, injects connection faults, and checks the token."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 GRACE_S = 0.5
-"""After the client left, for a session that listens to notice by itself."""
+"""Time after the client left for a session to notice by itself."""
 POLICY_VIOLATION = 1008
 WENT_AWAY = 1011
 """WebSocket close code: the server met an unexpected condition (RFC 6455 §7.4.1)."""
 
 
 class Connection:
-    """One WebSocket, as the session behind it sees it."""
+    """One WebSocket, as seen by the session behind it."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -31,11 +31,11 @@ class Connection:
         self._dead = False
 
     def damage_next(self, damage: Damage) -> None:
-        """The next text frame is sent damaged."""
+        """Damage the next text frame."""
         self._damage = damage
 
     async def die(self) -> None:
-        """Close the socket under the session; nothing is sent any more."""
+        """Close the socket under the session; nothing is sent afterwards."""
         self._dead = True
         await self._send({"type": "websocket.close", "code": WENT_AWAY})
 
@@ -51,12 +51,12 @@ _CONNECTION: ContextVar[Connection] = ContextVar("connection")
 
 
 def connection() -> Connection:
-    """The connection that the running session serves. Raises LookupError elsewhere."""
+    """Return the connection of the running session. Raises LookupError outside of one."""
     return _CONNECTION.get()
 
 
 class Guard:
-    """ASGI middleware. Who does not show the token as ``Authorization: Bearer`` is answered 401, a WebSocket 403."""
+    """Middleware that answers 401, or 403 for a WebSocket, without the token as ``Authorization: Bearer``."""
 
     def __init__(self, app: Application, token: str) -> None:
         self._app, self._wanted = app, f"Bearer {token}".encode()
@@ -74,7 +74,7 @@ class Guard:
 
 
 class Connections:
-    """ASGI middleware. A session that never ends by itself would otherwise hold its place and its thread for ever."""
+    """Middleware that ends a session when its client is gone, so that it cannot hold its slot and thread forever."""
 
     def __init__(self, app: Application) -> None:
         self._app = app
@@ -104,7 +104,7 @@ async def _run(app: Application, scope: MutableMapping[str, Any], receive: Recei
 
 
 async def _listen(receive: Receive, inbox: asyncio.Queue[Message]) -> None:
-    """Pass messages on until the client has left."""
+    """Forward messages until the client has left."""
     while True:
         message = await receive()
         inbox.put_nowait(message)

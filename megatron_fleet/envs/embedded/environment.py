@@ -1,4 +1,4 @@
-"""The embedded fleet as an OpenEnv environment: list_tools, call_tool, and one reserved tool that ends the episode."""
+"""Embedded fleet as an OpenEnv environment: list_tools, call_tool, and one reserved tool that ends the episode."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ NO_FAULTS = Faults()
 
 
 class FleetEnvironment(Environment):
-    """One session. ``reset`` takes the fields of a Task; every tool call runs on the server's loop (microseconds).
+    """One session. ``reset`` takes the fields of a Task; tool calls run on the server's event loop (microseconds).
 
-    Faults that concern the connection need the session to be served through ``Connections``.
+    Connection faults require the session to be served through ``Connections``.
     """
 
     SUPPORTS_CONCURRENT_SESSIONS = True
@@ -60,7 +60,7 @@ class FleetEnvironment(Environment):
         verifier_code: str = "",
         **_: Any,
     ) -> Observation:
-        """Start a task. Raises KeyError for an environment that this fleet does not have."""
+        """Start a task. Raises KeyError for an environment that is not in this fleet."""
         self.close()
         task = Task(task_key, prompt, env_key, verifier_code, data_key=data_key, env_variables=env_variables or {})
         self._session = EmbeddedSession(task)
@@ -127,7 +127,7 @@ class FleetEnvironment(Environment):
 
 
 async def _suffer(fault: Fault, tool: str) -> None:
-    """Let ``fault`` happen before the call is answered. A hanging or dead session stays here until it is ended."""
+    """Apply ``fault`` before the call is answered. A hanging or dead session stays here until it is ended."""
     if fault.slow_s:
         await asyncio.sleep(fault.slow_s)
     if fault.dies:

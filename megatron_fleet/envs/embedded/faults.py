@@ -1,4 +1,4 @@
-"""What goes wrong in the embedded fleet on purpose: at random by configuration, or as a test says."""
+"""Fault injection for the embedded fleet: at random by configuration, or as specified by a test."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from typing import Any, Protocol
 from megatron_fleet.config.sections.faults import FaultRates
 
 FATAL_CALLS = 3
-"""A hanging or dying call is one of an episode's first few, or its last message when there are fewer."""
+"""A hanging or dying call is one of an episode's first few, or its last one when there are fewer."""
 
 Damage = Callable[[str], str]
-"""Turns a reply of the server, as text, into a damaged one."""
+"""Damages a reply of the server, given as text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What one call does instead of answering at once and well.
+    """Faults of one call, instead of an immediate and correct answer.
 
     Attributes:
-        slow_s: waits first.
-        hangs: never answers.
+        slow_s: seconds of delay before the answer.
+        hangs: the call never answers.
         dies: the session's socket closes.
-        breaks: raises outside of the tool protocol, as a broken environment does.
+        breaks: the call raises outside of the tool protocol, as a broken environment does.
         damage: applied to the answer on the wire.
-        no_verdict: a verification tells no reward.
+        no_verdict: a verification reports no reward.
     """
 
     slow_s: float = 0.0
@@ -42,18 +42,18 @@ class Fault:
 
 class FaultSource(Protocol):
     def of(self, episode: str, call: int, tool: str, *, last: bool) -> Fault:
-        """The fault of call number ``call`` (from 0) of an episode. ``last``: it asks for the verdict."""
+        """Return the fault of call number ``call`` (from 0) of an episode. ``last``: it requests the verdict."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """For tests: tool name → what calling it does instead."""
+    """Faults by tool name, for tests."""
 
     delay_s: tuple[tuple[str, float], ...] = ()
-    """Sleeps first; a long sleep is a hanging tool."""
+    """Delay of a tool's calls; a long one makes a hanging tool."""
     dies: tuple[str, ...] = ()
-    """Raises outside of the tool protocol, as a broken environment does."""
+    """Tools that raise outside of the tool protocol, as a broken environment does."""
 
     def of(self, episode: str, call: int, tool: str, *, last: bool) -> Fault:
         """See ``FaultSource.of``."""
@@ -64,8 +64,8 @@ class RandomFaults:
     """Faults at the configured rates.
 
     Slow and malformed calls are drawn per call; hanging calls and dying sessions, which end an episode, once per
-    episode, because an episode has several calls. Every draw depends on (seed, episode, call) alone, so that equal runs
-    meet equal faults in whatever order their episodes are played.
+    episode, because an episode has several calls. Every draw depends on (seed, episode, call) alone, so equal runs have
+    equal faults regardless of the order of their episodes.
     """
 
     def __init__(self, rates: FaultRates, seed: int) -> None:
@@ -95,7 +95,7 @@ class RandomFaults:
         return call == first or (last and call < first)
 
     def _latency(self, episode: str, call: int) -> float:
-        """Seconds, log-normal."""
+        """Draw a log-normal latency in seconds."""
         rates = self._rates
         if not rates.latency_median_s:
             return 0.0
@@ -103,7 +103,7 @@ class RandomFaults:
         return rates.latency_median_s * math.exp(rates.latency_sigma * normal)
 
     def _draw(self, *what: str | int) -> float:
-        """Uniform in [0, 1)."""
+        """Draw uniformly from [0, 1)."""
         digest = hashlib.blake2b("\x1f".join(map(str, (self._seed, *what))).encode(), digest_size=8).digest()
         return (int.from_bytes(digest, "big") >> 11) / 2**53
 
@@ -151,7 +151,7 @@ DAMAGES: tuple[Damage, ...] = (
     _holes_in_result,
     _text_for_error,
 )
-"""The first four leave no message to read: the session is lost. The others are results, or errors, of a wrong form."""
+"""The first four make the message unreadable: the session is lost. The others make malformed results or errors."""
 
 
 def _with(reply: str, **values: Any) -> str:

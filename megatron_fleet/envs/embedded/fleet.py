@@ -1,4 +1,4 @@
-"""EmbeddedFleet: starts, restarts and stops the embedded fleet's server as a child process."""
+"""Start, restart and stop of the embedded fleet's server as a child process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_fleet.config.sections.faults import FaultRates
 POLL_S = 0.02
 STOP_S = 5.0
 TOKEN = "MFLEET_ENVIRONMENT_TOKEN"
-"""Environment variable that tells the server what its clients must show."""
+"""Environment variable with the token that the server requires of its clients."""
 STOPPED = "The embedded fleet's server was stopped."
 
 
@@ -40,14 +40,14 @@ class _Launch:
 
 
 class ServerKilled(UserError):
-    """A signal ended the server while it started: starting it again may help."""
+    """A signal ended the server during start-up: a retry may help."""
 
 
 class EmbeddedFleet:
-    """One server process, owned by whoever started it; it also ends by itself when this process does.
+    """One server process, owned by its starter; it also ends by itself when this process does.
 
     Attributes:
-        url: base URL, since `start`; a restart keeps it.
+        url: base URL, set by `start`; a restart keeps it.
     """
 
     def __init__(self) -> None:
@@ -70,19 +70,19 @@ class EmbeddedFleet:
         """Start the server and wait until it listens.
 
         Args:
-            config: its ``start_timeout_s`` is the deadline, its ``faults`` happen.
-            log_path: the server's output is appended there.
-            python: interpreter of the episode environment; this process's own by default.
-            seed: decides the faults.
-            environment: variables of the server; this process's own by default.
-            host: address that it listens on.
-            token: that clients must show; empty: none.
+            config: provides the deadline ``start_timeout_s`` and the ``faults`` to inject.
+            log_path: file to which the server's output is appended.
+            python: interpreter of the episode environment; by default this process's.
+            seed: seed of the faults.
+            environment: environment variables of the server; by default this process's.
+            host: address to listen on.
+            token: token required of clients; empty: none.
 
         Returns:
             The base URL.
 
         Raises:
-            UserError: the server ended or was not ready in time; tells the log's last line.
+            UserError: the server ended or was not ready in time; the message includes the log's last line.
         """
         if self._process is not None:
             raise RuntimeError("the embedded fleet runs already")
@@ -98,12 +98,12 @@ class EmbeddedFleet:
         return self.url
 
     def restart(self) -> None:
-        """Start the server again on the same port, with a verifier host of its own.
+        """Restart the server on the same port, with a new verifier host.
 
         May be called in a thread; `stop` ends it early.
 
         Raises:
-            UserError: as of `start`; it may be called again.
+            UserError: as for `start`; it may be called again.
         """
         process = self._process
         if process is None:
@@ -111,7 +111,7 @@ class EmbeddedFleet:
         self._run(instead_of=process)
 
     def ended(self) -> str | None:
-        """Return why the server serves no more; ``None`` while its process lives."""
+        """Return why the server no longer serves; ``None`` while its process lives."""
         process = self._process
         if process is None or process.poll() is None:
             return None
@@ -119,11 +119,11 @@ class EmbeddedFleet:
 
     @property
     def pid(self) -> int | None:
-        """Process id while started."""
+        """Process id of the server; ``None`` unless started."""
         return None if self._process is None else self._process.pid
 
     def stop(self) -> None:
-        """End the server. Idempotent."""
+        """Stop the server. Idempotent."""
         with self._changing:
             process, self._process = self._process, None
         if process is None:
@@ -194,8 +194,11 @@ class EmbeddedFleet:
 
 
 def _reserve(host: str) -> socket.socket:
-    """Bind a free port without listening on it. As long as the socket is open, only this user's processes that ask for
-    SO_REUSEPORT, as the server does, can bind the port: while a server is restarted nobody else gets it."""
+    """Bind a free port without listening on it.
+
+    While the socket is open, only this user's processes that set SO_REUSEPORT, as the server does, can bind the port:
+    nobody else gets it during a restart.
+    """
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:

@@ -73,7 +73,7 @@ class Ledger(World):
         return table("id balance", [(account, left)])
 
     def _own(self, account: str, amount: int) -> dict[str, Any]:
-        """An active account of the user that can give ``amount``."""
+        """Return the user's active account, if its balance covers ``amount``; else raise ToolFailure."""
         row = self.row("accounts", account, "account")
         if row["owner"] != self.variables.get("LOGGED_IN_USER"):
             raise ToolFailure(f"{account} belongs to {row['owner']}")

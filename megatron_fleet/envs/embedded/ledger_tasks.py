@@ -13,7 +13,7 @@ Fields = dict[str, Any] | None
 
 
 def _accounts(world: World, rng: random.Random, mine: bool, status: str = "active") -> list[dict[str, Any]]:
-    """The user's accounts, or those of another random owner, with this status, in random order."""
+    """Return the accounts with this status, of the user or of another random owner, in random order."""
     user = world.variables["LOGGED_IN_USER"]
     owner = user if mine else rng.choice([p for p in world.residents if p != user])
     rows = world.query(

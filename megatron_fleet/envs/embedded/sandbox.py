@@ -1,17 +1,17 @@
-"""The sandbox of a verifier, which leaves it memory, CPU time and the pipe for its verdict. Standard library only.
+"""Sandbox of a verifier, which leaves it memory, CPU time and the pipe for its verdict. Standard library only.
 
-Layers, each enough against most attacks:
+Layers, each sufficient against most attacks:
 
-| layer        | what it takes away                                                     | where it is missing     |
+| layer        | removes                                                                | missing                 |
 |--------------|------------------------------------------------------------------------|-------------------------|
 | system calls | all but memory, clocks, reading and writing of open files (seccomp)    | nowhere, or it refuses  |
 | namespaces   | other processes, users, networks, mounts, shared memory; an empty root | containers without them |
 | Landlock     | every path, TCP, abstract sockets, signals to others                   | Linux before 5.13       |
 | limits       | CPU time, memory, processes, new files                                 | nowhere                 |
 
-`enter` confines the process whose children run verifiers, `fork` makes such a child, `confine` confines it.
-Every call is irreversible and inherited. The filter is an allow-list: what a later kernel adds is refused. As a script
-this prints the layers that the machine lacks, as JSON.
+`enter` confines the process whose children run verifiers, `fork` creates such a child, `confine` confines it.
+Every call is irreversible and inherited. The filter is an allow-list: system calls of later kernels are refused. As a
+script this prints the layers that the machine lacks, as JSON.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ CAPABILITY_VERSION = 0x20080522
 LANDLOCK_CREATE_RULESET, LANDLOCK_RESTRICT_SELF = 444, 446
 LANDLOCK_CREATE_RULESET_VERSION = 1
 LANDLOCK_FS = {1: 13, 2: 14, 3: 15, 5: 16}
-"""Rights on files that are known since a version of Landlock, as the number of low bits."""
+"""File access rights by the Landlock version that introduced them, as the number of low bits."""
 Machine = tuple[int, int, int, int, dict[str, int]]
 MACHINES: dict[str, Machine] = {
-    # AUDIT_ARCH_*, clone, capset, pivot_root, and what a verifier may call.
+    # AUDIT_ARCH_*, clone, capset, pivot_root, and the system calls that a verifier may use.
     "x86_64": (0xC000003E, 56, 126, 155, {
         "read": 0, "write": 1, "close": 3, "fstat": 5, "lseek": 8, "mmap": 9, "mprotect": 10, "munmap": 11, "brk": 12,
         "rt_sigaction": 13, "rt_sigprocmask": 14, "rt_sigreturn": 15, "sched_yield": 24, "mremap": 25, "madvise": 28,
@@ -67,16 +67,16 @@ MACHINES: dict[str, Machine] = {
 
 
 class Missing(Exception):
-    """This machine lacks a layer; the text says why."""
+    """This machine lacks a layer; the message gives the reason."""
 
 
 def enter() -> dict[str, str]:
-    """Confine this process and its later children to an empty root without network, as nobody where it is root.
+    """Confine this process and its later children to an empty root without network, as nobody instead of root.
 
-    Load what is needed from files before.
+    Everything needed from files must be loaded before.
 
     Returns:
-        The layers that the machine lacks, with the reason. Without "system calls", `confine` raises.
+        The layers that the machine lacks, with the reason. If "system calls" is among them, `confine` raises.
     """
     missing = {}
     _prctl(PR_SET_NO_NEW_PRIVS, 1)
@@ -87,7 +87,7 @@ def enter() -> dict[str, str]:
             os.setgroups([])
             os.setresgid(NOBODY, NOBODY, NOBODY)
             os.setresuid(NOBODY, NOBODY, NOBODY)
-        except OSError as error:  # a container's root that may not, or that knows no other user
+        except OSError as error:  # root of a container without the right to, or without other users
             missing["user"] = f"nobody instead of root: {error}"
     for name, layer in (("namespaces", _enter_namespaces), ("landlock", _enter_landlock)):
         try:
@@ -98,21 +98,23 @@ def enter() -> dict[str, str]:
 
 
 def fork(namespaces: bool) -> int:
-    """`os.fork` of a process with one thread; with ``namespaces`` the child is the first process of new namespaces of
-    processes and shared memory. Raises OSError."""
+    """Fork a process with one thread; with ``namespaces`` the child is the first process of new PID and IPC namespaces.
+
+    Raises OSError.
+    """
     if not namespaces:
         return os.fork()
-    # A process cannot leave the namespace that it once made for its children, so `unshare` would cost a process more.
+    # A process cannot leave the PID namespace it created for its children, so `unshare` would cost an extra process.
     flags = signal.SIGCHLD | CLONE_NEWPID | CLONE_NEWIPC
     pid: int = LIBC_WITH_GIL.syscall(_machine()[1], flags, None, None, None, None)
     _checked(pid, "clone")
     if pid == 0:
-        random.seed()  # what Python does after a fork and matters with one thread
+        random.seed()  # the only step of Python's own fork that matters with one thread
     return pid
 
 
 def confine(cpu_s: int, memory_bytes: int) -> None:
-    """Leave this process memory, CPU time and its open files. Raises Missing without the filter of system calls."""
+    """Restrict this process to memory, CPU time and its open files. Raises Missing without the system call filter."""
     for kind, value in (
         (resource.RLIMIT_CPU, cpu_s),
         (resource.RLIMIT_AS, memory_bytes),
@@ -129,7 +131,7 @@ def confine(cpu_s: int, memory_bytes: int) -> None:
 
 
 def die_with_parent(parent_pid: int | None) -> None:
-    """Ask the kernel for SIGKILL when the parent ends. ``None``: the parent is outside of this process's view."""
+    """Request SIGKILL from the kernel when the parent ends. ``None``: the parent is not visible to this process."""
     _prctl(PR_SET_PDEATHSIG, 9)
     if parent_pid is not None and os.getppid() != parent_pid:
         os._exit(0)
@@ -137,7 +139,7 @@ def die_with_parent(parent_pid: int | None) -> None:
 
 def _enter_namespaces() -> None:
     user, group = os.getuid(), os.getgid()
-    _prctl(PR_SET_DUMPABLE, 1)  # a change of user cleared it, and with it the right to its own /proc files
+    _prctl(PR_SET_DUMPABLE, 1)  # cleared by the change of user, and with it access to its own /proc files
     spaces = CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWCGROUP | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWNET
     _checked(LIBC.unshare(spaces), "unshare")
     Path("/proc/self/setgroups").write_text("deny")
@@ -167,7 +169,7 @@ def _enter_landlock() -> None:
 
 
 def _without_filter() -> str | None:
-    """Why system calls cannot be filtered; ``None``: they can."""
+    """Return why system calls cannot be filtered; ``None``: they can."""
     try:
         _filter()
         _prctl(PR_GET_SECCOMP, 0)
@@ -197,8 +199,10 @@ def _filter_system_calls() -> None:
 
 @functools.cache
 def _filter() -> tuple[ctypes.Array[ctypes.c_char], int]:
-    """The program and its number of steps. seccomp_data: int nr at 0, u32 arch at 4. Other architectures' calls (i386,
-    x32) have other numbers."""
+    """Build the BPF program; return it with its number of steps.
+
+    seccomp_data: int nr at 0, u32 arch at 4. System calls of other architectures (i386, x32) have other numbers.
+    """
     architecture, *_, calls = _machine()
     allowed = sorted(calls.values())
     steps = [

@@ -1,4 +1,4 @@
-"""Serve the embedded fleet: ``python -m megatron_fleet.envs.embedded.server --port 0 --ready-file F``."""
+"""Server of the embedded fleet: ``python -m megatron_fleet.envs.embedded.server --port 0 --ready-file F``."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ async def serve(
     Args:
         port: 0 for any free one.
         host: address to listen on.
-        token: that clients must show; empty: none.
-        ready_file: written, at once and whole, when the server listens: ``{"port": int, "pid": int}``.
+        token: token required of clients; empty: none.
+        ready_file: written atomically when the server listens: ``{"port": int, "pid": int}``.
     """
     core = import_openenv()
     listener = socket.socket()
@@ -80,7 +80,7 @@ async def serve(
 
 
 async def _watch(server: uvicorn.Server, listener: socket.socket, ready_file: Path | None, parent: int | None) -> None:
-    """Tell when the server is ready; stop it when the parent is gone.
+    """Report when the server is ready; stop it when the parent is gone.
 
     The kernel's parent-death signal follows the parent's *thread*, and a server may be started from a short-lived one.
     """

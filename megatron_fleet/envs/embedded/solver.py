@@ -1,4 +1,4 @@
-"""The scripted solver: proves that every task is solvable, and demonstrates with a chosen rate of mistakes."""
+"""Scripted solver: proves that every task is solvable, and gives demonstrations with a chosen rate of mistakes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_fleet.envs.embedded.tasktype import DONE, Answer, Choices, GaveUp,
 
 @dataclass(slots=True)
 class Demonstration:
-    """One scripted episode: each tool call with what it showed, the final answer, and the verifier's verdict."""
+    """One scripted episode: each tool call with its observation, the final answer, and the verifier's verdict."""
 
     task: Task
     turns: list[tuple[Turn, Observation | None]]
@@ -23,10 +23,10 @@ class Demonstration:
 
 
 def recognise(task: Task) -> tuple[TaskType, dict[str, str]]:
-    """The task's type and fields, read from its prompt alone.
+    """Parse the task's type and fields from its prompt alone.
 
     Raises:
-        ValueError: the prompt is of no embedded task type.
+        ValueError: the prompt matches no embedded task type.
     """
     for kind in TYPES.get(task.env_key, ()):
         fields = kind.read(task.prompt)
@@ -36,11 +36,11 @@ def recognise(task: Task) -> tuple[TaskType, dict[str, str]]:
 
 
 def solve(task: Task, mistakes: float = 0.0, rng: random.Random | None = None, notes: list[str] | None = None) -> Turns:
-    """A scripted agent for this task: send it each Observation, it yields tool calls and at last an Answer.
+    """Run a scripted agent for this task: send it each Observation, it yields tool calls and finally an Answer.
 
-    It knows the prompt, the logged-in user and what the tools show, nothing else. Each of its choices is wrong with
-    probability ``mistakes``. ``notes``, when given, receives what it decides (rows and conditions, see ``Choices``)
-    before the turn that acts on it.
+    It knows only the prompt, the logged-in user and the tools' results. Each of its choices is wrong with probability
+    ``mistakes``. ``notes``, if given, receives its decisions (rows and conditions, see ``Choices``) before the turn
+    that acts on them.
     """
     kind, fields = recognise(task)
     user = str(task.env_variables["LOGGED_IN_USER"])
@@ -53,7 +53,7 @@ def solve(task: Task, mistakes: float = 0.0, rng: random.Random | None = None, n
 
 
 def demonstrate(task: Task, mistakes: float = 0.0, rng: random.Random | None = None) -> Demonstration:
-    """Play the scripted agent against the task's environment, in this process."""
+    """Play the scripted agent against the task's environment in this process."""
     session = EmbeddedSession(task)
     try:
         agent = solve(task, mistakes, rng)

@@ -1,4 +1,4 @@
-"""The embedded fleet's tasks: generated, written and read in Fleet's task format."""
+"""Tasks of the embedded fleet: generated, and written in Fleet's task format."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TODAY = "2026-03-08"
 TASKS_PER_WORLD = 4
 SHIPPED_SEED, SHIPPED_PER_ENV = 1, 220
 SHIPPED_TASKS = Path(__file__).with_name("tasks.json")
-"""The task file that comes with the package, and what it was generated with. Another seed gives other worlds, and so
+"""Task file shipped with the package, and the arguments it was generated with. Another seed gives other worlds, hence
 tasks that never overlap with it. After a change of worlds or types: ``write_tasks(SHIPPED_TASKS, generate_rows())``."""
 
 _VERIFIER = '''\
@@ -54,12 +54,12 @@ def validate_task(env, final_answer=None) -> int:
 
 
 def generate_rows(seed: int = SHIPPED_SEED, per_env: int = SHIPPED_PER_ENV) -> list[dict[str, Any]]:
-    """``per_env`` tasks of each environment as rows of a Fleet task file. Equal arguments give equal rows."""
+    """Generate ``per_env`` tasks per environment as rows of a Fleet task file. Equal arguments give equal rows."""
     return [row for env_key in WORLDS for row in _generate_env(env_key, seed, per_env)]
 
 
 def generate(seed: int = SHIPPED_SEED, per_env: int = SHIPPED_PER_ENV) -> list[Task]:
-    """``generate_rows`` as Tasks, without a file between."""
+    """Return ``generate_rows`` as Tasks, without an intermediate file."""
     return [
         Task(
             key=row["task_key"],
@@ -78,13 +78,13 @@ def generate(seed: int = SHIPPED_SEED, per_env: int = SHIPPED_PER_ENV) -> list[T
 
 
 def write_tasks(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write a Fleet task file, one task a line."""
+    """Write a Fleet task file, one task per line."""
     lines = ",\n".join(json.dumps(row) for row in rows)
     path.write_text(f'{{"tasks": [\n{lines}\n]}}\n', encoding="utf-8")
 
 
 def make_world(env_key: str, data_key: str, env_variables: dict[str, Any]) -> World:
-    """A fresh instance. Raises KeyError for an unknown ``env_key``."""
+    """Create a new instance. Raises KeyError for an unknown ``env_key``."""
     return WORLDS[env_key](data_key, env_variables)
 
 

@@ -1,4 +1,4 @@
-"""TaskType: how a kind of task is made, told, checked and solved."""
+"""Task types: generation, phrasing, verification and solution of one kind of task."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_fleet.envs.base import Observation, ToolCall
 from megatron_fleet.envs.embedded.world import World
 
 DONE = "done"
-"""The final answer of a task that asks for no answer."""
+"""Final answer of a task that asks for none."""
 
 T = TypeVar("T")
 Row = dict[str, str]
@@ -29,17 +29,17 @@ class Answer:
 
 Turn = ToolCall | Answer
 Turns = Generator[Turn, Observation, None]
-"""A scripted agent: yields turns, is sent what the environment showed."""
+"""A scripted agent: yields turns, receives observations."""
 Steps = Generator[ToolCall, Observation, T]
 """A part of a scripted agent that returns a value."""
 
 
 class GaveUp(Exception):
-    """The scripted agent met an error that it caused itself and has no way back from."""
+    """The scripted agent caused an error that it cannot recover from."""
 
 
 class Goal:
-    """What a verifier will demand: the rows that vanish and appear, and the final answer."""
+    """Expected result that a verifier checks: the rows removed and added, and the final answer."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -48,7 +48,7 @@ class Goal:
         self.answer: str | None = None
 
     def update(self, table: str, key: str, **changes: Any) -> None:
-        """Row ``key`` of ``table`` takes new values."""
+        """Record new values for row ``key`` of ``table``."""
         columns = self._world.columns[table].split(", ")
         old = self._world.row(table, key, table)
         self.removed.append((table, *(old[c] for c in columns)))
@@ -67,9 +67,9 @@ class TaskType:
     """One kind of task.
 
     Attributes:
-        phrasings: prompts with named fields; the fields can be read back from a prompt, so a solver needs nothing else.
-        make: picks the fields in a world and writes down the goal; ``None`` when this world offers no such task.
-        solve: a scripted agent's steps, given the fields; returns the final answer.
+        phrasings: prompts with named fields, which can be parsed from a prompt, so a solver needs nothing else.
+        make: picks the fields in a world and records the goal; ``None`` when this world offers no such task.
+        solve: steps of a scripted agent, given the fields; returns the final answer.
     """
 
     name: str
@@ -83,7 +83,7 @@ class TaskType:
         return [re.compile(_pattern(phrasing)) for phrasing in self.phrasings]
 
     def read(self, prompt: str) -> dict[str, str] | None:
-        """The fields of a prompt of this type; ``None`` for any other prompt."""
+        """Parse the fields of a prompt of this type; ``None`` for any other prompt."""
         for pattern in self._patterns:
             if match := pattern.fullmatch(prompt):
                 return match.groupdict()
@@ -101,14 +101,14 @@ def _pattern(phrasing: str) -> str:
 
 @dataclass(slots=True)
 class Choices:
-    """The decision points of a scripted agent, each of which it gets wrong with probability ``mistakes``.
+    """Decision points of a scripted agent; each goes wrong with probability ``mistakes``.
 
-    Every wrong choice could have been made right from the conversation alone, so a policy that imitates such an agent
-    can be improved without new information.
+    Every wrong choice could have been made correctly from the conversation alone, so a policy that imitates such an
+    agent can be improved without new information.
 
     Attributes:
-        notes: what was decided since the last turn, as the agent might write it down before it acts: rows, beginning
-            with what they were chosen by, and whether conditions hold.
+        notes: decisions since the last turn, as the agent might write them down before it acts: rows, starting with
+            the values they were chosen by, and whether conditions hold.
     """
 
     user: str
@@ -120,11 +120,11 @@ class Choices:
         return self.mistakes > 0 and self.rng.random() < self.mistakes
 
     def value(self, right: T, wrong: Sequence[T]) -> T:
-        """``right``, or by mistake one of ``wrong``."""
+        """Return ``right``, or by mistake one of ``wrong``."""
         return self.rng.choice(wrong) if wrong and self.slips() else right
 
     def row(self, rows: list[Row], **match: str) -> Row:
-        """The row with these values, or by mistake another one."""
+        """Return the row with these values, or by mistake another one."""
         right = [r for r in rows if match.items() <= r.items()]
         if not right:
             raise GaveUp
@@ -134,17 +134,17 @@ class Choices:
         return row
 
     def holds(self, condition: bool) -> bool:
-        """A condition read from a result, or by mistake its opposite."""
+        """Return a condition read from a result, or by mistake its opposite."""
         held = condition != self.slips()
         self.notes.append("yes" if held else "no")
         return held
 
     def forgets(self) -> bool:
-        """By mistake, a change is left out."""
+        """Return whether a change is left out by mistake."""
         return self.slips()
 
     def look(self, name: str, **arguments: Any) -> Steps[list[Row]]:
-        """Read with a tool and return its rows; by mistake (harmless, so rarer) read the same twice."""
+        """Call a reading tool and return its rows; by mistake (harmless, so rarer) call it twice."""
         if self.slips() and self.rng.random() < 0.3:
             yield from self.do(name, **arguments)
         return (yield from self.do(name, **arguments))
@@ -162,7 +162,7 @@ class Choices:
             yield from self.do(name, **arguments)
 
     def act_on(self, rows: list[Row], match: Row, call: Callable[[Row], ToolCall]) -> Steps[Row]:
-        """Choose a row and act on it; an error shows the mistake, and one second choice is made."""
+        """Choose a row and act on it; after an error, which reveals a mistake, choose once more."""
         for _ in range(2):
             row = self.row(rows, **match)
             observation = yield call(row)
@@ -172,6 +172,6 @@ class Choices:
 
 
 def parse_table(text: str) -> list[Row]:
-    """Rows of a tool result made by ``world.table``; other texts have none."""
+    """Parse the rows of a tool result made by ``world.table``; other texts have none."""
     header, *lines = text.split("\n")
     return [dict(zip(header.split(), line.split(), strict=True)) for line in lines]

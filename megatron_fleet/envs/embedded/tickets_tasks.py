@@ -13,7 +13,7 @@ Fields = dict[str, Any] | None
 
 
 def _open_ticket(world: World, rng: random.Random, where: str = "agent != 'none'") -> dict[str, Any] | None:
-    """A random open ticket; its customer, subject and status name it."""
+    """Pick a random open ticket; its customer, subject and status identify it."""
     rows = world.query(f"SELECT id, customer, subject, agent FROM tickets WHERE status = 'open' AND {where}")
     if not rows:
         return None
@@ -21,7 +21,7 @@ def _open_ticket(world: World, rng: random.Random, where: str = "agent != 'none'
 
 
 def _free_agent(world: World, rng: random.Random) -> tuple[str, str]:
-    """Name and team of a random free agent."""
+    """Return name and team of a random free agent."""
     return rng.choice(world.query("SELECT id, team FROM agents WHERE state = 'free'"))
 
 

@@ -1,4 +1,4 @@
-"""VerifierClient: owns a verifier host and asks it for verdicts."""
+"""Client that owns a verifier host and requests verdicts from it."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.envs.base import Reward
 
 CONCURRENT = 8
-"""Verifiers that run at one time; bounds memory to this many times ``Limits.memory_bytes``."""
+"""Maximum number of concurrent verifiers; bounds memory to this many times ``Limits.memory_bytes``."""
 SANDBOX = Path(__file__).with_name("sandbox.py")
 GRACE_S = 5.0
-"""Beyond the verifier's own deadline, for the host to tell the outcome."""
+"""Time beyond the verifier's own deadline for the host to report the outcome."""
 
 
 def check_sandbox(wanted: Literal["full", "available"]) -> str | None:
     """Check which layers of the sandbox this machine has. Returns a warning about missing ones, or ``None``.
 
     Raises:
-        UserError: it lacks what is ``wanted`` (env.sandbox), or the filter of system calls, without which a verifier
-            could do what this user can.
+        UserError: a layer required by ``wanted`` (env.sandbox) is missing, or the system call filter, without which a
+            verifier could do anything that this user can.
     """
     probe = subprocess.run([sys.executable, "-I", str(SANDBOX)], stdout=subprocess.PIPE, env={}, check=True)
     missing = json.loads(probe.stdout)
@@ -47,7 +47,7 @@ def check_sandbox(wanted: Literal["full", "available"]) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one verification may use. ``wall_s`` counts from its start, not from its place in the queue."""
+    """Resource limits of one verification. ``wall_s`` counts from its start and excludes time in the queue."""
 
     cpu_s: int = 5
     wall_s: float = 10.0
@@ -55,7 +55,7 @@ class Limits:
 
 
 class VerifierClient:
-    """Starts a verifier host in its own empty directory and without environment; restarts it when it died.
+    """Starts a verifier host in its own empty directory without environment variables; restarts it when it died.
 
     Use it from one event loop, on a thread that lives as long as the client (the host dies with that thread).
     """
@@ -63,7 +63,7 @@ class VerifierClient:
     def __init__(self, limits: Limits | None = None) -> None:
         self._limits = limits or Limits()
         self._slots = asyncio.Semaphore(CONCURRENT)
-        # The path of a Unix socket holds 107 bytes, and a cluster's TMPDIR can be long.
+        # The path of a Unix socket is limited to 107 bytes, and a cluster's TMPDIR can be long.
         short = None if len(tempfile.gettempdir()) < 60 else "/tmp"
         self._folder = Path(tempfile.mkdtemp(prefix="verifier-", dir=short))
         (self._folder / "cwd").mkdir(mode=0o555)
@@ -82,7 +82,7 @@ class VerifierClient:
         final_answer: str | None,
         conversation: list[dict[str, Any]] | None,
     ) -> Reward:
-        """The verdict, or an unknown reward with the reason. Never raises (cancellation excepted)."""
+        """Return the verdict, or an unknown reward with the reason. Never raises, except on cancellation."""
         head = {
             "code": code,
             "final_answer": final_answer,

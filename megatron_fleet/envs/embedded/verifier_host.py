@@ -1,11 +1,11 @@
-"""The verifier host: a small process that runs each verifier in a sandbox of its own.
+"""Verifier host: a small process that runs each verifier in a sandbox of its own.
 
-``accept → fork a worker``: the worker reads the request, gives up every right and runs the code; the host holds the
-deadline and tells the outcome. So no verifier, whatever it does, outlives its deadline or reaches another one, the host
-or the environment server; ``sandbox.py`` says how.
+``accept → fork a worker``: the worker reads the request, drops all privileges and runs the code; the host enforces the
+deadline and reports the outcome. No verifier can therefore outlive its deadline or reach another one, the host or the
+environment server; see ``sandbox.py``.
 
-It is started as a script with the interpreter's isolated mode and loads only the standard library: a small process
-forks in well under a millisecond.
+It is started as a script in the interpreter's isolated mode and loads only the standard library: a small process forks
+in well under a millisecond.
 
 Wire format over a Unix socket: a JSON line (the request), then the two databases; the reply is one JSON line
 ``{"value": float | null, "reason": str}``.
@@ -30,7 +30,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# The worker cannot open files, so what a verifier may import is loaded before the forks.
+# The worker cannot open files, so modules that a verifier may import are loaded before the forks.
 PRELOADED = (
     *("ast", "bisect", "calendar", "collections", "copy", "dataclasses", "datetime", "decimal", "difflib", "enum"),
     *("functools", "heapq", "itertools", "json", "math", "operator", "random", "re", "sqlite3", "statistics"),
@@ -41,15 +41,15 @@ def validate_task(env, final_answer=None):
     rows = env.db("current").query("SELECT value FROM sample WHERE value = ?", (1,))
     return float(len(rows) == len(env.db("seed").query("SELECT value FROM sample")))
 """
-"""Run once before the forks, which then share what a first verifier makes: each page that need not be made anew saves
-its fault."""
+"""Verifier run once before the forks, which then share the memory that a first run allocates and save the page
+faults."""
 MAX_REPLY_BYTES = 4096
 READ_TIMEOUT_S = 10.0
 
 
 @dataclass(slots=True)
 class Running:
-    """A verifier at work. ``reader``: the end of the pipe on which its worker tells the verdict."""
+    """A running verifier. ``reader``: read end of the pipe on which its worker reports the verdict."""
 
     connection: socket.socket
     worker: int
@@ -59,7 +59,7 @@ class Running:
 
 
 class Host:
-    """Serves verifications until the parent process dies, several at a time."""
+    """Serves concurrent verifications until the parent process dies."""
 
     def __init__(self, listener: socket.socket, limits: dict[str, Any], parent_pid: int) -> None:
         for name in PRELOADED:
@@ -104,7 +104,7 @@ class Host:
         try:
             worker = self._sandbox.fork(self._namespaces)
         except OSError:
-            # The machine has no process left. The closed connection tells the caller; try again a little later.
+            # The machine has no process left. The closed connection shows that to the caller; pause before the next.
             os.close(reader)
             os.close(writer)
             connection.close()
@@ -112,7 +112,7 @@ class Host:
             return
         if worker == 0:
             try:
-                # In its own namespace of processes it does not see its parent.
+                # In its own PID namespace it does not see its parent.
                 self._sandbox.die_with_parent(None if self._namespaces else host)
                 self._work(connection, writer)
             finally:
@@ -122,7 +122,7 @@ class Host:
         self._poll.register(reader, select.POLLIN)
 
     def _work(self, connection: socket.socket, writer: int) -> None:
-        """In the worker: read the request, give up every right, run the code."""
+        """Run in the worker: read the request, drop all privileges, run the code."""
         connection.settimeout(READ_TIMEOUT_S)
         with connection.makefile("rb") as stream:
             request = json.loads(stream.readline())
@@ -140,7 +140,7 @@ class Host:
         os.write(writer, json.dumps({"value": value, "reason": reason[:500]}).encode())
 
     def _has_said_all(self, running: Running) -> bool:
-        """Read on; whether the worker closed the pipe, or says more than a verdict."""
+        """Read more; return whether the worker closed the pipe or wrote more than a verdict."""
         chunk = os.read(running.reader, MAX_REPLY_BYTES)
         running.said += chunk
         return not chunk or len(running.said) > MAX_REPLY_BYTES
@@ -167,14 +167,14 @@ class Host:
             return {"value": reply["value"], "reason": str(reply["reason"])}
         except (ValueError, TypeError, KeyError, RecursionError):
             pass
-        # The kernel holds the limit by counting ticks, and on busy cores it charges more of them than were used.
+        # The kernel enforces the limit by counting ticks, and on busy cores it charges more of them than were used.
         if cpu_s > 0.5 * self._limits["cpu_s"]:
             return {"value": None, "reason": f"verifier used its {self._limits['cpu_s']} s of CPU"}
         return {"value": None, "reason": "verifier process ended without a verdict"}
 
 
 def _load(name: str) -> ModuleType:
-    """A module beside this file, without importing the package."""
+    """Load a module next to this file without importing the package."""
     spec = util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
     assert spec is not None and spec.loader is not None
     module = util.module_from_spec(spec)
@@ -183,7 +183,7 @@ def _load(name: str) -> ModuleType:
 
 
 def _give_up_files(writer: int) -> None:
-    """Keep the pipe for the verdict, and /dev/null, which is this process's input, as its output too."""
+    """Close all files but the pipe for the verdict; /dev/null, already the input, becomes the output too."""
     os.setsid()
     os.dup2(0, 1)
     os.dup2(0, 2)

@@ -1,4 +1,4 @@
-"""Run a task's verifier on two databases. Standard library only: the verifier host loads nothing else."""
+"""Execution of a task's verifier on two databases. Standard library only: the verifier host loads nothing else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Database:
-    """What ``env.db(name)`` gives a verifier: a read-only view with ``query``."""
+    """Read-only database with ``query``, returned to a verifier by ``env.db(name)``."""
 
     def __init__(self, content: bytes) -> None:
         self._connection = sqlite3.connect(":memory:")
@@ -23,7 +23,7 @@ class Database:
 
 
 class VerifierEnv:
-    """The ``env`` argument of a verifier: databases ``seed`` (as it was) and ``current`` (as it is)."""
+    """The ``env`` argument of a verifier: databases ``seed`` (initial) and ``current`` (final)."""
 
     def __init__(self, seed: bytes, current: bytes) -> None:
         self._databases = {"seed": Database(seed), "current": Database(current)}
@@ -37,8 +37,8 @@ def run_verifier(
 ) -> float:
     """Execute ``code`` and return its verdict.
 
-    The function is ``validate_task`` or ``verify``; ``final_answer`` and ``conversation`` are passed when its signature
-    has them. This runs the code in the calling process: only the verifier host's children, and callers that made the
+    The function is ``validate_task`` or ``verify``; ``final_answer`` and ``conversation`` are passed if its signature
+    has them. The code runs in the calling process: only the verifier host's children, and callers that generated the
     code themselves, may do that.
 
     Raises:

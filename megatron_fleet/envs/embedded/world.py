@@ -1,4 +1,4 @@
-"""World: one environment instance, tools over an in-memory SQLite database."""
+"""Base class of the embedded environments: tools over an in-memory SQLite database."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ PEOPLE = (
     "Ana", "Ben", "Cara", "Dan", "Eva", "Finn", "Gina", "Hugo", "Ivy", "Jack", "Kira", "Leo",
     "Mia", "Noah", "Olga", "Paul", "Rosa", "Sam", "Tina", "Uma", "Vera", "Will", "Yara", "Zoe",
 )  # fmt: skip
-"""Every person of every world, so that each name is frequent enough to be one token of a small vocabulary."""
+"""All names of people, shared by all worlds so that each is frequent enough to be one token of a small vocabulary."""
 
 TEXT: dict[str, Any] = {"type": "string"}
 INTEGER: dict[str, Any] = {"type": "integer"}
 
 
 def one_of(*values: str) -> dict[str, Any]:
-    """JSON schema of a string with a fixed set of values."""
+    """Return the JSON schema of a string with a fixed set of values."""
     return {"type": "string", "enum": list(values)}
 
 
 class ToolFailure(Exception):
-    """A tool call that failed. ``kind`` is one of the kinds of ``megatron_fleet.envs.base.ToolError``."""
+    """A failed tool call. ``kind`` is one of the kinds of ``megatron_fleet.envs.base.ToolError``."""
 
     def __init__(self, message: str, kind: str = "execution_error") -> None:
         super().__init__(message)
@@ -33,7 +33,7 @@ class ToolFailure(Exception):
 
 
 def tool(description: str, **parameters: dict[str, Any]) -> Callable[[Callable[..., str]], Callable[..., str]]:
-    """Mark a method as a tool. ``parameters`` are JSON schemas, all of them required."""
+    """Mark a method as a tool. ``parameters`` are JSON schemas; all are required."""
 
     def mark(method: Callable[..., str]) -> Callable[..., str]:
         schema = {"type": "object", "properties": parameters, "required": list(parameters)}
@@ -46,7 +46,7 @@ def tool(description: str, **parameters: dict[str, Any]) -> Callable[[Callable[.
 class World:
     """Base of the three environments.
 
-    Subclasses set ``env_key``, ``schema`` (SQL) and ``columns`` (what a verifier compares: table → columns, without
+    Subclasses set ``env_key``, ``schema`` (SQL) and ``columns`` (table → columns that a verifier compares, without
     generated ids), implement ``populate`` and mark their tools with ``tool``.
 
     Attributes:
@@ -65,7 +65,7 @@ class World:
         cls._tools = {s["name"]: (s, Draft202012Validator(s["parameters"])) for s in specs}
 
     def __init__(self, data_key: str, variables: dict[str, Any]) -> None:
-        # One session is used by one thread at a time, but not always by the one that made it.
+        # A session is used by one thread at a time, but not always by the one that created it.
         self.db = sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)
         self.variables = variables
         # Small pages keep the serialised database at a few kilobytes.
@@ -80,14 +80,14 @@ class World:
 
     @classmethod
     def tools(cls) -> list[dict[str, Any]]:
-        """The tools as ``{"name", "description", "parameters"}``."""
+        """Return the tools as ``{"name", "description", "parameters"}``."""
         return [spec for spec, _ in cls._tools.values()]
 
     def call(self, name: str, arguments: dict[str, Any]) -> str:
         """Call one tool.
 
         Raises:
-            ToolFailure: unknown tool, arguments that do not fit the schema, or a refusal by the tool itself.
+            ToolFailure: unknown tool, arguments that do not match the schema, or a refusal by the tool itself.
         """
         entry = self._tools.get(name)
         if entry is None:
@@ -102,7 +102,7 @@ class World:
         return getattr(self, name)(**arguments)
 
     def current(self) -> bytes:
-        """The serialised database as it is now."""
+        """Return the serialised current database."""
         return self.db.serialize()
 
     def close(self) -> None:
@@ -112,7 +112,7 @@ class World:
         return self.db.execute(sql, params).fetchall()
 
     def row(self, table: str, key: str, what: str) -> dict[str, Any]:
-        """One row by primary key, or ToolFailure ``no <what> <key>``."""
+        """Return one row by primary key. Raises ToolFailure ``no <what> <key>``."""
         cursor = self.db.execute(f"SELECT * FROM {table} WHERE id = ?", (key,))
         found = cursor.fetchone()
         if found is None:
@@ -121,17 +121,17 @@ class World:
 
 
 def _short(message: str) -> str:
-    """Bound a message that may quote what the policy wrote, and keep it encodable."""
+    """Truncate a message that may quote the policy, and make it encodable."""
     message = message.encode(errors="replace").decode()
     return message if len(message) <= 120 else message[:117] + "..."
 
 
 def table(header: str, rows: Iterable[tuple[Any, ...]]) -> str:
-    """Rows as lines of words under a header line; ``none`` when there is no row."""
+    """Format rows as lines of words under a header line; ``none`` when there is no row."""
     lines = [" ".join(map(str, row)) for row in rows]
     return "\n".join([header, *lines]) if lines else "none"
 
 
 def fresh_ids(rng: random.Random, prefix: str, count: int) -> list[str]:
-    """Distinct ids like ``T17``."""
+    """Return distinct ids like ``T17``."""
     return [f"{prefix}{number}" for number in rng.sample(range(10, 100), count)]

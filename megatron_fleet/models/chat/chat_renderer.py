@@ -1,19 +1,20 @@
 """Conversations as token ids in a model family's format, append-only.
 
-What the policy sampled is never decoded and encoded again: each piece of text is encoded once, between two control
-tokens, and appended. The ids equal those of the model's own chat template (tests/models/chat/test_renderer*.py) except
-where the template would rewrite what the policy has already seen, which an append-only sequence must not do:
+Sampled text is never decoded and re-encoded: each piece of text is encoded once, between two control tokens, and
+appended. The ids match the model's own chat template (tests/models/chat/test_renderer*.py) except where the template
+would rewrite tokens the policy has already seen, which an append-only sequence must not do:
 
-* the templates of thinking models drop the thinking of earlier turns, from the last question on backwards (Qwen 3 and
-  3.5, GLM 4.5 to 4.7) or from the last turn without a tool call (Kimi K2 Thinking, K2.5): so after a reminder, a plain
-  user turn, earlier turns would lose theirs;
-* Qwen 3 with thinking off has the empty thinking block in the last assistant turn only, Qwen 3.5 in those after the
-  last question; here every turn keeps it;
-* templates re-space a sampled turn: line ends around ``</think>``, the JSON of a tool call, the ids of Kimi's calls;
-* GLM ends a turn with the token that begins the next one. When the policy ends with another one of its stop tokens,
-  that token stays and the right one follows.
+* the templates of thinking models drop the thinking of turns before the last question (Qwen 3 and 3.5, GLM 4.5 to
+  4.7) or before the last turn without a tool call (Kimi K2 Thinking, K2.5): after a reminder, which is a plain user
+  turn, earlier turns would lose theirs;
+* with thinking off, Qwen 3 puts the empty thinking block only in the last assistant turn, Qwen 3.5 in the turns after
+  the last question; here every turn keeps it;
+* templates normalise whitespace in a sampled turn: line ends around ``</think>``, the JSON of a tool call, the ids of
+  Kimi's calls;
+* GLM ends a turn with the token that begins the next one. When the policy ends with another of its stop tokens, that
+  token stays and the expected one follows.
 
-They also differ on purpose where text spells a control token such as ``<|im_end|>``: here that stays text.
+They also differ deliberately where text spells a control token such as ``<|im_end|>``: here it stays text.
 """
 
 from __future__ import annotations

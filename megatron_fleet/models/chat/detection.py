@@ -1,4 +1,4 @@
-"""Which chat format a model folder speaks, and the renderer for it."""
+"""Detection of a model folder's chat format, and construction of its renderer."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from megatron_fleet.models.registry import family_modules
 
 AUTO = "auto"
 OWN_ARGUMENTS = ("folder", "thinking")
-"""What a chat format of the user's own is called with, to give a ``Renderer``: the model's folder (`Path`) and
+"""Arguments of a user-defined chat format that returns a ``Renderer``: the model's folder (`Path`) and
 rollout.thinking."""
 
 FORMATS: Mapping[str, NamedFormat] = MappingProxyType(
     {name: chat for module in family_modules("chat") for name, chat in module.FORMATS.items()}
 )
-"""By the names that rollout.renderer takes."""
+"""Formats by the names that rollout.renderer accepts."""
 
 
 def make_renderer(folder: str | Path, thinking: bool, name: str = AUTO) -> Renderer:
-    """The renderer of the model in ``folder``.
+    """Build the renderer for the model in ``folder``.
 
     Args:
         thinking: whether the policy thinks before it acts (rollout.thinking).
-        name: of a family (rollout.renderer), or the path of a user's own; ``auto`` looks at the folder.
+        name: a family (rollout.renderer), or the path of a user-defined one; ``auto`` detects it from the folder.
 
     Raises:
-        UserError: the folder's tokenizer cannot be read, no family fits it or the given one does not, the family has
-            no such ``thinking``, or the model sees images and its files do not say how.
+        UserError: the folder's tokenizer cannot be read, no family matches or the given one does not, the family does
+            not support this ``thinking``, or the model sees images and its files do not say how.
     """
     if is_path(name):
         own: Renderer = load("rollout.renderer", name, OWN_ARGUMENTS)(Path(folder), thinking)
@@ -59,7 +59,7 @@ def _check_placeholder(folder: str | Path, tokenizer: Tokenizer, placeholder: st
 
 
 def make_format(folder: str | Path, tokenizer: Tokenizer, thinking: bool, name: str = AUTO) -> ChatFormat:
-    """The chat format alone; see ``make_renderer``."""
+    """Build the chat format only; see ``make_renderer``."""
     template = read_template(folder)
     found = detect(folder, tokenizer, template) if name == AUTO else name
     named = FORMATS[found]
@@ -78,9 +78,9 @@ def make_format(folder: str | Path, tokenizer: Tokenizer, thinking: bool, name: 
 
 
 def detect(folder: str | Path, tokenizer: Tokenizer, template: str | None) -> str:
-    """The format whose control tokens the tokenizer has, told from its relatives by the chat template.
+    """Name of the format whose control tokens the tokenizer has; the chat template distinguishes related formats.
 
-    Without a template the folder's config.json decides. Raises UserError when nothing fits.
+    Without a template the folder's config.json decides. Raises UserError if nothing matches.
     """
     model_type = str(_json(Path(folder) / "config.json").get("model_type"))
     asked = ModelFolder(model_type, template, tokenizer.special.__contains__)
@@ -94,7 +94,7 @@ def detect(folder: str | Path, tokenizer: Tokenizer, template: str | None) -> st
 
 
 def read_template(folder: str | Path) -> str | None:
-    """The model's own chat template, the one for tools if there are several; ``None`` when it has none."""
+    """Read the model's chat template, the one for tools if there are several; ``None`` if there is none."""
     path = Path(folder) / "chat_template.jinja"
     if path.is_file():
         try:

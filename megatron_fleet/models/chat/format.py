@@ -1,4 +1,4 @@
-"""What a chat format is: pieces of text and control tokens in the order that a model was trained on."""
+"""Definition of a chat format: text and control tokens in the order the model was trained on."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ TOOLS_HEAD = (
     "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
     "You are provided with function signatures within <tools></tools> XML tags:\n<tools>"
 )
-"""How the templates of several families announce the tools."""
+"""Tool announcement shared by the templates of several families."""
 
 
 class Mark(str):
-    """A control token or tag of a format: one id where the tokenizer has such a token, text where it has not."""
+    """A control token or tag of a format: one id if the tokenizer has such a token, otherwise text."""
 
 
 class ImageMark(Mark):
-    """A placeholder: as many ids as its image has."""
+    """An image placeholder: repeated once per token of its image."""
 
     image: Image
 
@@ -36,11 +36,11 @@ class ImageMark(Mark):
 
 
 Pieces = tuple[str, ...]
-"""Text as it is, and marks. What is no ``Mark`` never becomes a control token, whatever it spells."""
+"""Plain text and marks. Anything that is not a ``Mark`` never becomes a control token, whatever it spells."""
 
 
 def marker(tokens: Sequence[str]) -> Callable[[str], Pieces]:
-    """A function that cuts a format's own text, not the user's, into pieces at ``tokens``."""
+    """Build a function that splits a format's own text, never the user's, into pieces at ``tokens``."""
     pattern = re.compile("(" + "|".join(re.escape(t) for t in tokens) + ")")
 
     def mark(text: str) -> Pieces:
@@ -50,16 +50,16 @@ def marker(tokens: Sequence[str]) -> Callable[[str], Pieces]:
 
 
 def illustrated(text: str, images: Sequence[Image], block: Callable[[Image], Pieces]) -> Pieces:
-    """``text`` with the ``block`` of each image in its place."""
+    """``text`` with the ``block`` of each image at its position."""
     first, *rest = around(text, len(images))
     return (first, *(piece for image, part in zip(images, rest, strict=True) for piece in (*block(image), part)))
 
 
 def encode(pieces: Sequence[str], tokenizer: Tokenizer, vision: Vision | None = None) -> list[int]:
-    """Ids of ``pieces``; text between two tokens is encoded as a whole.
+    """Encode ``pieces``; text between two tokens is encoded as a whole.
 
     Raises:
-        ValueError: there is an image without ``vision``, or one that cannot be read.
+        ValueError: there is an image but no ``vision``, or an image cannot be read.
     """
     ids: list[int] = []
     text = ""
@@ -87,7 +87,7 @@ def _count(piece: str, vision: Vision | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Spoken:
-    """An assistant turn in its parts. ``index``: of its first call, counted over the conversation."""
+    """The parts of an assistant turn. ``index``: conversation-wide number of its first call."""
 
     thinking: str = ""
     content: str = ""
@@ -97,11 +97,11 @@ class Spoken:
 
 @dataclass(frozen=True, slots=True)
 class Unthought:
-    """How the template writes an earlier turn whose thinking it leaves out.
+    """Template text of an earlier turn whose thinking is dropped.
 
     Attributes:
-        opening: what stands in place of the turn's opening and its thinking.
-        strips: line ends behind the thinking are left out as well.
+        opening: replaces the turn's opening and its thinking.
+        strips: line ends after the thinking are dropped too.
     """
 
     opening: Pieces
@@ -109,18 +109,18 @@ class Unthought:
 
 
 class ChatFormat(Protocol):
-    """How one family writes a conversation.
+    """Conversation format of one family.
 
     Attributes:
-        syntax: of its tool calls.
+        syntax: tool-call syntax.
         stops: tokens that end an assistant turn; the tokenizer must have the first.
-        close: what the template writes behind an assistant turn.
-        opening: what the template writes for an assistant turn that is to be sampled.
-        past_opening: the same for a turn that is over, where the template writes something else.
-        unthought: the same for one whose thinking is left out.
+        close: template text after an assistant turn.
+        opening: template text that begins an assistant turn to be sampled.
+        past_opening: the same for a completed turn, where the template writes something else.
+        unthought: the same for a turn whose thinking is dropped.
         opens_thinking: a sampled turn begins inside ``<think>``.
-        template_arguments: what the model's own template takes to write this format.
-        image: stands for a part of an image; empty where the format has no form for images yet.
+        template_arguments: arguments with which the model's own template produces this format.
+        image: represents a part of an image; empty if the format does not support images yet.
     """
 
     syntax: Syntax
@@ -134,7 +134,7 @@ class ChatFormat(Protocol):
     image: str
 
     def head(self, system: str, tools: Tools) -> Pieces:
-        """Everything before the first user turn: the same for all tasks of an environment."""
+        """Everything before the first user turn; identical for all tasks of an environment."""
         ...
 
     def user(self, text: str, images: Sequence[Image] = ()) -> Pieces:
@@ -142,26 +142,26 @@ class ChatFormat(Protocol):
         ...
 
     def results(self, results: Sequence[ToolResult]) -> Pieces:
-        """The answers to a turn's tool calls."""
+        """The results of a turn's tool calls."""
         ...
 
     def spoken(self, turn: Spoken) -> str:
-        """What a policy that keeps to the template samples for ``turn``, between ``opening`` and ``close``."""
+        """Text of ``turn`` between ``opening`` and ``close``, as sampled by a policy that follows the template."""
         ...
 
     def template_tools(self, tools: Tools) -> dict[str, Any]:
-        """The arguments of the model's own template that tell it about ``tools``."""
+        """Arguments that pass ``tools`` to the model's own template."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class NamedFormat:
-    """A chat format that rollout.renderer can name.
+    """A chat format that can be selected by name in rollout.renderer.
 
     Attributes:
-        tokens: its control tokens must be in the tokenizer; tags may be.
-        thinking: the values of rollout.thinking that its models know.
-        make: the format, given rollout.thinking and the model's own chat template, if there is one.
+        tokens: control tokens the tokenizer must have; tags are optional.
+        thinking: values of rollout.thinking that its models support.
+        make: builds the format from rollout.thinking and the model's own chat template, if there is one.
     """
 
     tokens: AddedTokens
@@ -171,12 +171,12 @@ class NamedFormat:
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """What tells a family's formats apart.
+    """Properties of a model folder that distinguish a family's formats.
 
     Attributes:
-        model_type: of ``config.json``.
-        template: the model's own chat template; ``None`` when it has none.
-        has: whether the tokenizer has an added token.
+        model_type: ``model_type`` of ``config.json``.
+        template: the model's own chat template; ``None`` if it has none.
+        has: whether the tokenizer has a given added token.
     """
 
     model_type: str
@@ -184,5 +184,5 @@ class ModelFolder:
     has: Callable[[str], bool]
 
     def has_all(self, tokens: Sequence[str]) -> bool:
-        """Whether the tokenizer has all of these."""
+        """Whether the tokenizer has all of ``tokens``."""
         return all(map(self.has, tokens))

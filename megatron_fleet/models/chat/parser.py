@@ -1,6 +1,6 @@
-"""What a sampled turn says: thinking, text, tool calls, final answer. Total: any text gives a ParsedTurn.
+"""Parser of a sampled turn: thinking, text, tool calls, final answer. Any text yields a ParsedTurn.
 
-How a model family writes a tool call is a ``Syntax`` in its family's folder; all the rest is the same for all.
+Each family folder defines its tool-call syntax as a ``Syntax``; everything else is shared.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from megatron_fleet.envs.base import ToolCall
 
 DONE = "<done>"
 MAX_CALLS = 16
-"""Calls read in one turn. A policy that repeats itself must not flood its own context with results and errors."""
+"""Maximum calls read per turn, so that a repetitive policy does not flood its context with results and errors."""
 MAX_TRIED = 256
-"""The same, with those that a ``</think>`` makes thinking: reading one may take time in proportion to the turn."""
+"""The same limit including calls that a ``</think>`` turns into thinking: reading one may take linear time."""
 _THINK, _THOUGHT = "<think>", "</think>"
 
 Tools = Sequence[Mapping[str, Any]]
@@ -29,13 +29,13 @@ class ParsedTurn:
     """One assistant turn.
 
     Attributes:
-        thinking: what stood in ``<think>``; nothing in it has any effect.
-        content: the text outside thinking and tool calls, stripped.
+        thinking: content of ``<think>``; has no effect.
+        content: text outside thinking and tool calls, stripped.
         tool_calls: well-formed calls in order.
-        errors: one sentence for each tool call that could not be read; they are shown to the policy.
-        final_answer: text before ``<done>``; ``None`` without ``<done>`` and in a turn that also tried a tool call,
+        errors: one sentence, shown to the policy, for each tool call that could not be read.
+        final_answer: text before ``<done>``; ``None`` without ``<done>`` or if the turn also attempted a tool call,
             because the policy has not seen that call's result yet.
-        call_ids: for each of ``tool_calls`` the id that the policy wrote; empty where the syntax has none.
+        call_ids: the policy's own id for each of ``tool_calls``; empty if the syntax has none.
     """
 
     thinking: str
@@ -47,12 +47,12 @@ class ParsedTurn:
 
 
 class BadCall(ValueError):
-    """The sentence, without its full stop, that tells the policy what is wrong with its call."""
+    """A malformed call. The message is shown to the policy as a sentence, without its full stop."""
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenCall:
-    """A call that was read: the id that the policy wrote (or nothing), and where the text goes on behind the call."""
+    """A parsed call: the id the policy wrote (or nothing), and the offset of the text after the call."""
 
     call: ToolCall
     call_id: str
@@ -61,13 +61,13 @@ class WrittenCall:
 
 @dataclass(frozen=True)
 class Syntax:
-    """How a model family writes a tool call.
+    """Tool-call syntax of a model family.
 
     Attributes:
-        opening, closing: what stands before and after one call.
-        around: tags between and around calls that mean nothing by themselves.
+        opening, closing: text before and after one call.
+        around: tags between and around calls that have no meaning of their own.
         read: reads the call that follows ``opening`` at an offset of a text, with its closing tag, which may be
-            missing at the end of the text (a stop string is cut off). Raises BadCall.
+            missing at the end of the text (a stop string is stripped). Raises BadCall.
     """
 
     opening: str
@@ -77,12 +77,12 @@ class Syntax:
 
     @cached_property
     def tag(self) -> re.Pattern[str]:
-        """Whatever changes the meaning of the text behind it."""
+        """Pattern of the tags that change the meaning of the text after them."""
         return _any_of(_THINK, _THOUGHT, self.opening, DONE, *self.around)
 
     @cached_property
     def edge(self) -> re.Pattern[str]:
-        """Where reading goes on after a call that could not be read."""
+        """Pattern of the positions where parsing resumes after an unreadable call."""
         return _any_of(self.opening, self.closing, _THOUGHT, *self.around)
 
 
@@ -91,13 +91,13 @@ def _any_of(*tags: str) -> re.Pattern[str]:
 
 
 def parse_turn(text: str, syntax: Syntax, tools: Tools = ()) -> ParsedTurn:
-    """Read one turn from left to right; never raises.
+    """Parse one turn from left to right; never raises.
 
-    A ``</think>`` without its ``<think>`` makes everything before it thinking (the model continued a block that it
-    believed open), and an unclosed ``<think>`` swallows the rest. Tags inside the arguments of a call are data.
+    A ``</think>`` without its ``<think>`` makes everything before it thinking (the model continued a block it assumed
+    to be open), and an unclosed ``<think>`` extends to the end. Tags inside the arguments of a call are data.
 
     Args:
-        tools: what was offered; a syntax that does not mark strings as such tells them from numbers by it.
+        tools: tools that were offered; syntaxes that do not quote strings use their schemas to type the arguments.
     """
     thinking: list[str] = []
     content: list[str] = []
@@ -138,7 +138,7 @@ def parse_turn(text: str, syntax: Syntax, tools: Tools = ()) -> ParsedTurn:
 
 
 def _read_call(text: str, start: int, syntax: Syntax, tools: Tools, calls: list[WrittenCall], errors: list[str]) -> int:
-    """Read the call at ``start`` into ``calls`` or ``errors``; return where the text goes on."""
+    """Read the call at ``start`` into ``calls`` or ``errors``; return the offset of the text after it."""
     try:
         calls.append(syntax.read(text, start, tools))
         return calls[-1].end

@@ -1,4 +1,4 @@
-"""What the episode loop may know of a model's chat format: token ids in, token ids out."""
+"""Interface of a model's chat format for the episode loop: token ids in, token ids out."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from megatron_fleet.models.images import Vision
 
 
 def to_json(value: Any) -> str:
-    """JSON as the templates' ``tojson`` writes it: unescaped Unicode, ``", "`` and ``": "`` between items."""
+    """Serialise as the templates' ``tojson`` does: unescaped Unicode, ``", "`` and ``": "`` as separators."""
     return json.dumps(value, ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What the policy is shown for one tool call of its last turn.
+    """Result of one tool call of the last turn, as shown to the policy.
 
     Attributes:
-        name: of the tool; empty for a call that could not be read.
-        text: the result, or the sentence that says what went wrong.
-        index: of the call in the episode, from 0; unreadable calls count too.
-        call_id: as the policy wrote it (``ParsedTurn.call_ids``); empty where the syntax has none.
-        images: in the order of their places ``[image n]`` in ``text``, n from 1; those without a place follow it.
+        name: tool name; empty for a call that could not be read.
+        text: the result, or a sentence describing the error.
+        index: 0-based number of the call in the episode; unreadable calls count too.
+        call_id: id the policy wrote (``ParsedTurn.call_ids``); empty if the syntax has none.
+        images: in the order of their positions ``[image n]`` in ``text``, n from 1; those without a position follow it.
     """
 
     name: str
@@ -38,15 +38,15 @@ class ToolResult:
 
 
 class Renderer(Protocol):
-    """One model family's conversation format. Holds no conversation, so all episodes of a process share one.
+    """Conversation format of one model family. Stateless, so all episodes of a process share one.
 
     Attributes:
-        tokenizer: the model's own.
+        tokenizer: the model's tokenizer.
         stop_token_ids: tokens that end an assistant turn.
-        vision: how images become tokens; ``None``: the model sees none, and no image may be given.
-        opening: ids that every prompt ends with: the next turn's beginning.
-        unthought: ids that stand in its place, and in that of the thinking, in a turn whose thinking is left out.
-        strips_unthought: line ends behind that thinking are left out too.
+        vision: image tokenization; ``None`` if the model sees no images, and none may be given.
+        opening: ids at the end of every prompt, which begin the next turn.
+        unthought: ids that replace ``opening`` and the thinking in a turn whose thinking is dropped.
+        strips_unthought: line ends after the dropped thinking are dropped too.
     """
 
     tokenizer: Tokenizer
@@ -59,16 +59,16 @@ class Renderer(Protocol):
     def initial(
         self, system: str, tools: Sequence[Mapping[str, Any]], user: str, images: Sequence[Image] = ()
     ) -> list[int]:
-        """Ids of the first prompt: system text, tool definitions (OpenAI function format), question, opened answer.
+        """Ids of the first prompt: system text, tool definitions (OpenAI function format), question, answer opening.
 
-        ``images``: shown with the question, as ``ToolResult.images`` are with a result.
+        ``images``: shown with the question, like ``ToolResult.images`` with a result.
         """
         ...
 
     def observation(self, results: Sequence[ToolResult], last_id: int) -> list[int]:
-        """Ids that follow a sampled turn: its end, the results in order of the calls, the next turn opened.
+        """Ids that follow a sampled turn: its end, the results in call order, the opening of the next turn.
 
-        ``last_id`` is the last sampled id; a turn that did not end itself is ended here.
+        ``last_id`` is the last sampled id; a turn that did not end with a stop token is ended here.
         """
         ...
 
@@ -77,12 +77,12 @@ class Renderer(Protocol):
         ...
 
     def text(self, sampled_ids: Sequence[int]) -> str:
-        """Text of a sampled turn without the stop token that ended it."""
+        """Text of a sampled turn without its stop token."""
         ...
 
     def parse(self, text: str, tools: Tools = ()) -> ParsedTurn:
-        """What a sampled turn says, in the family's tool-call syntax; never raises.
+        """Parse a sampled turn by the family's tool-call syntax; never raises.
 
-        ``tools`` are the definitions that the policy was offered: some formats do not tell ``"42"`` from ``42``.
+        ``tools`` are the definitions that the policy was offered: some formats do not distinguish ``"42"`` from ``42``.
         """
         ...

@@ -1,4 +1,4 @@
-"""JSON as a policy writes it in a tool call, read strictly; what is wrong becomes a sentence for the policy."""
+"""Strict reader of the JSON in a policy's tool calls; errors become sentences for the policy."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from megatron_fleet.config.files import depth_exceeds
 from megatron_fleet.models.chat.parser import BadCall
 
 MAX_DEPTH = 100
-"""Objects and lists within each other; deeper values would end in a RecursionError here or in an environment."""
+"""Nesting limit of objects and lists; deeper values would cause a RecursionError here or in an environment."""
 _FENCE_OPEN = re.compile(r"\s*(?:```(?:json)?\s*)?")
 _FENCE_CLOSE = re.compile(r"\s*(?:```\s*)?")
 
 
 def read_value(text: str, start: int) -> tuple[Any, int]:
-    """The JSON value at ``start``, within a code fence or not, and where the text goes on behind it.
+    """Read the JSON value at ``start``, with or without a code fence; return it and the offset after it.
 
     Raises:
-        BadCall: malformed, nested too deeply, a number that Python or JSON cannot hold, a key twice in one object.
+        BadCall: malformed, nested too deeply, a number that Python or JSON cannot hold, a duplicate key in an object.
     """
     begin = _FENCE_OPEN.match(text, start).end()  # type: ignore[union-attr]  # the pattern matches the empty string
     try:
@@ -33,13 +33,13 @@ def read_value(text: str, start: int) -> tuple[Any, int]:
         raise BadCall(f"the JSON is malformed ({e.msg})") from None
     except BadCall:
         raise
-    except ValueError:  # an integer of more digits than Python converts
+    except ValueError:  # an integer with more digits than Python converts
         raise BadCall("a number is too large") from None
     return value, _FENCE_CLOSE.match(text, end).end()  # type: ignore[union-attr]
 
 
 def read_arguments(value: Any) -> dict[str, Any]:
-    """The arguments of a call: an object, or a string that holds one. Raises BadCall."""
+    """Arguments of a call, given as an object or as a string that holds one. Raises BadCall."""
     if isinstance(value, str):
         inner = value
         value, end = read_value(inner, 0)
@@ -51,7 +51,7 @@ def read_arguments(value: Any) -> dict[str, Any]:
 
 
 def check_text(*values: Any) -> None:
-    """Raise BadCall when a string within ``values`` cannot be sent on."""
+    """Raise BadCall if a string within ``values`` cannot be sent on."""
     try:
         json.dumps(values, ensure_ascii=False).encode()
     except UnicodeEncodeError:

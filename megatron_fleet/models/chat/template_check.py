@@ -1,8 +1,8 @@
-"""Before a run: does our renderer write what the model's own chat template writes?
+"""Pre-run check that our renderer produces the same text as the model's own chat template.
 
-A few fixed conversations are rendered both ways and compared as text. A renderer that is almost right costs reward in
-silence, so any difference refuses the run. Where an append-only sequence must differ (``chat_renderer.py`` lists it)
-the conversations do not go.
+A few fixed conversations are rendered both ways and compared as text. An almost correct renderer silently costs reward,
+so any difference aborts the run. The conversations avoid the cases where an append-only sequence has to differ (listed
+in ``chat_renderer.py``).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from megatron_fleet.models.chat.tokenizer import Tokenizer
 from megatron_fleet.models.images import around, read_vision
 
 _BEFORE, _SHOWN = 20, 80
-"""Characters shown before the place where two texts part, and in all."""
+"""Characters shown before the first difference, and in total."""
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A turn of the policy, and what it is shown then: a result for each call or, without calls, a message."""
+    """A policy turn and the reply it receives: a result for each call or, without calls, a message."""
 
     spoken: Spoken
     shown: tuple[str, ...]
@@ -35,7 +35,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Everything up to a turn that is still to be sampled. ``images``: places ``[image n]`` have images."""
+    """Everything before a turn to be sampled. ``images``: the positions ``[image n]`` have images."""
 
     system: str
     tools: tuple[dict[str, Any], ...]
@@ -45,10 +45,10 @@ class Conversation:
 
 
 def check_template(folder: str | Path, thinking: bool) -> None:
-    """Compare the renderer that ``auto`` finds for ``folder`` with the folder's chat template, if it has one.
+    """Compare the renderer that ``auto`` selects for ``folder`` with the folder's chat template, if it has one.
 
     Raises:
-        UserError: no renderer fits, the template cannot be used, or the texts differ; the first difference is shown.
+        UserError: no renderer matches, the template cannot be used, or the texts differ; shows the first difference.
     """
     chat = make_format(folder, Tokenizer(folder), thinking)
     template = read_template(folder)
@@ -69,7 +69,7 @@ def check_template(folder: str | Path, thinking: bool) -> None:
 
 
 def difference(ours: str, theirs: str) -> str:
-    """Where two unequal texts part, as a sentence with the fix."""
+    """Describe the first difference between two unequal texts, with the fix."""
     at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
     shown = slice(max(0, at - _BEFORE), max(0, at - _BEFORE) + _SHOWN)
     return (
@@ -80,11 +80,11 @@ def difference(ours: str, theirs: str) -> str:
 
 
 def written(chat: ChatFormat, talk: Conversation) -> str:
-    """``talk`` as our renderer lays it down, if the policy keeps to the template."""
+    """Render ``talk`` with our renderer, assuming the policy follows the template."""
     pieces = [*chat.head(talk.system, talk.tools), *chat.user(talk.user, _images(talk, talk.user))]
     asked = max((i for i, round_ in enumerate(talk.rounds) if not round_.spoken.calls), default=-1)
     for i, round_ in enumerate(talk.rounds):
-        # A turn before the last question has no thinking, whatever the template writes into the others.
+        # A turn before the last question has no thinking, whatever the template writes for the others.
         pieces += [
             *(chat.unthought.opening if i <= asked else chat.past_opening),
             chat.spoken(round_.spoken),
@@ -103,7 +103,7 @@ def written(chat: ChatFormat, talk: Conversation) -> str:
 
 
 def messages(talk: Conversation) -> Iterator[dict[str, Any]]:
-    """``talk`` in the OpenAI chat format."""
+    """Convert ``talk`` to the OpenAI chat format."""
     yield {"role": "system", "content": talk.system}
     yield {"role": "user", "content": _content(talk, talk.user)}
     for round_ in talk.rounds:
@@ -126,7 +126,7 @@ def _images(talk: Conversation, text: str) -> tuple[Image, ...]:
 
 
 def _content(talk: Conversation, text: str) -> str | list[dict[str, str]]:
-    """``text`` in the form that templates take: with images, a list of parts."""
+    """Convert ``text`` to the form that templates accept: a list of parts if there are images."""
     if not talk.has_images:
         return text
     first, *rest = around(text, len(_images(talk, text)))
@@ -137,7 +137,7 @@ def _content(talk: Conversation, text: str) -> str | list[dict[str, str]]:
 
 
 def render_template(template: str, chat: ChatFormat, talks: Sequence[Conversation]) -> list[str]:
-    """Each of ``talks`` by a Jinja chat template. Raises ValueError as `template_process.render` does."""
+    """Render each of ``talks`` with a Jinja chat template. Raises ValueError as `template_process.render` does."""
     shared = {"add_generation_prompt": True, **chat.template_arguments}
     return render(template, [{"messages": list(messages(t)), **shared, **chat.template_tools(t.tools)} for t in talks])
 

@@ -1,8 +1,8 @@
-"""Chat templates, rendered in a process of their own.
+"""Chat template rendering in a separate process.
 
-A template is a program that comes with a model. Jinja's sandbox keeps it from Python's objects, but a short one can
-loop for ever or ask for all memory, so the process has limits of both. As a script this reads a JSON object from its
-input and prints one.
+A template is a program that comes with a model. Jinja's sandbox protects Python's objects, but a short template can
+loop forever or exhaust memory, so the process limits both. Run as a script, this reads a JSON object from stdin and
+prints one.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ MAX_CHARACTERS = 10_000_000
 
 
 def render(template: str, variables: Sequence[Mapping[str, Any]]) -> list[str]:
-    """``template`` as transformers' ``apply_chat_template`` renders it, once for each set of variables.
+    """Render ``template`` as transformers' ``apply_chat_template`` does, once for each set of variables.
 
     Raises:
-        ValueError: why it cannot be rendered: what it raised, or which limit it exceeded.
+        ValueError: rendering failed; the message has the template's error or the exceeded limit.
     """
-    from megatron_fleet.config.secrets import without_secrets  # the child needs nothing of it
+    from megatron_fleet.config.secrets import without_secrets  # the child needs none of them
 
     asked = json.dumps({"template": template, "variables": list(variables)}).encode()
     command, environ = [sys.executable, "-I", __file__], without_secrets(os.environ, ())
@@ -43,7 +43,7 @@ def render(template: str, variables: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def main() -> None:
-    """Answer one ``render``."""
+    """Serve one ``render`` request."""
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import SandboxedEnvironment
 
@@ -61,7 +61,7 @@ def main() -> None:
         if sum(map(len, texts)) > MAX_CHARACTERS:
             raise ValueError(f"it writes more than {MAX_CHARACTERS} characters")
         answer = json.dumps({"texts": texts})
-    except Exception as error:  # a template is a program of its own and may raise anything
+    except Exception as error:  # a template is arbitrary code and may raise anything
         answer = json.dumps({"error": f"{type(error).__name__}: {str(error)[:1000]}"})
     print(answer)
 

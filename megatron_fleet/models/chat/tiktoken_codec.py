@@ -16,7 +16,7 @@ _WORD = r"[^\r\n\p{L}\p{N}]?"
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-# How Kimi's tokenizer cuts text before it merges bytes; part of the model, like the ranks.
+# The pre-tokenizer pattern of Kimi's tokenizer; part of the model, like the ranks.
 SPLIT = "|".join(
     (
         r"[\p{Han}]+",
@@ -30,9 +30,9 @@ SPLIT = "|".join(
     )
 )
 RESERVED = 256
-"""Ids behind the ranks that are kept for added tokens, named or not."""
+"""Ids after the ranks that are reserved for added tokens, named or not."""
 MAX_RUN = 25_000
-"""Kimi's tokenizer cuts a longer run of blanks or of non-blanks: the time of a merge grows with its square."""
+"""Kimi's tokenizer splits longer runs of whitespace or non-whitespace: merge time is quadratic in their length."""
 
 
 class TiktokenCodec:
@@ -53,16 +53,16 @@ class TiktokenCodec:
         config = path.with_name(CONFIG)
         if len(self.special) < RESERVED or "" in self.special:
             raise UserError(f"{config}: added_tokens_decoder names a token twice or not at all; {REMEDY}.")
-        # Tags may stand in ordinary text, as in a tokenizer.json; text that spells a control token stays text.
+        # As in a tokenizer.json, ordinary text may contain tags; text that spells a control token stays text.
         self._tags = {name for i, name in names.items() if not added.get(i, ("", True))[1]}
         control = dict(self.special)
         try:
             self._inner = tiktoken.Encoding(path.name, pat_str=SPLIT, mergeable_ranks=ranks, special_tokens=control)
-        except ValueError as e:  # its regular expression of all names has a largest size
+        except ValueError as e:  # its regular expression of all names has a size limit
             raise UserError(f"{config}: added_tokens_decoder: the names are too long ({e}); {REMEDY}.") from None
 
     def encode(self, text: str) -> list[int]:
-        """Ids of ``text``."""
+        """Encode ``text``."""
         return [
             i
             for part in split_runs(text, MAX_RUN)
@@ -70,12 +70,12 @@ class TiktokenCodec:
         ]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ``ids``."""
+        """Decode ``ids``."""
         return self._inner.decode(list(ids), errors="replace")
 
 
 def split_runs(text: str, limit: int) -> Iterator[str]:
-    """Parts of ``text`` with no run of blanks or of non-blanks longer than ``limit``."""
+    """Split ``text`` into parts without a run of whitespace or non-whitespace longer than ``limit``."""
     start = end = 0
     for _, run in groupby(text, str.isspace):
         length = len(list(run))
@@ -101,7 +101,7 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def _read_added(path: Path) -> dict[int, tuple[str, bool]]:
-    """Id of each added token → its text, and whether it is a control token."""
+    """Map the id of each added token to its text and whether it is a control token."""
     if not path.is_file():
         raise UserError(f"{path}: no such file; it names the tokens that tiktoken.model leaves out.")
     tokens = read_object(path, REMEDY).get("added_tokens_decoder", {})

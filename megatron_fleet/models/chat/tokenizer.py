@@ -1,4 +1,4 @@
-"""Text to ids and back with the model's own tokenizer files; no transformers, so episode workers start fast."""
+"""Text to ids and back with the model's own tokenizer files; avoids transformers, so episode workers start fast."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import read_file
 
 TOKENIZER_FILES = ("tokenizer.json", "tiktoken.model")
-"""What a model folder may have, the first found being used; Kimi's have the second."""
+"""Supported tokenizer files; the first one found is used. Kimi uses the second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +23,10 @@ class AddedTokens:
     """The tokens that a model family adds to its byte-level vocabulary.
 
     Attributes:
-        control: text that merely spells one is never encoded to it.
-        tags: ordinary text may contain them.
-        stops: of ``control``, what ends an assistant turn, the usual one first.
-        chat_template: Jinja, for the folders that we make ourselves.
+        control: tokens that are never encoded from text that merely spells them.
+        tags: tokens that ordinary text may contain.
+        stops: subset of ``control`` that ends an assistant turn, the usual one first.
+        chat_template: Jinja template for the folders that we create ourselves.
     """
 
     control: tuple[str, ...]
@@ -36,9 +36,9 @@ class AddedTokens:
     chat_template: str | None = None
 
 
-# Words, numbers, and what stands between them. Unlike Qwen2's pattern, a number is whole and a word never takes the
-# blank or quote before it along: each is the same token in a table, a sentence and a JSON string, so a small model can
-# copy it.
+# Words, numbers, and everything between them. Unlike Qwen2's pattern, it never splits a number and never attaches the
+# preceding space or quote to a word: each is the same token in a table, a sentence and a JSON string, so a small model
+# can copy it.
 _SPLIT = r"\p{L}+|\p{N}+|[^\p{L}\p{N}]+"
 
 
@@ -54,11 +54,11 @@ class Codec(Protocol):
     vocab_size: int
 
     def encode(self, text: str) -> list[int]:
-        """Ids of valid UTF-8 ``text`` alone."""
+        """Encode valid UTF-8 ``text`` on its own."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ``ids``."""
+        """Decode ``ids`` to text."""
         ...
 
 
@@ -71,7 +71,7 @@ class Tokenizer:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        """Load ``folder/tokenizer.json`` or, where there is none, ``folder/tiktoken.model``.
+        """Load ``folder/tokenizer.json`` or, if absent, ``folder/tiktoken.model``.
 
         Raises:
             UserError: both are missing, or the file is broken.
@@ -89,7 +89,7 @@ class Tokenizer:
         self.vocab_size = self._codec.vocab_size
 
     def encode(self, text: str) -> list[int]:
-        """Ids of ``text`` alone: no bos, control tokens spelled out in the text stay ordinary text."""
+        """Encode ``text`` on its own: no bos; control tokens spelled out in the text stay ordinary text."""
         try:
             text.encode()
         except UnicodeEncodeError:  # lone surrogates, which JSON from a tool can carry
@@ -97,7 +97,7 @@ class Tokenizer:
         return self._codec.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ``ids``, control tokens included; incomplete UTF-8 becomes U+FFFD."""
+        """Decode ``ids``, including control tokens; incomplete UTF-8 becomes U+FFFD."""
         return self._codec.decode(ids)
 
 
@@ -111,7 +111,7 @@ class JsonCodec:
             self._inner = tokenizers.Tokenizer.from_buffer(read_file(path, remedy))
         except UserError:
             raise
-        except BaseException as e:  # the library raises bare Exception, and panics of Rust, which are none
+        except BaseException as e:  # the library raises bare Exception, and Rust panics, which are not
             if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
                 raise
             raise UserError(f"{path}: not a readable tokenizer ({e}); {remedy}.") from e
@@ -126,11 +126,11 @@ class JsonCodec:
         self.vocab_size = max(vocabulary.values()) + 1
 
     def encode(self, text: str) -> list[int]:
-        """Ids of ``text``."""
+        """Encode ``text``."""
         return self._inner.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ``ids``."""
+        """Decode ``ids``."""
         return self._inner.decode(ids, skip_special_tokens=False)
 
 
@@ -139,11 +139,11 @@ def train_tokenizer(corpus: Iterable[str], vocab_size: int, out_dir: str | Path,
 
     Args:
         corpus: texts to learn merges from.
-        vocab_size: ids in all, added tokens included; a small corpus may give fewer.
-        out_dir: gets tokenizer.json, tokenizer_config.json (with the chat template) and generation_config.json.
+        vocab_size: total number of ids, added tokens included; a small corpus may give fewer.
+        out_dir: receives tokenizer.json, tokenizer_config.json (with the chat template) and generation_config.json.
 
     Raises:
-        UserError: ``vocab_size`` has no room for the 256 bytes and the added tokens.
+        UserError: ``vocab_size`` is too small for the 256 bytes and the added tokens.
     """
     added = len(tokens.control) + len(tokens.tags)
     if vocab_size < 256 + added:
@@ -175,7 +175,7 @@ def train_tokenizer(corpus: Iterable[str], vocab_size: int, out_dir: str | Path,
 
 
 def _write_companions(inner: tokenizers.Tokenizer, out: Path, tokens: AddedTokens) -> None:
-    """The small JSON files that let transformers and vLLM use the folder without arguments."""
+    """Write the small JSON files that let transformers and vLLM use the folder without arguments."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": None,

@@ -1,4 +1,4 @@
-"""Arguments that a policy writes as text without types; the tool's own schema says what they are."""
+"""Arguments that a policy writes as untyped text; the tool's schema determines their types."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _PYTHON_WORDS: Mapping[str, tuple[str, Any]] = {
     "False": ("boolean", False),
     "None": ("null", None),
 }
-"""Some templates write values as Python does; where the schema allows the type, its word is the value."""
+"""Python literals that some templates write; each is a value where the schema allows its type."""
 
 
 def declared_properties(name: str, tools: Tools) -> Mapping[str, Any]:
-    """The schemas of a tool's arguments by name; nothing for an unknown tool."""
+    """Schemas of a tool's arguments by name; empty for an unknown tool."""
     for tool in tools:
         function = tool.get("function")
         if isinstance(function, Mapping) and function.get("name") == name:
@@ -36,7 +36,7 @@ def declared_properties(name: str, tools: Tools) -> Mapping[str, Any]:
 
 
 def _declared(schema: Any) -> set[str]:
-    """The JSON types that a schema allows; empty when it does not say."""
+    """JSON types that a schema allows; empty if it does not say."""
     if not isinstance(schema, Mapping):
         return set()
     types = schema.get("type")
@@ -55,13 +55,13 @@ def _items(schema: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def read_argument(written: str, schema: Any, python_words: bool = False) -> Any:
-    """What ``written`` means where the schema allows it: JSON of a declared type (any, if none is), else the text.
+    """Interpret ``written`` by its schema: as JSON of a declared type (any, if none is declared), otherwise as text.
 
     Args:
-        python_words: ``True``, ``False`` and ``None`` are values, too, where the schema names their type.
+        python_words: also accept ``True``, ``False`` and ``None`` where the schema allows their type.
 
     Raises:
-        BadCall: it must be JSON, and is broken.
+        BadCall: it has to be JSON, but is malformed.
     """
     declared = _declared(schema)
     if python_words and written in _PYTHON_WORDS and _PYTHON_WORDS[written][0] in declared:

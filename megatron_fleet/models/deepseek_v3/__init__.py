@@ -1,1 +1,1 @@
-"""DeepSeek-V3 and R1, Moonlight: weights alone; no chat format yet."""
+"""DeepSeek-V3 and R1, Moonlight: weights only; no chat format yet."""

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1, Moonlight: latent attention, sigmoid router with a bias per expert."""
+"""DeepSeek-V3 and R1, Moonlight: latent attention, sigmoid router with a per-expert bias."""
 
 from megatron_fleet.models.fields import (
     BASE,
@@ -22,7 +22,7 @@ ARCHITECTURE = Architecture(
         "norm_topk_prob": True,
         "rope_interleave": True,
     },
-    # Latent attention has no such heads: the number of heads, the rotated width, and the sum of both widths.
+    # No effect on latent attention: number of heads, rotated size, and the sum of both sizes.
     ignored=("num_key_value_heads", "head_dim", "qk_head_dim"),
     passthrough=(STALE_FREQUENCIES,),
     moe="first_dense",

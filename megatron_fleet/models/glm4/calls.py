@@ -1,7 +1,7 @@
 """Tool calls of GLM 4.5 to 4.7: the tool's name, then a key and a value element for each argument.
 
-A string stands there as it is, everything else as JSON, so the text alone does not tell ``"42"`` from ``42``. The
-tool's own schema decides; where it is silent, what reads as JSON is JSON.
+Strings are written verbatim, everything else as JSON, so the text alone does not distinguish ``"42"`` from ``42``. The
+tool's schema decides; where it does not specify a type, anything that parses as JSON is JSON.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The formats of GLM 4.5 and 4.6 (a line for each part) and of GLM 4.7 (no line ends); a turn ends where one begins."""
+"""Chat formats of GLM 4.5 and 4.6 (parts on separate lines) and of GLM 4.7 (no line ends).
+
+A turn ends where the next one begins.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ _mark = marker(TOKENS.control + TOKENS.tags)
 
 
 class Glm:
-    """GLM 4.5 to 4.7. ``compact``: GLM 4.7, which writes no line ends between the parts."""
+    """Format of GLM 4.5 to 4.7. ``compact``: GLM 4.7, which writes no line ends between the parts."""
 
     syntax = GLM
     stops = TOKENS.stops
@@ -50,7 +53,7 @@ class Glm:
         self._tail = line.join(["<tool_call>{function-name}", *arguments, "...", "</tool_call>"])
 
     def head(self, system: str, tools: Tools) -> Pieces:
-        """A system turn for the tools, if there are any, and one for the text."""
+        """A system turn for the tools, if any, and one for the text."""
         head = _mark("[gMASK]<sop>")
         if tools:
             block = "".join(to_json(t) + "\n" for t in tools)
@@ -59,7 +62,7 @@ class Glm:
         return (*head, *_mark("<|system|>" + self._line), system)
 
     def user(self, text: str, images: Sequence[Image] = ()) -> Pieces:
-        """A user turn; GLM 4.5 is told there not to think. The models that we know see no ``images``."""
+        """A user turn; GLM 4.5 disables thinking here. No supported model takes ``images``."""
         quiet = not (self._thinking or self._compact or text.endswith("/nothink"))
         return (*_mark("<|user|>" + self._line), text, *_mark("/nothink" if quiet else ""))
 
@@ -70,7 +73,7 @@ class Glm:
         return (*_mark("<|observation|>"), *(piece for r in results for piece in (*opened, r.text, *closed)))
 
     def spoken(self, turn: Spoken) -> str:
-        """Thinking, text and calls; strings among the arguments stand as they are, everything else as JSON."""
+        """Thinking, text and calls; string arguments are written verbatim, everything else as JSON."""
         line = self._line
         text = ("" if self._compact else "\n<think>") + turn.thinking + "</think>" if self._thinking else ""
         if turn.content:
@@ -84,7 +87,7 @@ class Glm:
         return text
 
     def template_tools(self, tools: Tools) -> dict[str, Any]:
-        """The tools as they are."""
+        """The tools, unchanged."""
         return {"tools": list(tools) or None}
 
 
@@ -95,7 +98,7 @@ FORMATS = {
 
 
 def recognise(folder: ModelFolder) -> str | None:
-    """The name of the format that a model folder speaks; ``None`` when it is none of these."""
+    """Name of the model folder's chat format; ``None`` if it is not one of this family."""
     if not folder.has_all(TOKENS.control):
         return None
     if folder.template is None:

@@ -1,4 +1,4 @@
-"""GLM-4.5 to 4.7: grouped-query attention with partly rotated heads, DeepSeek's router.
+"""GLM-4.5 to 4.7: grouped-query attention with partially rotated heads, DeepSeek's router.
 
 GLM-4.7-Flash has DeepSeek-V3's layers instead.
 """

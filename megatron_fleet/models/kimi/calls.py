@@ -1,4 +1,4 @@
-"""Tool calls of Kimi K2: an id that holds the tool's name, then its arguments as JSON, between control tokens."""
+"""Tool calls of Kimi K2: an id that contains the tool's name, then its arguments as JSON, between control tokens."""
 
 from __future__ import annotations
 

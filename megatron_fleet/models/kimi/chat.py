@@ -1,4 +1,4 @@
-"""The formats of Kimi K2, K2 Thinking and K2.5: a role's name between two tokens, tools in a turn of their own."""
+"""Chat formats of Kimi K2, K2 Thinking and K2.5: role names between two tokens, tools in a separate turn."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _mark = marker(TOKENS.control + TOKENS.tags)
 
 
 class Kimi:
-    """Kimi K2 (never thinks), K2 Thinking (always), K2.5 (either way; its tools are TypeScript declarations).
+    """Format of Kimi K2 (never thinks), K2 Thinking (always) and K2.5 (optional; tools as TypeScript declarations).
 
-    ``spaced``: the tools' JSON has blanks between its items, as in the first published templates.
+    ``spaced``: the tools' JSON has spaces between its items, as in the first published templates.
     """
 
     syntax = KIMI
@@ -46,16 +46,16 @@ class Kimi:
         self.template_arguments: dict[str, Any] = {"thinking": thinking} if version == "k2.5" else {}
 
     def head(self, system: str, tools: Tools) -> Pieces:
-        """The tools' turn, if there are any, and the system turn."""
+        """The tools' turn, if there are tools, and the system turn."""
         head = self._turn("<|im_system|>", "tool_declare", self._declaration(tools)) if tools else ()
         return head + self._turn("<|im_system|>", "system", system)
 
     def user(self, text: str, images: Sequence[Image] = ()) -> Pieces:
-        """A user turn; ``images`` have no form here yet."""
+        """A user turn; ``images`` are not supported yet."""
         return self._turn("<|im_user|>", "user", text)
 
     def results(self, results: Sequence[ToolResult]) -> Pieces:
-        """A turn for each result, which names the tool and the call."""
+        """One turn per result, naming the tool and the call."""
         turns: Pieces = ()
         for r in results:
             call_id = r.call_id or _call_id(r.name or "unknown", r.index)
@@ -76,7 +76,7 @@ class Kimi:
         return ("" if self.opens_thinking else "<think>") + f"{turn.thinking}</think>{text}"
 
     def template_tools(self, tools: Tools) -> dict[str, Any]:
-        """The tools as the model's own tokenizer hands them to the template: keys sorted, and as declarations."""
+        """The tools as the model's tokenizer passes them to the template: with sorted keys, and as declarations."""
         ordered = sorted_keys(list(tools)) or None
         return {"tools": ordered, "tools_ts_str": declare(ordered) if ordered and self._version == "k2.5" else None}
 
@@ -104,7 +104,7 @@ FORMATS = {
 
 
 def recognise(folder: ModelFolder) -> str | None:
-    """The name of the format that a model folder speaks; ``None`` when it is none of these."""
+    """Name of the model folder's chat format; ``None`` if it is not one of this family."""
     if not folder.has_all(TOKENS.control):
         return None
     if folder.template is None:

@@ -1,7 +1,7 @@
-"""Tool definitions as Kimi K2.5 reads them: a TypeScript namespace with one function type a tool.
+"""Tool definitions in the form Kimi K2.5 reads: a TypeScript namespace with one function type per tool.
 
-The layout is the one that the model's own tokenizer files (``tool_declaration_ts.py``) give; the tests compare with
-texts that those gave.
+The layout matches the model's own tokenizer files (``tool_declaration_ts.py``); the tests compare with texts that those
+files produced.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ class _References:
 
 
 def sorted_keys(value: Any) -> Any:
-    """``value`` with the keys of all its objects in order: so do Kimi's tokenizers before anything is rendered."""
+    """Sort the keys of all objects in ``value``, as Kimi's tokenizers do before rendering."""
     if isinstance(value, Mapping):
         return {key: sorted_keys(value[key]) for key in sorted(value)}
     return [sorted_keys(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def declare(tools: Sequence[Mapping[str, Any]]) -> str | None:
-    """The declarations of ``tools`` (OpenAI function format); ``None`` when a schema has no such form."""
+    """Declarations of ``tools`` (OpenAI function format); ``None`` if a schema cannot be declared."""
     ordered = sorted_keys(list(tools))
     try:
         functions = [_function(t["function"]) for t in ordered if t.get("type") == "function" and t.get("function")]
-    except (_NoDeclaration, AttributeError, TypeError, KeyError):  # a schema that is none
+    except (_NoDeclaration, AttributeError, TypeError, KeyError):  # not a valid schema
         return None
     return "# Tools\n\n## functions\nnamespace functions {\n" + "\n".join(functions) + "\n}\n" if functions else None
 
@@ -122,7 +122,7 @@ def _object(schema: Mapping[str, Any], indent: str, references: _References) -> 
 def _fields(
     properties: Mapping[str, Any], schema: Mapping[str, Any], indent: str, references: _References
 ) -> list[tuple[bool, str, str]]:
-    """(optional, name, text) of each property, in the schema's order."""
+    """(optional, name, text) of each property, in schema order."""
     required = schema.get("required", [])
     found = []
     for name, prop in properties.items():
@@ -170,7 +170,7 @@ def _reference(target: str, references: _References) -> str:
 
 
 def _comments(schema: Any, indent: str) -> str:
-    """The lines before a type: its description and its limits."""
+    """Comment lines before a type: its description and its constraints."""
     if isinstance(schema, bool):
         return ""
     lines = [_comment(schema["description"], indent)] if schema.get("description") else []

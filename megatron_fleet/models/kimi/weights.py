@@ -1,4 +1,4 @@
-"""Kimi K2 and K2 Thinking: DeepSeek-V3's layers. K2.5: the same under ``language_model.``, and a vision tower."""
+"""Kimi K2 and K2 Thinking: DeepSeek-V3's layers. K2.5: the same under ``language_model.``, plus a vision tower."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The format of Qwen 2.5: Qwen 3's without thinking."""
+"""Chat format of Qwen 2.5: Qwen 3's without thinking."""
 
 from megatron_fleet.models.chat.format import ModelFolder, NamedFormat
 from megatron_fleet.models.qwen3.chat import Qwen, announces_json_calls
@@ -8,7 +8,7 @@ FORMATS = {"qwen2.5": NamedFormat(QWEN3_TOKENS, (False,), lambda thinking, templ
 
 
 def recognise(folder: ModelFolder) -> str | None:
-    """The name of the format that a model folder speaks; ``None`` when it is none of these."""
+    """Name of the model folder's chat format; ``None`` if it is not one of this family."""
     if not folder.has_all(QWEN3_TOKENS.control) or folder.has("<think>"):
         return None
     template = folder.template

@@ -1,4 +1,4 @@
-"""The formats of Qwen 2.5 and Qwen 3, with images too (VL): ChatML, tools as JSON in the system turn."""
+"""Chat formats of Qwen 2.5 and Qwen 3, including VL models: ChatML, tools as JSON in the system turn."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _mark = marker(QWEN3_TOKENS.control + VISION_TOKENS + QWEN3_TOKENS.tags)
 
 
 class Qwen:
-    """Qwen 3 that can think or not (``hybrid``), and what never thinks: Qwen 2.5, Qwen 3 Instruct of July 2025."""
+    """Format of Qwen 3 with optional thinking (``hybrid``), and of non-thinking Qwen 2.5 and Qwen 3 Instruct 2507."""
 
     syntax = HERMES
     stops = QWEN3_TOKENS.stops
@@ -43,7 +43,7 @@ class Qwen:
         self.template_arguments: dict[str, Any] = {"enable_thinking": thinking} if hybrid else {}
 
     def head(self, system: str, tools: Tools) -> Pieces:
-        """The system turn, with the tools if there are any."""
+        """The system turn, including the tools, if any."""
         head = (*_mark("<|im_start|>"), "system\n", system)
         if tools:
             block = "".join("\n" + to_json(t) for t in tools)
@@ -61,7 +61,7 @@ class Qwen:
         return (*_mark("<|im_start|>"), "user", *blocks, *self.close)
 
     def spoken(self, turn: Spoken) -> str:
-        """Thinking, text and calls, each behind a line end."""
+        """Thinking, text and calls, separated by line ends."""
         text = turn.content
         for call in turn.calls:
             body = f'{{"name": "{call.name}", "arguments": {to_json(call.arguments)}}}'
@@ -69,7 +69,7 @@ class Qwen:
         return f"<think>\n{turn.thinking}\n</think>\n\n{text}" if self._thinking else text
 
     def template_tools(self, tools: Tools) -> dict[str, Any]:
-        """The tools as they are."""
+        """The tools, unchanged."""
         return {"tools": list(tools) or None}
 
 
@@ -84,7 +84,7 @@ FORMATS = {
 
 
 def recognise(folder: ModelFolder) -> str | None:
-    """The name of the format that a model folder speaks; ``None`` when it is none of these."""
+    """Name of the model folder's chat format; ``None`` if it is not one of this family."""
     template, thinks = folder.template, folder.has("<think>")
     if not folder.has_all(QWEN3_TOKENS.control):
         return None
@@ -98,5 +98,5 @@ def recognise(folder: ModelFolder) -> str | None:
 
 
 def announces_json_calls(template: str) -> bool:
-    """Whether a chat template tells of tools as Qwen 2.5 and 3 do, with calls in JSON."""
+    """Whether a chat template announces tools with JSON calls, as those of Qwen 2.5 and 3 do."""
     return "<tools>" in template and "<function=" not in template

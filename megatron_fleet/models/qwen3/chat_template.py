@@ -1,7 +1,7 @@
-"""The Qwen3 chat format as a Jinja template, for the tokenizer folders that we make ourselves.
+"""Qwen3 chat format as a Jinja template, for the tokenizer folders that we create ourselves.
 
-Renders the same text as the template that Qwen publishes with the Qwen3 models (thinking and non-thinking), so that
-``transformers`` and vLLM can chat with a model of ours and the renderer can be checked against ``apply_chat_template``.
+Renders the same text as the template published with the Qwen3 models (thinking and non-thinking), so that
+``transformers`` and vLLM can chat with our models and the renderer can be checked against ``apply_chat_template``.
 """
 
 import json
@@ -27,7 +27,7 @@ _CALLS = r"""
 {%- endmacro %}
 """
 
-# The system turn; with tools it exists even without a system message.
+# With tools, the system turn exists even without a system message.
 _SYSTEM = r"""
 {%- set leading = messages[0].role == 'system' %}
 {%- if tools %}
@@ -44,7 +44,7 @@ _SYSTEM = r"""
 {%- endif %}
 """
 
-# Thinking survives only after the last real question; a user turn that is a wrapped tool response is not one.
+# Thinking survives only after the last real question; a user turn that wraps a tool response does not count.
 _LAST_QUESTION = r"""
 {%- set ns = namespace(question=-1) %}
 {%- for m in messages %}

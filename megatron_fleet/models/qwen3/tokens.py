@@ -22,4 +22,4 @@ QWEN_VL_TOKENS = replace(
     control=(*QWEN3_TOKENS.control, *VISION_TOKENS),
     chat_template=None,
 )
-"""Of Qwen2-VL to Qwen3-VL; their own templates come with the models."""
+"""Vision tokens of Qwen2-VL to Qwen3-VL, whose templates come with the models."""

@@ -1,4 +1,4 @@
-"""Qwen3: grouped-query attention with query and key norms; dense, with experts, and the language model of Qwen3-VL."""
+"""Qwen3: grouped-query attention with query and key norms; dense, MoE, and the language model of Qwen3-VL."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ from megatron_fleet.models.rules import Architecture, Field
 
 DENSE = Architecture(
     model_types=("qwen3",),
-    # transformers' default for an absent head_dim is no ratio of other fields, so it must be there.
+    # transformers' default for an absent head_dim is not derived from other fields, so it must be present.
     fields=(*BASE, GROUPED_QUERY[0], Field("head_dim", "head")),
     given={"qk_norm": True},
     fixed={**DENSE_FIXED, "attention_bias": False},
@@ -51,6 +51,6 @@ VISION = replace(
     ),
 )
 """Qwen3-VL, dense: the vision tower passes through. On text alone the three axes of its rotary embedding have equal
-positions, so it computes what Qwen3 does."""
+positions, so it is equivalent to Qwen3."""
 
 ARCHITECTURES = (DENSE, EXPERT, VISION)

@@ -1,4 +1,4 @@
-"""Tool calls of Qwen3.5 and 3.6: an element for the function and one for each parameter, its value as text."""
+"""Tool calls of Qwen3.5 and 3.6: one element for the function and one per parameter, values as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The format of Qwen3.5 and 3.6: ChatML, tools before the system text, calls in XML, trimmed texts."""
+"""Chat format of Qwen3.5 and 3.6: ChatML, tools before the system text, calls in XML, trimmed texts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ EMPTY_THINKING = "<think>\n\n</think>\n\n"
 
 
 class Qwen35:
-    """Qwen3.5 and 3.6. ``json_scalars``: 3.6, which writes numbers, booleans and null as JSON, not as Python does."""
+    """Format of Qwen3.5 and 3.6.
+
+    ``json_scalars``: 3.6, which writes numbers, booleans and null as JSON instead of Python literals.
+    """
 
     syntax = QWEN3_5
     stops = TOKENS.stops
@@ -63,7 +66,7 @@ class Qwen35:
         self.template_arguments: dict[str, Any] = {"enable_thinking": thinking}
 
     def head(self, system: str, tools: Tools) -> Pieces:
-        """The system turn: the tools, if there are any, and the text."""
+        """The system turn: the tools, if any, and the text."""
         text = system.strip()
         if not tools:
             return (*_mark("<|im_start|>system\n"), text, *self.close)
@@ -92,7 +95,7 @@ class Qwen35:
         return f"{turn.thinking.strip()}\n</think>\n\n{text}" if self._thinking else text
 
     def template_tools(self, tools: Tools) -> dict[str, Any]:
-        """The tools as they are."""
+        """The tools, unchanged."""
         return {"tools": list(tools) or None}
 
     def _written(self, value: Any) -> str:
@@ -106,7 +109,7 @@ def _image_block(image: Image) -> Pieces:
 
 
 def _trimmed(pieces: Pieces) -> Pieces:
-    """Without blanks at both ends, as the template trims each message."""
+    """Strip whitespace at both ends, as the template trims each message."""
     out = list(pieces)
     while out and not isinstance(out[0], Mark) and (stripped := out[0].lstrip()) != out[0]:
         out[:1] = [stripped] if stripped else []
@@ -116,7 +119,7 @@ def _trimmed(pieces: Pieces) -> Pieces:
 
 
 def _make(thinking: bool, template: str | None) -> Qwen35:
-    # The template of 3.5 turns what is neither text, list nor object into text; that of 3.6 writes JSON.
+    # The template of 3.5 converts anything but text, lists and objects to text; that of 3.6 writes JSON.
     python = template is None or "<function=" not in template or re.search(r"\|\s*string\b", template) is not None
     return Qwen35(thinking, json_scalars=not python)
 
@@ -125,7 +128,7 @@ FORMATS = {"qwen3.5": NamedFormat(TOKENS, (False, True), _make)}
 
 
 def recognise(folder: ModelFolder) -> str | None:
-    """The name of the format that a model folder speaks; ``None`` when it is none of these."""
+    """Name of the model folder's chat format; ``None`` if it is not one of this family."""
     if not folder.has_all(TOKENS.control):
         return None
     if folder.template is None:

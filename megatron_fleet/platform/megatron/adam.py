@@ -17,8 +17,8 @@ class FusedAdam(torch.optim.Optimizer):
     Unlike `torch.optim.AdamW`, the step count lives in the parameter group and a parameter's state is exactly
     ``exp_avg`` and ``exp_avg_sq``: Megatron's distributed-optimizer checkpoints rely on it.
 
-    The precision-aware form has the fused one's arguments: moments of a narrower type, which are widened for the step
-    and rounded after it; float32 master weights as state ``master_param``; gradients of another type than their
+    The precision-aware form has the fused optimizer's arguments: moments of a narrower dtype, widened for the step and
+    rounded after it; float32 master weights as state ``master_param``; gradients whose dtype differs from their
     parameters', read from ``decoupled_grad``.
     """
 
@@ -41,22 +41,22 @@ class FusedAdam(torch.optim.Optimizer):
         self._master_weights, self._gradient = master_weights, "decoupled_grad" if use_decoupled_grad else "grad"
 
     def initialize_state(self, param: torch.Tensor, *_: Any) -> None:
-        """Zero moments; Megatron calls it before it fills them from a checkpoint."""
+        """Create zero moments; Megatron calls this before it fills them from a checkpoint."""
         for name in _MOMENTS:
             self.state[param][name] = torch.zeros_like(param.data, dtype=self._dtypes[name])
         if self._master_weights:
             self.state[param]["master_param"] = param.detach().float()
 
     def get_unscaled_state(self, param: torch.Tensor, name: str) -> torch.Tensor:
-        """A state in float32, as it is saved."""
+        """Return a state in float32, as it is saved."""
         return self.state[param][name].float()
 
     def set_scaled_state(self, param: torch.Tensor, name: str, value: torch.Tensor) -> None:
-        """Take over a float32 state, rounded to its own type."""
+        """Set a state from float32, rounded to its own dtype."""
         self.state[param][name] = value.detach().to(self._dtypes[name], copy=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Torch's own would cast every state to its parameter's type."""
+        """Keep each state's dtype, where torch would cast it to the parameter's."""
         super().load_state_dict(state_dict)
         params = [param for group in self.param_groups for param in group["params"]]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]

@@ -1,11 +1,11 @@
-"""Megatron-Core on hosts that lack what it takes for granted, without touching the process-wide ``torch``.
+"""Adaptation of Megatron-Core to hosts without CUDA or Transformer Engine, with the process-wide ``torch`` unchanged.
 
 Megatron-Core names CUDA directly (``torch.cuda.current_device()``, ``device="cuda"``, ``param.type()``). An import hook
 gives every ``megatron.core`` module its own ``torch``: a copy whose ``cuda`` answers for the CPU and whose factories
 put CUDA tensors on the CPU. Other libraries of the process keep the real ``torch``. Where Megatron calls a *method* of
 a tensor (``.cuda()``, ``.type()``) the surrounding function runs under `cuda_calls_answered`. Where CUDA exists but
-Transformer Engine does not, only the optimizer, latent attention and experts are adapted. Some errors of Megatron-Core
-are corrected everywhere.
+Transformer Engine does not, only the optimizer, latent attention and experts are adapted. Some bugs of Megatron-Core
+are fixed everywhere.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FACTORIES = (
 
 
 class _Stream:
-    """A stream or event on a device that computes in order: waiting is a no-op."""
+    """Stream or event of a device that computes in order: waiting is a no-op."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -47,7 +47,7 @@ class _Stream:
 
 
 def _on_cpu(device: Any) -> Any:
-    """The CPU where a CUDA device is meant (an integer is a CUDA ordinal); anything else unchanged."""
+    """Replace a CUDA device (an integer is a CUDA ordinal) by the CPU; return anything else unchanged."""
     if isinstance(device, int) or (device is not None and str(device).startswith("cuda")):
         return torch.device("cpu")
     return device
@@ -115,7 +115,7 @@ class _CudaCalls(TorchFunctionMode):
 
 
 def cuda_calls_answered() -> contextlib.AbstractContextManager[Any]:
-    """Inside, ``tensor.cuda()`` is the tensor itself and ``tensor.type()`` names a CUDA type. No-op with CUDA."""
+    """Inside, ``tensor.cuda()`` returns the tensor itself and ``tensor.type()`` names a CUDA type. No-op with CUDA."""
     return contextlib.nullcontext() if torch.cuda.is_available() else _CudaCalls()
 
 
@@ -135,7 +135,7 @@ def _patch_jit(module: Any) -> None:
 
 def _patch_random(module: Any) -> None:
     patches.patch_checkpoint(module)
-    # Bound at import time from torch.cuda's internals.
+    # Megatron binds it at import time from torch.cuda's internals.
     module._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     module._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
 
@@ -149,7 +149,7 @@ def _patch_optimizer_package(module: Any) -> None:
 
 
 def _no_engine(*_: Any, **__: Any) -> bool:
-    """Whether Transformer Engine is at least of some version; Megatron compares with nothing when there is none."""
+    """Return False for Megatron's checks of Transformer Engine's version: there is none to compare with."""
     return False
 
 
@@ -158,7 +158,7 @@ def _patch_optimizer_config(module: Any) -> None:
     check = module.OptimizerConfig.__post_init__
 
     def post_init(self: Any) -> None:
-        # Its last check is for Transformer Engine's optimizer; ours has what it looks for.
+        # The last check is for Transformer Engine's optimizer; ours has the attributes that it looks for.
         with contextlib.suppress(RuntimeError):
             check(self)
 
@@ -224,7 +224,7 @@ _WITHOUT_CUDA: dict[str, Callable[[Any], None]] = {
 
 
 def needed_patches() -> dict[str, Callable[[Any], None]]:
-    """Module → its patch: all without CUDA, what replaces Transformer Engine without that, else Megatron's own error.
+    """Module → its patch: all without CUDA, the replacements for Transformer Engine without that, else only bug fixes.
 
     Apex brings a fused optimizer too.
     """
@@ -236,7 +236,7 @@ def needed_patches() -> dict[str, Callable[[Any], None]]:
 
 
 class _Loader(importlib.abc.Loader):
-    """Runs the module, then gives it the CPU's ``torch`` and its patch."""
+    """Loader that runs the module, then gives it the CPU's ``torch`` and its patch."""
 
     def __init__(self, inner: Any, proxy: types.ModuleType | None, patch: Callable[[Any], None]) -> None:
         self._inner, self._proxy, self._patch = inner, proxy, patch

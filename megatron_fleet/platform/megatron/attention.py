@@ -1,4 +1,4 @@
-"""Causal attention over one packed row, for hosts without Transformer Engine."""
+"""Causal attention over one packed micro-batch, for hosts without Transformer Engine."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Attend = Callable[..., torch.Tensor]
 
 @dataclass
 class RowParams(PackedSeqParams):
-    """Megatron's description of a packed row, with the lengths also on the host.
+    """Megatron's description of a packed micro-batch, with the lengths also on the host.
 
     Attributes:
         lengths: tokens of each sequence, in order, over all context-parallel ranks.
-        filler: tokens behind them that belong to no sequence.
-        routing: layer number → experts ``[n, k]`` to use again (`policy.megatron.routing`); ``None``: routers choose.
+        filler: tokens after them that belong to no sequence.
+        routing: layer number → experts ``[n, k]`` to replay (`policy.megatron.routing`); ``None``: routers choose.
     """
 
     lengths: tuple[int, ...] = ()
@@ -36,9 +36,9 @@ class RowParams(PackedSeqParams):
 
 
 class PackedAttention(nn.Module):
-    """Core attention through PyTorch's kernels: every sequence of the row attends to itself alone, causally.
+    """Core attention through PyTorch's kernels: causal, and each sequence attends to itself alone.
 
-    Takes the constructor arguments of Megatron's core attention; tokens of the filler get zeros.
+    Takes the constructor arguments of Megatron's core attention; filler tokens get zeros.
     """
 
     def __init__(self, config: Any, layer_number: int, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
@@ -56,9 +56,9 @@ class PackedAttention(nn.Module):
         packed_seq_params: RowParams,
         **_: Any,
     ) -> torch.Tensor:
-        """Local query ``[P, heads, d]``, key ``[P, groups, d]``, value ``[P, groups, v]`` → ``[P, heads × v]``.
+        """Map local query ``[P, heads, d]``, key ``[P, groups, d]`` and value ``[P, groups, v]`` to ``[P, heads × v]``.
 
-        With context parallelism ``P`` counts this rank's tokens, laid out as `platform.zigzag` says.
+        With context parallelism ``P`` counts this rank's tokens, in the layout of `platform.zigzag`.
         """
         attend = partial(F.scaled_dot_product_attention, scale=self.scale, enable_gqa=query.shape[1] != key.shape[1])
         if self.ranks == 1:
@@ -80,7 +80,9 @@ class PackedAttention(nn.Module):
     def _split(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: RowParams, attend: Attend
     ) -> list[torch.Tensor]:
-        """Queries stay, keys and values of the whole row are gathered (its gradients are summed on the way back)."""
+        """Attend with context parallelism: queries stay local, keys and values are all-gathered (their gradients are
+        summed in the backward pass).
+        """
         group, ranks = parallel_state.get_context_parallel_group(), self.ranks
         both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=2), group=group)
         pieces = [*row.lengths, *([row.filler] if row.filler else [])]

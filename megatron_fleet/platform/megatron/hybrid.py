@@ -1,6 +1,6 @@
-"""What Megatron's optimizer with states in host memory (``HybridDeviceOptimizer``) needs: everywhere, and without CUDA.
+"""Patches for Megatron's CPU-offloaded optimizer (``HybridDeviceOptimizer``), on all hosts and without CUDA.
 
-Read in Megatron-Core 0.16.1 and 0.19.2, where the file is the same.
+Based on Megatron-Core 0.16.1 and 0.19.2, where the file is the same.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 _SHARED = {"lr", "betas", "eps", "weight_decay", "bias_correction"}
-"""Settings of a parameter group that every Adam has; what else this optimizer puts there is about how it runs."""
+"""Parameter-group settings that every Adam has; the others in this optimizer's groups describe its own execution."""
 
 
 def patch_hybrid_optimizer(module: Any) -> None:
-    """Checkpoints of it fit other optimizers and theirs fit it; after one is loaded, steps go on being counted.
+    """Make its checkpoints interchangeable with other optimizers', and keep counting steps after one is loaded.
 
-    Its groups hold classes and how it is spread; another optimizer's lack them. And a group's ``step``, which a loaded
-    checkpoint brings, would be given again to the part on the device before each step.
+    Its parameter groups hold classes and offload settings, which another optimizer's lack. And a group's ``step``,
+    which comes from a loaded checkpoint, would be passed unchanged to the device part before each step.
     """
     cls = module.HybridDeviceOptimizer
     state_dict, load_state_dict, step = cls.state_dict, cls.load_state_dict, cls.step
@@ -45,7 +45,7 @@ def patch_hybrid_optimizer(module: Any) -> None:
 
 
 class _Host(TorchFunctionMode):
-    """Every tensor says that it is on a CUDA device, except copies made with ``.cpu()`` and what is made of them."""
+    """Mode in which tensors report a CUDA device, except copies made with ``.cpu()`` and tensors derived from them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def _told_apart(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def patch_hybrid_optimizer_for_cpu(module: Any) -> None:
-    """`patch_hybrid_optimizer`, and tensors pass for CUDA's where it splits them between device and host."""
+    """Apply `patch_hybrid_optimizer`, and report tensors as CUDA's where it splits them between device and host."""
     patch_hybrid_optimizer(module)
     cls = module.HybridDeviceOptimizer
     for name in ("_get_sub_optimizer_param_groups", "_move_new_state_to_right_device"):

@@ -1,6 +1,6 @@
 """Norm, activation and unsplit linear layer for hosts without Transformer Engine.
 
-Norm and activation are one autograd step each. On a CPU these element-wise layers cost as much as a third of the matrix
+Norm and activation are one autograd step each. On a CPU these element-wise layers cost up to a third of the matrix
 products; writing gradients in place and keeping one input instead of every intermediate value halves that.
 """
 
@@ -50,15 +50,15 @@ class RMSNorm(nn.Module):
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[…, hidden_size]``, any float dtype, to the same."""
+        """Normalise ``[…, hidden_size]``, any float dtype; shape and dtype are preserved."""
         return _RMSNorm.apply(x, self.weight, self.eps)
 
 
 class DuplicatedLinear(nn.Module):
     """Linear layer that every tensor-parallel rank holds whole and applies to its own slice of the tokens.
 
-    For the down-projections of latent attention, as Transformer Engine's ``parallel_mode="duplicated"``. Megatron's own
-    specification splits them over ranks, and then never sums the gradient of the shared rotary key over their heads.
+    For the down-projections of latent attention, like Transformer Engine's ``parallel_mode="duplicated"``. Megatron's
+    own specification splits them over ranks, and then never sums the gradient of the shared rotary key over the heads.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class DuplicatedLinear(nn.Module):
         bias: bool,
         **_: Any,
     ) -> None:
-        """Raises ValueError for a bias, or several ranks without sequence parallelism (wrong gradients)."""
+        """Raise ValueError for a bias, or for several ranks without sequence parallelism (wrong gradients)."""
         super().__init__()
         if bias:
             raise ValueError("DuplicatedLinear has no bias")
@@ -84,14 +84,14 @@ class DuplicatedLinear(nn.Module):
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """``[…, input_size]`` → ``[…, output_size]``, and Megatron's place for a bias."""
+        """Map ``[…, input_size]`` to ``[…, output_size]``, plus ``None`` in the place of Megatron's bias."""
         return F.linear(x, self.weight), None
 
     def get_extra_state(self) -> None:
-        """Transformer Engine's layers have such an entry in checkpoints."""
+        """Return an empty state: Transformer Engine's layers have this entry in checkpoints."""
 
     def set_extra_state(self, state: Any) -> None:
-        """Nothing to restore."""
+        """Do nothing: there is no state to restore."""
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -120,9 +120,9 @@ class SwiGLU(nn.Module):
         super().__init__()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[…, 2 × n]`` → ``[…, n]``."""
+        """Map ``[…, 2 × n]`` to ``[…, n]``."""
         return _SwiGLU.apply(x)
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
-        """Nothing to keep; Megatron asks every module of a feed-forward layer."""
+        """Return an empty dict; Megatron asks every module of a feed-forward layer."""
         return {}

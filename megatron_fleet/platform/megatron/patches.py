@@ -1,4 +1,4 @@
-"""Where latent attention and mixtures of experts of Megatron-Core 0.16 need help on hosts without Transformer Engine.
+"""Patches for latent attention and mixtures of experts in Megatron-Core, for hosts without Transformer Engine.
 
 Each function takes the freshly imported module it is named after.
 """
@@ -13,7 +13,9 @@ import torch.distributed as dist
 
 
 def patch_mappings(module: Any) -> None:
-    """Gloo gathers and scatters equal parts only; experts split over tensor-parallel ranks have unequal ones."""
+    """Support unequal parts in all-gather and reduce-scatter, for experts split over tensor-parallel ranks: gloo
+    supports equal ones only.
+    """
     gather, scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
 
     def gather_along_first_dim(
@@ -48,12 +50,12 @@ def patch_mappings(module: Any) -> None:
 
 
 def patch_moe_utils(module: Any) -> None:
-    """Give the router's matrix product the name it asks for, which is left undefined without Transformer Engine."""
+    """Define the name that the router's matrix product uses, which is undefined without Transformer Engine."""
     module.__dict__.setdefault("te_general_gemm", None)
 
 
 def patch_moe_utils_for_cpu(module: Any) -> None:
-    """`patch_moe_utils`, and split sizes become arrays also where they are on the CPU already."""
+    """Apply `patch_moe_utils`, and convert split sizes to arrays even when they are on the CPU already."""
     patch_moe_utils(module)
 
     def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -63,10 +65,11 @@ def patch_moe_utils_for_cpu(module: Any) -> None:
 
 
 def patch_distributed_optimizer(module: Any) -> None:
-    """Save the optimizer's state of every bucket, not of places beside it.
+    """Save the optimizer's state at the right offsets when there are several buckets.
 
-    The gathered state leaves out the padding between buckets, and 0.16 to 0.19 read it as if it were there. There are
-    several buckets where word embeddings are tied over pipeline stages: what lies behind them would be saved shifted.
+    The gathered state omits the padding between buckets, but 0.16 to 0.19 read it as if it were there. There are
+    several buckets where word embeddings are tied over pipeline stages: everything after the first would be saved
+    shifted.
     """
     optimizer = module.DistributedOptimizer
     original: Callable[..., Any] = optimizer.sharded_param_state_fully_reshardable
@@ -97,7 +100,9 @@ def _padded_between_buckets(optimizer: Any, state: Any) -> Any:
 
 
 def patch_checkpoint(module: Any) -> None:
-    """Recomputing a norm or latent projection asks Transformer Engine for its FP8 state, in FP8 or not."""
+    """Disable the FP8 path of recomputing a norm or latent projection, which asks Transformer Engine for its state even
+    without FP8.
+    """
     original: Callable[..., None] = module.CheckpointWithoutOutput.__init__
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -108,7 +113,9 @@ def patch_checkpoint(module: Any) -> None:
 
 
 def patch_router(module: Any) -> None:
-    """Padding ``[T]`` masks rows of the routing map ``[T, E]``; 0.16 and 0.19 would broadcast it over the experts."""
+    """Apply a padding mask ``[T]`` to the rows of the routing map ``[T, E]``; 0.16 and 0.19 would broadcast it over
+    experts.
+    """
     original: Callable[..., None] = module.TopKRouter._apply_expert_bias
 
     def apply_expert_bias(self: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
@@ -118,7 +125,7 @@ def patch_router(module: Any) -> None:
 
 
 def patch_latent_attention(module: Any) -> None:
-    """Say that Transformer Engine is missing (0.16 takes its stand-ins for it), and accept our down-projection."""
+    """Report Transformer Engine as missing (0.16 mistakes its stand-ins for it), and accept our down-projection."""
     from megatron_fleet.platform.megatron.layers import DuplicatedLinear
 
     module.HAVE_TE = False

@@ -1,4 +1,4 @@
-"""Which modules a Megatron transformer layer is made of on this host."""
+"""Selection of the modules of a Megatron transformer layer on this host."""
 
 from __future__ import annotations
 
@@ -39,18 +39,19 @@ class TorchBackend(LocalSpecProvider):
 
 
 def has_transformer_engine() -> bool:
-    """Whether layers are Transformer Engine's: it is installed and there is a CUDA device for it."""
+    """Whether layers use Transformer Engine: it is installed and there is a CUDA device."""
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
 def layer_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """What `GPTModel` builds on this pipeline stage: Transformer Engine where it can run, PyTorch elsewhere.
+    """Layer specification of this pipeline stage for `GPTModel`: Transformer Engine where it can run, PyTorch
+    elsewhere.
 
     The configuration alone decides: latent or grouped-query attention, norms of query and key, and by
     ``moe_layer_freq`` which layers have experts. Without Transformer Engine experts are computed one after another.
 
     Args:
-        vp_stage: which of this rank's virtual pipeline stages; ``None`` without virtual stages.
+        vp_stage: index of one of this rank's virtual pipeline stages; ``None`` without virtual stages.
     """
     if has_transformer_engine():
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)

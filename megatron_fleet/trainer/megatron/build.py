@@ -1,4 +1,4 @@
-"""A Megatron model chunk from an HF ``config.json``."""
+"""Construction of Megatron model chunks from an HF ``config.json``."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from megatron_fleet.trainer.megatron.model import PolicyModel
 def transformer_config(
     model: Model, parallel: Parallel, dtype: torch.dtype, recompute: Recompute = "none", **more: Any
 ) -> TransformerConfig:
-    """A model's sizes and Megatron's settings for this layout.
+    """Combine a model's sizes with Megatron's settings for this layout.
 
-    Fusions are Transformer Engine's kernels, so they follow it. Losses come pre-scaled, hence
-    ``calculate_per_token_loss``: Megatron then neither averages over micro-batches nor over data-parallel ranks.
+    Fusions are Transformer Engine's kernels, so they are enabled with it. Losses come pre-scaled, hence
+    ``calculate_per_token_loss``: Megatron then averages neither over micro-batches nor over data-parallel ranks.
 
     Args:
-        more: further arguments of Megatron's configuration, which win.
+        more: further arguments of Megatron's configuration, which take precedence.
     """
     fused = has_transformer_engine()
     arguments = megatron_arguments(model)
@@ -48,12 +48,13 @@ def transformer_config(
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": parallel.expert_tensor_size,
         "calculate_per_token_loss": True,
-        # Every parameter is filled afterwards, from a checkpoint or by `init.fill_random`. Switching initialisation off
-        # instead would leave out the marks by which gradient norms tell shards from copies.
+        # Every parameter is filled afterwards, from a checkpoint or by `init.fill_random`. Disabling initialisation
+        # instead would omit the attributes by which gradient norms distinguish shards from copies.
         "init_method": _leave,
         "output_layer_init_method": _leave,
         "embedding_init_method": _leave,
-        # The fused kernel of latent attention knows YaRN alone; the other one forgets YaRN's scale in packed rows.
+        # The fused kernel of latent attention supports YaRN only; the other one ignores YaRN's scale in packed
+        # sequences.
         "apply_rope_fusion": fused and model.latent == (model.rope.kind == "yarn"),
         "bias_dropout_fusion": fused,
         "bias_activation_fusion": fused,
@@ -94,11 +95,11 @@ def build_chunks(
     model_class: type[GPTModel] = PolicyModel,
     **more: Any,
 ) -> list[GPTModel]:
-    """This rank's pieces of the stack, on its device, with uninitialised parameters. Process groups must exist.
+    """This rank's chunks, on its device, with uninitialised parameters. Process groups must exist.
 
     Args:
-        hf: content of ``config.json``; `policy.validate.validate` has accepted it.
-        micro_batch_tokens: capacity of a packed row, an upper bound of every position.
+        hf: content of ``config.json``, accepted by `policy.validate.validate`.
+        micro_batch_tokens: capacity of a micro-batch, an upper bound of every position.
         model_class: GPTModel or a subclass; benchmarks build Megatron's own.
         more: see `transformer_config`.
     """
@@ -115,7 +116,9 @@ def build_stage(
     model_class: type[GPTModel] = PolicyModel,
     virtual_stage: int | None = None,
 ) -> GPTModel:
-    """One piece, with Megatron's configuration given; ``virtual_stage``: its index on the rank, ``None`` = the only."""
+    """Build one chunk from Megatron's configuration. ``virtual_stage``: its index on the rank, ``None``
+    = the only one.
+    """
     ends = {"ignore_virtual": False, "vp_stage": virtual_stage}
     stage = model_class(
         config=config,

@@ -1,8 +1,8 @@
-"""Transformer Engine's state of delayed FP8 scaling, out of a checkpoint: tensors and numbers, never unpickled.
+"""Transformer Engine's state of delayed FP8 scaling, read from a checkpoint as tensors and numbers, never unpickled.
 
-A module's state is a pickle in a tensor of bytes, and ``set_extra_state`` unpickles whatever it is given
-(``transformer_engine/pytorch/module/base.py``, 2.x). So what a checkpoint holds is read here as data, and a new pickle
-of the plain parts takes its place. Other recipes keep nothing there that a run needs.
+A module's state is a pickle in a tensor of bytes, and ``set_extra_state`` unpickles its argument
+(``transformer_engine/pytorch/module/base.py``, 2.x). The content of a checkpoint is therefore read here as data, and
+replaced by a new pickle of the plain parts. Other recipes store nothing there that a run needs.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _NAMES = ("torch", "transformer_engine", "megatron", "collections", "enum")
 
 
 def rebuild(saved: Any) -> torch.Tensor | None:
-    """What may be given to ``set_extra_state`` in place of ``saved``; ``None`` when there is nothing to restore.
+    """Build a safe replacement of ``saved`` for ``set_extra_state``; ``None`` when there is nothing to restore.
 
     Args:
-        saved: what ``get_extra_state`` of a module gave: uint8 ``[N]``; anything else is taken for nothing.
+        saved: result of a module's ``get_extra_state``: uint8 ``[N]``; anything else counts as empty.
 
     Raises:
-        ValueError: it is no state of delayed scaling. The message goes after a file's name.
+        ValueError: it is not a state of delayed scaling. The message is meant to follow a file name.
     """
     if not isinstance(saved, torch.Tensor) or not saved.numel():
         return None
@@ -42,13 +42,13 @@ def rebuild(saved: Any) -> torch.Tensor | None:
     plain["extra_fp8_variables"] = {k: v for k, v in known.items() if _is_plain(v)}
     if not plain["amax_history_fwd"].ndim:
         raise BadPickle("holds a single number for a history")
-    # Replaced by the run's own at the first forward pass; until then the length of the history is what matters.
+    # Replaced by the run's own at the first forward pass; until then only the length of the history matters.
     plain["recipe"] = DelayedScaling(amax_history_len=len(plain["amax_history_fwd"]))
     return torch.frombuffer(bytearray(pickle.dumps(plain)), dtype=torch.uint8)
 
 
 def _tensor(made: Any) -> torch.Tensor:
-    """A tensor as `pickle` alone writes it: its storage is a file of `torch.save` in a call of its own."""
+    """Decode a tensor as pickled by `pickle` itself: its storage is the file of a separate `torch.save`."""
     try:
         storage, offset, shape, *_ = _arguments(made, "torch._utils._rebuild_tensor_v2")
         (stored,) = _arguments(storage, "torch.storage._load_from_bytes")

@@ -1,10 +1,10 @@
-"""INT4 fake quantisation of routed experts: they compute with the values that their weights round to.
+"""INT4 fake quantisation of routed experts: they compute with the rounded values of their weights.
 
 The arithmetic of Kimi's quantisation-aware training, defined on BF16: groups of 32 inputs of a row, scale =
 bf16(fp32(greatest magnitude) / 7), code = round(w / scale), value = bf16(code · scale); a group of zeros stays zero.
-INT4 weights that were made by it are worth themselves. Exports see the values, not the weights under them, and values
-are exactly representable: an engine that serves them packed computes with what the trainer computes with. Gradients
-pass straight through the rounding (Bengio et al. 2013, arXiv:1308.3432).
+INT4 weights that were produced by it are unchanged by it. Exports contain the values, not the underlying weights, and
+values are exactly representable: an engine that serves them packed computes with the same values as the trainer.
+Gradients pass straight through the rounding (Bengio et al. 2013, arXiv:1308.3432).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_fleet.weights.quant import torch_ops
 
 
 def int4_values(weights: torch.Tensor) -> torch.Tensor:
-    """``[rows, cols]`` in any float type → what its INT4 form is worth, same type; ``cols`` a multiple of 32."""
+    """Round ``[rows, cols]`` of any float dtype to its INT4 values, same dtype; ``cols`` is a multiple of 32."""
     exact = weights.to(torch.bfloat16)
     scales = torch_ops.int4_group_scales(exact)
     return torch_ops.int4_dequantize(torch_ops.int4_quantize(exact, scales), scales).to(weights.dtype)
@@ -45,8 +45,8 @@ class _StraightThrough(torch.autograd.Function):
 
 @contextlib.contextmanager
 def _computed_again(quantised: dict[int, torch.Tensor]) -> Iterator[None]:
-    """Inside, autograd keeps a parameter in place of its quantised values, and computes these again when it needs them:
-    no copy of the experts lives from the forward pass to the backward pass.
+    """Make autograd save parameters instead of their quantised values inside, and recompute the latter when needed: no
+    copy of the experts lives from the forward pass to the backward pass.
 
     Args:
         quantised: address of the quantised values → the parameter; filled inside.
@@ -66,7 +66,7 @@ def _computed_again(quantised: dict[int, torch.Tensor]) -> Iterator[None]:
 
 
 def _quantise_linear(linear: ColumnParallelLinear | RowParallelLinear) -> None:
-    """Megatron's own layer: it hands its weight to one function."""
+    """Quantise the weight of Megatron's own layer, which passes it to one function."""
     layer: Any = linear
     compute = layer._forward_impl
 
@@ -79,7 +79,7 @@ def _quantise_linear(linear: ColumnParallelLinear | RowParallelLinear) -> None:
 
 
 def _quantise_grouped(linear: nn.Module) -> None:
-    """Transformer Engine's grouped layer: it asks itself for the list of its experts' weights."""
+    """Quantise Transformer Engine's grouped layer, which calls its own method for the list of its experts' weights."""
     layer: Any = linear
     compute, weights_of = layer.forward, layer._get_weight_tensors
     quantised: dict[int, torch.Tensor] = {}
@@ -108,15 +108,15 @@ def _linears(chunk: nn.Module) -> Iterator[nn.Module]:
 
 
 def quantise_experts(chunks: Sequence[MegatronModule], settings: Policy) -> dict[torch.Tensor, View]:
-    """Let routed experts compute with INT4 values if ``settings`` say so; after filling and freezing.
+    """Make routed experts compute with INT4 values if ``settings`` require it; after filling and freezing.
 
     Frozen experts are rounded once, in place; trained ones in every pass.
 
     Returns:
-        How exports must see the experts: with the values that the forward pass computes with.
+        Views of the experts for exports: the values that the forward pass computes with.
 
     Raises:
-        UserError: the model has no experts, or a rank's part of their rows does not end with a group.
+        UserError: the model has no experts, or a rank's part of their rows does not end at a group boundary.
     """
     views: dict[torch.Tensor, View] = {}
     if settings.fake_quant == "none":

@@ -1,4 +1,4 @@
-"""Which parameters of the whole model are not finite: their weights, their gradients."""
+"""Search of the whole model for parameters with non-finite weights or gradients."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+|(?<=experts\.linear_fc[12]\.wei
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """Names of parameters as Megatron's whole, unsplit model has them; equal on every rank.
+    """Names of parameters as in Megatron's whole, unsplit model; equal on every rank.
 
     Attributes:
-        weights: those with a value that is not finite, from the input to the output of the model.
-        gradients: the same of gradients, from the output to the input: in the order of a backward pass, so that the
-            first one is where it began.
-        parameters: all that the model has.
+        weights: those with a non-finite value, from the input to the output of the model.
+        gradients: those with a non-finite gradient, from the output to the input: the order of a backward pass, so that
+            the first one is the origin.
+        parameters: number of parameters of the model.
     """
 
     weights: list[str]
@@ -33,7 +33,7 @@ class Faults:
 
 
 def find_faults(chunks: Sequence[nn.Module]) -> Faults:
-    """Look at every weight and at every gradient buffer, before or after gradients are summed over ranks; collective.
+    """Check every weight and every gradient buffer, before or after gradients are summed over ranks; collective.
 
     Args:
         chunks: this rank's GPTModel chunks, unwrapped.
@@ -71,7 +71,7 @@ def _unique(names: Sequence[str]) -> list[str]:
 
 
 def _named(chunk: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters with the numbers of layers and experts counted over all ranks."""
+    """Parameters named with layer and expert numbers counted over all ranks."""
     experts = parallel_state.get_expert_model_parallel_rank()
     for name, parameter in chunk.named_parameters():
         if layer := _LAYER.search(name):

@@ -1,10 +1,10 @@
 """Gradient metrics of a policy in any layout, from a few sampled matrices of its layers.
 
-Autograd's hooks on the sampled parameters see what each row of tokens adds to their gradient, before it is added up. A
-rank keeps of that the parts of the samples that it holds. Summed over the ranks that share a row (tensor, context,
-pipeline) they are the gradients of whole rows; only then may they be squared, and added up over rows and data-parallel
-ranks. Routed experts see the rows of several data-parallel ranks at once: theirs are summed over all ranks first, so
-that their unit is a micro-step of the whole batch.
+Autograd hooks on the sampled parameters see the gradient of each micro-batch before it is accumulated. A rank keeps the
+parts of the samples that it holds. Summed over the ranks that share a micro-batch (tensor, context, pipeline) they are
+the gradients of whole micro-batches; only then may they be squared, and accumulated over micro-batches and
+data-parallel ranks. Routed experts see the micro-batches of several data-parallel ranks at once: their gradients are
+summed over all ranks first, so that their unit is a micro-step of the whole batch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LAYER = re.compile(r"(?<=decoder\.layers)\.(\d+)(?=\.)")
 
 @dataclass(frozen=True, slots=True)
 class _Shard:
-    """A trained matrix, or the rectangle of it that this rank holds as rows ``first`` … of ``parameter``.
+    """Trained matrix, or the rectangle of it that this rank holds as rows ``first`` … of ``parameter``.
 
     Attributes:
         rows, cols: first and one past the last row and column in the whole matrix.
@@ -49,8 +49,9 @@ class _Shard:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """What this rank holds of a sample: ``parameter[rows[:, None], cols]`` is ``sample[into_rows[:, None], into_cols]``
-    of sample number ``sample``."""
+    """This rank's piece of a sample: ``parameter[rows[:, None], cols]`` is ``sample[into_rows[:, None], into_cols]`` of
+    sample number ``sample``.
+    """
 
     sample: int
     parameter: nn.Parameter
@@ -65,12 +66,12 @@ class _Piece:
         return tensor[self.rows[:, None], self.cols]
 
     def put(self, samples: torch.Tensor, values: torch.Tensor) -> None:
-        """Args: ``samples``: ``[samples, SIDE, SIDE]``."""
+        """Write ``values`` of the piece into ``samples``, ``[samples, SIDE, SIDE]``."""
         samples[self.sample, self.into_rows[:, None], self.into_cols] = values.to(samples.dtype)
 
 
 class GradientProbe:
-    """Measures every so-many-th update, the first included. Every method is collective."""
+    """Probe that measures every ``settings.every``-th update, starting with the first. Every method is collective."""
 
     def __init__(self, chunks: Sequence[MegatronModule], settings: GradientMetrics) -> None:
         """Choose the samples. ``chunks``: this rank's, unwrapped, with adapters if there are any."""
@@ -91,16 +92,16 @@ class GradientProbe:
 
     @property
     def due(self) -> bool:
-        """Whether the update whose gradients come next is measured."""
+        """Whether the next update is measured."""
         return self._updates % self._every == 0
 
     @contextmanager
     def watching(self, real: Sequence[bool]) -> Iterator[None]:
-        """Around one pass over as many rows as there are ``real``: which of them hold any sequence."""
+        """Record the gradients of one pass. ``real``: for each of its micro-batches, whether it holds any sequence."""
         if not self.due:
             yield
             return
-        # [rows, samples, SIDE, SIDE]
+        # [micro-batches, samples, SIDE, SIDE]
         table = torch.zeros(len(real), len(self._samples), SIDE, SIDE, device=self._device)
         handles = [p.parameter.register_hook(_Keep(p, table)) for p in self._pieces if p.has_gradient]
         try:
@@ -112,14 +113,14 @@ class GradientProbe:
         self._real.extend(real)
 
     def weights(self) -> list[torch.Tensor]:
-        """The sampled weights on this rank in bfloat16, in copies; nothing when the update is not measured."""
+        """Copies of the sampled weights on this rank in bfloat16; empty when the update is not measured."""
         return self._weights() if self.due else []
 
     def _weights(self) -> list[torch.Tensor]:
         return [piece.of(piece.parameter.detach()).to(torch.bfloat16) for piece in self._pieces]
 
     def finish(self, before: Sequence[torch.Tensor], skipped: bool) -> dict[str, float]:
-        """The metrics of an update that was taken; nothing of one that was skipped or is not measured.
+        """Metrics of an update that was taken; empty when it was skipped or is not measured.
 
         Args:
             before: `weights` before the update.
@@ -142,7 +143,7 @@ class GradientProbe:
             experts = table[:, self._experts]
             dist.all_reduce(experts, group=data_group)
             dist.all_reduce(any_real, op=dist.ReduceOp.MAX, group=data_group)
-            mine = float(data_group.rank() == 0)  # all ranks have them now; what follows counts them once
+            mine = float(data_group.rank() == 0)  # all ranks have them now; count them once from here on
             table[:, self._experts] = experts * mine
             counts[self._experts] = any_real.sum().double() * mine
         energies = torch.linalg.vector_norm(table, dim=(0, 2, 3), dtype=torch.float64).square()
@@ -166,7 +167,7 @@ class GradientProbe:
 
 
 class _Keep:
-    """A hook that keeps of the j-th gradient what belongs to a piece, in row j of a table."""
+    """Hook that writes a piece's part of the j-th gradient to row j of a table."""
 
     def __init__(self, piece: _Piece, table: torch.Tensor) -> None:
         self._piece, self._table, self._calls = piece, table, 0
@@ -177,7 +178,7 @@ class _Keep:
 
 
 def _shards(chunks: Sequence[MegatronModule]) -> Iterator[_Shard]:
-    """The trained matrices of layers, as far as this rank holds them."""
+    """Trained matrices of layers, as far as this rank holds them."""
     for chunk in chunks:
         trained = [p for p in chunk.parameters() if p.requires_grad and p.ndim == 2]
         for shard in _described(chunk):
@@ -243,10 +244,10 @@ def _piece(shard: _Shard, sample: int) -> _Piece:
 
 
 def _has_own_gradient(shard: _Shard) -> bool:
-    """Whether this rank's gradient adds to those of the ranks it is summed with, and does not repeat one of them.
+    """Whether this rank's gradient is added to those of its reduction group, instead of repeating one of them.
 
-    As Megatron reduces them: copies on tensor-parallel ranks have parts of the gradient when these split the tokens,
-    and the whole gradient each when they do not.
+    As Megatron reduces them: copies on tensor-parallel ranks each have part of the gradient when these ranks split the
+    tokens, and the whole gradient when they do not.
     """
     parameter: Any = shard.parameter
     if shard.matrix.is_expert:

@@ -1,4 +1,4 @@
-"""Random parameters that depend on nothing but the seed and the parameter: equal in every layout."""
+"""Random parameters that depend only on the seed and the parameter, so they are equal in every layout."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def parameter_shards(model_chunks: Sequence[MegatronModule]) -> Iterator[Sharded
 
 @torch.no_grad()
 def fill_random(model_chunks: Sequence[MegatronModule], std: float, seed: int, vocab_size: int) -> None:
-    """Normal(0, std) matrices, norms of one, zero vocabulary padding and expert biases."""
+    """Fill matrices with Normal(0, std), norms with one, vocabulary padding and expert biases with zero."""
     for shard in parameter_shards(model_chunks):
         shape = list(shard.global_shape)
         if "norm" in shard.key:

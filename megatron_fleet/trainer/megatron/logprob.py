@@ -1,8 +1,9 @@
-"""Log-probability and entropy of chosen tokens straight from hidden states, over a vocabulary split across ranks.
+"""Log-probability and entropy of chosen tokens directly from hidden states, over a vocabulary split across ranks.
 
-The logits of all positions never exist: a chunk of positions at a time, in the model's precision, forward and, computed
-again, backward, where their gradient takes their place. The sharded soft-max follows Megatron-LM (Shoeybi et al. 2019,
-arXiv:1909.08053 §3): maximum and sums are reduced, logits are not gathered.
+The logits of all positions never exist at once: they are computed for one chunk of positions at a time, in the model's
+precision, in the forward pass and again in the backward pass, where their gradient overwrites them. The sharded
+soft-max follows Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053 §3): maximum and sums are reduced, logits are not
+gathered.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import torch.distributed as dist
 from megatron_fleet.trainer.megatron import logprob_torch
 
 WEIGHT_ROWS = 8192
-"""Rows of a low-precision weight gradient that exist at one time where products cannot be summed in float32."""
+"""Rows of a low-precision weight gradient computed at a time where products cannot be accumulated in float32."""
 
 
 class _TokenLogprob(torch.autograd.Function):
-    """See `token_logprobs`; the arguments are its own, the weight already cut to its real rows."""
+    """See `token_logprobs`; the arguments are the same, with the weight already cut to its unpadded rows."""
 
     @staticmethod
     def forward(
@@ -84,7 +85,7 @@ def _chunks(hidden: torch.Tensor, weight: torch.Tensor, size: int) -> list[slice
 
 
 def _buffer(hidden: torch.Tensor, weight: torch.Tensor, chunk: int) -> torch.Tensor:
-    """Room for the logits of a chunk, the same for all of them: fresh pages cost a CPU time."""
+    """Buffer for the logits of a chunk, shared by all of them: fresh pages cost time on a CPU."""
     return hidden.new_empty(min(chunk, len(hidden)), len(weight))
 
 
@@ -132,14 +133,14 @@ def token_logprobs(
     Args:
         hidden: ``[A, h]``, the same on every rank of ``group``. Its gradient is this rank's part: the caller's mapping
             (gather from the sequence-parallel region) sums over ranks.
-        weight: ``[rows, h]``, this rank's rows of the output weight; rows of rank r begin at r · rows. Frozen weights
-            cost no gradient.
+        weight: ``[rows, h]``, this rank's rows of the output weight; rows of rank r begin at r · rows. No gradient is
+            computed for frozen weights.
         targets: int64 ``[A]``, global token ids.
-        vocab_size: rows at or beyond it are padding; they are no part of the distribution and get no gradient.
+        vocab_size: rows at or beyond it are padding; they are excluded from the distribution and get no gradient.
         group: tensor-parallel group.
         temperature: above 0; logits are divided by it, as the sampler did.
         chunk: positions whose logits exist at one time.
-        weight_grad: ``[rows, h]``, Megatron's float32 ``main_grad`` say. The weight's gradient is added to it, and
+        weight_grad: ``[rows, h]``, e.g. Megatron's float32 ``main_grad``. The weight's gradient is added to it, and
             autograd gets none, which saves two copies as large as the weight.
 
     Returns:

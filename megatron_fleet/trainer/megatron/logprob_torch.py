@@ -1,7 +1,7 @@
 """Soft-max sums and gradients of rows of logits, in place, with PyTorch's own operations.
 
-A block of rows at a time: its float32 temporaries stay in the processor's cache, which is both the smallest and, on a
-CPU, the fastest way.
+Works on a block of rows at a time: its float32 temporaries then stay in the processor's cache, which takes the least
+memory and, on a CPU, the least time.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Iterator
 import torch
 
 BLOCK = 1 << 20
-"""Logits of a block."""
+"""Number of logits in a block."""
 
 
 def row_sums(logits: torch.Tensor, column: torch.Tensor, scale: float) -> torch.Tensor:
-    """What a soft-max over z = scale · logits needs of each row; float32 logits are overwritten.
+    """Per-row sums of a soft-max over z = scale · logits; float32 logits are overwritten.
 
     Args:
         logits: ``[C, V]``, this rank's columns.
@@ -50,7 +50,8 @@ def to_gradient_(
 
     Args:
         logits, column, scale: as in `row_sums`.
-        log_norm: log Z, ``entropy``: H, ``of_logprob`` and ``of_entropy``: gradients; float32 ``[C]`` each.
+        log_norm, entropy: log Z and H, float32 ``[C]``.
+        of_logprob, of_entropy: gradients, float32 ``[C]``.
     """
     for at in _blocks(logits):
         logp = logits[at].float().mul_(scale).sub_(log_norm[at, None])
@@ -71,6 +72,6 @@ def _blocks(logits: torch.Tensor) -> Iterator[slice]:
 
 
 def _inside(column: torch.Tensor, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whether each column is one of z's, and that column, clamped into range."""
+    """Return whether each column is inside z, and the columns clamped into its range."""
     last = z.shape[1] - 1
     return (column >= 0) & (column <= last), column.clamp(0, last)

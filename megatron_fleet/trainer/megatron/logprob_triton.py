@@ -1,6 +1,6 @@
-"""`logprob_torch`'s two functions as one kernel each: every logit is read once, and in the gradient written once.
+"""Triton kernels for `logprob_torch`'s two functions: every logit is read once, and in the gradient written once.
 
-The sums use the online soft-max (Milakov and Gimelshein 2018, arXiv:1805.02867), extended by the entropy's sum.
+The sums use the online soft-max (Milakov and Gimelshein 2018, arXiv:1805.02867), extended by the sum for the entropy.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MAX_BLOCK = 4096
 # Without fused multiply-add, results are rounded as `logprob_torch`'s are.
 OPTIONS = MappingProxyType({"num_warps": 8, "enable_fp_fusion": False})
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
-"""Stands for minus infinity, whose product with zero would not be zero."""
+"""Substitute for minus infinity, whose product with zero would be NaN."""
 
 
 def row_sums(logits: torch.Tensor, column: torch.Tensor, scale: float) -> torch.Tensor:

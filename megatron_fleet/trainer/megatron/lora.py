@@ -1,17 +1,17 @@
-"""Low-rank adapters beside frozen linear layers: y = W·x + (alpha / r)·B·(A·x), with A ``[r, in]`` and B ``[out, r]``.
+"""Low-rank adapters of frozen linear layers: y = W·x + (alpha / r)·B·(A·x), with A ``[r, in]`` and B ``[out, r]``.
 
 LoRA: Hu et al. 2021, arXiv:2106.09685. B begins at zero and A as in the paper's code and peft (Kaiming uniform, √5), so
-training begins at the base model. Only adapters get gradients, moments and a place in checkpoints.
+training begins at the base model. Only adapters get gradients and moments and are stored in checkpoints.
 
-How an adapter lies on the ranks follows its layer:
+The sharding of an adapter follows its layer:
 
 * column-parallel (rows of W split): A whole on every rank, rows of B; A·x is gathered, not x;
 * row-parallel (columns of W split): columns of A, B whole; A·x is summed over ranks, not the output;
 * duplicated (down-projections of latent attention): both whole;
 * experts: one adapter for each expert, split as the expert is; token dispatch does the communication of activations.
 
-Layers are named by the weight table and not by their place on a rank, so initial values and checkpoints are those of
-every layout, and of Megatron's own layers as of Transformer Engine's.
+Layers are named by the weight table and not by their place on a rank, so initial values and checkpoints are equal in
+every layout, and for Megatron's own layers and Transformer Engine's.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _DUPLICATED = ("linear_q_down_proj", "linear_kv_down_proj")
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """A linear layer (or one expert of a grouped one) that gets an adapter."""
+    """Linear layer (or one expert of a grouped one) that gets an adapter."""
 
     module: nn.Module
     weight: nn.Parameter
@@ -61,7 +61,7 @@ class _Target:
 
 
 def group_of(key: str) -> Literal["attention", "mlp", "experts"] | None:
-    """Which entry of ``policy.lora.targets`` stands for a checkpoint key; ``None``: it is no such linear layer."""
+    """Entry of ``policy.lora.targets`` that covers a checkpoint key; ``None`` when it is not such a linear layer."""
     if not key.startswith("decoder.layers.") or ".linear_" not in key or not key.endswith(".weight"):
         return None
     if ".self_attention." in key:
@@ -70,13 +70,13 @@ def group_of(key: str) -> Literal["attention", "mlp", "experts"] | None:
 
 
 class Adapter(nn.Module):
-    """A and B of one linear layer, as this rank holds them."""
+    """A and B of one linear layer: this rank's shards."""
 
     def __init__(self, target: _Target, settings: Lora, seed: int, sequence_parallel: bool) -> None:
-        """B is zero; A depends on the seed and the layer's name alone."""
+        """Initialise B with zero; A depends only on the seed and the layer's name."""
         super().__init__()
         self.role, self.matrix, self.gated = target.role, target.matrix, target.gated
-        self.weight_ref = [target.weight]  # in a list: no parameter of this module
+        self.weight_ref = [target.weight]  # not registered as a parameter of this module
         self.scale = settings.alpha / settings.rank
         self.sequence_parallel = sequence_parallel
         out, rank = target.weight.shape[0], settings.rank
@@ -99,7 +99,9 @@ class Adapter(nn.Module):
         return LowRank(self.weight_ref[0], self.a, self.b, self.scale)
 
     def _mark(self, allreduce: bool) -> None:
-        """Tell Megatron over which ranks to reduce the gradients, and which of them count in their norm."""
+        """Set the attributes by which Megatron chooses the ranks to reduce gradients over, and the copies counted in
+        their norm.
+        """
         for parameter, axis, split in ((self.a, 1, self.role == "row"), (self.b, 0, self.role == "column")):
             marked: Any = parameter
             marked.allreduce = allreduce
@@ -112,7 +114,7 @@ class Adapter(nn.Module):
                 marked.sequence_parallel = self.sequence_parallel and not split
 
     def forward(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """``out`` ``[…, out]`` of the frozen layer for its input ``x`` ``[…, in]`` → the adapted layer's output."""
+        """Adapted output from the frozen layer's output ``out`` ``[…, out]`` and its input ``x`` ``[…, in]``."""
         b = self.b
         if self.is_expert:
             # The copies are whole on ranks that see a part of the output: their gradients add up.
@@ -125,7 +127,7 @@ class Adapter(nn.Module):
         return torch.addmm(out.flatten(0, -2), inner.flatten(0, -2), b.t(), alpha=self.scale).view_as(out)
 
     def _share(self, inner: torch.Tensor) -> torch.Tensor:
-        """A·x over the tensor-parallel ranks, as B needs it."""
+        """Gather or sum A·x over the tensor-parallel ranks, as B needs it."""
         group = parallel_state.get_tensor_model_parallel_group()
         if self.role == "column":
             if self.sequence_parallel:
@@ -177,7 +179,7 @@ def _initial(name: str, rank: int, width: int) -> torch.Tensor:
 
 
 class Adapters(nn.ModuleList):
-    """The adapters of one chunk, which holds them as ``chunk.adapters``.
+    """Adapters of one chunk, stored as ``chunk.adapters``.
 
     Attributes:
         enabled: whether the chunk computes with them.
@@ -189,11 +191,11 @@ class Adapters(nn.ModuleList):
         self._experts = experts
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> ShardedStateDict:
-        """Nothing: what a chunk says of itself, to loaders and exports, is the base model."""
+        """Return nothing: to loaders and exports, a chunk is the base model."""
         return {}
 
     def describe(self, prefix: str, data_group: dist.ProcessGroup) -> ShardedStateDict:
-        """What checkpoints hold of the chunk, by name of parameter from the chunk on (``prefix`` + ``0.a``).
+        """Checkpoint content of the chunk, by parameter name within the chunk (``prefix`` + ``0.a``).
 
         Args:
             data_group: data-parallel ranks, context-parallel ones included.
@@ -242,7 +244,7 @@ def _attach(chunk: MegatronModule, table: WeightTable, settings: Lora, seed: int
     for module, several in by_module.items():
         _hook(module, several, adapters)
     if getattr(chunk, "pre_process", False):
-        # Recomputation passes gradients on only where the input of a layer asks for one; nothing before it would.
+        # Recomputation passes gradients on only where the input of a layer requires one, and nothing before it does.
         chunk.embedding.register_forward_hook(lambda _module, _args, out: out.requires_grad_(torch.is_grad_enabled()))
     return adapters
 
@@ -260,10 +262,10 @@ def _targets(chunk: MegatronModule, table: WeightTable, settings: Lora) -> Itera
 
 
 def _hook(module: nn.Module, several: Sequence[Adapter], adapters: Adapters) -> None:
-    """Let a linear layer's output pass through its adapter, or through those of a grouped layer's experts, in order."""
+    """Pass a linear layer's output through its adapter, or through those of a grouped layer's experts, in order."""
     with_norm = hasattr(module, "layer_norm_weight")
     if with_norm:
-        # Transformer Engine's fused layer: ask it for what the matrix is applied to.
+        # Transformer Engine's fused layer: request the input of the matrix product.
         module.return_layernorm_output = True  # type: ignore[assignment]
 
     def adapt(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -282,7 +284,9 @@ def _hook(module: nn.Module, several: Sequence[Adapter], adapters: Adapters) -> 
 
 
 def _split_norm(output: tuple[Any, ...]) -> tuple[tuple[torch.Tensor, torch.Tensor | None], torch.Tensor]:
-    """(Megatron's pair of output and bias, output of the norm) of a fused layer, which may or may not have a bias."""
+    """Split a fused layer's output into (Megatron's pair of output and bias, output of the norm); the
+    bias is optional.
+    """
     if isinstance(output[0], tuple):
         (out, normed), bias = output
     else:
@@ -292,7 +296,7 @@ def _split_norm(output: tuple[Any, ...]) -> tuple[tuple[torch.Tensor, torch.Tens
 
 @contextlib.contextmanager
 def without(adapters: Sequence[Adapters]) -> Iterator[None]:
-    """Inside, the model is the base model."""
+    """Disable the adapters inside, leaving the base model."""
     for each in adapters:
         each.enabled = False
     try:
@@ -308,10 +312,10 @@ def low_rank(adapters: Sequence[Adapters]) -> list[LowRank]:
 
 
 def views(adapters: Sequence[Adapters]) -> dict[torch.Tensor, View]:
-    """The adapted weights as one matrix each."""
+    """Adapted weights, each as one matrix."""
     return {low.weight: low.merged for low in low_rank(adapters)}
 
 
 def exports_adapters(settings: Lora) -> bool:
-    """Whether an export is the adapters by themselves and not a model."""
+    """Whether an export contains the adapters alone instead of a model."""
     return settings.rank > 0 and settings.export == "adapters"

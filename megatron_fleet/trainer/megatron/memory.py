@@ -6,10 +6,10 @@ owner          bytes
 parameters     the sizes of the trainer's tensors on its device, whatever device that is; the reference weights of
 gradients      a KL term are in host memory and take the parameters' place while they are used
 optimizer
-temporary      most that came on top of these since the phase began: activations, buffers of transfers (CUDA)
-other          what else the allocator of this process keeps: caches, workspaces, fragments (CUDA)
-communicators  what NCCL took past that allocator, see `CudaGauge` (CUDA; gloo's are memory of the process)
-engine         the rest of what is in use on the device: the engine, and contexts of all processes (CUDA)
+temporary      peak on top of these since the phase began: activations, transfer buffers (CUDA)
+other          everything else held by the allocator of this process: caches, workspaces, fragments (CUDA)
+communicators  NCCL's memory outside that allocator, see `CudaGauge` (CUDA; gloo's is memory of the process)
+engine         all other memory in use on the device: the engine, and contexts of all processes (CUDA)
 process        resident memory of this process (CPU)
 ============== ==================================================================================================
 """
@@ -25,25 +25,28 @@ from megatron_fleet.trainer.megatron.offload import TrainState
 
 
 class Gauge(Protocol):
-    """Reads one rank's memory besides the trainer's own tensors."""
+    """Reader of one rank's memory besides the trainer's own tensors."""
 
     def read(self, held: int) -> dict[str, int]:
-        """Bytes by owner, at the beginning of a phase. ``held``: what the trainer's tensors take on the device."""
+        """Bytes by owner, at the beginning of a phase. ``held``: bytes of the trainer's tensors on the device."""
         ...
 
     def close(self, quiet: bool) -> dict[str, int]:
-        """Bytes by owner that are known at the end of a phase only. ``quiet``: no other process took memory in it."""
+        """Bytes by owner that are known only at the end of a phase. ``quiet``: no other process allocated memory during
+        it.
+        """
         ...
 
 
 class RankMemory:
-    """Answers `trainer.base.Trainer.memory` for one rank."""
+    """Implementation of `trainer.base.Trainer.memory` for one rank."""
 
     def __init__(self, where: torch.device, state: TrainState | None) -> None:
-        """
+        """Open the gauge of a device.
+
         Args:
             where: this rank's device.
-            state: counts the trainer's tensors; ``None``: they never move and are not counted one by one.
+            state: counts the trainer's tensors; ``None``: they are never offloaded and not counted individually.
         """
         self._gauge, self._state = open_gauge(where), state
 
@@ -55,7 +58,7 @@ class RankMemory:
         """Bytes by owner at the beginning or the end of a phase.
 
         Args:
-            quiet: at the end: no other process took device memory during the phase.
+            quiet: at the end: no other process allocated device memory during the phase.
         """
         if moment == "end":
             return self._gauge.close(quiet)
@@ -64,22 +67,22 @@ class RankMemory:
 
 
 class ProcessGauge:
-    """Where devices have no memory of their own."""
+    """Gauge for devices without memory of their own."""
 
     def read(self, held: int) -> dict[str, int]:
-        """Resident memory of this process; ``held`` is part of it."""
+        """Resident memory of this process, which includes ``held``."""
         return {"process": psutil.Process().memory_info().rss}
 
     def close(self, quiet: bool) -> dict[str, int]:
-        """Nothing counts the peak."""
+        """Return nothing: the peak is not measured."""
         return {}
 
 
 class CudaGauge:
-    """One CUDA device, which no other rank uses.
+    """Gauge of one CUDA device that no other rank uses.
 
-    Communicators take their memory at their first use, in a training step, past PyTorch's allocator. What is in use on
-    the device grows by it while the engine sleeps; kernels that are loaded at their first use are counted with them.
+    Communicators allocate their memory on first use, in a training step, bypassing PyTorch's allocator. The memory in
+    use on the device grows by it while the engine sleeps; kernels loaded on first use are counted with them.
     """
 
     def __init__(self, where: torch.device) -> None:
@@ -104,12 +107,12 @@ class CudaGauge:
         return {"temporary": max(0, peak), "communicators": self._communicators}
 
     def _foreign(self) -> int:
-        """Bytes in use on the device that PyTorch's allocator of this process did not ask for."""
+        """Bytes in use on the device that were not allocated by PyTorch in this process."""
         torch.cuda.synchronize(self._device)
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free - torch.cuda.memory_reserved(self._device)
 
 
 def open_gauge(where: torch.device) -> Gauge:
-    """The gauge of a rank whose device is ``where``."""
+    """Open the gauge of a rank whose device is ``where``."""
     return CudaGauge(where) if where.type == "cuda" else ProcessGauge()

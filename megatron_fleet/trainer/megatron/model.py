@@ -1,4 +1,4 @@
-"""Megatron's GPTModel that answers with log-probs of chosen tokens instead of logits."""
+"""Variant of Megatron's GPTModel that returns log-probs of chosen tokens instead of logits."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from megatron_fleet.trainer.megatron.logprob import token_logprobs
 
 @dataclass(frozen=True, slots=True)
 class LogprobQuery:
-    """Which predictions of a row the last stage is asked for; all index arrays are int64.
+    """Predictions of a micro-batch requested from the last stage; all index arrays are int64.
 
     Attributes:
-        positions: ``[B]``, tokens of this context-parallel rank whose successor is asked for.
+        positions: ``[B]``, tokens of this context-parallel rank whose successor is requested.
         targets: ``[B]``, these successors.
-        places: ``[B]``, where the answers belong in the row's list of ``[A]`` answers.
+        places: ``[B]``, indices of the answers in the micro-batch's list of ``[A]`` answers.
         count: A, over all context-parallel ranks.
         temperature, chunk: see `token_logprobs`.
     """
@@ -39,7 +39,7 @@ class LogprobQuery:
 
 
 class PolicyModel(GPTModel):
-    """A piece of the stack; the last one returns ``(log-probs, entropies)`` [A] of a whole row, the others hidden
+    """Chunk of the model; the last one returns ``(log-probs, entropies)`` [A] of a whole micro-batch, the others hidden
     states.
 
     Attributes:
@@ -56,8 +56,9 @@ class PolicyModel(GPTModel):
         packed_seq_params: PackedSeqParams,
         padding: torch.Tensor,
     ) -> Any:
-        """``input_ids``, ``position_ids`` int64 and ``padding`` bool (True: no token of a sequence), ``[1, P]`` each:
-        the tokens of this context-parallel rank."""
+        """Run this context-parallel rank's tokens: ``input_ids``, ``position_ids`` int64 and ``padding`` bool (True:
+        token of no sequence), ``[1, P]`` each.
+        """
         if self.config.sequence_parallel:
             padding = padding.chunk(parallel_state.get_tensor_model_parallel_world_size(), dim=1)[
                 parallel_state.get_tensor_model_parallel_rank()
@@ -65,7 +66,7 @@ class PolicyModel(GPTModel):
         embedded = None
         if self.pre_process:
             embedded = self.embedding(input_ids=input_ids, position_ids=position_ids)
-            # Zeros stay zeros through the layers: padding then raises no FP8 scale and wins no maximum.
+            # Zeros stay zero through the layers, so padding raises no FP8 scale and wins no maximum.
             embedded = embedded.masked_fill(padding.t()[:, :, None], 0.0)
         return super().forward(
             input_ids,
@@ -81,7 +82,7 @@ class PolicyModel(GPTModel):
         # Overrides the step after the decoder: GPTModel would compute logits of every position here.
         if not self.post_process:
             return hidden_states
-        # Each tensor-parallel rank returns its part of the gradient; both mappings sum them on the way back.
+        # Each tensor-parallel rank returns its part of the gradient; both mappings sum the parts in the backward pass.
         if self.config.sequence_parallel:
             hidden_states = gather_from_sequence_parallel_region(hidden_states)
         else:
@@ -97,7 +98,7 @@ class PolicyModel(GPTModel):
             group=parallel_state.get_tensor_model_parallel_group(),
             temperature=labels.temperature,
             chunk=labels.chunk,
-            # Straight into Megatron's buffer, where it adds up without another matrix of this size.
+            # Straight into Megatron's buffer, which avoids another matrix of this size.
             weight_grad=buffer if buffer is not None and buffer.dtype == torch.float32 else None,
         )
         group = parallel_state.get_context_parallel_group()
@@ -107,10 +108,10 @@ class PolicyModel(GPTModel):
 
 
 class _Spread(torch.autograd.Function):
-    """The answers of all context-parallel ranks, on each of them: ``[B]`` → ``[A]``.
+    """All-gather of the answers of the context-parallel ranks: ``[B]`` → ``[A]``.
 
-    Every rank then computes the loss of the whole row, and takes from its gradient what belongs to its own answers; so
-    a loss may look at whole sequences, and the ranks' gradients still add up to that of one loss.
+    Every rank then computes the loss of the whole micro-batch, and takes from its gradient the part of its own answers;
+    so a loss may look at whole sequences, and the ranks' gradients still add up to that of one loss.
     """
 
     @staticmethod

@@ -1,8 +1,8 @@
-"""What a rank keeps on its device for training, moved to host memory and back, so that an engine can use the device.
+"""Offload of a rank's training state to host memory and back, so that an engine can use the device.
 
-Memory is taken from under the tensors: a storage is resized to nothing and back. So every view of it stays valid (the
-parameters inside Megatron's buffers, the buckets' slices, gradients, the shards of the distributed optimizer), and
-whatever shares memory moves once, which Megatron's own ``offload_to_cpu`` gets wrong for a precision-aware optimizer.
+Memory is released beneath the tensors: a storage is resized to zero and back. Every view of it therefore stays valid
+(the parameters inside Megatron's buffers, the buckets' slices, gradients, the shards of the distributed optimizer), and
+shared memory moves once, which Megatron's own ``offload_to_cpu`` gets wrong for a precision-aware optimizer.
 """
 
 from __future__ import annotations
@@ -22,20 +22,22 @@ from megatron_fleet.platform.device import device
 Part = Literal["parameters", "gradients", "optimizer"]
 PARTS: tuple[Part, ...] = get_args(Part)
 BLOCK_BYTES = 256 << 20
-"""CUDA's allocator of pinned memory rounds up to a power of two; blocks of one lose nothing but in the last."""
+"""CUDA's allocator of pinned memory rounds up to a power of two; blocks of that size waste memory only
+in the last one.
+"""
 
 Storages = list[torch.UntypedStorage]
 
 
 class TrainState:
-    """Parameters, gradients and optimizer of this rank. Between passes only: nothing may run on what is away.
+    """Parameters, gradients and optimizer of this rank. Use between passes only: nothing may access offloaded parts.
 
     ``parameters``: everything the chunks hold, frozen parameters and module buffers included. ``gradients``: Megatron's
     gradient buffers; their content is lost. ``optimizer``: master parameters and moments that are on the device.
     """
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer) -> None:
-        """Raises UserError when parameters are quantised: their memory lies where nobody but their library knows."""
+        """Raise UserError when parameters are quantised: only their library knows where their memory is."""
         self._chunks, self._optimizer = list(chunks), optimizer
         self._device = device()
         for chunk in self._chunks:
@@ -61,7 +63,7 @@ class TrainState:
         return {part: held[part] + sum(n for _, n in self._away.get(part, ())) for part in PARTS}
 
     def offload(self, parts: Collection[Part] = PARTS) -> None:
-        """Free the device memory of ``parts``; what is away already stays away.
+        """Free the device memory of ``parts``; parts already offloaded stay so.
 
         Raises:
             RuntimeError: no host memory; nothing has moved.
@@ -83,7 +85,7 @@ class TrainState:
         self._drop_workspaces()
 
     def onload(self, parts: Collection[Part] = PARTS) -> None:
-        """Bring ``parts`` back: parameters and optimizer as they were to the bit, gradients as zeros.
+        """Onload ``parts``: parameters and optimizer bit for bit, gradients as zeros.
 
         Raises:
             torch.OutOfMemoryError: the device is full.
@@ -106,7 +108,7 @@ class TrainState:
             del self._away[part]
 
     def _storages(self) -> dict[Part, Storages]:
-        """Found anew each time: loading a checkpoint may put other tensors into the optimizer.
+        """Find the storages, again on each call: loading a checkpoint may put other tensors into the optimizer.
 
         A storage belongs to the first part that has a view of it.
         """
@@ -121,7 +123,7 @@ class TrainState:
         found = []
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            # Storages that were resized to nothing all have the address 0; the object behind them is unique.
+            # Storages resized to zero all have the address 0; the object behind them is unique.
             if tensor.device.type == self._device.type and storage._cdata not in seen:
                 seen.add(storage._cdata)
                 found.append(storage)
@@ -144,7 +146,7 @@ class TrainState:
             inner = part.optimizer
             if inner is None:  # this rank has no parameters for it
                 continue
-            # An optimizer that is partly in host memory has one below it for each kind of memory.
+            # An optimizer that is partly in host memory has a sub-optimizer for each kind of memory.
             for optimizer in (inner, *getattr(inner, "sub_optimizers", ())):
                 yield from (p for group in optimizer.param_groups for p in group["params"])
                 for state in optimizer.state.values():
@@ -152,7 +154,7 @@ class TrainState:
 
     @contextmanager
     def _copying(self) -> Iterator[None]:
-        """Copies inside run on a stream of their own, after everything the device was given before; leaving waits."""
+        """Run the copies inside on a separate stream, after all earlier work of the device; waits for them on exit."""
         if self._stream is None:
             yield
             return
@@ -163,7 +165,7 @@ class TrainState:
         self._stream.synchronize()
 
     def _drop_workspaces(self) -> None:
-        """Free what is made again when needed, and give the allocator's free blocks back to the device."""
+        """Free buffers that are recreated on demand, and return the allocator's free blocks to the device."""
         parallel_state.get_global_memory_buffer().buffer.clear()
         if "parameters" in self._away:
             for chunk in self._chunks:
@@ -175,7 +177,7 @@ class TrainState:
 
 
 class HostCopy:
-    """Bytes of storages in host memory, pinned on request. The memory grows as needed and is never given back."""
+    """Bytes of storages in host memory, pinned on request. The memory grows as needed and is never released."""
 
     def __init__(self, pinned: bool) -> None:
         self._pinned = pinned
@@ -186,13 +188,13 @@ class HostCopy:
         return sum(len(block) for block in self._blocks)
 
     def store(self, storages: Storages) -> None:
-        """Copy the storages, one behind the other; on a CUDA device asynchronously."""
+        """Copy the storages, packed behind each other; asynchronously on a CUDA device."""
         self._reserve(sum(storage.nbytes() for storage in storages))
         for ours, theirs in self._pieces(storages):
             ours.copy_(theirs, non_blocking=True)
 
     def load(self, storages: Storages) -> None:
-        """Copy back into storages of the sizes that were stored, in the same order; on a CUDA device asynchronously."""
+        """Copy back into storages of the stored sizes, in the same order; asynchronously on a CUDA device."""
         for ours, theirs in self._pieces(storages):
             theirs.copy_(ours, non_blocking=True)
 
@@ -208,7 +210,7 @@ class HostCopy:
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
 
     def _pieces(self, storages: Storages) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Equal stretches of our blocks and of the storages, uint8, so that all storages are covered."""
+        """Pair equal stretches, uint8, of our blocks and of the storages, covering all storages."""
         position = 0
         for storage in storages:
             flat, done = as_bytes(storage), 0

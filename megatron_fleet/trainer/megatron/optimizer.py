@@ -1,4 +1,4 @@
-"""Gradient buffers and Megatron's distributed optimizer, and one guarded step of it."""
+"""Gradient buffers, Megatron's distributed optimizer, and one guarded step of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_fleet.trainer.base import AdamParams
 
 
 def wrap(chunk: MegatronModule, more: Mapping[str, Any] | None = None) -> DistributedDataParallel:
-    """Give a chunk contiguous parameter and gradient buffers. It takes over the parameters' present values.
+    """Give a chunk contiguous parameter and gradient buffers, initialised with the parameters' current values.
 
     Args:
         more: further arguments of Megatron's configuration (`precision.Arguments.gradients`); gradients are float32
@@ -67,7 +67,7 @@ def build(
 
 def _start_moments(part: DistributedOptimizer, settings: OptimizerConfig) -> None:
     if isinstance(part.optimizer, HybridDeviceOptimizer):
-        # Its own way of making them is a step with random gradients.
+        # Its own way of creating them is a step with random gradients.
         for sub in part.optimizer.sub_optimizers:
             for param in (param for group in sub.param_groups for param in group["params"]):
                 sub.state[param] = {"exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
@@ -83,7 +83,7 @@ def _start_moments(part: DistributedOptimizer, settings: OptimizerConfig) -> Non
 
 @dataclass(frozen=True, slots=True)
 class ReducedGradients:
-    """Gradients that were summed over ranks, with nothing updated yet.
+    """Gradients after the reduction over ranks, with nothing updated yet.
 
     Attributes:
         norm: before clipping; infinite when a gradient is not finite.
@@ -95,11 +95,11 @@ class ReducedGradients:
 
 
 def reduce_gradients(chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer) -> ReducedGradients:
-    """Sum gradients over ranks. The model stays as it is; follow with `step` or `clear`."""
+    """Reduce gradients over ranks. The model stays as it is; follow with `step` or `clear`."""
     biases = _expert_biases(chunks)
     before = [bias.clone() for bias in biases]
     finalize_model_grads(list(chunks))
-    # Megatron moves the routers' biases here already, before anyone can know whether the step is taken.
+    # Megatron updates the routers' biases here already, before it is known whether the step is taken.
     after = _exchange(biases, before)
     norm = math.inf if optimizer.prepare_grads() else float(optimizer.get_grad_norm())
     return ReducedGradients(norm, after)
@@ -111,7 +111,7 @@ def step(
     reduced: ReducedGradients,
     adam: AdamParams,
 ) -> bool:
-    """Clip, update, clear. Returns whether the update was skipped, because the norm is not finite."""
+    """Clip, update, clear. Returns whether the update was skipped because the norm is not finite."""
     skipped = not math.isfinite(reduced.norm)
     if not skipped:
         _exchange(_expert_biases(chunks), reduced.biases)
@@ -139,7 +139,7 @@ def _expert_biases(chunks: Sequence[DistributedDataParallel]) -> list[torch.Tens
 
 @torch.no_grad()
 def _exchange(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Fill ``tensors`` with ``values``; returns what was in them."""
+    """Fill ``tensors`` with ``values``; returns their previous values."""
     previous = [tensor.clone() for tensor in tensors]
     for tensor, value in zip(tensors, values, strict=True):
         tensor.copy_(value)

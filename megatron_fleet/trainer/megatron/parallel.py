@@ -14,8 +14,8 @@ from megatron_fleet.platform import device
 
 
 def initialise(parallel: Parallel, seed: int) -> None:
-    """Join the ranks (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them; alone without them) and
-    build Megatron's groups.
+    """Join the ranks (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them; a single rank without them)
+    and build Megatron's groups.
 
     Raises:
         UserError: the world size is not tensor × pipeline × context × data.

@@ -43,7 +43,7 @@ class MegatronPolicy:
         hf_config: content of the model's ``config.json``.
         vocab_size: tokens of the model, without padding.
         model_chunks: this rank's GPTModel chunks, unwrapped.
-        dp_rank, dp_size: which share of the data is this rank's. Ranks with equal ``dp_rank`` pass equal data.
+        dp_rank, dp_size: this rank's share of the data. Ranks with equal ``dp_rank`` pass equal data.
     """
 
     def __init__(self, config: Config, init: Literal["hf", "random", "none"] = "hf") -> None:
@@ -75,7 +75,7 @@ class MegatronPolicy:
         self._reduced: optimizer.ReducedGradients | None = None
 
     def _check(self) -> None:
-        """Refuse what cannot be trained here."""
+        """Refuse configurations that cannot be trained here."""
         config = self._config
         layout.check_micro_batch_tokens(config.policy.micro_batch_tokens, config.parallel, config.precision)
         validate(self.hf_config, config.parallel, config.policy.recompute)
@@ -83,7 +83,7 @@ class MegatronPolicy:
         check_machine(config)
 
     def _build(self, init: str) -> None:
-        """This rank's chunks with their parameters, gradient buffers and optimizer."""
+        """Build this rank's chunks with their parameters, gradient buffers and optimizer."""
         config = self._config
         experts = self._model.experts > 0
         more = precision_arguments(config.precision, config.policy.optimizer, experts)
@@ -93,7 +93,7 @@ class MegatronPolicy:
         for chunk in self.model_chunks:
             routing.attach(chunk)
         with filled_in_full(self.model_chunks, self._dtype):
-            # Checkpoints of adapters do not hold what they stand beside.
+            # Checkpoints of adapters do not hold the base model.
             self._fill("hf" if init == "none" and config.policy.lora.rank else init)
         self._adapters: list[lora.Adapters] = []
         if config.policy.lora.rank:
@@ -111,20 +111,20 @@ class MegatronPolicy:
             load_hf(self.model_chunks, self._config.model.path)
 
     def _pack(self, micro_batches: MicroBatches) -> list[PackedRow]:
-        """The packed micro-batches, as wide as they need to be, and perhaps empty ones behind them."""
+        """Pack the micro-batches, each as wide as needed, followed by empty ones if the layout needs them."""
         p = self._config.parallel
-        # Interleaved stages take micro-batches in groups of their number.
+        # Interleaved stages need a number of micro-batches that is a multiple of the pipeline size.
         missing = -len(micro_batches) % p.pipeline if p.virtual > 1 else 0
         filled = [*micro_batches, *([[]] * missing)]
         align = layout.sequence_alignment(p)
         widths = [row_width([len(datum) for datum in row], align, self._align) for row in filled]
         if p.pipeline > 1:
-            # What stages send each other has one shape in a pass.
+            # Activations sent between stages have one shape per pass.
             widths = [max(widths)] * len(widths)
         return [pack_row(row, width, align) for row, width in zip(filled, widths, strict=True)]
 
     def keep_reference(self) -> None:
-        """Keep the present weights, in host memory, as the reference policy; with adapters it is the base model."""
+        """Keep the current weights, in host memory, as the reference policy; with adapters it is the base model."""
         self._reference = BaseReference(self._adapters) if self._adapters else Reference(self.model_chunks)
 
     def forward(
@@ -152,7 +152,7 @@ class MegatronPolicy:
         return [unpack_trained(row, array) for row, array in zip(micro_batches, arrays, strict=True)]
 
     def forward_backward(self, micro_batches: MicroBatches, loss: LossFn) -> LossReport:
-        """See `Trainer.forward_backward`. Several calls before one `optim_step` add up."""
+        """See `Trainer.forward_backward`. Several calls before one `optim_step` accumulate."""
         if self._reduced is not None:
             raise RuntimeError("a held optimizer step must be taken or discarded before more gradients are added")
         packed = self._pack(micro_batches)
@@ -199,8 +199,9 @@ class MegatronPolicy:
         optimizer.clear(self._wrapped, self._optimizer)
 
     def weight_source(self) -> ViewedWeightSource:
-        """The live weights as HF tensors, adapters merged; collective. It reads the parameters anew in every pass, so
-        make it once."""
+        """Live weights as HF tensors, adapters merged; collective. Create it once: it reads the parameters again in
+        every pass.
+        """
         how = {"dtype": self._dtype, "place": megatron_place(), "views": self._views}
         return ViewedWeightSource(self.model_chunks, self.hf_config, **how)
 
@@ -211,8 +212,9 @@ class MegatronPolicy:
         return AdapterSource(self.model_chunks, self.hf_config, adapters=low, rank=rank, **how)
 
     def export_hf(self, path: Path) -> None:
-        """Write the present weights as an HF folder beside the model's own tokenizer and config files, or the adapters
-        as a folder of peft's; collective."""
+        """Write the current weights as an HF folder with the model's own tokenizer and config files, or the adapters as
+        a peft folder; collective.
+        """
         settings, base, world = self._config.policy.lora, self._config.model.path, TorchCommunicator()
         if lora.exports_adapters(settings):
             source = self.adapter_source()
@@ -221,7 +223,7 @@ class MegatronPolicy:
             export.export_hf(self.weight_source(), base, path, world=world)
 
     def train_state(self) -> TrainState:
-        """What can leave this rank's device between passes. Make it once: it keeps the host memory."""
+        """Parts of this rank's state that can be offloaded between passes. Create it once: it keeps the host memory."""
         return TrainState(self._wrapped, self._optimizer)
 
     def close(self) -> None:

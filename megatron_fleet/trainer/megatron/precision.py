@@ -1,6 +1,6 @@
-"""Precision and optimizer variants in Megatron-Core's words, and FP8 weights filled without loss.
+"""Megatron-Core arguments for precision and optimizer variants, and lossless filling of FP8 weights.
 
-Field names read from Megatron-Core 0.16.1 and 0.19.2, which agree in all that is used here.
+Field names are those of Megatron-Core 0.16.1 and 0.19.2, which agree in all that is used here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 from megatron_fleet.config.schema import Optimizer, Precision
 
 _FORMATS = {"fp8_tensorwise": "hybrid", "fp8_blockwise": "e4m3", "fp8_delayed": "hybrid"}
-"""Blocks are narrow enough for e4m3 in the gradients too; scales for whole tensors leave them e5m2's range."""
+"""Blocks are narrow enough for e4m3 in the gradients too; per-tensor scales need e5m2's range for them."""
 
 
 class Arguments(NamedTuple):
@@ -28,10 +28,10 @@ class Arguments(NamedTuple):
 
 
 def precision_arguments(precision: Precision, optimizer: Optimizer, experts: bool) -> Arguments:
-    """What Megatron is told beyond the model and the layout.
+    """Megatron's arguments beyond the model and the layout.
 
     Args:
-        experts: the model has routed experts; FP8 then pads what each is given.
+        experts: the model has routed experts; FP8 then pads the tokens of each.
     """
     return Arguments(
         _transformer(precision, experts),
@@ -55,7 +55,7 @@ def _transformer(precision: Precision, experts: bool) -> dict[str, Any]:
         "num_layers_at_end_in_bf16": precision.bf16_layers_at_end,
     }
     if precision.recipe == "fp8_delayed":
-        # Megatron's own default is the last step's largest value alone, which the next step may exceed.
+        # Megatron's default is the last step's largest value alone, which the next step may exceed.
         arguments |= {"fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"}
     if experts:
         arguments["moe_router_padding_for_quantization"] = True
@@ -65,7 +65,7 @@ def _transformer(precision: Precision, experts: bool) -> dict[str, Any]:
 def _optimizer(precision: Precision, optimizer: Optimizer) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
     if precision.fp8_param_gather:
-        # Only weights that are FP8 themselves are the optimizer's business.
+        # The optimizer needs the recipe only for weights that are stored in FP8.
         arguments["fp8_recipe"] = precision.recipe.removeprefix("fp8_")
     if optimizer.offload_fraction > 0:
         arguments |= {
@@ -80,7 +80,7 @@ def _optimizer(precision: Precision, optimizer: Optimizer) -> dict[str, Any]:
             "main_grads_dtype": getattr(torch, precision.gradients),
             "exp_avg_dtype": moments,
             "exp_avg_sq_dtype": moments,
-            # Kept as the 16 bits that bfloat16 lacks, master weights could not be read back from a checkpoint:
+            # Stored as the 16 bits that bfloat16 lacks, master weights could not be restored from a checkpoint:
             # Megatron writes those bits where it expects the weights.
             "store_param_remainders": False,
         }
@@ -89,10 +89,10 @@ def _optimizer(precision: Precision, optimizer: Optimizer) -> dict[str, Any]:
 
 @contextmanager
 def filled_in_full(chunks: Sequence[nn.Module], dtype: torch.dtype) -> Iterator[None]:
-    """Inside, FP8 parameters are plain ones, to be filled as any other; at the end they take the values over.
+    """Replace FP8 parameters by plain ones inside, to be filled as any other; on exit they take over the values.
 
-    What they lose by it they keep beside them until the optimizer has made its master weights. Without this the
-    master weights would be those that the layers were built with.
+    They keep the values lost in this conversion until the optimizer has made its master weights. Otherwise the master
+    weights would be those that the layers were built with.
     """
     swapped: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
     for module in (module for chunk in chunks for module in chunk.modules()):

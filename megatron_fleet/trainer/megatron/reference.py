@@ -1,4 +1,4 @@
-"""The reference policy: a frozen copy of the parameters, put in their place for a pass, or no adapters for a pass."""
+"""Reference policy: a frozen copy of the parameters, swapped in for a pass, or adapters disabled for a pass."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from megatron_fleet.trainer.megatron.lora import Adapters, without
 
 
 class BaseReference:
-    """The model that adapters stand beside. It is there already: nothing is kept."""
+    """Base model of the adapters as the reference. It already exists: nothing is kept."""
 
     def __init__(self, adapters: Sequence[Adapters]) -> None:
         self._adapters = adapters
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, the model computes without its adapters."""
+        """Disable the adapters inside."""
         with without(self._adapters):
             yield
 
 
 class Reference:
-    """The parameters, and the biases of routers, of this rank's chunks at the time of construction, in host memory."""
+    """Copy in host memory of the parameters, and the biases of routers, of this rank's chunks at construction."""
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
         self._parameters: list[torch.Tensor] = [p for chunk in chunks for p in chunk.parameters()]
@@ -35,7 +35,9 @@ class Reference:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, the model has the kept values; afterwards, and after an exception, its own again, bit for bit."""
+        """Swap in the kept values inside; on exit, even after an exception, the model has its own again,
+        bit for bit.
+        """
         current = _host_copy(self._parameters)
         try:
             _fill(self._parameters, self._kept)

@@ -1,17 +1,17 @@
-"""Routing replay: experts that the engine chose are used again, with the scores that the router gives them now.
+"""Routing replay: the engine's expert choices are used again, with the scores of the current router.
 
 Replaying the choice removes the largest difference between engine and trainer of a mixture of experts (Ma et al. 2025,
 arXiv:2510.11370, "R3"): a token near a tie takes other experts after the smallest rounding. Scores come from the live
 router, so its gradient flows, and nothing else changes: Megatron asks an object at each router for the experts of a
 call (``router_replay``), gathers their scores itself, without the expert bias, and normalises them.
 
-What an object answers must belong to the micro-batch of the call. Megatron keeps such objects in one list of the whole
-process, filled before a pass and popped in order; that goes wrong when virtual stages interleave, or when activations
-of one micro-batch are computed again between others. Here the experts travel with the micro-batch instead: they are
-part of its ``packed_seq_params``, which Megatron hands to every layer, also when a layer is computed again. At the
-start of each call a layer lays its experts at its router, which is asked within that call. Where Megatron would compute
-an expert layer again without its transformer layer (``recompute: [moe]``), that layer is wrapped so that it remembers
-what it was called with. So the order of calls does not matter, and no state is kept between them but counters.
+The answer of such an object must belong to the micro-batch of the call. Megatron keeps the objects in one process-wide
+list, filled before a pass and popped in order; that fails when virtual stages interleave, or when activations of one
+micro-batch are recomputed between others. Here the experts travel with the micro-batch instead: they are part of its
+``packed_seq_params``, which Megatron passes to every layer, also on recomputation. At the start of each call a layer
+sets its experts at its router, which is queried within that call. Where Megatron would recompute an expert layer
+without its transformer layer (``recompute: [moe]``), that layer is wrapped so that it remembers the experts of its
+call. The order of calls therefore does not matter, and the only state between them is counters.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _REPLAYED, _DISAGREED, _WRONG, _EXPECTED, _POSSIBLE = range(5)
 
 
 class RouterTap:
-    """Stands at one router, in the place of Megatron's ``RouterReplay``.
+    """Tap at one router, in the place of Megatron's ``RouterReplay``.
 
     Attributes:
-        experts: uint8 or int16 ``[n, k]``, of the tokens of the call under way; two equal ids at the front of a row
-            mean that the router chooses. ``None``: it chooses for all.
-        counts: int64 ``[3]``, since they were collected, of calls with gradients: rows replayed; of their experts,
-            those that the router itself would not have taken; rows for which others were used than recorded.
+        experts: uint8 or int16 ``[n, k]``, of the tokens of the current call; two equal ids at the front of a token's
+            entry mean that the router chooses. ``None``: it chooses for all.
+        counts: int64 ``[3]``, since the last collection, of calls with gradients: tokens replayed; replayed experts
+            that the router itself would not have chosen; tokens for which other experts were used than recorded.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -57,10 +57,10 @@ class RouterTap:
         group_topk: int | None = None,
         default_compute_topk: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Megatron's question: which ``[n, topk]`` experts, and their entries of ``scores`` ``[n, experts]``.
+        """Answer Megatron's query with the experts ``[n, topk]`` and their entries of ``scores`` ``[n, experts]``.
 
         Raises:
-            RuntimeError: the experts at hand are those of another number of tokens.
+            RuntimeError: the recorded experts are for another number of tokens.
         """
         values, live = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         if self.experts is None:
@@ -71,7 +71,7 @@ class RouterTap:
                 f"{tuple(live.shape)}"
             )
         recorded, known = _unpacked(self.experts)
-        # Fewer different experts than a token takes would end in the middle of an exchange between ranks.
+        # Fewer distinct experts than a token needs would fail in the middle of an all-to-all between ranks.
         ordered = recorded.sort(1).values
         sound = (ordered[:, 1:] != ordered[:, :-1]).all(1, keepdim=True)
         chosen = torch.where(known & sound, recorded, live)
@@ -82,8 +82,9 @@ class RouterTap:
         return scores.gather(1, chosen), chosen
 
     def verify(self, _: nn.Module, __: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """After the router: do its tokens go exactly where they were recorded to go? ``output``: probabilities and
-        map, ``[n, experts]``."""
+        """Count tokens that the router did not send exactly where recorded. ``output``: probabilities and map, ``[n,
+        experts]``.
+        """
         if self.experts is None or not torch.is_grad_enabled():
             return
         recorded, known = _unpacked(self.experts)
@@ -94,13 +95,13 @@ class RouterTap:
 
 
 def _unpacked(experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices int64 ``[n, k]``, and bool ``[n, 1]`` whether they are a choice."""
+    """Indices int64 ``[n, k]``, and bool ``[n, 1]``: whether they are a recorded choice."""
     recorded = experts.long()
     return recorded, recorded[:, :1] != recorded[:, 1:2]
 
 
 def router_arguments(router: Router) -> dict[str, Any]:
-    """The arguments of Megatron's configuration for the routers of a mixture of experts."""
+    """Arguments of Megatron's configuration for the routers of a mixture of experts."""
     return {
         "moe_router_dtype": {"float32": "fp32", "float64": "fp64"}[router.dtype],
         "moe_router_bias_update_rate": router.bias_update_rate,
@@ -108,8 +109,9 @@ def router_arguments(router: Router) -> dict[str, Any]:
 
 
 def attach(chunk: nn.Module) -> None:
-    """Put a tap at every router of a chunk (a GPTModel on its device). Without ``routing`` in a row's
-    ``packed_seq_params`` the routers then choose as before."""
+    """Put a tap at every router of a chunk (a GPTModel on its device). Without ``routing`` in a micro-batch's
+    ``packed_seq_params`` the routers choose as before.
+    """
     for layer in _expert_layers(chunk):
         tap = RouterTap(layer.mlp.router.weight.device)
         layer.mlp.router.router_replay = tap
@@ -125,7 +127,7 @@ def _lay_down(tap: RouterTap, layer: Any, _: Any, kwargs: Mapping[str, Any]) -> 
 
 
 def _recompute_with(tap: RouterTap, moe: Any) -> None:
-    """Take over the recomputation of an expert layer from Megatron: the experts of the call are kept with it."""
+    """Take over the recomputation of an expert layer from Megatron, keeping the experts of the call."""
     forward = moe.forward
     moe.moe_layer_recompute = False
 
@@ -154,18 +156,18 @@ def _te_checkpoint(run: Any, hidden_states: torch.Tensor) -> Any:
 def row_experts(
     row: PackedRow, chunk: nn.Module, here: torch.Tensor | None, device: torch.device
 ) -> dict[int, torch.Tensor] | None:
-    """``packed_seq_params.routing`` of a row for one chunk: Megatron's layer number → ``[n, k]``, of the n tokens that
-    this rank's routers see.
+    """``packed_seq_params.routing`` of a micro-batch for one chunk: Megatron's layer number → ``[n, k]``, of the n
+    tokens that this rank's routers see.
 
     Args:
         chunk: a GPTModel, or its wrapper for data parallelism.
-        here: int64, places of the row that this context-parallel rank has, in its order; ``None``: all.
+        here: int64, indices into the micro-batch of this context-parallel rank's tokens, in its order; ``None``: all.
 
     Returns:
         ``None`` where nothing was recorded.
 
     Raises:
-        ValueError: what was recorded does not fit the model.
+        ValueError: the recorded experts do not fit the model.
     """
     stage: Any = getattr(chunk, "module", chunk)
     numbers = [layer.layer_number for layer in _expert_layers(stage)]
@@ -193,17 +195,19 @@ def row_experts(
 
 
 def collect(chunks: Sequence[nn.Module], rows: Sequence[PackedRow]) -> dict[str, float]:
-    """Sums over all ranks since the last call, and the proof that every recorded choice was used, once; collective.
+    """Sums over all ranks since the last call, after a check that every recorded choice was used exactly once;
+    collective.
 
     Args:
-        rows: this data-parallel rank's rows of the passes with gradients since then.
+        rows: this data-parallel rank's micro-batches of the passes with gradients since then.
 
     Returns:
         ``routing_choices``: experts replayed, over tokens and layers; ``routing_disagreed``: those among them that the
-        live router would not have taken; ``routing_possible``: what the first could be, if every token were recorded.
+            live router would not have chosen; ``routing_possible``: the value of ``routing_choices`` if every token
+            were recorded.
 
     Raises:
-        RuntimeError: other experts were used than recorded, or not as many.
+        RuntimeError: other experts were used than recorded, or another number of them.
     """
     stages: list[Any] = [getattr(chunk, "module", chunk) for chunk in chunks]
     config = stages[0].config
@@ -234,7 +238,7 @@ def collect(chunks: Sequence[nn.Module], rows: Sequence[PackedRow]) -> dict[str,
 
 
 def _speaks_for_its_rows() -> bool:
-    """One of the ranks that have the same rows."""
+    """Whether this is the one rank to count, of those that have the same micro-batches."""
     return (
         parallel_state.get_tensor_model_parallel_rank() == 0
         and parallel_state.get_context_parallel_rank() == 0

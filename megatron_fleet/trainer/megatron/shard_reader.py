@@ -1,7 +1,7 @@
-"""Megatron's ``torch_dist`` shards as data: nothing that a file says is imported or called.
+"""Reader of Megatron's ``torch_dist`` shards as data: nothing named in a file is imported or called.
 
-As they come, torch unpickles ``.metadata`` and the objects among the shards (``FileSystemReader.read_metadata``,
-``DefaultLoadPlanner.load_bytes``): whoever can write into a checkpoint's folder would run code on every rank.
+By default torch unpickles ``.metadata`` and the objects among the shards (``FileSystemReader.read_metadata``,
+``DefaultLoadPlanner.load_bytes``): anyone who can write into a checkpoint's folder could run code on every rank.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ from megatron_fleet.weights.torch_dist.index import COMMON, StoredTensor, read_p
 
 
 def read_metadata(path: Path) -> Metadata:
-    """Where each part of a checkpoint lies.
+    """Read the location of each part of a checkpoint.
 
     Raises:
-        UserError: ``.metadata`` or ``metadata.json`` is damaged, or holds what a checkpoint has no use for.
+        UserError: ``.metadata`` or ``metadata.json`` is damaged, or contains unexpected objects.
     """
     folder = LocalFolder(path)
     tensors, objects = read_places(folder.read, folder.sizes(), str(path))
@@ -83,8 +83,8 @@ def _tensor_entry(stored: StoredTensor) -> TensorStorageMetadata:
 def load(described: StateDict, path: Path, metadata: Metadata, group: ProcessGroup) -> StateDict:
     """Fill in ``described``, each part read by one rank of ``group``; collective.
 
-    The steps of `dist_checkpointing.load` in Megatron-Core 0.16 to 0.19, which has a place for a strategy of one's own
-    for the shards, but not in all of them for what is common to all ranks.
+    Follows `dist_checkpointing.load` of Megatron-Core 0.16 to 0.19, which accepts a custom strategy for the shards, but
+    not in all of these versions for the common state.
 
     Raises:
         UserError: the checkpoint lacks a part, or a file is damaged or holds code.
@@ -107,7 +107,9 @@ class _ShardedLoad(TorchDistLoadShardedStrategy):
         self._metadata = metadata
 
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path, *_: Any) -> StateDict:
-        """See `TorchDistLoadShardedStrategy.load`, whose steps these are. From 0.17 on it is told how it was saved."""
+        """See `TorchDistLoadShardedStrategy.load`, whose steps these are. Since 0.17 it also receives the format of the
+        save.
+        """
         tensors = [value for value in nested_values(sharded_state_dict) if isinstance(value, ShardedTensor)]
         state, structure, names = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
         for key, parts in state.items():
@@ -144,7 +146,7 @@ def _fits(wanted: ShardedBase, entry: TensorStorageMetadata | BytesStorageMetada
 
 
 def _load_common(path: Path, metadata: Metadata) -> StateDict:
-    """What no rank has for itself. Up to 0.18 it is a file; since 0.19 an object among the shards.
+    """Read the state common to all ranks. Up to 0.18 it is a file; since 0.19 an object among the shards.
 
     Raises:
         UserError: it cannot be read.
@@ -152,7 +154,7 @@ def _load_common(path: Path, metadata: Metadata) -> StateDict:
     file = path / COMMON
     if file.exists():
         try:
-            # Said here, because a variable of the environment turns torch's default into unpickling.
+            # Explicit, because an environment variable turns torch's default into unpickling.
             common = torch.load(file, map_location="cpu", weights_only=True)
         except OSError:
             raise
@@ -175,7 +177,7 @@ class _Reader(torch_checkpoint.FileSystemReader):
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """File by file, so that an error can name the file."""
+        """Read file by file, so that an error can name the file."""
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
@@ -193,13 +195,13 @@ class _Reader(torch_checkpoint.FileSystemReader):
 
 class _Planner(MCoreLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
-        """As of `DefaultLoadPlanner`, which calls whatever the object names."""
+        """See `DefaultLoadPlanner`, whose own method calls whatever the object names."""
         path = self.mappings[read_item.dest_index.fqn]
         set_element(self.original_state_dict, path, torch.load(value, map_location="cpu", weights_only=True))
 
 
 def _refuse(file: Path, error: Exception) -> NoReturn:
-    """Torch's own words are pages of advice on how to run the file after all."""
+    """Raise UserError: torch's own message is pages of advice on loading the file anyway."""
     raise UserError(
         f"{file}: is damaged, or holds something other than tensors and plain values ({type(error).__name__}), so do "
         f"not trust its source; use another checkpoint."

@@ -29,7 +29,7 @@ from megatron_fleet.platform.megatron.adapt import cuda_calls_answered
 from megatron_fleet.trainer.megatron import extra_state, shard_reader
 from megatron_fleet.trainer.megatron.lora import Adapters
 
-# The optimizer's state in model space: loads under other tensor, pipeline and data sizes.
+# Optimizer state in model space: loads under other tensor, pipeline and data sizes.
 _CONTENT = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": False,
@@ -39,7 +39,9 @@ _CONTENT = {
 
 
 class _ThreadedSave(TorchDistSaveShardedStrategy):
-    """Writes in this process: Megatron's writer spawns a helper that imports everything again, seconds each time."""
+    """Save in this process: Megatron's writer spawns a helper that imports everything again, which takes seconds each
+    time.
+    """
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> None:
         state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
@@ -68,7 +70,7 @@ def load(path: Path, chunks: Sequence[DistributedDataParallel], optimizer: Chain
     """Read what `save` wrote, in this or another layout; collective.
 
     Raises:
-        UserError: it has adapters and the model none, or the other way round; a file is damaged or holds code.
+        UserError: only one of checkpoint and model has adapters; a file is damaged or holds code.
     """
     metadata = shard_reader.read_metadata(path)
     _check_kind(path, metadata, any(getattr(chunk.module, "adapters", None) is not None for chunk in chunks))
@@ -88,7 +90,7 @@ def load(path: Path, chunks: Sequence[DistributedDataParallel], optimizer: Chain
 
 
 def _replace_extra_states(path: Path, model: dict[str, Any]) -> None:
-    """Replace what the modules would unpickle."""
+    """Replace the states that the modules would unpickle."""
     for name in [name for name in model if "_extra_state" in name.rpartition(".")[2]]:
         try:
             state = extra_state.rebuild(model.pop(name))
@@ -101,7 +103,7 @@ def _replace_extra_states(path: Path, model: dict[str, Any]) -> None:
 def _describe(
     chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer, is_loading: bool
 ) -> dict[str, Any]:
-    """Every local tensor with its place in the whole model."""
+    """Describe every local tensor with its place in the whole model."""
     metadata = dict(_CONTENT, dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True))
     state: dict[str, Any] = {
         f"model{index}": _describe_model(chunk.module, metadata) for index, chunk in enumerate(chunks)
@@ -121,7 +123,7 @@ def _check_kind(path: Path, metadata: Metadata, adapters: bool) -> None:
 
 
 def _describe_model(module: MegatronModule, metadata: dict[str, Any]) -> ShardedStateDict:
-    """The model, or its adapters alone: what they stand beside is frozen and comes from ``model.path`` again."""
+    """Describe the model, or its adapters alone: their base model is frozen and comes from ``model.path`` again."""
     adapters: Adapters | None = getattr(module, "adapters", None)
     if adapters is None:
         return module.sharded_state_dict(metadata=metadata)
@@ -129,10 +131,10 @@ def _describe_model(module: MegatronModule, metadata: dict[str, Any]) -> Sharded
 
 
 def _regroup(loaded: dict[Any, Any], optimizer: ChainedOptimizer) -> dict[Any, Any]:
-    """An optimizer's state from a layout in which experts had an optimizer of their own (``{0: …, 1: …}``, whenever
-    expert > 1) for one in which they have not, or the other way round.
+    """Convert an optimizer's state between layouts with a separate optimizer for experts (``{0: …, 1: …}``, whenever
+    expert > 1) and layouts without one.
 
-    Tensors came as this layout asked for them. The settings of parameter groups came as they were saved: beside them.
+    Tensors already have the form of this layout. The settings of parameter groups have the saved form.
     """
     parts, were_apart = optimizer.chained_optimizers, "optimizer" in loaded.get(0, {})
     if were_apart == (len(parts) > 1):

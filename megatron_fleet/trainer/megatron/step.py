@@ -1,4 +1,4 @@
-"""Rows through Megatron's pipeline schedule, with or without gradients."""
+"""Execution of micro-batches in Megatron's pipeline schedule, with or without gradients."""
 
 from __future__ import annotations
 
@@ -22,19 +22,21 @@ from megatron_fleet.trainer.megatron.routing import row_experts
 from megatron_fleet.trainer.packing.pack import PackedRow
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
-"""Log-probs and entropies ``[A]`` of a row's trained positions."""
+"""Log-probs and entropies ``[A]`` of a micro-batch's trained positions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What every pass needs: the sampling temperature and the positions per log-prob chunk."""
+    """Settings of every pass: the sampling temperature and the positions per log-prob chunk."""
 
     temperature: float
     chunk: int
 
 
 def row_params(row: PackedRow, where: torch.device) -> RowParams:
-    """Megatron's description of the row; the filler is a sequence of its own that nothing else sees."""
+    """Megatron's description of the micro-batch; the filler is a sequence of its own that no other
+    sequence attends to.
+    """
     pieces = [*row.lengths, row.filler] if row.filler else list(row.lengths)
     ends = torch.tensor([0, *pieces]).cumsum(0).to(where, torch.int32)
     return RowParams(
@@ -51,7 +53,7 @@ def row_params(row: PackedRow, where: torch.device) -> RowParams:
 def run_logprobs(
     chunks: Sequence[DistributedDataParallel], rows: Sequence[PackedRow], settings: Settings
 ) -> list[torch.Tensor]:
-    """Log-probs float32 ``[A]`` of each row, without gradients; empty on all but the last pipeline stage."""
+    """Log-probs float32 ``[A]`` of each micro-batch, without gradients; empty on all but the last pipeline stage."""
 
     def collect(_: PackedRow, outputs: Outputs) -> tuple[torch.Tensor, torch.Tensor]:
         return outputs[0].sum(), outputs[0]
@@ -63,7 +65,9 @@ def run_logprobs(
 def run_loss(
     chunks: Sequence[DistributedDataParallel], rows: Sequence[PackedRow], settings: Settings, loss: LossFn
 ) -> list[dict[str, torch.Tensor]]:
-    """Accumulate gradients; the ``loss`` and metric sums of each row, on the last pipeline stage alone."""
+    """Accumulate gradients; returns the ``loss`` and metric sums of each micro-batch, on the last
+    pipeline stage only.
+    """
 
     def evaluate(row: PackedRow, outputs: Outputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         total, sums = loss(loss_inputs(row, outputs))
@@ -73,7 +77,7 @@ def run_loss(
 
 
 def loss_inputs(row: PackedRow, outputs: Outputs) -> LossInputs:
-    """The row's fields beside its log-probs, on their device."""
+    """Loss inputs of a micro-batch from its fields and ``outputs``, on the device of the latter."""
     where = outputs[0].device
     optional = {
         name: None if field is None else field.to(where)
@@ -99,7 +103,7 @@ def _run(
     forward_only: bool,
 ) -> list[Any]:
     where = device()
-    # With several stages all rows have one width (`MegatronPolicy` sees to it); else only its presence matters.
+    # With several stages all micro-batches have one width, see `MegatronPolicy`; else only its presence matters.
     width = len(rows[0].tokens)
 
     def forward_step(data: Iterator[PackedRow], model: Any) -> tuple[Any, Callable[..., Any]]:
@@ -119,7 +123,7 @@ def _run(
 
 
 def model_inputs(row: PackedRow, model: Any, settings: Settings, where: torch.device) -> dict[str, Any]:
-    """Arguments of `PolicyModel.forward` for this context-parallel rank's tokens of a row."""
+    """Arguments of `PolicyModel.forward` for this context-parallel rank's tokens of a micro-batch."""
     params = row_params(row, where)
     ranks = parallel_state.get_context_parallel_world_size()
     places, positions = torch.arange(len(row.trained)), row.trained
@@ -151,17 +155,17 @@ def model_inputs(row: PackedRow, model: Any, settings: Settings, where: torch.de
 
 
 def _three(finish: Callable[..., Any], row: PackedRow, outputs: Outputs) -> tuple[torch.Tensor, torch.Tensor, Any]:
-    """The schedule's form of a loss: it adds up the token counts, which nothing divides by."""
+    """Loss in the schedule's form: it sums the token counts, but nothing is divided by them."""
     total, kept = finish(row, outputs)
     return total, torch.tensor(0, dtype=torch.int32, device=total.device), kept
 
 
 def reduce_sums(per_row: Sequence[dict[str, torch.Tensor]], counts: dict[str, int]) -> dict[str, float]:
-    """Add up rows and data-parallel ranks, then tell every pipeline stage.
+    """Sum over micro-batches and data-parallel ranks, then broadcast to every pipeline stage.
 
     Args:
-        per_row: metric sums of each row; empty on all but the last pipeline stage.
-        counts: whole numbers known on every rank, summed over data-parallel ranks too.
+        per_row: metric sums of each micro-batch; empty on all but the last pipeline stage.
+        counts: integers known on every rank, also summed over data-parallel ranks.
     """
     box: list[dict[str, float] | None] = [None]
     if parallel_state.is_pipeline_last_stage():
@@ -174,7 +178,7 @@ def reduce_sums(per_row: Sequence[dict[str, torch.Tensor]], counts: dict[str, in
 
 
 def share_from_last_stage(box: list[Any]) -> Any:
-    """``box[0]`` of the last pipeline stage, on every stage."""
+    """Broadcast ``box[0]`` of the last pipeline stage to every stage."""
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         dist.broadcast_object_list(
             box,

@@ -1,1 +1,1 @@
-"""Which sequences are packed into which micro-batch of which data-parallel rank, and the tensors of a micro-batch."""
+"""Packing of sequences into the micro-batches of data-parallel ranks, and the tensors of a micro-batch."""

@@ -1,4 +1,4 @@
-"""Items into groups whose costs are as equal as possible."""
+"""Partition of items into groups with costs as equal as possible."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from typing import Any
 import numpy as np
 
 GOOD_ENOUGH = 1e-3
-"""A costliest group this little above the mean is left alone: a step's time varies by more."""
+"""Relative excess of the costliest group over the mean that is accepted: a step's time varies by more."""
 SEARCH_PAIRS = 1_000_000
-"""Exchanges of two items that the search may weigh up: about 10 ms."""
+"""Limit on the exchanges of two items that the search evaluates: about 10 ms."""
 MULTIFIT_ROUNDS = 12
-"""They settle the limit to within 1 / 4096 of the first one."""
+"""Rounds of bisection: they determine the limit to within 1 / 4096 of the initial one."""
 ROUNDING = 1e-9
-"""Relative errors of a sum of costs are smaller."""
+"""Bound on the relative rounding error of a sum of costs."""
 
 
 def balance(costs: Sequence[float], groups: int) -> list[list[int]]:
-    """Partition items so that the costliest group costs little. Deterministic.
+    """Partition items so that the costliest group is as cheap as possible. Deterministic.
 
     Differencing, then exchanges of items. Where that leaves a costliest group of several items above `GOOD_ENOUGH`,
-    MULTIFIT and exchanges are tried as well: with few items per group it often finds less.
+    MULTIFIT and exchanges are tried as well: with few items per group this is often better.
 
     Args:
         costs: of each item, not negative.
 
     Returns:
-        ``groups`` lists of indices into ``costs``, some maybe empty; every index exactly once. Unless the costliest
-        group costs at most 1 + `GOOD_ENOUGH` of the mean (or a search ran out of `SEARCH_PAIRS`), no move of one item
-        and no exchange of two makes it cheaper without making another as costly.
+        ``groups`` lists of indices into ``costs``, possibly empty; every index exactly once. Unless the costliest group
+            costs at most 1 + `GOOD_ENOUGH` of the mean (or a search ran out of `SEARCH_PAIRS`), no move of one item and
+            no exchange of two makes it cheaper without making another as costly.
     """
     if groups == 1:
         return [list(range(len(costs)))]
@@ -50,15 +50,16 @@ def _loads(partition: Sequence[Sequence[int]], costs: np.ndarray) -> np.ndarray:
 
 
 Parts = list[tuple[float, Any]]
-"""A partial solution: the non-empty groups, costliest first, each as its cost and its items: an index, or a pair of
-nested items."""
+"""Partial solution: the non-empty groups, costliest first, each as its cost and its items: an index, or a pair of
+nested items.
+"""
 
 
 def karmarkar_karp(costs: Sequence[float], groups: int) -> list[list[int]]:
-    """The largest differencing method for several groups (Karmarkar & Karp 1982; for k groups Michiels et al. 2003).
+    """Largest differencing method for several groups (Karmarkar & Karp 1982; for k groups Michiels et al. 2003).
 
-    It begins with one partial solution per item. The two in which costliest and cheapest group differ most become one:
-    the costliest group of either joins the cheapest of the other, and so on.
+    Starts with one partial solution per item. The two with the largest difference between costliest and cheapest group
+    are merged: the costliest group of either joins the cheapest of the other, and so on.
     """
     singles = sorted(range(len(costs)), key=lambda i: (costs[i], -i))
     others: list[tuple[float, int, Parts]] = []
@@ -78,7 +79,7 @@ def karmarkar_karp(costs: Sequence[float], groups: int) -> list[list[int]]:
 
 
 def _join(a: Parts, b: Parts, groups: int) -> Parts:
-    """Both partial solutions as one: costliest groups of ``a`` with cheapest of ``b``."""
+    """Merge two partial solutions: costliest groups of ``a`` with cheapest of ``b``."""
     alone = groups - len(b)
     if len(a) <= alone:
         joined = a + b
@@ -102,8 +103,9 @@ def _items(tree: Any) -> list[int]:
 
 
 def multifit(costs: Sequence[float], groups: int) -> list[list[int]]:
-    """First-fit-decreasing into groups that may cost so much, and a search for how little that may be (Coffman, Garey
-    & Johnson 1978)."""
+    """First-fit-decreasing into groups of limited cost, with a bisection for the smallest limit (Coffman, Garey &
+    Johnson 1978).
+    """
     order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
     low, high = max(sum(costs) / groups, *costs), 2 * max(sum(costs) / groups, *costs)
     best = _first_fit(costs, order, groups, high)
@@ -118,7 +120,7 @@ def multifit(costs: Sequence[float], groups: int) -> list[list[int]]:
 
 
 def _first_fit(costs: Sequence[float], order: Sequence[int], groups: int, limit: float) -> list[list[int]]:
-    """Each item into the first group that then costs at most ``limit``; nothing when one fits nowhere."""
+    """Put each item into the first group that then costs at most ``limit``; nothing when one fits nowhere."""
     loads: list[float] = [0.0] * groups
     partition: list[list[int]] = [[] for _ in range(groups)]
     for index in order:
@@ -131,7 +133,8 @@ def _first_fit(costs: Sequence[float], order: Sequence[int], groups: int, limit:
 
 
 def exchange(partition: list[list[int]], costs: np.ndarray) -> list[list[int]]:
-    """While it lowers the costliest group: take the best exchange of one of its items for one or none of another's.
+    """Apply the best exchange of one item of the costliest group for one or none of another's, while it lowers the
+    maximum.
 
     ``partition`` is changed and returned.
     """
@@ -140,7 +143,7 @@ def exchange(partition: list[list[int]], costs: np.ndarray) -> list[list[int]]:
     while loads.max() > (1 + GOOD_ENOUGH) * loads.mean() and weighed < SEARCH_PAIRS:
         worst = int(loads.argmax())
         rest = [group for group in range(len(partition)) if group != worst]
-        # The last of each group's candidates is no item: a move.
+        # The last candidate of each group stands for no item: a move.
         offered = [item for group in rest for item in (*partition[group], -1)]
         owner = np.repeat(rest, [len(partition[group]) + 1 for group in rest])
         gain = costs[partition[worst]][:, None] - np.where(np.array(offered) < 0, 0.0, costs[offered])

@@ -1,4 +1,4 @@
-"""The tensors of a packed row."""
+"""Tensors of a packed micro-batch."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from megatron_fleet.trainer.packing.pack_plan import round_up
 
 
 def row_width(lengths: Sequence[int], sequence_align: int = 1, row_align: int = 1) -> int:
-    """Tokens that a row of sequences of these lengths is processed as; an empty row is one ``row_align`` wide."""
+    """Padded width in tokens of a micro-batch of sequences of these lengths; an empty one is ``row_align`` wide."""
     return round_up(max(1, sum(round_up(length, sequence_align) for length in lengths)), row_align)
 
 
 @dataclass(slots=True)
 class PackedRow:
-    """One micro-batch of ``P`` tokens. Index ``i`` of the row predicts token ``i + 1`` of its sequence.
+    """One micro-batch of ``P`` tokens. Index ``i`` predicts token ``i + 1`` of its sequence.
 
-    Invariants: ``sum(lengths) + filler == P``; ``sequence`` never falls; ``real`` is true at ``real_tokens`` places,
-    among them every place of ``trained`` and the one behind it.
+    Invariants: ``sum(lengths) + filler == P``; ``sequence`` never decreases; ``real`` is true at ``real_tokens``
+    places, among them every place of ``trained`` and its successor.
 
     Attributes:
         tokens: int64 ``[P]``; 0 where nothing is real.
-        positions: int64 ``[P]``, place of each token in its sequence; goes on through its alignment, starts anew in the
-            filler.
+        positions: int64 ``[P]``, position of each token in its sequence; continues through its alignment padding,
+            restarts in the filler.
         real: bool ``[P]``: a token of a sequence, neither alignment nor filler.
-        lengths: tokens of each sequence in the row, alignment included; a sequence without tokens has no entry.
-        filler: tokens behind them.
-        trained: int64 ``[A]``, indices into the row that predict a trained token.
+        lengths: tokens of each sequence, alignment included; a sequence without tokens has no entry.
+        filler: tokens after them.
+        trained: int64 ``[A]``, indices into the micro-batch that predict a trained token.
         targets: int64 ``[A]``, the tokens they predict.
-        sequence: int64 ``[A]``, which of the row's sequences they belong to.
+        sequence: int64 ``[A]``, index of the sequence they belong to.
         loss_scale, scaled_advantages, behaviour, proximal, reference, staleness: float32 ``[A]``, the `Datum` fields of
             these tokens.
         real_tokens: tokens that belong to sequences.
-        routing: where a sequence begins in the row and its ``Datum.routing``, for those that have one.
+        routing: start of a sequence in the micro-batch and its ``Datum.routing``, for those that have one.
     """
 
     tokens: torch.Tensor
@@ -59,11 +59,11 @@ class PackedRow:
 
 
 def pack_row(row: Sequence[Datum], width: int, sequence_align: int = 1) -> PackedRow:
-    """Lay the sequences of a row one behind the other and collect their trained positions, in order.
+    """Concatenate the sequences of a micro-batch and collect their trained positions, in order.
 
     Args:
-        width: tokens of the row, `row_width` of its sequences or more.
-        sequence_align: each sequence takes a multiple of this many tokens.
+        width: tokens of the micro-batch, `row_width` of its sequences or more.
+        sequence_align: each sequence is padded to a multiple of this many tokens.
 
     Raises:
         ValueError: the sequences do not fit, a first token is trained, or only some carry an optional field.
@@ -110,7 +110,7 @@ def pack_row(row: Sequence[Datum], width: int, sequence_align: int = 1) -> Packe
 
 
 def unpack_trained(row: Sequence[Datum], values: np.ndarray) -> list[np.ndarray]:
-    """Values ``[A]`` at a row's trained positions back to float32 ``[T]`` per sequence, 0 elsewhere."""
+    """Scatter values ``[A]`` at a micro-batch's trained positions to float32 ``[T]`` per sequence, 0 elsewhere."""
     out, start = [], 0
     for datum in row:
         where = np.flatnonzero(datum.loss_mask)

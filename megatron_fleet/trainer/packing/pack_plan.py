@@ -1,4 +1,4 @@
-"""The packing plan: which sequences make up which row of which data-parallel rank. Pure functions."""
+"""Packing plan: assignment of sequences to the micro-batches of data-parallel ranks. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.trainer.packing.balance import balance
 
 Plan = list[list[list[int]]]
-"""Rank → rows → indices of sequences."""
+"""Rank → micro-batches → indices of sequences."""
 
 
 def round_up(number: int, multiple: int) -> int:
-    """The smallest multiple from ``number`` on."""
+    """Smallest multiple not below ``number``."""
     return -(-number // multiple) * multiple
 
 
@@ -26,31 +26,32 @@ def plan_rows(
     sequence_align: int = 1,
     row_align: int = 1,
 ) -> Plan:
-    """Distribute sequences over data-parallel ranks and pack each rank's share into rows.
+    """Distribute sequences over data-parallel ranks and pack each rank's share into micro-batches.
 
     1. Sequences go to ranks by cost alone (`balance.balance`), so that the ranks finish together.
-    2. First-fit-decreasing finds how many rows each rank needs; all ranks get as many as the neediest.
-    3. Each rank's sequences are laid out in that many rows a second time, each into the cheapest row with room. Of the
-       two layouts, the one with less waiting is the plan: ranks with experts meet in every row, pipeline stages wait
-       for the longest one.
+    2. First-fit-decreasing finds the number of micro-batches that each rank needs; all ranks get the maximum.
+    3. Each rank's sequences are packed a second time, into that many micro-batches, each into the cheapest with room.
+       The plan is the layout with less waiting: ranks with experts synchronise in every micro-batch, and pipeline
+       stages wait for the longest one.
 
-    Invariants: every index appears exactly once; every rank has the same number of rows: at least one, and what
-    first-fit-decreasing needs on the neediest rank; `pack.row_width` of a row is at most ``capacity``; a rank's rows go
-    from costly to cheap, empty ones last, so that rows that meet are alike; equal arguments give equal plans.
+    Invariants: every index appears exactly once; every rank has the same number of micro-batches: at least one, and the
+    maximum that first-fit-decreasing needs; `pack.row_width` of a micro-batch is at most ``capacity``; a rank's
+    micro-batches are sorted from costly to cheap, empty ones last, so that concurrent ones are alike; equal arguments
+    give equal plans.
 
     Args:
         lengths: tokens of each sequence.
         dp: number of data-parallel ranks.
-        capacity: most tokens of a row.
+        capacity: maximum tokens of a micro-batch.
         costs: FLOPs of each sequence, in any unit.
-        sequence_align: each sequence takes a multiple of this many tokens.
-        row_align: each row takes a multiple of this many.
+        sequence_align: each sequence is padded to a multiple of this many tokens.
+        row_align: each micro-batch is padded to a multiple of this many.
 
     Returns:
-        rank → rows → indices into ``lengths``.
+        rank → micro-batches → indices into ``lengths``.
 
     Raises:
-        UserError: a sequence is longer than a row.
+        UserError: a sequence is longer than a micro-batch.
     """
     needs = [round_up(length, sequence_align) for length in lengths]
     room = capacity // row_align * row_align
@@ -80,13 +81,15 @@ def _cost(row: Sequence[int], costs: Sequence[float]) -> float:
 
 
 def _waiting(plan: Plan, costs: Sequence[float]) -> float:
-    """FLOPs on the critical path when all ranks meet in every row, and a second pipeline stage begins a row later."""
+    """FLOPs on the critical path when all ranks synchronise in every micro-batch, and a second pipeline stage starts
+    one later.
+    """
     rows = np.array([[_cost(row, costs) for row in rows] for rows in plan])
     return float(rows.max(0).sum() + rows.max())
 
 
 def _first_fit(share: Sequence[int], needs: Sequence[int], capacity: int) -> list[list[int]]:
-    """First-fit-decreasing: each sequence into the first row with room. ``share`` is sorted, longest first."""
+    """First-fit-decreasing: each sequence into the first micro-batch with room. ``share`` is sorted, longest first."""
     room = np.full(len(share) + 1, capacity)
     rows: list[list[int]] = []
     for index in share:
@@ -101,7 +104,7 @@ def _first_fit(share: Sequence[int], needs: Sequence[int], capacity: int) -> lis
 def _level(
     share: Sequence[int], needs: Sequence[int], costs: Sequence[float], capacity: int, count: int
 ) -> list[list[int]]:
-    """Each sequence into the cheapest of ``count`` rows with room; nothing when one finds none."""
+    """Put each sequence into the cheapest of ``count`` micro-batches with room; nothing when one does not fit."""
     room, loads = np.full(count, capacity), np.zeros(count)
     rows: list[list[int]] = [[] for _ in range(count)]
     for index in share:

@@ -1,10 +1,10 @@
-"""``gloo`` and ``nccl``: rank 0 broadcasts whole buckets to engines on other devices or hosts.
+"""``gloo`` and ``nccl`` transports: rank 0 broadcasts whole buckets to engines on other devices or hosts.
 
-Every update has a group of its own. Rank 0 opens a store, whose address goes to the engines through the controller;
-every engine worker registers there and gets the next number; when all have, rank 0 closes the list and all connect.
-So nobody counts engines, and one that died or was started since the last update is no special case. ``gloo`` (CPU)
-and ``nccl`` (CUDA) differ in the group only.
+Every update has its own process group. Rank 0 opens a store, whose address reaches the engines through the controller;
+every engine worker registers there and gets the next rank; once all have, rank 0 closes registration and all connect.
+No engine count is needed, and an engine that died or started since the last update is not a special case. ``gloo``
+(CPU) and ``nccl`` (CUDA) differ only in the group.
 
-When a member dies during an update, the group breaks for all. The others keep what they have ready for another
-attempt, which the controller makes with those that are left.
+If a member dies during an update, the group breaks for all. The others keep their prepared state for another attempt,
+which the controller makes with the remaining ones.
 """

@@ -1,4 +1,4 @@
-"""The controller's half of ``gloo`` and ``nccl``. Nothing here imports torch."""
+"""Controller side of the ``gloo`` and ``nccl`` transports. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_fleet.weight_sync.base import WeightReceiver, WeightSender
 log = logging.getLogger(__name__)
 
 ATTEMPTS = 5
-"""Of one update. Each that fails has lost an engine, or the network between engines and trainer is broken."""
+"""Attempts per update. Each failure has lost an engine, or the network between engines and trainer is broken."""
 
 
 class BroadcastTransport:
@@ -29,11 +29,11 @@ class BroadcastTransport:
                 f"rollout.engine.transport={self.name}: needs the address of the trainer's host as engines reach it."
             )
         self._address = options["address"]
-        # Engines that were lost in an update ask for it again before it has ended.
+        # Engines lost during an update request it again before it has finished.
         self._turn = asyncio.Lock()
 
     async def sync(self, trainer: WeightSender, engines: WeightReceiver, version: int) -> None:
-        """See `Transport.sync`. Raises RuntimeError when engines were lost in ``ATTEMPTS`` attempts."""
+        """See `Transport.sync`. Raises RuntimeError if engines were lost in ``ATTEMPTS`` attempts."""
         async with self._turn:
             await self._send(trainer, engines, version)
         await engines.finish_update(version, None)
@@ -54,7 +54,7 @@ class BroadcastTransport:
         raise RuntimeError(f"weights of version {version} were not received in {ATTEMPTS} attempts: {broken}")
 
     async def _attempt(self, trainer: WeightSender, engines: WeightReceiver, version: int) -> str:
-        """Why it failed, if engines were lost."""
+        """Run one attempt; return the reason it failed, if engines were lost."""
         broken: list[str] = []
 
         async def deliver(message: Mapping[str, Any]) -> None:
@@ -71,12 +71,12 @@ class BroadcastTransport:
 
 
 class GlooTransport(BroadcastTransport):
-    """Between CPUs, on one host or several."""
+    """Transport between CPUs, on one host or several."""
 
     name = "gloo"
 
 
 class NcclTransport(BroadcastTransport):
-    """Between CUDA devices that engines and trainer do not share."""
+    """Transport between CUDA devices that engines and trainer do not share."""
 
     name = "nccl"

@@ -1,4 +1,4 @@
-"""The engines' half of ``gloo`` and ``nccl``, in vLLM's workers only."""
+"""Engine side of the ``gloo`` and ``nccl`` transports; runs in vLLM's workers only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class BroadcastInitInfo(WeightTransferInitInfo):
-    """Where rank 0 of the trainer waits for the members of the coming update."""
+    """Address at which rank 0 of the trainer waits for the members of the next update."""
 
     address: str
     port: int
@@ -31,11 +31,11 @@ class BroadcastInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class BroadcastUpdateInfo(WeightTransferUpdateInfo):
-    """Nothing is to be said beside the layout, which is at the rendezvous."""
+    """Empty: the layout is at the rendezvous."""
 
 
 class BroadcastEngine(ReloadingEngine):
-    """Receives a bucket while it loads the one before."""
+    """Receives a bucket while the previous one is being loaded."""
 
     init_info_cls = BroadcastInitInfo
     update_info_cls = BroadcastUpdateInfo
@@ -47,7 +47,7 @@ class BroadcastEngine(ReloadingEngine):
         self._broken_off = False
 
     def init_transfer_engine(self, init_info: BroadcastInitInfo) -> None:
-        """Register for one update. Raises ValueError when it will lack tensors of the engine's folder."""
+        """Register for one update. Raises ValueError if it would lack tensors of the engine's folder."""
         membership = Membership(**asdict(init_info))
         described = json.loads(membership.layout)
         check_names(self, described["names"])
@@ -62,8 +62,8 @@ class BroadcastEngine(ReloadingEngine):
     def receive_weights(self, update_info: BroadcastUpdateInfo) -> None:
         """Receive and load all buckets.
 
-        A group that breaks is no error of this engine: it is then ready to load everything again in this update, or to
-        fail when it is asked to finish.
+        A broken group is not an error of this engine: it is then ready to load everything again in this update, or
+        fails when asked to finish.
 
         Raises:
             DamagedBucket: a checksum differs.
@@ -92,7 +92,7 @@ class BroadcastEngine(ReloadingEngine):
 
 
 class GlooEngine(BroadcastEngine):
-    """The engines' half of ``gloo``."""
+    """Engine side of the ``gloo`` transport."""
 
     group = GlooGroup
 
@@ -103,6 +103,6 @@ class GlooEngine(BroadcastEngine):
 
 
 class NcclEngine(BroadcastEngine):
-    """The engines' half of ``nccl``."""
+    """Engine side of the ``nccl`` transport."""
 
     group = NcclGroup

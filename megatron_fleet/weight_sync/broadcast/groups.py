@@ -1,4 +1,4 @@
-"""Groups of processes that take broadcasts of rank 0, with deadlines: over gloo, and over NCCL."""
+"""Process groups that receive broadcasts from rank 0, with deadlines, over gloo or NCCL."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from torch.distributed.distributed_c10d import BroadcastOptions
 from megatron_fleet.weight_sync.broadcast.rendezvous import GroupBroken
 
 CONNECT_S = 60.0
-"""For all members to connect to each other."""
+"""Timeout for all members to connect to each other."""
 STALL_S = 120.0
-"""For one broadcast: a member may be loading the bucket before."""
+"""Timeout of one broadcast: a member may still be loading the previous bucket."""
 _POLL_S = 1e-3
 
 T = TypeVar("T")
 
 
 class Group(Protocol):
-    """Makes connections when constructed; raises `GroupBroken` when that or a broadcast fails."""
+    """Connects when constructed; raises `GroupBroken` if that or a broadcast fails."""
 
     def __init__(self, store: Store, rank: int, size: int, own_address: str, device: torch.device) -> None: ...
 
     def broadcast(self, memory: torch.Tensor) -> None:
-        """Overwrite uint8 ``memory`` with rank 0's; returns when it has been sent and received here."""
+        """Overwrite uint8 ``memory`` with rank 0's; returns once it has been sent and received here."""
         ...
 
     def close(self) -> None:
-        """Disconnect; members that wait for this one notice."""
+        """Disconnect; members that wait for this one are notified."""
         ...
 
 
 class GlooGroup:
-    """`Group` over gloo, for memory of the CPU.
+    """`Group` over gloo, for CPU memory.
 
-    The constructor keeps Python's other threads waiting, so it should not be called before all members are ready.
+    The constructor blocks Python's other threads, so call it only when all members are ready.
     """
 
     def __init__(self, store: Store, rank: int, size: int, own_address: str, device: torch.device) -> None:
-        gloo: Any = ProcessGroupGloo  # whose annotations lack these methods
+        gloo: Any = ProcessGroupGloo  # its annotations lack these methods
         options = gloo._Options()
         options._timeout = timedelta(seconds=CONNECT_S)
         options._devices = [gloo.create_device(hostname=own_address)]
@@ -97,18 +97,18 @@ class NcclGroup:
             self._communicator.broadcast(memory, src=0, stream=stream)
             done.record(stream)
         deadline = time.monotonic() + STALL_S
-        while not done.query():  # NCCL itself waits for ever for a member that died
+        while not done.query():  # NCCL itself waits forever for a member that died
             if time.monotonic() > deadline:
                 raise GroupBroken(f"a broadcast was not through after {STALL_S:.0f} s")
             time.sleep(_POLL_S)
 
     def close(self) -> None:
-        """See `Group.close`. Aborts a broadcast that is not through."""
+        """See `Group.close`. Aborts an unfinished broadcast."""
         self._communicator.destroy()
 
 
 def _within(seconds: float, function: Callable[[], T]) -> T:
-    """The result of ``function``; after a TimeoutError it goes on in its thread, which ends with the process."""
+    """Result of ``function``; after a TimeoutError it continues in its thread, which ends with the process."""
     results: list[T] = []
     errors: list[BaseException] = []
 

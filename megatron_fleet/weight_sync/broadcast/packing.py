@@ -1,4 +1,4 @@
-"""A bucket with its checksum, as one piece of memory for one broadcast."""
+"""A bucket and its checksum in one buffer, for one broadcast."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from megatron_fleet.weight_sync.buckets import ALIGNMENT, BucketLayout, checksum
 
 
 class DamagedBucket(ValueError):
-    """The checksum of a bucket differs."""
+    """The checksum of a bucket does not match."""
 
 
 def packed_bytes(layout: BucketLayout, bucket: int) -> int:
-    """Bytes of a packed bucket."""
+    """Size of a packed bucket in bytes."""
     start, end = layout.spans[bucket]
     return end - start + ALIGNMENT
 
 
 def pack(layout: BucketLayout, bucket: int, tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Uint8 memory on ``device`` with the tensors of a bucket, in the order of the layout, and their checksum."""
+    """Pack the tensors of a bucket, in layout order, and their checksum into uint8 memory on ``device``."""
     memory = torch.zeros(packed_bytes(layout, bucket), dtype=torch.uint8, device=device)
     start, end = layout.spans[bucket]
     for (_, place), tensor in zip(layout.tensors(bucket, memory, start), tensors, strict=True):
@@ -31,7 +31,7 @@ def pack(layout: BucketLayout, bucket: int, tensors: Sequence[torch.Tensor], dev
 
 
 def unpack(layout: BucketLayout, bucket: int, memory: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """(name, tensor) of every tensor of a packed bucket; no copy. Raises `DamagedBucket`."""
+    """(name, tensor) of every tensor of a packed bucket, as views. Raises `DamagedBucket`."""
     start, end = layout.spans[bucket]
     declared = int(memory[end - start :].view(torch.int64)[0]) % 2**64
     if checksum(memory[: end - start]) != declared:

@@ -1,4 +1,4 @@
-"""Members of an update's group find each other at a store that rank 0 of the trainer opens."""
+"""Rendezvous of an update group's members, at a store opened by rank 0 of the trainer."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from typing import Any
 from torch.distributed import PrefixStore, TCPStore
 
 OPEN_S = 1800.0
-"""Engines wait so long for rank 0, which may have other verbs to execute before. They notice at once when it dies."""
+"""Engines' timeout for rank 0, which may have other work to do first. They notice immediately if it dies."""
 JOIN_S = 60.0
-"""Rank 0 waits so long for engines that have registered."""
+"""Rank 0's timeout for engines that have registered."""
 _LAYOUT, _MEMBERS, _READY, _SIZE = "layout", "members", "ready", "size"
 
 
 class GroupBroken(RuntimeError):
-    """A member died or fell silent: the group is of no more use."""
+    """A member died or stopped responding; the group is unusable."""
 
 
 class Rendezvous:
-    """Rank 0's side.
+    """Rank 0's side of the rendezvous.
 
-    The port is bound here, once, and never free in between. A store asks nobody who they are: its keys begin with a
-    secret, which goes to the engines with the address.
+    The port is bound here, once, and never released in between. A store does not authenticate clients, so its keys
+    begin with a secret that is passed to the engines with the address.
     """
 
     def __init__(self, address: str, layout: str) -> None:
         """Listen.
 
         Args:
-            address: of this host, as engines reach it.
-            layout: all that members must know of the buckets.
+            address: of this host, as reachable by engines.
+            layout: description of the buckets, with everything that members need.
 
         Raises:
             OSError: this host does not have the address.
@@ -56,10 +56,10 @@ class Rendezvous:
         self.init_info: dict[str, Any] = {"address": address, "port": port, "secret": secret}
 
     def meet(self) -> int:
-        """Accept no more members and wait until all are ready; returns the size of the group, rank 0 included.
+        """Close registration and wait until all members are ready; return the group size, including rank 0.
 
         Raises:
-            GroupBroken: one of them was not ready within ``JOIN_S``.
+            GroupBroken: a member was not ready within ``JOIN_S``.
         """
         size = 1 + int(self.store.add(_MEMBERS, 0))
         with _broken(f"not all {size - 1} engine workers that registered came"):
@@ -70,16 +70,16 @@ class Rendezvous:
 
 
 class Membership:
-    """An engine worker's side.
+    """An engine worker's side of the rendezvous.
 
     Attributes:
         number: rank in the group, from 1; 0 before `register`.
-        own_address: of this host, on the way to rank 0.
-        layout: as rank 0 set it.
+        own_address: this host's address on the route to rank 0.
+        layout: as published by rank 0.
     """
 
     def __init__(self, address: str, port: int, secret: str) -> None:
-        """Connect. Raises OSError or a torch.distributed error when nobody answers."""
+        """Connect. Raises OSError or a torch.distributed error if nothing answers."""
         with socket.create_connection((address, port), JOIN_S) as probe:
             self.own_address = probe.getsockname()[0]
         client = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=JOIN_S))
@@ -88,11 +88,11 @@ class Membership:
         self.number = 0
 
     def register(self) -> None:
-        """Become a member of the coming group."""
+        """Join the next group."""
         self.number = int(self.store.add(_MEMBERS, 1))
 
     def meet(self) -> int:
-        """Wait until all members are ready; returns the size of the group. Raises `GroupBroken`."""
+        """Wait until all members are ready; return the group size. Raises `GroupBroken`."""
         with _broken("rank 0 of the trainer did not come"):
             self.store.set(f"{_READY}/{self.number}", "")
             self.store.wait([_SIZE], timedelta(seconds=OPEN_S))
@@ -103,5 +103,5 @@ class Membership:
 def _broken(what: str) -> Iterator[None]:
     try:
         yield
-    except RuntimeError as e:  # torch.distributed's errors are such
+    except RuntimeError as e:  # the base class of torch.distributed's errors
         raise GroupBroken(f"{what}: {e}") from e

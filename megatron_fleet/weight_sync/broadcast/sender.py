@@ -1,4 +1,4 @@
-"""The ranks' half of ``gloo`` and ``nccl``: the first replica gathers, rank 0 broadcasts."""
+"""Trainer side of the ``gloo`` and ``nccl`` transports: the first replica gathers, rank 0 broadcasts."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from megatron_fleet.weight_sync.engine_format import EngineFormat, Source
 
 
 class BroadcastSender:
-    """`weight_sync.base.Sender`. Options of `prepare`: ``address`` of rank 0's host, as engines reach it.
+    """`weight_sync.base.Sender`. Options of `prepare`: ``address`` of rank 0's host, as reachable by engines.
 
-    Each `prepare` opens a new rendezvous for one `send`. Rank 0 posts ``{"broken": reason}`` when engines were lost in
-    the middle; that is for the controller's half and no error of the trainer.
+    Each `prepare` opens a new rendezvous for one `send`. Rank 0 posts ``{"broken": reason}`` if engines were lost
+    during an update; that is for the controller and not an error of the trainer.
     """
 
     group: ClassVar[type[Group]]
@@ -35,7 +35,7 @@ class BroadcastSender:
         self._group: Group | None = None
 
     def prepare(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Open a rendezvous; returns its address for engines. Raises UserError when rank 0 cannot listen there."""
+        """Open a rendezvous; return its address for engines. Raises UserError if rank 0 cannot listen there."""
         self.close()
         with together(self._world):
             if self._world.rank == 0:
@@ -54,7 +54,7 @@ class BroadcastSender:
                     broken = str(e)
                     self.close()
                 except BaseException:
-                    self.close()  # so that engines wait no longer
+                    self.close()  # so that engines stop waiting
                     raise
         if broken:
             deliver.post({"broken": broken}).wait()
@@ -72,7 +72,7 @@ class BroadcastSender:
             size = self._rendezvous.meet()
             if size > 1:
                 self._group = self.group(self._rendezvous.store, 0, size, self._rendezvous.address, self._device)
-        if self._group is not None:  # else there is no engine
+        if self._group is not None:  # otherwise there is no engine
             self._group.broadcast(pack(self._layout, bucket, tensors, self._device))
 
 

@@ -1,5 +1,5 @@
-"""``cuda_ipc``: engines on the trainer's GPUs copy from a buffer of the ranks, through vLLM's own packed CUDA IPC.
+"""``cuda_ipc`` transport: engines on the trainer's GPUs copy from the ranks' buffer, using vLLM's packed CUDA IPC.
 
-The buffer is filled again and again during an update, so nothing of it can be read later: an engine that starts again
-gets the version from the trainer once more.
+The buffer is reused throughout an update, so its content cannot be read later: a restarted engine gets the version
+from the trainer again.
 """

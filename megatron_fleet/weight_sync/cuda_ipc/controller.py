@@ -1,4 +1,4 @@
-"""The controller's half of ``cuda_ipc``. Nothing here imports torch."""
+"""Controller side of the ``cuda_ipc`` transport. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class CudaIpcTransport:
     lasting = False
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        # Engines that were lost in an update ask for it again before it has ended.
+        # Engines lost during an update request it again before it has finished.
         self._turn = asyncio.Lock()
 
     async def sync(self, trainer: WeightSender, engines: WeightReceiver, version: int) -> None:

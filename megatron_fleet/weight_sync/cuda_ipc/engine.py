@@ -1,4 +1,4 @@
-"""The engines' half of ``cuda_ipc``, in vLLM's workers only: vLLM's own, and a check that nothing is left out."""
+"""Engine side of the ``cuda_ipc`` transport, in vLLM's workers only: vLLM's own, plus a check for missing tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron_fleet.weight_sync.reloading import begin_reload, check_names, rest
 
 
 class CudaIpcEngine(IPCWeightTransferEngine):
-    """Loads chunks of the ranks' buffer as they come."""
+    """Loads chunks of the ranks' buffer as they arrive."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -23,7 +23,7 @@ class CudaIpcEngine(IPCWeightTransferEngine):
         self._received.update(update_info.names)
 
     def finish_weight_update(self) -> None:
-        """Complete the layers. Raises ValueError when the update lacked tensors of the engine's folder."""
+        """Finalise the layers. Raises ValueError if the update lacked tensors of the engine's folder."""
         check_names(self, self._received)
         restore_passthrough(self)
         super().finish_weight_update()

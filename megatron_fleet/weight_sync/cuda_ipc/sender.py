@@ -1,4 +1,4 @@
-"""The ranks' half of ``cuda_ipc``: vLLM's own trainer engine, with messages that go through the controller."""
+"""Trainer side of the ``cuda_ipc`` transport: vLLM's trainer engine, with messages routed through the controller."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megatron_fleet.weight_sync.base import Outbox
 from megatron_fleet.weight_sync.engine_format import EngineFormat, FormattedSource, Source
 
 BUFFER_BYTES = 1 << 30
-"""Of a rank's device, during an update; more when a tensor is larger."""
+"""Device memory per rank during an update; more if a tensor is larger."""
 
 
 class CudaIpcSender:
-    """`weight_sync.base.Sender`. vLLM gathers handles over the default process group, which must be the ranks that
-    share GPUs with the engines."""
+    """`weight_sync.base.Sender`. vLLM gathers handles over the default process group, which must consist of the ranks
+    that share GPUs with the engines."""
 
     def __init__(self, source: Source, world: Communicator, device: torch.device, form: EngineFormat) -> None:
         """Collective over ``world``."""
@@ -31,16 +31,16 @@ class CudaIpcSender:
         info = IPCTrainerInitInfo(rank=world.rank, packed=True, packed_buffer_size_bytes=nbytes)
         self._world = world
         self._client = OutboxClient()
-        # vLLM asks for its own abstract class and uses only the methods that ours has.
+        # vLLM's annotation requires its own abstract class, but it only uses the methods that ours has.
         structural: Any = formatted
         self._engine = WeightTransferTrainerFactory.trainer_init(info, client=self._client, source=structural)
 
     def prepare(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What engines need to read the buffer."""
+        """Return the information that engines need to read the buffer."""
         return self._client.init_info
 
     def send(self, version: int, options: Mapping[str, Any], deliver: Outbox) -> None:
-        """See `Sender.send`. Raises on every rank when engines could not be reached."""
+        """See `Sender.send`. Raises on every rank if engines could not be reached."""
         with together(self._world):
             self._client.begin(deliver)
             self._engine.send_weights()
@@ -52,11 +52,11 @@ class CudaIpcSender:
 
 
 class OutboxClient:
-    """vLLM's ``VLLMWeightSyncClient``, of which only the update messages reach the engines from here: the controller
-    opens, begins and finishes updates.
+    """vLLM's ``VLLMWeightSyncClient`` interface. Forwards only update messages to the engines: the controller opens,
+    begins and finishes updates.
 
     Attributes:
-        init_info: for engines.
+        init_info: passed to engines.
     """
 
     def __init__(self) -> None:
@@ -65,11 +65,11 @@ class OutboxClient:
         self._error: Exception | None = None
 
     def begin(self, outbox: Outbox) -> None:
-        """Deliver by ``outbox`` from now on."""
+        """Deliver through ``outbox`` from now on."""
         self._outbox, self._error = outbox, None
 
     def end(self) -> None:
-        """Raise what a delivery raised. Not earlier: the other ranks go on to the end of the update in lockstep."""
+        """Raise a delivery error. Not earlier: the other ranks run to the end of the update in lockstep."""
         if self._error is not None:
             raise self._error
 
@@ -77,7 +77,7 @@ class OutboxClient:
         self.init_info = init_info
 
     def start_weight_update(self) -> None:
-        """Nothing: the controller has begun the update."""
+        """No-op: the controller has begun the update."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Deliver a message and wait until all engines have copied from the buffer."""
@@ -89,11 +89,11 @@ class OutboxClient:
                 self._error = e
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Nothing: the controller finishes the update."""
+        """No-op: the controller finishes the update."""
 
 
 def _plain(update_info: Mapping[str, Any]) -> dict[str, Any]:
-    """A message without objects: handles have classes in them, which go pickled, as vLLM reads them too."""
+    """Convert to a message without objects: handles contain classes and are pickled, a form that vLLM reads too."""
     message = {key: value for key, value in update_info.items() if value is not None}
     handles = message.pop("ipc_handles")
     return message | {"ipc_handles_pickled": base64.b64encode(pickle.dumps(handles)).decode()}

@@ -1,4 +1,4 @@
-"""The controller's half of ``disk``. Nothing here imports torch."""
+"""Controller side of the ``disk`` transport. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class DiskTransport:
         self._versions: list[str] = []
 
     async def sync(self, trainer: WeightSender, engines: WeightReceiver, version: int) -> None:
-        """See `Transport.sync`. Engines go on sampling while the trainer writes.
+        """See `Transport.sync`. Engines continue sampling while the trainer writes.
 
         Raises:
-            UserError: the disk or the store refuses.
+            UserError: the disk or the object store fails.
         """
-        # A folder of its own for each attempt: one that failed may have left files.
+        # Each attempt has its own folder: a failed one may have left files.
         folder = f"weights-{version:08d}-{secrets.token_hex(4)}"
         message = {"path": f"{self._url}/{folder}"}
         await trainer.prepare_weights(self.name, {})
@@ -52,11 +52,11 @@ class DiskTransport:
         await asyncio.to_thread(_remove_others, self._url, set(self._versions))
 
     def close(self) -> None:
-        """See `Transport.close`. The last versions stay."""
+        """See `Transport.close`. The last versions are kept."""
 
 
 def _remove_others(url: str, kept: set[str]) -> None:
-    """Remove all versions below ``url`` but those ``kept``, unfinished ones and those of earlier runs included."""
+    """Remove all versions below ``url`` except ``kept``, including unfinished ones and those of earlier runs."""
     folder = open_folder(url)
     if isinstance(folder, LocalFolder):
         for path in Path(url).iterdir():
@@ -64,7 +64,7 @@ def _remove_others(url: str, kept: set[str]) -> None:
                 shutil.rmtree(path, ignore_errors=True)
         return
     names = [name for name in folder.sizes() if (match := _OURS.fullmatch(name.split("/")[0])) and match[1] not in kept]
-    # Manifests first: what is half removed must not look whole.
+    # Manifests first: a partially removed version must not look complete.
     for name in sorted(names, key=lambda name: not name.endswith(MANIFEST)):
         folder.delete(name)
 

@@ -1,4 +1,4 @@
-"""The engines' half of ``disk``, in vLLM's workers only."""
+"""Engine side of the ``disk`` transport; runs in vLLM's workers only."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from megatron_fleet.weight_sync.reloading import ReloadingEngine, check_names
 
 @dataclass
 class DiskInitInfo(WeightTransferInitInfo):
-    """Nothing is to be opened: every update says where it is."""
+    """Empty: every update contains its own address."""
 
 
 @dataclass
 class DiskUpdateInfo(WeightTransferUpdateInfo):
-    """``path``: address of the folder of a version."""
+    """``path``: address of a version's folder."""
 
     path: str
 
 
 class DiskEngine(ReloadingEngine):
-    """Reads a file while it loads the one before."""
+    """Reads a file while the previous one is being loaded."""
 
     init_info_cls = DiskInitInfo
     update_info_cls = DiskUpdateInfo
 
     def init_transfer_engine(self, init_info: DiskInitInfo) -> None:
-        """Nothing is to be opened."""
+        """No-op: there is nothing to open."""
 
     def receive_weights(self, update_info: DiskUpdateInfo) -> None:
         """Load all files of a version.
 
         Raises:
-            UserError: the folder is not there, or not whole.
+            UserError: the folder is missing or incomplete.
             ValueError: it lacks tensors of the engine's folder, or a checksum differs.
         """
         # Workers of several engines on this host read the same files.

@@ -1,4 +1,4 @@
-"""The manifest of a version on disk. Nothing here imports torch."""
+"""Manifest of a version on disk. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class BucketFile:
     """One safetensors file.
 
     Attributes:
-        checksum: of its bytes, padded with zeros to a multiple of 8; see `buckets.checksum`.
-        names: of its tensors.
+        checksum: checksum of its bytes, zero-padded to a multiple of 8; see `buckets.checksum`.
+        names: names of its tensors.
     """
 
     file: str
@@ -27,12 +27,12 @@ class BucketFile:
 
 
 def write_manifest(version: int, files: list[BucketFile]) -> bytes:
-    """The content of ``manifest.json``."""
+    """Serialise the content of ``manifest.json``."""
     return json.dumps({"version": version, "files": [asdict(file) for file in files]}).encode()
 
 
 def read_manifest(folder: Folder) -> list[BucketFile]:
-    """The files of a version. Raises UserError when it is not whole, or no version of weights."""
+    """Read the files of a version. Raises UserError if it is incomplete, or not a version of weights."""
     content = folder.read(MANIFEST)
     try:
         return [BucketFile(**entry) for entry in json.loads(content)["files"]]

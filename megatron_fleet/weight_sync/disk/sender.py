@@ -1,4 +1,4 @@
-"""The ranks' half of ``disk``: the first replica gathers, rank 0 writes."""
+"""Trainer side of the ``disk`` transport: the first replica gathers, rank 0 writes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_fleet.weight_sync.engine_format import EngineFormat, Source
 
 
 class DiskSender:
-    """`weight_sync.base.Sender`. Options of `send`: ``path`` of the folder to write, which must not exist."""
+    """`weight_sync.base.Sender`. Options of `send`: ``path`` of the folder to write, which must not exist yet."""
 
     def __init__(self, source: Source, world: Communicator, device: torch.device, form: EngineFormat) -> None:
         self._source, self._world, self._form = source, world, form
@@ -27,11 +27,11 @@ class DiskSender:
         self._parts = stored_parts(self._buckets, form)
 
     def prepare(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Nothing is to be prepared."""
+        """No-op: there is nothing to prepare."""
         return {}
 
     def send(self, version: int, options: Mapping[str, Any], deliver: Outbox) -> None:
-        """Write a version. Raises UserError, on every rank, when the disk or the store refuses."""
+        """Write a version. Raises UserError on every rank if the disk or the object store fails."""
         staging: Staging | None = None
         with together(self._world):
             if self._world.rank == 0:
@@ -59,7 +59,7 @@ class DiskSender:
 
 
 def _write_file(folder: Folder, name: str, content: bytes) -> int:
-    """The checksum of a file that this has written."""
+    """Write a file; return its checksum."""
     buffer = aligned_buffer(-(-len(content) // 8) * 8)
     buffer[: len(content)] = content
     writer = folder.create(name, len(content))

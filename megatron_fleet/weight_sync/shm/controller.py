@@ -1,8 +1,8 @@
-"""The controller's half of ``shm``: it holds the memory and counts the rounds. Nothing here imports torch.
+"""Controller side of the ``shm`` transport: owns the shared memory and counts the rounds. Nothing here imports torch.
 
-The memory is an anonymous file (memfd) of the controller, which others reach through ``/proc``. It outlives the
-trainer: engines that start again while there is none take the last version from it. It has no name to leave behind: the
-kernel frees it with its last user, even when that one is killed.
+The memory is an anonymous file (memfd) of the controller that other processes open through ``/proc``. It outlives the
+trainer: engines that restart while there is no trainer load the last version from it. It has no name to clean up: the
+kernel frees it with its last user, even if that process is killed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ShmTransport:
         await engines.begin_update()
         loading = asyncio.ensure_future(engines.load(message))
         try:
-            # Also when no engine is left to load: the next round must not begin before the writers have ended.
+            # Also if no engine is left to load: the next round must not begin before the writers have finished.
             await trainer.send_weights(version, message, _deliver_nothing)
         except BaseException:
             memory.board.abandon(self._round)
@@ -63,7 +63,7 @@ class ShmTransport:
             self._memory = None
 
     async def _prepare(self, trainer: WeightSender) -> HeldMemory:
-        """The memory, mapped by ``trainer``, which may be a new one."""
+        """The memory, mapped by ``trainer``, which may have been restarted."""
         while True:
             held = self._memory
             known = {} if held is None else {"key": held.key, "path": held.path}
@@ -79,17 +79,17 @@ class HeldMemory:
     """Shared memory of one layout.
 
     Attributes:
-        key: of the layout.
-        path: by which other processes of this user on this host open it.
-        init_info: for engines.
+        key: identifies the layout.
+        path: file that other processes of this user on this host open.
+        init_info: passed to engines.
     """
 
     def __init__(self, key: str, nbytes: int, buckets: int, writers: int, layout: Mapping[str, Any]) -> None:
-        """Reserve the memory. Raises UserError when there is not enough."""
+        """Reserve the memory. Raises UserError if there is not enough."""
         self.key = key
         self._fd = os.memfd_create("megatron_fleet-weights", os.MFD_CLOEXEC)
         try:
-            # Reserved now, because running out of memory later would be a SIGBUS in whoever writes.
+            # Reserved now, because running out of memory later would be a SIGBUS in the writing process.
             os.posix_fallocate(self._fd, 0, nbytes)
         except OSError as e:
             os.close(self._fd)
@@ -103,7 +103,7 @@ class HeldMemory:
         self.board = Board(np.frombuffer(mapped, np.uint8), buckets, writers)
 
     def close(self) -> None:
-        """Let the memory go; processes that have mapped it keep it."""
+        """Release the memory; processes that have mapped it keep it."""
         os.close(self._fd)
 
 

@@ -1,4 +1,4 @@
-"""The engines' half of ``shm``, in vLLM's workers only."""
+"""Engine side of the ``shm`` transport; runs in vLLM's workers only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_fleet.weight_sync.shm.layout import map_memory, parse_layout
 
 @dataclass
 class ShmInitInfo(WeightTransferInitInfo):
-    """The shared memory: ``path`` to map and what `SharedLayout.describe` says of it."""
+    """Shared memory to map: its ``path``, and its layout as given by `SharedLayout.describe`."""
 
     path: str
     names: list[str]
@@ -28,13 +28,13 @@ class ShmInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class ShmUpdateInfo(WeightTransferUpdateInfo):
-    """``round``: the attempt to send weights whose tensors are loaded; its writers need not be through yet."""
+    """``round``: the attempt to send weights whose tensors are loaded; its writers may still be active."""
 
     round: int
 
 
 class ShmEngine(ReloadingEngine):
-    """Loads tensors from mapped memory, bucket by bucket as they become ready."""
+    """Loads tensors from mapped memory, each bucket once it is ready."""
 
     init_info_cls = ShmInitInfo
     update_info_cls = ShmUpdateInfo
@@ -45,7 +45,7 @@ class ShmEngine(ReloadingEngine):
         self._round = 0
 
     def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
-        """Map the memory; a second call maps anew. Raises ValueError when it lacks tensors of the engine's folder."""
+        """Map the memory; a second call remaps it. Raises ValueError if it lacks tensors of the engine's folder."""
         described = asdict(init_info)
         path = described.pop("path")
         check_names(self, init_info.names)
@@ -59,18 +59,18 @@ class ShmEngine(ReloadingEngine):
         super().start_weight_update()
 
     def receive_weights(self, update_info: ShmUpdateInfo) -> None:
-        """Load all buckets of a round, waiting for each. Checksums run ahead of loading.
+        """Load all buckets of a round, waiting for each one. Checksums are computed ahead of loading.
 
         Raises:
             ValueError: a checksum differs.
-            RoundLost: the trainer gave the round up, or has begun another one.
+            RoundLost: the trainer abandoned the round, or has begun another one.
         """
         self._round = update_info.round
         count = len(self._layout.buckets)
         self.load_buckets(prefetch(self._checked, count, ahead=count))
 
     def finish_weight_update(self) -> None:
-        """Complete the layers. Raises RuntimeError when nothing was received, or it was overwritten meanwhile."""
+        """Finalise the layers. Raises RuntimeError if nothing was received, or it was overwritten in the meantime."""
         super().finish_weight_update()
         self._board.check_current(self._round)
 
@@ -79,7 +79,7 @@ class ShmEngine(ReloadingEngine):
 
     def _checked(self, bucket: int) -> list[tuple[str, torch.Tensor]]:
         memory = self._memory
-        assert memory is not None  # start_weight_update has looked
+        assert memory is not None  # checked by start_weight_update
         self._board.wait(SUMMED, bucket, self._round)
         for writer in range(self._layout.writers):
             start, end = self._layout.piece(bucket, writer)

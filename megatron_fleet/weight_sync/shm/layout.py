@@ -1,4 +1,4 @@
-"""Where everything lies in the shared memory: the board, the buckets, the writers' own space."""
+"""Layout of the shared memory: the board, the buckets, the writers' scratch space."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megatron_fleet.weights.source import ParamMeta
 
 
 class SharedLayout(BucketLayout):
-    """A `BucketLayout` behind a board.
+    """A `BucketLayout` that follows a board.
 
     Attributes:
-        writers: ranks that write.
-        scratch: first byte of the writers' own space.
-        nbytes: of the whole memory.
+        writers: number of ranks that write.
+        scratch: offset of the writers' scratch space.
+        nbytes: total size of the memory.
     """
 
     def __init__(self, buckets: Sequence[Sequence[ParamMeta]], writers: int, scratch_bytes: int = 0) -> None:
@@ -29,27 +29,27 @@ class SharedLayout(BucketLayout):
         self.nbytes = self.scratch + scratch_bytes
 
     def describe(self) -> dict[str, Any]:
-        """As plain values, for `parse_layout`."""
+        """Describe the layout as plain values, for `parse_layout`."""
         return super().describe() | {"writers": self.writers, "scratch_bytes": self._scratch_bytes}
 
     def piece(self, bucket: int, writer: int) -> tuple[int, int]:
-        """The bytes of a bucket whose checksum a writer computes."""
+        """Byte range of a bucket whose checksum this writer computes."""
         start, end = self.spans[bucket]
         step = aligned(-(-(end - start) // self.writers))
         return min(start + writer * step, end), min(start + (writer + 1) * step, end)
 
     def board(self, memory: torch.Tensor) -> Board:
-        """The board at the beginning of mapped memory."""
+        """The board at the start of mapped memory."""
         return Board(memory.numpy(), len(self.buckets), self.writers)
 
 
 def parse_layout(described: Mapping[str, Any]) -> SharedLayout:
-    """The layout that `SharedLayout.describe` described. Raises ValueError when the lists do not fit together."""
+    """Rebuild the layout from `SharedLayout.describe`. Raises ValueError if the lists are inconsistent."""
     lists = dict(described)
     writers, scratch_bytes = lists.pop("writers"), lists.pop("scratch_bytes")
     return SharedLayout(parse_buckets(**lists), writers, scratch_bytes)
 
 
 def map_memory(path: str, nbytes: int) -> torch.Tensor:
-    """The whole file as shared uint8 memory ``[nbytes]``. Raises RuntimeError when it cannot be mapped."""
+    """Map the whole file as shared uint8 memory ``[nbytes]``. Raises RuntimeError if it cannot be mapped."""
     return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""The ranks' half of ``shm``: the ranks of the first replica write the parts they own, with no gathering."""
+"""Trainer side of the ``shm`` transport: ranks of the first replica write the parts they own, without gathering."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from megatron_fleet.weights.source import ParamMeta
 
 
 class ShmSender:
-    """`weight_sync.base.Sender`. Options of `prepare`: ``key`` and ``path`` of the memory that the controller holds, of
-    `send`: ``round``."""
+    """`weight_sync.base.Sender`. Options of `prepare`: ``key`` and ``path`` of the controller's memory; of `send`:
+    ``round``."""
 
     def __init__(self, source: Source, world: Communicator, device: torch.device, form: EngineFormat) -> None:
         """Collective over ``world``."""
         self._source, self._world, self._form = source, world, form
         self._writers = [rank for rank, replica in enumerate(world.all_gather(source.place.replica)) if replica == 0]
         groups = source_groups(source)
-        # The first group (the embedding, often larger than a layer) comes last: engines begin sooner.
+        # The first group (the embedding, often larger than a layer) comes last so that engines can start sooner.
         self._buckets = make_buckets([*groups[1:], *groups[:1]])
         scratch = max(sum(self._scratch_bytes(meta) for meta in bucket) for bucket in self._buckets)
         self._layout = SharedLayout(stored_parts(self._buckets, form), len(self._writers), scratch)
@@ -39,10 +39,10 @@ class ShmSender:
         self._memory: torch.Tensor | None = None
 
     def prepare(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Map the memory, if it has the right layout; otherwise return the layout.
+        """Map the memory if it has the right layout; otherwise return the layout.
 
         Raises:
-            UserError: the first replica spans several hosts; on every rank.
+            UserError: the first replica spans several hosts; raised on every rank.
         """
         if options.get("key") != self._key:
             sizes = {"nbytes": self._layout.nbytes, "buckets": len(self._buckets), "writers": len(self._writers)}
@@ -54,7 +54,7 @@ class ShmSender:
         return {"key": self._key}
 
     def send(self, version: int, options: Mapping[str, Any], deliver: Outbox) -> None:
-        """Write everything in round ``options["round"]``. Raises on every rank when one of them failed."""
+        """Write all tensors in round ``options["round"]``. Raises on every rank if any of them fails."""
         lost = None
         with together(self._world):
             try:
@@ -62,7 +62,7 @@ class ShmSender:
                     if self._memory is None:
                         raise RuntimeError("weights cannot be sent before the memory is prepared")
                     self._write(self._memory, options["round"])
-            except RoundLost as e:  # the rank that it was lost on says why
+            except RoundLost as e:  # the rank that lost it has the reason
                 lost = str(e)
         if any(reasons := self._world.all_gather(lost)):
             raise PeerError(next(reason for reason in reasons if reason))
@@ -102,7 +102,7 @@ class ShmSender:
         return aligned(2 * math.prod(meta.shape)) if self._form.is_quantised(meta.name) else 0
 
     def _scratch(self, memory: torch.Tensor, bucket: int) -> dict[str, torch.Tensor]:
-        """Space for the tensors of a bucket that are quantised, as BF16."""
+        """Scratch space for the tensors of a bucket that are quantised, as BF16."""
         views, at = {}, self._layout.scratch
         for meta in self._buckets[bucket]:
             if self._form.is_quantised(meta.name):

@@ -1,4 +1,4 @@
-"""``mfleet convert …``: parses, calls, prints."""
+"""Command-line interface of ``mfleet convert …``."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ TOLD_ARGS = (
     *("num_layers", "hidden_size", "num_attention_heads", "num_experts"),
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
 )
-"""What `inspect` tells of the command line that a checkpoint was written with; all of it is in its JSON."""
+"""Arguments of the writer's command line that `inspect` prints; its JSON output has all of them."""
 TOLD_DIFFERENCES = 10
 EPILOG = "Folders are local paths or s3://bucket/prefix. docs/convert.md shows each command at work."
 
 
 def add_commands(parser: argparse.ArgumentParser) -> None:
-    """The sub-commands, on the parser of ``mfleet convert``."""
+    """Add the subcommands to the parser of ``mfleet convert``."""
     commands = parser.add_subparsers(required=True, metavar="command")
     megatron = _command(
         commands, "to-megatron", "HF folder → Megatron torch_dist checkpoint for any layout", _to_megatron
@@ -132,7 +132,7 @@ def _to_megatron(args: argparse.Namespace) -> int:
 def _to_hf(args: argparse.Namespace) -> int:
     from megatron_fleet.weights.convert.to_hf import DTYPE_NAMES, plan_to_hf
 
-    # A plan is up to a million small objects that all stay: looking for cycles among them takes as long as making them.
+    # A plan is up to a million small long-lived objects: scanning them for cycles takes as long as creating them.
     gc.disable()
     dtype = {name: stored for stored, name in DTYPE_NAMES.items()}.get(args.dtype)
     return _run(plan_to_hf(args.checkpoint, args.template, dtype), args)

@@ -1,4 +1,4 @@
-"""The bytes of output files, made on demand from a source: copied, decoded, gathered, cast or quantised."""
+"""Content of output files, produced on demand from a source: copied, decoded, gathered, cast or quantised."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from megatron_fleet.weights.mapping import Span
 from megatron_fleet.weights.quant import fp8, int4
 
 STEP_BYTES = 4 << 20
-"""Bytes of source rows that are in memory at one time; quantising FP8 takes whole blocks of rows."""
+"""Source bytes in memory at once; quantising FP8 takes whole blocks of rows."""
 
 
 class RowReader(Protocol):
-    """Rows of HF tensors as floats: `HfReader` and `CheckpointReader`."""
+    """Reads rows of HF tensors as floats: `HfReader` or `CheckpointReader`."""
 
     def dtype(self, tensor: str) -> str: ...
 
@@ -36,7 +36,7 @@ _T = TypeVar("_T", covariant=True)
 
 
 class PerThread(Generic[_T]):
-    """One object for each thread that asks; readers use their buffers again."""
+    """Creates one object per thread; readers reuse their buffers."""
 
     def __init__(self, make: Callable[[], _T]) -> None:
         self._make, self._local = make, threading.local()
@@ -49,7 +49,7 @@ class PerThread(Generic[_T]):
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
-    """``nbytes`` of a file, as they are."""
+    """``nbytes`` of a file, unchanged."""
 
     folder: Folder
     file: str
@@ -61,12 +61,12 @@ class FileRange:
 
 
 class Rows(ABC):
-    """Rows made one block at a time by a function; what subclasses know is how."""
+    """Rows produced one block at a time by `make`, which subclasses define."""
 
     __slots__ = ("_count", "_granule", "_row_bytes")
 
     def __init__(self, count: int, row_bytes: int, granule: int = 1) -> None:
-        """``granule``: rows that must be made together."""
+        """``granule``: number of rows that must be produced together."""
         self._count, self._row_bytes, self._granule = count, row_bytes, granule
 
     @property
@@ -75,10 +75,10 @@ class Rows(ABC):
 
     @abstractmethod
     def make(self, rows: Span) -> npt.NDArray[Any]:
-        """The rows. ``rows`` begin at a multiple of the granule."""
+        """Produce rows. ``rows`` begin at a multiple of the granule."""
 
     def source_row_bytes(self) -> int:
-        """Bytes read for one row, to bound what is in memory."""
+        """Source bytes read per row, for limiting memory."""
         return self._row_bytes
 
     def fill(self, start: int, out: memoryview) -> None:
@@ -94,7 +94,7 @@ class Rows(ABC):
 
 
 class TensorRows(Rows):
-    """Rows of an HF tensor as floats of a type."""
+    """Rows of an HF tensor as floats of a given dtype."""
 
     __slots__ = ("_dtype", "_first", "_readers", "_tensor")
 
@@ -115,7 +115,7 @@ def _bfloat16(readers: PerThread[RowReader], tensor: str, rows: Span) -> npt.NDA
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """Where the scales lie that a tensor was once quantised with."""
+    """Location of the scales with which a tensor was originally quantised."""
 
     folder: Folder
     file: str
@@ -130,13 +130,13 @@ class Hint:
 
 
 class Int4Weights:
-    """A tensor quantised to INT4 groups of 32: scales are those of the source wherever they still hold the weights."""
+    """A tensor quantised to INT4 groups of 32; keeps the source's scales where they still hold the weights."""
 
     def __init__(self, readers: PerThread[RowReader], tensor: str, shape: tuple[int, ...], hint: Hint | None) -> None:
         self.readers, self.tensor, self.shape, self.hint = readers, tensor, shape, hint
 
     def quantise(self, rows: Span) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint16]]:
-        """Weights and scales. Raises UserError for a weight that is no number."""
+        """BF16 weights, and the scales to quantise them with. Raises UserError for a NaN or infinite weight."""
         weights = _bfloat16(self.readers, self.tensor, rows)
         hint = None if self.hint is None else self.hint.rows(rows, np.uint16)
         scales, exact = int4.choose_scales(weights, hint)
@@ -146,7 +146,7 @@ class Int4Weights:
 
 
 class Int4Codes(Rows):
-    """``weight_packed``."""
+    """INT4 codes, stored as ``weight_packed``."""
 
     __slots__ = ("_weights",)
 
@@ -165,7 +165,7 @@ class Int4Codes(Rows):
 
 
 class Int4Scales(Rows):
-    """``weight_scale``."""
+    """INT4 scales, stored as ``weight_scale``."""
 
     __slots__ = ("_weights",)
 
@@ -181,7 +181,7 @@ class Int4Scales(Rows):
 
 
 class Fp8Weights:
-    """A tensor quantised to E4M3 with a scale for each 128×128 block, those of the source where they still hold it."""
+    """A tensor quantised to E4M3 in 128×128 blocks; keeps the source's scales where they still hold the weights."""
 
     def __init__(
         self, readers: PerThread[RowReader], tensor: str, shape: tuple[int, ...], hint: Hint | None, power_of_two: bool
@@ -190,7 +190,7 @@ class Fp8Weights:
         self._power_of_two = power_of_two
 
     def quantise(self, blocks: Span) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.float32]]:
-        """Weights and scales of some rows of blocks. Raises UserError for a weight that is no number."""
+        """BF16 weights of some block rows, and their scales. Raises UserError for a NaN or infinite weight."""
         rows = blocks[0] * BLOCK, min(blocks[1] * BLOCK, self.shape[0])
         weights = _bfloat16(self.readers, self.tensor, rows)
         if self.hint is None:
@@ -204,7 +204,7 @@ class Fp8Weights:
 
 
 class Fp8Codes(Rows):
-    """``weight`` in E4M3."""
+    """E4M3 codes, stored as ``weight``."""
 
     __slots__ = ("_weights",)
 
@@ -223,7 +223,7 @@ class Fp8Codes(Rows):
 
 
 class Fp8Scales(Rows):
-    """``weight_scale_inv``; a row of it is a row of blocks."""
+    """FP8 scales, stored as ``weight_scale_inv``; each row is a row of blocks."""
 
     __slots__ = ("_weights",)
 

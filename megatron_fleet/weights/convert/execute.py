@@ -1,4 +1,4 @@
-"""Carry out a plan: several threads, bounded memory, resumable, finished atomically."""
+"""Execution of a conversion plan: multithreaded, bounded memory, resumable, completed atomically."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from megatron_fleet.storage.staging import Staging
 from megatron_fleet.weights.convert.plan import JOURNAL, Checksum, OutputFile, Plan, windows
 
 ATTEMPTS = 5
-"""Of completing a folder that others are completing too."""
+"""Attempts to complete a folder that other processes are completing too."""
 
 
 class Progress(Protocol):
-    """Told what is being done and, byte by byte, how far it is."""
+    """Receives the current activity and its progress in bytes."""
 
     def start(self, what: str, total: int, done: int = 0) -> None: ...
 
@@ -34,14 +34,14 @@ class Progress(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Part ``index`` of ``count`` of a conversion's files; several machines may each do one."""
+    """Part ``index`` of ``count`` of a conversion's files; several machines can each do one."""
 
     index: int = 0
     count: int = 1
 
     @classmethod
     def parse(cls, text: str) -> Share:
-        """``2/8``: the second of eight. Raises UserError."""
+        """Parse a share: ``2/8`` is the second of eight. Raises UserError."""
         found = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
         index, count = map(int, found.groups()) if found else (0, 0)
         if not 1 <= index <= count:
@@ -50,21 +50,21 @@ class Share:
 
 
 def execute(plan: Plan, out: str, workers: int, share: Share, progress: Progress) -> bool:
-    """Write a plan's files to a folder that appears whole or not at all.
+    """Write a plan's files to a folder that appears completely or not at all.
 
-    Files that an earlier run of the same plan finished are not made again. Whichever run finds all files finished
-    completes the folder, so runs on several machines need not know of each other; several may even do the same share.
+    Files finished by an earlier run of the same plan are not written again. The run that finds all files finished
+    completes the folder, so runs on several machines need no coordination; several may even do the same share.
 
     Args:
         out: local path or ``s3://`` address; must not exist.
-        workers: threads; each needs about 30 MB, more where rows are very wide.
+        workers: number of threads; each needs about 30 MB, more if rows are very wide.
 
     Returns:
-        Whether the output is complete; ``False`` when other shares are still to be done.
+        Whether the output is complete; ``False`` if other shares are still pending.
 
     Raises:
-        UserError: ``out`` exists, another conversion into it is unfinished, the source is not what its manifest says,
-            or a disk or store refuses.
+        UserError: ``out`` exists, another conversion into it is unfinished, the source does not match its manifest, or
+            a disk or object store fails.
     """
     staging = open_staging(out, plan.marker)
     if is_complete(staging, plan):
@@ -73,7 +73,7 @@ def execute(plan: Plan, out: str, workers: int, share: Share, progress: Progress
         try:
             return _execute(staging, plan, workers, share, progress)
         except UserError:
-            # Another process that finishes the folder takes it away from under this one.
+            # Another process that completes the folder moves it away from under this one.
             finishing = False
             with suppress(UserError):
                 finishing = _all_finished(staging, plan) and attempt + 1 < ATTEMPTS
@@ -114,7 +114,7 @@ def _execute(staging: Staging, plan: Plan, workers: int, share: Share, progress:
 
 
 def is_complete(staging: Staging, plan: Plan) -> bool:
-    """Whether this very conversion is finished already. Raises UserError when something else is in its place."""
+    """Whether this conversion is already finished. Raises UserError if its place is taken by something else."""
     if not staging.exists():
         return False
     with suppress(UserError, ValueError, KeyError, TypeError, RecursionError):
@@ -124,10 +124,10 @@ def is_complete(staging: Staging, plan: Plan) -> bool:
 
 
 def claim(staging: Staging, plan: Plan) -> None:
-    """Write the journal, or check that the one that is there is of this plan.
+    """Write the journal, or check that an existing one belongs to this plan.
 
     Raises:
-        UserError: another conversion is unfinished there, or files that are of none.
+        UserError: another conversion is unfinished there, or the folder has files of no conversion.
     """
     fingerprint = plan.fingerprint()
     sizes = staging.folder.sizes()
@@ -154,7 +154,7 @@ def claim(staging: Staging, plan: Plan) -> None:
 
 
 def check_sources(checksums: Sequence[Checksum], workers: int, progress: Progress) -> None:
-    """Compare files with their SHA-256. Raises UserError for the first one that differs."""
+    """Compare files with their SHA-256. Raises UserError for the first mismatch."""
     if not checksums:
         return
     progress.start("checking the source", sum(c.nbytes for c in checksums))
@@ -177,7 +177,7 @@ def _check_source(expected: Checksum, progress: Progress) -> None:
 
 
 def write_file(folder: Folder, file: OutputFile, workers: int, progress: Progress) -> None:
-    """Make one file with several threads."""
+    """Write one file with several threads."""
     writer = folder.create(file.name, file.size)
     try:
         _fill(writer, file, workers, progress)
@@ -213,7 +213,7 @@ def _fill(writer: FileWriter, file: OutputFile, workers: int, progress: Progress
         for thread in threads:
             thread.join()
     except BaseException:
-        # Ctrl-C: nobody may be writing any more when the file is given up.
+        # On Ctrl-C, no thread may still be writing when the file is abandoned.
         stop.set()
         for thread in threads:
             if thread.ident is not None:

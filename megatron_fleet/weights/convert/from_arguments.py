@@ -1,6 +1,6 @@
-"""Which HF model a Megatron-LM checkpoint is, from the arguments that it keeps: the template of last resort.
+"""Template of last resort for a Megatron-LM checkpoint: its HF model, derived from the arguments stored in it.
 
-It has a config.json and no tokenizer, and says nothing about how files are laid out.
+It has a config.json but no tokenizer, and no file layout.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _HF_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 def template_from_arguments(checkpoint: Checkpoint) -> Template | None:
-    """``None`` when the checkpoint keeps no arguments.
+    """Derive a template from a checkpoint's arguments; ``None`` if it stores none.
 
     Raises:
-        UserError: they do not say enough, or are those of no family at hand.
+        UserError: the arguments are incomplete, or belong to no supported family.
     """
     arguments = checkpoint.index.common.get("args")
     state = arguments.state if isinstance(arguments, Opaque) else None

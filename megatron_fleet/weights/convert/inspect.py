@@ -1,4 +1,4 @@
-"""What an HF folder or a Megatron checkpoint holds: tensors, shapes, types, bytes, quantised forms. Headers only."""
+"""Contents of an HF folder or Megatron checkpoint, from headers only: tensors, shapes, dtypes, bytes, quantisation."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from megatron_fleet.weights.torch_dist.index import StoredTensor
 from megatron_fleet.weights.torch_dist.pickle_reader import Opaque
 
 MOST_TOLD = 100_000
-"""Values of the common state."""
+"""Maximum number of values shown of the common state."""
 _MOST_BRANCHES = 50
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One tensor, or several of equal shape and type that differ only in their numbers.
+    """One tensor, or several of equal shape and dtype whose names differ only in numbers.
 
     Attributes:
-        name: with ``*`` for the numbers in which the tensors differ.
-        count: of tensors.
-        form: ``weight``; ``INT4 codes``, ``FP8 scales`` and so on for parts of quantised weights; ``= KEY`` for a
-            further key of bytes that are stored once, under ``KEY``.
-        nbytes: of all of them together; 0 of further keys.
+        name: tensor name, with ``*`` for differing numbers.
+        count: number of tensors.
+        form: ``weight``; ``INT4 codes``, ``FP8 scales`` and so on for parts of quantised weights; ``= KEY`` for an
+            additional key of bytes that are stored once, under ``KEY``.
+        nbytes: total bytes; 0 for additional keys.
     """
 
     name: str
@@ -53,13 +53,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """A folder.
+    """Contents of a folder.
 
     Attributes:
         kind: ``hf`` or ``torch_dist``.
-        objects: entries of a checkpoint that are no tensors; optimizer: tensors of the optimizer, not listed.
-        passthrough: what a converted checkpoint keeps for the way back, in its ``hf/``.
-        common: plain values of the state that is no tensor; ``args`` among them are the writer's command line.
+        objects: checkpoint entries that are not tensors; optimizer: optimizer tensors, not listed.
+        passthrough: tensors that a converted checkpoint keeps in ``hf/`` for converting back.
+        common: plain values of the non-tensor state; its ``args`` are the writer's command line.
     """
 
     url: str
@@ -72,12 +72,12 @@ class Contents:
 
     @property
     def tensors(self) -> int:
-        """How many are stored."""
+        """Number of stored tensors."""
         return sum(row.count for row in self.rows if not row.is_alias)
 
     @property
     def nbytes(self) -> int:
-        """Of the tensors stored."""
+        """Total size of the stored tensors."""
         return sum(row.nbytes for row in self.rows)
 
     def as_json(self) -> dict[str, Any]:
@@ -85,13 +85,13 @@ class Contents:
 
 
 def inspect(url: str, every_tensor: bool = False) -> Contents:
-    """Look at a folder.
+    """List the contents of a folder.
 
     Args:
-        every_tensor: one row for each tensor instead of one for each kind.
+        every_tensor: one row per tensor instead of one per kind.
 
     Raises:
-        UserError: it is neither an HF folder nor a checkpoint, damaged, or a conversion that is not finished.
+        UserError: it is neither an HF folder nor a checkpoint, is damaged, or is an unfinished conversion.
     """
     folder = open_folder(url)
     sizes = folder.sizes()
@@ -116,14 +116,14 @@ def inspect(url: str, every_tensor: bool = False) -> Contents:
 
 
 _Listed = tuple[str, str, tuple[int, ...], str, int]
-"""Name, type, shape, form, bytes."""
+"""Name, dtype, shape, form, bytes."""
 
 
 def _checkpoint_rows(tensors: Mapping[str, StoredTensor]) -> Iterator[_Listed]:
-    """Tensors by key; of several keys with the same chunks the first has the bytes."""
+    """Tensors by key; if several keys have the same chunks, the bytes are counted for the first."""
     first: dict[tuple[Any, ...], str] = {}
     for key, tensor in sorted(tensors.items()):
-        # Tensors without elements have no chunks to tell them apart.
+        # Tensors without elements have no chunks to identify them.
         owner = first.setdefault(tensor.chunks or (key,), key)
         if owner != key:
             yield key, tensor.dtype, tensor.shape, f"= {owner}", 0
@@ -143,10 +143,10 @@ def _carried_rows(checkpoint: Checkpoint) -> Iterator[_Listed]:
 
 
 def _plain(value: Any, left: Iterator[int], depth: int = 0) -> Any:
-    """What JSON can say of a value out of a pickle; ``None`` for the rest.
+    """JSON equivalent of a value from a pickle; ``None`` if there is none.
 
-    ``left``: as long as it gives something, values are told. A pickle of a few bytes can hold itself, or one value in
-    exponentially many places.
+    ``left``: limits the number of values, one item each. A pickle of a few bytes can contain itself, or repeat one
+    value exponentially many times.
     """
     if depth > MAX_DEPTH or next(left, None) is None:
         return None
@@ -159,12 +159,12 @@ def _plain(value: Any, left: Iterator[int], depth: int = 0) -> Any:
         return [_plain(v, left, depth + 1) for v in value]
     if type(value) is int and abs(value) >= 1 << 64:
         return None
-    # Text that is no plain str names a class.
+    # A str subclass is the name of a class.
     return value if type(value) in (str, int, float, bool) else None
 
 
 def _forms(names: Iterable[str]) -> dict[str, str]:
-    """Parts of quantised weights → what they are. A weight is quantised when its scales are there."""
+    """Parts of quantised weights → their form. A weight is quantised if it has scales."""
     names = set(names)
     forms: dict[str, str] = {}
     for name in names:
@@ -181,7 +181,7 @@ _DIGITS = re.compile("[0-9]{1,18}")
 
 
 def _rows(tensors: Iterable[_Listed], every: bool) -> tuple[Row, ...]:
-    """In the order of names, numbers as numbers."""
+    """Build rows in natural order of the names."""
     groups: dict[tuple[Any, ...], list[_Listed]] = {}
     for listed in sorted(tensors, key=lambda t: _natural(t[0])):
         name, dtype, shape, form, _ = listed
@@ -199,7 +199,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def tree(rows: Iterable[Row]) -> Iterator[tuple[int, str, Row | None]]:
-    """(depth, label, row or ``None`` for a branch) in the order of names; branches that do not fork are one line."""
+    """(depth, label, row or ``None`` for a branch) in name order; unbranched paths are merged into one line."""
     root: dict[str | None, Any] = {}
     for row in rows:
         node = root
@@ -210,7 +210,7 @@ def tree(rows: Iterable[Row]) -> Iterator[tuple[int, str, Row | None]]:
 
 
 def _walk(node: dict[str | None, Any], depth: int) -> Iterator[tuple[int, str, Row | None]]:
-    """Under ``None`` a node has the rows that end in it."""
+    """Walk a node; its ``None`` entry has the rows that end in it."""
     for label, child in node.items():
         if label is None:
             continue

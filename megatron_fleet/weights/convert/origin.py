@@ -1,4 +1,4 @@
-"""What is known of a checkpoint from where it lies: the template that it keeps, the run that it belongs to."""
+"""Origin of a checkpoint, found from its location: the template stored with it, the run it belongs to."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from megatron_fleet.weights.convert.template import KEPT, LAYOUT, Template, open
 
 RUN_CONFIG = "config.json"
 MANIFEST = "manifest.json"
-"""The checkpoints of a run of this project have one; it lists their files with sizes and SHA-256."""
+"""File in the checkpoints of this project's runs that lists their files with sizes and SHA-256."""
 
 
 def above(url: str, levels: int) -> str:
-    """The folder so many levels above an address."""
+    """The folder ``levels`` levels above an address."""
     for _ in range(levels):
         url = url.rstrip("/").rpartition("/")[0] if "://" in url else os.path.dirname(os.path.abspath(url))
     return url
 
 
 def kept_template(checkpoint: Checkpoint) -> Folder | None:
-    """The ``hf/`` that a conversion left beside a checkpoint's weights; ``None`` when there is none."""
+    """The ``hf/`` that a conversion stored next to a checkpoint's weights; ``None`` if there is none."""
     for url in (checkpoint.folder.url, above(checkpoint.folder.url, 1)):
         folder = open_folder(f"{url.rstrip('/')}/{KEPT}")
         if LAYOUT in folder.sizes():
@@ -36,11 +36,11 @@ def kept_template(checkpoint: Checkpoint) -> Folder | None:
 
 
 def find_template(checkpoint: Checkpoint, given: Folder | Path | str | None) -> Template:
-    """What says which model a checkpoint is: ``given``, what the checkpoint keeps, the model of its run, or the
-    arguments of Megatron-LM.
+    """Find the template that identifies a checkpoint's model: ``given``, the one stored in the checkpoint, the model of
+    its run, or the arguments of Megatron-LM.
 
     Raises:
-        UserError: none of them is there, or it is no HF folder.
+        UserError: none of them exists, or the one found is not an HF folder.
     """
     prediction = any(key.startswith("mtp.") for key in checkpoint.index.tensors)
     if given is not None:
@@ -77,7 +77,7 @@ def _model_of_run(checkpoint: Checkpoint) -> str | None:
 
 
 def _is_there(path: str) -> bool:
-    """Whether it is the folder of a model. It is not listed for that: the name of any folder may stand there."""
+    """Whether ``path`` is a model folder. Does not list it: the recorded path may name any folder."""
     try:
         open_folder(path).read("config.json")
     except UserError:
@@ -86,7 +86,7 @@ def _is_there(path: str) -> bool:
 
 
 def checksums(checkpoint: Checkpoint) -> tuple[Checksum, ...]:
-    """What the manifest of a run's checkpoint says of its files; nothing where there is none.
+    """Checksums from the manifest of a run's checkpoint; empty if it has none.
 
     Raises:
         UserError: the manifest cannot be read, or a file is missing or has another size.

@@ -1,4 +1,4 @@
-"""What the output files of a conversion consist of. Known before anything is read but headers."""
+"""Plan of a conversion's output files, determined from headers only."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Protocol
 from megatron_fleet.storage.folder import Folder
 
 JOURNAL = "conversion.json"
-"""What a conversion is, beside its files: written first, so that only the same one is taken up again."""
+"""File that identifies a conversion, next to its files: written first, so that only the same one is resumed."""
 
 
 class Content(Protocol):
-    """Bytes that can be made, any of them at any time; from several threads."""
+    """Bytes that can be produced in any order, from several threads."""
 
     @property
     def nbytes(self) -> int: ...
 
     def fill(self, start: int, out: memoryview) -> None:
-        """Write the bytes from ``start`` on into ``out``, as many as it has room for."""
+        """Write the bytes from ``start`` on into ``out``, filling it."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """Bytes known now."""
+    """Bytes that are already known."""
 
     data: bytes
 
@@ -41,10 +41,10 @@ class Bytes:
 
 @dataclass(slots=True)
 class OutputFile:
-    """One file: contents one after another.
+    """One output file: concatenated contents.
 
     Attributes:
-        offsets: where each content begins.
+        offsets: offset of each content.
     """
 
     name: str
@@ -53,7 +53,7 @@ class OutputFile:
     size: int = 0
 
     def append(self, content: Content) -> int:
-        """Add at the end; returns the offset."""
+        """Append a content; return its offset."""
         offset = self.size
         if content.nbytes:
             self.contents.append(content)
@@ -62,7 +62,7 @@ class OutputFile:
         return offset
 
     def fill(self, start: int, out: memoryview) -> None:
-        """Make the bytes of the file from ``start`` on, as many as ``out`` has room for."""
+        """Produce the bytes of the file from ``start`` on, filling ``out``."""
         end = start + len(out)
         k = max(bisect.bisect_right(self.offsets, start) - 1, 0)
         while k < len(self.contents) and self.offsets[k] < end:
@@ -74,7 +74,7 @@ class OutputFile:
 
 @dataclass(frozen=True, slots=True)
 class Checksum:
-    """A file of the source and what its writer's manifest says of it."""
+    """Size and SHA-256 of a source file according to its writer's manifest."""
 
     folder: Folder
     name: str
@@ -84,15 +84,15 @@ class Checksum:
 
 @dataclass(slots=True)
 class Plan:
-    """A conversion.
+    """A planned conversion.
 
     Attributes:
-        files: the big ones, streamed.
-        small: written after them, in order; name → bytes.
-        marker, marker_data: the file that is written last and by which the output counts as whole.
-        identity: what decides the bytes of the files; a resumed run must have the same.
-        source: for messages.
-        checksums: compared with the source's files before anything is written.
+        files: large files, streamed.
+        small: small files (name → bytes), written afterwards, in order.
+        marker, marker_data: file that is written last and marks the output as complete.
+        identity: everything that determines the files' bytes; a resumed run must have the same.
+        source: used in messages.
+        checksums: verified against the source's files before anything is written.
     """
 
     files: list[OutputFile]
@@ -108,7 +108,7 @@ class Plan:
         return sum(file.size for file in self.files)
 
     def fingerprint(self) -> str:
-        """Of everything that decides the output."""
+        """Hash of everything that determines the output."""
         digest = hashlib.sha256(repr(sorted(self.identity.items())).encode())
         for file in self.files:
             digest.update(f"{file.name} {file.size} {len(file.contents)}\n".encode())

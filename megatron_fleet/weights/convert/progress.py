@@ -1,4 +1,4 @@
-"""A line that says how far a conversion is: bytes, bytes per second, time left."""
+"""Progress line of a conversion: bytes, bytes per second, time left."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import TextIO
 from megatron_fleet.config.errors import printable
 
 INTERVAL_S = 10.0
-"""Between two lines where nobody watches, as in the log of a batch job."""
+"""Interval between lines if the output is not a terminal, as in the log of a batch job."""
 
 
 class ProgressLine:
-    """Redraws one line on a terminal, and now and then adds one elsewhere. Threads may advance it.
+    """Redraws one line on a terminal, or prints a line periodically elsewhere. Thread-safe.
 
-    Used by ``with``, which ends the line.
+    A context manager: leaving it ends the line.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -33,14 +33,14 @@ class ProgressLine:
         self._end(whole=failed is None)
 
     def start(self, what: str, total: int, done: int = 0) -> None:
-        """Begin. ``done``: bytes of ``total`` that an earlier run made."""
+        """Begin an activity. ``done``: bytes of ``total`` completed by an earlier run."""
         self._end(whole=True)
         with self._lock:
             self._what, self._total, self._done, self._before = what, total, done, done
             self._started = self._shown = time.monotonic()
 
     def advance(self, nbytes: int) -> None:
-        """Count bytes."""
+        """Add completed bytes."""
         with self._lock:
             self._done += nbytes
             now = time.monotonic()
@@ -49,7 +49,7 @@ class ProgressLine:
                 self._show(now)
 
     def _end(self, whole: bool) -> None:
-        """The last state of what was begun, and the end of its line; after a failure only the latter."""
+        """Print the final state of the current activity and end its line; after a failure only end the line."""
         with self._lock:
             if not self._what:
                 return

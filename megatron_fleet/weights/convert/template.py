@@ -1,8 +1,8 @@
-"""What makes the way back from Megatron exact: how the files of an HF folder are laid out, and what Megatron has not.
+"""Template for an exact conversion back to HF: the layout of an HF folder's files, and the data Megatron does not hold.
 
-A converted checkpoint keeps it beside its weights in ``hf/``: config, tokenizer and the like; the header of every
-safetensors file; and the bytes of the tensors that Megatron does not hold: vision towers, stale buffers, and the scales
-of quantised weights. An HF folder itself serves as well.
+A converted checkpoint stores it next to its weights in ``hf/``: config, tokenizer and so on; the header of every
+safetensors file; and the bytes of tensors that Megatron does not hold: vision towers, stale buffers, and the scales of
+quantised weights. An HF folder itself can also serve as a template.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ from megatron_fleet.weights.hf_model import (
 )
 
 KEPT = "hf/"
-"""Where a converted checkpoint has it."""
+"""Location of the template in a converted checkpoint."""
 LAYOUT = "safetensors_layout.json"
 PASSTHROUGH_BYTES = 4 << 30
-"""Most bytes of a file of passthrough tensors."""
+"""Maximum size of a file of passthrough tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """How an HF folder looks.
+    """Layout and non-Megatron content of an HF folder.
 
     Attributes:
-        model: its tensors as its headers declare them; the data need not be there.
-        headers: file → length and JSON of the header, the bytes before the data.
-        passthrough: tensor → folder and place of its bytes.
-        companions: small files by name, the index among them.
+        model: tensors as declared by the headers; the data need not exist.
+        headers: file → length and JSON of its header, i.e. the bytes before the data.
+        passthrough: tensor → folder and location of its bytes.
+        companions: small files by name, including the index.
     """
 
     model: HfModel
@@ -64,10 +64,10 @@ class Template:
 
 
 def open_template(place: Folder | Path | str, *, prediction: bool = True) -> Template:
-    """An HF folder, a converted checkpoint or its ``hf/``.
+    """Open an HF folder, a converted checkpoint or its ``hf/`` as a template.
 
     Args:
-        prediction: whether the checkpoint has the model's prediction layers; else the template's pass through.
+        prediction: whether the checkpoint has the model's MTP layers; if not, the template's pass through.
 
     Raises:
         UserError: it is neither.
@@ -82,7 +82,7 @@ def open_template(place: Folder | Path | str, *, prediction: bool = True) -> Tem
 
 
 def template_of(model: HfModel) -> Template:
-    """An HF folder that is open already."""
+    """Template of an HF folder that is already open."""
     folder, sizes = model.folder, model.folder.sizes()
     files = sorted({stored.file for stored in model.stored.values()})
     headers = {name: read_header_bytes(folder, name, sizes[name]) for name in files}
@@ -116,7 +116,7 @@ def _open_layout(folder: Folder, sizes: Mapping[str, int], prediction: bool) -> 
 
 
 def _read_layout(folder: Folder) -> tuple[dict[str, bytes], list[str]]:
-    """Headers by file, and the files of passthrough tensors."""
+    """Headers by file, and the passthrough files."""
     try:
         layout = json.loads(folder.read(LAYOUT))
         headers = {name: base64.b64decode(text, validate=True) for name, text in layout["headers"].items()}
@@ -132,7 +132,7 @@ def _read_layout(folder: Folder) -> tuple[dict[str, bytes], list[str]]:
 
 
 def _not_in_megatron(model: HfModel) -> list[str]:
-    """Carried tensors, and the scales of quantised ones."""
+    """Passthrough tensors, and the scales of quantised ones."""
     names = {id(stored): name for name, stored in model.stored.items()}
     scales = [
         names[id(part)]
@@ -144,7 +144,7 @@ def _not_in_megatron(model: HfModel) -> list[str]:
 
 
 def plan_template(model: HfModel) -> tuple[list[OutputFile], dict[str, bytes]]:
-    """Big and small files of ``hf/`` for a folder."""
+    """Large and small files of ``hf/`` for a folder."""
     template = template_of(model)
     groups: list[list[str]] = [[]]
     size = 0
@@ -186,7 +186,7 @@ def _passthrough_file(name: str, tensors: list[str], template: Template) -> Outp
 
 
 def safetensors_header(entries: Mapping[str, Any]) -> bytes:
-    """Length and JSON of a safetensors header, padded to a multiple of 8 as the format's own writer does."""
+    """Length and JSON of a safetensors header, padded to a multiple of 8 like the reference writer's."""
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

@@ -1,4 +1,4 @@
-"""Plan: Megatron ``torch_dist`` checkpoint → HF folder, laid out and quantised as a template is."""
+"""Plan a conversion from a Megatron ``torch_dist`` checkpoint to an HF folder, with a template's layout and format."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ from megatron_fleet.weights.hf_folder import INDEX, ITEM_BYTES, SINGLE, StoredTe
 from megatron_fleet.weights.hf_model import Encoding, Int4, Plain
 
 SHARD_BYTES = 5_000_000_000
-"""Largest safetensors file of a new layout, the size the hub's own tools use."""
+"""Maximum safetensors file size of a new layout, same as the Hub's own tools."""
 DTYPE_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 MARKER = "config.json"
 
 
 def plan_to_hf(place: Folder | Path | str, template: Folder | Path | str | None, dtype: str | None = None) -> Plan:
-    """The conversion of a checkpoint.
+    """Plan the conversion of a checkpoint.
 
     Args:
-        template: HF folder of the model; ``None``: what the checkpoint keeps of the one it came from, or the folder
-            that its run began with.
-        dtype: ``None`` reproduces the template's files, types and quantised forms, or keeps the checkpoint's type where
-            the template says nothing of files; ``BF16``, ``F16`` or ``F32`` stores
-            all weights but routers' biases as that type, in files of 5 GB.
+        template: HF folder of the model; ``None``: the template stored in the checkpoint, or the folder its run
+            started from.
+        dtype: ``None`` reproduces the template's files, dtypes and quantised forms, or keeps the checkpoint's dtype if
+            the template does not describe files; ``BF16``, ``F16`` or ``F32`` stores all weights except router biases
+            in that dtype, in files of 5 GB.
 
     Raises:
-        UserError: checkpoint and template do not fit, or there is no template.
+        UserError: checkpoint and template do not match, or there is no template.
     """
     checkpoint = Checkpoint(place)
     found = find_template(checkpoint, template)
@@ -82,7 +82,7 @@ def _digest(checkpoint: Checkpoint, template: Template) -> str:
 
 
 def _file(name: str, header: bytes, content: Callable[[str, StoredTensor], Content]) -> OutputFile:
-    """A safetensors file whose header is given."""
+    """A safetensors file with the given header."""
     file = OutputFile(name)
     file.append(Bytes(header))
     for tensor, stored in parse_header(name, header).items():
@@ -93,7 +93,7 @@ def _file(name: str, header: bytes, content: Callable[[str, StoredTensor], Conte
 
 
 class CopiedRows(TensorRows):
-    """A whole tensor that the checkpoint has in the type that is wanted: its rows are read to where they go."""
+    """A whole tensor that the checkpoint has in the target dtype: its rows are read directly into the output."""
 
     __slots__ = ("_checkpoint",)
 
@@ -114,7 +114,7 @@ class CopiedRows(TensorRows):
 
 
 class _TemplateContents:
-    """What each tensor of a template's files consists of."""
+    """Content of each tensor in a template's files."""
 
     def __init__(self, template: Template, readers: PerThread[CheckpointReader]) -> None:
         self._template, self._readers = template, readers
@@ -122,7 +122,7 @@ class _TemplateContents:
         self._parts = self._find_parts(template.model.encodings)
 
     def get(self, name: str, stored: StoredTensor) -> Content:
-        """Content of one stored tensor. Raises UserError when neither checkpoint nor template has it."""
+        """Content of one stored tensor. Raises UserError if neither checkpoint nor template has it."""
         if name in self._parts:
             return self._parts[name]()
         if name in self._table.repeated:
@@ -133,7 +133,7 @@ class _TemplateContents:
         raise UserError(f"{self._template.model.folder.url}: the bytes of tensor {name} are missing; give --template.")
 
     def _find_parts(self, encodings: Mapping[str, Encoding]) -> dict[str, Callable[[], Content]]:
-        """Stored tensor → how to make its content."""
+        """Stored tensor → factory of its content."""
         names = {id(stored): name for name, stored in self._template.model.stored.items()}
         parts: dict[str, Callable[[], Content]] = {}
         for tensor, encoding in encodings.items():
@@ -173,7 +173,7 @@ def _power_of_two(config: Mapping[str, Any]) -> bool:
 def _new_layout(
     template: Template, readers: PerThread[CheckpointReader], dtype: str
 ) -> tuple[list[OutputFile], dict[str, bytes]]:
-    """All weights as one type, passthrough tensors as they are, in files of at most ``SHARD_BYTES``."""
+    """All weights in one dtype, passthrough tensors unchanged, in files of at most ``SHARD_BYTES``."""
     contents = _TemplateContents(template, readers)
     table = template.model.table
     types = dict.fromkeys(table.tensors, dtype) | _kept_types(template)
@@ -208,7 +208,7 @@ def _new_layout(
 
 
 def _kept_types(template: Template) -> dict[str, str]:
-    """Tensors that stay as the template has them: a router's bias of another precision chooses other experts."""
+    """Tensors that keep the template's dtype: a router bias of another precision would select other experts."""
     kept = {p.tensor for matrix in template.model.table.matrices() if matrix.rule.float32 for p in matrix.pieces}
     encodings = ((name, template.model.encodings.get(name)) for name in kept if name is not None)
     return {name: e.stored.dtype if isinstance(e, Plain) else "F32" for name, e in encodings}
@@ -217,7 +217,7 @@ def _kept_types(template: Template) -> dict[str, str]:
 def _plain_file(name: str, group: list[str], tensors: Mapping[str, tuple[str, tuple[int, ...], Content]]) -> OutputFile:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
-    # Wide types first keeps every tensor aligned to its type.
+    # Wide dtypes first, so that every tensor is aligned to its dtype.
     ordered = sorted(group, key=lambda n: -ITEM_BYTES[tensors[n][0]])
     for tensor in ordered:
         dtype, shape, content = tensors[tensor]
@@ -231,7 +231,7 @@ def _plain_file(name: str, group: list[str], tensors: Mapping[str, tuple[str, tu
 
 
 def _plain_config(template: Template, dtype: str) -> bytes:
-    """``config.json`` for weights of one type that are not quantised."""
+    """``config.json`` for unquantised weights of one dtype."""
     config = json.loads(template.companions[MARKER])
     text = architecture_of(config).text
     for part in (config, config[text] if text else {}):

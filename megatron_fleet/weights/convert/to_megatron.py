@@ -1,4 +1,4 @@
-"""Plan: HF folder → Megatron ``torch_dist`` checkpoint that every layout and layer spec loads."""
+"""Plan a conversion from an HF folder to a Megatron ``torch_dist`` checkpoint for any layout and layer spec."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from megatron_fleet.weights.torch_dist.folder import TRACKER
 from megatron_fleet.weights.torch_dist.index import COMMON, METADATA, METADATA_JSON, Blob, Chunk, StoredTensor
 
 FILE_BYTES = 1 << 30
-"""Least bytes of a data file: what a killed conversion does again at most, per machine."""
+"""Minimum data file size: the most that a killed conversion redoes, per machine."""
 CHUNK_BYTES = 64 << 20
-"""Most bytes of a chunk. A rank that loads reads whole chunks, also for a few of their rows."""
+"""Maximum chunk size. A loading rank reads whole chunks, even for a few of their rows."""
 RELEASE = "release/"
 
 
 def plan_to_megatron(model: HfModel, numbered: bool | None = None) -> Plan:
-    """The conversion of a folder.
+    """Plan the conversion of a folder.
 
     Args:
-        numbered: whether keys carry the layer's number (Megatron's form for a list ``moe_layer_freq``) or layers are
-            stacked; ``None``: stacked when all layers are of one kind, as Megatron does.
+        numbered: whether keys contain the layer's number (Megatron's form for a list ``moe_layer_freq``) or layers are
+            stacked; ``None``: stacked if all layers are of one kind, as Megatron does.
 
     Raises:
         UserError: see `hf_model.open_model`.
@@ -60,7 +60,7 @@ def plan_to_megatron(model: HfModel, numbered: bool | None = None) -> Plan:
 
 
 def _digest(model: HfModel) -> str:
-    """Of what the source's headers say."""
+    """Hash of the source's headers."""
     digest = hashlib.sha256(json.dumps(model.config, sort_keys=True).encode())
     for name, stored in sorted(model.stored.items()):
         digest.update(f"{name} {stored.file} {stored.dtype} {stored.shape} {stored.offset}\n".encode())
@@ -69,7 +69,7 @@ def _digest(model: HfModel) -> str:
 
 @dataclass
 class _Entry:
-    """A tensor of the checkpoint in the making."""
+    """A checkpoint tensor under construction."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -77,7 +77,7 @@ class _Entry:
 
 
 class _Builder:
-    """Lays matrices out in data files."""
+    """Lays out matrices in data files."""
 
     def __init__(self, model: HfModel, numbered: bool) -> None:
         self._model, self._numbered = model, numbered
@@ -86,27 +86,27 @@ class _Builder:
         self._objects: list[str] = []
         self._readers: PerThread[RowReader] = PerThread(lambda: HfReader(model))
         self.aliases: dict[str, str] = {}
-        # One type for each key: layers and experts that are stacked share it.
+        # One dtype per key: stacked layers and experts share it.
         found: dict[str, list[str]] = {}
         for matrix in model.table.matrices():
             found.setdefault(self._address(matrix.key, matrix.expert).key, []).append(self._dtype(matrix))
         self._dtypes = {key: widest(dtypes) for key, dtypes in found.items()}
 
     def position(self, matrix: Matrix) -> tuple[str, int]:
-        """Where the source has the first rows of a matrix: reading goes forward through its files."""
+        """Position of a matrix's first rows in the source, so that its files are read sequentially."""
         first = matrix.pieces[0].tensor
         stored = self._model.encodings[first or ""].parts[0]
         return stored.file, stored.offset
 
     @property
     def tensors(self) -> dict[str, StoredTensor]:
-        """Key → tensor, after all matrices."""
+        """Key → tensor, once all matrices were added."""
         return {
             key: StoredTensor(e.dtype, e.shape, tuple(sorted(e.chunks))) for key, e in sorted(self._entries.items())
         }
 
     def add(self, matrix: Matrix) -> None:
-        """Lay out one matrix, in chunks of rows."""
+        """Lay out one matrix in chunks of rows."""
         place = self._address(matrix.key, matrix.expert)
         dtype = self._dtypes[place.key]
         entry = self._entries.setdefault(place.key, _Entry(dtype, (*place.counts, *matrix.shape)))
@@ -128,7 +128,7 @@ class _Builder:
         self._objects.extend(extra_states(self._model.table.model, matrix, self._numbered))
 
     def finish(self) -> tuple[list[OutputFile], dict[str, Blob]]:
-        """The files, and the objects: Transformer Engine's layers ask for an extra state each, all the same."""
+        """The files, and the objects: an identical extra state for each Transformer Engine layer."""
         blob = writer.extra_state_blob()
         file = self._file()
         place = Blob(file.name.removeprefix(RELEASE), file.append(Bytes(blob)), len(blob))
@@ -148,7 +148,7 @@ class _Builder:
             yield self._content(piece, math.prod(matrix.shape[1:]), dtype)
 
     def _content(self, piece: Piece, columns: int, dtype: str) -> Content:
-        assert piece.tensor is not None  # no padding on disk: Megatron adds it as it loads
+        assert piece.tensor is not None  # no padding on disk: Megatron adds it when loading
         encoding = self._model.encodings[piece.tensor]
         if isinstance(encoding, Plain) and encoding.stored.dtype == dtype:
             stored, width = encoding.stored, columns * ITEM_BYTES[dtype]
@@ -157,7 +157,7 @@ class _Builder:
         return TensorRows(self._readers, piece.tensor, piece.tensor_rows, columns, dtype)
 
     def _file(self) -> OutputFile:
-        """The data file that is being filled."""
+        """The data file currently being filled."""
         if not self._files or self._files[-1].size >= FILE_BYTES:
             self._files.append(OutputFile(f"{RELEASE}__0_{len(self._files)}.distcp"))
         return self._files[-1]

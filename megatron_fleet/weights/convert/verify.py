@@ -1,4 +1,4 @@
-"""Whether two folders hold the same, across formats: weights bit for bit or within a tolerance, the rest as bytes."""
+"""Comparison of two folders across formats: weights bit for bit or within a tolerance, everything else as bytes."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from megatron_fleet.weights.hf_reader import HfReader
 from megatron_fleet.weights.mapping import Span
 
 STEP_BYTES = 4 << 20
-"""Bytes of one side that are compared at one time; float32 copies of them and masks come to ten times as much."""
+"""Bytes per side compared at once; their float32 copies and masks take ten times as much."""
 
 Place = tuple[Folder, StoredTensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A folder's weights as HF tensors of floats, and what else is in its files.
+    """A folder's weights as HF float tensors, plus the other tensors in its files.
 
     Attributes:
-        tensors: name → shape; quantised ones count as what they decode to, copies of a tensor under another name
-            (a tied head, the embedding of a prediction layer) as themselves.
-        others: what Megatron does not hold: vision towers, stale buffers. Of a checkpoint, what it keeps of them for
-            the way back, or what its template has.
+        tensors: name → shape; quantised tensors are listed as decoded, copies of a tensor under another name (a tied
+            head, the embedding of an MTP layer) under their own name.
+        others: tensors that Megatron does not hold: vision towers, stale buffers. For a checkpoint, the ones it keeps
+            for converting back, or the ones in its template.
     """
 
     url: str
@@ -49,21 +49,21 @@ class Side:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Everything that is compared."""
+        """Names of everything that is compared."""
         return (*self.tensors, *self.others)
 
     @property
     def nbytes(self) -> int:
-        """Of all values in their types."""
+        """Total size of the values in their dtypes."""
         floats = sum(math.prod(shape) * ITEM_BYTES[self.dtype(name)] for name, shape in self.tensors.items())
         return floats + sum(stored.nbytes for _, stored in self.others.values())
 
     def dtype(self, tensor: str) -> str:
-        """Type of a tensor's values."""
+        """Dtype of a tensor's values."""
         return self.readers().dtype(tensor)
 
     def blocks(self, tensor: str) -> Iterator[Span]:
-        """The rows of a tensor, some at a time."""
+        """Row blocks of a tensor."""
         shape = self.tensors[tensor]
         step = max(1, STEP_BYTES // max(1, math.prod(shape[1:]) * ITEM_BYTES[self.dtype(tensor)]))
         for row in range(0, shape[0], step):
@@ -72,7 +72,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class _Copies:
-    """A reader that knows copies by the tensor that they are of."""
+    """A reader that resolves copies to the original tensor."""
 
     reader: RowReader
     of: Mapping[str, str]
@@ -86,11 +86,11 @@ class _Copies:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What is different in one tensor.
+    """Difference between two versions of one tensor.
 
     Attributes:
-        count, total: values that differ, values compared; 0 of 0 when they could not be compared.
-        largest: greatest absolute difference.
+        count, total: number of differing and of compared values; both 0 if they could not be compared.
+        largest: largest absolute difference.
     """
 
     tensor: str
@@ -104,13 +104,13 @@ class Difference:
 
 
 def open_side(url: str, template: str | None = None) -> Side:
-    """An HF folder or a Megatron checkpoint.
+    """Open an HF folder or a Megatron checkpoint for comparison.
 
     Args:
-        template: HF folder that says which model a checkpoint is, where it does not say so itself.
+        template: HF folder that identifies the checkpoint's model, if the checkpoint itself does not.
 
     Raises:
-        UserError: it is neither, or damaged.
+        UserError: it is neither, or is damaged.
     """
     folder = open_folder(url)
     sizes = folder.sizes()
@@ -136,12 +136,12 @@ def _shapes(tensors: Mapping[str, tuple[int, ...]], copies: Mapping[str, str]) -
 
 
 def compare(a: Side, b: Side, tolerance: float, workers: int, progress: Callable[[int], None]) -> list[Difference]:
-    """The tensors that differ, in checkpoint order.
+    """Compare two sides; return the differing tensors in checkpoint order.
 
     Args:
-        tolerance: greatest absolute difference of weights that counts as equal; 0 compares bits (of the wider type,
-            when types differ; −0 and 0 differ, equal NaNs are equal). ``others`` are always compared as bytes.
-        progress: told the bytes of ``a`` that were compared.
+        tolerance: largest absolute difference of weights that counts as equal; 0 compares bits (of the wider dtype
+            if dtypes differ; −0 and 0 differ, equal NaNs are equal). ``others`` are always compared as bytes.
+        progress: called with the number of bytes of ``a`` compared.
     """
 
     def compare_one(name: str) -> Difference | None:
@@ -177,7 +177,7 @@ def _compare_bytes(a: Side, b: Side, name: str, progress: Callable[[int], None])
 
 
 def _bytes(place: Place) -> Iterator[bytes]:
-    """The bytes of a stored tensor, some at a time."""
+    """Bytes of a stored tensor, in blocks."""
     folder, stored = place
     for offset in range(0, stored.nbytes, STEP_BYTES):
         length = min(STEP_BYTES, stored.nbytes - offset)
@@ -212,7 +212,7 @@ def _compare_tensor(
 
 
 def _same_type(a: Side, b: Side, name: str, rows: Span) -> tuple[Any, Any]:
-    """Rows of both sides: bits of bfloat16 when both have it, else float32."""
+    """Rows of both sides: bfloat16 bits if both are bfloat16, otherwise float32."""
     x, y = a.readers().read_rows(name, rows), b.readers().read_rows(name, rows)
     types = a.dtype(name), b.dtype(name)
     if types == ("BF16", "BF16"):
@@ -230,9 +230,9 @@ def _differs(x: Any, y: Any, tolerance: float) -> Any:
 
 
 def hashes(side: Side, workers: int, progress: Callable[[int], None]) -> dict[str, str]:
-    """BLAKE3 of every tensor's values in their type, so that folders of different formats can be compared apart.
+    """BLAKE3 of every tensor's values in their dtype, so that folders of different formats can be compared by hash.
 
-    The type is part of what is hashed: bfloat16 weights and the same in float32 have different hashes.
+    The dtype is part of the hash: bfloat16 weights and their float32 equivalent have different hashes.
     """
     with ThreadPoolExecutor(workers) as pool:
         return dict(zip(side.names, pool.map(lambda name: _hash(side, name, progress), side.names), strict=True))
@@ -260,7 +260,7 @@ def _values(side: Side, name: str) -> Iterator[memoryview]:
 
 
 def read_hashes(path: Path) -> dict[str, str]:
-    """What ``mfleet convert inspect --hashes`` wrote. Raises UserError when it is something else."""
+    """Read the output of ``mfleet convert inspect --hashes``. Raises UserError if it is anything else."""
     remedy = "make one with `mfleet convert inspect PATH --hashes`"
     found = read_object(path, remedy).get("blake3")
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
@@ -269,7 +269,7 @@ def read_hashes(path: Path) -> dict[str, str]:
 
 
 def compare_hashes(a: Mapping[str, str], b: Mapping[str, str]) -> list[Difference]:
-    """Tensors that differ, or that one of the two lacks."""
+    """Tensors that differ, or that only one side has."""
     reasons = dict.fromkeys(a.keys() ^ b.keys(), "is missing in one of the two")
     reasons |= {name: "has another hash" for name in a.keys() & b.keys() if a[name] != b[name]}
     return [Difference(name, reasons[name]) for name in dict.fromkeys((*a, *b)) if name in reasons]

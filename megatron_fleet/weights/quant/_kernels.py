@@ -1,9 +1,9 @@
-"""The compiled loops behind ``fp8.py`` and ``int4.py``; no checks here, their callers make them.
+"""Compiled loops of ``fp8.py`` and ``int4.py``; arguments are validated by the callers.
 
-All of them stand in one file because numba's cache looks at the file of the function it stores, not at the files of
-what that function calls. Arrays come as spans (``spans.py``): flat, with the distance from row to row as ``*_step``.
-Numbers are spelled with their width (``uint32(1)``), or numba computes in 64 bits and the loops vectorise half as wide.
-BF16 is handled by its bits. Every float operation is one IEEE float32 operation, so results equal torch's.
+All of them are in one file because numba's cache checks only the file of the cached function, not the files of its
+callees. Arrays are passed as spans (``spans.py``): flat, with the row stride as ``*_step``. Numbers have an explicit
+width (``uint32(1)``); otherwise numba computes in 64 bits and the loops vectorise half as wide. BF16 is handled by its
+bits. Every float operation is one IEEE float32 operation, so results equal torch's.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _encode_e4m3(value):
     tie = uint32(uint32(magnitude >> uint32(20)) & uint32(1))
     normal = uint32(uint32(magnitude + uint32(0x7FFFF) + tie) >> uint32(20))
     normal = min(uint32(normal - uint32(120 << 3)), uint32(0x7E))
-    # 2**14 has steps of 2**-9, the subnormal step of E4M3: the addition rounds.
+    # 2**14 has a spacing of 2**-9, the subnormal step of E4M3: the addition rounds.
     subnormal = uint32(_bits(_float(magnitude) + float32(2.0**14)) & uint32(0xF))
     code = normal if magnitude >= uint32(121 << 23) else subnormal
     code = code if magnitude <= uint32(0x7F800000) else uint32(0x7F)
@@ -127,7 +127,7 @@ def bf16_to_fp8(words, words_step, scales, first_row, first_col, out, out_step, 
 
 @_jit
 def block_absmax(words, words_step, rows, cols, out):
-    """``out`` (uint16, [row blocks, column blocks], zeros on entry) takes the greatest bits without sign per block."""
+    """Store the largest sign-free bits of each block in ``out`` (uint16, [row blocks, column blocks], initially 0)."""
     for row in range(rows):
         for block in range(out.shape[1]):
             start = row * words_step + block * BLOCK
@@ -140,9 +140,9 @@ def block_absmax(words, words_step, rows, cols, out):
 
 @_jit
 def blocks_hold(words, words_step, rows, cols, scales, out):
-    """``out`` (bool, ones on entry) keeps True where quantising a block with its scale and back changes no bit.
+    """Clear ``out`` (bool, initially True) for blocks where quantising with the scale and back changes a bit.
 
-    Any NaN counts as any other.
+    All NaNs are equal.
     """
     for row in range(rows):
         for block in range(out.shape[1]):
@@ -224,7 +224,7 @@ def bf16_to_int4(pairs, pairs_step, scales, scales_step, codes, codes_step, rows
 @_inline
 def _absmax(pairs):
     greatest = uint32(0)
-    # Not PAIRS: LLVM unrolls a short loop of known length before it can vectorise it, and this one suffers.
+    # Not PAIRS: LLVM unrolls short loops of known length before it can vectorise them, which slows this one down.
     for i in range(pairs.size):
         low = uint32(uint32(pairs[i] << uint32(16)) & uint32(0x7FFF0000))
         high = uint32(pairs[i] & uint32(0x7FFF0000))
@@ -234,7 +234,7 @@ def _absmax(pairs):
 
 @_inline
 def _rule(absmax):
-    """The declared scale of a group whose greatest magnitude has the BF16 bits ``absmax``: absmax / 7, never 0."""
+    """Declared scale of a group whose largest magnitude has the BF16 bits ``absmax``: absmax / 7, never 0."""
     if absmax == uint32(0):
         return uint16(0x3F80)
     if absmax >= uint32(0x7F80):
@@ -265,7 +265,7 @@ def _holds(pairs, scale):
 
 @_inline
 def _possible_greatest(pairs, absmax):
-    """Bit k is set when the greatest magnitude may have the code k or -k, by a look at half of the group.
+    """Bit mask of possible codes: bit k is set if the largest magnitude may have code k or -k, from half the group.
 
     The quotients w / (absmax / k) are then near integers: two weights rounded to BF16 (each by up to 2**-8 of itself)
     move them by less than 8 * 2**-7 * 1.01.
@@ -286,10 +286,10 @@ def _possible_greatest(pairs, absmax):
 
 @_inline
 def _recover(pairs, absmax):
-    """BF16 bits of a scale that holds the group, or 0.
+    """BF16 bits of a scale that represents the group exactly, or 0.
 
-    The greatest magnitude has some code q, so the scale is near absmax / |q|: for every BF16 scale and every |q| up to
-    8 at most one step from the rounded quotient (tried exhaustively).
+    The largest magnitude has some code q, so the scale is near absmax / |q|: for every BF16 scale and every |q| up to 8
+    it is at most one step from the rounded quotient (verified exhaustively).
     """
     if absmax == uint32(0):
         return uint16(0x3F80)
@@ -309,7 +309,7 @@ def _recover(pairs, absmax):
 
 @_jit
 def choose_group_scales(pairs, pairs_step, hint, hint_step, scales, exact, rows, groups):
-    """An empty ``hint`` gives none."""
+    """Choose a scale per group and mark exact groups; an empty ``hint`` means no hint."""
     for row in range(rows):
         for group in range(groups):
             start = row * pairs_step + group * PAIRS
@@ -330,7 +330,7 @@ def choose_group_scales(pairs, pairs_step, hint, hint_step, scales, exact, rows,
 
 @_jit
 def int4_recovery(codes, codes_step, scales, scales_step, out, rows, groups):
-    """Per group: 0 the weights alone give scale and codes again, 1 with the scale they give the codes, 2 neither."""
+    """Per group: 0 if the weights alone give scale and codes, 1 if they do together with the scale, 2 if neither."""
     pairs = np.empty(PAIRS, uint32)
     again = np.empty(PAIRS, uint8)
     for row in range(rows):

@@ -1,8 +1,8 @@
-"""FP8 E4M3 weights with one float32 scale per block of 128 by 128 (``weight_scale_inv`` of DeepSeek's format).
+"""FP8 E4M3 weights with one float32 scale per 128×128 block (``weight_scale_inv`` of DeepSeek's format).
 
 A weight is ``bfloat16(float32(code) * scale)``, computed in float32. Blocks at the lower and right edge are smaller.
 Arrays: codes uint8 ``[rows, cols]``; BF16 bits uint16 ``[rows, cols]``; scales float32 ``[row blocks, column blocks]``.
-Matrices may be cut from larger ones as long as the columns of a row lie next to each other.
+Matrices may be slices of larger ones as long as the columns of a row are contiguous.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_fleet.weights.quant.spans import span, target
 
 BLOCK = _kernels.BLOCK
 MAX = 448.0
-"""The greatest finite E4M3 number."""
+"""Largest finite E4M3 number."""
 
 
 def scale_shape(rows: int, cols: int) -> tuple[int, int]:
@@ -33,15 +33,15 @@ def dequantize(
     first_row: int = 0,
     first_col: int = 0,
 ) -> None:
-    """Write the weights of ``codes`` to ``out``: BF16 where it is uint16, the unrounded products where it is float32.
+    """Write the weights of ``codes`` to ``out``: BF16 if it is uint16, the unrounded products if it is float32.
 
     Args:
-        codes: any cut of a weight.
-        scales: those of the whole weight.
-        first_row, first_col: where in the weight the cut begins; need not be the beginning of a block.
+        codes: any slice of a weight.
+        scales: scales of the whole weight.
+        first_row, first_col: start of the slice in the weight; need not be block-aligned.
 
     Raises:
-        ValueError: shapes or dtypes do not fit together, or the scales do not reach as far as the codes.
+        ValueError: shapes or dtypes do not match, or the scales do not cover the codes.
     """
     rows, cols = codes.shape
     rounded = out.dtype != np.float32
@@ -60,13 +60,13 @@ def quantize(
     first_row: int = 0,
     first_col: int = 0,
 ) -> None:
-    """Write the codes nearest to ``float32(weights) / scale``, ties to even, to ``out``. Arguments as ``dequantize``'s.
+    """Write the codes nearest to ``float32(weights) / scale`` to ``out``, ties to even. Arguments as for `dequantize`.
 
-    Beyond 448 the code is that of 448 (releases of torch differ there: it, or NaN). A NaN stays NaN. Where a scale is 0
-    the weight itself is rounded.
+    Values beyond 448 saturate to 448 (torch releases differ here: 448 or NaN). A NaN stays NaN. Where a scale is 0 the
+    weight itself is rounded.
 
     Raises:
-        ValueError: shapes or dtypes do not fit together, or the scales do not reach as far as the weights.
+        ValueError: shapes or dtypes do not match, or the scales do not cover the weights.
     """
     rows, cols = weights.shape
     source, source_step = span("weights", weights, np.uint16, (rows, cols))
@@ -76,7 +76,7 @@ def quantize(
 
 
 def block_scales(weights: NDArray[np.uint16], *, power_of_two: bool = False) -> NDArray[np.float32]:
-    """The declared rule: greatest magnitude / 448, or the next power of two at or above it.
+    """Scales by the declared rule: largest magnitude / 448, or the next power of two at or above it.
 
     A block of zeros has scale 1. A block with NaN or infinity has scale NaN: check ``np.isfinite`` where the tensor's
     name is known.
@@ -99,10 +99,10 @@ def block_scales(weights: NDArray[np.uint16], *, power_of_two: bool = False) -> 
 def choose_scales(
     weights: NDArray[np.uint16], hint: NDArray[np.float32], *, power_of_two: bool = False
 ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """The hint for every block that it represents exactly, ``block_scales`` for the others; and which blocks are exact.
+    """The hint for every block that it represents exactly, ``block_scales`` for the rest; and which blocks are exact.
 
     Exact means that ``dequantize`` of ``quantize`` gives the same bits (or NaN for NaN). Unlike INT4's, these scales
-    cannot be found again from the weights: their low bits leave no trace in BF16.
+    cannot be recovered from the weights: their low bits leave no trace in BF16.
 
     Args:
         weights: whole rows of blocks, all columns.
@@ -123,7 +123,7 @@ def choose_scales(
 def _reaching(
     scales: NDArray[np.float32], first_row: int, last_row: int, first_col: int, last_col: int
 ) -> NDArray[np.float32]:
-    """The scales as the kernels take them, checked to cover the rows and columns asked for."""
+    """Scales in the kernels' form, checked to cover the requested rows and columns."""
     needed = scale_shape(last_row, last_col)
     if scales.dtype != np.float32 or scales.ndim != 2:
         raise ValueError(f"scales: expected float32 with two axes, got {scales.dtype} {list(scales.shape)}.")

@@ -1,9 +1,9 @@
 """INT4 weights of compressed-tensors' ``pack-quantized`` format: symmetric, one BF16 scale per 32 columns of a row.
 
-A weight is ``bfloat16(q * scale)`` with q in -8..7. Eight codes q + 8 lie in one int32, column 8k+i in bits 4i and up.
-Arrays: packed int32 ``[rows, cols / 8]``; scales uint16 (BF16 bits) ``[rows, cols / 32]``; weights uint16 (BF16 bits)
-``[rows, cols]``. A cut of a weight is a cut of all three: any rows, columns at multiples of 32. The columns of a row
-must lie next to each other.
+A weight is ``bfloat16(q * scale)`` with q in -8..7. Eight codes q + 8 are packed in one int32, column 8k+i in bits 4i
+and up. Arrays: packed int32 ``[rows, cols / 8]``; scales uint16 (BF16 bits) ``[rows, cols / 32]``; weights uint16 (BF16
+bits) ``[rows, cols]``. Slicing a weight slices all three: any rows, columns at multiples of 32. The columns of a row
+must be contiguous.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ GROUP = _kernels.GROUP
 CODES_PER_WORD = 8
 
 RECOVERED, NEEDS_SCALE, NEEDS_CODES = 0, 1, 2
-"""Of ``recovery``: what must be kept of a group besides its weights, to write it back bit for bit."""
+"""Result of ``recovery``: data to keep of a group, besides its weights, to reproduce it bit for bit."""
 
 
 def dequantize(packed: NDArray[np.int32], scales: NDArray[np.uint16], out: NDArray[np.uint16]) -> None:
-    """Write the weights to ``out``. Raises ValueError when shapes or dtypes do not fit together."""
+    """Write the weights to ``out``. Raises ValueError if shapes or dtypes do not match."""
     rows, groups = scales.shape
     codes, codes_step = span("packed", packed, np.int32, (rows, groups * GROUP // CODES_PER_WORD))
     source, source_step = span("scales", scales, np.uint16, (rows, groups))
@@ -39,7 +39,7 @@ def quantize(weights: NDArray[np.uint16], scales: NDArray[np.uint16], out: NDArr
     Where a scale is 0 the weight itself is rounded; where the quotient is NaN the code is 0.
 
     Raises:
-        ValueError: shapes or dtypes do not fit together.
+        ValueError: shapes or dtypes do not match.
     """
     pairs, pairs_step, rows, groups = _pairs(weights)
     source, source_step = span("scales", scales, np.uint16, (rows, groups))
@@ -48,7 +48,7 @@ def quantize(weights: NDArray[np.uint16], scales: NDArray[np.uint16], out: NDArr
 
 
 def group_scales(weights: NDArray[np.uint16]) -> NDArray[np.uint16]:
-    """The declared rule (that of Kimi's quantisation-aware training): greatest magnitude / 7, rounded to BF16.
+    """Scales by the declared rule (that of Kimi's quantisation-aware training): largest magnitude / 7, rounded to BF16.
 
     A group of zeros has scale 1; a quotient that would round to 0 becomes the smallest BF16 number. A group with NaN or
     infinity has scale NaN: check where the tensor's name is known.
@@ -62,12 +62,12 @@ def group_scales(weights: NDArray[np.uint16]) -> NDArray[np.uint16]:
 def choose_scales(
     weights: NDArray[np.uint16], hint: NDArray[np.uint16] | None = None
 ) -> tuple[NDArray[np.uint16], NDArray[np.bool_]]:
-    """Per group the first of: the hint, a scale found from the weights, the declared rule; and which groups are exact.
+    """Per group, the first of: hint, scale derived from the weights, declared rule; and which groups are exact.
 
-    The first two are taken only if exact: ``dequantize`` of ``quantize`` gives the same values (a zero of either sign
-    counts as zero). A scale is found whenever a positive BF16 scale exists under which the group is exact and none of
-    its values overflows, whatever rule made it. Where there are several, it need not be the one the group came from;
-    ``recovery`` tells where it is not.
+    The first two are used only if exact: ``dequantize`` of ``quantize`` gives the same values (zeros of either sign are
+    equal). A scale is found whenever a positive BF16 scale exists under which the group is exact and none of its values
+    overflows, whichever rule made it. If there are several, it need not be the original one; ``recovery`` reports where
+    it is not.
     """
     pairs, pairs_step, rows, groups = _pairs(weights)
     given, given_step = np.empty(0, np.uint16), 0
@@ -81,10 +81,10 @@ def choose_scales(
 
 
 def recovery(packed: NDArray[np.int32], scales: NDArray[np.uint16]) -> NDArray[np.uint8]:
-    """What dequantising forgets, per group ``[rows, cols / 32]``.
+    """Information lost by dequantising, per group ``[rows, cols / 32]``.
 
-    ``RECOVERED``: ``choose_scales`` without hint and ``quantize`` give this scale and these codes again.
-    ``NEEDS_SCALE``: with this scale as the hint they do (all zeros, codes with a common factor and the like).
+    ``RECOVERED``: ``choose_scales`` without hint and ``quantize`` reproduce this scale and these codes.
+    ``NEEDS_SCALE``: they do with this scale as the hint (all zeros, codes with a common factor and the like).
     ``NEEDS_CODES``: not even then (a scale of 0 or NaN, values that overflow).
     """
     rows, groups = scales.shape
@@ -96,7 +96,7 @@ def recovery(packed: NDArray[np.int32], scales: NDArray[np.uint16]) -> NDArray[n
 
 
 def _pairs(weights: NDArray[np.uint16]) -> tuple[NDArray[np.uint32], int, int, int]:
-    """Weights two by two, their row step in pairs, rows, groups per row."""
+    """Weights in pairs, their row stride in pairs, rows, groups per row."""
     rows, cols = weights.shape
     if cols % GROUP:
         raise ValueError(f"weights: {cols} columns are not a multiple of {GROUP}.")

@@ -1,4 +1,4 @@
-"""Matrices as the compiled loops read them: one flat array and the distance between the starts of two rows."""
+"""Matrices in the form the compiled loops take: a flat array and the row stride in elements."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from numpy.typing import DTypeLike, NDArray
 
 
 def span(name: str, array: NDArray[Any], dtype: DTypeLike, shape: tuple[int, int]) -> tuple[NDArray[Any], int]:
-    """The memory from the first to the last element of a matrix, read-only, and its row step in elements.
+    """The memory from the first to the last element of a matrix, read-only, and its row stride in elements.
 
-    The loops do not check bounds, so this is where a wrong argument stops. Read-only because numba compiles once per
-    kind of array, and files mapped into memory are read-only.
+    The loops do not check bounds, so invalid arguments must be caught here. Read-only because numba compiles once per
+    kind of array, and memory-mapped files are read-only.
 
     Raises:
-        ValueError: another dtype or shape, or columns that are not next to each other.
+        ValueError: another dtype or shape, or non-contiguous columns.
     """
     if array.dtype != dtype or array.shape != shape:
         expected = f"{np.dtype(dtype)} {list(shape)}"
@@ -33,7 +33,7 @@ def span(name: str, array: NDArray[Any], dtype: DTypeLike, shape: tuple[int, int
 
 
 def target(name: str, array: NDArray[Any], dtype: DTypeLike, shape: tuple[int, int]) -> tuple[NDArray[Any], int]:
-    """``span`` of a matrix to write to. Raises ValueError also when it is read-only."""
+    """``span`` of a matrix to write to. Also raises ValueError if it is read-only."""
     if not array.flags.writeable:
         raise ValueError(f"{name}: is read-only.")
     flat, step = span(name, array, dtype, shape)

@@ -1,7 +1,7 @@
-"""``fp8.py`` and ``int4.py`` on torch tensors of any device, with the same results bit for bit (a NaN's sign aside).
+"""``fp8.py`` and ``int4.py`` for torch tensors on any device, bit-identical except for a NaN's sign.
 
-BF16 is ``torch.bfloat16``, E4M3 codes are ``torch.float8_e4m3fn``, the rest is as there. Temporaries take up to 4 bytes
-per weight (several times that in ``int4_choose_scales``), so large tensors go through in slices.
+BF16 is ``torch.bfloat16``, E4M3 codes are ``torch.float8_e4m3fn``, the rest is the same. Temporaries take up to 4 bytes
+per weight (several times that in ``int4_choose_scales``), so process large tensors in slices.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def fp8_dequantize(
     first_col: int = 0,
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """``fp8.dequantize``: a cut ``[rows, cols]`` of a weight, ``scales`` float32 of the whole weight."""
+    """``fp8.dequantize``: a slice ``[rows, cols]`` of a weight, ``scales`` float32 of the whole weight."""
     values = codes.float()
     for part, scale in _by_block(values, scales, first_row, first_col):
         part.mul_(scale)
@@ -91,7 +91,7 @@ def int4_choose_scales(weights: torch.Tensor, hint: torch.Tensor | None = None) 
     for greatest in (7, 8, 6, 5, 4, 3, 2, 1):
         left = (~exact).nonzero()[:, 0]
         quotients = groups[left].float() / absmax[left, None].float() * greatest
-        # The bound of the kernel's _possible_greatest: a cheap look before three exact ones.
+        # The bound of the kernel's _possible_greatest: a cheap filter before three exact checks.
         left = left[((quotients - quotients.round()).abs() <= 0.0635).all(-1)]
         near = (absmax[left].float() / greatest).to(torch.bfloat16).view(torch.int16)
         for step in (0, 1, -1):
@@ -108,7 +108,7 @@ def _by_block(
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Views ``[rows, blocks, width]`` that make up ``values``, each with its scales ``[rows, blocks, 1]``.
 
-    Three at most: the rest of a block, whole blocks, the beginning of a block.
+    At most three: the rest of a block, whole blocks, the beginning of a block.
     """
     rows, cols = values.shape
     per_row = scales[torch.arange(first_row, first_row + rows, device=scales.device) // BLOCK]
@@ -124,7 +124,7 @@ def _by_block(
 
 
 def _blocks(values: torch.Tensor) -> torch.Tensor:
-    """``[row blocks, BLOCK, column blocks, BLOCK]``, filled up with zeros."""
+    """``[row blocks, BLOCK, column blocks, BLOCK]``, padded with zeros."""
     rows, cols = values.shape
     return pad(values, (0, -cols % BLOCK, 0, -rows % BLOCK)).unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
 

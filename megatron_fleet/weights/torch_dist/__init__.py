@@ -1,5 +1,5 @@
-"""Megatron's ``torch_dist`` checkpoints by their bytes: no torch, no Megatron, no process group, no tensor in memory.
+"""Byte-level access to Megatron's ``torch_dist`` checkpoints: no torch, Megatron, process group or tensors in memory.
 
-``index.py`` says where every chunk of every tensor lies, ``folder.py`` finds the checkpoint in a run folder,
-``container.py`` knows the ``torch.save`` archive around each chunk, and ``writer.py`` makes the files around the data.
+``index.py`` locates every chunk of every tensor, ``folder.py`` finds the checkpoint in a run folder, ``container.py``
+handles the ``torch.save`` archive around each chunk, and ``writer.py`` writes the files around the data.
 """

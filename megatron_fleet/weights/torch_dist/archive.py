@@ -1,7 +1,7 @@
-"""The zip files of ``torch.save``: stored records, one of them made of bytes that are elsewhere.
+"""Zip files of ``torch.save``: uncompressed records, one of which has its bytes elsewhere.
 
 Format: APPNOTE.TXT of PKWARE (local headers, central directory, zip64) and ``caffe2/serialize/inline_container`` of
-torch (record names, 64-byte alignment by an ``FB`` extra field, sizes in a descriptor behind the data).
+torch (record names, 64-byte alignment by an ``FB`` extra field, sizes in a descriptor after the data).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterator
 
 ALIGNMENT = 64
-"""The data record starts at a multiple of this many bytes from the start of the archive."""
+"""Alignment of the data record in bytes, relative to the start of the archive."""
 
 _LOCAL = struct.Struct("<4s5H3I2H")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
@@ -24,14 +24,14 @@ _FOLDER = "archive/"
 
 
 def pack(pickled: bytes, data_bytes: int | None) -> tuple[bytes, bytes]:
-    """What goes before and after the bytes of the one storage of an archive.
+    """Build the bytes before and after the single storage of an archive.
 
-    zip64 fields appear only where the storage has 4 GiB or more. The checksum stored for it is 0: torch's reader is
-    built without the check (``unzip -t`` complains).
+    zip64 fields are used only if the storage has 4 GiB or more. Its stored checksum is 0: torch's reader is built
+    without the check (``unzip -t`` complains).
 
     Args:
         pickled: ``data.pkl``, which names the storage ``0``.
-        data_bytes: length of the storage; ``None`` for an archive without one.
+        data_bytes: size of the storage; ``None`` for an archive without one.
     """
     before = b""
     directory = b""
@@ -60,7 +60,7 @@ def pack(pickled: bytes, data_bytes: int | None) -> tuple[bytes, bytes]:
 
 
 def _end(records: int, size: int, offset: int) -> bytes:
-    """The end of a central directory of ``size`` bytes at ``offset``."""
+    """End of a central directory of ``size`` bytes at ``offset``."""
     last = _END.pack(b"PK\x05\x06", 0, 0, records, records, size, min(offset, _FOUR_GIB), 0)
     if offset < _FOUR_GIB:
         return last
@@ -69,12 +69,12 @@ def _end(records: int, size: int, offset: int) -> bytes:
 
 
 def records(head: bytes) -> Iterator[tuple[str, int, int | None]]:
-    """The records of an archive, from its start: name without the archive's folder, first byte, end.
+    """Records of an archive, in order: name without the archive's folder, start offset, end offset.
 
-    Works on the first bytes of an archive; the last record given, the one that reaches beyond them, has no end.
+    Works on the first bytes of an archive; the last record, which extends beyond them, has no end.
 
     Raises:
-        ValueError: no zip file, compressed records, or a header that is cut off.
+        ValueError: not a zip file, compressed records, or a truncated header.
     """
     position = 0
     while head[position : position + 4] != b"PK\x01\x02":
@@ -96,9 +96,9 @@ def records(head: bytes) -> Iterator[tuple[str, int, int | None]]:
 
 
 def _described_end(head: bytes, start: int) -> tuple[int, int]:
-    """End of a record whose length stands in the descriptor behind it, and end of that descriptor.
+    """End of a record whose length is in the descriptor after it, and end of that descriptor.
 
-    Beyond ``head`` when it is not there.
+    Beyond ``head`` if it is not there.
     """
     at = head.find(b"PK\x07\x08", start)
     while at >= 0:

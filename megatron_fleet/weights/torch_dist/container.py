@@ -1,4 +1,4 @@
-"""A tensor as ``torch.save`` stores it: where its bytes lie in such a file, and such a file around given bytes."""
+"""Tensors in ``torch.save`` files: locating their bytes, and wrapping given bytes in such a file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_fleet.weights.torch_dist.dtypes import BY_STORAGE, BY_TORCH_NAME, 
 from megatron_fleet.weights.torch_dist.pickle_reader import Opaque, unpickle
 
 HEAD_BYTES = 4096
-"""First bytes of a container that ``data_span`` needs; those of torch 1.6 to 2.13 reach their data within 1 KiB."""
+"""Leading bytes of a container that ``data_span`` needs; torch 1.6 to 2.13 place the data within the first 1 KiB."""
 
 _CACHED = 4096
 _NAMES = ("torch", "collections")
@@ -22,9 +22,9 @@ _NAMES = ("torch", "collections")
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """``prefix``, then ``nbytes`` raw little-endian row-major bytes, then ``suffix``: a file that ``torch.load`` reads.
+    """``prefix``, ``nbytes`` raw little-endian row-major bytes, ``suffix``: together a file that ``torch.load`` reads.
 
-    The raw bytes start at a multiple of 64.
+    The raw bytes are aligned to 64.
     """
 
     prefix: bytes
@@ -33,15 +33,15 @@ class Container:
 
     @property
     def length(self) -> int:
-        """Bytes of the whole file."""
+        """Size of the whole file in bytes."""
         return len(self.prefix) + self.nbytes + len(self.suffix)
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The bytes of a contiguous tensor inside a container: ``offset`` from the container's start.
+    """Bytes of a contiguous tensor inside a container: ``offset`` is relative to the container's start.
 
-    ``dtype`` in the safetensors spelling (``BF16``).
+    ``dtype`` is a safetensors name (``BF16``).
     """
 
     offset: int
@@ -52,10 +52,10 @@ class Span:
 
 @lru_cache(_CACHED)
 def wrap(dtype: str, shape: tuple[int, ...]) -> Container:
-    """The container for a tensor.
+    """Build the container for a tensor.
 
     Args:
-        dtype: safetensors spelling (``BF16``), one of ``dtypes.DTYPES``.
+        dtype: safetensors name (``BF16``), one of ``dtypes.DTYPES``.
     """
     nbytes = prod(shape) * DTYPES[dtype].nbytes
     prefix, suffix = archive.pack(emit.PROTO + _tensor(DTYPES[dtype], shape) + emit.STOP, nbytes)
@@ -69,15 +69,15 @@ def wrap_empty_in_list() -> bytes:
 
 
 def data_span(head: bytes, length: int, where: str) -> Span:
-    """Where the tensor's bytes lie in a container of any torch from 1.6 on.
+    """Locate the tensor's bytes in a container written by torch 1.6 or later.
 
     Args:
-        head: its first bytes: ``HEAD_BYTES``, or all if it is shorter.
-        length: bytes of the whole container.
-        where: its file and tensor, for messages.
+        head: the first ``HEAD_BYTES``, or the whole container if it is shorter.
+        length: size of the whole container in bytes.
+        where: file and tensor, for messages.
 
     Raises:
-        UserError: something else than one contiguous tensor of a type that safetensors has.
+        UserError: not a single contiguous tensor of a dtype that safetensors has.
     """
     try:
         return _data_span(head, length)
@@ -101,7 +101,7 @@ def _data_span(head: bytes, length: int) -> Span:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """What ``data.pkl`` says: the tensor is ``nbytes`` at ``skip`` in a record of ``storage_bytes``."""
+    """Tensor location according to ``data.pkl``: ``nbytes`` at ``skip`` in a record of ``storage_bytes``."""
 
     record: str
     storage_bytes: int
@@ -145,7 +145,7 @@ def _stored(pickled: bytes) -> _Stored:
 
 
 def _storage_dtype(storage: Any) -> Dtype | None:
-    """The type of a typed storage's elements; ``None`` for plain bytes."""
+    """Dtype of a typed storage's elements; ``None`` for an untyped storage."""
     if (
         not isinstance(storage, Opaque)
         or storage.name != "persistent"
@@ -163,7 +163,7 @@ def _storage_dtype(storage: Any) -> Dtype | None:
 
 
 def _name(value: Any) -> str:
-    """Of a class; what stands in its place may be a value of any depth."""
+    """Name of a class; a malicious pickle may have a value of any depth in its place."""
     return value if isinstance(value, str) else f"a {type(value).__name__}"
 
 
@@ -172,7 +172,7 @@ def _counts(values: Any) -> bool:
 
 
 def _contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Row-major; the stride of an axis of length 1 says nothing, nor any stride of an empty tensor."""
+    """Whether the layout is row-major; strides of axes of length 1 and of empty tensors are irrelevant."""
     if len(shape) != len(stride):
         return False
     step = 1
@@ -184,7 +184,7 @@ def _contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 def _tensor(dtype: Dtype, shape: tuple[int, ...]) -> bytes:
-    """The pickle of a contiguous CPU tensor in storage ``0``, as ``torch.save`` writes it."""
+    """Pickle of a contiguous CPU tensor in storage ``0``, as ``torch.save`` writes it."""
     strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
     count = prod(shape)
     if dtype.storage is None:

@@ -1,4 +1,4 @@
-"""Element types under their safetensors names, and what torch's files call them."""
+"""Element types by their safetensors names, with their names in torch's files."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ class Dtype:
     """One element type.
 
     Attributes:
-        name: the safetensors spelling (``BF16``).
+        name: safetensors name (``BF16``).
         nbytes: size of one element.
         torch: attribute of the ``torch`` module.
-        storage: its typed storage class in ``torch``; ``None`` for types younger than those classes.
+        storage: typed storage class in ``torch``; ``None`` for dtypes newer than those classes.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Which folder under a given one is the checkpoint: Megatron-LM's run folders, this project's, or the folder itself."""
+"""Locate the checkpoint in a folder: a Megatron-LM run folder, one of this project's runs, or the checkpoint itself."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _NAMED = 8
 
 
 def locate(read: Read, sizes: Mapping[str, int], where: str) -> str:
-    """The checkpoint's folder relative to a given one: ``""``, ``iter_0000123``, ``checkpoints/step_000040``…
+    """Path of the checkpoint relative to a folder: ``""``, ``iter_0000123``, ``checkpoints/step_000040``…
 
-    A folder with ``.metadata`` or ``metadata.json`` is the checkpoint itself. In a run folder of Megatron-LM the
-    tracker file names the checkpoint; in one of this project it is the last step that was committed. Without either,
-    the only candidate is taken.
+    A folder with ``.metadata`` or ``metadata.json`` is the checkpoint itself. In a Megatron-LM run folder the tracker
+    file names the checkpoint; in a run folder of this project it is the last committed step. Without either, it must be
+    the only candidate.
 
     Args:
         sizes: name → bytes of all files below the folder.
         where: the folder, for messages.
 
     Raises:
-        UserError: naming the candidates, when none or several may be meant.
+        UserError: there is no candidate, or several; names them.
     """
     if METADATA in sizes or METADATA_JSON in sizes:
         return ""
@@ -53,7 +53,7 @@ def locate(read: Read, sizes: Mapping[str, int], where: str) -> str:
 
 
 def _tracked(content: bytes, candidates: list[str], listed: str, where: str) -> str:
-    """The folder that Megatron-LM's tracker file names: ``release`` or an iteration's number."""
+    """The folder named by Megatron-LM's tracker file: ``release`` or an iteration number."""
     text = content.decode("ascii", "replace").strip()
     if text != "release" and not re.fullmatch(r"\d{1,18}", text):
         raise UserError(f"{where}/{TRACKER}: expected a number or 'release', found {text!r}; write which to use.")

@@ -1,4 +1,4 @@
-"""Where every chunk of every tensor of a checkpoint lies: its ``.metadata``, checked and brought into plain form."""
+"""Index of a checkpoint's chunks: its ``.metadata``, validated and converted to plain form."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ METADATA = ".metadata"
 METADATA_JSON = "metadata.json"
 COMMON = "common.pt"
 COMMON_OBJECT = "common_state/shard_0_1"
-"""Key of the common state inside the data files, where Megatron-Core 0.19 and later keep it."""
+"""Key of the common state inside the data files, used by Megatron-Core 0.19 and later."""
 
 _METADATA_NAMES = ("torch", "megatron", "nvidia_resiliency_ext", "collections", "pathlib", "io", "builtins.set")
 _COMMON_NAMES = (
@@ -29,12 +29,12 @@ _COMMON_NAMES = (
 )
 _LARGEST_METADATA = 1 << 30
 _LARGEST_COMMON = 16 << 20
-"""Bytes read of the common state: its description, not the tensors that may follow it."""
+"""Maximum bytes read of the common state: its description, not the tensors that may follow it."""
 _LARGEST_SIZE = 1 << 63
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 
 Read = Callable[[str, int, int | None], bytes]
-"""(name of a file in the checkpoint's folder, offset, length or None for the rest) → its bytes."""
+"""(file name in the checkpoint's folder, offset, length or None for the rest) → its bytes."""
 
 
 class Chunk(NamedTuple):
@@ -57,7 +57,7 @@ class Blob(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor that its chunks tile. ``dtype`` in the safetensors spelling (``BF16``)."""
+    """A tensor tiled by its chunks. ``dtype`` is a safetensors name (``BF16``)."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -66,14 +66,14 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointIndex:
-    """What a checkpoint holds.
+    """Contents of a checkpoint.
 
     Attributes:
         tensors: key → tensor, without the optimizer's.
-        objects: key (``…_extra_state/shard_0_1``) → place, without the optimizer's and the common state.
-        optimizer: the optimizer's keys; nothing about them is checked.
-        common: the state that is no tensor (``iteration``, ``content_metadata``, ``args``…); what is no plain value in
-            it is ``Opaque``.
+        objects: key (``…_extra_state/shard_0_1``) → location, without the optimizer's and the common state.
+        optimizer: keys of the optimizer, which are not validated.
+        common: the non-tensor state (``iteration``, ``content_metadata``, ``args``…); anything but plain values is
+            ``Opaque``.
     """
 
     tensors: dict[str, StoredTensor]
@@ -83,15 +83,15 @@ class CheckpointIndex:
 
 
 def read_index(read: Read, sizes: Mapping[str, int], where: str) -> CheckpointIndex:
-    """The index of the checkpoint in a folder. Reads ``.metadata``, ``metadata.json`` and the common state only.
+    """Read the index of the checkpoint in a folder. Reads only ``.metadata``, ``metadata.json`` and the common state.
 
     Args:
         sizes: name → bytes of the files in the folder.
         where: the folder, for messages.
 
     Raises:
-        UserError: naming the file, the tensor and what is wrong: another format, a save that did not finish, a file
-            that is missing or cut off, chunks that leave holes or overlap, compressed data, a dangerous pickle.
+        UserError: names the file, the tensor and the fault: another format, an unfinished save, a missing or truncated
+            file, chunks that leave holes or overlap, compressed data, a dangerous pickle.
     """
     tensors, objects, optimizer = _read_metadata(read, sizes, where, _OPTIMIZER.match)
     common = _common(read, sizes, objects, where)
@@ -100,9 +100,9 @@ def read_index(read: Read, sizes: Mapping[str, int], where: str) -> CheckpointIn
 
 
 def read_places(read: Read, sizes: Mapping[str, int], where: str) -> tuple[dict[str, StoredTensor], dict[str, Blob]]:
-    """All tensors and all objects of the checkpoint in a folder by key, the optimizer's and the common state too.
+    """Read all tensors and objects of a checkpoint by key, including the optimizer's and the common state.
 
-    Arguments and errors are those of `read_index`. Reads ``.metadata`` and ``metadata.json`` only.
+    Arguments and errors as for `read_index`. Reads only ``.metadata`` and ``metadata.json``.
     """
     tensors, objects, _ = _read_metadata(read, sizes, where, lambda key: False)
     return tensors, objects
@@ -123,7 +123,7 @@ def _read_metadata(
 
 
 def _check_format(read: Read, sizes: Mapping[str, int], where: str) -> None:
-    """Refuse folders of other formats, each by its name."""
+    """Reject folders of other formats, naming the format."""
     again = "save the checkpoint again with --ckpt-format torch_dist"
     if METADATA_JSON in sizes:
         try:
@@ -155,7 +155,7 @@ def _check_format(read: Read, sizes: Mapping[str, int], where: str) -> None:
 
 
 def _common(read: Read, sizes: Mapping[str, int], objects: Mapping[str, Blob], where: str) -> dict[str, Any]:
-    """The common state: the file of Megatron-Core to 0.18, or the object of 0.19."""
+    """The common state: a file up to Megatron-Core 0.18, an object in 0.19."""
     if COMMON in sizes:
         blob = Blob(COMMON, 0, sizes[COMMON])
     elif COMMON_OBJECT in objects:
@@ -180,10 +180,10 @@ def _common(read: Read, sizes: Mapping[str, int], objects: Mapping[str, Blob], w
 
 
 class _Builder:
-    """The parts of an index out of an unpickled ``Metadata``. Every method raises ValueError for what is wrong."""
+    """Builds an index from an unpickled ``Metadata``. Every method raises ValueError for invalid input."""
 
     def __init__(self, metadata: Any, sizes: Mapping[str, int], left_out: Callable[[str], object]) -> None:
-        """``left_out``: says of a key whether it is only listed; nothing about it is checked then."""
+        """``left_out``: predicate for keys that are only listed and not validated."""
         state = _state(metadata, "Metadata")
         self._entries = state.get("state_dict_metadata")
         storage = state.get("storage_data")
@@ -248,7 +248,7 @@ _MODULE = "torch.distributed.checkpoint.metadata"
 
 
 def _state(made: Any, name: str, kind: type = dict) -> Any:
-    """The fields of an object of torch's metadata."""
+    """Fields of one of torch's metadata objects."""
     if not isinstance(made, Opaque) or made.name != f"{_MODULE}.{name}" or not isinstance(made.state, kind):
         raise BadPickle(f"lacks a {name} of torch.distributed.checkpoint")
     return made.state
@@ -266,7 +266,7 @@ def _dims(values: Any) -> tuple[int, ...]:
 def _places(
     storage: dict[Any, Any], sizes: Mapping[str, int], left_out: Callable[[str], object]
 ) -> Iterator[tuple[tuple[str, tuple[int, ...] | None], Blob]]:
-    """(key, offsets) → place, of everything that is not ``left_out``, each inside its file."""
+    """(key, offsets) → location, of everything that is not ``left_out``, each inside its file."""
     for index, info in storage.items():
         at = _state(index, "MetadataIndex")
         key, offsets = at.get("fqn"), at.get("offset")

@@ -1,7 +1,7 @@
-"""Pickles as inert data: nothing is imported or called, and memory and time stay in proportion to the bytes read.
+"""Pickles as inert data: nothing is imported or called, and memory and time are linear in the bytes read.
 
-The standard library's unpickler can be kept from importing, but not from what its opcodes do alone: ten bytes make it
-allocate a memo of 64 GB, and a few dozen make it hash a tuple for years.
+The standard library's unpickler can be kept from importing, but its opcodes alone are dangerous: ten bytes make it
+allocate a 64 GB memo, and a few dozen make it hash a tuple for years.
 
 Opcodes: the Python library reference, ``pickletools``.
 """
@@ -20,13 +20,13 @@ _u64 = struct.Struct("<Q").unpack_from
 _f64 = struct.Struct(">d").unpack_from
 
 _RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}
-"""Names of Python 2, which pickles up to protocol 2 use."""
+"""Python 2 module names, used by pickles up to protocol 2."""
 _LONGEST_KEY = 16
 _LARGEST_KEY = 1 << 60
 
 
 class BadPickle(ValueError):
-    """Not a pickle, or one that holds what a checkpoint has no use for. The message goes after a file's name."""
+    """Not a pickle, or one with content that no checkpoint needs. The message follows a file name."""
 
 
 class Global(str):
@@ -36,7 +36,7 @@ class Global(str):
 
 
 class Opaque:
-    """What a pickle would have built: ``name`` called with ``args``, then given ``state``."""
+    """Unbuilt object of a pickle: ``name`` called with ``args``, then given ``state``."""
 
     __slots__ = ("args", "name", "state")
 
@@ -50,16 +50,16 @@ class Opaque:
 
 
 def unpickle(data: bytes, names: Collection[str]) -> Any:
-    """The data of a pickle: plain values, dicts, lists, tuples; ``Opaque`` in place of every object.
+    """Load a pickle as data: plain values, dicts, lists, tuples; ``Opaque`` in place of every object.
 
-    ``torch.Size`` becomes a tuple, ``OrderedDict`` and ``defaultdict`` a dict; a persistent id is ``Opaque`` named
-    ``persistent``.
+    ``torch.Size`` becomes a tuple, ``OrderedDict`` and ``defaultdict`` a dict; a persistent id becomes an ``Opaque``
+    named ``persistent``.
 
     Args:
-        names: packages (``torch``) and single names (``builtins.set``) that the pickle may mention.
+        names: packages (``torch``) and single names (``builtins.set``) that the pickle may reference.
 
     Raises:
-        BadPickle: malformed, truncated, or mentioning anything else.
+        BadPickle: malformed, truncated, or referencing anything else.
     """
     try:
         return _run(data, names)
@@ -70,7 +70,7 @@ def unpickle(data: bytes, names: Collection[str]) -> Any:
 
 
 def _run(data: bytes, names: Collection[str]) -> Any:
-    """Execute the opcodes; the commonest four come first."""
+    """Execute the opcodes; the four most common ones come first."""
     stack: list[Any] = []
     marks: list[int] = []
     memo: list[Any] = []
@@ -133,7 +133,7 @@ def _named(module: Any, name: Any, names: Collection[str]) -> Global:
 
 
 def _counted(head: Callable[..., tuple[int]], width: int, text: bool) -> Callable[[bytes, int], tuple[Any, int]]:
-    """Reader of a string after its length."""
+    """Build a reader of a length-prefixed string."""
 
     def read(data: bytes, position: int) -> tuple[Any, int]:
         start = position + width
@@ -213,7 +213,7 @@ def _set_items(stack: list[Any], items: list[Any]) -> None:
 
 
 def _key(key: Any) -> Any:
-    """``key``, if hashing it is quick and cannot be made to collide: an ``Opaque`` hashes by identity."""
+    """``key``, if it hashes fast and cannot be made to collide: an ``Opaque`` hashes by identity."""
     if type(key) is tuple and len(key) <= _LONGEST_KEY:
         return tuple(_key(part) for part in key) if not any(type(part) is tuple for part in key) else _bad_key()
     if type(key) in (str, bytes, bool, type(None), Opaque, Global):

@@ -1,4 +1,4 @@
-"""The few pickle opcodes (protocol 2) that the files of a checkpoint need, without the classes that they name."""
+"""The few pickle opcodes (protocol 2) needed for a checkpoint's files, without importing the classes they name."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def named(module: str, name: str) -> bytes:
 
 
 def put(index: int) -> bytes:
-    """Remember the top of the stack under ``index``; numbers go up by one from 0."""
+    """Memoise the top of the stack under ``index``; indices count up from 0."""
     return b"q" + bytes([index]) if index < 256 else b"r" + struct.pack("<I", index)
 
 
 def get(index: int) -> bytes:
-    """Push what ``put`` remembered."""
+    """Push a memoised value."""
     return b"h" + bytes([index]) if index < 256 else b"j" + struct.pack("<I", index)

@@ -1,4 +1,4 @@
-"""Do boxes fill a tensor without holes and overlaps?"""
+"""Check that boxes tile a tensor without holes or overlaps."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from math import prod
 from typing import Protocol
 
 _MOST_COMPARISONS = 5_000_000
-"""Pairs of chunks compared before giving up: a few seconds, thousands of times what any saved layout needs."""
+"""Maximum pairs of chunks compared: takes a few seconds, thousands of times what any saved layout needs."""
 
 
 class Box(Protocol):
-    """A part of a tensor: where it starts and how large it is along each axis."""
+    """A part of a tensor: its start and size along each axis."""
 
     @property
     def offsets(self) -> tuple[int, ...]: ...
@@ -20,10 +20,10 @@ class Box(Protocol):
 
 
 def tiling_fault(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
-    """What keeps ``boxes`` from covering every element of ``shape`` exactly once; ``None`` when they do.
+    """Reason why ``boxes`` do not cover every element of ``shape`` exactly once; ``None`` if they do.
 
-    Boxes inside the shape whose volumes add up to it tile it exactly when no two overlap. On a grid, the usual case,
-    that takes time in proportion to their number; otherwise they are compared along a sweep.
+    Boxes inside the shape whose volumes add up to its volume tile it exactly if no two overlap. On a grid, the usual
+    case, this takes linear time; otherwise the boxes are compared along a sweep.
     """
     volume = 0
     for box in boxes:
@@ -42,7 +42,7 @@ def tiling_fault(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
 
 
 def _on_grid(boxes: Sequence[Box]) -> bool:
-    """Whether the boxes are different cells of one grid of disjoint intervals per axis."""
+    """Whether the boxes are distinct cells of one grid of disjoint intervals per axis."""
     if len({box.offsets for box in boxes}) < len(boxes):
         return False
     for axis in range(len(boxes[0].offsets) if boxes else 0):
@@ -61,7 +61,7 @@ def _on_grid(boxes: Sequence[Box]) -> bool:
 
 
 def _sweep(boxes: Sequence[Box]) -> str | None:
-    """The first overlap found while moving along the axis with most different starts."""
+    """The first overlap found in a sweep along the axis with the most distinct starts."""
     rank = len(boxes[0].offsets)
     if not rank:
         return "its chunks overlap"

@@ -1,4 +1,4 @@
-"""The small files of a checkpoint: ``.metadata``, ``common.pt``, ``metadata.json``, and what extra states point to."""
+"""Small files of a checkpoint: ``.metadata``, ``common.pt``, ``metadata.json``, and the extra-state object."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 def metadata_bytes(
     tensors: Mapping[str, StoredTensor], aliases: Mapping[str, str], objects: Mapping[str, Blob]
 ) -> bytes:
-    """``.metadata``: the pickle of ``torch.distributed.checkpoint.metadata.Metadata``, which needs its names alone.
+    """``.metadata``: the pickle of ``torch.distributed.checkpoint.metadata.Metadata``, built from its names alone.
 
     Args:
-        aliases: further key → the key of ``tensors`` whose stored bytes it shares.
-        objects: key (``…_extra_state/shard_0_1``) → its place; many may share one.
+        aliases: additional key → the key of ``tensors`` whose stored bytes it shares.
+        objects: key (``…_extra_state/shard_0_1``) → its location; several may share one.
 
     Raises:
-        ValueError: a key is given twice. KeyError: an alias stands for no tensor, a dtype is not in ``dtypes.DTYPES``.
+        ValueError: a duplicate key. KeyError: an alias of an unknown tensor, or a dtype not in ``dtypes.DTYPES``.
     """
     if twice := (aliases.keys() & tensors.keys()) | (objects.keys() & (aliases.keys() | tensors.keys())):
         raise ValueError(f"given twice: {sorted(twice)[:3]}")
@@ -35,7 +35,7 @@ def metadata_bytes(
 
 
 class _Metadata:
-    """Writes strings, classes and types once and refers to them by number."""
+    """Writes strings, classes and types once and refers to them by memo index."""
 
     def __init__(self, tensors: Mapping[str, StoredTensor], objects: Mapping[str, Blob]) -> None:
         self._tensors = tensors
@@ -74,13 +74,13 @@ class _Metadata:
         return bytes(out)
 
     def _define(self, content: bytes) -> bytes:
-        """Write ``content`` down for later; gives what pushes it."""
+        """Write ``content`` for later use; return the bytes that push it."""
         self._out += content + emit.put(self._defined) + emit.POP
         self._defined += 1
         return emit.get(self._defined - 1)
 
     def _record(self, module: str, name: str, *fields: str) -> tuple[bytes, ...]:
-        """A dataclass: what goes before each of its values."""
+        """Define a dataclass; return the bytes that precede each of its values."""
         start = _new(self._define(emit.named(module, name))) + emit.EMPTY_DICT + emit.MARK
         first, *others = (self._define(emit.text(field)) for field in fields)
         return (start + first, *others)
@@ -99,7 +99,7 @@ class _Metadata:
         return b"".join(parts)
 
     def _entry(self, key: str, offsets: bytes, file: str, start: int, length: int) -> bytes:
-        """One item of ``storage_data``: (key, offsets of the chunk) → its place."""
+        """One item of ``storage_data``: (key, chunk offsets) → its location."""
         fqn, index, offset = self._index
         path, position, size = self._place
         return b"".join(
@@ -112,15 +112,15 @@ class _Metadata:
 
 
 def extra_state_blob() -> bytes:
-    """The object under every ``_extra_state`` key: what layers of Transformer Engine save when there is nothing to."""
+    """Object stored under every ``_extra_state`` key: Transformer Engine layers save it if they have no state."""
     return container.wrap_empty_in_list()
 
 
 def common_bytes(iteration: int = 0, content_metadata: Mapping[str, Any] | None = None) -> bytes:
-    """``common.pt``: the state that is no tensor, in the form that Megatron-Core 0.16 to 0.20 read.
+    """``common.pt``: the non-tensor state, in the form that Megatron-Core 0.16 to 0.20 read.
 
     Args:
-        content_metadata: how Megatron's modules described themselves; plain values.
+        content_metadata: plain values with which Megatron's modules described themselves.
     """
     common = {
         "checkpoint_version": 3.0,
@@ -131,7 +131,7 @@ def common_bytes(iteration: int = 0, content_metadata: Mapping[str, Any] | None 
 
 
 def metadata_json_bytes() -> bytes:
-    """``metadata.json``: which format this is. Megatron takes a folder without it for no checkpoint."""
+    """``metadata.json``: format identifier. Megatron does not recognise a checkpoint without it."""
     backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
     return json.dumps(backends | {f"{name}_version": 1 for name in backends}).encode()
 
@@ -141,7 +141,7 @@ def _new(name: bytes) -> bytes:
 
 
 def _properties(dtype: str) -> bytes:
-    """``TensorProperties``: type, layout, requires_grad, memory format, pin_memory."""
+    """``TensorProperties``: dtype, layout, requires_grad, memory format, pin_memory."""
     return b"".join(
         (
             _new(emit.named(_METADATA, "TensorProperties")) + emit.MARK,
