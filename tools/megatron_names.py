@@ -47,6 +47,12 @@ _SIGMOID_MOE |= {"first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "scor
 _SIGMOID_MOE |= {"topk_method": "noaux_tc"}
 _QWEN3_MOE: Config = _GQA | _MOE | {"model_type": "qwen3_moe", "head_dim": 16, "num_experts": 4}
 _GLM4_MOE: Config = _GQA | _SIGMOID_MOE | {"model_type": "glm4_moe", "head_dim": 16, "attention_bias": True}
+_QWEN3_5: Config = _GQA | _MOE | {"model_type": "qwen3_5_moe_text", "head_dim": 16, "num_experts": 4}
+_QWEN3_5 |= {"shared_expert_intermediate_size": 22, "partial_rotary_factor": 0.25, "mtp_num_hidden_layers": 1}
+_QWEN3_5 |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 10}
+_QWEN3_5 |= {"linear_value_head_dim": 6, "linear_conv_kernel_dim": 3}
+_QWEN3_5 |= {"layer_types": ["linear_attention", "linear_attention", "full_attention"]}
+del _QWEN3_5["intermediate_size"], _QWEN3_5["norm_topk_prob"]
 
 MODELS: dict[str, Config] = {
     "qwen2": _GQA | {"model_type": "qwen2", "tie_word_embeddings": True},
@@ -57,6 +63,7 @@ MODELS: dict[str, Config] = {
     "deepseek_v3": _MLA | _SIGMOID_MOE | {"q_lora_rank": 26, "num_nextn_predict_layers": 1},
     "moonlight": _MLA | _SIGMOID_MOE | {"q_lora_rank": None, "num_nextn_predict_layers": 0},
     "glm4_moe": _GLM4_MOE | {"use_qk_norm": True, "partial_rotary_factor": 0.5, "num_nextn_predict_layers": 1},
+    "qwen3_5": _QWEN3_5,
 }
 """Models as their ``config.json`` describes them. Within one of them every axis has its own size. ``_listed`` tells
 Megatron the expert layers as a list instead of a stride: the same model, other checkpoint keys."""
@@ -173,13 +180,13 @@ def megatron_arguments(model: str, variant: str) -> dict[str, Any]:
     arguments = {
         "num_layers": hf["num_hidden_layers"],
         "hidden_size": hf["hidden_size"],
-        "ffn_hidden_size": hf["intermediate_size"],
+        "ffn_hidden_size": hf.get("intermediate_size") or hf["moe_intermediate_size"],
         "num_attention_heads": hf["num_attention_heads"],
         "num_query_groups": hf["num_key_value_heads"],
         "add_bias_linear": False,
         "add_qkv_bias": hf["model_type"] == "qwen2" or hf.get("attention_bias", False),
         "qk_layernorm": hf["model_type"] not in ("qwen2", "llama"),
-        "mtp_num_layers": hf.get("num_nextn_predict_layers") or None,
+        "mtp_num_layers": hf.get("num_nextn_predict_layers") or hf.get("mtp_num_hidden_layers") or None,
     }
     if "kv_lora_rank" in hf:
         arguments |= {name: hf[name] for name in ("q_lora_rank", "kv_lora_rank", "v_head_dim")}
@@ -195,7 +202,7 @@ def megatron_arguments(model: str, variant: str) -> dict[str, Any]:
             "moe_router_dtype": "fp32",
             "moe_token_dispatcher_type": "alltoall",
             "moe_grouped_gemm": variant.endswith("_grouped"),
-            "moe_layer_freq": 1 if model == "qwen3_moe" else listed,
+            "moe_layer_freq": 1 if model in ("qwen3_moe", "qwen3_5") else listed,
         }
     if "n_shared_experts" in hf:
         arguments |= {
@@ -203,13 +210,30 @@ def megatron_arguments(model: str, variant: str) -> dict[str, Any]:
             "moe_router_score_function": hf["scoring_func"],
             "moe_router_enable_expert_bias": True,
         }
+    if is_hybrid(hf):
+        arguments |= {name: value for name, value in hf.items() if name.startswith("linear_num_")}
+        arguments |= {name: hf[name] for name in ("linear_key_head_dim", "linear_value_head_dim")}
+        arguments |= {
+            "experimental_attention_variant": "gated_delta_net",
+            "linear_attention_freq": [int(kind == "linear_attention") for kind in hf["layer_types"]],
+            "linear_conv_kernel_dim": hf["linear_conv_kernel_dim"],
+            "attention_output_gate": True,
+            "layernorm_zero_centered_gamma": True,
+            "moe_shared_expert_intermediate_size": hf["shared_expert_intermediate_size"],
+            "moe_shared_expert_gate": True,
+            "transformer_impl": "local" if variant == "local" else "transformer_engine",
+        }
     return arguments
+
+
+def is_hybrid(config: Config) -> bool:
+    return "linear_num_key_heads" in config
 
 
 def _build(model: str, variant: str) -> Any:
     """A GPTModel on one process. Raises whatever Megatron raises."""
     import torch
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -228,11 +252,14 @@ def _build(model: str, variant: str) -> Any:
         persist_layer_norm=False,
         apply_rope_fusion=False,
     )
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=te, normalization="RMSNorm")
+    if is_hybrid(hf):
+        spec = _hybrid_spec(config, te)
+    else:
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=te, normalization="RMSNorm")
     if not te and "kv_lora_rank" in hf:
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = torch.nn.Identity
-    mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=te) if config.mtp_num_layers else None
+    mtp = _prediction_spec(config, spec, te) if config.mtp_num_layers else None
     return GPTModel(
         config,
         spec,
@@ -243,6 +270,25 @@ def _build(model: str, variant: str) -> Any:
         share_embeddings_and_output_weights=hf["tie_word_embeddings"],
         mtp_block_spec=mtp,
     )
+
+
+def _hybrid_spec(config: Any, te: bool) -> Any:
+    """Layers of which some are Gated DeltaNets: Megatron's, or ours where Megatron has none (without TE)."""
+    from megatron.core.models.gpt import experimental_attention_variant_module_specs as stock
+
+    from megatron_fleet.platform.megatron.spec import layer_spec
+
+    return stock.get_transformer_block_with_experimental_attention_variant_spec(config) if te else layer_spec(config)
+
+
+def _prediction_spec(config: Any, spec: Any, te: bool) -> Any:
+    from megatron.core.models.gpt import gpt_layer_specs as stock
+
+    from megatron_fleet.platform.megatron.spec import TorchBackend
+
+    if te or not config.layernorm_zero_centered_gamma:
+        return stock.get_gpt_mtp_block_spec(config, spec, use_transformer_engine=te)
+    return stock.get_gpt_mtp_block_spec_for_backend(config, spec, TorchBackend())
 
 
 def names_of(module: Any) -> Names:
@@ -271,8 +317,15 @@ def names_of(module: Any) -> Names:
     for name, value in module.state_dict(keep_vars=True).items():
         if not name.rpartition(".")[2].startswith("_extra_state"):
             kind = "parameter" if name in parameters else "buffer"
-            place = _place(name, of_name.get(name, []))
-            names.weights[name] = Weight(kind, _dtype(value), tuple(value.shape), *place)
+            parts = {piece.key.rpartition(".")[2]: piece for piece in of_name.get(name, [])}
+            if name.rpartition(".")[2] == "weight" and parts.keys() > {"query"}:
+                # A layer's input projection and convolution are stored as tensors of their own for each use.
+                for part, piece in parts.items():
+                    place = _place(f"{name}.{part}", [piece])
+                    names.weights[f"{name}.{part}"] = Weight(kind, _dtype(value), tuple(piece.data.shape), *place)
+            else:
+                place = _place(name, of_name.get(name, []))
+                names.weights[name] = Weight(kind, _dtype(value), tuple(value.shape), *place)
     return names
 
 

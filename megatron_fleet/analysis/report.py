@@ -38,8 +38,12 @@ def write_report(folder: Path, page: Path | None = None, text: Path | None = Non
         A summary and the paths of both files, at most ``SUMMARY_LINES`` + 2 lines.
 
     Raises:
-        UserError: ``folder`` is not a run, or a file cannot be written.
+        UserError: ``folder`` is not a run, a file cannot be written or has the name of another kind of file.
     """
+    for option, path, suffix in (("--out", page, ".html"), ("--markdown", text, ".md")):
+        # A former report is replaced, so nothing else may be named.
+        if path is not None and path.suffix != suffix:
+            raise UserError(f"{option}={path}: the name must end in {suffix}; name another file.")
     run = read_run(folder)
     document, transcripts = build(run)
     targets = {

@@ -198,7 +198,7 @@ def _layout(config: Config, hf_config: dict[str, Any]) -> None:
     from megatron_fleet.trainer.precision import check_precision
     from megatron_fleet.trainer.validate import validate as validate_layout
 
-    validate_layout(hf_config, config.parallel, config.policy.recompute)
+    validate_layout(hf_config, config.parallel, config.policy.recompute, config.policy.lora.rank)
     check_micro_batch_tokens(config.policy.micro_batch_tokens, config.parallel, config.precision)
     check_precision(read_model(hf_config), config.parallel, config.precision)
 
@@ -219,8 +219,11 @@ def _engine(config: Config, hf_config: dict[str, Any]) -> None:
     else:
         head = model.head or model.hidden // model.heads
         values = 2 * max(1, (model.groups or model.heads) // engine.tensor_parallel) * head
-    per_token = model.layers * values * (4 if config.model.dtype == "float32" else 2)
-    needed = per_token * config.rollout.max_context
+    linear = sum(model.linear_layers)
+    per_token = (model.layers - linear) * values * (4 if config.model.dtype == "float32" else 2)
+    # A Gated DeltaNet keeps a matrix per head instead, in float32.
+    state = 4 * (model.linear_value_heads or 0) * (model.linear_key_head or 0) * (model.linear_value_head or 0)
+    needed = per_token * config.rollout.max_context + linear * state // engine.tensor_parallel
     if engine.kv_cache_bytes < needed:
         raise UserError(
             f"rollout.engine.kv_cache_bytes={engine.kv_cache_bytes} is less than the {needed} bytes that one sequence "

@@ -9,6 +9,9 @@ import numpy as np
 
 from megatron_fleet.models.model import Model
 
+LINEAR_CHUNK = 64
+"""Tokens to a chunk of a Gated DeltaNet, in all implementations."""
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceCost:
@@ -32,10 +35,12 @@ class SequenceCost:
         """Build the cost of a model; counts only the experts active for a token."""
         with_experts = sum(map(model.has_experts, range(model.layers)))
         dense = (model.layers - with_experts) * 6 * model.hidden * model.ffn
+        linear = sum(map(model.is_linear, range(model.layers)))
         projections, pair = _latent(model) if model.latent else _grouped(model)
+        mixing = (model.layers - linear) * projections + (linear * _gated_delta_net(model) if linear else 0)
         return cls(
-            token=model.layers * projections + dense + with_experts * _experts(model),
-            pair=model.layers * pair,
+            token=mixing + dense + with_experts * _experts(model),
+            pair=(model.layers - linear) * pair,
             prediction=2 * model.hidden * model.vocab,
         )
 
@@ -48,7 +53,26 @@ class SequenceCost:
 def _grouped(model: Model) -> tuple[int, int]:
     """Grouped-query attention of one layer: projections per token, scores and values per pair."""
     head, groups = model.head or model.hidden // model.heads, model.groups or model.heads
-    return 4 * model.hidden * head * (model.heads + groups), 4 * model.heads * head
+    queries = 2 * model.heads if model.output_gate else model.heads
+    return 2 * model.hidden * head * (queries + model.heads + 2 * groups), 4 * model.heads * head
+
+
+def _gated_delta_net(model: Model) -> int:
+    """A Gated DeltaNet per token: projections, convolution and the rule in its chunked form.
+
+    A chunk of C tokens costs each of them, per value head, products with the state (write, correct, read: K·V each)
+    and with half of the chunk's other tokens (k·k and q·k: K each; solved and attended: K + V and V each).
+    """
+    heads, key_head, value_head = (
+        model.linear_value_heads or 0,
+        model.linear_key_head or 0,
+        model.linear_value_head or 0,
+    )
+    keys, values = (model.linear_key_heads or 0) * key_head, heads * value_head
+    projections = model.hidden * (2 * keys + 2 * values + 2 * heads + values)
+    convolution = (model.linear_convolution or 0) * (2 * keys + values)
+    rule = heads * (3 * key_head * value_head + LINEAR_CHUNK // 2 * (3 * key_head + 2 * value_head))
+    return 2 * (projections + convolution + rule)
 
 
 def _latent(model: Model) -> tuple[int, int]:

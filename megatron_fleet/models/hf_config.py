@@ -42,6 +42,7 @@ _ROPE_WITHOUT_EFFECT = ("mrope_section", "mrope_interleaved")
 _TYPES = get_type_hints(Model)
 
 _MOST = {"layers": 1000, "heads": 1 << 16, "groups": 1 << 16, "experts": 1 << 16, "mtp": 9}
+_MOST |= {"linear_key_heads": 1 << 16, "linear_value_heads": 1 << 16, "linear_convolution": 1 << 10}
 _MOST_OTHERWISE = (1 << 31) - 1
 """Default upper bound of an integer, beyond any model's: tables are sized by some, and sizes are multiplied."""
 _MOST_EXPERTS = 200_000
@@ -76,6 +77,8 @@ def read_model(raw: Mapping[str, Any]) -> Model:
     values["tied"] = _of_kind("tie_word_embeddings", False if tied is None else tied, bool)
     values["rope"], values["rotary_fraction"] = _rope(fields, architecture)
     _read_heads(values)
+    if architecture.hybrid:
+        _read_linear(fields, values)
     _read_experts(fields, architecture, values)
     fields.refuse_rest({*architecture.ignored, *HARMLESS})
     if architecture.text:
@@ -146,13 +149,17 @@ class _Fields:
         return _of_kind(field.name, value, int, 0 if field.to == "mtp" else 1, _MOST.get(field.to, _MOST_OTHERWISE))
 
     def check(self, name: str, expected: Any) -> None:
-        """Check a field's value; a list as ``expected`` means a list field whose items all have that value."""
-        value = self.optional(name, expected)
-        each = isinstance(expected, list) and isinstance(value, list) and all(item == expected[0] for item in value)
-        if value != expected and not each:
+        """Check a field's value.
+
+        A list as ``expected`` means a list field whose items all have that value, a tuple several supported values.
+        """
+        choices = expected if isinstance(expected, tuple) else (expected,)
+        value = self.optional(name, choices[0])
+        each = isinstance(expected, list) and isinstance(value, list) and all(item in expected for item in value)
+        if value not in choices and not each:
             raise UserError(
                 f"config.json: {name}={value!r} is not supported for model_type={self._raw.get('model_type')!r}, only "
-                f"{expected!r}; use a model without it."
+                f"{' or '.join(map(repr, choices))}; use a model without it."
             )
 
     def refuse_rest(self, harmless: set[str]) -> None:
@@ -245,12 +252,46 @@ def _read_heads(values: dict[str, Any]) -> None:
         )
 
 
+def _read_linear(fields: _Fields, values: dict[str, Any]) -> None:
+    """Read which layers are Gated DeltaNets, and check their heads."""
+    layers, kinds = values["layers"], fields.optional("layer_types")
+    interval = fields.optional("full_attention_interval")
+    if interval is not None:
+        every = _of_kind("full_attention_interval", interval, int, 1)
+        counted = ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(layers)]
+        if kinds not in (None, counted):
+            raise UserError(
+                f"config.json: full_attention_interval={interval} and layer_types={kinds!r:.200} name different "
+                f"layers; correct the file."
+            )
+        kinds = counted
+    if kinds is None:
+        raise UserError("config.json: layer_types is missing; use the config.json that belongs to the weights.")
+    known = ("linear_attention", "full_attention")
+    if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in known for kind in kinds):
+        raise UserError(
+            f"config.json: layer_types={kinds!r:.200} is not {' or '.join(known)} for each of the {layers} layers; "
+            f"correct the file."
+        )
+    values["linear_layers"] = tuple(kind == "linear_attention" for kind in kinds)
+    keys, heads = values["linear_key_heads"], values["linear_value_heads"]
+    if heads % keys:
+        raise UserError(
+            f"config.json: linear_num_key_heads={keys} does not divide linear_num_value_heads={heads}; correct the "
+            f"file."
+        )
+
+
 def _read_experts(fields: _Fields, architecture: Architecture, values: dict[str, Any]) -> None:
     """Read the layers with experts and the shared experts, and check the routing."""
     if architecture.moe == "none":
         return
     layers = values["layers"]
-    if architecture.moe == "first_dense":
+    if architecture.moe == "all":
+        values["moe_layers"] = (True,) * layers
+        # The family has no dense layers, so their size is arbitrary.
+        values["ffn"] = values["expert_ffn"]
+    elif architecture.moe == "first_dense":
         fields.check("moe_layer_freq", 1)
         values["moe_layers"] = _first_dense(fields, layers)
         values["shared_ffn"] = fields.integer("n_shared_experts", 0) * values["expert_ffn"]
@@ -316,15 +357,25 @@ def write_config(model: Model, architecture: Architecture, dtype: str) -> dict[s
     if any(model.moe_layers) != (architecture.moe != "none"):
         raise ValueError(f"a model of type {family} cannot have {model.experts} experts")
     own = {field.name: getattr(model, field.to) for field in architecture.fields}
-    own |= {name: value for name, value in architecture.fixed.items() if not isinstance(value, list)}
+    own |= {
+        name: value[0] if isinstance(value, tuple) else value
+        for name, value in architecture.fixed.items()
+        if not isinstance(value, list)
+    }
     own |= {**_write_rope(model, architecture), **_write_experts(model, architecture)}
+    if architecture.hybrid:
+        own["layer_types"] = ["linear_attention" if linear else "full_attention" for linear in model.linear_layers]
     if model.latent:
         own["num_key_value_heads"] = model.heads
     raw: dict[str, Any] = {"model_type": family, "torch_dtype": dtype, "tie_word_embeddings": model.tied}
     raw |= {architecture.text: own} if architecture.text else own
     written = read_model(raw)
+    # A size of dense layers that there are none of does not matter.
+    ignored = "ffn" if architecture.moe == "all" else None
     lost = [
-        field.name for field in dataclasses.fields(Model) if getattr(written, field.name) != getattr(model, field.name)
+        field.name
+        for field in dataclasses.fields(Model)
+        if field.name != ignored and getattr(written, field.name) != getattr(model, field.name)
     ]
     if lost:
         raise ValueError(f"a model of type {family} cannot have {lost[0]}={getattr(model, lost[0])!r}")

@@ -7,8 +7,10 @@ use a different key for the same content, that key is an alias.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_fleet.models.model import Model
-from megatron_fleet.models.rules import Leaf, Rule
+from megatron_fleet.models.rules import Leaf, Prediction, Rows, Rule, Stack
 
 HF = "{body}layers.{i}."
 LAYER = "decoder.layers.{i}."
@@ -30,16 +32,25 @@ def after(head: str) -> tuple[Rule, ...]:
     )
 
 
-def layer(model: Model, experts: bool) -> tuple[Rule, ...]:
-    """Rules for one transformer layer; ``experts``: whether its feed-forward part has experts."""
-    attention = _latent(model) if model.latent else _grouped_query(model)
-    return (*attention, *(_experts(model) if experts else _dense(model)))
+def layer(model: Model, linear: bool, experts: bool) -> tuple[Rule, ...]:
+    """Rules for one transformer layer.
+
+    Args:
+        linear: whether it is a Gated DeltaNet instead of attention.
+        experts: whether its feed-forward part has experts.
+    """
+    attention = _gated_delta_net if linear else _latent if model.latent else _grouped_query
+    return (*attention(model), *(_experts(model) if experts else _dense(model)))
 
 
 def _grouped_query(model: Model) -> tuple[Rule, ...]:
     def qkv(kind: str, *more: str) -> tuple[Leaf, ...]:
-        sizes = (("q", "q"), ("k", "kv"), ("v", "kv"))
-        return tuple(Leaf(f"{HF}self_attn.{x}_proj.{kind}", (size, *more)) for x, size in sizes)
+        q, k, v = (f"{HF}self_attn.{x}_proj.{kind}" for x in "qkv")
+        head = model.head or 0
+        # Each head's rows of a gated q_proj are those of its query, then those of its gate.
+        parts = (Rows(0, head, 2 * head), Rows(head, head, 2 * head)) if model.output_gate else (None,)
+        queries = (Leaf(q, ("q_proj", *more), rows=rows) for rows in parts)
+        return (*queries, Leaf(k, ("kv", *more)), Leaf(v, ("kv", *more)))
 
     rules = [
         Rule(ATTENTION + "linear_qkv.layer_norm_weight", (Leaf(HF + "input_layernorm.weight", ("hidden",)),)),
@@ -53,6 +64,42 @@ def _grouped_query(model: Model) -> tuple[Rule, ...]:
             for x in "qk"
         ]
     return (*rules, Rule(ATTENTION + "linear_proj.weight", (Leaf(HF + "self_attn.o_proj.weight", ("hidden", "q")),)))
+
+
+def _gated_delta_net(model: Model) -> tuple[Rule, ...]:
+    """Megatron stores the parts of the input projection and of the convolution as tensors of their own."""
+    at = HF + "linear_attn."
+    keys = (model.linear_key_heads or 0) * (model.linear_key_head or 0)
+    values = (model.linear_value_heads or 0) * (model.linear_value_head or 0)
+    qkv = {"query": Rows(0, keys), "key": Rows(keys, keys), "value": Rows(2 * keys, values)}
+    others = (("z", "z", "linear_values"), ("beta", "b", "linear_value_heads"), ("alpha", "a", "linear_value_heads"))
+    mixed, taps = ("linear_qkv", "hidden"), ("linear_qkv", "one", "linear_convolution")
+    return (
+        Rule(ATTENTION + "in_proj.layer_norm_weight", (Leaf(HF + "input_layernorm.weight", ("hidden",)),)),
+        *(
+            Rule(f"{ATTENTION}in_proj.weight.{name}", (Leaf(at + "in_proj_qkv.weight", mixed, rows=rows),))
+            for name, rows in qkv.items()
+        ),
+        *(
+            Rule(f"{ATTENTION}in_proj.weight.{name}", (Leaf(f"{at}in_proj_{x}.weight", (size, "hidden")),))
+            for name, x, size in others
+        ),
+        *(
+            Rule(f"{ATTENTION}conv1d.weight.{name}", (Leaf(at + "conv1d.weight", taps, rows=rows),))
+            for name, rows in qkv.items()
+        ),
+        Rule(ATTENTION + "dt_bias", (Leaf(at + "dt_bias", ("linear_value_heads",)),)),
+        # In bfloat16 rates of decay would be off by up to 0.8 %.
+        Rule(ATTENTION + "A_log", (Leaf(at + "A_log", ("linear_value_heads",)),), float32=True),
+        # The one norm that HF does not centre at zero; the difference would be lost in bfloat16.
+        Rule(
+            ATTENTION + "out_norm.weight",
+            (Leaf(at + "norm.weight", ("linear_value_head",)),),
+            float32=True,
+            offset=-1.0 if model.zero_centered_norms else 0.0,
+        ),
+        Rule(ATTENTION + "out_proj.weight", (Leaf(at + "out_proj.weight", ("hidden", "linear_values")),)),
+    )
 
 
 def _latent(model: Model) -> tuple[Rule, ...]:
@@ -83,9 +130,21 @@ def _latent(model: Model) -> tuple[Rule, ...]:
     )
 
 
-def _swiglu(megatron: str, hf: str, width: str) -> tuple[Rule, ...]:
-    gate, up = (Leaf(f"{hf}{x}_proj.weight", (width, "hidden")) for x in ("gate", "up"))
-    down = Leaf(hf + "down_proj.weight", ("hidden", width))
+def _swiglu(megatron: str, hf: str, width: str, stack: str | None = None) -> tuple[Rule, ...]:
+    """Rules of a feed-forward layer; ``stack``: prefix of the tensors in which some releases stack all experts."""
+    gate, up = (
+        Leaf(
+            f"{hf}{x}_proj.weight",
+            (width, "hidden"),
+            stack=None if stack is None else Stack(stack + "gate_up_proj", part, 2),
+        )
+        for part, x in enumerate(("gate", "up"))
+    )
+    down = Leaf(
+        hf + "down_proj.weight",
+        ("hidden", width),
+        stack=None if stack is None else Stack(stack + "down_proj"),
+    )
     return (
         Rule(megatron + "linear_fc1.weight", (gate, up), layout="concat"),
         Rule(megatron + "linear_fc2.weight", (down,)),
@@ -111,33 +170,37 @@ def _experts(model: Model) -> tuple[Rule, ...]:
     if model.router_bias:
         bias = Leaf(HF + "mlp.gate.e_score_correction_bias", ("experts",))
         rules.append(Rule(LAYER + "mlp.router.expert_bias", (bias,), float32=True))
-    rules += _swiglu(LAYER + "mlp.experts.experts.", HF + "mlp.experts.{e}.", "expert_ffn")
+    experts = HF + "mlp.experts."
+    rules += _swiglu(LAYER + "mlp.experts.experts.", experts + "{e}.", "expert_ffn", stack=experts)
     if model.shared_ffn:
-        rules += _swiglu(LAYER + "mlp.shared_experts.", HF + "mlp.shared_experts.", "shared_ffn")
+        # Families with a gate name the one shared expert in the singular.
+        shared = HF + ("mlp.shared_expert." if model.shared_gate else "mlp.shared_experts.")
+        rules += _swiglu(LAYER + "mlp.shared_experts.", shared, "shared_ffn")
+    if model.shared_gate:
+        gate = Leaf(HF + "mlp.shared_expert_gate.weight", ("one", "hidden"))
+        rules.append(Rule(LAYER + "mlp.shared_experts.gate_weight", (gate,)))
     return tuple(rules)
 
 
-def prediction(model: Model) -> tuple[Rule, ...]:
-    """Rules for a multi-token prediction layer: HF layer ``{i}`` after the last one, Megatron's ``mtp.layers.{k}``."""
-    eh = Leaf(HF + "eh_proj.weight", ("hidden", "twice_hidden"))
-    inner = layer(model, experts=model.has_experts(model.layers))
+def prediction(model: Model, names: Prediction) -> tuple[Rule, ...]:
+    """Rules for a multi-token prediction layer, Megatron's ``mtp.layers.{k}``."""
+    inner = layer(model, linear=False, experts=model.has_experts(model.layers))
+    norms = {"enorm": names.embedding_norm, "hnorm": names.hidden_norm}
     return (
-        *(Rule(f"{MTP}{x}.weight", (Leaf(f"{HF}{x}.weight", ("hidden",)),)) for x in ("enorm", "hnorm")),
-        Rule(MTP + "eh_proj.weight", (eh,)),
-        *(_moved(rule) for rule in inner),
-        Rule(MTP + "final_layernorm.weight", (Leaf(HF + "shared_head.norm.weight", ("hidden",)),)),
+        *(Rule(f"{MTP}{x}.weight", (Leaf(name, ("hidden",)),)) for x, name in norms.items()),
+        Rule(MTP + "eh_proj.weight", (Leaf(names.projection, ("hidden", "twice_hidden")),)),
+        *(_moved(rule, names.layer) for rule in inner),
+        Rule(MTP + "final_layernorm.weight", (Leaf(names.norm, ("hidden",)),)),
     )
 
 
-def _moved(rule: Rule) -> Rule:
+def _moved(rule: Rule, prefix: str) -> Rule:
     def key(text: str) -> str:
         return text.replace(LAYER, MTP + "transformer_layer.")
 
-    return Rule(
-        key(rule.key), rule.leaves, rule.layout, tuple(key(a) for a in rule.aliases), rule.vocabulary, rule.float32
-    )
+    def leaf(of: Leaf) -> Leaf:
+        stack = None if of.stack is None else replace(of.stack, name=of.stack.name.replace(HF, prefix))
+        return replace(of, name=of.name.replace(HF, prefix), stack=stack)
 
-
-def repeated(head: str) -> dict[str, str]:
-    """Tensors of an MTP layer that duplicate another tensor, mapped to that tensor."""
-    return {HF + "embed_tokens.weight": EMBEDDING, HF + "shared_head.head.weight": head}
+    aliases, leaves = tuple(map(key, rule.aliases)), tuple(map(leaf, rule.leaves))
+    return replace(rule, key=key(rule.key), leaves=leaves, aliases=aliases)

@@ -22,14 +22,26 @@ _SAME = {
     "norm_eps": "layernorm_epsilon",
     "qk_norm": "qk_layernorm",
     "qkv_bias": "add_qkv_bias",
+    "zero_centered_norms": "layernorm_zero_centered_gamma",
 }
-_GROUPED_QUERY = {"groups": "num_query_groups", "head": "kv_channels"}
+_GROUPED_QUERY = {
+    "groups": "num_query_groups",
+    "head": "kv_channels",
+    "output_gate": "attention_output_gate",
+}
 _LATENT = {
     "q_lora": "q_lora_rank",
     "kv_lora": "kv_lora_rank",
     "nope": "qk_head_dim",
     "rotated": "qk_pos_emb_head_dim",
     "value": "v_head_dim",
+}
+_LINEAR = {
+    "linear_key_heads": "linear_num_key_heads",
+    "linear_value_heads": "linear_num_value_heads",
+    "linear_key_head": "linear_key_head_dim",
+    "linear_value_head": "linear_value_head_dim",
+    "linear_convolution": "linear_conv_kernel_dim",
 }
 _EXPERTS = {
     "experts": "num_moe_experts",
@@ -38,8 +50,13 @@ _EXPERTS = {
     "router_score": "moe_router_score_function",
     "router_bias": "moe_router_enable_expert_bias",
     "routing_scale": "moe_router_topk_scaling_factor",
+    "shared_gate": "moe_shared_expert_gate",
 }
 """Attribute of ``Model`` → argument of ``TransformerConfig`` with the same value."""
+
+
+GATED_DELTA_NET = "gated_delta_net"
+"""Megatron's name for these layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +89,10 @@ def megatron_arguments(model: Model) -> MegatronArguments:
         config["num_query_groups"] = model.heads
     else:
         config |= {to: getattr(model, name) for name, to in _GROUPED_QUERY.items()}
+    if model.linear_layers:
+        config |= {to: getattr(model, name) for name, to in _LINEAR.items()}
+        config |= {"experimental_attention_variant": GATED_DELTA_NET}
+        config |= {"linear_attention_freq": [int(linear) for linear in model.linear_layers]}
     if model.experts:
         config |= _experts(model)
     gpt: dict[str, Any] = {
@@ -164,14 +185,16 @@ _ONLY: dict[str, Any] = {
 }
 """Megatron-LM arguments that affect the computation, and their one supported value."""
 _OFF = (
-    *("apply_layernorm_1p", "layernorm_zero_centered_gamma", "rotary_interleaved", "squared_relu", "qk_l2_norm"),
-    *("attention_output_gate", "experimental_attention_variant", "window_size", "no_rope_freq", "glu_linear_offset"),
+    *("rotary_interleaved", "squared_relu", "qk_l2_norm", "window_size", "no_rope_freq", "glu_linear_offset"),
     *("activation_func_clamp_value", "apply_residual_connection_post_layernorm", "is_hybrid_model", "moe_latent_size"),
-    *("moe_shared_expert_gate", "moe_apply_probs_on_input"),
+    *("moe_apply_probs_on_input",),
     *("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
 )
 """Further such arguments, which must be absent or off."""
 
+
+_OLDER = {"layernorm_epsilon": "norm_epsilon"}
+"""Earlier names of arguments."""
 
 _MOST = 1 << 40
 _MOST_LAYERS = 1000
@@ -220,7 +243,9 @@ def _typed(model: Model) -> Model:
         hints = get_type_hints(type(owner))
         for field in fields(owner):
             value, choices = getattr(owner, field.name), get_args(hints[field.name]) or (hints[field.name],)
-            if field.name in ("rope", "moe_layers") or value in [c for c in choices if isinstance(c, str)]:
+            if field.name in ("rope", "moe_layers", "linear_layers") or value in [
+                c for c in choices if isinstance(c, str)
+            ]:
                 continue
             number = float in choices and type(value) is int
             if not (number or type(value) in choices) or (type(value) is float and not math.isfinite(value)):
@@ -244,12 +269,21 @@ def model_from_megatron(args: Mapping[str, Any]) -> Model:
         given.only(name, None, False)
     latent = bool(given.take("multi_latent_attention", False))
     names = _SAME | (_LATENT if latent else _GROUPED_QUERY)
-    older = {"layernorm_epsilon": "norm_epsilon"}
-    values = {
-        name: given.take(to) if name == "q_lora" else given.need(to, older.get(to, to))
+    values: dict[str, Any] = {
+        name: given.need(to, _OLDER.get(to, to))
         for name, to in names.items()
-        if name != "groups"
+        if name not in ("groups", "q_lora", "output_gate", "zero_centered_norms")
     }
+    if latent:
+        values["q_lora"] = given.take("q_lora_rank")
+    else:
+        values["output_gate"] = given.take("attention_output_gate", False)
+    older = given.take("apply_layernorm_1p", False)
+    values["zero_centered_norms"] = given.take("layernorm_zero_centered_gamma", older)
+    variant = given.only("experimental_attention_variant", None, False, GATED_DELTA_NET)
+    if variant:
+        values |= {name: given.need(to) for name, to in _LINEAR.items()}
+        values["linear_layers"] = _linear_layers(given)
     if not latent:
         grouped = given.take("group_query_attention", False)
         values["groups"] = given.need("num_query_groups") if grouped else values["heads"]
@@ -266,6 +300,15 @@ def model_from_megatron(args: Mapping[str, Any]) -> Model:
             mtp=given.take("mtp_num_layers", 0),
         )
     )
+
+
+def _linear_layers(given: _Arguments) -> tuple[bool, ...]:
+    freq, layers = given.need("linear_attention_freq"), given.need("num_layers")
+    if type(freq) is int and freq and type(layers) is int and layers <= _MOST_LAYERS:
+        freq = [(i + 1) % freq != 0 for i in range(layers)]
+    if not isinstance(freq, list) or len(freq) != layers:
+        raise UserError(f"checkpoint argument linear_attention_freq={freq!r} does not fit num_layers={layers}.")
+    return tuple(bool(x) for x in freq)
 
 
 def _experts_from_megatron(given: _Arguments) -> dict[str, Any]:
@@ -286,6 +329,7 @@ def _experts_from_megatron(given: _Arguments) -> dict[str, Any]:
         "router_bias": given.take("moe_router_enable_expert_bias", False),
         "renormalise": score == "sigmoid" or not given.take("moe_router_pre_softmax", False),
         "routing_scale": given.take("moe_router_topk_scaling_factor", 1.0),
+        "shared_gate": given.take("moe_shared_expert_gate", False),
         "expert_groups": given.take("moe_router_num_groups", 1),
         "top_groups": given.take("moe_router_group_topk", 1),
     }

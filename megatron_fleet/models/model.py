@@ -48,8 +48,16 @@ class Model:
         kv_lora, q_lora, nope, rotated, value: multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): ranks of the
             compressed key-value and query, sizes of a head's unrotated and rotated parts and of its value.
             ``kv_lora=None`` means grouped-query attention; ``q_lora=None`` an uncompressed query.
+        output_gate: the attended values are multiplied by a sigmoid gate, one per element (Qiu et al. 2025,
+            arXiv:2505.06708).
+        linear_layers: whether each layer is a Gated DeltaNet (Yang et al. 2025, arXiv:2412.06464), which replaces
+            attention; empty for a model without such layers.
+        linear_key_heads, linear_value_heads, linear_key_head, linear_value_head, linear_convolution: heads and head
+            sizes of a Gated DeltaNet, and the width of its causal convolution in tokens.
+        zero_centered_norms: the model's norms multiply by 1 + weight.
         experts, experts_per_token, expert_ffn: routed experts (0 = none), routed experts per token, size of one expert.
         shared_ffn: total size of the shared experts; 0 = none.
+        shared_gate: the shared experts' output is multiplied by a sigmoid gate, one per token.
         moe_layers: whether each layer has experts; empty for a dense model.
         router_score, router_bias, renormalise, routing_scale: score function applied to the router logits; per-expert
             bias used only for selection; whether selected scores are normalised by their sum; factor applied to them.
@@ -76,10 +84,19 @@ class Model:
     nope: int | None = None
     rotated: int | None = None
     value: int | None = None
+    output_gate: bool = False
+    linear_layers: tuple[bool, ...] = ()
+    linear_key_heads: int | None = None
+    linear_value_heads: int | None = None
+    linear_key_head: int | None = None
+    linear_value_head: int | None = None
+    linear_convolution: int | None = None
+    zero_centered_norms: bool = False
     experts: int = 0
     experts_per_token: int = 0
     expert_ffn: int = 0
     shared_ffn: int = 0
+    shared_gate: bool = False
     moe_layers: tuple[bool, ...] = ()
     router_score: Literal["softmax", "sigmoid"] = "softmax"
     router_bias: bool = False
@@ -98,7 +115,11 @@ class Model:
         """Whether a layer (0-based) has experts; an MTP layer is like the last layer."""
         return bool(self.moe_layers) and self.moe_layers[min(layer, self.layers - 1)]
 
+    def is_linear(self, layer: int) -> bool:
+        """Whether a layer (0-based) is a Gated DeltaNet; an MTP layer never is."""
+        return bool(self.linear_layers) and layer < self.layers and self.linear_layers[layer]
+
     @property
     def uniform(self) -> bool:
         """Whether all layers are of one kind; Megatron then stacks them into one tensor per parameter."""
-        return len(set(self.moe_layers)) <= 1
+        return len(set(self.moe_layers)) <= 1 and not self.linear_layers

@@ -79,9 +79,18 @@ def _widths(model: Model, parallel: Parallel) -> list[tuple[str, int, bool]]:
     else:
         head = model.head or model.hidden // model.heads
         groups = model.groups or model.heads
+        queries = 2 * model.heads if model.output_gate else model.heads
         found += [
-            ("queries, keys and values together", (model.heads + 2 * groups) * head // tensor, False),
+            ("queries, keys and values together", (queries + 2 * groups) * head // tensor, False),
             ("the attention's output", model.heads * head // tensor, False),
+        ]
+    if model.linear_layers:
+        keys = (model.linear_key_heads or 0) * (model.linear_key_head or 0)
+        heads = model.linear_value_heads or 0
+        values = heads * (model.linear_value_head or 0)
+        found += [
+            ("the input of a Gated DeltaNet", (2 * keys + 2 * values + 2 * heads) // tensor, False),
+            ("the output of a Gated DeltaNet", values // tensor, False),
         ]
     found += [
         ("intermediate_size", model.ffn // tensor, False),

@@ -18,7 +18,9 @@ from megatron_fleet.models.model import Model
 from megatron_fleet.trainer.layout import layers_of_stages
 
 
-def validate(hf_config: Mapping[str, Any], parallel: Parallel, recompute: Recompute = "none") -> None:
+def validate(
+    hf_config: Mapping[str, Any], parallel: Parallel, recompute: Recompute = "none", lora_rank: int = 0
+) -> None:
     """Refuse a model that cannot be built: an unknown architecture, or incompatible sizes and switches.
 
     Raises:
@@ -32,6 +34,11 @@ def validate(hf_config: Mapping[str, Any], parallel: Parallel, recompute: Recomp
         if problem := rule(model, parallel):
             raise UserError(problem)
     _recompute(model, recompute)
+    if lora_rank and model.linear_layers:
+        raise UserError(
+            f"policy.lora.rank={lora_rank}: this model has Gated DeltaNet layers, for which there are no adapters; set "
+            f"policy.lora.rank=0."
+        )
 
 
 def _divisions(model: Model, p: Parallel) -> None:
@@ -41,6 +48,7 @@ def _divisions(model: Model, p: Parallel) -> None:
         ("num_attention_heads", model.heads, "tensor", p.tensor),
         ("num_key_value_heads", groups, "tensor", p.tensor),
         ("intermediate_size", model.ffn if dense else 0, "tensor", p.tensor),
+        ("linear_num_key_heads", model.linear_key_heads or 0, "tensor", p.tensor),
         ("width of the shared experts", model.shared_ffn, "tensor", p.tensor),
         ("moe_intermediate_size", model.expert_ffn, "expert_tensor", p.expert_tensor_size),
         ("number of experts", model.experts, "expert", p.expert),
@@ -87,10 +95,11 @@ def _experts_fit_ranks(model: Model, p: Parallel) -> str | None:
     )
 
 
-def _experts_need_sequence(model: Model, p: Parallel) -> str | None:
-    if p.tensor == 1 or p.sequence or not (model.experts or model.latent):
+def _sequence_is_needed(model: Model, p: Parallel) -> str | None:
+    kinds = {"experts": model.experts, "latent attention": model.latent, "Gated DeltaNet layers": model.linear_layers}
+    kind = next((kind for kind, present in kinds.items() if present), None)
+    if p.tensor == 1 or p.sequence or kind is None:
         return None
-    kind = "experts" if model.experts else "latent attention"
     return (
         f"parallel.sequence=false with parallel.tensor={p.tensor}: a model with {kind} would get wrong gradients; set "
         f"parallel.sequence=true."
@@ -112,7 +121,7 @@ _RULES: tuple[Callable[[Model, Parallel], str | None], ...] = (
     _virtual,
     _experts_exist,
     _experts_fit_ranks,
-    _experts_need_sequence,
+    _sequence_is_needed,
     _experts_split_alike,
 )
 

@@ -9,8 +9,12 @@ from dataclasses import dataclass
 from megatron_fleet.models.model import Model
 from megatron_fleet.weights.mapping import Matrix, stack_key
 
-_WITH_STATE = re.compile(r"(.+\.(?:linear_\w+|\w*layernorm|enorm|hnorm|eh_proj))\.weight")
-"""Modules with an extra state: linear layers and, under Transformer Engine 2, standalone norms."""
+_WITH_STATE = re.compile(
+    r"(.+\.(?:linear_\w+|\w*layernorm|enorm|hnorm|eh_proj|out_norm|out_proj|in_proj))\.weight(?:\.query)?"
+)
+"""Modules with an extra state: linear layers and, under Transformer Engine 2, standalone norms.
+
+A layer whose weight is stored in parts has one state, and the part ``query``."""
 
 
 @dataclass(frozen=True, slots=True)

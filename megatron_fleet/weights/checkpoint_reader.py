@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,13 @@ class StoredMatrices:
         self._refuse_unknown()
 
     def dtype(self, tensor: str) -> str:
-        """Dtype of an HF tensor's values in the checkpoint; float32 if its parts differ."""
+        """Dtype of an HF tensor's values; float32 if its parts differ, or Megatron's differ by an offset."""
+        if tensor in self.table.offsets:
+            return "F32"
+        return self.written_dtype(tensor)
+
+    def written_dtype(self, tensor: str) -> str:
+        """Dtype of Megatron's values in the checkpoint."""
         return widest([self._tensors[key].dtype for _, _, key, _ in self._sources[tensor]])
 
     def pieces(self, tensor: str, rows: Span) -> list[tuple[Span, str, Lead, Span]]:
@@ -153,8 +160,11 @@ class StoredMatrices:
 class CheckpointReader:
     """Reads rows of HF tensors. Not thread-safe: it reuses its buffers."""
 
-    def __init__(self, matrices: StoredMatrices) -> None:
-        self._matrices = matrices
+    def __init__(
+        self, matrices: StoredMatrices, originals: Mapping[str, Callable[[Span], npt.NDArray[np.float32]]] | None = None
+    ) -> None:
+        """``originals``: readers of tensors' values before an offset was added; used where they still agree."""
+        self._matrices, self._originals = matrices, originals or {}
         self._folder, self._path = matrices.checkpoint.folder, matrices.checkpoint.path
         self._buffers: dict[str, memoryview] = {}
         self._starts: dict[Chunk, int] = {}
@@ -179,6 +189,18 @@ class CheckpointReader:
             stored = self._matrices.stored_dtype(key)
             for chunk in self._matrices.chunks(key, lead):
                 self._copy(out[first:last], dtype, chunk, lead, inside, stored)
+        offset = self._matrices.table.offsets.get(tensor)
+        if offset:
+            self._without_offset(out, tensor, rows, np.float32(offset))
+
+    def _without_offset(self, out: npt.NDArray[Any], tensor: str, rows: Span, offset: np.float32) -> None:
+        """Subtract the offset, which may round; where the original value gives the same, it is that."""
+        out -= offset
+        if tensor not in self._originals:
+            return
+        original, written = self._originals[tensor](rows), self._matrices.written_dtype(tensor)
+        again = cast(cast(original + offset, "F32", written), written, "F32") - offset
+        np.copyto(out, original, where=again == out)
 
     def _copy(self, out: npt.NDArray[Any], dtype: str, chunk: Chunk, lead: Lead, rows: Span, stored: str) -> None:
         """Copy the part of a matrix's rows that a chunk holds into ``out``, whose values are ``dtype``."""
@@ -202,6 +224,8 @@ class CheckpointReader:
         values = cast(np.frombuffer(view, numpy_type(stored)), stored, dtype)
         if out.ndim == 1:
             place[:] = values
+        elif width == math.prod(out.shape[1:]):
+            place[:] = values.reshape(place.shape)
         else:
             left = chunk.offsets[n + 1]
             place[:, left : left + width] = values.reshape(b - a, width)

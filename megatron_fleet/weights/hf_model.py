@@ -12,8 +12,8 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.models.hf_config import architecture_of, text_config
 from megatron_fleet.storage.folder import Folder
 from megatron_fleet.weights.floats import FLOATS
-from megatron_fleet.weights.hf_folder import StoredTensor, as_folder, read_config, read_headers
-from megatron_fleet.weights.mapping import WeightTable
+from megatron_fleet.weights.hf_folder import ITEM_BYTES, StoredTensor, as_folder, read_config, read_headers
+from megatron_fleet.weights.mapping import StackedRows, WeightTable
 
 BLOCK = 128
 """Side length of the square block that shares one scale in FP8 checkpoints."""
@@ -23,13 +23,19 @@ GROUP = 32
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """An unquantised tensor, in one of ``FLOATS``."""
+    """An unquantised tensor, in one of ``FLOATS``.
+
+    Attributes:
+        stored: place of its values.
+        stack: the stored tensor of which it is a part; ``None``: it is stored under its own name.
+    """
 
     stored: StoredTensor
+    stack: StoredTensor | None = None
 
     @property
     def parts(self) -> tuple[StoredTensor, ...]:
-        return (self.stored,)
+        return (self.stack or self.stored,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +116,7 @@ def check_stored(
 ) -> HfModel:
     """Same as `open_model`, for headers that were already read."""
     where = folder.url
-    encodings = {name: _encoding(where, name, shape, stored) for name, shape in table.tensors.items()}
+    encodings = {name: _encoding(where, name, table, stored) for name in table.tensors}
     used = {id(part) for encoding in encodings.values() for part in encoding.parts}
     passthrough = []
     for name, entry in stored.items():
@@ -128,8 +134,11 @@ def check_stored(
     return HfModel(folder, config, table, stored, encodings, tuple(passthrough))
 
 
-def _encoding(where: str, name: str, shape: tuple[int, ...], stored: Mapping[str, StoredTensor]) -> Encoding:
+def _encoding(where: str, name: str, table: WeightTable, stored: Mapping[str, StoredTensor]) -> Encoding:
     """Stored form of a tensor, determined by the names of its parts, never by a list in ``config.json``."""
+    shape, stack = table.tensors[name], table.stacked.get(name)
+    if stack is not None and stack.tensor in stored:
+        return _unstacked(where, name, shape, stack, stored)
     base = name.removesuffix(".weight")
     if f"{base}.weight_packed" in stored:
         packed, scales, declared = (
@@ -157,6 +166,20 @@ def _encoding(where: str, name: str, shape: tuple[int, ...], stored: Mapping[str
         return Fp8(found, scales)
     _expect(where, name, found, shape, FLOATS)
     return Plain(found)
+
+
+def _unstacked(
+    where: str, name: str, shape: tuple[int, ...], stack: StackedRows, stored: Mapping[str, StoredTensor]
+) -> Plain:
+    """A part of a tensor that stacks all experts."""
+    whole = stored[stack.tensor]
+    if name in stored:
+        raise UserError(
+            f"{where}/{stored[name].file}: {name} is stored as a whole and in {stack.tensor}; remove one of them."
+        )
+    _expect(where, stack.tensor, whole, stack.shape, FLOATS)
+    row_bytes = math.prod(stack.shape[2:]) * ITEM_BYTES[whole.dtype]
+    return Plain(StoredTensor(whole.file, whole.dtype, shape, whole.offset + stack.rows[0] * row_bytes), whole)
 
 
 def _part(where: str, name: str, part: str, stored: Mapping[str, StoredTensor]) -> StoredTensor:

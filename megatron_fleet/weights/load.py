@@ -51,6 +51,8 @@ def load_hf(model_chunks: Sequence[nn.Module], hf_dir: Folder | Path | str) -> i
                 rows.zero_()
             else:
                 _fill(rows, piece, target.cols, reader)
+                if target.matrix.rule.offset:
+                    rows.add_(target.matrix.rule.offset)
     return reader.bytes_read
 
 

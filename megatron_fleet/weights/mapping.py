@@ -1,8 +1,9 @@
 """A weight table compiled for one model: Megatron tensors ↔ contiguous rows of HF tensors.
 
 In every supported family a row of a Megatron tensor *is* a row of one HF tensor: nothing is transposed, permuted or
-computed. So all code that moves weights (loading, conversion, export, checks) is a loop over ``Piece``s. The table is
-independent of the parallel layout: it gives the source of rows of the *whole* tensor. No torch, no Megatron.
+computed (norms that only Megatron centres at zero differ by 1). So all code that moves weights (loading, conversion,
+export, checks) is a loop over ``Piece``s. The table is independent of the parallel layout: it gives the source of rows
+of the *whole* tensor. No torch, no Megatron.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.models import layers
 from megatron_fleet.models.hf_config import architecture_of, read_model
 from megatron_fleet.models.model import Model
-from megatron_fleet.models.rules import Leaf, Rule
+from megatron_fleet.models.rules import Leaf, Rows, Rule
 
 Span = tuple[int, int]
 """Half-open interval of indices."""
@@ -94,6 +95,19 @@ def stack_key(key: str) -> tuple[str, int | None]:
     return (f"decoder.layers.{match[2]}", int(match[1])) if match else (key, None)
 
 
+@dataclass(frozen=True, slots=True)
+class StackedRows:
+    """Rows of a tensor that stacks experts, seen as a matrix: all but its last axis flattened.
+
+    Attributes:
+        tensor, shape: name and shape of the stacking tensor.
+    """
+
+    tensor: str
+    shape: tuple[int, ...]
+    rows: Span
+
+
 class WeightTable:
     """The weight table of one model.
 
@@ -101,6 +115,8 @@ class WeightTable:
         model: the model's architecture.
         tensors: shape of every HF tensor of the model, in checkpoint order (embedding, layers, final norm, head).
         repeated: HF tensors of MTP layers that are copies → the original tensor.
+        stacked: HF tensors of one expert → where releases that stack all experts store it.
+        offsets: HF tensors whose values differ in Megatron → Megatron's value minus HF's.
     """
 
     def __init__(self, hf_config: Mapping[str, Any], *, prediction: bool = True) -> None:
@@ -117,12 +133,14 @@ class WeightTable:
         self.model = model if prediction else replace(model, mtp=0)
         self._architecture = architecture_of(hf_config)
         self._sizes = sizes(self.model)
-        self._layer_rules = {e: layers.layer(self.model, e) for e in (False, True)}
-        self._prediction_rules = layers.prediction(self.model)
+        kinds = {(self.model.is_linear(i), self.model.has_experts(i)) for i in range(self.model.layers)}
+        self._layer_rules = {kind: layers.layer(self.model, *kind) for kind in kinds}
+        self._prediction_rules = layers.prediction(self.model, self._architecture.prediction)
+        originals = {"embedding": layers.EMBEDDING, "head": self._architecture.head}
         self.repeated = {
-            self._name(name, i): self._name(of, None)
+            self._name(name, i): self._name(originals[of], None)
             for i in range(self.model.layers, self.model.layers + self.model.mtp)
-            for name, of in layers.repeated(self._architecture.head).items()
+            for name, of in self._architecture.prediction.repeated.items()
         }
         if self.model.tied:
             head, embedding = self._architecture.head, self._name(layers.EMBEDDING, None)
@@ -140,6 +158,30 @@ class WeightTable:
         }
 
     @cached_property
+    def stacked(self) -> dict[str, StackedRows]:
+        """See the class."""
+        out = {}
+        for rule, i, e in self._entries():
+            for leaf in rule.leaves:
+                if leaf.stack is not None and e is not None:
+                    rows, *rest = self._shape(leaf)
+                    shape = (self.model.experts, leaf.stack.parts * rows, *rest)
+                    first = (e * leaf.stack.parts + leaf.stack.part) * rows
+                    where = StackedRows(self._name(leaf.stack.name, i), shape, (first, first + rows))
+                    out[self._name(leaf.name, i, e)] = where
+        return out
+
+    @cached_property
+    def offsets(self) -> dict[str, float]:
+        """See the class."""
+        return {
+            self._name(leaf.name, i, e): rule.offset
+            for rule, i, e in self._entries()
+            if rule.offset
+            for leaf in rule.leaves
+        }
+
+    @cached_property
     def _passthrough(self) -> re.Pattern[str]:
         body = re.escape(self._architecture.body)
         patterns = [pattern.replace("{body}", body) for pattern in self._architecture.passthrough]
@@ -149,6 +191,8 @@ class WeightTable:
 
     @property
     def _prediction_pattern(self) -> str:
+        if self._architecture.prediction.pattern is not None:
+            return self._architecture.prediction.pattern
         first = self.model.layers
         return re.escape(self._architecture.body) + rf"layers\.(?:{'|'.join(str(first + k) for k in range(9))})\..+"
 
@@ -192,30 +236,32 @@ class WeightTable:
             return self._by_key["top"], key, None
         number, rest = int(match[2]), key[match.end(2) :]
         if match[1] == "decoder":
-            kind = "experts" if self.model.has_experts(number) else "dense"
-            rules = self._by_key[kind] if number < self.model.layers else {}
+            rules = self._by_key[self._kind(number)] if number < self.model.layers else {}
             return rules, "decoder.layers.{i}" + rest, number
         rules = self._by_key["mtp"] if number < self.model.mtp else {}
         return rules, "mtp.layers.{k}" + rest, self.model.layers + number
 
     @cached_property
-    def _by_key(self) -> dict[str, dict[str, Rule]]:
-        kinds = {
+    def _by_key(self) -> dict[Any, dict[str, Rule]]:
+        kinds: dict[Any, tuple[Rule, ...]] = {
             "top": (*layers.BEFORE, *layers.after(self._architecture.head)),
-            "dense": self._layer_rules[False],
-            "experts": self._layer_rules[True],
+            **self._layer_rules,
             "mtp": self._prediction_rules,
         }
         return {
             kind: {key: rule for rule in rules for key in (rule.key, *rule.aliases)} for kind, rules in kinds.items()
         }
 
+    def _kind(self, layer: int) -> tuple[bool, bool]:
+        """Whether a layer is a Gated DeltaNet, and whether it has experts."""
+        return self.model.is_linear(layer), self.model.has_experts(layer)
+
     def _entries(self) -> Iterator[tuple[Rule, int | None, int | None]]:
         """Rule, layer in HF's numbering, expert."""
         for rule in layers.BEFORE:
             yield rule, None, None
         for i in range(self.model.layers):
-            yield from self._layer_entries(self._layer_rules[self.model.has_experts(i)], i)
+            yield from self._layer_entries(self._layer_rules[self._kind(i)], i)
         for rule in layers.after(self._architecture.head):
             yield rule, None, None
         for k in range(self.model.mtp):
@@ -231,32 +277,54 @@ class WeightTable:
                     yield from ((each, i, e) for each in per_expert)
 
     def _matrix(self, rule: Rule, i: int | None, e: int | None) -> Matrix:
-        leaves = [(self._stand_in(leaf) or self._name(leaf.name, i, e), self._shape(leaf)) for leaf in rule.leaves]
+        leaves = [
+            (self._stand_in(leaf) or self._name(leaf.name, i, e), leaf.rows or Rows(0, self._shape(leaf)[0]))
+            for leaf in rule.leaves
+        ]
+        counts = [self._count(rows, self._shape(leaf)[0]) for (_, rows), leaf in zip(leaves, rule.leaves, strict=True)]
         number = {} if i is None else {"i": i, "k": i - self.model.layers}
         key, *aliases = (name.format(**number) for name in (rule.key, *rule.aliases))
-        shape = (sum(shape[0] for _, shape in leaves), *leaves[0][1][1:])
         parts = self.model.groups or 1 if rule.layout == "qkv" else 1
         pieces, row = [], 0
         for part in range(parts):
-            for name, leaf_shape in leaves:
-                n = leaf_shape[0] // parts
-                pieces.append(Piece((row, row + n), name, (part * n, (part + 1) * n)))
-                row += n
+            for (name, rows), count in zip(leaves, counts, strict=True):
+                n = count // parts
+                for first, last in _runs(rows, part * n, (part + 1) * n):
+                    pieces.append(Piece((row, row + last - first), name, (first, last)))
+                    row += last - first
+        shape = (sum(counts), *self._shape(rule.leaves[0])[1:])
         return Matrix(key, e, shape, tuple(pieces), rule, tuple(aliases))
+
+    @staticmethod
+    def _count(rows: Rows, of: int) -> int:
+        """Number of rows chosen from a tensor that has ``of``."""
+        return rows.length if rows.period is None else of // rows.period * rows.length
 
     def _stand_in(self, leaf: Leaf) -> str | None:
         return self._name(leaf.tied, None) if leaf.tied and self.model.tied else None
 
     def _name(self, template: str, i: int | None, e: int | None = None) -> str:
-        return template.format(body=self._architecture.body, i=i, e=e)
+        k = None if i is None else i - self.model.layers
+        return template.format(body=self._architecture.body, i=i, k=k, e=e)
 
     def _shape(self, leaf: Leaf) -> tuple[int, ...]:
         return tuple(self._sizes[name] for name in leaf.shape)
 
 
+def _runs(rows: Rows, first: int, last: int) -> Iterator[Span]:
+    """Runs of a tensor's rows that hold the chosen rows from number ``first`` to ``last``."""
+    while first < last:
+        run, inside = divmod(first, rows.length)
+        n = min(rows.length - inside, last - first)
+        start = rows.start + run * (rows.period or 0) + inside
+        yield start, start + n
+        first += n
+
+
 def sizes(model: Model) -> dict[str, int]:
     """Named sizes that tables use in shapes."""
     out = {
+        "one": 1,
         "hidden": model.hidden,
         "twice_hidden": 2 * model.hidden,
         "vocab": model.vocab,
@@ -277,7 +345,15 @@ def sizes(model: Model) -> dict[str, int]:
         }
     else:
         head = model.head or 0
-        out |= {"head": head, "q": model.heads * head, "kv": (model.groups or 0) * head}
+        query = model.heads * head
+        out |= {"head": head, "q": query, "kv": (model.groups or 0) * head}
+        out["q_proj"] = 2 * query if model.output_gate else query
+    if model.linear_layers:
+        keys = (model.linear_key_heads or 0) * (model.linear_key_head or 0)
+        values = (model.linear_value_heads or 0) * (model.linear_value_head or 0)
+        out |= {"linear_values": values, "linear_qkv": 2 * keys + values}
+        out |= {"linear_value_heads": model.linear_value_heads or 0, "linear_value_head": model.linear_value_head or 0}
+        out["linear_convolution"] = model.linear_convolution or 0
     return out
 
 

@@ -164,7 +164,9 @@ class MegatronWeightSource:
         return whole
 
     def _values(self, part: _Part) -> torch.Tensor:
-        return self._local[part.local].view()[slice(*part.rows)]
+        local = self._local[part.local]
+        values, offset = local.view()[slice(*part.rows)], local.matrix.rule.offset
+        return values.float() - offset if offset else values
 
     def _assign(self, ranks: list[list[tuple[str, Box, int, Span]]]) -> dict[str, list[_Part]]:
         """Assign every element to an owner, and check that the ranks hold the complete model."""

@@ -95,7 +95,18 @@ def test_bad_folders_are_one_sentence(tmp_path, capsys):
     with pytest.raises(UserError, match="cannot be written"):
         (tmp_path / "run" / "trajectories").mkdir(parents=True)
         (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
-        write_report(tmp_path / "run", tmp_path / "empty")
+        (tmp_path / "empty.html").mkdir()
+        write_report(tmp_path / "run", tmp_path / "empty.html")
+
+
+def test_a_report_replaces_nothing_but_reports(simple_run, tmp_path, capsys):
+    """Found by fuzzing: ``--out`` with the name of a task file."""
+    tasks = tmp_path / "tasks.json"
+    tasks.write_text("[]")
+    for option in ("--out", "--markdown"):
+        assert main(["report", str(simple_run), option, str(tasks)]) == 2
+        assert f"{option}={tasks}: the name must end in" in capsys.readouterr().err
+    assert tasks.read_text() == "[]"
 
 
 def remove(*patterns):

@@ -41,6 +41,23 @@ def test_cost_is_what_a_forward_pass_takes(tmp_path, family):
         assert unmasked == pytest.approx(counted(config, tokens, trained), rel=1e-3)
 
 
+def test_cost_of_gated_delta_nets(tmp_path):
+    """But for the rule itself, which transformers computes by other products."""
+    from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
+
+    raw = raw_config("qwen3_5_text", "v5")
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config, model, tokens = transformers.AutoConfig.from_pretrained(tmp_path), read_model(raw), 256
+    with FlopCounterMode(display=False) as counter:
+        q, v, g = torch.rand(1, tokens, 4, 8), torch.rand(1, tokens, 4, 12), torch.rand(1, tokens, 4)
+        torch_chunk_gated_delta_rule(q, q, v, g=-g, beta=g)
+    cost, rule = SequenceCost.of(model), 2 * 4 * (3 * 8 * 12 + 32 * (3 * 8 + 2 * 12))
+    linear = sum(model.linear_layers)
+    theirs = counted(config, tokens, 40) - linear * counter.get_total_flops()
+    unmasked = cost([tokens], [40])[0] + cost.pair * tokens * (tokens - 1) / 2
+    assert unmasked - linear * rule * tokens == pytest.approx(theirs, rel=2e-3)
+
+
 def test_a_long_sequence_costs_more_than_its_tokens():
     """Each token sees itself and those before it; the head works at trained positions alone."""
     cost = SequenceCost(token=10.0, pair=2.0, prediction=100.0)

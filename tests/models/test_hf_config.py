@@ -24,7 +24,7 @@ EVERY = [(family, dialect) for family in FAMILIES for dialect in DIALECTS]
 CLASS_DEFAULTS = {
     *("tie_word_embeddings", "head_dim", "q_lora_rank", "norm_topk_prob", "num_nextn_predict_layers", "rope_scaling"),
     *("decoder_sparse_step", "mlp_only_layers", "moe_layer_freq", "attention_bias", "use_qk_norm"),
-    *("max_position_embeddings", "mlp_layer_types"),
+    *("max_position_embeddings", "mlp_layer_types", "mtp_num_hidden_layers", "full_attention_interval"),
 }
 """Fields that a file may lack although they matter."""
 ROPE = ("rope_scaling", "rope_parameters")
@@ -41,7 +41,7 @@ def other(value):
     if isinstance(value, int):
         return 2 * value + 2
     if isinstance(value, float):
-        return 0.5 * value + 0.125
+        return 0.5 * value + 0.1
     if isinstance(value, str):
         return value + "_other"
     if isinstance(value, list):
@@ -116,7 +116,9 @@ def test_a_field_may_be_missing_only_where_absence_has_a_meaning(family, dialect
         optional |= {"num_key_value_heads"}
     if family.startswith("glm4_flash"):
         optional |= {"partial_rotary_factor"} | ({"first_k_dense_replace"} if "mlp_layer_types" in part else set())
-    if family in ("qwen3", "qwen3_tied", "qwen3_yarn", "qwen3_vl"):
+    if family.startswith("qwen3_5"):
+        optional |= {"partial_rotary_factor"} | ({"layer_types"} if "full_attention_interval" in part else set())
+    if family in ("qwen3", "qwen3_tied", "qwen3_yarn", "qwen3_vl") or family.startswith("qwen3_5"):
         optional -= {"head_dim"}
     for name in list(part):
         if name == "model_type":
@@ -131,7 +133,9 @@ def test_a_field_may_be_missing_only_where_absence_has_a_meaning(family, dialect
         part[name] = value
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe", "llama3", "deepseek_v3", "glm4_moe", "glm4_flash"])
+@pytest.mark.parametrize(
+    "family", ["qwen2", "qwen3", "qwen3_moe", "llama3", "deepseek_v3", "glm4_moe", "glm4_flash", "qwen3_5_text"]
+)
 def test_absence_means_what_it_means_to_transformers(family):
     transformers = pytest.importorskip("transformers")
     raw = raw_config(family, "v4")
@@ -142,11 +146,11 @@ def test_absence_means_what_it_means_to_transformers(family):
     names = (CLASS_DEFAULTS | set(architecture.fixed)) - beside
     for name in names & set(raw):
         absent = {key: value for key, value in raw.items() if key != name}
-        if name == "head_dim" and family == "qwen3":
+        if name == "head_dim" and family in ("qwen3", "qwen3_5_text"):
             continue
         filled = json.loads(transformers.AutoConfig.for_model(**absent).to_json_string(use_diff=False))
         own = {name for field in architecture.fields for name in (field.name, *field.also)}
-        own |= CLASS_DEFAULTS | set(architecture.fixed) | {"first_k_dense_replace", "n_shared_experts"}
+        own |= CLASS_DEFAULTS | set(architecture.fixed) | {"first_k_dense_replace", "n_shared_experts", "layer_types"}
         theirs = {key: value for key, value in filled.items() if key in own | {"model_type", "rope_parameters"}}
         if family == "deepseek_v3":
             del theirs["head_dim"]
@@ -158,7 +162,7 @@ def test_other_values_of_fixed_fields_are_refused_by_name(model_type):
     family = {"llama": "llama3", "glm4_moe_lite": "glm4_flash"}.get(model_type, model_type)
     for name, value in ARCHITECTURES[model_type].fixed.items():
         raw = raw_config(family, "v4")
-        language(raw)[name] = other(value)
+        language(raw)[name] = other(value[0] if isinstance(value, tuple) else value)
         with pytest.raises(UserError, match=f"{name}="):
             read_model(raw)
 
@@ -167,7 +171,8 @@ def test_other_values_of_fixed_fields_are_refused_by_name(model_type):
 def test_unknown_fields_are_refused_by_name(family):
     raw = raw_config(family, "v4")
     text = ARCHITECTURES[raw["model_type"]].text
-    rope = {"rope_scaling": (language(raw)["rope_scaling"] or {}) | {"attention_factor": 1.5}}
+    at = next(name for name in ROPE if name in language(raw))
+    rope = {at: (language(raw)[at] or {}) | {"attention_factor": 1.5}}
     for change in ({"surprise": 1}, {"n_hash_layers": 2}, rope):
         name = "attention_factor" if change is rope else next(iter(change))
         changed = raw | ({text: raw[text] | change} if text else change)
@@ -271,6 +276,16 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ("qwen3_moe", {"mlp_only_layers": 3}, "mlp_only_layers=3 is no list"),
         ("qwen3_moe", {"mlp_only_layers": [0, 1, 2, 3]}, "none of the 4 layers has experts"),
         ("qwen3_moe", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size=64"),
+        ("qwen3_5_text", {"layer_types": ["full_attention"] * 4}, "full_attention_interval=4 and layer_types="),
+        ("qwen3_5_text", {"layer_types": None, "full_attention_interval": None}, "layer_types is missing"),
+        ("qwen3_5_text", {"layer_types": ["x"] * 4, "full_attention_interval": None}, "layer_types=.* of the 4 layers"),
+        ("qwen3_5_text", {"full_attention_interval": 0}, "full_attention_interval=0"),
+        (
+            "qwen3_5_text",
+            {"linear_num_key_heads": 3},
+            "linear_num_key_heads=3 does not divide linear_num_value_heads=4",
+        ),
+        ("qwen3_5_text", {"output_gate_type": "sigmoid"}, "output_gate_type='sigmoid' .* 'swish' or 'silu'"),
         ("kimi_k25", {"text_config": None}, "text_config is missing"),
         ("kimi_k25", {"tie_word_embeddings": True}, "tie_word_embeddings .* different values"),
     ],

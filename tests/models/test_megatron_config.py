@@ -10,9 +10,10 @@ from published_configs import published
 from tiny_configs import FAMILIES, raw_config
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.models.hf_config import read_model
+from megatron_fleet.models.hf_config import read_model, write_config
 from megatron_fleet.models.megatron_config import megatron_arguments, model_from_megatron
 from megatron_fleet.models.model import Rope
+from megatron_fleet.models.registry import ARCHITECTURES
 
 MODELS = {name: read_model(raw) for name, raw in published().items()}
 MODELS |= {family: read_model(raw_config(family, "v4")) for family in FAMILIES}
@@ -26,9 +27,12 @@ COMMON = {
     "multi_latent_attention": False,
     "add_qkv_bias": False,
     "qk_layernorm": False,
+    "layernorm_zero_centered_gamma": False,
+    "attention_output_gate": False,
 }
 NO_GROUPS = {"moe_router_num_groups": None, "moe_router_group_topk": None}
 EXPERTS = {
+    "moe_shared_expert_gate": False,
     "moe_router_dtype": "fp32",
     "moe_router_load_balancing_type": "none",
     "moe_aux_loss_coeff": 0.0,
@@ -183,7 +187,10 @@ GOLDEN = {
 @pytest.mark.parametrize("name", GOLDEN)
 def test_arguments_of_published_models(name):
     arguments = megatron_arguments(MODELS[name])
-    assert (arguments.config, arguments.gpt) == GOLDEN[name]
+    config, gpt = GOLDEN[name]
+    if MODELS[name].latent:
+        config = {key: value for key, value in config.items() if key != "attention_output_gate"}
+    assert (arguments.config, arguments.gpt) == (config, gpt)
     assert arguments.attributes == {}
 
 
@@ -271,6 +278,23 @@ def test_arguments_that_megatron_leaves_to_defaults():
 
 
 @pytest.mark.parametrize(
+    "change", [{"apply_layernorm_1p": True}, {"attention_output_gate": True}, {"moe_shared_expert_gate": True}]
+)
+def test_parts_of_another_family_belong_to_none(change):
+    model = model_from_megatron(checkpoint_arguments(MODELS["qwen3_moe"]) | change)
+    for family in ARCHITECTURES.values():
+        with pytest.raises((ValueError, UserError)):
+            write_config(model, family, "bfloat16")
+
+
+def test_linear_layers_by_a_stride():
+    args = checkpoint_arguments(MODELS["qwen3_5_text"]) | {"linear_attention_freq": 4}
+    assert model_from_megatron(args) == MODELS["qwen3_5_text"]
+    with pytest.raises(UserError, match=r"linear_attention_freq=\[1, 0\] does not fit num_layers=4"):
+        model_from_megatron(args | {"linear_attention_freq": [1, 0]})
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"normalization": "LayerNorm"}, "normalization='LayerNorm' is not supported, only 'RMSNorm'"),
@@ -278,11 +302,9 @@ def test_arguments_that_megatron_leaves_to_defaults():
         ({"swiglu": None}, "swiglu=None"),
         ({"add_bias_linear": True}, "add_bias_linear=True"),
         ({"add_bias_linear": None}, "add_bias_linear=None"),
-        ({"apply_layernorm_1p": True}, "apply_layernorm_1p=True"),
-        ({"layernorm_zero_centered_gamma": True}, "layernorm_zero_centered_gamma=True"),
         ({"rotary_interleaved": True}, "rotary_interleaved=True"),
         ({"window_size": (128, 0)}, r"window_size=\(128, 0\)"),
-        ({"moe_shared_expert_gate": True}, "moe_shared_expert_gate=True"),
+        ({"experimental_attention_variant": "dsa"}, "experimental_attention_variant='dsa'"),
         ({"position_embedding_type": "learned_absolute"}, "position_embedding_type='learned_absolute'"),
         ({"position_embedding_type": None}, "position_embedding_type=None"),
         ({"position_embedding_type": "yarn"}, "yarn_rotary_scaling_factor is missing"),
@@ -292,6 +314,7 @@ def test_arguments_that_megatron_leaves_to_defaults():
         ({"moe_router_topk": None}, "moe_router_topk is missing"),
         ({"moe_layer_freq": [1, 1]}, r"moe_layer_freq=\[1, 1\] does not fit num_layers=4"),
         ({"moe_layer_freq": [0, 0, 0, 0]}, "moe_layer_freq"),
+        ({"experimental_attention_variant": "gated_delta_net"}, "linear_num_key_heads is missing"),
     ],
 )
 def test_checkpoints_of_other_models_are_refused(change, message):

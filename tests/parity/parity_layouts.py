@@ -18,8 +18,14 @@ MODELS = {
     "qwen3_tied": "Qwen3, tied",
     "qwen3_moe": "Qwen3-MoE",
     "deepseek_v3": "DeepSeek-V3",
+    "qwen3_5_text": "Qwen3.5, tied",
+    "qwen3_5_moe_text": "Qwen3.5-MoE",
 }
+ATTENTION = ("qwen3", "qwen3_tied", "qwen3_moe", "deepseek_v3")
 SPARSE = ("qwen3_moe", "deepseek_v3")
+HYBRID, HYBRID_SPARSE = "qwen3_5_text", "qwen3_5_moe_text"
+SEEDS = {HYBRID_SPARSE: 2}
+"""Seeds of the initial weights where not 0: with others, rounding moves a token to another expert within the steps."""
 STEPS = 10
 LR, EPS, WEIGHT_DECAY, CLIP, TEMPERATURE, ENTROPY = 1e-3, 1e-5, 0.01, 1.0, 0.8, 0.01
 
@@ -34,7 +40,7 @@ class Layout:
         recompute: ``config.policy.recompute``.
         row: sequences to a row. Four make two rows, which one pipeline can tell apart; ranks that share the data, and
             an interleaved pipeline's steady phase, need four rows.
-        models: those it makes sense for.
+        models: those it makes sense for; Qwen3.5 where the layout meets its own layers.
     """
 
     name: str
@@ -42,34 +48,39 @@ class Layout:
     parallel: dict[str, Any] = field(default_factory=dict)
     recompute: Any = "none"
     row: int = 4
-    models: tuple[str, ...] = tuple(MODELS)
+    models: tuple[str, ...] = ATTENTION
 
 
 DENSE = ("qwen3", "qwen3_tied")
-SINGLE = Layout("1 process")
+SINGLE = Layout("1 process", models=tuple(MODELS))
 LAYOUTS = [
     SINGLE,
-    Layout("one sequence per row", row=1),
-    Layout("recompute full", recompute="full"),
+    Layout("one sequence per row", row=1, models=tuple(MODELS)),
+    Layout("recompute full", recompute="full", models=(*ATTENTION, HYBRID)),
     Layout("recompute parts", recompute=["core_attn", "layernorm", "mlp"], models=DENSE),
     Layout("recompute parts, moe", recompute=["core_attn", "moe"], models=SPARSE),
     Layout("recompute up-projections", recompute=["mla_up_proj", "shared_experts"], models=("deepseek_v3",)),
     Layout("TP2", 2, {"tensor": 2, "sequence": False}, models=DENSE),
-    Layout("TP2+SP", 2, {"tensor": 2}),
+    Layout("TP2+SP", 2, {"tensor": 2}, models=tuple(MODELS)),
     Layout("PP2", 2, {"pipeline": 2}),
     Layout("PP2 uneven", 2, {"pipeline": 2, "first_stage_layers": 1}),
-    Layout("PP2+VPP2", 2, {"pipeline": 2, "virtual": 2}, row=2),
-    Layout("CP2", 2, {"context": 2}),
+    Layout("PP2+VPP2", 2, {"pipeline": 2, "virtual": 2}, row=2, models=(*ATTENTION, HYBRID)),
+    Layout("CP2", 2, {"context": 2}, models=tuple(MODELS)),
     Layout("DP2", 2, {"data": 2}, row=2),
-    Layout("EP2", 2, {"data": 2, "expert": 2}, row=2, models=SPARSE),
+    Layout("EP2", 2, {"data": 2, "expert": 2}, row=2, models=(*SPARSE, HYBRID_SPARSE)),
     Layout("CP2×EP2", 2, {"context": 2, "expert": 2}, models=SPARSE),
     Layout("TP2×PP2", 4, {"tensor": 2, "pipeline": 2}),
-    Layout("TP2×CP2", 4, {"tensor": 2, "context": 2}),
+    Layout("TP2×CP2", 4, {"tensor": 2, "context": 2}, models=(*ATTENTION, HYBRID)),
     Layout("CP2×PP2+VPP2", 4, {"context": 2, "pipeline": 2, "virtual": 2}, recompute="full", row=2),
     Layout("EP2×PP2", 4, {"data": 2, "pipeline": 2, "expert": 2}, row=2, models=SPARSE),
     Layout("EP2×ETP2×TP2", 4, {"tensor": 2, "data": 2, "expert": 2, "expert_tensor": 2}, row=2, models=SPARSE),
     Layout("TP2×PP2×CP2", 8, {"tensor": 2, "pipeline": 2, "context": 2}, models=DENSE),
-    Layout("TP2×PP2×CP2×EP2", 8, {"tensor": 2, "pipeline": 2, "context": 2, "expert": 2}, models=SPARSE),
+    Layout(
+        "TP2×PP2×CP2×EP2",
+        8,
+        {"tensor": 2, "pipeline": 2, "context": 2, "expert": 2},
+        models=(*SPARSE, HYBRID_SPARSE),
+    ),
 ]
 
 

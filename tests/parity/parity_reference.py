@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from parity_layouts import CLIP, EPS, LR, STEPS, TEMPERATURE, WEIGHT_DECAY, batch, objective
-from tiny_models import reference_model, stored_tensors
+from tiny_models import reference_model, stored_tensors, unstacked
 
 
 def train_reference(folder: Path) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def train_reference(folder: Path) -> dict[str, Any]:
         adam.zero_grad()
     saved = folder.with_name(folder.name + " trained")
     model.save_pretrained(saved)
-    return out | {"parameters": stored_tensors(saved)}
+    return out | {"parameters": unstacked(stored_tensors(saved))}
 
 
 def answers(model: torch.nn.Module, datum: Any) -> tuple[torch.Tensor, torch.Tensor]:

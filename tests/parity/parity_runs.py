@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from parity_layouts import LAYOUTS, MODELS, SINGLE, Layout
+from parity_layouts import LAYOUTS, MODELS, SEEDS, SINGLE, Layout
 from parity_reference import train_reference
 from rank_processes import run_ranks
-from tiny_models import make
+from tiny_models import make, stored_tensors, unstacked
 
 TIMEOUT_S = 900
 
@@ -52,7 +52,9 @@ class Row:
 
 def run_all(folder: Path, models: tuple[str, ...] = tuple(MODELS)) -> list[Row]:
     """Train every model in every layout, and by ``transformers``; files go into ``folder``."""
-    started = {model: dict_of(make(model, folder / model, dtype=torch.float32)) for model in models}
+    started = {
+        model: dict_of(make(model, folder / model, dtype=torch.float32, seed=SEEDS.get(model, 0))) for model in models
+    }
     reference = {model: train_reference(folder / model) for model in models}
     for world in sorted({layout.world for layout in LAYOUTS}):
         run_ranks(Path(__file__).with_name("parity_ranks.py"), world, folder, timeout_s=TIMEOUT_S)
@@ -67,9 +69,7 @@ def run_all(folder: Path, models: tuple[str, ...] = tuple(MODELS)) -> list[Row]:
 
 
 def dict_of(folder: Path) -> dict[str, torch.Tensor]:
-    from tiny_models import stored_tensors
-
-    return stored_tensors(folder)
+    return unstacked(stored_tensors(folder))
 
 
 def gathered(folder: Path, model: str, layout: Layout) -> dict[str, Any]:

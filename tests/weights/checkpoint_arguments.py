@@ -13,7 +13,8 @@ def checkpoint_arguments(model, old=False):
     args["swiglu"] = args.pop("gated_linear_unit")
     args["group_query_attention"] = not model.latent
     args |= {"vocab_size": model.vocab, "max_position_embeddings": model.context, "mtp_num_layers": model.mtp or None}
-    args |= {"seq_length": 77, "apply_layernorm_1p": False, "rotary_interleaved": False, "window_size": None}
+    args["apply_layernorm_1p"] = args.pop("layernorm_zero_centered_gamma")
+    args |= {"seq_length": 77, "rotary_interleaved": False, "window_size": None}
     if old:
         args["norm_epsilon"] = args.pop("layernorm_epsilon")
     return args

@@ -245,6 +245,77 @@ def _qwen3_vl(hidden: int, ffn: int, text: Config, **more: Any) -> Config:
     } | more
 
 
+def _qwen3_5(sizes: Config, value_heads: int, tied: bool = False, model_type: str = "qwen3_5", **more: Any) -> Config:
+    layers = sizes["num_hidden_layers"]
+    text = {
+        "model_type": f"{model_type}_text",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attn_output_gate": True,
+        "dtype": "bfloat16",
+        "eos_token_id": 248044,
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * (layers // 4),
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": value_heads,
+        "linear_value_head_dim": 128,
+        "mamba_ssm_dtype": "float32",
+        "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+            "rope_type": "default",
+        },
+        "tie_word_embeddings": tied,
+        "use_cache": True,
+        **sizes,
+        **more,
+    }
+    return {
+        "model_type": model_type,
+        "architectures": ["x"],
+        "image_token_id": 248056,
+        "video_token_id": 248057,
+        "vision_start_token_id": 248053,
+        "vision_end_token_id": 248054,
+        "text_config": text,
+        "tie_word_embeddings": tied,
+        "transformers_version": "4.57.0.dev0",
+        "vision_config": {"depth": 27},
+    }
+
+
+def _qwen3_5_moe(sizes: Config, value_heads: int, experts: int, chosen: int, width: int) -> Config:
+    sizes = {name: value for name, value in sizes.items() if name != "intermediate_size"}
+    return _qwen3_5(
+        sizes,
+        value_heads,
+        model_type="qwen3_5_moe",
+        mlp_only_layers=[],
+        moe_intermediate_size=width,
+        num_experts=experts,
+        num_experts_per_tok=chosen,
+        output_router_logits=False,
+        router_aux_loss_coef=0.001,
+        shared_expert_intermediate_size=width,
+    )
+
+
+def _qwen3_6(config: Config) -> Config:
+    """The same model with the fields that Qwen3.6 added."""
+    more = {"output_gate_type": "swish", "partial_rotary_factor": 0.25, "bos_token_id": 248044, "pad_token_id": None}
+    return config | {"language_model_only": False, "text_config": config["text_config"] | more}
+
+
 def published() -> dict[str, Config]:
     """Name of a model → its configuration, fresh."""
     llama_vocab = {"vocab": 128256, "context": 131072}
@@ -282,4 +353,10 @@ def published() -> dict[str, Config]:
         "GLM-4.7-Flash": _glm_flash(_sizes(47, 2048, 10240, 20, 20, 154880, 202752)),
         "Qwen3-VL-4B": _qwen3_vl(2560, 9728, {"tie_word_embeddings": True}, tie_word_embeddings=True),
         "Qwen3-VL-8B": _qwen3_vl(4096, 12288, {}),
+        "Qwen3.5-0.8B": _qwen3_5(_sizes(24, 1024, 3584, 8, 2, 248320, 262144), 16, tied=True),
+        "Qwen3.5-9B": _qwen3_5(_sizes(32, 4096, 12288, 16, 4, 248320, 262144), 32),
+        "Qwen3.5-27B": _qwen3_5(_sizes(64, 5120, 17408, 24, 4, 248320, 262144), 48),
+        "Qwen3.5-35B-A3B": _qwen3_5_moe(_sizes(40, 2048, 0, 16, 2, 248320, 262144), 32, 256, 8, 512),
+        "Qwen3.6-35B-A3B": _qwen3_6(_qwen3_5_moe(_sizes(40, 2048, 0, 16, 2, 248320, 262144), 32, 256, 8, 512)),
+        "Qwen3.5-397B-A17B": _qwen3_5_moe(_sizes(60, 4096, 0, 32, 2, 248320, 262144), 64, 512, 10, 1024),
     }

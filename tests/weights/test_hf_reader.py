@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from tiny_models import FAMILIES, dequantise, make, stored_tensors  # noqa: E402
+from tiny_models import FAMILIES, dequantise, make, stored_tensors, unstacked  # noqa: E402
 
 from megatron_fleet.weights.floats import cast  # noqa: E402
 from megatron_fleet.weights.hf_model import HfModel, Plain, open_model  # noqa: E402
@@ -26,7 +26,7 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 def opened(family, dtype="BF16") -> tuple[HfModel, HfReader, dict[str, torch.Tensor]]:
     folder = make(family, Path(tempfile.mkdtemp()) / family, dtype=DTYPES[dtype])
     model = open_model(folder)
-    return model, HfReader(model), dequantise(stored_tensors(folder))
+    return model, HfReader(model), unstacked(dequantise(stored_tensors(folder)))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -35,7 +35,7 @@ def configs(draw):
     part = text_config(raw, architecture_of(raw))
     size = st.integers(1, 9)
     groups, layers = draw(st.integers(1, 4)), draw(st.integers(2, 4))
-    part |= {name: draw(size) for name in ("hidden_size", "intermediate_size", "vocab_size")}
+    part |= {name: draw(size) for name in ("hidden_size", "intermediate_size", "vocab_size") if name in part}
     part |= {"num_hidden_layers": layers, "num_key_value_heads": groups}
     part |= {"num_attention_heads": groups * draw(st.integers(1, 4)), "head_dim": draw(size)}
     part |= {
@@ -54,7 +54,15 @@ def configs(draw):
     if "first_k_dense_replace" in part:
         part |= {"first_k_dense_replace": draw(st.integers(0, layers - 1))}
         part |= {"num_nextn_predict_layers": draw(st.integers(0, 2))}
-    if "mlp_only_layers" in part:
+    if "linear_num_key_heads" in part:
+        keys = draw(st.integers(1, 3))
+        part |= {"linear_num_key_heads": keys, "linear_num_value_heads": keys * draw(st.integers(1, 3))}
+        part |= {name: draw(size) for name in ("linear_key_head_dim", "linear_value_head_dim")}
+        part |= {"linear_conv_kernel_dim": draw(size), "mtp_num_hidden_layers": draw(st.integers(0, 2))}
+        kinds = st.sampled_from(["linear_attention", "full_attention"])
+        part["layer_types"] = draw(st.lists(kinds, min_size=layers, max_size=layers))
+        del part["full_attention_interval"]
+    elif "mlp_only_layers" in part:
         part |= {"mlp_only_layers": draw(st.lists(st.integers(1, layers - 1), unique=True))}
     if raw is part:
         raw["tie_word_embeddings"] = draw(st.booleans())
@@ -140,6 +148,24 @@ def test_published_counts_of_quantised_models(name, scales, beside, tensors):
 
 
 @pytest.mark.parametrize(
+    ("name", "one_by_one", "vision", "tensors"),
+    [
+        ("Qwen3.5-0.8B", (), 12, 488),
+        ("Qwen3.5-9B", (), 27, 775),
+        ("Qwen3.5-27B", (), 27, 1199),
+        ("Qwen3.5-35B-A3B", ("mtp.",), 27, 1811),
+        ("Qwen3.6-35B-A3B", (), 27, 1045),
+        ("Qwen3.5-397B-A17B", ("mtp.",), 27, 2924),
+    ],
+)
+def test_published_counts_of_models_that_stack_experts(name, one_by_one, vision, tensors):
+    """Qwen3.5 does not stack those of the prediction layer. A tower of n blocks has 12 n + 9 tensors."""
+    table = WeightTable(PUBLISHED[name])
+    stacked = {of: where.tensor for of, where in table.stacked.items() if not of.startswith(one_by_one)}
+    assert len({stacked.get(tensor, tensor) for tensor in table.tensors}) + 12 * vision + 9 == tensors
+
+
+@pytest.mark.parametrize(
     ("name", "parameters"),
     [("DeepSeek-V3", 671_026_419_200), ("GLM-4.5", 358_337_791_296), ("GLM-4.5-Air", 110_468_824_832)],
 )
@@ -176,6 +202,39 @@ def test_query_heads_stand_before_the_key_and_value_head_they_share():
             rows = range(first * width, (first + count) * width)
             expected += [(f"model.layers.2.self_attn.{kind}_proj.weight", row) for row in rows]
     assert rows_of(TABLES["qwen3"].find(QKV)) == expected
+
+
+def test_gates_of_heads_stand_behind_their_queries():
+    heads, groups, width = 8, 2, 16
+    expected = []
+    for group in range(groups):
+        mine = range(group * heads // groups, (group + 1) * heads // groups)
+        for part in (0, 1):
+            expected += [("q_proj", (2 * head + part) * width + row) for head in mine for row in range(width)]
+        expected += [(f"{kind}_proj", group * width + row) for kind in "kv" for row in range(width)]
+    found = rows_of(TABLES["qwen3_5_text"].find("decoder.layers.3.self_attention.linear_qkv.weight"))
+    assert [(name.split(".")[-2], row) for name, row in found] == expected
+
+
+def test_parts_of_a_gated_delta_net_are_rows_of_one_tensor():
+    keys, values = 2 * 8, 4 * 12
+    for at, tensor in (("in_proj", "in_proj_qkv"), ("conv1d", "conv1d")):
+        first = 0
+        for part, rows in (("query", keys), ("key", keys), ("value", values)):
+            matrix = TABLES["qwen3_5_text"].find(f"decoder.layers.1.self_attention.{at}.weight.{part}")
+            name = f"model.layers.1.linear_attn.{tensor}.weight"
+            assert rows_of(matrix) == [(name, first + row) for row in range(rows)]
+            first += rows
+
+
+def test_experts_in_a_stack_are_consecutive_rows():
+    table, width = TABLES["qwen3_5_moe_text"], 48
+    at = "model.layers.2.mlp.experts."
+    where = [table.stacked[f"{at}{e}.{kind}_proj.weight"] for e in range(8) for kind in ("gate", "up")]
+    assert {(w.tensor, w.shape) for w in where} == {(at + "gate_up_proj", (8, 2 * width, 96))}
+    assert [w.rows for w in where] == [(n * width, (n + 1) * width) for n in range(16)]
+    down = table.stacked[f"{at}5.down_proj.weight"]
+    assert (down.tensor, down.shape, down.rows) == (at + "down_proj", (8, 96, width), (5 * 96, 6 * 96))
 
 
 def test_gate_stands_before_up():

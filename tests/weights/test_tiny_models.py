@@ -19,6 +19,8 @@ from tiny_models import (  # noqa: E402
 )
 
 OWN_TO_TRANSFORMERS = [f for f in FAMILIES if not f.startswith("kimi") and not f.endswith(("_mtp", "_fp8"))]
+WITH_MORE = ("qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe")
+"""Published with tensors that transformers drops, or stores in another form."""
 IDS = (torch.arange(48) * 7 % 515).view(2, 24)
 
 
@@ -34,7 +36,7 @@ def test_transformers_uses_every_tensor(family, tmp_path):
     assert 0.3 < logits.std() < 3
 
 
-@pytest.mark.parametrize("family", OWN_TO_TRANSFORMERS)
+@pytest.mark.parametrize("family", [f for f in OWN_TO_TRANSFORMERS if f not in WITH_MORE])
 def test_it_is_what_transformers_saves(family, tmp_path):
     folder = make(family, tmp_path / "tiny")
     name = raw_config(family, "v5")["architectures"][0]
@@ -63,6 +65,9 @@ def test_the_newer_dialect_is_what_transformers_writes(family, tmp_path):
     if family.startswith("glm4"):
         # Written twice when an older file is converted; once by a model that never was one.
         assert saved.pop("partial_rotary_factor") == saved["rope_parameters"]["partial_rotary_factor"]
+    if family.startswith("qwen3_5"):
+        # Kept when an older file is converted, unknown to a model that never was one.
+        del saved.get("text_config", saved)["full_attention_interval"]
     assert without_nulls(saved) == without_nulls(raw_config(family, "v5"))
 
 

@@ -276,6 +276,68 @@ def _glm4_flash(**sizes: Any) -> Config:
     return {name: value for name, value in config.items() if name not in kept}
 
 
+def _qwen3_5(model_type: str, architecture: str, **sizes: Any) -> Config:
+    """Text of Qwen3.5 as published; sizes by which float32 is exact enough (`tiny_models`)."""
+    own = {
+        "attention_bias": False,
+        "attn_output_gate": True,
+        "full_attention_interval": 4,
+        "head_dim": 16,
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_value_head_dim": 12,
+        "mamba_ssm_dtype": "float32",
+        "mtp_num_hidden_layers": 0,
+        "mtp_use_dedicated_embeddings": False,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [1, 1, 0],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000.0,
+            "rope_type": "default",
+        },
+    }
+    config = _common(model_type, architecture, **(own | sizes))
+    return {name: value for name, value in config.items() if name not in ("rope_theta", "rope_scaling")}
+
+
+def _qwen3_5_moe(model_type: str, **sizes: Any) -> Config:
+    experts = {
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 48,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
+        "shared_expert_intermediate_size": 40,
+    }
+    config = _qwen3_5(model_type, "Qwen3_5MoeForCausalLM", **experts, **sizes)
+    del config["intermediate_size"]
+    return config
+
+
+def _with_vision(text: Config, model_type: str, architecture: str) -> Config:
+    for key in ("architectures", "transformers_version"):
+        del text[key]
+    vision = copy.deepcopy(_qwen3_vl()["vision_config"])
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "image_token_id": 509,
+        "video_token_id": 510,
+        "vision_start_token_id": 511,
+        "vision_end_token_id": 512,
+        "text_config": text,
+        "tie_word_embeddings": text["tie_word_embeddings"],
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.57.0.dev0",
+        "vision_config": vision | {"deepstack_visual_indexes": [], "model_type": model_type},
+    }
+
+
 _V4: dict[str, Config] = {
     "qwen2": _qwen("qwen2", "Qwen2ForCausalLM"),
     "qwen2_tied": _qwen("qwen2", "Qwen2ForCausalLM", tie_word_embeddings=True),
@@ -299,6 +361,24 @@ _V4: dict[str, Config] = {
     "glm4_flash": _glm4_flash(),
     "glm4_flash_mtp": _glm4_flash(num_nextn_predict_layers=1),
     "qwen3_vl": _qwen3_vl(),
+    # As Qwen3.6 and 3.8 spell it.
+    "qwen3_5_text": _qwen3_5(
+        "qwen3_5_text",
+        "Qwen3_5ForCausalLM",
+        language_model_only=False,
+        output_gate_type="swish",
+        partial_rotary_factor=0.25,
+        tie_word_embeddings=True,
+    ),
+    "qwen3_5": _with_vision(
+        _qwen3_5("qwen3_5_text", "", mtp_num_hidden_layers=1), "qwen3_5", "Qwen3_5ForConditionalGeneration"
+    ),
+    "qwen3_5_moe_text": _qwen3_5_moe("qwen3_5_moe_text", mtp_num_hidden_layers=1),
+    "qwen3_5_moe": _with_vision(
+        _qwen3_5_moe("qwen3_5_moe_text", mtp_num_hidden_layers=1),
+        "qwen3_5_moe",
+        "Qwen3_5MoeForConditionalGeneration",
+    ),
 }
 
 FAMILIES = tuple(_V4)
@@ -327,11 +407,14 @@ def _v5(config: Config) -> Config:
     if "rope_theta" in config:
         scaling = config.pop("rope_scaling") or {"rope_type": "default"}
         config["rope_parameters"] = {"rope_type": scaling.get("type"), "rope_theta": config.pop("rope_theta")} | scaling
-    if model == "qwen3_vl" and "depth" in config:
-        config["model_type"] = "qwen3_vl_vision"
+    if "depth" in config:
+        config["model_type"] = f"{model}_vision"
         config["rope_parameters"] = {"rope_theta": 10000.0, "rope_type": "axial"}
     if model in ("qwen2", "qwen3"):
         config["layer_types"] = ["full_attention"] * LAYERS
+    if model.startswith("qwen3_5") and model.endswith("_text"):
+        config["partial_rotary_factor"] = config["rope_parameters"]["partial_rotary_factor"]
+        del config["full_attention_interval"]
     if model == "qwen3_moe":
         config["num_local_experts"] = config.pop("num_experts")
     if model == "llama":

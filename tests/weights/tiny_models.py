@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_configs import FAMILIES, Config, raw_config
 
-__all__ = ["FAMILIES", "dequantise", "make", "raw_config", "reference_logits", "reference_model", "stored_tensors"]
+__all__ = ["FAMILIES", "dequantise", "make", "raw_config", "reference_logits", "stored_tensors", "unstacked"]
 
 TOKENIZER = Path(__file__).parents[2] / "assets" / "tiny"
 FILES = 3
@@ -69,6 +69,23 @@ def dequantise(stored: Tensors) -> Tensors:
             out[name] = (tensor.float() * scale[:rows, :cols]).bfloat16().float()
         else:
             out[name] = tensor.float() if tensor.is_floating_point() else tensor
+    return out
+
+
+def unstacked(tensors: Tensors) -> Tensors:
+    """Tensors with experts one by one where they are stacked."""
+    out: Tensors = {}
+    for name, tensor in tensors.items():
+        stack, _, kind = name.rpartition(".")
+        if not stack.endswith(".experts") or kind not in ("gate_up_proj", "down_proj"):
+            out[name] = tensor
+            continue
+        for e, expert in enumerate(tensor):
+            parts = expert.chunk(2) if kind == "gate_up_proj" else [expert]
+            for part, values in zip(
+                ("gate_proj", "up_proj") if len(parts) == 2 else ("down_proj",), parts, strict=True
+            ):
+                out[f"{stack}.{e}.{part}.weight"] = values
     return out
 
 
@@ -138,11 +155,12 @@ class _Writer:
         self.family, self.config, self.dtype = family, config, dtype
         self.text: Config = config.get("text_config", config)
         self.random = torch.Generator().manual_seed(seed)
+        self.hybrid = "linear_num_key_heads" in self.text
         quantised = self.text.get("quantization_config", {})
         self.fp8, self.int4 = (quantised.get("quant_method") == q for q in ("fp8", "compressed-tensors"))
 
     def tensors(self) -> Tensors:
-        if self.family == "qwen3_vl":
+        if "vision_config" in self.config and self.family != "kimi_k25":
             return dict([*self._language("model.language_model.", "lm_head"), *self._qwen3_vl_vision()])
         if self.family == "kimi_k25":
             language = self._language("language_model.model.", "language_model.lm_head")
@@ -156,7 +174,8 @@ class _Writer:
         yield f"{name}.weight", self._normal(*shape, std=std).to(self.dtype)
 
     def _norm(self, name: str, size: int) -> Iterator[tuple[str, torch.Tensor]]:
-        yield f"{name}.weight", self._normal(size, std=0.2, mean=1.0).to(self.dtype)
+        mean = 0.0 if self.hybrid else 1.0
+        yield f"{name}.weight", self._normal(size, std=0.2, mean=mean).to(self.dtype)
 
     def _bias(self, name: str, size: int) -> Iterator[tuple[str, torch.Tensor]]:
         yield f"{name}.bias", self._normal(size, std=0.1).to(self.dtype)
@@ -183,7 +202,8 @@ class _Writer:
         embedding = list(self._weight(f"{prefix}embed_tokens", vocab, h, std=0.1))
         yield from embedding
         for i in range(layers):
-            yield from self._layer(f"{prefix}layers.{i}.", i >= c.get("first_k_dense_replace", 0))
+            linear = self.hybrid and c["layer_types"][i] == "linear_attention"
+            yield from self._layer(f"{prefix}layers.{i}.", i >= c.get("first_k_dense_replace", 0), linear)
         yield from self._norm(f"{prefix}norm", h)
         output = list(self._weight(head, vocab, h, std=h**-0.5))
         if not c.get("tie_word_embeddings"):
@@ -197,13 +217,25 @@ class _Writer:
             # Published models repeat these two.
             yield f"{at}embed_tokens.weight", embedding[0][1].clone()
             yield f"{at}shared_head.head.weight", output[0][1].clone()
+        if c.get("mtp_num_hidden_layers"):
+            # Qwen3.5 stores the experts of this layer one by one, and stacks all others; Qwen3.6 stacks these too.
+            yield from self._layer("mtp.layers.0.", True, stacked=self.family == "qwen3_5_moe_text")
+            for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+                yield from self._norm(f"mtp.{name}", h)
+            yield from self._weight("mtp.fc", h, 2 * h)
 
-    def _layer(self, at: str, sparse: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    def _layer(
+        self, at: str, sparse: bool, linear: bool = False, stacked: bool | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         h = self.text["hidden_size"]
-        yield from self._latent(f"{at}self_attn.") if "kv_lora_rank" in self.text else self._grouped(f"{at}self_attn.")
+        if linear:
+            yield from self._linear_attention(f"{at}linear_attn.")
+        else:
+            latent = "kv_lora_rank" in self.text
+            yield from self._latent(f"{at}self_attn.") if latent else self._grouped(f"{at}self_attn.")
         yield from self._norm(f"{at}input_layernorm", h)
         if sparse and "moe_intermediate_size" in self.text:
-            yield from self._experts(f"{at}mlp.")
+            yield from self._experts(f"{at}mlp.", self.hybrid if stacked is None else stacked)
         else:
             yield from self._mlp(f"{at}mlp.", self.text["intermediate_size"])
         yield from self._norm(f"{at}post_attention_layernorm", h)
@@ -213,7 +245,8 @@ class _Writer:
         h, heads, groups = c["hidden_size"], c["num_attention_heads"], c["num_key_value_heads"]
         d = c.get("head_dim", h // heads)
         biased = c["model_type"] == "qwen2" or c["attention_bias"]
-        for name, n in (("q", heads), ("k", groups), ("v", groups)):
+        gated = 2 if self.hybrid else 1
+        for name, n in (("q", gated * heads), ("k", groups), ("v", groups)):
             yield from self._linear(f"{at}{name}_proj", n * d, h)
             if biased:
                 yield from self._bias(f"{at}{name}_proj", n * d)
@@ -221,6 +254,33 @@ class _Writer:
         if c["model_type"].startswith("qwen3") or c.get("use_qk_norm"):
             yield from self._norm(f"{at}q_norm", d)
             yield from self._norm(f"{at}k_norm", d)
+
+    def _linear_attention(self, at: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """A Gated DeltaNet in which float32 is exact to 1e-5.
+
+        The gated norm scales up rows that are almost zero, and with them their rounding. So decays are slow, and
+        queries lie near keys, which makes no row almost zero.
+        """
+        c = self.text
+        h, width = c["hidden_size"], c["linear_conv_kernel_dim"]
+        keys, values = c["linear_num_key_heads"] * c["linear_key_head_dim"], c["linear_num_value_heads"]
+        heads, inner = values, values * c["linear_value_head_dim"]
+        # Qwen3.5 stores these two in float32, Qwen3.6 in the dtype of the model.
+        small = torch.float32 if "vision_config" in self.config else self.dtype
+        yield f"{at}A_log", (torch.rand(heads, generator=self.random) * 3.9 + 0.1).log().to(small)
+        taps = self._normal(2 * keys + inner, 1, width, std=0.5)
+        taps[:keys] = taps[keys : 2 * keys] + 0.1 * taps[:keys]
+        yield f"{at}conv1d.weight", taps.to(self.dtype)
+        yield f"{at}dt_bias", self._normal(heads, std=0.5, mean=-3.0).to(self.dtype)
+        for name in "ab":
+            yield from self._weight(f"{at}in_proj_{name}", heads, h)
+        mixed = self._normal(2 * keys + inner, h, std=0.08)
+        mixed[:keys] = 0.9 * mixed[keys : 2 * keys] + 0.436 * mixed[:keys]
+        yield f"{at}in_proj_qkv.weight", mixed.to(self.dtype)
+        yield from self._weight(f"{at}in_proj_z", inner, h)
+        norm = torch.rand(c["linear_value_head_dim"], generator=self.random) * 1.5 + 0.25
+        yield f"{at}norm.weight", norm.to(small)
+        yield from self._weight(f"{at}out_proj", h, inner)
 
     def _latent(self, at: str) -> Iterator[tuple[str, torch.Tensor]]:
         c = self.text
@@ -246,11 +306,17 @@ class _Writer:
         yield from self._linear(f"{at}up_proj", width, h, expert=expert)
         yield from self._linear(f"{at}down_proj", h, width, expert=expert)
 
-    def _experts(self, at: str) -> Iterator[tuple[str, torch.Tensor]]:
+    def _experts(self, at: str, stacked: bool) -> Iterator[tuple[str, torch.Tensor]]:
         c = self.text
         experts, width = c.get("num_experts", c.get("n_routed_experts")), c["moe_intermediate_size"]
-        for e in range(experts):
-            yield from self._mlp(f"{at}experts.{e}.", width, expert=True)
+        one_by_one = [dict(self._mlp(f"{at}experts.{e}.", width, expert=True)) for e in range(experts)]
+        if stacked:
+            gate, up, down = zip(*(expert.values() for expert in one_by_one), strict=True)
+            yield f"{at}experts.gate_up_proj", torch.cat([torch.stack(gate), torch.stack(up)], dim=1)
+            yield f"{at}experts.down_proj", torch.stack(down)
+        else:
+            for expert in one_by_one:
+                yield from expert.items()
         # Far apart, so that rounding does not change which experts a token goes to.
         yield from self._weight(f"{at}gate", experts, c["hidden_size"], std=0.3)
         if "n_group" in c:
@@ -258,6 +324,9 @@ class _Writer:
             moonlight = self.family == "moonlight"
             yield f"{at}gate.e_score_correction_bias", bias.to(torch.bfloat16 if moonlight else torch.float32)
             yield from self._mlp(f"{at}shared_experts.", width * c["n_shared_experts"])
+        if "shared_expert_intermediate_size" in c:
+            yield from self._mlp(f"{at}shared_expert.", c["shared_expert_intermediate_size"])
+            yield from self._weight(f"{at}shared_expert_gate", 1, c["hidden_size"])
 
     def _biased(self, name: str, rows: int, *cols: int) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._weight(name, rows, *cols)

@@ -16,42 +16,50 @@ from torch import nn
 
 
 class _RMSNorm(torch.autograd.Function):
-    """y = x · r · w with r = 1/√(mean x² + ε); float32 inside."""
+    """y = x · r · (center + w) with r = 1/√(mean x² + ε); float32 inside."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, center: float) -> torch.Tensor:
         wide = x.float()
         scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         scale = scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
-        return (wide * scale).mul_(weight.float()).to(x.dtype)
+        ctx.center = center
+        return (wide * scale).mul_(_gain(weight, center)).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
         x, weight, scale = ctx.saved_tensors
-        wide, w = grad.float(), weight.float()
+        wide, w = grad.float(), _gain(weight, ctx.center)
         normed = x.float() * scale
         product = wide * normed
         # ∂L/∂x = r · (g·w − x̂ · mean(g·w·x̂)) with x̂ = x·r.
         mean = torch.mv(product.flatten(0, -2), w).div_(x.shape[-1]).view(scale.shape)
         of_weight = product.flatten(0, -2).sum(0)
         of_x = torch.mul(wide, w, out=product).addcmul_(normed, mean, value=-1).mul_(scale)
-        return of_x.to(x.dtype), of_weight.to(weight.dtype), None
+        return of_x.to(x.dtype), of_weight.to(weight.dtype), None, None
+
+
+def _gain(weight: torch.Tensor, center: float) -> torch.Tensor:
+    return weight.float() + center if center else weight.float()
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467) over the last axis, with the constructor Megatron expects."""
+    """RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467) over the last axis, with the constructor Megatron expects.
+
+    Multiplies by the weight, or by 1 + weight where the configuration centres weights at zero.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.center = eps, 1.0 if config.layernorm_zero_centered_gamma else 0.0
         self.weight = nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
         # Under sequence parallelism a rank sees a slice of the tokens: Megatron then sums this gradient over ranks.
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise ``[…, hidden_size]``, any float dtype; shape and dtype are preserved."""
-        return _RMSNorm.apply(x, self.weight, self.eps)
+        return _RMSNorm.apply(x, self.weight, self.eps, self.center)
 
 
 class DuplicatedLinear(nn.Module):

@@ -1,4 +1,4 @@
-"""Patches for latent attention and mixtures of experts in Megatron-Core, for hosts without Transformer Engine.
+"""Patches for latent attention, mixtures of experts and Gated DeltaNets in Megatron-Core, and fixes of its bugs.
 
 Each function takes the freshly imported module it is named after.
 """
@@ -65,13 +65,26 @@ def patch_moe_utils_for_cpu(module: Any) -> None:
 
 
 def patch_distributed_optimizer(module: Any) -> None:
-    """Save the optimizer's state at the right offsets when there are several buckets.
+    """Save the optimizer's state at the right offsets, and of the right parameters.
 
     The gathered state omits the padding between buckets, but 0.16 to 0.19 read it as if it were there. There are
     several buckets where word embeddings are tied over pipeline stages: everything after the first would be saved
     shifted.
+
+    And they put a group's float32 parameters first, but number them as if they had not: with some layers in float32
+    and the rest in bfloat16, one parameter's state would be saved as another's.
     """
     optimizer = module.DistributedOptimizer
+    group_ranges: Callable[..., Any] = optimizer._build_optimizer_group_ranges.__func__
+
+    def build_optimizer_group_ranges(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        places, ranges = group_ranges(cls, *args, **kwargs)
+        for index, group in enumerate(ranges):
+            group["params"].sort(key=lambda parameter: parameter.dtype != torch.float32)
+            places |= {parameter: (index, order) for order, parameter in enumerate(group["params"])}
+        return places, ranges
+
+    optimizer._build_optimizer_group_ranges = classmethod(build_optimizer_group_ranges)
     original: Callable[..., Any] = optimizer.sharded_param_state_fully_reshardable
 
     def sharded_param_state_fully_reshardable(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -130,3 +143,15 @@ def patch_latent_attention(module: Any) -> None:
 
     module.HAVE_TE = False
     module.Linear = DuplicatedLinear
+
+
+def patch_gated_delta_net(module: Any) -> None:
+    """Let the layer be built without flash-linear-attention: our forward pass needs it on no host."""
+    module.HAVE_FLA = True
+    for name in ("chunk_gated_delta_rule", "causal_conv1d", "l2norm"):
+        if module.__dict__.get(name) is None:
+            setattr(module, name, _no_kernel)
+
+
+def _no_kernel(*_: Any, **__: Any) -> None:
+    raise RuntimeError("flash-linear-attention is not installed")

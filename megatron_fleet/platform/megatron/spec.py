@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_mlp_module_spec_for_backend
+from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -22,6 +24,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megatron_fleet.platform.megatron.attention import PackedAttention
+from megatron_fleet.platform.megatron.gated_delta_net import PackedGatedDeltaNet
 from megatron_fleet.platform.megatron.layers import DuplicatedLinear, RMSNorm, SwiGLU
 
 
@@ -47,19 +50,25 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None = None) -> Transf
     """Layer specification of this pipeline stage for `GPTModel`: Transformer Engine where it can run, PyTorch
     elsewhere.
 
-    The configuration alone decides: latent or grouped-query attention, norms of query and key, and by
-    ``moe_layer_freq`` which layers have experts. Without Transformer Engine experts are computed one after another.
+    The configuration alone decides: latent or grouped-query attention, norms of query and key, by ``moe_layer_freq``
+    which layers have experts, and by ``linear_attention_freq`` which are Gated DeltaNets. Without Transformer Engine
+    experts are computed one after another.
 
     Args:
         vp_stage: index of one of this rank's virtual pipeline stages; ``None`` without virtual stages.
     """
-    if has_transformer_engine():
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     here = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
-    dense, sparse = _torch_layer(config, experts=False), _torch_layer(config, experts=bool(config.num_moe_experts))
-    layers = [sparse if has_experts(config, layer) else dense for layer in here]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+    if has_transformer_engine():
+        block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+        block.layer_specs = [
+            _with_linear_attention(spec) if is_linear(config, layer) else spec
+            for layer, spec in zip(here, block.layer_specs, strict=True)
+        ]
+        return block
+    kinds = {layer: (is_linear(config, layer), has_experts(config, layer)) for layer in here}
+    specs = {kind: _torch_layer(config, *kind) for kind in set(kinds.values())}
+    return TransformerBlockSubmodules(layer_specs=[specs[kinds[layer]] for layer in here], layer_norm=RMSNorm)
 
 
 def has_experts(config: TransformerConfig, layer: int) -> bool:
@@ -70,10 +79,33 @@ def has_experts(config: TransformerConfig, layer: int) -> bool:
     return bool(frequency[layer]) if isinstance(frequency, list) else layer % frequency == 0
 
 
-def _torch_layer(config: TransformerConfig, experts: bool) -> ModuleSpec:
+def is_linear(config: TransformerConfig, layer: int) -> bool:
+    """Whether a layer (global index from 0) is a Gated DeltaNet; `models.megatron_config` lists them."""
+    pattern = config.linear_attention_freq
+    return isinstance(pattern, list) and bool(pattern[layer])
+
+
+def _with_linear_attention(layer: ModuleSpec) -> ModuleSpec:
+    """A Transformer Engine layer with a Gated DeltaNet in the place of attention.
+
+    The norm of its output is ours, because it is float32 between bfloat16 layers.
+    """
+    from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TERowParallelLinear
+
+    parts = GatedDeltaNetSubmodules(TELayerNormColumnParallelLinear, RMSNorm, TERowParallelLinear)
+    changed = copy.deepcopy(layer)
+    changed.submodules.self_attention = ModuleSpec(module=PackedGatedDeltaNet, submodules=parts)
+    return changed
+
+
+def _torch_layer(config: TransformerConfig, linear: bool, experts: bool) -> ModuleSpec:
     backend = TorchBackend()
     attention, names = (
-        _latent_attention(backend, config) if config.multi_latent_attention else _attention(backend, config)
+        _linear_attention(backend)
+        if linear
+        else _latent_attention(backend, config)
+        if config.multi_latent_attention
+        else _attention(backend, config)
     )
     if not experts:
         names = names | {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
@@ -106,6 +138,14 @@ def _attention(backend: TorchBackend, config: TransformerConfig) -> tuple[Module
     )
     spec = ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=modules)
     return spec, {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+
+
+def _linear_attention(backend: TorchBackend) -> tuple[ModuleSpec, dict[str, str]]:
+    parts = GatedDeltaNetSubmodules(
+        backend.column_parallel_linear(), backend.layer_norm(), backend.row_parallel_linear()
+    )
+    spec = ModuleSpec(module=PackedGatedDeltaNet, submodules=parts)
+    return spec, {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
 
 
 def _latent_attention(backend: TorchBackend, config: TransformerConfig) -> tuple[ModuleSpec, dict[str, str]]:

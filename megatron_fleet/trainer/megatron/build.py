@@ -68,7 +68,12 @@ def transformer_config(
     if model.experts:
         settings |= {"moe_grouped_gemm": fused, "moe_token_dispatcher_type": "alltoall", "moe_permute_fusion": fused}
     cls = MLATransformerConfig if model.latent else TransformerConfig
+    if model.linear_layers:
+        # Before 0.18 Megatron refuses context parallelism with these layers; ours have it.
+        settings["context_parallel_size"] = 1
     config = cls(**arguments.config | settings | _recompute(recompute) | more)
+    if model.linear_layers:
+        config.context_parallel_size = parallel.context
     for name, value in arguments.attributes.items():
         setattr(config, name, value)
     return config

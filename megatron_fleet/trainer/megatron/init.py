@@ -25,11 +25,12 @@ def parameter_shards(model_chunks: Sequence[MegatronModule]) -> Iterator[Sharded
 
 @torch.no_grad()
 def fill_random(model_chunks: Sequence[MegatronModule], std: float, seed: int, vocab_size: int) -> None:
-    """Fill matrices with Normal(0, std), norms with one, vocabulary padding and expert biases with zero."""
+    """Fill matrices with Normal(0, std), norms with a gain of one, vocabulary padding and expert biases with zero."""
+    gain = 0.0 if model_chunks[0].config.layernorm_zero_centered_gamma else 1.0
     for shard in parameter_shards(model_chunks):
         shape = list(shard.global_shape)
         if "norm" in shard.key:
-            shard.data.fill_(1.0)
+            shard.data.fill_(gain)
             continue
         if shard.key.endswith("expert_bias"):
             shard.data.zero_()

@@ -78,7 +78,7 @@ class MegatronPolicy:
         """Refuse configurations that cannot be trained here."""
         config = self._config
         layout.check_micro_batch_tokens(config.policy.micro_batch_tokens, config.parallel, config.precision)
-        validate(self.hf_config, config.parallel, config.policy.recompute)
+        validate(self.hf_config, config.parallel, config.policy.recompute, config.policy.lora.rank)
         check_precision(self._model, config.parallel, config.precision)
         check_machine(config)
 

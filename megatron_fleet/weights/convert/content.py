@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -14,6 +16,7 @@ import numpy.typing as npt
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.storage.folder import Folder
+from megatron_fleet.weights.convert.plan import Content
 from megatron_fleet.weights.floats import cast
 from megatron_fleet.weights.hf_folder import ITEM_BYTES
 from megatron_fleet.weights.hf_model import BLOCK, GROUP
@@ -96,21 +99,53 @@ class Rows(ABC):
 class TensorRows(Rows):
     """Rows of an HF tensor as floats of a given dtype."""
 
-    __slots__ = ("_dtype", "_first", "_readers", "_tensor")
+    __slots__ = ("_dtype", "_first", "_offset", "_readers", "_tensor")
 
-    def __init__(self, readers: PerThread[RowReader], tensor: str, rows: Span, columns: int, dtype: str) -> None:
+    def __init__(
+        self,
+        readers: PerThread[RowReader],
+        tensor: str,
+        rows: Span,
+        columns: int,
+        dtype: str,
+        offset: float = 0.0,
+    ) -> None:
+        """``offset`` is added to the values."""
         super().__init__(rows[1] - rows[0], columns * ITEM_BYTES[dtype])
         self._readers, self._tensor, self._first, self._dtype = readers, tensor, rows[0], dtype
+        self._offset = np.float32(offset)
 
     def make(self, rows: Span) -> npt.NDArray[Any]:
         reader = self._readers()
         values = reader.read_rows(self._tensor, (self._first + rows[0], self._first + rows[1]))
-        return cast(values, reader.dtype(self._tensor), self._dtype)
+        source = reader.dtype(self._tensor)
+        if self._offset:
+            values, source = cast(values, source, "F32") + self._offset, "F32"
+        return cast(values, source, self._dtype)
 
 
 def _bfloat16(readers: PerThread[RowReader], tensor: str, rows: Span) -> npt.NDArray[np.uint16]:
     reader = readers()
     return cast(reader.read_rows(tensor, rows), reader.dtype(tensor), "BF16")
+
+
+class Joined:
+    """Contents one after another, as one: the parts of a tensor that stacks experts."""
+
+    def __init__(self, parts: Sequence[Content]) -> None:
+        self._parts = parts
+        self._ends = list(itertools.accumulate(part.nbytes for part in parts))
+
+    @property
+    def nbytes(self) -> int:
+        return self._ends[-1]
+
+    def fill(self, start: int, out: memoryview) -> None:
+        end, k = start + len(out), bisect.bisect_right(self._ends, start)
+        while start < end:
+            begins, last = self._ends[k] - self._parts[k].nbytes, min(end, self._ends[k])
+            self._parts[k].fill(start - begins, out[len(out) - (end - start) : len(out) - (end - last)])
+            start, k = last, k + 1
 
 
 @dataclass(frozen=True, slots=True)

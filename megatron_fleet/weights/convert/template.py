@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.storage.folder import Folder
 from megatron_fleet.storage.open import open_folder
-from megatron_fleet.weights.convert.content import FileRange
+from megatron_fleet.weights.convert.content import FileRange, Hint
 from megatron_fleet.weights.convert.plan import JOURNAL, Bytes, OutputFile
+from megatron_fleet.weights.floats import cast, numpy_type
 from megatron_fleet.weights.hf_folder import (
     INDEX,
     StoredTensor,
@@ -38,6 +43,7 @@ from megatron_fleet.weights.hf_model import (
     make_table,
     open_model,
 )
+from megatron_fleet.weights.mapping import Span
 
 KEPT = "hf/"
 """Location of the template in a converted checkpoint."""
@@ -53,7 +59,8 @@ class Template:
     Attributes:
         model: tensors as declared by the headers; the data need not exist.
         headers: file → length and JSON of its header, i.e. the bytes before the data.
-        passthrough: tensor → folder and location of its bytes.
+        passthrough: tensor → folder and location of its bytes. Includes the original values of tensors that Megatron
+            holds with an offset, which its float32 values may not give back.
         companions: small files by name, including the index.
     """
 
@@ -131,8 +138,20 @@ def _read_layout(folder: Folder) -> tuple[dict[str, bytes], list[str]]:
         raise UserError(f"{folder.url}/{LAYOUT}: malformed ({e}); copy the checkpoint again.") from None
 
 
+def originals(template: Template) -> dict[str, Callable[[Span], npt.NDArray[np.float32]]]:
+    """Readers of the original values of the tensors that Megatron holds with an offset."""
+
+    def read(tensor: str, rows: Span) -> npt.NDArray[np.float32]:
+        folder, stored = template.passthrough[tensor]
+        values = Hint(folder, stored.file, stored.offset, stored.shape).rows(rows, numpy_type(stored.dtype))
+        return cast(values, stored.dtype, "F32")
+
+    kept = template.model.table.offsets.keys() & template.passthrough.keys()
+    return {tensor: partial(read, tensor) for tensor in kept}
+
+
 def _not_in_megatron(model: HfModel) -> list[str]:
-    """Passthrough tensors, and the scales of quantised ones."""
+    """Passthrough tensors, the scales of quantised ones, and those that Megatron holds with an offset."""
     names = {id(stored): name for name, stored in model.stored.items()}
     scales = [
         names[id(part)]
@@ -140,7 +159,7 @@ def _not_in_megatron(model: HfModel) -> list[str]:
         if isinstance(encoding, Fp8 | Int4)
         for part in encoding.parts[1:]
     ]
-    return [*model.passthrough, *scales]
+    return [*model.passthrough, *scales, *model.table.offsets]
 
 
 def plan_template(model: HfModel) -> tuple[list[OutputFile], dict[str, bytes]]:

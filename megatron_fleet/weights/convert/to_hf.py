@@ -23,12 +23,13 @@ from megatron_fleet.weights.convert.content import (
     Int4Codes,
     Int4Scales,
     Int4Weights,
+    Joined,
     PerThread,
     TensorRows,
 )
 from megatron_fleet.weights.convert.origin import checksums, find_template
 from megatron_fleet.weights.convert.plan import Bytes, Content, OutputFile, Plan
-from megatron_fleet.weights.convert.template import Template, safetensors_header
+from megatron_fleet.weights.convert.template import Template, originals, safetensors_header
 from megatron_fleet.weights.floats import widest
 from megatron_fleet.weights.hf_folder import INDEX, ITEM_BYTES, SINGLE, StoredTensor, parse_header
 from megatron_fleet.weights.hf_model import Encoding, Int4, Plain
@@ -55,7 +56,8 @@ def plan_to_hf(place: Folder | Path | str, template: Folder | Path | str | None,
     checkpoint = Checkpoint(place)
     found = find_template(checkpoint, template)
     matrices = StoredMatrices(checkpoint, found.model.table)
-    readers = PerThread(lambda: CheckpointReader(matrices))
+    kept = originals(found)
+    readers = PerThread(lambda: CheckpointReader(matrices, kept))
     small = {name: data for name, data in found.companions.items() if name != MARKER}
     if dtype is None and not found.headers:
         plain = found.model.table.tensors.keys() - _kept_types(found)
@@ -136,7 +138,12 @@ class _TemplateContents:
         """Stored tensor → factory of its content."""
         names = {id(stored): name for name, stored in self._template.model.stored.items()}
         parts: dict[str, Callable[[], Content]] = {}
+        stacks: dict[str, list[tuple[int, str, str]]] = {}
         for tensor, encoding in encodings.items():
+            if isinstance(encoding, Plain) and encoding.stack is not None:
+                where = self._table.stacked[tensor]
+                stacks.setdefault(where.tensor, []).append((where.rows[0], tensor, encoding.stack.dtype))
+                continue
             if isinstance(encoding, Plain):
                 parts[tensor] = partial(self.rows, tensor, encoding.stored.dtype)
                 continue
@@ -148,7 +155,11 @@ class _TemplateContents:
                 power_of_two = _power_of_two(self._template.model.config)
                 fp8 = Fp8Weights(self._readers, tensor, self._table.tensors[tensor], self._hint(scales), power_of_two)
                 parts |= {codes: partial(Fp8Codes, fp8), scales: partial(Fp8Scales, fp8)}
-        return parts
+        return parts | {stack: partial(self._stacked, sorted(members)) for stack, members in stacks.items()}
+
+    def _stacked(self, members: list[tuple[int, str, str]]) -> Joined:
+        """A tensor that stacks experts, of its parts in order (first row, name, dtype)."""
+        return Joined([self.rows(tensor, dtype) for _, tensor, dtype in members])
 
     def rows(self, tensor: str, dtype: str) -> TensorRows:
         """A whole tensor as floats."""

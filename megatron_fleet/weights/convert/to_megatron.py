@@ -95,7 +95,8 @@ class _Builder:
     def position(self, matrix: Matrix) -> tuple[str, int]:
         """Position of a matrix's first rows in the source, so that its files are read sequentially."""
         first = matrix.pieces[0].tensor
-        stored = self._model.encodings[first or ""].parts[0]
+        encoding = self._model.encodings[first or ""]
+        stored = encoding.stored if isinstance(encoding, Plain) else encoding.parts[0]
         return stored.file, stored.offset
 
     @property
@@ -145,16 +146,16 @@ class _Builder:
 
     def _contents(self, matrix: Matrix, rows: Span, dtype: str) -> Iterator[Content]:
         for piece in matrix.restrict(rows):
-            yield self._content(piece, math.prod(matrix.shape[1:]), dtype)
+            yield self._content(piece, math.prod(matrix.shape[1:]), dtype, matrix.rule.offset)
 
-    def _content(self, piece: Piece, columns: int, dtype: str) -> Content:
+    def _content(self, piece: Piece, columns: int, dtype: str, offset: float) -> Content:
         assert piece.tensor is not None  # no padding on disk: Megatron adds it when loading
         encoding = self._model.encodings[piece.tensor]
-        if isinstance(encoding, Plain) and encoding.stored.dtype == dtype:
+        if isinstance(encoding, Plain) and encoding.stored.dtype == dtype and not offset:
             stored, width = encoding.stored, columns * ITEM_BYTES[dtype]
             first, last = piece.tensor_rows
             return FileRange(self._model.folder, stored.file, stored.offset + first * width, (last - first) * width)
-        return TensorRows(self._readers, piece.tensor, piece.tensor_rows, columns, dtype)
+        return TensorRows(self._readers, piece.tensor, piece.tensor_rows, columns, dtype, offset)
 
     def _file(self) -> OutputFile:
         """The data file currently being filled."""

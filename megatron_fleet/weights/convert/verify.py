@@ -19,6 +19,7 @@ from megatron_fleet.storage.open import open_folder
 from megatron_fleet.weights.checkpoint_reader import Checkpoint, CheckpointReader, StoredMatrices
 from megatron_fleet.weights.convert.content import PerThread, RowReader
 from megatron_fleet.weights.convert.origin import find_template
+from megatron_fleet.weights.convert.template import originals
 from megatron_fleet.weights.floats import cast
 from megatron_fleet.weights.hf_folder import INDEX, ITEM_BYTES, SINGLE, StoredTensor
 from megatron_fleet.weights.hf_model import Plain, open_model
@@ -127,7 +128,8 @@ def open_side(url: str, template: str | None = None) -> Side:
     matrices = StoredMatrices(checkpoint, table)
     copies = {name: of for name, of in table.repeated.items() if name in found.model.stored}
     others = {name: found.passthrough[name] for name in found.model.passthrough}
-    readers: PerThread[RowReader] = PerThread(lambda: _Copies(CheckpointReader(matrices), copies))
+    kept = originals(found)
+    readers: PerThread[RowReader] = PerThread(lambda: _Copies(CheckpointReader(matrices, kept), copies))
     return Side(url, _shapes(table.tensors, copies), readers, others)
 
 

@@ -1,0 +1,144 @@
+"""The gated delta rule and its causal convolution over one packed micro-batch: PyTorch's operators, or fla's kernels.
+
+Convolution and state begin anew with every sequence. fla is flash-linear-attention (Triton, NVIDIA GPUs alone).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+CHUNK = 64
+"""Tokens per block of the chunked form."""
+L2_EPS = 1e-6
+"""Added to the sum of squares of a query or key before the root, as in transformers, vLLM and fla."""
+
+
+class Kernels(NamedTuple):
+    """Operators over a micro-batch of ``T`` tokens, in sequences of the given lengths (their sum may be less than T).
+
+    Attributes:
+        convolve: SiLU of the causal depthwise convolution of ``[T, C]`` with ``[C, 1, width]``: ``[T, C]``.
+        rule: `gated_delta_rule` for each sequence.
+    """
+
+    convolve: Callable[[torch.Tensor, torch.Tensor, Sequence[int]], torch.Tensor]
+    rule: Callable[..., torch.Tensor]
+
+
+def kernels() -> Kernels:
+    """Choose the operators of this host: fla's on CUDA if it is installed, else PyTorch's."""
+    if torch.cuda.is_available() and importlib.util.find_spec("fla") is not None:
+        return Kernels(_fla_convolve, _fla_rule)
+    return Kernels(convolve, packed_rule)
+
+
+def unit_length(x: torch.Tensor) -> torch.Tensor:
+    """Scale the last axis to length 1, in float32 (float64 if given); the dtype is preserved."""
+    wide = _wide(x)
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + L2_EPS)).to(x.dtype)
+
+
+def convolve(x: torch.Tensor, weight: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """See `Kernels`; tokens after the sequences get zeros."""
+    out, reach = [], weight.shape[-1] - 1
+    for part in x.split([*lengths, x.shape[0] - sum(lengths)])[:-1]:
+        padded = F.pad(part.t(), (reach, 0))[None]
+        out.append(F.silu(F.conv1d(padded, weight, groups=x.shape[1])[0].t()))
+    out.append(x.new_zeros(x.shape[0] - sum(lengths), x.shape[1]))
+    return torch.cat(out)
+
+
+def packed_rule(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, lengths: Sequence[int]
+) -> torch.Tensor:
+    """`gated_delta_rule` of each sequence, ``[T, heads, V]``; tokens after the sequences get zeros."""
+    out, start = [], 0
+    for length in lengths:
+        here = slice(start, start + length)
+        out.append(gated_delta_rule(q[here], k[here], v[here], g[here], beta[here]))
+        start += length
+    out.append(v.new_zeros(v.shape[0] - start, *v.shape[1:]))
+    return torch.cat(out)
+
+
+def gated_delta_rule(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+) -> torch.Tensor:
+    """Gated delta rule of one sequence (Yang et al. 2025, arXiv:2412.06464, eq. 10), in its chunked form (section 3.3).
+
+    With state S = 0 before the first token, for each token: ``S ← e^g (S − β k (kᵀ S)) + β k vᵀ``, ``o = Sᵀ q / √K``.
+
+    Decays within a chunk are sums over the tokens between; differences of prefix sums would cancel, which costs a
+    decimal digit in float32.
+
+    Args:
+        q, k: ``[T, heads, K]``, of length 1 (`unit_length`).
+        v: ``[T, heads, V]``.
+        g, beta: ``[T, heads]``: logarithm of the decay, at most 0; strength of the write.
+
+    Returns:
+        ``[T, heads, V]``, computed in float32 (float64 if given) and cast to ``v``'s dtype.
+    """
+    tokens, dtype = v.shape[0], v.dtype
+    q, k, v, g, beta = map(_wide, (q * q.shape[-1] ** -0.5, k, v, g, beta))
+    chunks = -(-tokens // CHUNK)
+
+    def cut(x: torch.Tensor) -> torch.Tensor:
+        # Added tokens have k = g = beta = 0, which leaves the state as it is. [T, heads, …] → [heads, chunks, CHUNK, …]
+        x = F.pad(x, (0, 0) * (x.ndim - 1) + (0, chunks * CHUNK - tokens))
+        return x.view(chunks, CHUNK, *x.shape[1:]).movedim(2, 0)
+
+    q, k, v, g, beta = map(cut, (q, k, v, g, beta))
+    lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).tril()
+    # Element (i, j): the sum of g over the tokens after j up to i.
+    between = g[..., None].expand(*g.shape, CHUNK).masked_fill(~lower.tril(-1), 0.0).cumsum(-2)
+    decay = between.masked_fill(~lower, float("-inf")).exp()
+    since_start = g.cumsum(-1).exp()[..., None]
+    written = k * beta[..., None]
+    # (1 + A) x = y with A_ij = β_i k_i·k_j e^{g between}: the diagonal of ``system`` is not used.
+    system = written @ k.transpose(-1, -2) * decay
+    both = torch.cat([v * beta[..., None], written * since_start], -1)
+    solved = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
+    values, keys = solved.split([v.shape[-1], k.shape[-1]], -1)
+    inside = q @ k.transpose(-1, -2) * decay
+    from_start, to_end = q * since_start, (k * decay[..., -1, :, None]).transpose(-1, -2)
+    whole = since_start[..., -1, :, None]
+    state = q.new_zeros(q.shape[0], k.shape[-1], v.shape[-1])
+    out = []
+    for i in range(chunks):
+        new = values[:, i] - keys[:, i] @ state
+        out.append(from_start[:, i] @ state + inside[:, i] @ new)
+        state = state * whole[:, i] + to_end[:, i] @ new
+    return torch.stack(out, 1).flatten(1, 2)[:, :tokens].transpose(0, 1).to(dtype)
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _boundaries(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """Cumulative lengths on the device, int64; tokens after the sequences are one more."""
+    rest = x.shape[0] - sum(lengths)
+    return torch.tensor([0, *lengths, *([rest] if rest else [])]).cumsum(0).to(x.device)
+
+
+def _fla_convolve(x: torch.Tensor, weight: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    from fla.modules.convolution import causal_conv1d
+
+    out: Any = causal_conv1d(x[None], weight[:, 0], activation="silu", cu_seqlens=_boundaries(x, lengths))
+    return out[0][0]  # output and final state, of a batch of one
+
+
+def _fla_rule(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, lengths: Sequence[int]
+) -> torch.Tensor:
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    batch = (x[None].contiguous() for x in (q, k, v))
+    out: Any = chunk_gated_delta_rule(*batch, g=g[None], beta=beta[None], cu_seqlens=_boundaries(q, lengths))
+    return out[0][0]

@@ -1,0 +1,78 @@
+"""The gated delta rule in chunks is the recurrence that defines it, and no sequence sees another."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F  # noqa: E402
+
+from megatron_fleet.platform import delta_rule  # noqa: E402
+
+LENGTHS = (1, 63, 64, 65, 130)
+
+
+def recurrence(q, k, v, g, beta):
+    """The definition, token by token."""
+    state, out = q.new_zeros(q.shape[1], q.shape[2], v.shape[2]), []
+    for t in range(len(q)):
+        state = state * g[t].exp()[:, None, None]
+        error = v[t] - torch.einsum("hkv,hk->hv", state, k[t])
+        state = state + torch.einsum("hk,hv->hkv", k[t], beta[t][:, None] * error)
+        out.append(torch.einsum("hkv,hk->hv", state, q[t]) / q.shape[2] ** 0.5)
+    return torch.stack(out)
+
+
+def inputs(tokens, decay=1.0, dtype=torch.float32, key=16, value=24, heads=3):
+    random = torch.Generator().manual_seed(tokens)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=random, dtype=torch.float64)
+
+    q, k = (delta_rule.unit_length(normal(tokens, heads, key)) for _ in "qk")
+    g, beta = -decay * F.softplus(normal(tokens, heads)), normal(tokens, heads).sigmoid()
+    return [x.to(dtype) for x in (q, k, normal(tokens, heads, value), g, beta)]
+
+
+@pytest.mark.parametrize("decay", [0.02, 1.0, 30.0])
+@pytest.mark.parametrize("tokens", LENGTHS)
+def test_chunks_are_the_recurrence(tokens, decay):
+    exact = inputs(tokens, decay, torch.float64)
+    expected = recurrence(*exact)
+    assert (delta_rule.gated_delta_rule(*exact) - expected).abs().max() < 1e-12
+    single = delta_rule.gated_delta_rule(*inputs(tokens, decay))
+    assert single.dtype == torch.float32 and (single - expected).abs().max() < 1e-6
+
+
+def test_gradients():
+    exact = [x.requires_grad_() for x in inputs(70, 0.3, torch.float64, key=3, value=2, heads=1)]
+    assert torch.autograd.gradcheck(delta_rule.gated_delta_rule, exact, fast_mode=True)
+
+
+def test_a_sequence_is_computed_as_if_alone():
+    parts = [inputs(n) for n in LENGTHS]
+    rest = 5
+    row = [torch.cat([*pieces, pieces[0].new_ones(rest, *pieces[0].shape[1:])]) for pieces in zip(*parts, strict=True)]
+    found = delta_rule.packed_rule(*row, LENGTHS).split([*LENGTHS, rest])
+    for part, out in zip(parts, found, strict=False):
+        assert torch.equal(out, delta_rule.gated_delta_rule(*part))
+    assert not found[-1].any()
+
+
+def test_the_window_of_the_convolution_begins_with_zeros():
+    x, weight = torch.randn(20, 6), torch.randn(6, 1, 4)
+    found = delta_rule.convolve(x, weight, (7, 2, 8))
+    start = 0
+    for length in (7, 2, 8):
+        for t in range(length):
+            taps = [x[start + t - back] * weight[:, 0, 3 - back] for back in range(4) if back <= t]
+            torch.testing.assert_close(found[start + t], F.silu(sum(taps)))
+        start += length
+    assert not found[17:].any()
+
+
+def test_without_a_gpu_the_operators_are_pytorchs():
+    if torch.cuda.is_available():
+        pytest.skip("this host has a GPU")
+    assert delta_rule.kernels() == (delta_rule.convolve, delta_rule.packed_rule)
