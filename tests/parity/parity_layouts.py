@@ -25,7 +25,7 @@ ATTENTION = ("qwen3", "qwen3_tied", "qwen3_moe", "deepseek_v3")
 SPARSE = ("qwen3_moe", "deepseek_v3")
 HYBRID, HYBRID_SPARSE = "qwen3_5_text", "qwen3_5_moe_text"
 SEEDS = {HYBRID_SPARSE: 2}
-"""Seeds of the initial weights where not 0: with others, rounding moves a token to another expert within the steps."""
+"""Seeds of the initial weights where not 0: with most, rounding moves a token to another expert within the steps."""
 STEPS = 10
 LR, EPS, WEIGHT_DECAY, CLIP, TEMPERATURE, ENTROPY = 1e-3, 1e-5, 0.01, 1.0, 0.8, 0.01
 

@@ -27,7 +27,7 @@ attention and patches (`platform/megatron`), packed rows, distributed optimizer.
 Each cell is against *one process* / against *transformers* with PyTorch's AdamW, one unpacked sequence at a time.
 Relative differences: **log-prob** mean over all trained tokens, **loss** and **gradient norm** of the first step (bound
 1e-5), then the greatest of either over all {STEPS} steps, and the greatest absolute difference of any **parameter**
-after them (bound 1e-4, for Qwen3.5 1e-3, because its gated norms scale rounding up; the parameters moved by
+after them (bound 1e-4, wider for Qwen3.5, whose gated norms scale rounding up; the parameters moved by
 {{moved}}).
 
 Megatron-Core 0.19.2, put in front of the installed release by hand, agrees with one process of 0.16.1 within 1e-6 at

@@ -199,13 +199,15 @@ class _Writer:
     def _language(self, prefix: str, head: str) -> Iterator[tuple[str, torch.Tensor]]:
         c = self.text
         h, vocab, layers = c["hidden_size"], c["vocab_size"], c["num_hidden_layers"]
-        embedding = list(self._weight(f"{prefix}embed_tokens", vocab, h, std=0.1))
+        # Logits half as large where rounding is larger, so that one bound serves all families.
+        scale = 0.5 if self.hybrid else 1.0
+        embedding = list(self._weight(f"{prefix}embed_tokens", vocab, h, std=0.1 * scale))
         yield from embedding
         for i in range(layers):
             linear = self.hybrid and c["layer_types"][i] == "linear_attention"
             yield from self._layer(f"{prefix}layers.{i}.", i >= c.get("first_k_dense_replace", 0), linear)
         yield from self._norm(f"{prefix}norm", h)
-        output = list(self._weight(head, vocab, h, std=h**-0.5))
+        output = list(self._weight(head, vocab, h, std=scale * h**-0.5))
         if not c.get("tie_word_embeddings"):
             yield from output
         for i in range(layers, layers + c.get("num_nextn_predict_layers", 0)):
