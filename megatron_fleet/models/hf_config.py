@@ -146,7 +146,8 @@ class _Fields:
         kind = _TYPES[field.to]
         if value is None or kind in (bool, float):
             return value if value is None else _of_kind(field.name, value, kind)
-        return _of_kind(field.name, value, int, 0 if field.to == "mtp" else 1, _MOST.get(field.to, _MOST_OTHERWISE))
+        most = _MOST.get(field.to, _MOST_OTHERWISE) if field.most is None else field.most
+        return _of_kind(field.name, value, int, 0 if field.to == "mtp" else 1, most)
 
     def check(self, name: str, expected: Any) -> None:
         """Check a field's value.

@@ -96,12 +96,14 @@ class Field:
         to: attribute name in ``Model``.
         default: value if the field is absent.
         also: alternative names used by other versions of transformers.
+        most: largest integer that the family supports; ``None``: that of `hf_config`.
     """
 
     name: str
     to: str
     default: Any = REQUIRED
     also: tuple[str, ...] = ()
+    most: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,9 +73,11 @@ class LocalStaging:
 
     def exists(self) -> bool:
         with told(self._final, "listed"):
+            taken = self._final.exists() and not (self._final.is_dir() and next(self._final.iterdir(), None) is None)
+            # After the look at the folder: another process may rename its own, which has the marker, to here meanwhile.
             if (self._final / self._marker).is_file():
                 return True
-            if self._final.exists() and not (self._final.is_dir() and next(self._final.iterdir(), None) is None):
+            if taken:
                 raise self._foreign()
         return False
 

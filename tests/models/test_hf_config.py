@@ -285,6 +285,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
             {"linear_num_key_heads": 3},
             "linear_num_key_heads=3 does not divide linear_num_value_heads=4",
         ),
+        ("qwen3_5_text", {"mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers=2 .* from 0 to 1"),
         ("qwen3_5_text", {"output_gate_type": "sigmoid"}, "output_gate_type='sigmoid' .* 'swish' or 'silu'"),
         ("kimi_k25", {"text_config": None}, "text_config is missing"),
         ("kimi_k25", {"tie_word_embeddings": True}, "tie_word_embeddings .* different values"),

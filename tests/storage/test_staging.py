@@ -197,3 +197,27 @@ def test_what_another_process_began_meanwhile_does_not_stay(tmp_path, monkeypatc
     monkeypatch.setattr(staging_module, "write_atomically", late)
     staging.publish(b"done")
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["a", "marker"]
+
+
+@pytest.mark.parametrize("look", range(4))
+def test_a_folder_that_another_process_publishes_during_any_look_is_the_finished_one(tmp_path, monkeypatch, look):
+    """Whatever the check looks at before the rename, it finds either nothing or the marker, nothing foreign."""
+    here, there = (open_staging(str(tmp_path / "out"), "done") for _ in range(2))
+    there.folder.write("a.bin", b"a")
+    looks = 0
+
+    def renamed_before(method):
+        def looked(path, *arguments):
+            nonlocal looks
+            looks += 1
+            if looks == look + 1:
+                there.publish(b"whole")
+            return method(path, *arguments)
+
+        return looked
+
+    with monkeypatch.context() as patch:
+        for name in ("exists", "is_dir", "is_file", "iterdir"):
+            patch.setattr(Path, name, renamed_before(getattr(Path, name)))
+        here.exists()
+    assert here.exists() or looks <= look

@@ -58,7 +58,7 @@ def configs(draw):
         keys = draw(st.integers(1, 3))
         part |= {"linear_num_key_heads": keys, "linear_num_value_heads": keys * draw(st.integers(1, 3))}
         part |= {name: draw(size) for name in ("linear_key_head_dim", "linear_value_head_dim")}
-        part |= {"linear_conv_kernel_dim": draw(size), "mtp_num_hidden_layers": draw(st.integers(0, 2))}
+        part |= {"linear_conv_kernel_dim": draw(size), "mtp_num_hidden_layers": draw(st.integers(0, 1))}
         kinds = st.sampled_from(["linear_attention", "full_attention"])
         part["layer_types"] = draw(st.lists(kinds, min_size=layers, max_size=layers))
         del part["full_attention_interval"]

@@ -1,1 +1,1 @@
-"""Qwen3.5 and 3.6: the chat format. Weights are not supported yet."""
+"""Qwen3.5, 3.6 and 3.8."""

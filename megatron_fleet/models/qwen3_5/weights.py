@@ -16,7 +16,8 @@ LINEAR = (
     Field("linear_value_head_dim", "linear_value_head"),
     Field("linear_conv_kernel_dim", "linear_convolution"),
 )
-PREDICTION = (Field("mtp_num_hidden_layers", "mtp", default=0),)
+# The norms and the projection of a prediction layer have one name each, whatever the number of layers.
+PREDICTION = (Field("mtp_num_hidden_layers", "mtp", default=0, most=1),)
 
 DENSE = Architecture(
     model_types=("qwen3_5_text",),
