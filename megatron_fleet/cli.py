@@ -29,7 +29,7 @@ _UNUSABLE_PATH = {
 }
 MAX_SHOWN = 4096
 """Characters of a file name in a message; Linux limits paths to this length."""
-OVERRIDES_HELP = "group=option or section.key=value; docs/config.md lists the keys"
+OVERRIDES_HELP = "group=option or section.key=value; docs/reference/config.md lists the keys"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -150,9 +150,9 @@ def _add_run_commands(commands: Any) -> None:
     train.add_argument("--resolved", type=Path, metavar="FILE", help="the config.json of a run, instead of overrides")
     train.add_argument("overrides", nargs="*", help=OVERRIDES_HELP)
     train.set_defaults(run=_train)
-    rank = commands.add_parser("rank", help="be one rank of a trainer, under torchrun or srun; see docs/launching.md")
+    rank = commands.add_parser("rank", help="be one rank of a trainer, under torchrun or srun; see docs/run/cluster.md")
     rank.set_defaults(run=_rank)
-    node = commands.add_parser("node", help="be one host of a run with cluster.nodes; see docs/launching.md")
+    node = commands.add_parser("node", help="be one host of a run with cluster.nodes; see docs/run/cluster.md")
     node.set_defaults(run=_node)
 
 

@@ -17,7 +17,7 @@ TESTS = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.
         ("megatron_fleet/loop/train.py", "tests/e2e/test_whole_runs.py", "tests/algorithms/test_kl.py"),
         ("tests/weights/tiny_configs.py", "tests/models/test_hf_config.py", "tests/algorithms/test_kl.py"),
         ("tests/agents/conftest.py", "tests/agents/test_episode.py", "tests/algorithms/test_kl.py"),
-        ("docs/metrics.md", "tests/telemetry/test_metrics.py", "tests/algorithms/test_kl.py"),
+        ("docs/reference/metrics.md", "tests/telemetry/test_metrics.py", "tests/algorithms/test_kl.py"),
     ],
 )
 def test_what_a_change_affects(file, found, left_out):

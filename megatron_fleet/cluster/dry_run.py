@@ -106,13 +106,13 @@ def outputs(config: Config) -> list[str]:
     c = config
     rows = [
         ("config.json", "this configuration, for `mfleet train --resolved`", True),
-        ("metrics.jsonl", "one line per step and evaluation (docs/metrics.md)", True),
+        ("metrics.jsonl", "one line per step and evaluation (docs/reference/metrics.md)", True),
         ("memory.json", "who held how much memory at most, in each phase", True),
         ("summary.json", "first and last evaluation, best step, totals", True),
         ("curve.png", "the learning curve", c.logging.plot),
         ("tensorboard/", "the same metrics as TensorBoard events", c.logging.tensorboard),
         ("trajectories/", "every conversation with its reward", True),
-        ("dumped_evals/", "evaluations in Fleet's layout (docs/evaluation.md)", True),
+        ("dumped_evals/", "evaluations in Fleet's layout (docs/run/evaluation.md)", True),
         ("checkpoints/", f"the newest {c.checkpoint.keep}", True),
         ("dumps/", "updates that went wrong, for `mfleet debug replay`", c.policy.safety.max_dumps > 0),
         ("hf/", "the trained model as a Hugging Face folder", c.checkpoint.export_hf),

@@ -1,4 +1,4 @@
-"""Configuration keys: enumeration, suggestions for misspelt keys, and the reference in ``docs/config.md``."""
+"""Configuration keys: enumeration, suggestions for misspelt keys, and the reference in ``docs/reference/config.md``."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _spell(value: object) -> str:
 
 
 def reference() -> str:
-    """Return the text of ``docs/config.md``."""
+    """Return the text of ``docs/reference/config.md``."""
     lines = [
         "# Configuration keys",
         "",
@@ -121,7 +121,7 @@ def reference() -> str:
 
 
 if __name__ == "__main__":
-    target = Path(__file__).resolve().parents[2] / "docs" / "config.md"
+    target = Path(__file__).resolve().parents[2] / "docs" / "reference" / "config.md"
     target.parent.mkdir(exist_ok=True)
     target.write_text(reference(), encoding="utf-8")
     print(target)

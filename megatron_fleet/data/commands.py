@@ -14,7 +14,7 @@ from megatron_fleet.config.errors import UserError, say
 if TYPE_CHECKING:
     from megatron_fleet.config.sections.data import Data
 
-OVERRIDES = "data=preset or data.key=value; docs/config.md lists the keys"
+OVERRIDES = "data=preset or data.key=value; docs/reference/config.md lists the keys"
 SOURCE = "a file, s3://bucket/file.json, a prepared folder, or `embedded`"
 
 

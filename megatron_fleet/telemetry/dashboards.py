@@ -1,4 +1,4 @@
-"""Metric names of Fleet's earlier dashboards and their current equivalents. Part of docs/metrics.md."""
+"""Metric names of Fleet's earlier dashboards and their current equivalents. Part of docs/reference/metrics.md."""
 
 from __future__ import annotations
 

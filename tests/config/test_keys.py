@@ -6,7 +6,7 @@ import pytest
 
 from megatron_fleet.config import keys
 
-REFERENCE = Path(__file__).parents[2] / "docs" / "config.md"
+REFERENCE = Path(__file__).parents[2] / "docs" / "reference" / "config.md"
 
 
 def test_reference_is_current():

@@ -11,7 +11,7 @@ from collection import try_out
 from collection_table import COLLECTION
 
 CHECKOUT = os.environ.get("OPENENV_COLLECTION")
-PAGE = Path(__file__).parents[2] / "docs" / "openenv-servers.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "openenv-servers.md"
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Train everything and write docs/parity.md.
+"""Train everything and write docs/understand/parity.md.
 
 python tests/parity/parity_page.py [--folder SCRATCH]
 """
@@ -16,7 +16,7 @@ sys.path += [str(Path(__file__).parents[1] / "weights"), str(Path(__file__).pare
 from parity_layouts import EPS, LR, MODELS, STEPS
 from parity_runs import Difference, Row, run_all
 
-PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
+PAGE = Path(__file__).parents[2] / "docs" / "understand" / "parity.md"
 HEAD = f"""# Every layout trains like one process, and like transformers
 
 Made by `python tests/parity/parity_page.py`; `./test` asserts it (`tests/parity`). Tiny models of each family with all
@@ -58,7 +58,7 @@ def _line(row: Row) -> str:
 
 
 def page(rows: Sequence[Row]) -> str:
-    """docs/parity.md."""
+    """docs/understand/parity.md."""
     moved = [row.single.moved for row in rows]
     said = f"{min(m[1] for m in moved):.4f} on average and at most {max(m[0] for m in moved):.4f}"
     made = (

@@ -26,7 +26,7 @@ from megatron_fleet.trainer.base import LossReport, OptimReport
 ATTEMPTS = {"started": 11, "known": 6, "unknown": 2, "retried": 2, "aborted": 1, "unstarted": 3, "stale": 4}
 ELSEWHERE = ("data/", "timing/loop_lag", "timing/start_limit", "timing/provision_s", "environment/{env}/breaker_open")
 """Of tests/telemetry/test_data_metrics.py and test_provisioning_metrics.py."""
-DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 
 
 def episode(env, group, sample, reward, outcome, turns, calls=0, errors=0, parse=0, version=3) -> Trajectory:
@@ -343,7 +343,7 @@ def former_names() -> list[str]:
 
 def test_the_docs_are_up_to_date():
     assert DOCS.read_text(encoding="utf-8") == registry.render(), (
-        "run: python -m megatron_fleet.telemetry.registry > docs/metrics.md"
+        "run: python -m megatron_fleet.telemetry.registry > docs/reference/metrics.md"
     )
 
 

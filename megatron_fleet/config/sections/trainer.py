@@ -139,7 +139,7 @@ class Lora(Section):
 
 
 class GradientMetrics(Section):
-    """`policy/grad:*`, see docs/metrics.md: measured on samples of 64 rows and columns each of layer matrices."""
+    """`policy/grad:*`, see docs/reference/metrics.md: measured on samples of 64 rows and columns each of layer matrices."""
 
     every: int = Field(
         0, ge=0, description="Updates between two measurements, counted from the start of an attempt; 0: off."
