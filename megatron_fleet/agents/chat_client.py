@@ -18,8 +18,10 @@ from typing import Any, TypeGuard
 import openai
 
 from megatron_fleet.agents.engine import EngineLost
+from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import MAX_DEPTH, depth_exceeds
 from megatron_fleet.config.sections.evaluation import Endpoint
+from megatron_fleet.envs.base import clean_json
 
 PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
 """Initial and maximum pause before a retry, unless the endpoint names one; doubled each time, with jitter."""
@@ -111,14 +113,16 @@ class ChatClient:
     """
 
     def __init__(self, endpoint: Endpoint, timeout_s: float, dialect: Dialect | None = None) -> None:
-        """``timeout_s``: deadline of one attempt."""
+        """``timeout_s``: deadline of one attempt. Raises UserError for a key that cannot be sent."""
         self.endpoint = endpoint
         self.dialect = dialect or Dialect()
         self.dead: str | None = None
         self._timeout_s = timeout_s
         self._answered = 0
         self._key = os.environ.get(endpoint.api_key_env, "").strip()
-        self._extra = json.loads(endpoint.extra_body or "{}")
+        if not (self._key.isascii() and self._key.isprintable()):
+            raise UserError(f"{endpoint.api_key_env}: the key has a character that no request can hold; copy it again.")
+        self._extra = clean_json(json.loads(endpoint.extra_body or "{}"))
         self._client = openai.AsyncOpenAI(
             base_url=endpoint.url, api_key=self._key or _NO_KEY, max_retries=0, timeout=timeout_s
         )
@@ -177,6 +181,7 @@ class ChatClient:
             body["tools"] = list(tools)
         if params.seed is not None and self.dialect.seed:
             body["seed"] = params.seed
+        body = clean_json(body)  # what cannot be sent is no fault of the endpoint
         try:
             # Parsed by hand: endpoints do not always send what the library's types promise.
             raw = await self._client.chat.completions.with_raw_response.create(**body, extra_body=self._extra)
@@ -258,8 +263,7 @@ def _parsed(text: str) -> Any:
     value = json.loads(text, parse_constant=lambda _: None, parse_float=_finite)
     if depth_exceeds(value, MAX_DEPTH):
         raise ValueError(f"its JSON is nested more than {MAX_DEPTH} levels deep")
-    written = json.dumps(value, ensure_ascii=False)
-    return value if written.isascii() else json.loads(written.encode("utf-8", "replace"))
+    return clean_json(value)
 
 
 def _finite(digits: str) -> float | None:

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megatron_fleet.data.task import Task
 
+MAX_REASON_CHARS = 500
+"""Limit of a reason, which servers word and which goes into every log and record; a frame may hold 100 MiB."""
+
 
 class EnvBusy(Exception):
     """No capacity now. The caller may retry after a pause."""
 
+    def __init__(self, reason: object = "") -> None:
+        super().__init__(cut_reason(str(reason)))
+
 
 class EnvLost(Exception):
     """The session is gone or can no longer be trusted. The episode ends with an unknown reward."""
+
+    def __init__(self, reason: object = "") -> None:
+        super().__init__(cut_reason(str(reason)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +41,9 @@ class ToolError:
     kind: str
     message: str
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", clean_text(self.message))
+
 
 @dataclass(frozen=True, slots=True)
 class Image:
@@ -42,7 +55,7 @@ class Image:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """Output of a reset or a tool call.
+    """Output of a reset or a tool call, whose texts are made valid UTF-8 here.
 
     Attributes:
         content: the tool's result as text (JSON for structured results); on reset the task's prompt. ``[image n]``,
@@ -59,14 +72,24 @@ class Observation:
     done: bool = False
     images: tuple[Image, ...] = ()
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "content", clean_text(self.content))
+        object.__setattr__(self, "tools", tuple(clean_json(list(self.tools))))
+
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """The verifier's score. ``value`` is ``None`` when it is unknown (never 0 for a failed verifier)."""
+    """The verifier's score. ``value`` is ``None`` when it is unknown (never 0 for a failed verifier).
+
+    ``reason`` is cut at `MAX_REASON_CHARS`.
+    """
 
     value: float | None
     reason: str
     details: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reason", cut_reason(self.reason))
 
 
 class Environment(Protocol):
@@ -87,3 +110,29 @@ class Environment(Protocol):
     async def close(self) -> None:
         """Release the session. Idempotent; never raises."""
         ...
+
+
+def cut_reason(text: str) -> str:
+    """Return ``text`` as valid UTF-8 of at most `MAX_REASON_CHARS` characters."""
+    return clean_text(text if len(text) <= MAX_REASON_CHARS else text[: MAX_REASON_CHARS - 1] + "…")
+
+
+def clean_text(text: str) -> str:
+    """Return ``text`` as valid UTF-8: JSON may hold lone surrogates, which no request or file can."""
+    try:
+        text.encode()
+        return text
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "replace").decode()
+
+
+def clean_json(value: Any) -> Any:
+    """Return a JSON value that can be sent: its texts, keys included, as by `clean_text`, NaN and infinities as null.
+
+    JSON has no such numbers, but Python reads and writes them.
+    """
+    written = json.dumps(value, ensure_ascii=False)
+    clean = clean_text(written)
+    if clean is written and "NaN" not in written and "Infinity" not in written:
+        return value
+    return json.loads(clean, parse_constant=lambda _: None)

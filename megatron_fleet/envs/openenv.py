@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 from megatron_fleet.config.sections.env import Env
 from megatron_fleet.config.sections.openenv import OpenEnv
 from megatron_fleet.data.task import Task
-from megatron_fleet.envs.base import EnvBusy, EnvLost, Observation, Reward, ToolCall, ToolError
+from megatron_fleet.envs.base import EnvBusy, EnvLost, Observation, Reward, ToolCall, ToolError, cut_reason
 from megatron_fleet.envs.busy import is_busy
+from megatron_fleet.envs.explanation import UNEXPLAINED, explain
 from megatron_fleet.envs.openenv_client import action_schema, one_socket_client
 from megatron_fleet.envs.openenv_replies import (
     begun,
@@ -32,7 +33,6 @@ from megatron_fleet.envs.openenv_tools import (
     FINISH_TOOL,
     action_tool,
     calls_tools,
-    explain,
     final_arguments,
     finish_arguments,
     mcp_tools,
@@ -118,7 +118,7 @@ class OpenEnvEnvironment:
             result = await self._call(call.name, call.arguments, self._config.step_timeout_s)
         except Refused:
             tool = self._tools.get(call.name)
-            message = explain(tool, call.arguments) if tool else "the environment refuses these arguments"
+            message = explain(tool, call.arguments) if tool else UNEXPLAINED
             return Observation("", error=ToolError("invalid_args", message))
         except Raised as failure:
             return Observation("", error=ToolError("execution_error", str(failure)))
@@ -268,7 +268,7 @@ class OpenEnvEnvironment:
             self._lost = f"{what} took more than {timeout_s:g} s"
             raise EnvLost(self._lost) from error
         except Exception as error:
-            self._lost = f"{what}: {type(error).__name__}: {error}"
+            self._lost = cut_reason(f"{what}: {type(error).__name__}: {error}")
             if starting and is_busy(error):
                 if "CAPACITY_REACHED" in str(error):
                     _warn_of_a_full_server(self._url, str(error))

@@ -68,20 +68,6 @@ def calls_tools(schema: Schema) -> bool:
     return "tool_name" in properties and "call_tool" in (kind.get("const"), kind.get("default"))
 
 
-def explain(tool: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
-    """Describe the schema violation in ``arguments`` that the server refused without giving a reason."""
-    from jsonschema import Draft202012Validator
-    from jsonschema.exceptions import best_match
-
-    try:
-        error = best_match(Draft202012Validator(tool["function"]["parameters"]).iter_errors(arguments))
-    except Exception:  # an invalid schema makes the validator raise anything
-        error = None
-    if error is None:
-        return "the environment refuses these arguments"
-    return f"{error.json_path.removeprefix('$.')}: {error.message}" if error.path else error.message
-
-
 def finish_arguments(
     tool: Mapping[str, Any] | None, answer: str | None, conversation: list[dict[str, Any]], verifier_code: str
 ) -> dict[str, Any]:

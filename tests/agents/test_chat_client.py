@@ -97,6 +97,13 @@ async def test_what_may_pass_is_tried_again(failure):
         assert all(seconds > 0 for _, seconds in ask.failures)
 
 
+@pytest.mark.parametrize("key", ["sk-é", "sk\n1"])
+def test_a_key_that_cannot_be_sent_is_refused(monkeypatch, key):
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    with pytest.raises(UserError, match="OPENAI_API_KEY: the key has a character that no request can hold"):
+        ChatClient(Endpoint(url="http://endpoint/v1", model=MODEL), HANG_S)
+
+
 @pytest.mark.parametrize("dated", [False, True])
 async def test_the_pause_is_the_one_that_the_endpoint_asks_for(dated):
     def refuse(number, body):

@@ -1,6 +1,7 @@
 """Episodes with a model behind a real HTTP endpoint: every ending, limits, tools, images, tokens."""
 
 import dataclasses
+import math
 
 import pytest
 
@@ -35,7 +36,7 @@ def play(server, monkeypatch):
     """Plays one episode against ``script``: messages in order, the last one again and again, or a function."""
     monkeypatch.setattr(chat_client, "PAUSE_S", 0.01)
 
-    async def run(script, env=None, seed=5, endpoint=None, usage=True, finish="stop", **changes):
+    async def run(script, env=None, seed=5, endpoint=None, usage=True, finish="stop", task=TASK, **changes):
         env = env or ScriptedEnvironment(step_script=[Observation("[1, 2]"), Observation("[3]")])
         server.bodies.clear()
         server.usage, server.finish = usage, lambda body: finish
@@ -43,7 +44,7 @@ def play(server, monkeypatch):
         client = ChatClient(Endpoint(url=server.url, model=MODEL, **{"max_retries": 2} | (endpoint or {})), HANG_S)
         try:
             settings = dataclasses.replace(SETTINGS, **changes)
-            trajectory = await run_chat_episode(TASK, 4, 2, env, client, settings, seed)
+            trajectory = await run_chat_episode(task, 4, 2, env, client, settings, seed)
         finally:
             await client.close()
         trajectory.check()
@@ -69,6 +70,31 @@ async def test_a_completed_episode(play, server):
     assert 0 <= first["seed"] < 2**31 and first["seed"] != second["seed"]
     counted = {"turns": 2, "tool_calls": 1, "action_tokens": 14, "prompt_tokens": 20 + 40, "total_tokens": 47}
     assert {name: t.metrics[name] for name in counted} == counted
+
+
+HALF = "\ud800"
+"""Half of a surrogate pair: JSON can hold it, a request cannot."""
+
+
+async def test_what_no_request_can_hold_is_replaced(play, server):
+    function = {"name": "search", "description": HALF, "parameters": {"default": math.nan}}
+    reset = Observation(f"task {HALF}", ({"type": "function", "function": function},))
+    steps = [Observation(f"found {HALF}")]
+    steps.append(Observation("", error=ToolError("execution_error", f"no {HALF}")))
+    env = ScriptedEnvironment(reset_script=[reset], step_script=steps)
+    t, _ = await play([SEARCH, SEARCH, ANSWER], env, endpoint={"extra_body": '{"user": "\\ud800"}'})
+    assert t.outcome is Outcome.COMPLETED and "request_retries" not in t.metrics
+    sent = server.bodies[-1]
+    assert "task ?" in sent["messages"][1]["content"] and sent["user"] == "?"
+    shown = [m["content"] for m in sent["messages"] if m["role"] == "tool"]
+    assert shown == ["found ?", "Error (execution_error): no ?"]
+    assert sent["tools"][0]["function"] == {"name": "search", "description": "?", "parameters": {"default": None}}
+
+
+async def test_a_task_that_no_request_can_hold_is_replaced(play, server):
+    """A task's variables reach the prompt without an environment."""
+    t, _ = await play([ANSWER], task=dataclasses.replace(TASK, env_variables={"NOTE": HALF}))
+    assert t.outcome is Outcome.COMPLETED and "?" in server.bodies[0]["messages"][1]["content"]
 
 
 async def test_without_usage_and_seed_nothing_is_made_up(play, server):

@@ -1,4 +1,7 @@
-"""What an OpenAI-compatible endpoint answers: status, headers, body; and the next request, which says it again."""
+"""What an OpenAI-compatible endpoint answers: status, headers, body; and the next request, which says it again.
+
+The first request holds what environments and task files gave.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from typing import Any
 import httpx
 import openai
 from fuzz.engine import Surface
-from fuzz.trees import bytes_of, value_of
+from fuzz.trees import bytes_of, received, value_of
 
 from megatron_fleet.agents.chat_client import ChatClient, ChatParams, Refused, Unanswered
 from megatron_fleet.agents.chat_turn import read_turn
@@ -21,6 +24,7 @@ from megatron_fleet.config.sections.evaluation import Endpoint
 URL = "http://endpoint/v1"
 CALL = {"id": "c1", "type": "function", "function": {"name": "find", "arguments": '{"q": "x"}'}}
 MESSAGE = {"role": "assistant", "content": "hm", "reasoning_content": "r", "tool_calls": [CALL]}
+TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {}}}}
 USAGE = {"prompt_tokens": 3, "completion_tokens": 4, "completion_tokens_details": {"reasoning_tokens": 1}}
 COMPLETION = {"id": "1", "choices": [{"message": MESSAGE, "finish_reason": "tool_calls"}], "usage": USAGE}
 ERROR = {"error": {"message": "too many", "code": "rate_limit", "type": "x", "param": "max_tokens"}}
@@ -28,8 +32,11 @@ ERROR = {"error": {"message": "too many", "code": "rate_limit", "type": "x", "pa
 
 def seeds() -> list[Any]:
     json_type = {"content-type": "application/json"}
+    said = {"role": "user", "content": "find it"}
+    shown = {"role": "tool", "tool_call_id": "c1", "content": "\ud800"}
     return [
-        {"status": 200, "headers": json_type, "body": COMPLETION},
+        {"status": 200, "headers": json_type, "body": COMPLETION, "messages": [said], "tools": [TOOL]},
+        {"status": 200, "headers": json_type, "body": COMPLETION, "messages": [said, MESSAGE, shown]},
         {"status": 200, "headers": json_type, "body": json.dumps(COMPLETION).encode()},
         {"status": 429, "headers": json_type | {"retry-after": "3"}, "body": ERROR},
         {"status": 503, "headers": {"retry-after": "Wed, 21 Oct 2026 07:28:00 GMT"}, "body": "later"},
@@ -39,7 +46,12 @@ def seeds() -> list[Any]:
 
 def check(tree: Any, folder: Path) -> bool:
     tree = tree if isinstance(tree, dict) else {}
-    return asyncio.run(_asked(_response(tree)))
+    return asyncio.run(_asked(_response(tree), _objects(tree.get("messages")), _objects(tree.get("tools"))))
+
+
+def _objects(tree: Any) -> list[dict[str, Any]]:
+    value = received(tree)
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def _response(tree: dict[str, Any]) -> httpx.Response:
@@ -57,7 +69,7 @@ def _client() -> ChatClient:
     return ChatClient(Endpoint(url=URL, model="m"), timeout_s=5)
 
 
-async def _asked(response: httpx.Response) -> bool:
+async def _asked(response: httpx.Response, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> bool:
     requests: list[bytes] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -66,10 +78,10 @@ async def _asked(response: httpx.Response) -> bool:
 
     client, transport = _client(), httpx.AsyncClient(transport=httpx.MockTransport(answer))
     client._client = openai.AsyncOpenAI(base_url=URL, api_key="k", max_retries=0, http_client=transport)
-    user = {"role": "user", "content": "find it"}
     try:
-        told = await client.ask([user], (), ChatParams(0.5, 100))
+        told = await client.ask(messages, tools, ChatParams(0.5, 100))
     except Unanswered as failure:
+        assert requests, f"nothing was sent: {failure}"
         assert str(failure) and (failure.wait_s is None or 0 <= failure.wait_s <= 3600), failure.wait_s
         return True
     except Refused as refusal:
@@ -79,7 +91,8 @@ async def _asked(response: httpx.Response) -> bool:
     for count in () if told.usage is None else (told.usage.prompt, told.usage.completion, told.usage.reasoning):
         assert 0 <= float(count) < math.inf
     turn = read_turn(told.message, 1, return_reasoning=True)
-    again = [user, turn.message, *({"role": "tool", "tool_call_id": i, "content": "no"} for i in turn.error_ids)]
+    refused = [{"role": "tool", "tool_call_id": i, "content": "no"} for i in turn.error_ids]
+    again = [{"role": "user", "content": "find it"}, turn.message, *refused]
     await client.ask(again, (), ChatParams(0.5, 100))
     assert json.loads(requests[1])["messages"][1]["role"] == "assistant"
     return True
