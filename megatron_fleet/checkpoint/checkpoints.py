@@ -24,6 +24,7 @@ from megatron_fleet.checkpoint.hashing import check_hashes
 from megatron_fleet.checkpoint.manifest import MANIFEST, read_manifest, sync_folder, write_json
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import read_object
+from megatron_fleet.platform.waiting import finish_in_thread
 from megatron_fleet.storage.fingerprint import fingerprint, list_files
 from megatron_fleet.trainer.base import Files
 
@@ -82,7 +83,7 @@ class Checkpoints:
         self._keep = keep
         self._damaged: set[Path] = set()
 
-    async def save(self, step: int, write_state: Write, trainer_state: dict[str, Any]) -> Checkpoint:
+    async def save(self, step: int, write_state: Write, trainer_state: dict[str, Any]) -> Checkpoint | None:
         """Save and commit one checkpoint, then remove the oldest ones beyond ``keep``.
 
         A step that is already committed stays as it is, unless it is damaged. Until the commit, earlier checkpoints are
@@ -92,6 +93,9 @@ class Checkpoints:
             write_state: writes the trainer's shards (``trainer_state.json`` and ``manifest.json`` are reserved).
             trainer_state: JSON-able state of the controller.
 
+        Returns:
+            The new checkpoint; ``None`` when the step was committed already and nothing was written.
+
         Raises:
             TypeError: ``trainer_state`` is not JSON-able; nothing was written.
             UserError: the controller does not see what the ranks wrote.
@@ -100,7 +104,7 @@ class Checkpoints:
         final = self._folder / f"step_{step:06d}"
         if any(checkpoint.path == final for checkpoint in self._committed()):
             log.warning("%s is committed already and stays as it is", final)
-            return Checkpoint(final, step)
+            return None
         json.dumps(trainer_state)  # refuse a state that cannot be saved before the long part of the save
 
         async def write(partial: Path) -> Files:
@@ -108,10 +112,10 @@ class Checkpoints:
             write_json(partial / TRAINER_STATE, trainer_state)
             return files
 
-        await asyncio.to_thread(self._prepare)
+        await finish_in_thread(self._prepare)
         await save_folder(final, step, write)
         self._damaged.discard(final)
-        await asyncio.to_thread(self._prune)
+        await finish_in_thread(self._prune)
         return Checkpoint(final, step)
 
     def newest(self, stop: threading.Event | None = None) -> Checkpoint | None:
@@ -186,7 +190,8 @@ class Checkpoints:
 async def save_folder(final: Path, step: int, write: Write) -> None:
     """Write the folder ``final`` whole or not at all: under a hidden name, its manifest last, then one rename.
 
-    Nothing named ``final`` changes before the rename; a killed process leaves only ``.<name>.partial``.
+    Nothing named ``final`` changes before the rename; a killed process leaves only ``.<name>.partial``. A commit that
+    has begun is finished before a cancellation is raised: whoever looks for the newest checkpoint then finds it.
 
     Args:
         write: fills the folder (``manifest.json`` is reserved). Files that it does not return are small: they are
@@ -201,7 +206,7 @@ async def save_folder(final: Path, step: int, write: Write) -> None:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         files = await write(partial)
-        await asyncio.to_thread(_commit, partial, final, step, files)
+        await finish_in_thread(_commit, partial, final, step, files)
     except Exception:
         shutil.rmtree(partial, ignore_errors=True)
         raise

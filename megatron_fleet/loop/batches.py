@@ -11,7 +11,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, final
 
@@ -142,9 +142,7 @@ class Batches:
         plays, self._plays = list(self._plays), deque()
         for play in plays:
             play.work.cancel()
-        for play in plays:
-            with suppress(asyncio.CancelledError, Exception):
-                await play.work
+        await asyncio.gather(*(play.work for play in plays), return_exceptions=True)
 
     def _play_ahead(self, step: int) -> None:
         last = min(step + self._config.rollout.max_staleness, self._config.run.steps - 1)
@@ -234,7 +232,8 @@ class Batches:
             again = await self._collect(play.step, [play.tasks[i] for i in stale], lambda _: None)
             for index, group in zip(stale, again.groups, strict=True):
                 accounting = accounting.outdated(groups[index].trajectories)
-                groups[index] = replace(group, index=index)
+                trajectories = [replace(trajectory, group=index) for trajectory in group.trajectories]
+                groups[index] = replace(group, index=index, trajectories=trajectories)
             accounting = accounting + again.accounting
         if (oldest := max((age(group, version) for group in groups), default=0)) > most:
             raise RolloutFailed(

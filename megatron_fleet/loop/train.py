@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Coroutine, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, final
@@ -17,6 +17,7 @@ from megatron_fleet.loop.batches import Outage, StepBatch
 from megatron_fleet.loop.guard import StepGuard
 from megatron_fleet.loop.update import update
 from megatron_fleet.loop.weights import EngineWeights
+from megatron_fleet.platform.waiting import until_done
 from megatron_fleet.trainer.base import Trainer, TrainerLost
 
 T = TypeVar("T")
@@ -121,25 +122,24 @@ class Training:
         state = {"step": self._step, "guard": self._guard.state(), **self._attempt.state()}
         with clock.phase("save_checkpoints"):
             async with self._engines.borrowed(self._step):
-                await self._checkpoints.save(self._step, self._trainer.save_state, state)
-        self._attempt.records.add(self._step, {f"timing/{k}": v for k, v in clock.seconds.items()})
+                saved = await self._checkpoints.save(self._step, self._trainer.save_state, state)
+        if saved is not None:
+            self._attempt.records.add(self._step, {f"timing/{k}": v for k, v in clock.seconds.items()})
 
 
 async def until_lost(trainer: Trainer, work: Coroutine[Any, Any, T]) -> T:
-    """Await ``work``; cancel it and raise TrainerLost when the trainer is lost."""
+    """Await ``work``; cancel it, wait until it has ended, and raise TrainerLost when the trainer is lost."""
     working, losing = asyncio.create_task(work), asyncio.create_task(_as_task(trainer.lost()))
     try:
         await asyncio.wait((working, losing), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        working.cancel()
-        with suppress(asyncio.CancelledError, Exception):  # it may have failed because of the same loss
-            await working
-        raise losing.result()
+        finished = working.done()
     finally:
         for task in (working, losing):
             task.cancel()
-        await asyncio.wait((working, losing))
+        await until_done(working, losing)
+    if finished:
+        return working.result()
+    raise losing.result()
 
 
 async def _as_task(awaitable: Awaitable[T]) -> T:

@@ -83,15 +83,38 @@ async def test_damaged_checkpoints_do_not_count_as_kept(tmp_path):
 async def test_a_committed_step_is_not_written_twice(tmp_path):
     store = Checkpoints(tmp_path, keep=2)
     await store.save(1, writer(b"first"), {"n": 1})
-    again = await store.save(1, writer(b"second"), {"n": 2})
-    assert again.trainer_state() == {"n": 1}
-    assert (again.path / "policy/shards/0.distcp").read_bytes() == b"first"
+    assert await store.save(1, writer(b"second"), {"n": 2}) is None
+    found = store.newest()
+    assert found.trainer_state() == {"n": 1}
+    assert (found.path / "policy/shards/0.distcp").read_bytes() == b"first"
 
 
 async def test_a_damaged_step_is_written_anew(tmp_path):
     store = Checkpoints(tmp_path, keep=2)
     ((await store.save(1, writer(b"first"), {})).path / "policy/shards/0.distcp").unlink()
     (await store.save(1, writer(b"second"), {})).verify()
+
+
+async def test_a_commit_that_has_begun_is_finished_before_a_cancellation(tmp_path, monkeypatch):
+    committing, go_on = threading.Event(), threading.Event()
+    rename = os.rename
+
+    def slow_rename(before, after):
+        committing.set()
+        go_on.wait(HANG_S)
+        rename(before, after)
+
+    monkeypatch.setattr(os, "rename", slow_rename)
+    store = Checkpoints(tmp_path, keep=2)
+    saving = asyncio.create_task(store.save(1, writer(), {}))
+    await asyncio.to_thread(committing.wait, HANG_S)
+    saving.cancel()
+    await asyncio.sleep(0.05)
+    assert not saving.done(), "the thread would rename the folder after the newest checkpoint was chosen"
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await saving
+    assert store.newest().step == 1
 
 
 async def test_state_that_is_no_json_is_told_before_anything_is_written(tmp_path):

@@ -19,7 +19,7 @@ from megatron_fleet.loop.attempt import open_attempts
 from megatron_fleet.loop.colocation import open_colocation
 from megatron_fleet.loop.resume import find_start
 from megatron_fleet.loop.tasks import load_data
-from megatron_fleet.loop.train import Training
+from megatron_fleet.loop.train import Training, until_lost
 from megatron_fleet.loop.weights import EngineWeights
 from megatron_fleet.rollout.requests import RolloutFailed
 from megatron_fleet.trainer.base import TrainerLost
@@ -164,6 +164,27 @@ async def test_a_trainer_that_dies_during_a_rollout_stops_it_at_once(tmp_path):
     assert run.take().count("collect train 1") == 2
 
 
+async def test_a_cancellation_while_lost_work_is_ended_is_not_forgotten():
+    trainer, ending, ended = FakeTrainer(VOCABULARY), asyncio.Event(), asyncio.Event()
+
+    async def work():
+        try:
+            await asyncio.sleep(NEVER_S)
+        finally:
+            ending.set()
+            await asyncio.sleep(0.05)
+            ended.set()
+
+    running = asyncio.create_task(until_lost(trainer, work()))
+    await asyncio.sleep(0)
+    trainer.die("gone")
+    await ending.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert ended.is_set(), "what the work has open is closed first"
+
+
 async def test_a_trainer_that_dies_too_often_ends_the_run_resumable(tmp_path):
     run = Run(tmp_path)
     run.trainer._fail = {"optim_step": {n: TrainerLost("out of memory") for n in (3, 4, 5)}}
@@ -226,6 +247,22 @@ async def test_an_outage_that_lasts_ends_the_run_resumable(tmp_path, monkeypatch
     with pytest.raises(UserError, match=r"step 2: not one reward became known .* env_failed: the server is gone"):
         await run.go()
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_000001"]
+    run.fresh()
+    await run.go()
+    assert run.rows() == whole.rows()
+
+
+async def test_an_outage_at_a_saved_step_ends_in_its_sentence_however_often_the_run_is_resumed(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron_fleet.loop.batches.FIRST_PROBE_S", 0.001)
+    whole = Run(tmp_path / "whole", "checkpoint.interval=1")
+    await whole.go()
+    run = Run(tmp_path / "run", "checkpoint.interval=1", "env.outage_limit_s=0.05")
+    run.rollout.unknown = set(range(1, 1000))
+    for _ in range(3):
+        with pytest.raises(UserError, match=r"step 2: not one reward became known .* env_failed: the server is gone"):
+            await run.go()
+        run.fresh()
+        run.rollout.unknown = set(range(1000))
     run.fresh()
     await run.go()
     assert run.rows() == whole.rows()
@@ -323,6 +360,8 @@ async def test_groups_that_are_too_old_are_played_again_and_counted(tmp_path):
     assert [row["async/staleness_max"] <= 1 for row in run.rows()] == [True] * 4
     again = [request for request in run.rollout.requests if request.step == 2]
     assert [len(request.tasks) for request in again] == [4, 1]
+    lines = (tmp_path / "trajectories" / "step_000003.jsonl").read_text().splitlines()
+    assert [json.loads(line)["group"] for line in lines] == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
 
 
 async def test_engines_that_stay_behind_end_the_run(tmp_path):

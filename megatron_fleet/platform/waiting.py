@@ -1,0 +1,34 @@
+"""Waiting for work that must not be left running."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+async def until_done(*futures: asyncio.Future[Any]) -> None:
+    """Wait until all ``futures`` are done, also when this task is cancelled meanwhile; they are not cancelled.
+
+    Raises:
+        CancelledError: this task was cancelled; raised once all are done.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    while pending := [future for future in futures if not future.done()]:
+        try:
+            await asyncio.wait(pending)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+
+
+async def finish_in_thread(work: Callable[..., T], *arguments: Any) -> T:
+    """Run ``work`` in a thread and return its result. A cancellation is raised after it has ended, since a thread
+    cannot be stopped.
+    """
+    running = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
+    await until_done(running)
+    return running.result()
