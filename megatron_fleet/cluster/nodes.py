@@ -245,7 +245,9 @@ class NodeRanks:
             )
         self._attempt = next(self._numbers)
         for host, ranks in self._ranks.items():
-            await self._nodes._links[host].send("start", self._attempt, address, asdict(ranks))
+            if (link := self._nodes._links.get(host)) is None:  # lost while others were sent theirs
+                raise ConnectionError(f"host {host} was lost while the ranks were started")
+            await link.send("start", self._attempt, address, asdict(ranks))
 
     async def how_ended(self, rank: int) -> str:
         """See `RankStarter.how_ended`."""

@@ -11,7 +11,8 @@ log = logging.getLogger(__name__)
 MEMORY_S = 3600.0
 """Restarts longer ago than this are forgotten: frequent deaths have a cause that restarting does not fix."""
 BACKOFF_S = 1.0
-"""Seconds before the first restart; the pause doubles each time."""
+LONGEST_PAUSE_S = 60.0
+"""Most seconds before a restart; the pause doubles each time, from ``BACKOFF_S``."""
 
 
 class OutOfRestarts(Exception):
@@ -43,7 +44,7 @@ class Restarts:
         if len(self._recent) >= self._limit:
             times = "once" if not self._recent else f"{len(self._recent) + 1} times"
             raise OutOfRestarts(f"{self._name} died {times}, last: {reason}. {self._where}")
-        await asyncio.sleep(BACKOFF_S * 2 ** len(self._recent))
+        await asyncio.sleep(min(BACKOFF_S * 2 ** len(self._recent), LONGEST_PAUSE_S))
         self._recent.append(now)
         self.count += 1
 

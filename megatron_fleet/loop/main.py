@@ -67,6 +67,8 @@ async def _until_stopped(work: Coroutine[None, None, None]) -> int:
         await work
         return 0
     except asyncio.CancelledError:
+        if not received:
+            raise
         name = "Ctrl-C" if received[0] == signal.SIGINT else "SIGTERM"
         print(f"mfleet: stopped by {name}; the same command goes on from the newest checkpoint.", file=sys.stderr)
         return 128 + received[0]

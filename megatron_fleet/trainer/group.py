@@ -82,9 +82,10 @@ class TrainerGroup:
 
         Raises:
             TrainerLost: not all ranks connected.
+            UserError: a lost host does not come back.
         """
-        await self._starter.start(self._listener.address, self._token)
         try:
+            await self._starter.start(self._listener.address, self._token)
             self._links = await self._listener.gather(self._config.cluster.join_timeout_s, self._starter.failed)
         except ConnectionError as error:
             raise TrainerLost(str(error)) from None
@@ -170,13 +171,13 @@ class TrainerGroup:
             raise self._lost.result()
         links = self._links[:only]
         number, call = next(self._numbers), Call(verb, len(links), deliver)
-        async with self._sending:
-            self._calls[number] = call
-            await self._send(number, verb, dict(arguments or {}), links, shares)
         try:
+            async with self._sending:
+                self._calls[number] = call
+                await self._send(number, verb, dict(arguments or {}), links, shares)
             return await call.result
         finally:
-            del self._calls[number]
+            self._calls.pop(number, None)
 
     async def _send(
         self,

@@ -60,4 +60,5 @@ async def start_trainer(
 
 def run_token() -> str:
     """Secret that every socket of a run requires: ``MFLEET_TOKEN``, or a new one."""
-    return os.environ.get("MFLEET_TOKEN") or secrets.token_hex(32)
+    # Ranks and nodes ignore white space around it too (`cluster.rank_identity`).
+    return os.environ.get("MFLEET_TOKEN", "").strip() or secrets.token_hex(32)

@@ -129,6 +129,25 @@ async def test_a_host_that_does_not_come_back_is_named(tmp_path):
             await both(nodes).start("h:1", TOKEN)
 
 
+async def test_a_host_that_is_lost_while_ranks_are_started_is_named(tmp_path):
+    a, b = (host_to_plain(Host(name, "10.0.0.1")) for name in "ab")
+    async with controller(tmp_path / "logs", count=2) as (listener, nodes):
+        (_, one), (_, other) = [await dial(listener.address, "node", host) for host in (a, b)]
+        await nodes.hosts()
+        send = nodes._links["a"].send
+
+        async def slow(*frame):
+            other.close()
+            await until(lambda: "b" not in nodes._links)
+            await send(*frame)
+
+        nodes._links["a"].send = slow
+        ranks = NodeRanks(nodes, {"a": RanksOfHost((0,), 2, 1), "b": RanksOfHost((1,), 2, 1)})
+        with pytest.raises(ConnectionError, match="host b was lost while the ranks were started"):
+            await ranks.start("h:1", TOKEN)
+        one.close()
+
+
 async def dial(address: str, kind: str, who: object) -> tuple[list | None, asyncio.StreamWriter]:
     """The answer, and what keeps the connection."""
     host, port = address.rsplit(":", 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from waiting import HANG_S, wait_until
+
+from megatron_fleet.loop.main import _until_stopped
 
 PROGRAM = """
 import asyncio, sys
@@ -52,3 +55,11 @@ def test_the_second_signal_ends_it_at_once(tmp_path):
     process.communicate(timeout=HANG_S)
     assert process.returncode == 130
     assert not (tmp_path / "closed").exists()
+
+
+async def test_a_cancellation_without_a_signal_is_passed_on():
+    running = asyncio.create_task(_until_stopped(asyncio.sleep(3600)))
+    await asyncio.sleep(0)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +21,14 @@ from waiting import HANG_S
 
 from megatron_fleet.cluster import frames, handshake
 from megatron_fleet.cluster.launcher import ExternalRanks
+from megatron_fleet.cluster.rank_identity import controller_address
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
 from megatron_fleet.models.flops import SequenceCost
 from megatron_fleet.trainer.base import AdamParams, LossSpec, TrainerLost
 from megatron_fleet.trainer.group import TrainerGroup
 from megatron_fleet.trainer.links import RankListener
-from megatron_fleet.trainer.start import open_trainer
+from megatron_fleet.trainer.start import open_trainer, run_token
 
 TOKEN = "the run's token"
 
@@ -121,6 +123,47 @@ async def test_only_ranks_of_this_run_are_let_in():
         listener.close()
 
 
+async def test_a_host_that_is_lost_during_the_start_is_a_lost_trainer(tmp_path):
+    class Leaving(ExternalRanks):
+        async def start(self, address, token):
+            raise ConnectionError("host b was lost while the ranks were started")
+
+    listener = RankListener(TOKEN, "{}", 1)
+    await listener.listen("127.0.0.1", 0)
+    cost = SequenceCost(1.0, 1e-3, 1.0)
+    group = TrainerGroup(configured(tmp_path), listener, Leaving(Path("logs")), TOKEN, cost)
+    try:
+        with pytest.raises(TrainerLost, match="host b was lost"):
+            await group.gather()
+    finally:
+        await group.close()
+
+
+async def test_a_call_that_is_cancelled_while_it_is_sent_leaves_nothing(tmp_path, monkeypatch):
+    async with emulated(configured(tmp_path), world=1) as (group, _):
+        sending = asyncio.Event()
+
+        async def send(*frame):
+            sending.set()
+            await asyncio.Event().wait()
+
+        with monkeypatch.context() as patched:
+            patched.setattr(group._links[0], "send", send)
+            call = asyncio.create_task(group.discard_gradients())
+            await sending.wait()
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+        assert group._calls == {}
+        await group.discard_gradients()
+
+
+def test_white_space_around_the_token_is_no_part_of_it(monkeypatch):
+    monkeypatch.setenv("MFLEET_TOKEN", " secret\n")
+    monkeypatch.setenv("MFLEET_CONTROLLER", "h:1")
+    assert run_token() == controller_address(os.environ)[1] == "secret"
+
+
 OUT_OF_MEMORY, FULL = ("other", "no memory", "OutOfMemoryError"), ("system", "disk full", "OSError")
 TOO_LARGE = ("user", "lower policy.micro_batch_tokens", "UserError")
 
@@ -158,6 +201,29 @@ async def test_failures_of_ranks_are_told_apart(tmp_path, monkeypatch, failures,
                 await group.discard_gradients()
         else:
             await group.discard_gradients()
+
+
+async def test_a_lost_rank_is_known_from_its_connection_and_not_from_a_timer(tmp_path, monkeypatch):
+    class Hanging(EmulatedRank):
+        async def serve(self):
+            while (frame := await frames.read(self._reader)) is not None and frame[0] != "quit":
+                _, call, verb, arguments, _ = frame
+                if verb != "optim_step":
+                    self._writer.write(frames.pack("done", call, self._answer(verb, arguments, [])))
+                elif self.rank == 1:
+                    break  # it is killed in a collective, in which the others hang
+            self._writer.close()
+
+    async with emulated(configured(tmp_path), world=3, rank_type=Hanging) as (group, _):
+        loop, end = asyncio.get_running_loop(), time.monotonic() + HANG_S
+        with monkeypatch.context() as patched:
+            patched.setattr(loop, "call_at", lambda when, call, *a, **_: asyncio.TimerHandle(when, call, a, loop))
+            step, lost = asyncio.create_task(group.optim_step(AdamParams(1.0))), asyncio.create_task(group.lost())
+            while not (step.done() and lost.done()):
+                assert time.monotonic() < end, "it waits for a timer, and no timer ever ends here"
+                await asyncio.sleep(0)
+        assert "rank 1 closed its connection" in str(lost.result())
+        assert step.exception() is lost.result()
 
 
 async def test_messages_for_engines_arrive_in_order_and_are_confirmed(tmp_path):
