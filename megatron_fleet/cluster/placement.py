@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import chain, zip_longest
 
 from megatron_fleet.cluster.inventory import Device, Host, Inventory
+from megatron_fleet.cluster.nodes import RanksOfHost
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
 
@@ -108,6 +109,19 @@ def place(inventory: Inventory, wanted: Wanted) -> Placement:
     hosts_in_use = {controller} | {rank.host for rank in ranks} | {engine.host for engine in engines}
     transport = _transport(wanted.transport, cuda, colocated, len(hosts_in_use))
     return Placement(tuple(ranks), engines, colocated, transport)
+
+
+def ranks_by_host(placement: Placement, inventory: Inventory, threads: int) -> dict[str, RanksOfHost]:
+    """Return the ranks of each host that has any, by host name. ``threads``: CPU threads of each rank."""
+    found: dict[str, RanksOfHost] = {}
+    for host in inventory.hosts:
+        mine = [place for place in placement.ranks if place.host == host.name]
+        devices = [place.device for place in mine if place.device is not None]
+        visible = inventory.visible_devices(host.name, devices) if devices else None
+        if mine:
+            ranks = tuple(place.rank for place in mine)
+            found[host.name] = RanksOfHost(ranks, len(placement.ranks), threads, visible)
+    return found
 
 
 def _ranks_of_hosts(hosts: Sequence[Host], wanted: int, cuda: bool) -> _RanksOf:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from megatron_fleet.cluster.inventory import LOOPBACK, Inventory, local_inventory, with_nodes, with_started_ranks
 from megatron_fleet.cluster.launcher import ExternalRanks, LocalRanks, RankStarter
-from megatron_fleet.cluster.nodes import NodeRanks, Nodes, RanksOfHost
-from megatron_fleet.cluster.placement import Placement
+from megatron_fleet.cluster.nodes import NodeRanks, Nodes
+from megatron_fleet.cluster.placement import Placement, ranks_by_host
 from megatron_fleet.cluster.rank_identity import ListenAt, listen_at
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
@@ -43,19 +43,6 @@ class RunHosts:
             return NodeRanks(self.nodes, by_host)
         (mine,) = by_host.values()
         return LocalRanks(mine, logs)
-
-
-def ranks_by_host(placement: Placement, inventory: Inventory, threads: int) -> dict[str, RanksOfHost]:
-    """Ranks of each host that has any, by host name. ``threads``: CPU threads of each rank."""
-    found: dict[str, RanksOfHost] = {}
-    for host in inventory.hosts:
-        mine = [place for place in placement.ranks if place.host == host.name]
-        devices = [place.device for place in mine if place.device is not None]
-        visible = inventory.visible_devices(host.name, devices) if devices else None
-        if mine:
-            ranks = tuple(place.rank for place in mine)
-            found[host.name] = RanksOfHost(ranks, len(placement.ranks), threads, visible)
-    return found
 
 
 @asynccontextmanager

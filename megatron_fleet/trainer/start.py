@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Literal
 
-from megatron_fleet.cluster.inventory import LOOPBACK
+from megatron_fleet.cluster.inventory import LOOPBACK, local_inventory
 from megatron_fleet.cluster.launcher import LocalRanks, RankStarter
-from megatron_fleet.cluster.nodes import RanksOfHost
+from megatron_fleet.cluster.placement import Wanted, place, ranks_by_host
 from megatron_fleet.config.schema import Config
 from megatron_fleet.models.flops import SequenceCost
 from megatron_fleet.models.hf_config import read_model
@@ -31,10 +31,11 @@ async def open_trainer(config: Config, init: Init = "hf") -> AsyncIterator[Train
         UserError: model, layout and machine do not fit each other.
         TrainerLost: a rank died.
     """
-    token, world = run_token(), config.parallel.world_size
+    token, world, inventory = run_token(), config.parallel.world_size, local_inventory(os.environ)
+    (ranks,) = ranks_by_host(place(inventory, Wanted(world, engines=0)), inventory, config.policy.threads).values()
     listener = RankListener(token, None, world)
     await listener.listen(LOOPBACK, 0)
-    starter = LocalRanks(RanksOfHost(tuple(range(world)), world, config.policy.threads), Path(config.run.out, "logs"))
+    starter = LocalRanks(ranks, Path(config.run.out, "logs"))
     async with start_trainer(config, listener, starter, token, init) as group:
         await group.gather()
         await group.build()

@@ -16,10 +16,10 @@ from megatron_fleet.cluster import frames, handshake
 from megatron_fleet.cluster.inventory import Device, Host, Inventory
 from megatron_fleet.cluster.launcher import ExternalRanks, LocalRanks
 from megatron_fleet.cluster.nodes import NodeRanks, RanksOfHost, host_to_plain
-from megatron_fleet.cluster.placement import Wanted, place
+from megatron_fleet.cluster.placement import Wanted, place, ranks_by_host
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
-from megatron_fleet.loop.hosts import open_hosts, ranks_by_host
+from megatron_fleet.loop.hosts import open_hosts
 from megatron_fleet.trainer.links import RankListener
 from megatron_fleet.trainer.messages import Identity
 
