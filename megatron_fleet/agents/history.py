@@ -70,7 +70,7 @@ class History:
         self._system, self._tools, self._user = system, tools, user
         self._images = tuple(images)
         self._removed_note = removed_note
-        self._thinking = Thinking(renderer) if drop_thinking else None
+        self._thinking = Thinking(renderer, tools) if drop_thinking else None
         self._exchanges: list[Exchange] = []
         self._parts: list[list[int]] = []  # ids of the leading exchanges, rendered on demand
         self._removed = 0

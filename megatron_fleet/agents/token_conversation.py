@@ -70,7 +70,7 @@ class TokenConversation:
     ) -> None:
         self._engine, self._renderer, self._settings, self._builder = engine, renderer, settings, builder
         self._seed, self._session = seed, session
-        self._thinking = Thinking(renderer)
+        self._thinking: Thinking
         self._tools: tuple[dict[str, Any], ...] = ()
         self._sampled: tuple[int, ...] = ()  # the newest turn
         self.history: History
@@ -81,6 +81,7 @@ class TokenConversation:
         """See `Conversation`."""
         agent, limit = self._settings.agent, self._settings.max_context
         self._tools, removed = tools, self._settings.prompts.removed
+        self._thinking = Thinking(self._renderer, tools)
         self.history = History(self._renderer, system, tools, user, removed, agent.step_wise, seen.images)
         # Encoding takes seconds per MB and blocks every other episode of the worker.
         if len(system) + len(user) + len(json.dumps(tools)) <= MAX_CHARS_PER_TOKEN * limit:
