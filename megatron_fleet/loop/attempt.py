@@ -17,10 +17,10 @@ from megatron_fleet.loop.records import Records
 from megatron_fleet.models.chat.tokenizer import Tokenizer
 from megatron_fleet.telemetry.distributions import distributions
 from megatron_fleet.telemetry.metrics import (
+    async_metrics,
     attempt_metrics,
     data_metrics,
     progress_metrics,
-    staleness_metrics,
     step_metrics,
 )
 from megatron_fleet.telemetry.prompt_log import PromptLog
@@ -83,7 +83,7 @@ class Attempt:
         metrics |= attempt_metrics(asdict(batch.accounting), "accounting")
         metrics |= progress_metrics(step, self.config.rollout.prompts_per_step, self.training_tasks)
         metrics |= data_metrics(self.batches.status(batch.groups)) | dict(more)
-        metrics |= staleness_metrics(batch.staleness, batch.accounting.stale)
+        metrics |= async_metrics(batch.staleness, batch.accounting.stale, batch.waits)
         self.records.step(step, metrics, distributions(batch.groups, batch.batch, batch.staleness))
 
     def state(self) -> dict[str, Any]:

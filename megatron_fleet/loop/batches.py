@@ -59,6 +59,7 @@ class StepBatch:
         updates: data of each optimizer step; empty when no group carried a signal.
         staleness: int64 ``[N]``: for each sampled span of tokens, weight versions between its sampling and now.
         seconds: durations by name, for ``timing/``.
+        waits: shares of the time since the batch before, for ``async/``.
     """
 
     groups: list[Group]
@@ -67,6 +68,7 @@ class StepBatch:
     accounting: Accounting
     staleness: np.ndarray
     seconds: dict[str, float] = field(default_factory=dict)
+    waits: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -92,6 +94,7 @@ class Batches:
         self._again: deque[list[Task]] = deque()
         self._idle_since: float | None = None
         self._idle_s = 0.0
+        self._taken: float | None = None
 
     async def next(self, step: int, show: ShowProgress) -> StepBatch:
         """Return the batch of step ``step`` (from 0); the engines hold weight version ``step``.
@@ -101,6 +104,7 @@ class Batches:
             RolloutFailed: an engine or a worker died too often.
         """
         began = time.monotonic()
+        before = began if self._taken is None else self._taken
         self._play_ahead(step)
         play = self._plays[0]
         async with _shown(play, show):
@@ -108,9 +112,12 @@ class Batches:
         result = await self._known(play, result, show)
         groups, accounting = await self._fresh(play, result, step)
         self._plays.popleft()
-        waited = time.monotonic() - began
+        self._taken = now = time.monotonic()
+        waited, idle = now - began, self._take_idle(now)
         built = self._build(step, groups, accounting)
-        built.seconds |= {"generate": result.seconds, "rollout_wait": waited, "engines_idle": self._take_idle()}
+        built.seconds |= {"generate": result.seconds, "rollout_wait": waited, "engines_idle": idle}
+        if passed := now - before:
+            built.waits = {"trainer_waits_share": waited / passed, "engines_idle_share": idle / passed}
         return built
 
     def trained(self, groups: Sequence[Group]) -> None:
@@ -168,9 +175,9 @@ class Batches:
         if all(play.work.done() for play in self._plays):
             self._idle_since = time.monotonic()
 
-    def _take_idle(self) -> float:
-        """Seconds since the last call during which no training episode was running."""
-        now, idle = time.monotonic(), self._idle_s
+    def _take_idle(self, now: float) -> float:
+        """Seconds from the last call until ``now`` during which no training episode was running."""
+        idle = self._idle_s
         if self._idle_since is not None:
             idle += now - self._idle_since
             self._idle_since = now

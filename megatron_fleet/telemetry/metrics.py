@@ -139,14 +139,16 @@ def attempt_metrics(attempts: Mapping[str, int], family: Literal["accounting", "
     return {f"{family}/attempts_{name}": attempts[name] for name in names}
 
 
-def staleness_metrics(staleness: np.ndarray, replayed: int) -> dict[str, float]:
+def async_metrics(staleness: np.ndarray, replayed: int, waits: Mapping[str, float]) -> dict[str, float]:
     """Compute ``async/``.
 
     Args:
         staleness: ``[N]``, weight versions since each span of tokens was sampled.
         replayed: episodes that were too old.
+        waits: shares of time in which the trainer or the engines wait, by name.
     """
     out: dict[str, float] = {"async/staleness_violation_count": replayed}
+    out |= {f"async/{name}": share for name, share in waits.items()}
     if len(staleness):
         out |= {f"async/staleness_{name}": float(getattr(staleness, name)()) for name in ("mean", "min", "max")}
         out["async/staleness_ratio"] = float((staleness > 0).mean())

@@ -162,6 +162,8 @@ _ASYNC = {
     "staleness_max": "The largest of these; at most rollout.max_staleness.",
     "staleness_ratio": "Share of these spans that are older than the weights that are updated.",
     "staleness_violation_count": "Episodes that were too old and were played again.",
+    "trainer_waits_share": "timing/rollout_wait divided by the time since the batch before was complete.",
+    "engines_idle_share": "timing/engines_idle divided by the same time.",
 }
 
 _LOSS = {

@@ -26,7 +26,9 @@ SMALL = (
 )
 PLANTED = "a-secret-that-is-to-stay-in-the-controller"
 RUN_TIMEOUT_S = 1800
-CLOCK_METRICS = ("time", "attempt", "timing/", "memory/", "generate/tokens_per_second")
+CLOCK_METRICS = (
+    "time", "attempt", "timing/", "memory/", "generate/tokens_per_second", "async/trainer_waits", "async/engines_idle",
+)  # fmt: skip
 
 
 @dataclass

@@ -74,7 +74,7 @@ class Run:
     def rows(self) -> list[dict[str, float]]:
         """The metrics of each step, clocks left out."""
         rows = [json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()]
-        hidden = ("time", "attempt", "timing/", "memory/", "generate/")
+        hidden = ("time", "attempt", "timing/", "memory/", "generate/", "async/trainer_waits", "async/engines_idle")
         steps: dict[int, dict[str, float]] = {}
         for row in rows:
             steps.setdefault(row["step"], {}).update({k: v for k, v in row.items() if not k.startswith(hidden)})

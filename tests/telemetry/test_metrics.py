@@ -15,10 +15,10 @@ from megatron_fleet.telemetry import dashboards, registry
 from megatron_fleet.telemetry.distributions import DISTRIBUTIONS, distributions
 from megatron_fleet.telemetry.episodes import NGRAM, eval_metrics, repeated_ngrams
 from megatron_fleet.telemetry.metrics import (
+    async_metrics,
     attempt_metrics,
     policy_metrics,
     progress_metrics,
-    staleness_metrics,
     step_metrics,
 )
 from megatron_fleet.trainer.base import LossReport, OptimReport
@@ -254,14 +254,15 @@ def test_attempts():
 
 
 def test_staleness():
-    assert staleness_metrics(np.array([0, 2, 1, 0]), 3) == {
+    assert async_metrics(np.array([0, 2, 1, 0]), 3, {"trainer_waits_share": 0.5}) == {
+        "async/trainer_waits_share": 0.5,
         "async/staleness_mean": 0.75,
         "async/staleness_min": 0,
         "async/staleness_max": 2,
         "async/staleness_ratio": 0.5,
         "async/staleness_violation_count": 3,
     }
-    assert staleness_metrics(np.zeros(0), 0) == {"async/staleness_violation_count": 0}
+    assert async_metrics(np.zeros(0), 0, {}) == {"async/staleness_violation_count": 0}
 
 
 def test_every_name_is_registered_once():
@@ -274,7 +275,8 @@ def test_every_name_is_registered_once():
     evaluated = eval_metrics(step_groups(), step_groups(), 1.0).keys()
     names = one_step(reports=full, optims=optims, probe=0.25).keys() | evaluated
     names = {*names, *attempt_metrics(ATTEMPTS, "accounting"), *attempt_metrics(ATTEMPTS, "eval/all")}
-    names |= progress_metrics(1, 1, 1).keys() | staleness_metrics(np.array([0, 2]), 1).keys()
+    waits = {"trainer_waits_share": 0.5, "engines_idle_share": 0.5}
+    names |= progress_metrics(1, 1, 1).keys() | async_metrics(np.array([0, 2]), 1, waits).keys()
     names |= {p.replace("{env}", "shop") for m in registry.METRICS if (p := m.pattern).startswith(ELSEWHERE)}
     names |= {
         "memory/train/parameters",
