@@ -14,15 +14,15 @@ engines go through the same phases, but nothing moves.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Literal, Protocol, final
 
 from megatron_fleet.config.schema import Config
 from megatron_fleet.loop.memory_budget import GIB, Limits, MemoryBudget
-from megatron_fleet.trainer.base import PARTS, Part, Trainer
+from megatron_fleet.trainer.base import PARTS, Part, Trainer, TrainerLost
 
 Action = Callable[[], Awaitable[None]]
 
@@ -68,6 +68,7 @@ class Colocation:
         self._trainer, self._engines, self._budget, self._colocated = trainer, engines, budget, colocated
         self._phase: Phase | None = None
         self._awake = False
+        self._parameters_on = True
         self._seconds: dict[str, float] = {}
 
     async def restart(self, start: Action) -> None:
@@ -80,6 +81,7 @@ class Colocation:
         if self._awake:
             await self._sleep()
         await start()
+        self._parameters_on = True
         await self._budget.enter(Phase.TRAIN)
         self._phase = Phase.TRAIN
 
@@ -89,7 +91,7 @@ class Colocation:
             if self._colocated:
                 await self._sleep()
                 with self._timed("onload"):
-                    await self._trainer.onload(PARTS)
+                    await self._onload(PARTS)
 
     async def to_engines(self, sync: Action) -> None:
         """Go from ``train`` through ``sync`` to ``roll``. The callable sends the current weights to every engine."""
@@ -102,7 +104,7 @@ class Colocation:
         async with self._entering(Phase.ROLL):
             if self._colocated:
                 with self._timed("offload"):
-                    await self._trainer.offload(PARTS)
+                    await self._offload(PARTS)
                 await self._wake("kv_cache")
         self._budget.write()
 
@@ -115,17 +117,20 @@ class Colocation:
 
     @asynccontextmanager
     async def with_parameters(self) -> AsyncIterator[None]:
-        """Keep the trainer's parameters on its devices inside; in ``roll`` they are onloaded for the duration."""
+        """Keep the trainer's parameters on its devices inside; where they are offloaded, onload them for the duration.
+
+        Works in any phase and in transitions that wait for a restarted engine. One call at a time.
+        """
         parameters: tuple[Part, ...] = ("parameters",)
-        brought = self._colocated and self._phase is Phase.ROLL
-        if brought:
-            await self._trainer.onload(parameters)
+        bring = self._colocated and not self._parameters_on
         try:
+            if bring:
+                await self._onload(parameters)
             yield
         finally:
-            # Once a transition has begun, it alone decides about onload and offload.
-            if brought and self._phase is Phase.ROLL:
-                await self._trainer.offload(parameters)
+            if bring:
+                with suppress(TrainerLost):  # its restart begins with everything onloaded
+                    await self._offload(parameters)
 
     def memory(self) -> dict[str, float]:
         """Metrics, see `MemoryBudget.metrics`."""
@@ -135,6 +140,15 @@ class Colocation:
         """Seconds of ``offload``, ``onload``, ``engines_sleep`` and ``engines_wake`` since the last call."""
         seconds, self._seconds = self._seconds, {}
         return seconds
+
+    async def _onload(self, parts: Collection[Part]) -> None:
+        await self._trainer.onload(parts)
+        self._parameters_on = True
+
+    async def _offload(self, parts: Collection[Part]) -> None:
+        """Offload ``parts``, parameters among them."""
+        self._parameters_on = False
+        await self._trainer.offload(parts)
 
     async def _sleep(self) -> None:
         with self._timed("engines_sleep"):

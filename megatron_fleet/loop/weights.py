@@ -14,13 +14,13 @@ from megatron_fleet.config.schema import Config
 from megatron_fleet.loop.colocation import Colocation
 from megatron_fleet.loop.probe import compare, probe_data
 from megatron_fleet.trainer.base import Trainer, TrainerLost
-from megatron_fleet.weight_sync.base import Transport, WeightReceiver
+from megatron_fleet.weight_sync.base import SingleReceiver, Transport, WeightReceiver
 
 
 class Engines(Protocol):
     """The part of `rollout.service.RolloutService` that receives weights."""
 
-    resend: Callable[[WeightReceiver, int], Awaitable[None]] | None
+    resend: Callable[[SingleReceiver, int], Awaitable[None]] | None
 
     @property
     def engines(self) -> WeightReceiver: ...
@@ -55,7 +55,9 @@ class EngineWeights:
         self._config, self._trainer, self._engines, self._transport = config, trainer, engines, transport
         self._make_colocation, self._start_trainer = make_colocation, start_trainer
         self._colocation: Colocation | None = None
-        self._unchanged = asyncio.Event()
+        self._version: int | None = None  # of the trainer's weights; None while they change
+        self._version_changed = asyncio.Condition()
+        self._resending = asyncio.Lock()
         engines.resend = self._resend
 
     @property
@@ -94,9 +96,14 @@ class EngineWeights:
         self._colocation = await self._make_colocation()
 
     async def to_trainer(self) -> None:
-        """Hand the devices to the trainer, whose weights are about to change; see `Colocation.to_trainer`."""
+        """Hand the devices to the trainer, whose weights are about to change; see `Colocation.to_trainer`.
+
+        Waits for a restarted engine that is receiving the present weights.
+        """
         await self.colocation.to_trainer()
-        self._unchanged.clear()
+        await self._hold(None)
+        async with self._resending:
+            pass
 
     async def update(self, version: int) -> float | None:
         """Sync the current weights to the engines and let them serve.
@@ -133,19 +140,34 @@ class EngineWeights:
         return self.colocation.read_seconds()
 
     async def _sync(self, version: int) -> None:
-        self._unchanged.set()
+        await self._hold(version)
         await self._transport.sync(self._trainer, self._engines.engines, version)
 
-    async def _resend(self, engine: WeightReceiver, version: int) -> None:
+    async def _hold(self, version: int | None) -> None:
+        """Note which version the trainer's weights are from now on."""
+        async with self._version_changed:
+            self._version = version
+            self._version_changed.notify_all()
+
+    async def _resend(self, engine: SingleReceiver, version: int) -> None:
         """Send weight version ``version``, the last one synced, to a restarted engine.
 
-        Waits while the trainer's weights change or the trainer restarts. The next sync, which covers all engines,
-        cancels this call.
+        Waits while the trainer holds other weights or restarts. The next sync, which covers all engines, cancels this
+        call unless the engine's update has begun.
+
+        Raises:
+            ConnectionError: the trainer was lost after the engine's update had begun.
         """
         while True:
-            await self._unchanged.wait()
-            try:
-                async with self.colocation.with_parameters():
-                    return await self._transport.sync(self._trainer, engine, version)
-            except TrainerLost:  # the training loop restarts it and then syncs all engines
-                self._unchanged.clear()
+            async with self._version_changed:
+                await self._version_changed.wait_for(lambda: self._version == version)
+            async with self._resending:
+                if self._version != version:
+                    continue
+                try:
+                    async with self.colocation.with_parameters():
+                        return await self._transport.sync(self._trainer, engine, version)
+                except TrainerLost as error:  # the training loop restarts it and then syncs all engines
+                    await self._hold(None)
+                    if engine.begun:
+                        raise ConnectionError(f"the trainer was lost during the weight update: {error}") from error

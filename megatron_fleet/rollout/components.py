@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from megatron_fleet.agents.trajectory import Trajectory
 from megatron_fleet.cluster.restarts import OutOfRestarts, Restarts
@@ -114,7 +114,9 @@ class WorkerSlot(Component):
         actor = self._actor
         try:
             return await within(actor.run.remote(list(specs)), self._run_timeout_s)
-        except (RayActorError, TimeoutError) as error:
+        except RayTaskError:
+            raise
+        except (RayError, TimeoutError) as error:  # the worker's host may be lost, too
             await self._replace(actor, brief(error))
             raise ComponentLost(brief(error)) from error
 
@@ -153,7 +155,7 @@ class WorkerSlot(Component):
                 try:
                     await self._create()
                     self.restarts.done()
-                except (RayActorError, TimeoutError) as error:
+                except (RayError, TimeoutError) as error:
                     lost, reason = self._actor, brief(error)
 
 

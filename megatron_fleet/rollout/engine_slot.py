@@ -15,15 +15,16 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from megatron_fleet.rollout.components import CALL_TIMEOUT_S, ComponentLost, WatchedComponent, brief, died, within
 from megatron_fleet.rollout.engine_actor import EngineStats
 from megatron_fleet.rollout.requests import RolloutFailed
-from megatron_fleet.weight_sync.base import WeightReceiver
+from megatron_fleet.weight_sync.base import SingleReceiver
 
 CLOSE_TIMEOUT_S = 5.0
 
 OnMove = Callable[[str, str], Awaitable[None]]
 """Called with the endpoint of a lost engine and the endpoint of its replacement."""
-Resend = Callable[[WeightReceiver, int], Awaitable[None]]
-"""Resends a weight version to one engine. It may wait for the trainer as long as necessary: it is cancelled if an
-update of all engines begins before that engine's own has begun. After that update the engine requests it again."""
+Resend = Callable[[SingleReceiver, int], Awaitable[None]]
+"""Resends a weight version to one engine. It may wait for the trainer as long as necessary: it is cancelled if, before
+that engine's own update has begun, an update of all engines begins, after which the engine requests it again, or the
+engine is put to sleep, after which it takes part in the next update."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +40,8 @@ class EngineSlot(WatchedComponent):
     since the old one may be in use by then, and answers no request before it has the weights of the last update.
 
     Between `sleep` and ``wake("kv_cache")`` the trainer owns the device: an engine that dies then is replaced once the
-    trainer is offloaded, and receives the weights of the last update.
+    trainer is offloaded, and receives the weights of the last update. Every `sleep` is followed by an update before
+    ``wake("kv_cache")``, because weights are lost in sleep; so an engine may go to sleep without its weights.
     """
 
     def __init__(
@@ -72,9 +74,10 @@ class EngineSlot(WatchedComponent):
         self._loaded: Weights | None = None
         self._settled = asyncio.Event()
         self._settled.set()
-        self._resending: tuple[asyncio.Future[None], _SingleReceiver] | None = None
+        self._resending: tuple[asyncio.Future[None], _StartedEngine] | None = None
         self._device_free = asyncio.Event()
         self._device_free.set()
+        self._waits_for_device = asyncio.Event()
         self._asleep: Any = None
         self._reason = ""
 
@@ -163,9 +166,15 @@ class EngineSlot(WatchedComponent):
                 self._lose(actor, error)
 
     async def sleep(self) -> str | None:
-        """Put the engine to sleep, see `EngineActor.sleep`. Waits for one that is being replaced."""
-        await self.serving()
+        """Put the engine to sleep, see `EngineActor.sleep`.
+
+        Waits for one that is being started, which occupies its device, but never for the trainer: weights that have not
+        begun to arrive come with the next update. One that is not started yet stays away until the device is free.
+        """
         self._device_free.clear()
+        self._stop_resending()
+        if not await self._serves_or_waits_for_device():
+            return None
         actor = self._asleep = self._actor
         try:
             return await within(actor.sleep.remote(), self._update_timeout_s)
@@ -250,6 +259,23 @@ class EngineSlot(WatchedComponent):
         await self.serving()
         return True
 
+    async def _serves_or_waits_for_device(self) -> bool:
+        """Wait until the engine serves or its replacement waits for the device; returns whether it serves.
+
+        Raises:
+            RolloutFailed: the engine was given up.
+        """
+        waiting = asyncio.create_task(self._waits_for_device.wait())
+        serving = asyncio.create_task(self.serving())
+        try:
+            await asyncio.wait((waiting, serving), return_when=asyncio.FIRST_COMPLETED)
+            if serving.done():
+                serving.result()
+            return self._serving.is_set()
+        finally:
+            waiting.cancel()
+            serving.cancel()
+
     async def _watch(self) -> None:
         while True:
             try:
@@ -266,21 +292,33 @@ class EngineSlot(WatchedComponent):
         while True:
             await self.pause(reason)
             ray.kill(self._actor)
-            await self._device_free.wait()
+            await self._until_device_is_free()
             try:
                 await self._listen()
                 await self._start()
                 self._loaded = None
-                await self._take_settled()
-                await within(self._actor.serve.remote(), CALL_TIMEOUT_S)
+                settled = False
+                while not settled:
+                    await self._take_settled()
+                    await within(self._actor.serve.remote(), CALL_TIMEOUT_S)
+                    settled = self._settled.is_set() or not self._device_free.is_set()
                 return
             except (RayError, TimeoutError, ComponentLost) as error:
                 reason = brief(error)
 
+    async def _until_device_is_free(self) -> None:
+        self._waits_for_device.set()
+        while not self._device_free.is_set():  # it may be taken again between its release and this task's turn
+            await self._device_free.wait()
+        self._waits_for_device.clear()
+
     async def _take_settled(self) -> None:
-        """Send the newest weights to a started engine, which has the initial ones. Waits for a running update, because
-        it overwrites the source of the older weights."""
-        while True:
+        """Send the newest weights to a started engine, which has the initial ones.
+
+        Waits for a running update, because it overwrites the source of the older weights. Returns without weights when
+        the engine is to sleep: the next update covers it.
+        """
+        while self._device_free.is_set():
             await self._settled.wait()
             if self._weights is self._loaded:
                 return
@@ -290,7 +328,7 @@ class EngineSlot(WatchedComponent):
         """Load the weights of the last update, unless another update begins meanwhile."""
         weights = self._weights
         assert weights is not None  # checked by both callers
-        receiver = _SingleReceiver(self._actor, self._start_timeout_s)
+        receiver = _StartedEngine(self._actor, self._start_timeout_s)
         if weights.message is None:
             await self._ask_again(receiver, weights.version)
         else:
@@ -301,7 +339,7 @@ class EngineSlot(WatchedComponent):
         if receiver.version == weights.version:
             self._loaded = weights
 
-    async def _ask_again(self, receiver: _SingleReceiver, version: int) -> None:
+    async def _ask_again(self, receiver: _StartedEngine, version: int) -> None:
         resend = self._find_resend()
         if resend is None:
             raise RolloutFailed(
@@ -325,16 +363,15 @@ class EngineSlot(WatchedComponent):
             raise ComponentLost(f"version {version} of the weights was not sent again: {what}") from error
 
     def _stop_resending(self) -> None:
-        """Cancel a resend that has not begun: the update of all engines supersedes it, and may wait for that engine."""
+        """Cancel a resend that has not begun: the next update of all engines supersedes it, and may wait for it."""
         if self._resending is not None and not self._resending[1].begun:
             self._resending[0].cancel()
 
 
-class _SingleReceiver:
-    """WeightReceiver for one engine that does not serve yet; its failures are raised.
+class _StartedEngine:
+    """`SingleReceiver` of an engine that does not serve yet; its failures are raised.
 
     Attributes:
-        begun: an update has begun.
         version: weight version of the engine; ``None`` before the end of an update.
     """
 

@@ -51,6 +51,15 @@ class WeightReceiver(Protocol):
         ...
 
 
+class SingleReceiver(WeightReceiver, Protocol):
+    """One engine that was restarted. Its failures are raised."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether an update has begun, so that the engine no longer holds a complete version until it ends."""
+        ...
+
+
 class Transport(Protocol):
     """Controller side of a transport."""
 

@@ -18,7 +18,7 @@ from whole_runs import Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(4 * 3600)]
 
-KILLS_PER_RUN, SEEDS = 10, (1, 2, 3, 4)
+KILLS_PER_RUN, KILLS, MOST_RUNS = 12, 40, 8
 LIMIT_S = 3600
 OVERRIDES = (
     "run.steps=4",
@@ -29,6 +29,8 @@ OVERRIDES = (
     "cluster.max_restarts=20",
     "checkpoint.interval=1",
 )
+TURNS = ((), (), ("rollout.engine.colocated=true", "rollout.engine.transport=gloo"))
+"""Settings of the runs by turns; in the last, a lost engine depends on the trainer for its weights."""
 TARGETS = {
     "rank": "megatron_fleet.cli rank",
     "engine": "ray::EngineActor",
@@ -37,8 +39,8 @@ TARGETS = {
     "environment server": "megatron_fleet.envs.embedded.server",
 }
 OTHERS = ("all ranks", "verifier host")
-MOST = {"engine": 1, "engine core": 1, "worker": 2, "environment server": 2}
-"""Kills of these in a run; more of the same place within an hour end it on purpose."""
+MOST = {"engine": 1, "engine core": 1, "worker": 2, "environment server": 2, "rank": 3, "all ranks": 2}
+"""Kills of these in a run; more of the same place within an hour end it on purpose, or make it pause for minutes."""
 BY_TURNS = ("engine", "engine core")
 """One of them in each run: a lost engine is back so late that the other would rarely be there to be killed."""
 
@@ -97,9 +99,11 @@ def undisturbed(tmp_path_factory):
 
 
 def test_runs_survive_kills_at_many_moments(undisturbed, tmp_path):
-    total, finished = [], 0
-    for seed in SEEDS:
-        run = Run(tmp_path / f"run{seed}", OVERRIDES)
+    total, ended = [], 0
+    for seed in range(MOST_RUNS):
+        if len(total) >= KILLS and seed >= len(TURNS):
+            break
+        run = Run(tmp_path / f"run{seed}", OVERRIDES + TURNS[seed % len(TURNS)])
         process = run.start()
         killed = kill_at_random(run, process, seed)
         output, _ = process.communicate(timeout=LIMIT_S)
@@ -110,10 +114,9 @@ def test_runs_survive_kills_at_many_moments(undisturbed, tmp_path):
         if process.returncode:
             print(f"seed {seed}: ended after {killed} with: {said}")
             run.finish()  # it can be resumed
-        finished += process.returncode == 0
+        ended += process.returncode != 0
         same_as(run, undisturbed)
-    assert len(total) >= len(SEEDS) * len({*TARGETS, *OTHERS}), total
-    assert finished >= len(SEEDS) - 1
+    assert len(total) >= KILLS and ended <= 1, (ended, total)
     assert set(total) == {*TARGETS, *OTHERS}
 
 

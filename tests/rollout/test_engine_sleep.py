@@ -124,7 +124,7 @@ async def test_an_engine_that_dies_comes_back_when_the_trainer_has_left(slot, mo
     assert slot.names() == CYCLE
 
 
-async def test_an_engine_that_is_coming_up_is_waited_for_before_it_sleeps(slot):
+async def test_an_engine_that_is_coming_up_is_waited_for_and_sleeps_without_old_weights(slot):
     await slot.begin()
     await slot.update(1)
     slot.calls.clear()
@@ -136,7 +136,9 @@ async def test_an_engine_that_is_coming_up_is_waited_for_before_it_sleeps(slot):
     assert slot.names() == ["listen"] and not sleeping.done()
     slot.may_start.set()
     await sleeping
-    assert slot.names() == ["start", *UPDATE, "serve", "sleep"]
+    assert slot.names() == ["start", "serve", "sleep"]
+    await cycle(slot, 2)
+    assert slot.version == 2 and slot.restarts.count == 1
 
 
 async def test_weights_that_do_not_last_end_the_run_with_the_engine_that_slept(slot):

@@ -1,0 +1,152 @@
+"""Engines that are lost under a transport that cannot give them their version again without the trainer.
+
+Real slot, colocation and transport; the trainer and the actor below the slot are in memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+pytest.importorskip("ray")
+
+from fake_engines import Slot
+from fake_rollout import FakeEngines
+from fake_trainer import FakeTrainer
+from waiting import HANG_S, until
+
+from megatron_fleet.config.load import load
+from megatron_fleet.loop.colocation import open_colocation
+from megatron_fleet.loop.weights import EngineWeights
+from megatron_fleet.rollout.engine_slot import Engines
+from megatron_fleet.trainer.base import AdamParams, TrainerLost
+from megatron_fleet.weight_sync.cuda_ipc.controller import CudaIpcTransport
+
+
+class OneEngine:
+    """What `EngineWeights` uses of a rollout with one engine."""
+
+    resend = None
+
+    def __init__(self, slot):
+        self.slot, self.engines = slot, Engines([slot], self.wait_ready)
+        self.sleep, self.wake = slot.sleep, slot.wake
+
+    async def wait_ready(self):
+        pass
+
+
+class System:
+    """A trainer and an engine, with version 0 synced."""
+
+    def __init__(self, tmp_path, monkeypatch, colocated=True):
+        self.slot, self.trainer = Slot(monkeypatch), FakeTrainer(16)
+        self.rollout = OneEngine(self.slot)
+        overrides = [f"rollout.engine.colocated={str(colocated).lower()}", f"run.out={tmp_path}"]
+        config = load(["experiment=quickstart", *overrides])
+
+        async def start(reason):
+            if reason is not None:
+                self.trainer.revive()
+
+        async def colocation():
+            return await open_colocation(config, self.trainer, self.rollout)
+
+        self.weights = EngineWeights(config, self.trainer, self.rollout, CudaIpcTransport({}), colocation, start)
+        monkeypatch.setattr(self.slot, "_find_resend", lambda: self.rollout.resend)
+
+    async def begin(self):
+        await self.slot.begin()
+        await self.weights.start()
+        await self.weights.update(0)
+
+    def sent(self):
+        return [call for call in self.trainer.calls if call.startswith("send_weights")]
+
+
+@pytest.fixture
+async def system(tmp_path, monkeypatch):
+    made = System(tmp_path, monkeypatch)
+    await made.begin()
+    async with asyncio.timeout(HANG_S):
+        yield made
+    await made.slot.close()
+
+
+async def test_one_lost_in_its_sleep_gets_the_new_version_before_the_rollout(system):
+    await system.weights.to_trainer()
+    await system.slot.lose()
+    await system.weights.update(1)
+    assert system.slot.version == 1 and system.slot.restarts.count == 1
+    assert system.sent() == ["send_weights 0", "send_weights 1", "send_weights 1"]
+    assert not any(system.trainer.held.values())
+
+
+async def test_one_lost_while_it_rolls_gets_its_version_again(system):
+    await system.slot.lose()
+    await until(lambda: system.slot._serving.is_set())
+    assert system.slot.version == 0 and system.sent() == ["send_weights 0"] * 2
+    assert not any(system.trainer.held.values())
+
+
+async def test_one_that_is_not_back_before_training_begins_takes_part_in_the_next_update(system):
+    system.slot.may_start.clear()
+    await system.slot.lose()
+    turning = asyncio.create_task(system.weights.to_trainer())
+    await asyncio.sleep(0.05)
+    system.slot.may_start.set()
+    await turning
+    await system.weights.update(1)
+    assert system.slot.version == 1 and system.slot.restarts.count == 1
+    assert system.sent()[-1] == "send_weights 1" and len(system.sent()) <= 3
+
+
+async def test_a_trainer_lost_together_with_an_engine_is_restarted_without_it(system):
+    system.trainer.die("its host is gone")
+    await system.slot.lose()
+    await until(lambda: "start" in [call[0] for call in system.slot.calls])
+    await system.weights.restart(TrainerLost("its host is gone"))
+    await system.weights.update(0)
+    assert system.slot.version == 0 and system.slot.restarts.count == 1
+    assert system.sent() == ["send_weights 0"] * 2
+
+
+async def test_a_trainer_lost_while_it_sends_again_costs_the_engine_a_second_restart(system):
+    system.trainer.fail_next("send_weights", TrainerLost("killed"))
+    await system.slot.lose()
+    await until(lambda: system.slot.restarts.count == 2)
+    await system.weights.restart(TrainerLost("killed"))
+    await system.weights.update(0)
+    assert system.slot.version == 0 and system.slot.restarts.count == 2
+
+
+async def test_weights_do_not_change_while_they_are_sent_again(tmp_path, monkeypatch):
+    system = System(tmp_path, monkeypatch, colocated=False)
+    await system.begin()
+    before, may_begin = system.trainer.weights.copy(), asyncio.Event()
+    engine = FakeEngines(16, [])
+    engine.begun, begin = False, engine.begin_update
+
+    async def slow():
+        await may_begin.wait()
+        await begin()
+
+    engine.begin_update = slow
+    sending = asyncio.create_task(system.rollout.resend(engine, 0))
+    await asyncio.sleep(0.01)
+
+    async def train():
+        await system.weights.to_trainer()
+        system.trainer.gradient = np.ones(16)
+        await system.trainer.optim_step(AdamParams(lr=1.0))
+
+    training = asyncio.create_task(train())
+    await asyncio.sleep(0.05)
+    may_begin.set()
+    async with asyncio.timeout(HANG_S):
+        await asyncio.gather(sending, training)
+    assert engine.version == 0 and np.array_equal(engine.weights, before)
+    assert not np.array_equal(system.trainer.weights, before)
+    await system.slot.close()
