@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.secrets import without_secrets
 
 LOOPBACK = "127.0.0.1"
 MIB = 1 << 20
@@ -203,7 +204,7 @@ def _ask(program: str, environ: Mapping[str, str]) -> str:
     try:
         done = subprocess.run(
             command,
-            env=dict(environ),
+            env=without_secrets(environ),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -39,8 +39,16 @@ class Janitor:
 
     def __init__(self, run_id: str, folder: Path) -> None:
         """Args: ``run_id``: value of ``MARK`` in the run's processes. ``folder``: removed at the end."""
+        from megatron_fleet.config.secrets import without_secrets  # the janitor itself needs the standard library alone
+
         command = [sys.executable, "-I", "-S", str(Path(__file__)), str(os.getpid()), run_id, str(folder)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        self._process = subprocess.Popen(
+            command,
+            env=without_secrets(os.environ),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
 

@@ -84,7 +84,7 @@ class LocalRanks:
         """See `RankStarter.start`."""
         self._logs.mkdir(parents=True, exist_ok=True)
         mine = self._ranks
-        inherited = without_secrets(without_rank_variables(os.environ), keep=STORE)
+        inherited = without_secrets(without_rank_variables(os.environ), STORE)
         common = {
             "MFLEET_WORLD_SIZE": str(mine.world_size),
             "MFLEET_LOCAL_WORLD_SIZE": str(len(mine.ranks)),

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_fleet.config.errors import UserError, say
+from megatron_fleet.config.secrets import without_secrets
 
 _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 CHECK_TIMEOUT_S = 300.0
@@ -89,6 +90,7 @@ def load(key: str, path: str, arguments: tuple[str, ...]) -> Callable[..., Any]:
 
 def check(key: str, path: str, arguments: tuple[str, ...], python: str = sys.executable) -> None:
     """Run `load` in a subprocess, so that the imports of a user's module, such as torch, stay out of this process.
+    It gets no variable that looks like a secret; a component that needs one reads it when it is called.
 
     Args:
         python: interpreter of the process that will use it.
@@ -98,7 +100,14 @@ def check(key: str, path: str, arguments: tuple[str, ...], python: str = sys.exe
     """
     command = [python, "-m", "megatron_fleet.config.extension", key, path, *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=CHECK_TIMEOUT_S)
+        done = subprocess.run(
+            command,
+            env=without_secrets(os.environ),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=CHECK_TIMEOUT_S,
+        )
     except subprocess.TimeoutExpired:
         raise UserError(f"{key}={path}: importing it takes more than {CHECK_TIMEOUT_S:g} s.") from None
     lines = done.stderr.strip().splitlines()

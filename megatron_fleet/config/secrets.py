@@ -8,25 +8,50 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from megatron_fleet.config.schema import Config
+if TYPE_CHECKING:
+    from megatron_fleet.config.schema import Config
 
 STORE = ("AWS_",)
 """Name prefixes of an object store's variables."""
-_SECRET = re.compile(r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|WEBHOOK)(_|$)", re.IGNORECASE)
-"""Matches names of secret variables, such as WANDB_API_KEY, AWS_ACCESS_KEY_ID or SLACK_WEBHOOK_URL."""
-_KEPT = ("RAY_AUTH_TOKEN",)
+RAY = ("RAY_AUTH_TOKEN",)
 """Needed by Ray's own processes to talk to each other."""
+_WORDS = (
+    *("API_?KEY", "KEY", "TOKEN", "SECRETS?", "PASS", "PASSWD", "PASSPHRASE", "PAT", "DSN", "JWT", "CREDENTIALS?"),
+    *("AUTH_CONFIG", "CONNECTION_STRING", "WEBHOOK"),
+)
+_SECRET = re.compile(rf"(^|_)({'|'.join(_WORDS)})(_|$)|PASSWORD|_(PWD|AUTH)$", re.IGNORECASE)
+"""Matches names of secret variables, such as WANDB_API_KEY, PGPASSWORD, GITHUB_PAT, MYSQL_PWD or SLACK_WEBHOOK_URL."""
+_USER_IN_URL = re.compile(r"://[^/?#\s]*:[^/?#\s]*@|https?://[^/?#\s]*@", re.IGNORECASE)
+"""Matches values that contain an address with a password, or with a user, which may be a token."""
 
 
-def without_secrets(environ: Mapping[str, str], keep: Sequence[str] = _KEPT) -> dict[str, str]:
-    """Return a copy of ``environ`` without secrets, except those whose names begin with one of ``keep``."""
-    return {n: value for n, value in environ.items() if n.startswith(tuple(keep)) or not _SECRET.search(n)}
+def without_secrets(
+    environ: Mapping[str, str], families: Sequence[str] = (), names: Sequence[str] = ()
+) -> dict[str, str]:
+    """Return a copy of ``environ`` without secrets.
+
+    Args:
+        families: prefixes, as `STORE`, of variables that are kept.
+        names: further variables that are kept.
+    """
+    return {
+        name: value
+        for name, value in environ.items()
+        if name in names or name.startswith(tuple(families)) or not _is_secret(name, value)
+    }
 
 
-def secrets(environ: Mapping[str, str], wanted: Sequence[str]) -> dict[str, str]:
-    """Return the variables that look like secrets and whose names begin with one of ``wanted``."""
-    return {n: value for n, value in environ.items() if n.startswith(tuple(wanted)) and _SECRET.search(n)}
+def secrets(environ: Mapping[str, str], families: Sequence[str]) -> dict[str, str]:
+    """Return the variables that look like secrets and whose names begin with one of ``families``."""
+    return {n: value for n, value in environ.items() if n.startswith(tuple(families)) and _is_secret(n, value)}
+
+
+def _is_secret(name: str, value: str) -> bool:
+    # Without its proxy, a child process would have no network at all.
+    in_value = not name.lower().endswith("_proxy") and _USER_IN_URL.search(value) is not None
+    return in_value or _SECRET.search(name) is not None
 
 
 def of_environments(config: Config) -> tuple[str, ...]:

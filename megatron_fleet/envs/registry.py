@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import http.client
+import os
 import subprocess
 import urllib.error
 import urllib.request
@@ -16,6 +17,7 @@ from typing import Protocol
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.extension import load
+from megatron_fleet.config.secrets import without_secrets
 from megatron_fleet.config.sections.env import Env
 from megatron_fleet.config.sections.openenv import OpenEnv
 from megatron_fleet.envs.base import Environment
@@ -166,7 +168,13 @@ def _hosted(start: Start) -> Server:
     command = [start.python, "-m", "megatron_fleet.envs.fleet_package"]
     command += [] if start.env.fleet.package is None else [start.env.fleet.package]
     try:
-        asked = subprocess.run(command, capture_output=True, text=True, timeout=start.env.start_timeout_s)
+        asked = subprocess.run(
+            command,
+            env=without_secrets(os.environ),
+            capture_output=True,
+            text=True,
+            timeout=start.env.start_timeout_s,
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError(f"The episode environment's Python could not be asked for Fleet's package: {error}") from error
     if asked.returncode:

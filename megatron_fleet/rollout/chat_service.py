@@ -89,7 +89,7 @@ class ChatService:
         answers, stdout = os.pipe()
         self._frames = await Frames.open(answers, requests)
         self._cleanup.callback(self._frames.close)
-        keep = (*of_environments(config), config.eval.endpoint.api_key_env)
+        families, names = of_environments(config), (config.eval.endpoint.api_key_env,)
         try:
             with (self._logs / "endpoint.log").open("ab") as log:
                 # In its own session, so that Ctrl-C reaches only this process, which then stops it gracefully.
@@ -98,7 +98,7 @@ class ChatService:
                     stdin=stdin,
                     stdout=stdout,
                     stderr=log,
-                    env=without_secrets(os.environ, keep) | {"OMP_NUM_THREADS": "1"},
+                    env=without_secrets(os.environ, families, names) | {"OMP_NUM_THREADS": "1"},
                     start_new_session=True,
                 )
         finally:

@@ -19,7 +19,7 @@ from megatron_fleet.cluster.janitor import marks
 from megatron_fleet.cluster.nodes import OBJECT_STORE_BYTES, RAY_SETTINGS, RayHead
 from megatron_fleet.cluster.rank_identity import without_rank_variables
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.secrets import without_secrets
+from megatron_fleet.config.secrets import RAY, without_secrets
 
 JOIN_POLL_S = 0.1
 SOCKET_PATH_LIMIT = 107
@@ -49,7 +49,7 @@ def temporary_files_in(folder: str) -> dict[str, str]:
 def children_environment(run_id: str) -> Iterator[dict[str, str]]:
     """Set the environment that child processes inherit: with the run's mark, without secrets and rank variables."""
     before = dict(os.environ)
-    inherited = without_secrets(without_rank_variables(before)) | marks(run_id)
+    inherited = without_secrets(without_rank_variables(before), names=RAY) | marks(run_id)
     _replace_environment(inherited)
     try:
         yield inherited

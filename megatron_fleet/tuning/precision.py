@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import numpy as np
 
 from megatron_fleet.config.errors import say
 from megatron_fleet.config.schema import Config, Parallel, Precision
+from megatron_fleet.config.secrets import without_secrets
 from megatron_fleet.trainer.precision import Machine, machine_problem, this_machine
 
 ROUNDS = 2
@@ -162,7 +164,8 @@ def _trial(
     request = {"config": config.model_dump(mode="json"), "init": init, "repeats": repeats}
     (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
     command = [sys.executable, "-m", "megatron_fleet.tuning.trial", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    environment = without_secrets(os.environ)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
     if not (folder / "result.json").is_file():
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         row.problem = f"its process ended with status {done.returncode}: {last}"

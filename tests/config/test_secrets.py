@@ -2,21 +2,48 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
+
+from megatron_fleet.cluster.inventory import nvidia_devices
+from megatron_fleet.cluster.janitor import Janitor
 from megatron_fleet.cluster.launcher import LocalRanks
 from megatron_fleet.cluster.nodes import RanksOfHost
-from megatron_fleet.config.secrets import secrets, without_secrets
+from megatron_fleet.config.extension import check
+from megatron_fleet.config.secrets import STORE, secrets, without_secrets
+from megatron_fleet.config.sections.env import Env
+from megatron_fleet.envs.registry import Start, serve
+from megatron_fleet.tuning.precision import Row, _trial
 
 SECRETS = (
     *("WANDB_API_KEY", "WANDB_API_KEY_TOOL_USE", "AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID", "AWS_SESSION_TOKEN"),
     *("FLEET_API_KEY", "SLACK_WEBHOOK_URL", "SLACK_BOT_TOKEN", "HF_TOKEN", "MLFLOW_TRACKING_PASSWORD", "MFLEET_TOKEN"),
-    *("OPENAI_API_KEY", "GOOGLE_APPLICATION_CREDENTIALS", "apikey", "my_secret"),
+    *("OPENAI_API_KEY", "GOOGLE_APPLICATION_CREDENTIALS", "apikey", "my_secret", "PGPASSWORD", "MYSQL_PWD"),
+    *("GITHUB_PAT", "SENTRY_DSN", "DOCKER_AUTH_CONFIG", "AZURE_STORAGE_CONNECTION_STRING", "MY_JWT", "REDISCLI_AUTH"),
+    *("SMTP_PASS", "SSH_PASSPHRASE", "RAY_AUTH_TOKEN"),
 )
 HARMLESS = (
     *("PATH", "HOME", "TOKENIZERS_PARALLELISM", "AWS_REGION", "AWS_ENDPOINT_URL", "CUDA_VISIBLE_DEVICES", "KEYBOARD"),
-    *("HF_HOME", "MONKEY", "RAY_AUTH_TOKEN", "WANDB_MODE", "PYTHONPATH"),
+    *("HF_HOME", "MONKEY", "WANDB_MODE", "PYTHONPATH", "PWD", "OLDPWD", "RAY_AUTH_MODE", "SSH_AUTH_SOCK", "COMPASS"),
 )
+SECRET_VALUES = {
+    "MLFLOW_TRACKING_URI": "https://user:pw@host/path",
+    "DATABASE_URL": "postgresql+psycopg://user:p%40w@host:5432/db",
+    "CELERY_BROKER": "redis://:pw@host",
+    "WANDB_BASE_URL": "HTTPS://a-token@host",
+    "AWS_ENDPOINT": "http://user:pw@host:9000",
+}
+HARMLESS_VALUES = {
+    "HTTP_PROXY": "http://user:pw@proxy:3128",
+    "https_proxy": "http://user:pw@proxy:3128",
+    "AWS_ENDPOINT_URL": "http://host:9000/a@b",
+    "MIRROR": "ssh://git@host/repository",
+    "SEEN": "a:b@c",
+}
 
 
 def test_what_looks_like_a_secret_goes_and_all_else_stays():
@@ -24,6 +51,46 @@ def test_what_looks_like_a_secret_goes_and_all_else_stays():
     kept = secrets(dict.fromkeys(SECRETS + HARMLESS, "x"), ("AWS_", "FLEET_"))
     assert set(kept) == {"AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID", "AWS_SESSION_TOKEN", "FLEET_API_KEY"}
     assert secrets({"FLEET_API_KEY": "x"}, ()) == {}
+
+
+def test_an_address_with_a_password_is_a_secret_whatever_its_name():
+    assert without_secrets(SECRET_VALUES | HARMLESS_VALUES) == HARMLESS_VALUES
+    assert secrets(SECRET_VALUES | HARMLESS_VALUES, STORE) == {"AWS_ENDPOINT": SECRET_VALUES["AWS_ENDPOINT"]}
+
+
+@pytest.mark.parametrize("name", ["OPENAI_API_KEY", "AWS_", ""])
+def test_a_single_variable_is_kept_by_its_whole_name(name):
+    environ = dict.fromkeys(("OPENAI_API_KEY", "OPENAI_API_KEY_ADMIN", "AWS_SECRET_ACCESS_KEY"), "x")
+    assert without_secrets(environ, names=(name,)).keys() == environ.keys() & {name}
+
+
+@pytest.mark.parametrize("start", ["extension", "fleet's package", "nvidia-smi", "tuning", "janitor"])
+def test_short_children_and_the_janitor_get_none(monkeypatch, tmp_path, start):
+    """What each one's environment holds, as it says itself or the kernel does."""
+    for name in SECRETS:
+        monkeypatch.setenv(name, "planted")
+    said = tmp_path / "said"
+    if start == "janitor":
+        janitor = Janitor("a-run", tmp_path / "folder")
+        janitor.look()  # it runs: before, its environment is none yet
+        said.write_bytes(Path(f"/proc/{janitor._process.pid}/environ").read_bytes())
+        janitor.close()
+    else:
+        python = tmp_path / "nvidia-smi"
+        python.write_text(f"#!/bin/sh\n/usr/bin/env > '{said}'\n")
+        python.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(python))
+        if start == "extension":
+            check("env.kind", "some.module:name", (), str(python))
+        elif start == "fleet's package":
+            serve(Start(Env(kind="fleet"), tmp_path / "log", str(python), seed=0))
+        elif start == "nvidia-smi":
+            assert nvidia_devices(dict(os.environ) | {"PATH": str(tmp_path)}) == ()
+        else:
+            row, config = Row("name", ()), SimpleNamespace(model_dump=lambda mode: {})
+            _trial(tmp_path, row, config, SimpleNamespace(weights=False), 1, {})
+            assert "ended with status 0" in row.problem
+    assert said.stat().st_size > 0 and b"planted" not in said.read_bytes()
 
 
 async def test_a_rank_gets_the_store_s_secrets_and_its_token_alone(tmp_path, monkeypatch):

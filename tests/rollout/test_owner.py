@@ -77,7 +77,9 @@ def test_nothing_outlives_the_owner(tmp_path, episode_python, model, how, when):
             assert _agents(owner.pid).keys() <= set(marked(told["run"]))
         (folder,) = Path(tempfile.gettempdir()).glob(f"mf-{told['run']}")
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700  # whatever Ray makes of its folder within
-        assert not any(b"planted" in _environment(pid) for pid in told["pids"])
+        commands = {p.pid: p.cmdline() for p in psutil.Process(owner.pid).children(recursive=True)}
+        assert any("janitor.py" in part for command in commands.values() for part in command)
+        assert not any(b"planted" in _environment(pid) for pid in {*told["pids"], *commands})
         assert not any(b"MASTER_ADDR=" in _environment(pid) for pid in told["pids"])
         owner.send_signal(how)
         owner.wait(HANG_S)

@@ -30,7 +30,7 @@ def render(template: str, variables: Sequence[Mapping[str, Any]]) -> list[str]:
     from megatron_fleet.config.secrets import without_secrets  # the child needs none of them
 
     asked = json.dumps({"template": template, "variables": list(variables)}).encode()
-    command, environ = [sys.executable, "-I", __file__], without_secrets(os.environ, ())
+    command, environ = [sys.executable, "-I", __file__], without_secrets(os.environ)
     child = subprocess.run(command, input=asked, capture_output=True, env=environ, check=False)
     if child.returncode < 0:
         raise ValueError(f"it takes more than {CPU_S} s of CPU time or {MEMORY_BYTES >> 20} MiB of memory")
