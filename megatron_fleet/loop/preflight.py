@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -22,11 +21,12 @@ from megatron_fleet.config import extension, validate
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import read_object
 from megatron_fleet.config.schema import Config
-from megatron_fleet.config.urls import url_problem
 from megatron_fleet.data.task import Task
 from megatron_fleet.telemetry.sinks import LOGGER_ARGUMENTS
 from megatron_fleet.weight_sync.registry import OWN_ARGUMENTS as TRANSPORT_ARGUMENTS
 
+ANSWER_S = 10.0
+"""Time for a server that the run uses to answer."""
 log = logging.getLogger(__name__)
 
 
@@ -90,16 +90,8 @@ def check_endpoint(config: Config) -> None:
             f"agent.kind={config.agent.kind} plays token by token, and an endpoint takes messages; set it to tools."
         )
     endpoint = config.eval.endpoint
-    if problem := url_problem("eval.endpoint.url", str(endpoint.url)):
-        raise UserError(problem)
     if not endpoint.model:
         raise UserError("eval.endpoint.model must be set; add --model NAME.")
-    try:
-        added = json.loads(endpoint.extra_body or "{}")
-    except ValueError as error:
-        raise UserError(f"eval.endpoint.extra_body={endpoint.extra_body}: no JSON ({error}).") from None
-    if not isinstance(added, dict):
-        raise UserError(f"eval.endpoint.extra_body={endpoint.extra_body} must be a JSON object.")
 
 
 def _launch(config: Config) -> None:
@@ -265,19 +257,14 @@ def _verifiers(config: Config) -> None:
 
 
 def _environment_server(config: Config) -> None:
-    """Check that something answers at ``env.url``; its environment is not checked before the first reset."""
-    if config.env.kind == "openenv":
-        url = str(config.env.url)
-        _must_answer("env.url", url, url.replace("ws", "http", 1) if url.startswith("ws") else url)
+    """Check that a server answers at ``env.url``, which an environment of the user's own may use too.
 
+    Its environment is not checked before the first reset.
+    """
+    from megatron_fleet.envs.registry import no_answer
 
-def _must_answer(key: str, value: str, url: str) -> None:
-    import httpx
-
-    try:
-        httpx.get(url, timeout=10)
-    except httpx.HTTPError as error:
-        raise UserError(f"{key}={value}: nothing answers there ({error}); start the server, or correct it.") from error
+    if config.env.url and (reason := no_answer(config.env.url, ANSWER_S)):
+        raise UserError(f"env.url={reason}; start the server, or correct the address.")
 
 
 def _fleet_key(config: Config) -> None:
@@ -307,24 +294,21 @@ def _mlflow_server(config: Config) -> None:
     if find_spec("mlflow") is None:
         raise UserError(f"logging.mlflow.uri={uri}: MLflow is missing; pip install mlflow-skinny, or remove the key.")
     if uri.startswith("http"):
-        _must_answer("logging.mlflow.uri", uri, uri)
+        import httpx
+
+        try:
+            httpx.get(uri, timeout=ANSWER_S)
+        except httpx.HTTPError as error:
+            raise UserError(
+                f"logging.mlflow.uri={uri}: nothing answers there ({error}); start the server, or correct it."
+            ) from error
 
 
 def _tasks(config: Config) -> None:
-    from megatron_fleet.data.dataset import run_dataset
-    from megatron_fleet.data.mixture import check_mixture
+    from megatron_fleet.loop.tasks import checked_dataset
 
-    split = run_dataset(config).split
-    train, held_out = split.train, split.held_out
-    unevaluated = config.eval.in_training and not held_out
-    side = "training" if not train else "evaluation" if unevaluated else None
-    if side is not None:
-        raise UserError(
-            f"data.eval_fraction={config.data.eval_fraction:g} leaves no {side} task of the "
-            f"{len(train) + len(held_out)} in data.tasks={config.data.tasks}; add tasks or change the fraction."
-        )
-    check_mixture(train, config.rollout.prompts_per_step, config.data.mixture)
-    _screens(config, [*train, *held_out])
+    split = checked_dataset(config).split
+    _screens(config, [*split.train, *split.held_out])
 
 
 def _screens(config: Config, tasks: Sequence[Task]) -> None:

@@ -70,6 +70,21 @@ def test_quickstart_is_accepted():
         (["rollout.engine.replicas=131073"], ["rollout.engine.replicas=131073", "131072"]),
         (["env.step_timeout_s=1e300"], ["env.step_timeout_s=1e+300"]),
         (["run.name=" + "x" * 101], ["run.name", "101 characters"]),
+        (["policy.micro_batch_tokens=1000000000000000"], ["policy.micro_batch_tokens=1000000000000000", "≤ 67108864"]),
+        (["rollout.prompts_per_step=1000000000000"], ["rollout.prompts_per_step=1000000000000", "≤ 100000"]),
+        (["rollout.samples_per_prompt=1000000000"], ["rollout.samples_per_prompt=1000000000", "≤ 10000"]),
+        (["rollout.max_context=1000000000000"], ["rollout.max_context=1000000000000", "≤ 67108864"]),
+        (["policy.lora.rank=10000000"], ["policy.lora.rank=10000000", "≤ 65536"]),
+        (["eval.endpoint.extra_body=[1]"], ["eval.endpoint.extra_body must be a JSON object"]),
+        (["eval.endpoint.extra_body={"], ["eval.endpoint.extra_body: line 1, column 2: not JSON"]),
+        (
+            ["eval.endpoint.extra_body=" + '{"a":' * 600 + "1" + "}" * 600],
+            ["eval.endpoint.extra_body: its JSON is nested more than 200 levels deep"],
+        ),
+        (["eval.endpoint.api_key_env="], ["eval.endpoint.api_key_env=''", "OPENAI_API_KEY"]),
+        (["eval.endpoint.api_key_env=A-B"], ["eval.endpoint.api_key_env='A-B'", "no name of an environment variable"]),
+        (["eval.endpoint.url=host/v1"], ["eval.endpoint.url=host/v1", "https://host:port"]),
+        (["env.sandbox=full", "eval.upload=s3://key:hidden@bucket"], ["eval.upload holds an @"]),
         (["run.name=a\x07b"], ["run.name='a\\x07b'", "control characters"]),
         (["env.openenv.finish_tool=" + "x" * 4001], ["env.openenv.finish_tool", "4001 characters"]),
         (["logging.mlflow.uri=mlruns"], ["logging.mlflow.uri=mlruns", "http://"]),
@@ -79,6 +94,31 @@ def test_impossible_combinations_are_explained(overrides, keys):
     with pytest.raises(UserError) as caught:
         check(*overrides)
     assert all(key in str(caught.value) for key in keys), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "url"),
+    [
+        ("eval.endpoint.url", "http://u:hidden@h/v1"),
+        *(
+            ("eval.endpoint.url", f"http://h/v1?a=1&{name}=hidden")
+            for name in ("api_key", "token", "sig", "X-Amz-Signature")
+        ),
+        ("eval.endpoint.url", "ftp://h/v1?client_secret=hidden"),
+        ("logging.mlflow.uri", "http://h?password=hidden#part"),
+        ("env.url", "ws://h:99999/?access-token=hidden"),
+    ],
+)
+def test_an_address_with_a_secret_is_refused_without_repeating_it(key, url):
+    own = ["env=openenv", "data.tasks=x"] if key == "env.url" else []
+    with pytest.raises(UserError, match=f"^{key} holds .*written to files") as caught:
+        check(*own, f"{key}='{url}'")
+    assert "hidden" not in str(caught.value)
+
+
+@pytest.mark.parametrize("query", ["?api-version=2024-10-21", "?design=1&signal=2&author=x", ""])
+def test_other_parameters_of_an_address_are_taken(query):
+    check(f"eval.endpoint.url='http://h/v1{query}'")
 
 
 @pytest.mark.parametrize(

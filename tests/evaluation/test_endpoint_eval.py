@@ -109,7 +109,7 @@ def test_an_evaluation_that_knows_nothing_is_no_result(tmp_path, capfd):
         (("--endpoint", "http://h/v1", "--model", "m", "--checkpoint", "c"), "--checkpoint name two models"),
         (("--endpoint", "http://h/v1", "--model", "m", "model.path=x"), "model.path name two models"),
         (("--endpoint", "http://h/v1", "--model", "m", "eval.endpoint.extra_body=[1]"), "must be a JSON object"),
-        (("--endpoint", "http://h/v1", "--model", "m", "eval.endpoint.extra_body={"), "no JSON"),
+        (("--endpoint", "http://h/v1", "--model", "m", "eval.endpoint.extra_body={"), "not JSON"),
         (("eval.endpoint.url=http://h/v1", "model.path=x"), "eval.endpoint.model must be set; add --model NAME"),
     ],
 )

@@ -36,7 +36,7 @@ class Eval(Section):
         ge=1,
         description="Held-out tasks used, the same every time, round-robin over environments; none = all of them.",
     )
-    samples: int = Field(4, ge=1, description="Samples per task at the training temperature.")
+    samples: int = Field(4, ge=1, le=10_000, description="Samples per task at the training temperature.")
     greedy: bool = Field(True, description="Also one greedy sample per task.")
     pass_threshold: float = Field(
         1.0,

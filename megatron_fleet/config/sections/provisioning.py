@@ -9,7 +9,10 @@ from megatron_fleet.config.sections.base import Section
 
 class Provisioning(Section):
     lookahead: int = Field(
-        4, ge=0, description="Environments that are reset before a place for their episode is free; over all workers."
+        4,
+        ge=0,
+        le=100_000,
+        description="Environments that are reset before a place for their episode is free; over all workers.",
     )
     starts_at_once: int = Field(
         8,

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from megatron_fleet.config.extension import Open
-from megatron_fleet.config.sections.base import Section
+from megatron_fleet.config.sections.base import MAX_TOKENS, Section
 
 CHAT_FORMAT_NAMES = (
     *("auto", "qwen2.5", "qwen3", "qwen3-instruct", "qwen3.5", "glm-4.5", "glm-4.7"),
@@ -16,12 +16,14 @@ CHAT_FORMAT_NAMES = (
 
 
 TRANSPORT_NAMES = ("auto", "shm", "cuda_ipc", "nccl", "gloo", "disk")
+MAX_EPISODES = 100_000
+"""Largest number of episodes, or of groups, that are planned or played at once."""
 
 
 class Sampling(Section):
     temperature: float = Field(1.0, ge=0, description="Sampling temperature in training; log-probs are computed at it.")
-    max_tokens_per_turn: int = Field(ge=1, description="Most tokens generated in one turn.")
-    max_turns: int = Field(ge=1, description="Most turns per episode.")
+    max_tokens_per_turn: int = Field(ge=1, le=MAX_TOKENS, description="Most tokens generated in one turn.")
+    max_turns: int = Field(ge=1, le=100_000, description="Most turns per episode.")
 
 
 class Engine(Section):
@@ -29,7 +31,7 @@ class Engine(Section):
     tensor_parallel: int = Field(
         1, ge=1, description="Tensor-parallel size of an engine: devices that share its matrices."
     )
-    max_num_seqs: int = Field(128, ge=1, description="Sequences that one replica decodes together.")
+    max_num_seqs: int = Field(128, ge=1, le=MAX_EPISODES, description="Sequences that one replica decodes together.")
     kv_cache_bytes: int | None = Field(None, ge=1, description="KV memory per replica; none = vLLM decides (GPU).")
     gpu_memory_utilization: float = Field(0.8, gt=0, le=1, description="Share of a GPU's memory that vLLM may take.")
     enforce_eager: bool = Field(False, description="Run vLLM without compiled graphs: slower, starts sooner.")
@@ -47,6 +49,11 @@ class Engine(Section):
         "auto",
         description="How weights reach the engines; auto: shared memory on one host without GPUs, cuda_ipc on the "
         "trainer's GPUs, nccl on other GPUs, gloo on other hosts without GPUs. disk: a folder that all hosts see.",
+    )
+    weights_url: str | None = Field(
+        None,
+        description="transport=disk: the folder, a path or s3://bucket/prefix, of this run alone: weights of other "
+        "runs in it are removed; none: <run.out>/weights.",
     )
     residual_gib: float = Field(
         8.0,
@@ -66,9 +73,11 @@ class Engine(Section):
 
 
 class Rollout(Section):
-    prompts_per_step: int = Field(ge=1, description="Groups (tasks) per step.")
-    samples_per_prompt: int = Field(ge=2, description="Trajectories per group.")
-    max_context: int = Field(ge=64, description="Longest token sequence of an episode; also the engine's limit.")
+    prompts_per_step: int = Field(ge=1, le=MAX_EPISODES, description="Groups (tasks) per step.")
+    samples_per_prompt: int = Field(ge=2, le=10_000, description="Trajectories per group.")
+    max_context: int = Field(
+        ge=64, le=MAX_TOKENS, description="Longest token sequence of an episode; also the engine's limit."
+    )
     sampling: Sampling
     thinking: bool = Field(
         False, description="Let the policy think, written as its chat format has it; some models only do or never."
@@ -78,7 +87,9 @@ class Rollout(Section):
         description="The model's chat format; auto: from its files, and refused where its own chat template differs.",
     )
     workers: int = Field(1, ge=1, description="Episode worker processes.")
-    episodes_in_flight: int = Field(256, ge=1, description="Episodes played at once, over all workers.")
+    episodes_in_flight: int = Field(
+        256, ge=1, le=MAX_EPISODES, description="Episodes played at once, over all workers."
+    )
     episode_timeout_s: float = Field(300, gt=0, description="Deadline of a whole episode.")
     max_staleness: int = Field(
         0,

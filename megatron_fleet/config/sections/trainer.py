@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from megatron_fleet.config.sections.base import Section
+from megatron_fleet.config.sections.base import MAX_TOKENS, Section
 
 
 class Precision(Section):
@@ -126,7 +126,7 @@ class Safety(Section):
 class Lora(Section):
     """LoRA adapters on frozen layers (Hu et al. 2021, arXiv:2106.09685); each expert gets its own."""
 
-    rank: int = Field(0, ge=0, description="Width of the adapters; 0: none, all parameters are trained.")
+    rank: int = Field(0, ge=0, le=65_536, description="Width of the adapters; 0: none, all parameters are trained.")
     alpha: float = Field(32.0, gt=0, description="The adapters' output is scaled by alpha / rank.")
     targets: tuple[Literal["attention", "mlp", "experts"], ...] = Field(
         ("attention", "mlp"),
@@ -139,7 +139,7 @@ class Lora(Section):
 
 
 class GradientMetrics(Section):
-    """`policy/grad:*`, see docs/reference/metrics.md: measured on samples of 64 rows and columns each of layer matrices."""
+    """`policy/grad:*`, see docs/reference/metrics.md: measured on samples of 64 rows and columns of layer matrices."""
 
     every: int = Field(
         0, ge=0, description="Updates between two measurements, counted from the start of an attempt; 0: off."
@@ -148,15 +148,17 @@ class GradientMetrics(Section):
 
 
 class Policy(Section):
-    micro_batch_tokens: int = Field(ge=64, description="Most tokens of a micro-batch; sequences are packed into it.")
+    micro_batch_tokens: int = Field(
+        ge=64, le=MAX_TOKENS, description="Most tokens of a micro-batch; sequences are packed into it."
+    )
     recompute: Recompute = Field(
         "none", description="Recompute activations instead of keeping them: none, full, or a list of parts."
     )
-    logprob_chunk: int = Field(1024, ge=1, description="Positions whose logits exist at one time.")
+    logprob_chunk: int = Field(1024, ge=1, le=MAX_TOKENS, description="Positions whose logits exist at one time.")
     updates_per_batch: int = Field(
         1, ge=1, description="Optimizer steps per rollout batch; above 1, π_old is computed by a pass of its own."
     )
-    threads: int = Field(1, ge=1, description="CPU threads of each rank.")
+    threads: int = Field(1, ge=1, le=1024, description="CPU threads of each rank.")
     optimizer: Optimizer
     router: Router = Router()
     safety: Safety = Safety()
