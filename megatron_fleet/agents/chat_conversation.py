@@ -70,7 +70,7 @@ class ChatConversation:
         unseen = settings.prompts.unseen
         self.look: Look = show_all if client.endpoint.images else partial(see, vision=None, sentence=unseen)
 
-    def begin(self, system: str, tools: tuple[dict[str, Any], ...], user: str, seen: Seen) -> Ending | None:
+    async def begin(self, system: str, tools: tuple[dict[str, Any], ...], user: str, seen: Seen) -> Ending | None:
         """See `Conversation`. The prompt's length is known only from the endpoint's answer."""
         self._tools = tools
         self.history = ChatHistory(system, user, seen.images, self._settings.prompts.removed)
@@ -90,7 +90,7 @@ class ChatConversation:
         self._builder.say("assistant", self._newest.text)
         return self._beyond_limit(answer, max_tokens) or self._newest.parsed
 
-    def show(self, results: Sequence[ToolResult]) -> Ending | None:
+    async def show(self, results: Sequence[ToolResult]) -> Ending | None:
         """See `Conversation`. The endpoint decides whether the results fit."""
         agent, said = self._settings.agent, self._newest
         note = f"[{self.status()}]" if agent.context_status else ""

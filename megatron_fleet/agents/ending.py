@@ -8,14 +8,13 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_fleet.agents.trajectory import Outcome
+from megatron_fleet.agents.trajectory import CAUSES, Cause, Outcome
 from megatron_fleet.envs.base import Environment, EnvLost
 
 VERIFY_GRACE_S = 2.0
 """Margin above the environment's own deadline for verify, which should fire first because it knows the reason."""
 CLOSE_GRACE_S = 5.0
 """The same margin for close."""
-_UNVERIFIED = (Outcome.PROMPT_TOO_LONG, Outcome.ENV_FAILED, Outcome.ABORTED)
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +32,7 @@ async def score(
     ending: Ending, env: Environment, conversation: list[dict[str, Any]], verify_timeout_s: float
 ) -> tuple[Ending, float | None]:
     """Run the verifier if there is anything to verify; an unknown reward comes with a reason."""
-    if ending.outcome in _UNVERIFIED:
+    if CAUSES[ending.outcome] is not Cause.POLICY:
         return ending, None
     limit = verify_timeout_s + VERIFY_GRACE_S
     try:

@@ -41,7 +41,7 @@ class Conversation(Protocol):
     look: Look
     trouble: str
 
-    def begin(self, system: str, tools: tuple[dict[str, Any], ...], user: str, seen: Seen) -> Ending | None:
+    async def begin(self, system: str, tools: tuple[dict[str, Any], ...], user: str, seen: Seen) -> Ending | None:
         """Set up the first prompt; return an ending when it leaves no room for a turn."""
         ...
 
@@ -58,7 +58,7 @@ class Conversation(Protocol):
         """
         ...
 
-    def show(self, results: Sequence[ToolResult]) -> Ending | None:
+    async def show(self, results: Sequence[ToolResult]) -> Ending | None:
         """Show the results of the turn's calls, or a reminder without any; return an ending when they do not fit."""
         ...
 
@@ -144,7 +144,7 @@ class _Play:
             turns_without_call = 0 if parsed.tool_calls else turns_without_call + 1
             if turns_without_call == self.settings.max_no_action_turns:
                 return Ending(Outcome.NO_ACTION)
-            if turn + 1 < self.settings.max_turns and (end := self.conversation.show(results)) is not None:
+            if turn + 1 < self.settings.max_turns and (end := await self.conversation.show(results)) is not None:
                 return end
         return Ending(Outcome.MAX_TURNS)
 
@@ -160,7 +160,7 @@ class _Play:
         tools = (*(tool for tool in first.tools if tool["function"]["name"] not in names), *own)
         self.builder.say("system", system)
         self.builder.say("user", user, seen.images)
-        end = talk.begin(system, tools, user, seen)
+        end = await talk.begin(system, tools, user, seen)
         outputs = ToolOutputs(agent.max_tool_output_chars, agent.paging)
         self.local = LocalTools(agent, outputs, talk.history, self.builder, talk.status)
         self.toolbox = Toolbox(self.env, self.settings, self.builder, outputs, self.local, talk.look)

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-MAX_KEPT_CHARS = 1_000_000
-"""Limit per result: a worker holds hundreds of episodes, and a policy reads only a few pages."""
+MAX_KEPT_CHARS, MAX_EPISODE_CHARS = 1_000_000, 4_000_000
+"""Limits per result and per episode: a worker holds hundreds of episodes, and a policy reads only a few pages."""
 MAX_MATCHES = 10
 SNIPPET_CHARS = 80
 """Context shown on either side of a match."""
 
 
 class ToolOutputs:
-    """Cuts long results and keeps them. Kept results are numbered from 1; a page is as long as a cut result."""
+    """Cuts long results and keeps them, of an episode's results the newest. Results are numbered from 1 and have pages,
+    as long as a cut result.
+    """
 
     def __init__(self, page_chars: int, paging: bool) -> None:
         """``paging``: the policy can request pages, so a cut result is kept and says how to see more."""
         self._page_chars, self._paging = page_chars, paging
         self._kept: list[str] = []
+        self._forgotten = 0  # number of leading results that are no longer kept
 
     def cut(self, text: str) -> tuple[str, bool]:
         """Return the text to show of a result, and whether it was cut."""
@@ -27,6 +30,9 @@ class ToolOutputs:
         if not self._paging:
             return f"{shown}\n[cut: {self._page_chars} of {len(text)} characters shown]", True
         self._kept.append(text[:MAX_KEPT_CHARS])
+        while sum(map(len, self._kept)) > MAX_EPISODE_CHARS:
+            self._kept[self._forgotten] = ""
+            self._forgotten += 1
         number = len(self._kept)
         more = f"view_tool_output(id={number}, page=2) shows more"
         return f"{shown}\n[cut: page 1 of {self._pages(number)} of output {number}; {more}]", True
@@ -55,6 +61,8 @@ class ToolOutputs:
         if not 1 <= number <= len(self._kept):
             known = f"; ids are 1 to {len(self._kept)}" if self._kept else "; nothing was cut yet"
             raise LookupError(f"there is no output {number}{known}")
+        if number <= self._forgotten:
+            raise LookupError(f"output {number} is no longer kept; call the tool again")
 
     def _pages(self, number: int) -> int:
         return -(-len(self._kept[number - 1]) // self._page_chars)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,8 @@ from megatron_fleet.models.images import place
 
 MAX_CHARS_PER_TOKEN = 16
 """A first prompt with more characters per token of the context is rejected as too long without tokenising it."""
+LONG_CHARS = 100_000
+"""Texts longer than this are encoded in a thread."""
 
 
 async def run_episode(
@@ -72,20 +74,21 @@ class TokenConversation:
         self._seed, self._session = seed, session
         self._thinking: Thinking
         self._tools: tuple[dict[str, Any], ...] = ()
+        self._first_chars = 0  # length of the first prompt
         self._sampled: tuple[int, ...] = ()  # the newest turn
         self.history: History
         vision = renderer.vision if settings.images else None
         self.look: Look = partial(see, vision=vision, sentence=settings.prompts.unseen)
 
-    def begin(self, system: str, tools: tuple[dict[str, Any], ...], user: str, seen: Seen) -> Ending | None:
+    async def begin(self, system: str, tools: tuple[dict[str, Any], ...], user: str, seen: Seen) -> Ending | None:
         """See `Conversation`."""
         agent, limit = self._settings.agent, self._settings.max_context
         self._tools, removed = tools, self._settings.prompts.removed
         self._thinking = Thinking(self._renderer, tools)
         self.history = History(self._renderer, system, tools, user, removed, agent.step_wise, seen.images)
-        # Encoding takes seconds per MB and blocks every other episode of the worker.
-        if len(system) + len(user) + len(json.dumps(tools)) <= MAX_CHARS_PER_TOKEN * limit:
-            ids = self.history.render()
+        self._first_chars = len(system) + len(user) + len(json.dumps(tools))
+        if self._first_chars <= MAX_CHARS_PER_TOKEN * limit:
+            ids = await _encoded(self._first_chars, self.history.render)
             if self._fits(ids):
                 self._builder.begin(ids, place(ids, self.history.images(), self._renderer.vision))
                 return None
@@ -107,14 +110,14 @@ class TokenConversation:
             return Ending(Outcome.WROTE_IMAGE)
         return self._renderer.parse(self._builder.messages[-1]["content"], self._tools)
 
-    def show(self, results: Sequence[ToolResult]) -> Ending | None:
+    async def show(self, results: Sequence[ToolResult]) -> Ending | None:
         """See `Conversation`."""
         reminder = "" if results else self._settings.prompts.reminder_text(self._settings.agent.finish)
         exchange = Exchange(self._sampled, tuple(results), reminder)
-        prompt = self._prompt_after(exchange)
+        prompt = await self._prompt_after(exchange)
         if self._settings.agent.context_status:
             exchange = exchange.with_note(f"[{self.status(len(prompt))}]")
-            prompt = self._prompt_after(exchange)
+            prompt = await self._prompt_after(exchange)
         if not self._fits(prompt):
             return Ending(Outcome.CONTEXT_OVERFLOW)
         if not results:
@@ -150,10 +153,12 @@ class TokenConversation:
         self._builder.say("assistant", self._renderer.text(sampled))
         return generation
 
-    def _prompt_after(self, exchange: Exchange) -> list[int]:
+    async def _prompt_after(self, exchange: Exchange) -> list[int]:
+        chars = sum(len(result.text) for result in exchange.results)
         if self.history.changed:
-            return self.history.render(exchange)
-        return self._builder.ids + exchange.answer(self._renderer, self._builder.ids[-1])
+            return await _encoded(self._first_chars + chars, lambda: self.history.render(exchange))
+        last_id = self._builder.ids[-1]
+        return self._builder.ids + await _encoded(chars, lambda: exchange.answer(self._renderer, last_id))
 
     def _unspoken(self) -> tuple[int, ...]:
         return self._renderer.vision.unspoken_ids if self._renderer.vision else ()
@@ -161,3 +166,11 @@ class TokenConversation:
     def _fits(self, prompt: list[int]) -> bool:
         room = self._settings.max_context - len(prompt)
         return room >= min(MIN_TURN_TOKENS, self._settings.max_tokens_per_turn)
+
+
+async def _encoded(chars: int, encode: Callable[[], list[int]]) -> list[int]:
+    """Return what ``encode`` makes of ``chars`` characters, in a thread if they are many.
+
+    Encoding takes a second per MB or more, and would stop every other episode of the worker.
+    """
+    return await asyncio.to_thread(encode) if chars > LONG_CHARS else encode()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -38,6 +40,45 @@ class Outcome(StrEnum):
     """The policy wrote a token that only stands for a part of an image; the verifier still scored the state."""
     ABORTED = "aborted"
     """The run was stopped or the engine failed while the episode was in flight; the reward is unknown."""
+
+
+class Cause(StrEnum):
+    """What an outcome is due to."""
+
+    POLICY = "policy"
+    """The policy played until it finished or exceeded a limit: the verifier scores the state that it left behind."""
+    TASK = "task"
+    """The task cannot be played with this configuration."""
+    ENVIRONMENT = "environment"
+    VERIFIER = "verifier"
+    RUN = "run"
+    """The engine, the endpoint or the end of the run."""
+
+
+CAUSES: Mapping[Outcome, Cause] = MappingProxyType(
+    {
+        Outcome.COMPLETED: Cause.POLICY,
+        Outcome.MAX_TURNS: Cause.POLICY,
+        Outcome.CONTEXT_OVERFLOW: Cause.POLICY,
+        Outcome.PROMPT_TOO_LONG: Cause.TASK,
+        Outcome.GENERATION_TRUNCATED: Cause.POLICY,
+        Outcome.NO_ACTION: Cause.POLICY,
+        Outcome.TIMEOUT: Cause.POLICY,
+        Outcome.ENV_FAILED: Cause.ENVIRONMENT,
+        Outcome.VERIFIER_FAILED: Cause.VERIFIER,
+        Outcome.WROTE_IMAGE: Cause.POLICY,
+        Outcome.ABORTED: Cause.RUN,
+    }
+)
+"""Whether an episode is scored, and what counts as a failure of the infrastructure or of the environment, follows from
+this table alone."""
+
+
+def environment_failed(outcome: Outcome, reward: float | None) -> bool | None:
+    """Return whether the environment caused an unknown reward; ``None``: the episode is no evidence either way."""
+    if CAUSES[outcome] is Cause.RUN:
+        return None
+    return reward is None and CAUSES[outcome] is not Cause.TASK
 
 
 @dataclass(frozen=True, slots=True)

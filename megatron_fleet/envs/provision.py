@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from megatron_fleet.config.sections.provisioning import Provisioning
 from megatron_fleet.data.task import Task
-from megatron_fleet.envs.base import EnvBusy, Environment, EnvLost, Observation, Reward, ToolCall
+from megatron_fleet.envs.base import EnvBusy, Environment, EnvLost, Observation, Reward, ToolCall, cut_reason
 from megatron_fleet.envs.breaker import Breaker
 from megatron_fleet.envs.limiter import Limiter, Result
 
@@ -148,7 +148,7 @@ class ProvisionedEnvironment:
         except (EnvBusy, EnvLost):
             raise
         except Exception as error:
-            self._lost = f"{type(error).__name__}: {error}"
+            self._lost = cut_reason(f"{type(error).__name__}: {error}")
             log.warning("an environment's answer could not be used: %s", self._lost)
             log.debug("it failed here", exc_info=True)
             raise EnvLost(self._lost) from error
@@ -183,8 +183,13 @@ class Provisioner:
             self._gates[env_key] = Gate(limiter)
         return ProvisionedEnvironment(inner, self._gates[env_key], config.wait_s)
 
-    def ended(self, env_key: str, ticket: int, failed: bool | None) -> None:
-        """Record the end of an admitted episode. ``failed``: ``None`` if it says nothing about its environment."""
+    def ended(self, env_key: str, ticket: int, failed: bool | None, reason: str) -> None:
+        """Record the end of an admitted episode.
+
+        Args:
+            failed: ``None`` if it says nothing about its environment.
+            reason: why its reward is unknown, if so.
+        """
         now = time.monotonic()
         breaker = self._breaker(env_key)
         before = breaker.open, breaker.seconds_left(now)
@@ -192,7 +197,8 @@ class Provisioner:
         if before[0] and not breaker.open:
             log.warning("environment %s is well again", env_key)
         elif breaker.seconds_left(now) > before[1]:
-            log.warning("environment %s goes into quarantine for %.0f s", env_key, breaker.seconds_left(now))
+            pause_s = breaker.seconds_left(now)
+            log.warning("environment %s goes into quarantine for %.0f s; last failure: %s", env_key, pause_s, reason)
 
     def gauges(self, env_key: str) -> dict[str, float]:
         """Return the current state of one environment as numbers."""

@@ -18,7 +18,7 @@ from typing import Any
 from megatron_fleet.agents.builder import TrajectoryBuilder
 from megatron_fleet.agents.kinds import make_agent
 from megatron_fleet.agents.settings import EpisodeSettings, stable_seed
-from megatron_fleet.agents.trajectory import Outcome, Trajectory
+from megatron_fleet.agents.trajectory import Outcome, Trajectory, environment_failed
 from megatron_fleet.config.schema import Agent, Env, Rollout
 from megatron_fleet.envs.provision import ProvisionedEnvironment, Provisioner, Quarantined
 from megatron_fleet.envs.registry import environment_token, make_environment
@@ -86,12 +86,12 @@ class EpisodeRunner(ABC):
                 trajectory = _not_played(spec, Outcome.ENV_FAILED, str(refused))
                 trajectory.metrics |= {"quarantined": 1.0, **provisioner.gauges(env_key)}
                 return trajectory
-            failed = None
+            failed, reason = None, ""
             try:
                 trajectory = await self._play_admitted(spec, provisioner)
-                failed = _environment_failed(trajectory)
+                failed, reason = environment_failed(trajectory.outcome, trajectory.reward), trajectory.reward_reason
             finally:
-                provisioner.ended(env_key, ticket, failed)
+                provisioner.ended(env_key, ticket, failed, reason)
         trajectory.metrics |= provisioner.gauges(env_key)
         return trajectory
 
@@ -198,10 +198,3 @@ def _as_trajectory(spec: EpisodeSpec, result: Trajectory | BaseException) -> Tra
 
 def _not_played(spec: EpisodeSpec, outcome: Outcome, reason: str) -> Trajectory:
     return TrajectoryBuilder().build(spec.task, spec.group, spec.sample, outcome, None, reason, None)
-
-
-def _environment_failed(trajectory: Trajectory) -> bool | None:
-    """Return whether the environment caused an unknown reward; ``None``: the episode is no evidence either way."""
-    if trajectory.outcome is Outcome.ABORTED:
-        return None
-    return trajectory.reward is None and trajectory.outcome is not Outcome.PROMPT_TOO_LONG

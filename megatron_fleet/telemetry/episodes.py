@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_fleet.agents.trajectory import Group, Outcome, Trajectory
+from megatron_fleet.agents.trajectory import CAUSES, Cause, Group, Outcome, Trajectory
 from megatron_fleet.algorithms.advantages import is_known
 from megatron_fleet.config.names import environment_name
 from megatron_fleet.telemetry.rewards import is_solved, reward_metrics
@@ -19,7 +19,7 @@ from megatron_fleet.telemetry.rewards import is_solved, reward_metrics
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-INFRASTRUCTURE_OUTCOMES = (Outcome.ENV_FAILED, Outcome.ABORTED)
+INFRASTRUCTURE_OUTCOMES = tuple(o for o, cause in CAUSES.items() if cause in (Cause.ENVIRONMENT, Cause.RUN))
 NGRAM = 20
 """Tokens; shorter n-grams repeat in every legitimate tool call, longer ones miss a repeated sentence."""
 _MIX = np.uint64(0x9E3779B97F4A7C15)

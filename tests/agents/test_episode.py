@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import math
+import threading
 
 import numpy as np
 import pytest
@@ -11,12 +12,14 @@ from waiting import LOOP_TIME, in_simulated_time
 
 from megatron_fleet.agents import builder as builder_module
 from megatron_fleet.agents import ending as ending_module
+from megatron_fleet.agents import token_conversation
 from megatron_fleet.agents import toolbox as toolbox_module
 from megatron_fleet.agents.engine import EngineLost
 from megatron_fleet.agents.history import History
 from megatron_fleet.agents.settings import stable_seed
 from megatron_fleet.agents.token_conversation import run_episode
 from megatron_fleet.agents.trajectory import Outcome
+from megatron_fleet.config.schema import Agent
 from megatron_fleet.envs.base import EnvBusy, EnvLost, Observation, Reward, ToolCall, ToolError
 
 REMINDER = PROMPTS.reminder_text("done_tag")
@@ -64,6 +67,28 @@ async def test_completed_episode_records_exactly_what_was_sampled(play, tokenize
     assert env.calls == [ToolCall("search", {"q": "open"})]
     assert env.verified[0] == ("3", t.messages)
     assert [m["role"] for m in t.messages] == ["system", "user", "assistant", "tool", "assistant"]
+
+
+@pytest.mark.parametrize("step_wise", [False, True])
+async def test_long_texts_are_encoded_in_a_thread(play, tokenizer, monkeypatch, step_wise):
+    """Encoding in the event loop's thread would stop every other episode of the worker."""
+    encode, here = tokenizer.encode, threading.current_thread()
+    places = []
+
+    def recorded(text):
+        places.extend((c, threading.current_thread() is here) for c in "abc" if c * 2000 in text)
+        return encode(text)
+
+    monkeypatch.setattr(tokenizer, "encode", recorded)
+    monkeypatch.setattr(token_conversation, "LONG_CHARS", 5000)
+    task = dataclasses.replace(TASK, prompt="a" * 6000)
+    steps = [Observation("b" * 2000), Observation("c" * 6000)]
+    env = ScriptedEnvironment(reset_script=[Observation(task.prompt, TOOLS)], step_script=steps)
+    agent = Agent(max_tool_output_chars=9000, step_wise=step_wise)
+    t, _, _ = await play([Turn(CALL), Turn(CALL), ANSWER], env, task, agent=agent, max_context=60_000)
+    assert t.outcome is Outcome.COMPLETED
+    where = {letter: {inside for other, inside in places if other == letter} for letter in "abc"}
+    assert where == {"a": {False}, "b": {not step_wise}, "c": {False}}
 
 
 async def test_requests_carry_limits_stop_tokens_session_and_stable_seeds(play, renderer):

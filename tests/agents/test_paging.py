@@ -71,6 +71,21 @@ def test_what_is_kept_of_a_result_is_bounded(monkeypatch):
     assert "page 1 of 3" in shown and outputs.page(1, 3).endswith("\n" + "x" * 50)
 
 
+def test_what_is_kept_of_an_episode_is_bounded(monkeypatch):
+    monkeypatch.setattr(outputs_module, "MAX_EPISODE_CHARS", 500)
+    outputs = ToolOutputs(100, paging=True)
+    for letter in "abc":
+        outputs.cut(letter * 200)
+    assert sum(map(len, outputs._kept)) == 400
+    for number in (2, 3):
+        assert outputs.page(number, 2).endswith("abc"[number - 1] * 100)
+    with pytest.raises(LookupError, match="output 1 is no longer kept; call the tool again"):
+        outputs.page(1, 1)
+    with pytest.raises(LookupError, match="output 1 is no longer kept"):
+        outputs.search("a", 1)
+    assert outputs.search("a", None) == "No match." and "output 3, page 1" in outputs.search("c", None)
+
+
 async def test_the_policy_pages_through_what_was_cut(tokenizer, renderer):
     result = "".join(f"row {i} " for i in range(120))
     env = ScriptedEnvironment(step_script=[Observation(result)])

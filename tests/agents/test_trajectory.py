@@ -1,14 +1,17 @@
-"""What a trajectory of several segments must keep."""
+"""What a trajectory of several segments must keep, and what an outcome means."""
 
 import dataclasses
 
 import numpy as np
 import pytest
-from agent_doubles import TASK
+from agent_doubles import TASK, ScriptedEnvironment
+from waiting import HANG_S
 
 from megatron_fleet.agents.builder import TrajectoryBuilder
+from megatron_fleet.agents.ending import Ending, score
 from megatron_fleet.agents.engine import Generation
-from megatron_fleet.agents.trajectory import Outcome, Trajectory
+from megatron_fleet.agents.trajectory import CAUSES, Cause, Outcome, Trajectory, environment_failed
+from megatron_fleet.telemetry.episodes import INFRASTRUCTURE_OUTCOMES
 
 
 def said(*ids: int, routing: np.ndarray | None = None) -> Generation:
@@ -69,3 +72,22 @@ def test_segments_that_do_not_begin_with_their_prompt_are_refused(starts):
     t = dataclasses.replace(two_segments(), segment_starts=starts)
     with pytest.raises(ValueError, match="segments do not begin"):
         t.check()
+
+
+@pytest.mark.parametrize("outcome", Outcome)
+async def test_what_an_outcome_means_is_in_one_table(outcome):
+    cause = CAUSES[outcome]
+    env = ScriptedEnvironment()
+    ended, reward = await score(Ending(outcome), env, [], HANG_S)
+    assert (len(env.verified) == 1) == (reward is not None) == (cause is Cause.POLICY) and ended.outcome is outcome
+    assert (outcome in INFRASTRUCTURE_OUTCOMES) == (cause in (Cause.ENVIRONMENT, Cause.RUN))
+    unknown = {Cause.RUN: None, Cause.TASK: False}
+    assert environment_failed(outcome, None) is unknown.get(cause, True)
+    assert not environment_failed(outcome, 0.0)
+
+
+def test_what_the_policy_is_not_to_blame_for():
+    assert set(CAUSES) == set(Outcome)
+    others = {outcome for outcome, cause in CAUSES.items() if cause is not Cause.POLICY}
+    assert others == {Outcome.PROMPT_TOO_LONG, Outcome.ENV_FAILED, Outcome.VERIFIER_FAILED, Outcome.ABORTED}
+    assert set(INFRASTRUCTURE_OUTCOMES) == {Outcome.ENV_FAILED, Outcome.ABORTED}

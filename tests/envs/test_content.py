@@ -2,12 +2,13 @@
 
 import base64
 import json
+import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fleet.envs.base import Image
+from megatron_fleet.envs.base import EnvBusy, EnvLost, Image, Observation, Reward, ToolError, clean_json
 from megatron_fleet.envs.content import error_text, known_number, read_content, score_of
 
 PIXELS = b"\x89PNG"
@@ -101,3 +102,20 @@ def test_no_result_is_lost_or_breaks_it(result):
 def test_what_is_no_reward(value):
     assert known_number(value) is None and known_number(True) == 1.0
     assert score_of({"score": value}) is None and score_of("[" * 100_000) is None
+
+
+@pytest.mark.parametrize("kind", [EnvLost, EnvBusy, lambda reason: Reward(None, reason).reason])
+def test_a_reason_is_cut_and_can_be_written(kind):
+    """Servers word it, and a frame may hold 100 MiB."""
+    assert str(kind("reset \ud800")) == "reset ?"
+    assert str(kind("x" * 500)) == "x" * 500
+    assert str(kind("x" * 10**6)) == "x" * 499 + "…"
+
+
+def test_what_json_cannot_hold_is_replaced():
+    value = {"a": [1, "é", {"b": None}]}
+    assert clean_json(value) is value
+    assert clean_json({"\ud800": ["x\udfff", math.nan, -math.inf, "NaN"]}) == {"?": ["x?", None, None, "NaN"]}
+    assert Observation("\ud800", ({"name": "\ud800"},), ToolError("timeout", "\ud800")) == Observation(
+        "?", ({"name": "?"},), ToolError("timeout", "?")
+    )

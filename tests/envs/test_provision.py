@@ -201,15 +201,15 @@ async def test_unexpected_answers_lose_the_session_and_nothing_else():
 async def test_quarantine_is_of_one_environment_and_ends(caplog):
     owner = provisioner(breaker_window=3, breaker_threshold=1, breaker_pause_s=50)
     for _ in range(3):
-        owner.ended("bad", owner.admit("bad"), True)
+        owner.ended("bad", owner.admit("bad"), True, "reset took more than 9 s")
     with pytest.raises(Quarantined, match="environment bad is in quarantine"):
         owner.admit("bad")
     assert owner.gauges("bad")["breaker_open"] == 1 and owner.gauges("good")["breaker_open"] == 0
-    owner.ended("good", owner.admit("good"), False)
+    owner.ended("good", owner.admit("good"), False, "all checks passed")
     await asyncio.sleep(51)
-    owner.ended("bad", owner.admit("bad"), False)
+    owner.ended("bad", owner.admit("bad"), False, "all checks passed")
     assert owner.gauges("bad")["breaker_open"] == 0
     assert [r.getMessage() for r in caplog.records] == [
-        "environment bad goes into quarantine for 50 s",
+        "environment bad goes into quarantine for 50 s; last failure: reset took more than 9 s",
         "environment bad is well again",
     ]

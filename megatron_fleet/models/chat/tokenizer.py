@@ -36,6 +36,9 @@ class AddedTokens:
     chat_template: str | None = None
 
 
+LONG_CHARS = 100_000
+"""Texts longer than this are encoded without the interpreter's lock."""
+
 # Words, numbers, and everything between them. Unlike Qwen2's pattern, it never splits a number and never attaches the
 # preceding space or quote to a word: each is the same token in a table, a sentence and a JSON string, so a small model
 # can copy it.
@@ -127,6 +130,8 @@ class JsonCodec:
 
     def encode(self, text: str) -> list[int]:
         """Encode ``text``."""
+        if len(text) > LONG_CHARS:  # encode_batch, unlike encode, lets other threads run
+            return self._inner.encode_batch([text], add_special_tokens=False)[0].ids
         return self._inner.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:

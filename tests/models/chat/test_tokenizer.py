@@ -1,4 +1,6 @@
 import json
+import threading
+import time
 import unicodedata
 
 import pytest
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizer_fixtures import CORPUS
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.models.chat.tokenizer import Tokenizer, train_tokenizer
+from megatron_fleet.models.chat.tokenizer import LONG_CHARS, Tokenizer, train_tokenizer
 from megatron_fleet.models.qwen3.tokens import QWEN3_TOKENS
 
 
@@ -32,6 +34,22 @@ def test_tags_are_one_token_and_control_tokens_decode(tokenizer):
     for tag in QWEN3_TOKENS.tags:
         assert tokenizer.encode(tag) == [tokenizer.special[tag]]
     assert tokenizer.decode([tokenizer.special["<|im_end|>"]]) == "<|im_end|>"
+
+
+def test_encoding_a_long_text_lets_other_threads_run(tokenizer):
+    text = "open ticket 17 in the system, <tool_call> <|im_end|>\n" * 20_000
+    parts = text[: len(text) // 20], text[len(text) // 20 :]  # the first is short enough for the usual way
+    encoded = []
+    thread = threading.Thread(target=lambda: encoded.append(tokenizer.encode(text)))
+    thread.start()
+    turns = 0
+    while thread.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    assert turns > 5  # else one before and one after it
+    assert len(parts[0]) < LONG_CHARS < len(text)
+    assert encoded[0][: len(tokenizer.encode(parts[0]))] == tokenizer.encode(parts[0])
+    assert tokenizer.decode(encoded[0]) == text
 
 
 def test_lone_surrogates_from_json_are_replaced(tokenizer):
