@@ -4,6 +4,8 @@ import json
 import shutil
 import socket
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -115,8 +117,8 @@ def test_a_split_without_evaluation_is_refused(model, tmp_path):
     row = {"key": "a", "prompt": "p", "env_key": "e", "verifier_code": "def v(env): return 1"}
     (tmp_path / "t.json").write_text(json.dumps([row]))
     tasks = f"data.tasks={tmp_path / 't.json'}"
-    assert "leaves no evaluation task" in refusal(model, tasks, "data.eval_fraction=0.001")
-    assert "leaves no training task" in refusal(model, tasks, "data.eval_fraction=0.999")
+    assert "only 0 held-out tasks with data.eval_fraction=0.001" in refusal(model, tasks, "data.eval_fraction=0.001")
+    assert "training tasks with data.eval_fraction=0.999" in refusal(model, tasks, "data.eval_fraction=0.999")
 
 
 def test_a_run_that_never_evaluates_needs_no_held_out_task(model, tmp_path):
@@ -143,7 +145,7 @@ def test_an_mlflow_server_must_answer(model, tmp_path):
     check(model, f"logging.mlflow.uri=sqlite:///{tmp_path / 'store.db'}")
 
 
-def test_an_environment_server_must_answer(model, tmp_path):
+def test_an_environment_server_must_answer(model, tmp_path, monkeypatch):
     (tmp_path / "tasks.json").write_text('[{"task_key": "a", "env_key": "e", "prompt": "p"}]')
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # bound, not listening
@@ -151,7 +153,34 @@ def test_an_environment_server_must_answer(model, tmp_path):
         tasks = ("data=file", f"data.tasks={tmp_path / 'tasks.json'}")
         for scheme in ("http", "ws"):
             refused = refusal(model, "env=openenv", f"env.url={scheme}://{address}", *tasks)
-            assert refused.startswith(f"env.url={scheme}://{address}: nothing answers there")
+            assert refused.startswith(f"env.url={scheme}://{address} is not reachable: ")
+        monkeypatch.setenv("PYTHONPATH", str(EXAMPLES), prepend=":")
+        refused = refusal(model, "env.kind=my_environment:HigherLower", f"env.url=http://{address}", *tasks)
+        assert refused.startswith(f"env.url=http://{address} is not reachable: ")
+
+
+def test_a_proxy_without_its_environment_server_is_refused(model, tmp_path):
+    (tmp_path / "tasks.json").write_text('[{"task_key": "a", "env_key": "e", "prompt": "p"}]')
+
+    class Gone(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_error(503)
+
+        def log_message(self, *args):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Gone) as proxy:
+        thread = threading.Thread(target=proxy.serve_forever)
+        thread.start()
+        try:
+            url = f"http://127.0.0.1:{proxy.server_port}"
+            refused = refusal(
+                model, "env=openenv", f"env.url={url}", "data=file", f"data.tasks={tmp_path / 'tasks.json'}"
+            )
+        finally:
+            proxy.shutdown()
+            thread.join()
+    assert refused.startswith(f"env.url={url} answers 503 ")
 
 
 def test_outputs_must_be_a_folder(model, tmp_path):
