@@ -117,8 +117,10 @@ def test_a_split_without_evaluation_is_refused(model, tmp_path):
     row = {"key": "a", "prompt": "p", "env_key": "e", "verifier_code": "def v(env): return 1"}
     (tmp_path / "t.json").write_text(json.dumps([row]))
     tasks = f"data.tasks={tmp_path / 't.json'}"
-    assert "only 0 held-out tasks with data.eval_fraction=0.001" in refusal(model, tasks, "data.eval_fraction=0.001")
-    assert "training tasks with data.eval_fraction=0.999" in refusal(model, tasks, "data.eval_fraction=0.999")
+    one = (tasks, "rollout.prompts_per_step=1")
+    assert "only 0 held-out tasks with data.eval_fraction=0.001" in refusal(model, *one, "data.eval_fraction=0.001")
+    assert "only 0 training tasks with data.eval_fraction=0.999" in refusal(model, *one, "data.eval_fraction=0.999")
+    assert "only 1 training tasks" in refusal(model, tasks, "data.eval_fraction=0.001"), "before anything starts"
 
 
 def test_a_run_that_never_evaluates_needs_no_held_out_task(model, tmp_path):
