@@ -9,6 +9,7 @@ import asyncio
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -100,6 +101,23 @@ async def _dial(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWrite
 
 @dataclass(slots=True)
 class _Attempt:
+def own_folder(path: Path) -> Path:
+    """Make a folder that only this user can enter, and return it; a folder that is there must be one.
+
+    Raises:
+        UserError: another user made it, or can enter it, and could plant files and sockets in it.
+    """
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700, parents=True)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise UserError(
+            f"{path}: is not a folder of this user alone (owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}), "
+            f"and Ray's sockets would be in it; remove it."
+        )
+    return path
+
+
     """One started set of ranks."""
 
     number: int
@@ -169,8 +187,7 @@ class Node:
         self._tell("stopped", attempt)
 
     def _join(self, head: RayHead) -> None:
-        Path(head.folder).mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._janitor = Janitor(head.run_id, Path(head.folder))
+        self._janitor = Janitor(head.run_id, own_folder(Path(head.folder)))
         self._ray = asyncio.create_task(self._keep_ray(head))
 
     async def _leave(self) -> None:

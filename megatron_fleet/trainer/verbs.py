@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.algorithms.losses import make_loss
+from megatron_fleet.cluster.rank_identity import controller_address
 from megatron_fleet.config.schema import Algorithm, Config
 from megatron_fleet.platform import device as devices
 from megatron_fleet.platform.communicator import TorchCommunicator
@@ -50,10 +52,18 @@ def join(config: str, who: Identity, rendezvous: str, address: str, listener: so
     how: dict[str, Any] = {"timeout": timeout, "wait_for_workers": False}
     if listener is not None:
         how |= {"is_master": True, "master_listen_fd": listener.detach()}
-    store = dist.TCPStore(host, int(port), who.world_size, **how)
+    store = dist.PrefixStore(_prefix(), dist.TCPStore(host, int(port), who.world_size, **how))
     if torch.cuda.is_available():
         torch.cuda.set_device(devices.device())
     dist.init_process_group(devices.backend(), store=store, rank=who.rank, world_size=who.world_size, timeout=timeout)
+
+
+def _prefix() -> str:
+    """Prefix of the store's keys, derived from the run's token: what reaches the port without the token, such as a rank
+    of another run, does not take part. It is no authentication: a store lists its keys to every client that asks.
+    """
+    _, token = controller_address(os.environ)
+    return hmac.new(token.encode(), b"process group of the ranks", "sha256").hexdigest()
 
 
 def _interface(address: str) -> str | None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -16,6 +17,7 @@ from waiting import HANG_S, until
 
 from megatron_fleet.cluster import frames, handshake
 from megatron_fleet.cluster.inventory import Device, Host
+from megatron_fleet.cluster.node import own_folder
 from megatron_fleet.cluster.nodes import NodeRanks, Nodes, RanksOfHost, host_from_plain, host_to_plain
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.trainer.links import RankListener
@@ -189,3 +191,26 @@ def test_a_host_travels_whole():
     for wrong in (None, {}, {"name": "a", "address": "b", "devices": [{"index": 1}]}):
         with pytest.raises(ValueError):
             host_from_plain(wrong)
+
+
+@pytest.mark.parametrize("found", ["entered by others", "link", "file"])
+def test_a_folder_that_another_user_may_have_planted_is_refused(tmp_path, found):
+    folder = tmp_path / "ray"
+    assert own_folder(folder) == own_folder(folder) == folder
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    if found == "entered by others":
+        folder.chmod(0o770)
+    else:
+        folder.rename(tmp_path / "elsewhere")
+        folder.symlink_to(tmp_path / "elsewhere") if found == "link" else folder.write_text("")
+    with pytest.raises(UserError, match=f"^{folder}: is not a folder of this user alone"):
+        own_folder(folder)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder to another user")
+def test_a_folder_of_another_user_is_refused(tmp_path):
+    folder = tmp_path / "ray"
+    folder.mkdir(mode=0o700)
+    os.chown(folder, 65534, 65534)
+    with pytest.raises(UserError, match=r"owner 65534, mode 700\), and Ray's sockets"):
+        own_folder(folder)
