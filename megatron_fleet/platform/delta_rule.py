@@ -23,7 +23,7 @@ class Kernels(NamedTuple):
 
     Attributes:
         convolve: SiLU of the causal depthwise convolution of ``[T, C]`` with ``[C, 1, width]``: ``[T, C]``.
-        rule: `gated_delta_rule` for each sequence.
+        rule: output of `gated_delta_rule` for each sequence.
     """
 
     convolve: Callable[[torch.Tensor, torch.Tensor, Sequence[int]], torch.Tensor]
@@ -37,6 +37,11 @@ def kernels() -> Kernels:
     return Kernels(convolve, packed_rule)
 
 
+def is_slow() -> bool:
+    """Whether this host has a GPU and computes with PyTorch's operators on it."""
+    return torch.cuda.is_available() and kernels().rule is packed_rule
+
+
 def unit_length(x: torch.Tensor) -> torch.Tensor:
     """Scale the last axis to length 1, in float32 (float64 if given); the dtype is preserved."""
     wide = _wide(x)
@@ -45,12 +50,25 @@ def unit_length(x: torch.Tensor) -> torch.Tensor:
 
 def convolve(x: torch.Tensor, weight: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
     """See `Kernels`; tokens after the sequences get zeros."""
-    out, reach = [], weight.shape[-1] - 1
-    for part in x.split([*lengths, x.shape[0] - sum(lengths)])[:-1]:
-        padded = F.pad(part.t(), (reach, 0))[None]
-        out.append(F.silu(F.conv1d(padded, weight, groups=x.shape[1])[0].t()))
-    out.append(x.new_zeros(x.shape[0] - sum(lengths), x.shape[1]))
-    return torch.cat(out)
+    rest = x.shape[0] - sum(lengths)
+    window = x.new_zeros(x.shape[1], weight.shape[-1] - 1)
+    out = [convolve_on(part, weight, window)[0] for part in x.split([*lengths, rest])[:-1]]
+    return torch.cat([*out, x.new_zeros(rest, x.shape[1])])
+
+
+def convolve_on(x: torch.Tensor, weight: torch.Tensor, window: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Convolve tokens of one sequence, see `Kernels`.
+
+    Args:
+        x: ``[T, C]``.
+        weight: ``[C, 1, width]``.
+        window: ``[C, width − 1]``, the inputs before them; zeros at the start of a sequence.
+
+    Returns:
+        Output ``[T, C]`` and the window of the next token.
+    """
+    inputs = torch.cat([window, x.t()], 1)
+    return F.silu(F.conv1d(inputs[None], weight, groups=x.shape[1])[0].t()), inputs[:, x.shape[0] :]
 
 
 def packed_rule(
@@ -60,18 +78,23 @@ def packed_rule(
     out, start = [], 0
     for length in lengths:
         here = slice(start, start + length)
-        out.append(gated_delta_rule(q[here], k[here], v[here], g[here], beta[here]))
+        out.append(gated_delta_rule(q[here], k[here], v[here], g[here], beta[here])[0])
         start += length
     out.append(v.new_zeros(v.shape[0] - start, *v.shape[1:]))
     return torch.cat(out)
 
 
 def gated_delta_rule(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
-) -> torch.Tensor:
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Gated delta rule of one sequence (Yang et al. 2025, arXiv:2412.06464, eq. 10), in its chunked form (section 3.3).
 
-    With state S = 0 before the first token, for each token: ``S ← e^g (S − β k (kᵀ S)) + β k vᵀ``, ``o = Sᵀ q / √K``.
+    For each token: ``S ← e^g (S − β k (kᵀ S)) + β k vᵀ``, ``o = Sᵀ q / √K``.
 
     Decays within a chunk are sums over the tokens between; differences of prefix sums would cancel, which costs a
     decimal digit in float32.
@@ -80,23 +103,25 @@ def gated_delta_rule(
         q, k: ``[T, heads, K]``, of length 1 (`unit_length`).
         v: ``[T, heads, V]``.
         g, beta: ``[T, heads]``: logarithm of the decay, at most 0; strength of the write.
+        state: S before the first token, ``[heads, K, V]``, in the dtype of the computation; ``None``: zeros.
 
     Returns:
-        ``[T, heads, V]``, computed in float32 (float64 if given) and cast to ``v``'s dtype.
+        ``[T, heads, V]``, computed in float32 (float64 if given) and cast to ``v``'s dtype, and S after the last token.
     """
     tokens, dtype = v.shape[0], v.dtype
     q, k, v, g, beta = map(_wide, (q * q.shape[-1] ** -0.5, k, v, g, beta))
-    chunks = -(-tokens // CHUNK)
+    size = min(CHUNK, tokens)
+    chunks = -(-tokens // size)
 
     def cut(x: torch.Tensor) -> torch.Tensor:
-        # Added tokens have k = g = beta = 0, which leaves the state as it is. [T, heads, …] → [heads, chunks, CHUNK, …]
-        x = F.pad(x, (0, 0) * (x.ndim - 1) + (0, chunks * CHUNK - tokens))
-        return x.view(chunks, CHUNK, *x.shape[1:]).movedim(2, 0)
+        # Added tokens have k = g = beta = 0, which leaves the state as it is. [T, heads, …] → [heads, chunks, size, …]
+        x = F.pad(x, (0, 0) * (x.ndim - 1) + (0, chunks * size - tokens))
+        return x.view(chunks, size, *x.shape[1:]).movedim(2, 0)
 
     q, k, v, g, beta = map(cut, (q, k, v, g, beta))
-    lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).tril()
+    lower = torch.ones(size, size, dtype=torch.bool, device=g.device).tril()
     # Element (i, j): the sum of g over the tokens after j up to i.
-    between = g[..., None].expand(*g.shape, CHUNK).masked_fill(~lower.tril(-1), 0.0).cumsum(-2)
+    between = g[..., None].expand(*g.shape, size).masked_fill(~lower.tril(-1), 0.0).cumsum(-2)
     decay = between.masked_fill(~lower, float("-inf")).exp()
     since_start = g.cumsum(-1).exp()[..., None]
     written = k * beta[..., None]
@@ -108,13 +133,14 @@ def gated_delta_rule(
     inside = q @ k.transpose(-1, -2) * decay
     from_start, to_end = q * since_start, (k * decay[..., -1, :, None]).transpose(-1, -2)
     whole = since_start[..., -1, :, None]
-    state = q.new_zeros(q.shape[0], k.shape[-1], v.shape[-1])
+    if state is None:
+        state = q.new_zeros(q.shape[0], k.shape[-1], v.shape[-1])
     out = []
     for i in range(chunks):
         new = values[:, i] - keys[:, i] @ state
         out.append(from_start[:, i] @ state + inside[:, i] @ new)
         state = state * whole[:, i] + to_end[:, i] @ new
-    return torch.stack(out, 1).flatten(1, 2)[:, :tokens].transpose(0, 1).to(dtype)
+    return torch.stack(out, 1).flatten(1, 2)[:, :tokens].transpose(0, 1).to(dtype), state
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
@@ -128,7 +154,7 @@ def _boundaries(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
 
 
 def _fla_convolve(x: torch.Tensor, weight: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    from fla.modules.convolution import causal_conv1d
+    from fla.modules.causal_conv1d import causal_conv1d
 
     out: Any = causal_conv1d(x[None], weight[:, 0], activation="silu", cu_seqlens=_boundaries(x, lengths))
     return out[0][0]  # output and final state, of a batch of one

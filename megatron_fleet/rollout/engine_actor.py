@@ -30,7 +30,7 @@ from megatron_fleet.rollout.engine_images import ImageRequests, find_torchvision
 from megatron_fleet.rollout.engine_server import EngineServer
 from megatron_fleet.rollout.prefix_sharing import BLOCK, AttentionTiles, PrefixSharing
 from megatron_fleet.weight_sync.registry import engine_backend
-from megatron_fleet.weight_sync.vllm_plugin import DIE_WITH_PARENT, TRANSPORT
+from megatron_fleet.weight_sync.vllm_plugin import DELTA_NET, DIE_WITH_PARENT, TRANSPORT
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -65,6 +65,8 @@ independent of the CPU."""
 CPU_LATENT = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 """vLLM 0.32's rotary operator on CPU mishandles the three-dimensional queries of latent attention. Models with YaRN
 never call it."""
+CPU_DELTA_NET = {"enable_prefix_caching": False}
+"""vLLM 0.32 caches prefixes of models with Gated DeltaNet layers only with chunked prefill, see ``_cpu_args``."""
 CPU_KV_CACHE_BYTES = 1 << 30
 CPU_STEP_TOKENS = 4096
 """Tokens of one scheduling step; a context longer than this raises the limit."""
@@ -126,13 +128,17 @@ class EngineActor:
         await self._llm.update_weight_version("0")
 
     def _start(self) -> None:
-        if self._vision is not None:
+        delta_net = has_delta_net(Path(self._config.model.path))
+        if delta_net:
+            os.environ[DELTA_NET] = "1"
+        if delta_net or self._vision is not None:
             find_torchvision()
         from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self._llm = AsyncLLM.from_engine_args(self._engine_args())
-        if current_platform.is_cpu() and self._config.run.deterministic:
+        cached = self._llm.vllm_config.cache_config.enable_prefix_caching
+        if cached and current_platform.is_cpu() and self._config.run.deterministic:
             self._sharing = PrefixSharing(AttentionTiles.of(self._llm.model_config))
         if self._vision is not None:
             self._images = ImageRequests(self._llm.renderer, self._vision)
@@ -149,10 +155,10 @@ class EngineActor:
         device: dict[str, Any] = {"gpu_memory_utilization": engine.gpu_memory_utilization}
         context = _longest_sequence(Path(self._config.model.path), self._config.rollout.max_context)
         if cpu:
-            device = _cpu_args(context) | cpu_compilation(Path(self._config.model.path))
+            device = _cpu_args(context) | cpu_model_args(Path(self._config.model.path))
         kv_cache = engine.kv_cache_bytes or (CPU_KV_CACHE_BYTES if cpu else None)
         return AsyncEngineArgs(
-            **({"enforce_eager": engine.enforce_eager} | device),
+            **({"enforce_eager": engine.enforce_eager, "enable_prefix_caching": True} | device),
             model=self._config.model.path,
             dtype=self._config.model.dtype,
             seed=self._config.run.seed,
@@ -165,7 +171,6 @@ class EngineActor:
             max_num_seqs=engine.max_num_seqs,
             tensor_parallel_size=engine.tensor_parallel,
             kv_cache_memory_bytes=kv_cache,
-            enable_prefix_caching=True,
             logprobs_mode="processed_logprobs",
             enable_return_routed_experts=engine.routing_replay,
             weight_transfer_config={"backend": engine_backend(self._transport)},
@@ -364,10 +369,21 @@ def _cpu_args(context: int) -> dict[str, Any]:
     }
 
 
-def cpu_compilation(model: Path) -> dict[str, Any]:
+def cpu_model_args(model: Path) -> dict[str, Any]:
     """Return the vLLM arguments that ``model`` needs for correct results on CPU."""
-    config = json.loads((model / "config.json").read_text())
-    return CPU_LATENT if config.get("text_config", config).get("kv_lora_rank") else {}
+    latent = _text_config(model).get("kv_lora_rank") is not None
+    return (CPU_LATENT if latent else {}) | (CPU_DELTA_NET if has_delta_net(model) else {})
+
+
+def has_delta_net(model: Path) -> bool:
+    """Whether some layers of ``model`` are Gated DeltaNets."""
+    return _text_config(model).get("linear_num_key_heads") is not None
+
+
+def _text_config(model: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((model / "config.json").read_text())
+    text: dict[str, Any] = config.get("text_config", config)
+    return text
 
 
 def _routing(experts: np.ndarray | None) -> np.ndarray | None:
@@ -404,6 +420,5 @@ def _prompt_logprobs(output: RequestOutput) -> np.ndarray:
 def _longest_sequence(model: Path, max_context: int) -> int:
     """Return one token more than an episode's maximum, so that a full episode can be scored (scoring generates a
     token), capped at the model's max_position_embeddings."""
-    config = json.loads((model / "config.json").read_text())
-    limit = config.get("text_config", config).get("max_position_embeddings")
+    limit = _text_config(model).get("max_position_embeddings")
     return min(max_context + 1, limit) if limit and limit >= max_context else max_context + 1

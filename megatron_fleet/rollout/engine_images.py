@@ -99,8 +99,8 @@ def _wrong_size(placed: PlacedImage, needed: int) -> str:
 def find_torchvision() -> None:
     """Make torchvision importable in this process and its child processes.
 
-    vLLM imports it for vision models. A machine without a GPU has it in a separate folder (``setup.sh --dev``), because
-    in site-packages every import of transformers would load it too.
+    vLLM imports it for vision models and all of Qwen3.5. A machine without a GPU has it in a separate folder
+    (``setup.sh --dev``), because in site-packages every import of transformers would load it too.
 
     Raises:
         UserError: it is not installed.
@@ -109,6 +109,6 @@ def find_torchvision() -> None:
         return
     apart = str(Path(sys.prefix) / "torchvision")
     if not Path(apart).is_dir():
-        raise UserError("a model with vision needs torchvision; run ./setup.sh --dev")
+        raise UserError("vLLM needs torchvision for this model; run ./setup.sh --dev.")
     sys.path.append(apart)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), apart)))

@@ -72,12 +72,21 @@ class EngineFormat:
     def is_quantised(self, tensor: str) -> bool:
         return tensor in self._encodings
 
+    def names(self, tensor: str) -> list[str]:
+        """Names of a tensor's ``parts``."""
+        encoding = self._encodings.get(tensor)
+        return [tensor] if encoding is None else [self._names[id(part)] for part in encoding.parts]
+
     def parts(self, meta: ParamMeta) -> list[ParamMeta]:
-        """The tensors that a tensor is stored as, such as codes and scales."""
+        """The tensors that a tensor is sent as: codes and scales if it is stored so, otherwise the tensor itself.
+
+        Experts that the folder stacks are sent one by one, which engines take too.
+        """
         encoding = self._encodings.get(meta.name)
         if encoding is None:
             return [meta]
-        return [ParamMeta(self._names[id(part)], _TORCH[part.dtype], part.shape) for part in encoding.parts]
+        parts = zip(self.names(meta.name), encoding.parts, strict=True)
+        return [ParamMeta(name, _TORCH[part.dtype], part.shape) for name, part in parts]
 
     def encode(self, tensor: str, values: torch.Tensor) -> list[torch.Tensor]:
         """Encode a tensor as its ``parts``, on its device.

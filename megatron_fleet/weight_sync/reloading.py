@@ -15,6 +15,7 @@ from vllm.model_executor.model_loader.mtp_validation import disable_mtp_complete
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from megatron_fleet.weight_sync.engine_format import EngineFormat
 from megatron_fleet.weights.hf_folder import INDEX, SINGLE
 from megatron_fleet.weights.hf_model import open_model
 
@@ -74,7 +75,7 @@ def check_names(engine: WeightTransferEngine, names: Collection[str]) -> None:
     A layer that receives only some of its tensors would silently keep uninitialised memory.
     """
     folder = Path(engine.model_config.model)
-    missing = _checkpoint_names(folder) - set(names)
+    missing = _sent_names(folder) - set(names)
     if missing:
         raise ValueError(f"the update lacks {len(missing)} tensors of {folder}, first {min(missing)!r}")
 
@@ -125,10 +126,11 @@ def _repack_lm_heads(model: torch.nn.Module) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
-def _checkpoint_names(folder: Path) -> set[str]:
-    """Names of the language model's tensors, except MTP layers, in the folder that the engine started from; empty if it
-    holds no safetensors (dummy weights)."""
+def _sent_names(folder: Path) -> set[str]:
+    """Names under which the tensors of the folder that the engine started from are sent, without MTP layers; empty if
+    it holds no safetensors (dummy weights)."""
     if not (folder / SINGLE).exists() and not (folder / INDEX).exists():
         return set()
     model = open_model(folder, prediction=False)
-    return {name for name in model.stored if name not in model.passthrough and name not in model.table.repeated}
+    form = EngineFormat(model)
+    return {part for tensor in model.table.tensors for part in form.names(tensor)}

@@ -40,9 +40,28 @@ def inputs(tokens, decay=1.0, dtype=torch.float32, key=16, value=24, heads=3):
 def test_chunks_are_the_recurrence(tokens, decay):
     exact = inputs(tokens, decay, torch.float64)
     expected = recurrence(*exact)
-    assert (delta_rule.gated_delta_rule(*exact) - expected).abs().max() < 1e-12
-    single = delta_rule.gated_delta_rule(*inputs(tokens, decay))
+    assert (delta_rule.gated_delta_rule(*exact)[0] - expected).abs().max() < 1e-12
+    single, _ = delta_rule.gated_delta_rule(*inputs(tokens, decay))
     assert single.dtype == torch.float32 and (single - expected).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("cuts", [(1,), (64,), (65, 66), (129,)])
+def test_a_sequence_may_be_computed_in_parts(cuts):
+    """As engines do: the prompt first, then token by token."""
+    exact = inputs(130, 0.3, torch.float64)
+    whole, last = delta_rule.gated_delta_rule(*exact)
+    state, out = None, []
+    for first, end in zip((0, *cuts), (*cuts, 130), strict=True):
+        part, state = delta_rule.gated_delta_rule(*(x[first:end] for x in exact), state)
+        out.append(part)
+    assert (torch.cat(out) - whole).abs().max() < 1e-12 and (state - last).abs().max() < 1e-12
+    x, weight = torch.randn(130, 6), torch.randn(6, 1, 4)
+    window, out = torch.zeros(6, 3), []
+    for first, end in zip((0, *cuts), (*cuts, 130), strict=True):
+        part, window = delta_rule.convolve_on(x[first:end], weight, window)
+        out.append(part)
+    torch.testing.assert_close(torch.cat(out), delta_rule.convolve(x, weight, (130,)))
+    assert torch.equal(window, x[-3:].t())
 
 
 def test_gradients():
@@ -56,7 +75,7 @@ def test_a_sequence_is_computed_as_if_alone():
     row = [torch.cat([*pieces, pieces[0].new_ones(rest, *pieces[0].shape[1:])]) for pieces in zip(*parts, strict=True)]
     found = delta_rule.packed_rule(*row, LENGTHS).split([*LENGTHS, rest])
     for part, out in zip(parts, found, strict=False):
-        assert torch.equal(out, delta_rule.gated_delta_rule(*part))
+        assert torch.equal(out, delta_rule.gated_delta_rule(*part)[0])
     assert not found[-1].any()
 
 
@@ -76,3 +95,24 @@ def test_without_a_gpu_the_operators_are_pytorchs():
     if torch.cuda.is_available():
         pytest.skip("this host has a GPU")
     assert delta_rule.kernels() == (delta_rule.convolve, delta_rule.packed_rule)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [LENGTHS, (1, 200)])
+def test_flas_kernels_are_pytorchs_operators(lengths):
+    """Values and gradients, in bfloat16 up to its rounding; the row ends with tokens of no sequence."""
+    pytest.importorskip("fla")
+    row = [torch.cat(pieces) for pieces in zip(*(inputs(n, key=64, value=64) for n in (*lengths, 7)), strict=True)]
+    x, weight = torch.randn(sum(lengths) + 7, 48), torch.randn(48, 1, 4)
+    used = slice(sum(lengths))
+    found = []
+    for convolve, rule in (delta_rule.kernels(), delta_rule.Kernels(delta_rule.convolve, delta_rule.packed_rule)):
+        # As in a model of bfloat16: decay and strength are float32.
+        given = [tensor.to("cuda", torch.bfloat16) for tensor in (*row[:3], x, weight)] + [y.cuda() for y in row[3:]]
+        given = [tensor.requires_grad_() for tensor in given]
+        out, mixed = rule(*given[:3], *given[5:], lengths)[used], convolve(*given[3:5], lengths)[used]
+        (out.float().square().sum() + mixed.float().square().sum()).backward()
+        found.append([out, mixed, *(tensor.grad for tensor in given)])
+    assert delta_rule.kernels() != (delta_rule.convolve, delta_rule.packed_rule)
+    for one, other in zip(*found, strict=True):
+        assert (one.float() - other.float()).abs().max() < 0.02 * other.float().abs().max()

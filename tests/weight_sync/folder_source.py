@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from tiny_models import dequantise, stored_tensors
+from tiny_models import dequantise, stored_tensors, unstacked
 
 from megatron_fleet.weights.hf_model import open_model
 from megatron_fleet.weights.source import ParamMeta, Place, layer_groups
@@ -22,13 +22,14 @@ class FolderSource:
     def __init__(self, folder: Path, rank: int = 0, ranks: int = 1, dtype: torch.dtype = torch.bfloat16) -> None:
         self.place = Place()
         self._rank, self._ranks, self._dtype = rank, ranks, dtype
-        weights = dequantise(stored_tensors(folder))
-        names = open_model(folder, prediction=False).table.tensors
-        self.tensors = {name: weights[name].float() for group in layer_groups(names) for name in group}
+        weights = unstacked(dequantise(stored_tensors(folder)))
+        table = open_model(folder, prediction=False).table
+        self._float32 = {piece.tensor for matrix in table.matrices() if matrix.rule.float32 for piece in matrix.pieces}
+        self.tensors = {name: weights[name].float() for group in layer_groups(table.tensors) for name in group}
 
     def metadata(self) -> list[ParamMeta]:
         return [
-            ParamMeta(n, torch.float32 if n.endswith("_bias") else self._dtype, tuple(t.shape))
+            ParamMeta(n, torch.float32 if n in self._float32 else self._dtype, tuple(t.shape))
             for n, t in self.tensors.items()
         ]
 

@@ -1,7 +1,8 @@
 """A vLLM engine in a process of its own, obeying JSON lines.
 
-``["rpc", method, arguments…]``, ``["transport", name]``, ``["generate", prompts, tokens]``, ``["tower"]`` and
-``["lose tower"]`` (of a model with vision). The answer to each is ``["done", result]`` or ``["failed", message]``.
+``["rpc", method, arguments…]``, ``["transport", name]``, ``["generate", prompts, tokens]``, ``["score", sequences]``
+(log-probs of all tokens but the first), ``["tower"]`` and ``["lose tower"]`` (of a model with vision). The answer to
+each is ``["done", result]`` or ``["failed", message]``.
 
 Arguments: HF folder, file descriptor to answer on (stdout belongs to vLLM's log), dtype, transport, and other arguments
 of vLLM as JSON.
@@ -62,24 +63,31 @@ def obey(engine: Any, command: str, arguments: list[Any]) -> Any:
         return engine.collective_rpc(use_transport, args=(engine_backend(arguments[0]),))[0]
     if command in ("tower", "lose tower"):
         return engine.collective_rpc(tower if command == "tower" else lose_tower)[0]
-    prompts, tokens = arguments
+    prompts, *tokens = arguments
+    more = {"max_tokens": tokens[0]} if command == "generate" else {"max_tokens": 1, "prompt_logprobs": 0}
     engine.reset_prefix_cache()
     outputs = engine.generate(
         [{"prompt_token_ids": p} for p in prompts],
-        SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False),
+        SamplingParams(temperature=0, ignore_eos=True, detokenize=False, **more),
         use_tqdm=False,
     )
-    return [list(o.outputs[0].token_ids) for o in outputs]
+    if command == "generate":
+        return [list(o.outputs[0].token_ids) for o in outputs]
+    known = [zip(o.prompt_token_ids[1:], o.prompt_logprobs[1:], strict=True) for o in outputs]
+    return [[scores[token].logprob for token, scores in row] for row in known]
 
 
 def main(folder: str, descriptor: str, dtype: str, transport: str, more: str) -> None:
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+    from megatron_fleet.rollout.engine_actor import CPU_ATTENTION, cpu_model_args, has_delta_net
     from megatron_fleet.rollout.engine_images import find_torchvision
+    from megatron_fleet.weight_sync.vllm_plugin import DELTA_NET
 
     find_torchvision()  # before vLLM looks for it
+    if has_delta_net(Path(folder)):
+        os.environ[DELTA_NET] = "1"
     from vllm import LLM
 
-    from megatron_fleet.rollout.engine_actor import CPU_ATTENTION, cpu_compilation
     from megatron_fleet.weight_sync.broadcast import groups
     from megatron_fleet.weight_sync.registry import engine_backend
 
@@ -94,7 +102,7 @@ def main(folder: str, descriptor: str, dtype: str, transport: str, more: str) ->
         "block_size": 32,
         "skip_tokenizer_init": True,
         "weight_transfer_config": {"backend": engine_backend(transport)},
-        **cpu_compilation(Path(folder)),
+        **cpu_model_args(Path(folder)),
     } | json.loads(more)
     engine = LLM(folder, **arguments)
     with os.fdopen(int(descriptor), "w") as answers:

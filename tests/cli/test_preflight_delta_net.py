@@ -1,0 +1,29 @@
+"""Slow operators of Gated DeltaNet layers are told of before a run starts."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("hydra")
+
+from tiny_configs import raw_config  # noqa: E402
+
+from megatron_fleet.loop import preflight  # noqa: E402
+from megatron_fleet.platform import delta_rule  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    ("family", "gpu", "fla", "warned"),
+    [
+        ("qwen3_5_moe", True, False, True),
+        ("qwen3_5_moe", True, True, False),
+        ("qwen3_5_moe", False, False, False),
+        ("qwen3", True, False, False),
+    ],
+)
+def test_pytorchs_operators_on_a_gpu_are_warned_of(monkeypatch, caplog, family, gpu, fla, warned):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(delta_rule.importlib.util, "find_spec", lambda name: object() if fla else None)
+    preflight._delta_net(raw_config(family, "v5"))
+    assert ("install flash-linear-attention" in caplog.text) == warned
