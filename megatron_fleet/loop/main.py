@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from megatron_fleet.checkpoint.checkpoints import Checkpoint, Checkpoints
+from megatron_fleet.cluster.dry_run import draw
 from megatron_fleet.cluster.placement import Placement, Wanted, place
 from megatron_fleet.config import validate
 from megatron_fleet.config.load import dump_resolved
@@ -82,6 +83,8 @@ async def _train(config: Config, checkpoints: Checkpoints, found: Checkpoint | N
         hosts = await stack.enter_async_context(open_hosts(config, token))
         inventory = hosts.inventory
         placement = place(inventory, Wanted.of(config))
+        (out / "logs").mkdir(exist_ok=True)
+        write_atomically(out / "logs" / "placement.txt", f"{draw(inventory, placement)}\n".encode())
         config = as_placed(config, placement)
         starter = hosts.starter(config, placement)
         trainer = await stack.enter_async_context(start_trainer(config, hosts.listener, starter, token))
@@ -90,8 +93,8 @@ async def _train(config: Config, checkpoints: Checkpoints, found: Checkpoint | N
         stack.callback(gathering.cancel)
         ground = Ground(inventory, placement, token, hosts.nodes)
         rollout = await stack.enter_async_context(RolloutService(config, out, episode_python(), ground))
-        options = {"address": inventory.host(placement.ranks[0].host).address, "url": str((out / "weights").absolute())}
-        transport = make_transport(placement.transport, options)
+        address = inventory.host(placement.ranks[0].host).address
+        transport = make_transport(placement.transport, {"address": address, "url": weights_url(config)})
         stack.callback(transport.close)
 
         async def colocation() -> Colocation:
@@ -103,6 +106,12 @@ async def _train(config: Config, checkpoints: Checkpoints, found: Checkpoint | N
         engines = EngineWeights(config, trainer, rollout, transport, colocation, start_ranks)
         attempts = open_attempts(config, train, held_out, rollout, lambda: started)
         await Training(config, trainer, engines, attempts, checkpoints).run(found)
+
+
+def weights_url(config: Config) -> str:
+    """Return the folder of the weights for the ``disk`` transport: an absolute path, or ``s3://bucket/prefix``."""
+    url = config.rollout.engine.weights_url or str(Path(config.run.out, "weights"))
+    return url if "://" in url else str(Path(url).absolute())
 
 
 def as_placed(config: Config, placement: Placement) -> Config:

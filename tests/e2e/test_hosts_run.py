@@ -162,6 +162,7 @@ def test_nodes_start_ranks_and_engines_on_both_hosts_and_a_lost_host_comes_back(
     assert names <= logged(tmp_path)
     said = (tmp_path / "train.txt").read_text()
     assert "the trainer is back" in said and "engine 1 is back" in said
+    assert "weights by gloo" in (tmp_path / "logs" / "placement.txt").read_text()  # which auto has chosen
     assert_nothing_left(tmp_path)
 
 

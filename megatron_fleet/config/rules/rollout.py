@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 from megatron_fleet.config.rules.rule import Rule
 from megatron_fleet.config.schema import Config
+from megatron_fleet.config.sections.rollout import TRANSPORT_NAMES
 
 
 def _row_holds_episode(c: Config) -> str | None:
@@ -81,6 +84,27 @@ def _colocated_plays_no_steps_ahead(c: Config) -> str | None:
     )
 
 
+def _weights_url(c: Config) -> str | None:
+    url, transport = c.rollout.engine.weights_url, c.rollout.engine.transport
+    if url is None:
+        return None
+    if transport != "disk" and transport in TRANSPORT_NAMES:
+        return (
+            f"rollout.engine.weights_url is for rollout.engine.transport=disk only, and it is {transport}; set it to "
+            f"disk, or leave the address out."
+        )
+    if "://" not in url and url.strip():
+        return None
+    if "@" in url:
+        return (
+            "rollout.engine.weights_url holds an @, as an address with a key does, which would be written to files; "
+            "leave it out."
+        )
+    if re.fullmatch(r"s3://[^/]+(/.*)?", url):
+        return None
+    return f"rollout.engine.weights_url={url} is no address of a folder; write a path or s3://bucket/prefix."
+
+
 RULES: tuple[Rule, ...] = (
     _row_holds_episode,
     _turn_fits_context,
@@ -90,4 +114,5 @@ RULES: tuple[Rule, ...] = (
     _workers_are_busy,
     _colocated,
     _colocated_plays_no_steps_ahead,
+    _weights_url,
 )
