@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import tempfile
 import threading
@@ -21,6 +22,7 @@ from megatron_fleet.cluster import restarts
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Env
 from megatron_fleet.envs import registry
+from megatron_fleet.envs.embedded import fleet as fleets
 from megatron_fleet.envs.embedded.fleet import EmbeddedFleet
 from megatron_fleet.envs.registry import Start, no_answer
 from megatron_fleet.rollout import components
@@ -113,6 +115,23 @@ def test_a_restart_keeps_the_address_and_ends_with_a_stop(tmp_path, episode_pyth
     assert fleet.pid is None and "not reachable" in no_answer(url, HANG_S)
     with pytest.raises(UserError, match="stopped"):
         fleet.restart()
+
+
+def test_a_server_that_hangs_is_known_and_replaced(tmp_path, episode_python, environment, monkeypatch):
+    monkeypatch.setattr(fleets, "PROBE_INTERVAL_S", 0.05)
+    fleet = EmbeddedFleet()
+    url = fleet.start(Env(start_timeout_s=HANG_S), tmp_path / "env.log", episode_python, environment=environment)
+    try:
+        assert fleet.ended() is None
+        monkeypatch.setattr(fleets, "HUNG_S", 0.5)
+        os.kill(fleet.pid, signal.SIGSTOP)
+        wait_until(lambda: fleet.ended() is not None)
+        assert fleet.ended() == "it gave no answer for 0.5 s"
+        monkeypatch.setattr(fleets, "HUNG_S", HANG_S)
+        fleet.restart()
+        assert no_answer(url, HANG_S) is None and fleet.ended() is None
+    finally:
+        fleet.stop()
 
 
 def test_a_stop_ends_a_restart_that_waits(tmp_path, episode_python, environment):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import socket
 import subprocess
@@ -21,6 +22,10 @@ from megatron_fleet.config.sections.faults import FaultRates
 
 POLL_S = 0.02
 STOP_S = 5.0
+HUNG_S = 120.0
+"""Seconds without any answer after which a server whose process lives counts as hung."""
+PROBE_INTERVAL_S = 5.0
+"""Seconds between an answer of the server and the next probe."""
 TOKEN = "MFLEET_ENVIRONMENT_TOKEN"
 """Environment variable with the token that the server requires of its clients."""
 STOPPED = "The embedded fleet's server was stopped."
@@ -56,6 +61,8 @@ class EmbeddedFleet:
         self._launch: _Launch
         self._reserved: socket.socket
         self._changing = threading.Lock()
+        self._stopped = threading.Event()
+        self._hung: subprocess.Popen[bytes] | None = None
 
     def start(
         self,
@@ -95,6 +102,7 @@ class EmbeddedFleet:
             self.stop()
             self._reserved.close()
             raise
+        threading.Thread(target=self._probe, args=(host, self._port), daemon=True).start()
         return self.url
 
     def restart(self) -> None:
@@ -111,11 +119,13 @@ class EmbeddedFleet:
         self._run(instead_of=process)
 
     def ended(self) -> str | None:
-        """Return why the server no longer serves; ``None`` while its process lives."""
+        """Return why the server no longer serves; ``None`` while its process lives and answers."""
         process = self._process
-        if process is None or process.poll() is None:
+        if process is None:
             return None
-        return f"its process ended with status {process.returncode}"
+        if process.poll() is not None:
+            return f"its process ended with status {process.returncode}"
+        return f"it gave no answer for {HUNG_S:g} s" if process is self._hung else None
 
     @property
     def pid(self) -> int | None:
@@ -124,6 +134,7 @@ class EmbeddedFleet:
 
     def stop(self) -> None:
         """Stop the server. Idempotent."""
+        self._stopped.set()
         with self._changing:
             process, self._process = self._process, None
         if process is None:
@@ -139,6 +150,21 @@ class EmbeddedFleet:
     @property
     def _port(self) -> int:
         return int(self._reserved.getsockname()[1])
+
+    def _probe(self, host: str, port: int) -> None:
+        """Find out whether the server hangs, until it is stopped."""
+        while not self._stopped.wait(PROBE_INTERVAL_S):
+            process = self._process
+            connection = http.client.HTTPConnection(host, port, timeout=HUNG_S)
+            try:
+                connection.request("GET", "/health")
+                connection.getresponse()
+            except TimeoutError:
+                self._hung = process
+            except (OSError, http.client.HTTPException):
+                pass  # it starts, or has ended
+            finally:
+                connection.close()
 
     def _run(self, instead_of: subprocess.Popen[bytes] | None) -> None:
         """Start a process and wait until it listens."""
@@ -174,6 +200,8 @@ class EmbeddedFleet:
             str(ready),
             "--parent",
             str(os.getpid()),
+            "--sandbox",
+            launch.config.sandbox,
         ]
         if launch.config.faults != FaultRates():
             command += ["--faults", launch.config.faults.model_dump_json(), "--seed", str(launch.seed)]
