@@ -28,7 +28,12 @@ class RankStarter(Protocol):
     """Starter of ranks. `trainer.group` requests a set of ranks, and another one when that set is lost."""
 
     async def start(self, address: str, token: str) -> None:
-        """Start all ranks; they connect to ``address`` and authenticate with ``token``."""
+        """Start all ranks; they connect to ``address`` and authenticate with ``token``.
+
+        Raises:
+            ConnectionError: a host was lost meanwhile.
+            UserError: a host that was lost before does not come back.
+        """
         ...
 
     async def how_ended(self, rank: int) -> str:
@@ -118,18 +123,19 @@ class LocalRanks:
     async def stop(self, deadline_s: float) -> None:
         """See `RankStarter.stop`. Ranks are reaped last, so that no process group id can have been reused before."""
         deadline = time.monotonic() + deadline_s
-        while None in map(_status, self._processes.values()) and time.monotonic() < deadline:
+        while self._any_alive() and time.monotonic() < deadline:
             await asyncio.sleep(POLL_S)
-        self.kill()
-
-    def kill(self) -> None:
-        """Kill every rank and its child processes immediately."""
         for process in self._processes.values():
             with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
+                os.killpg(process.pid, signal.SIGKILL)  # with what the rank started
+        while self._any_alive():  # a driver may take seconds to release the devices of a killed process
+            await asyncio.sleep(POLL_S)
         for process in self._processes.values():
             process.wait()
         self._processes = {}
+
+    def _any_alive(self) -> bool:
+        return None in map(_status, self._processes.values())
 
     def _log_of(self, rank: int) -> Path:
         return self._logs / f"rank_{rank}.log"

@@ -61,6 +61,8 @@ async def _until_stopped(work: Any) -> int:
     try:
         return await task
     except asyncio.CancelledError:
+        if not received:
+            raise
         return 128 + received[0]
 
 
@@ -99,8 +101,6 @@ async def _dial(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWrite
             await asyncio.sleep(CONNECT_INTERVAL_S)
 
 
-@dataclass(slots=True)
-class _Attempt:
 def own_folder(path: Path) -> Path:
     """Make a folder that only this user can enter, and return it; a folder that is there must be one.
 
@@ -118,6 +118,8 @@ def own_folder(path: Path) -> Path:
     return path
 
 
+@dataclass(slots=True)
+class _Attempt:
     """One started set of ranks."""
 
     number: int
@@ -162,7 +164,7 @@ class Node:
             stopping.cancel()
         if self._attempt is not None:
             self._attempt.watching.cancel()
-            self._attempt.ranks.kill()
+            await self._attempt.ranks.stop(0.0)
         await self._leave()
 
     async def _start(self, attempt: int, address: str, ranks: RanksOfHost) -> None:

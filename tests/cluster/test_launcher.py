@@ -12,6 +12,7 @@ from pathlib import Path
 
 from waiting import HANG_S, until
 
+from megatron_fleet.cluster import launcher
 from megatron_fleet.cluster.launcher import LocalRanks
 from megatron_fleet.cluster.nodes import RanksOfHost
 
@@ -95,7 +96,7 @@ os.kill(os.getpid(), signal.SIGSEGV)
         assert await ranks.how_ended(1) == f"rank 1 ended with status 7 (the reason); its log is {log}"
         assert (ranks.failed() or "").startswith("rank 0 was killed by SIGSEGV")
     finally:
-        ranks.kill()
+        await ranks.stop(0.0)
     assert ranks.ended() == {}
 
 
@@ -117,6 +118,23 @@ time.sleep(3600)
     await ranks.stop(0.3)
     assert time.monotonic() - began >= 0.3
     await assert_gone(*files)
+
+
+async def test_the_event_loop_goes_on_while_killed_ranks_are_not_gone_yet(tmp_path, monkeypatch):
+    """As while a driver releases the devices of a killed process."""
+    monkeypatch.chdir(tmp_path)
+    ranks = local_ranks("time.sleep(3600)", two())
+    await ranks.start("h:1", "t")
+    status, wait, polls = launcher._status, subprocess.Popen.wait, iter(range(10))
+
+    def wait_for_the_dead(process):
+        assert next(polls, None) is None, "it blocks until the process is gone"
+        return wait(process)
+
+    monkeypatch.setattr(launcher, "_status", lambda process: None if next(polls, None) is not None else status(process))
+    monkeypatch.setattr(subprocess.Popen, "wait", wait_for_the_dead)
+    await ranks.stop(0.0)
+    assert ranks.pids == []
 
 
 async def test_ranks_do_not_outlive_a_killed_owner(tmp_path, monkeypatch):
