@@ -50,7 +50,8 @@ def main(environ: Mapping[str, str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the controller decides
     me = rank_identity(environ)
     address, token = controller_address(environ)
-    device = None if me.source == "mfleet" else _device(me.local_rank, environ)  # known to the process that started it
+    # Our launchers assign the devices of the ranks that they start.
+    device = None if me.source == "mfleet" else _take_device(me.local_rank, environ)
     connection = _dial(address)
     link = FrameSocket(connection)
     here = connection.getsockname()[0]
@@ -77,8 +78,11 @@ def _say_hello(link: FrameSocket, token: str, who: Identity, address: str) -> No
         raise UserError(f"MFLEET_CONTROLLER={address}: {error}; give both sides the same MFLEET_TOKEN.") from None
 
 
-def _device(local_rank: int, environ: Mapping[str, str]) -> dict[str, Any] | None:
-    """The device of a rank, in the form of `Identity`."""
+def _take_device(local_rank: int, environ: Mapping[str, str]) -> dict[str, Any] | None:
+    """Return the device of a rank, in the form of `Identity`, and make it CUDA's device ``local_rank``.
+
+    Devices are named explicitly, because CUDA by itself numbers faster ones first and nvidia-smi does not.
+    """
     devices = nvidia_devices(environ) if cuda_is_installed() else ()
     if not devices:
         return None
@@ -87,6 +91,7 @@ def _device(local_rank: int, environ: Mapping[str, str]) -> dict[str, Any] | Non
             f"Host {socket.gethostname()} has {len(devices)} GPUs for its ranks, and this is its local rank "
             f"{local_rank}; start fewer ranks there, or give them more GPUs."
         )
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(device.uuid for device in devices)  # before torch is imported
     return asdict(devices[local_rank])
 
 
