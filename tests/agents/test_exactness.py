@@ -28,6 +28,8 @@ from megatron_fleet.models.kimi import chat as kimi
 from megatron_fleet.models.kimi.chat import Kimi
 from megatron_fleet.models.qwen3.chat import Qwen
 from megatron_fleet.models.qwen3.tokens import QWEN3_TOKENS
+from megatron_fleet.models.qwen3_5 import chat as qwen3_5
+from megatron_fleet.models.qwen3_5.chat import Qwen35
 
 FORMATS = {
     "qwen3": (QWEN3_TOKENS, Qwen(True, True)),
@@ -35,6 +37,8 @@ FORMATS = {
     "glm-4.5": (glm.TOKENS, Glm(False, True)),
     "glm-4.7": (glm.TOKENS, Glm(True, True)),
     "kimi-k2.5": (kimi.TOKENS, Kimi("k2.5", True)),
+    "qwen3.5": (qwen3_5.TOKENS, Qwen35(True, json_scalars=False)),
+    "qwen3.6 quiet": (qwen3_5.TOKENS, Qwen35(False, json_scalars=True)),
 }
 
 
