@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from megatron_fleet import __version__
 from megatron_fleet.config.errors import UserError, printable, say
 from megatron_fleet.data.commands import add_commands as add_data_commands
+from megatron_fleet.platform.private_files import private_files
 from megatron_fleet.weights.convert.commands import add_commands as add_convert_commands
 
 if TYPE_CHECKING:
@@ -181,7 +182,8 @@ def _train(args: argparse.Namespace) -> int:
         return 0
     from megatron_fleet.loop.main import main as train
 
-    return train(config)
+    with private_files(args.out, config.run.shared):
+        return train(config)
 
 
 def _rank(args: argparse.Namespace) -> int:
@@ -219,7 +221,8 @@ def _evaluate(args: argparse.Namespace) -> int:
     signal.signal(
         signal.SIGTERM, lambda number, _frame: sys.exit(128 + number)
     )  # as an exception, so that started processes are closed
-    return evaluate(config, args.checkpoint, run, args.tasks)
+    with private_files(args.out, config.run.shared):
+        return evaluate(config, args.checkpoint, run, args.tasks)
 
 
 def _config(args: argparse.Namespace) -> int:
@@ -279,8 +282,9 @@ def _save_traceback(args: argparse.Namespace) -> str:
     text, folder = traceback.format_exc(), getattr(args, "out", None)
     if isinstance(folder, Path):
         with contextlib.suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "error.log").write_text(text, encoding="utf-8", errors="backslashreplace")
+            with private_files(folder, shared=False):
+                folder.mkdir(exist_ok=True)
+                (folder / "error.log").write_text(text, encoding="utf-8", errors="backslashreplace")
             return str(folder / "error.log")
     try:
         handle, name = tempfile.mkstemp(prefix="mfleet-error-", suffix=".log")

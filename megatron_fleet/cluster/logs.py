@@ -12,7 +12,7 @@ def write_output_to(log: Path) -> None:
     log.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
-    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     for stream in (1, 2):
         os.dup2(target, stream)
     os.close(target)

@@ -73,6 +73,11 @@ class Run(Section):
         description="auto: go on from the newest whole checkpoint in `out`. never: start anew; if `out` has the "
         "records of an earlier run, it is renamed to `<out>.1`, or the next free number.",
     )
+    shared: bool = Field(
+        False,
+        description="Who may read the outputs. false: only the user who starts the run (folders that it makes have "
+        "mode 0700, files 0600); true: whoever the user's umask lets, such as a group.",
+    )
 
 
 class Model(Section):

@@ -28,6 +28,7 @@ from megatron_fleet.cluster.inventory import cuda_is_installed, nvidia_devices
 from megatron_fleet.cluster.logs import write_output_to
 from megatron_fleet.cluster.rank_identity import controller_address, rank_identity
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.platform.private_files import ONLY_OWNER
 from megatron_fleet.trainer.messages import OTHER, SYSTEM, USER, Identity, datum_from_plain
 
 if TYPE_CHECKING:
@@ -65,7 +66,10 @@ def main(environ: Mapping[str, str]) -> int:
             f"(another number of ranks, or a rank that is there already)."
         )
     if me.source != "mfleet":  # otherwise the process that started it has done this
-        write_output_to(Path(json.loads(answer[1])["run"]["out"], "logs", f"rank_{me.rank}.log"))
+        run = json.loads(answer[1])["run"]
+        if not run["shared"]:
+            os.umask(ONLY_OWNER)
+        write_output_to(Path(run["out"], "logs", f"rank_{me.rank}.log"))
     return RankServer(link, who, answer[1], here).serve()
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,8 +64,8 @@ def _start(template: Path, out: Path, dtype: torch.dtype) -> Path:
     if out.exists() and not (out / "config.json").exists() and (out.is_file() or any(out.iterdir())):
         raise UserError(f"{out}: exists and is no HF folder; choose another place for the export.")
     out.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
-    partial.chmod(0o755)
+    partial = out.with_name(f".{out.name}.{secrets.token_hex(4)}.partial")
+    partial.mkdir()
     for file in sorted(template.iterdir()):
         if file.is_file() and file.suffix in COMPANIONS and not file.name.endswith(".safetensors.index.json"):
             shutil.copyfile(file, partial / file.name)
@@ -127,7 +127,7 @@ def _take(tensors: Iterator[tuple[str, torch.Tensor]], count: int, keep: bool) -
 
 def _finish(partial: Path, out: Path) -> None:
     for file in partial.iterdir():
-        file.chmod(0o644)  # safetensors creates files that only their owner can read
+        file.chmod(partial.stat().st_mode & 0o666)  # safetensors creates files that only their owner can read
         with file.open("rb") as f:
             os.fsync(f.fileno())
     old = out.with_name(f".{out.name}.old")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -66,7 +67,13 @@ def test_large_models_are_sharded_with_an_index(tmp_path):
     assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
     assert all(p.stat().st_size < 44_000 for p in (tmp_path / "out").glob("*.safetensors"))
     open_model(tmp_path / "out")
-    assert {p.stat().st_mode & 0o777 for p in (tmp_path / "out").glob("*.safetensors")} == {0o644}
+    before = os.umask(0o077)
+    try:
+        export_hf(make_source(folder, config), folder, tmp_path / "private", world=Alone())
+    finally:
+        os.umask(before)
+    assert {p.stat().st_mode & 0o777 for p in (tmp_path / "private").iterdir()} == {0o600}
+    assert {p.stat().st_mode & 0o777 for p in (tmp_path / "out").iterdir()} == {0o666 & ~before}
     assert {n: torch.equal(t, tensors[n]) for n, t in make_source(tmp_path / "out", config)} == dict.fromkeys(
         tensors, True
     )
