@@ -158,18 +158,10 @@ def resumed_at(rows: Sequence[dict[str, Any]]) -> list[int]:
 
 def _metrics(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     """Read the rows that have a step, keeping only their finite numbers."""
-    try:
-        found = read_metrics(path) if path.is_file() else []
-    except (ValueError, OSError, RecursionError) as e:
-        raise UserError(f"{path}: not a metrics log ({e}); repair or remove the broken line.") from e
-    rows = [_numbers(row) for row in found if isinstance(row, dict) and _is_step(row.get("step"))]
+    rows = [_numbers(row) for row in (read_metrics(path) if path.is_file() else [])]
     if not rows:
         notes.append(f"{path.name}: missing or empty, so there are no curves and no learning signal.")
     return rows
-
-
-def _is_step(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 31
 
 
 def _numbers(row: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import json
 import logging
 import math
 import os
+import re
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +17,7 @@ import numpy as np
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.extension import load
+from megatron_fleet.config.files import parse_json, read_file
 from megatron_fleet.storage.local import write_atomically
 from megatron_fleet.telemetry.image_files import FOLDER, save_images
 
@@ -100,7 +103,11 @@ class MetricsLog:
     """
 
     def __init__(self, path: Path, resumed_step: int | None, started: float | None = None) -> None:
-        """``resumed_step``: keep lines up to it; ``None`` = a new run, keep nothing. ``started`` defaults to now."""
+        """``resumed_step``: keep lines up to it; ``None`` = a new run, keep nothing. ``started`` defaults to now.
+
+        Raises:
+            UserError: as for `read_metrics`.
+        """
         self._attempt = time.time() if started is None else started
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [] if resumed_step is None else [r for r in read_metrics(path) if r["step"] <= resumed_step]
@@ -144,12 +151,38 @@ def _json_number(value: float | None) -> float | None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a metrics log, without a last line truncated by a crash; a missing file has none."""
+    """Read the rows of a metrics log, without a last line left unfinished by a crash; a missing file has none.
+
+    Raises:
+        UserError: the file cannot be read, or another line is damaged.
+    """
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    # Text after the last newline is an unfinished line.
-    return [json.loads(line) for line in lines[:-1]]
+    lines = read_file(path, "remove it; its metrics are lost").split(b"\n")[:-1]  # the rest is an unfinished line
+    rows = []
+    for number, line in enumerate(lines, 1):
+        where = f"{path}, line {number}"
+        try:
+            rows.append(_row(line, where))
+        except UserError as error:
+            if number < len(lines):
+                raise
+            # The last line is overwritten in place, and a process may be killed in the middle of that.
+            log.warning("%s It is left out: an interrupted process left it unfinished.", error)
+    return rows
+
+
+def _row(line: bytes, where: str) -> dict[str, Any]:
+    """Parse a line of a metrics log. Raises UserError if it is damaged."""
+    remedy = "remove the line; the metrics of its step are lost"
+    row = parse_json(line, where, remedy)
+    if not isinstance(row, dict) or type(row.get("step")) is not int or not 0 <= row["step"] < 1 << 31:
+        raise UserError(f"{where}: has no step, a whole number from 0; {remedy}.")
+    for name, value in row.items():
+        # The comparison is false for NaN.
+        if value is not None and not (isinstance(value, int | float) and abs(value) <= sys.float_info.max):
+            raise UserError(f"{where}: {name[:100]} is neither a finite number nor null; {remedy}.")
+    return row
 
 
 class TensorBoardSink:
@@ -222,9 +255,9 @@ class TrajectoryLog:
         """``resumed_step``: keep files up to it; ``None`` = a new run, keep nothing."""
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        for path in folder.glob("*_" + "[0-9]" * 6 + ".*"):
-            step = int(path.name.split(".")[0].rsplit("_", 1)[1])
-            if resumed_step is None or step > resumed_step:
+        for path in folder.iterdir():
+            step = re.fullmatch(r"(?:step|eval|greedy)_([0-9]{6})\..*", path.name)
+            if step and (resumed_step is None or int(step[1]) > resumed_step):
                 path.unlink()
 
     def write(self, step: int, groups: Sequence[Group], kind: Literal["step", "eval", "greedy"] = "step") -> list[Path]:

@@ -88,8 +88,8 @@ def test_files_go_where_the_arguments_say(simple_run, tmp_path, capsys):
 def test_bad_folders_are_one_sentence(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "metrics.jsonl").write_text("{not json}\n")
-    for name, reason in (("none", "no such folder"), ("empty", "holds neither"), ("broken", "not a metrics log")):
+    (tmp_path / "broken" / "metrics.jsonl").write_text("{not json}\n{}\n")
+    for name, reason in (("none", "no such folder"), ("empty", "holds neither"), ("broken", "line 1")):
         assert main(["report", str(tmp_path / name)]) == 2
         assert reason in capsys.readouterr().err
     with pytest.raises(UserError, match="cannot be written"):

@@ -43,6 +43,56 @@ def test_resume_drops_what_came_after_the_checkpoint(tmp_path):
     assert path.read_text() == ""
 
 
+GOOD = b'{"step": 1, "a": 1.0}\n'
+DAMAGED = {
+    "not UTF-8": b'{"step": 1, "a": "\xff"}',
+    "not JSON": b'{"step": 1, "a"',
+    "has no step": b"null",
+    "has no step, a whole number": b'{"a": 1}',
+    "has no step, a whole number from 0": b'{"step": "1"}',
+    "no step, a whole number from 0;": b'{"step": true}',
+    "a is neither a finite number nor null": b'{"step": 1, "a": "1"}',
+    "b is neither a finite number nor null": b'{"step": 1, "b": NaN}',
+    "c is neither a finite number nor null": b'{"step": 1, "c": 1%s}' % (b"0" * 400),
+    "nested more than 200 levels": b'{"step": 1, "a": %s}' % (b"[" * 300 + b"]" * 300),
+}
+
+
+@pytest.mark.parametrize("words", DAMAGED)
+def test_a_damaged_line_is_named_with_its_file_when_a_run_is_resumed(tmp_path, words):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(GOOD + DAMAGED[words] + b"\n" + GOOD)
+    with pytest.raises(UserError, match="remove the line; the metrics of its step are lost") as caught:
+        MetricsLog(path, resumed_step=3)
+    assert str(caught.value).startswith(f"{path}, line 2: ") and words in str(caught.value)
+    assert path.read_bytes() == GOOD + DAMAGED[words] + b"\n" + GOOD
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 2, "a": 0.51.0}\n', b'{"step": 2, "a"', b"\0" * 4096])
+def test_a_last_line_that_a_killed_process_left_unfinished_is_left_out(tmp_path, torn, caplog):
+    """Also one that it was overwriting with a longer one: its end is that of the shorter line."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(GOOD + torn)
+    log = MetricsLog(path, resumed_step=3)
+    log.write(2, {"a": 2.0})
+    log.close()
+    assert [(row["step"], row["a"]) for row in read_metrics(path)] == [(1, 1.0), (2, 2.0)]
+    assert ("line 2" in caplog.text) == torn.endswith(b"\n")
+
+
+def test_files_of_other_names_beside_trajectories_are_left_alone(tmp_path):
+    for name in (
+        "a.b_000009.txt",
+        "step_000009.jsonl",
+        "greedy_000009.npz",
+        "step_000001.jsonl",
+        "mine_000009.txt",
+    ):
+        (tmp_path / name).write_text("")
+    TrajectoryLog(tmp_path, resumed_step=1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.b_000009.txt", "mine_000009.txt", "step_000001.jsonl"]
+
+
 def test_an_evaluation_completes_the_line_of_its_step(tmp_path):
     path = tmp_path / "metrics.jsonl"
     log = MetricsLog(path, None)
