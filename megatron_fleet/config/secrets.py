@@ -6,8 +6,10 @@ environment variables. So they start without any variable that looks like a secr
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -46,6 +48,18 @@ def without_secrets(
 def secrets(environ: Mapping[str, str], families: Sequence[str]) -> dict[str, str]:
     """Return the variables that look like secrets and whose names begin with one of ``families``."""
     return {n: value for n, value in environ.items() if n.startswith(tuple(families)) and _is_secret(n, value)}
+
+
+@contextlib.contextmanager
+def only_secrets(families: Sequence[str]) -> Iterator[None]:
+    """Within, hide this process's own secrets, except those whose names begin with one of ``families``, from a library
+    that starts processes itself.
+    """
+    hidden = {name: os.environ.pop(name) for name in os.environ.keys() - without_secrets(os.environ, families).keys()}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
 
 
 def _is_secret(name: str, value: str) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.secrets import only_secrets
 
 STEP = "trainer/global_step"
 """Metric on the x axis of curves, because W&B's own step counts calls."""
@@ -62,6 +63,8 @@ class WandbSink:
             console="off", silent=True, save_code=False, disable_git=True, finish_timeout=FINISH_TIMEOUT_S
         )
         try:
+            with only_secrets(("WANDB_",)):
+                wandb.setup()  # starts W&B's own process, which lasts until this one ends
             self._run = wandb.init(
                 project=project,
                 entity=entity,

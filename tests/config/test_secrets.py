@@ -14,7 +14,7 @@ from megatron_fleet.cluster.janitor import Janitor
 from megatron_fleet.cluster.launcher import LocalRanks
 from megatron_fleet.cluster.nodes import RanksOfHost
 from megatron_fleet.config.extension import check
-from megatron_fleet.config.secrets import STORE, secrets, without_secrets
+from megatron_fleet.config.secrets import STORE, only_secrets, secrets, without_secrets
 from megatron_fleet.config.sections.env import Env
 from megatron_fleet.envs.registry import Start, serve
 from megatron_fleet.tuning.precision import Row, _trial
@@ -51,6 +51,16 @@ def test_what_looks_like_a_secret_goes_and_all_else_stays():
     kept = secrets(dict.fromkeys(SECRETS + HARMLESS, "x"), ("AWS_", "FLEET_"))
     assert set(kept) == {"AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID", "AWS_SESSION_TOKEN", "FLEET_API_KEY"}
     assert secrets({"FLEET_API_KEY": "x"}, ()) == {}
+
+
+def test_secrets_are_hidden_from_a_library_only_while_it_starts_its_process(monkeypatch):
+    for name in SECRETS + HARMLESS:
+        monkeypatch.setenv(name, "planted")
+    before = dict(os.environ)
+    with only_secrets(("WANDB_",)):
+        kept = {name for name, value in os.environ.items() if value == "planted"}
+    assert kept == {*HARMLESS, "WANDB_API_KEY", "WANDB_API_KEY_TOOL_USE"}
+    assert dict(os.environ) == before
 
 
 def test_an_address_with_a_password_is_a_secret_whatever_its_name():
