@@ -74,7 +74,7 @@ async def measure(rounds: int) -> dict[str, object]:
         client.close()
     return {
         "verdicts": len(sessions) * rounds,
-        "sandbox": check_sandbox("available") or "full",
+        "sandbox": check_sandbox("available")[1] or "full",
         "sandboxed_per_s": round(len(sessions) / statistics.median(a for a, _ in pairs), 1),
         "plain_per_s": round(len(sessions) / statistics.median(b for _, b in pairs), 1),
         "sandbox_ms": round(1e3 * statistics.median(a - b for a, b in pairs) / len(sessions), 2),

@@ -267,8 +267,10 @@ def _prompts(config: Config) -> None:
 def _verifiers(config: Config) -> None:
     from megatron_fleet.envs.embedded.verifier_client import check_sandbox
 
-    if config.env.kind == "embedded" and (note := check_sandbox(config.env.sandbox)):
-        log.warning("%s", note)
+    if config.env.kind == "embedded":
+        _, note = check_sandbox(config.env.sandbox)
+        if note:
+            log.warning("%s", note)
 
 
 def _environment_server(config: Config) -> None:

@@ -54,6 +54,8 @@ def body(*lines):
         (["import os", "os.system('sleep 60')", "return final_answer"], "NoneType"),
         (["import _thread", "_thread.start_new_thread(print, ())"], "start new thread"),
         (["import socket", "socket.socket()"], "PermissionError"),
+        (["import ctypes"], "a verifier cannot import ctypes"),
+        (["import _ctypes"], "a verifier cannot import _ctypes"),
         (["open('/etc/hostname')"], "PermissionError"),
         (["open('made', 'w')"], "PermissionError"),
         (["import os, signal", "os.kill(os.getppid(), signal.SIGKILL)", "return 1"], "PermissionError|no verdict"),
@@ -72,6 +74,40 @@ async def test_misbehaviour_is_unknown_and_survived(client, lines, reason):
     assert reward.value is None
     assert re.search(reason, reward.reason)
     assert (await ask(client)).value == 0.0
+
+
+def writing(text):
+    """A verifier that writes to the pipe of its verdict itself, whose number it can guess."""
+    tries = ["for fd in range(3, 256):", f"    try: os.write(fd, {text!r})", "    except OSError: pass"]
+    return body("import os", *tries, "os._exit(0)")
+
+
+@pytest.mark.parametrize(
+    "value", ["1" + "0" * 400, "-1e999", "NaN", "Infinity", "1e31", "true", '"1"', "[1]", "{}", "[" * 1500, "1, "]
+)
+async def test_a_made_up_verdict_is_a_number_or_unknown(client, value):
+    reward = await ask(client, writing(f'{{"value": {value}, "reason": "mine"}}'.encode()))
+    assert reward.value is None and reward.reason.startswith("verifier")
+    assert (await ask(client)).value == 0.0
+
+
+async def test_a_made_up_reason_is_cut(client):
+    reward = await ask(client, writing(b'{"value": 7, "reason": "' + b"x" * 3000 + b'"}'))
+    assert (reward.value, reward.reason) == (7.0, "x" * 500)
+    for text in (b"7", b"[7]", b'{"value": 7}', b"\xff", b"x" * 10**6):
+        assert (await ask(client, writing(text))).value is None
+
+
+async def test_a_host_that_is_no_longer_itself_gives_no_verdict(client, monkeypatch):
+    """Whatever it says, `verify` does not raise."""
+    for said in ({"value": 10**400, "reason": ""}, {"value": "x", "reason": ""}, {}, [], None):
+
+        async def answer(request, said=said):
+            return said
+
+        monkeypatch.setattr(client, "_ask", answer)
+        reward = await ask(client)
+        assert reward.value is None and "gave no verdict" in reward.reason
 
 
 async def test_a_verifier_that_waits_ends_at_its_deadline(hasty):

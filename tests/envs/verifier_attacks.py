@@ -94,11 +94,19 @@ ACTIONS = {
     "chdir": "os.chdir('/tmp')",
     "setuid": "os.setuid(0)",
     "import from a file": "__import__('xmlrpc.client')",
+    "import ctypes": "import ctypes",
+    "import ctypes as a builtin": "import _ctypes",
+    "import ctypes anew": "sys.modules.pop('ctypes', None), __import__('ctypes.util')",
+    "import ctypes by its loader": "from importlib import util; util.find_spec('_ctypes').loader.create_module(None)",
     "environment": "1 / len(os.environ)",
     "open a verifier's pipe again": "open('/proc/self/fd/0')",
 }
 BY_CALL = """
-import ctypes, struct
+import struct
+frame = sys._getframe()  # it cannot import ctypes, but its callers have it
+while not hasattr(frame.f_locals.get('self'), '_sandbox'):
+    frame = frame.f_back
+ctypes = frame.f_locals['self']._sandbox.ctypes
 calls = ctypes.CDLL(None, use_errno=True).syscall
 if calls(*[ctypes.c_long(a) if isinstance(a, int) else a for a in ({arguments},)]) < 0:
     raise OSError(ctypes.get_errno(), 'refused')
@@ -114,6 +122,7 @@ def main(host_script: str, prey: int, loot: str) -> None:
     bodies = (
         {f"call: {name}": BY_CALL.format(arguments=a) for name, a in CALLS.items()} if os.uname()[4] == "x86_64" else {}
     )
+    bodies |= {"a permitted call": BY_CALL.format(arguments="39")} if bodies else {}
     bodies |= ACTIONS
     bodies["an honest verifier"] = "assert env.db('seed').query('SELECT 1 AS one') == [{'one': 1}]"
     with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
@@ -121,6 +130,7 @@ def main(host_script: str, prey: int, loot: str) -> None:
         listener.listen()
         limits = {"cpu_s": 2, "wall_s": 120.0, "memory_bytes": 256 * 2**20}
         command = [sys.executable, "-I", host_script, str(listener.fileno()), str(os.getpid()), json.dumps(limits)]
+        command.append(json.dumps(["user", "namespaces", "landlock"]))
         host = subprocess.Popen(command, pass_fds=[listener.fileno()], stdin=subprocess.DEVNULL, cwd=folder, env={})
         try:
             found = {}

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import uvicorn
@@ -19,7 +20,7 @@ from megatron_fleet.envs.embedded.connections import Connections, Guard
 from megatron_fleet.envs.embedded.environment import ACTION, NO_FAULTS, OBSERVATION, FleetEnvironment
 from megatron_fleet.envs.embedded.faults import FaultSource, RandomFaults
 from megatron_fleet.envs.embedded.fleet import TOKEN
-from megatron_fleet.envs.embedded.verifier_client import Limits, VerifierClient, check_sandbox
+from megatron_fleet.envs.embedded.verifier_client import OPTIONAL_LAYERS, Limits, VerifierClient, check_sandbox
 from megatron_fleet.envs.openenv_client import import_openenv
 
 MAX_SESSIONS = 1024
@@ -36,6 +37,7 @@ async def serve(
     parent: int | None = None,
     faults: FaultSource = NO_FAULTS,
     limits: Limits | None = None,
+    may_lack: Collection[str] = OPTIONAL_LAYERS,
     max_sessions: int = MAX_SESSIONS,
 ) -> None:
     """Serve until SIGTERM, or until the process ``parent`` is no longer this one's parent.
@@ -44,6 +46,7 @@ async def serve(
         port: 0 for any free one.
         host: address to listen on.
         token: token required of clients; empty: none.
+        may_lack: layers of the verifiers' sandbox that the machine lacks.
         ready_file: written atomically when the server listens: ``{"port": int, "pid": int}``.
     """
     core = import_openenv()
@@ -52,7 +55,7 @@ async def serve(
         listener.setsockopt(socket.SOL_SOCKET, option, 1)
     listener.bind((host, port))
     listener.listen(max_sessions)
-    verifier = VerifierClient(limits)
+    verifier = VerifierClient(limits, may_lack)
     app = core.create_app(
         lambda: FleetEnvironment(verifier, faults),
         ACTION,
@@ -101,19 +104,29 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0, help="0 = any free port")
     parser.add_argument("--ready-file", type=Path, help="written as JSON with the port when the server listens")
     parser.add_argument("--parent", type=int, help="stop when this process id is no longer the parent")
+    parser.add_argument("--sandbox", choices=("full", "available"), default="available", help="as env.sandbox")
     parser.add_argument("--max-sessions", type=int, default=MAX_SESSIONS)
     parser.add_argument("--faults", help="rates of faults on purpose as JSON, the keys of env.faults")
     parser.add_argument("--seed", type=int, default=0, help="of the faults")
     args = parser.parse_args()
     try:
-        if note := check_sandbox("available"):
-            print(f"warning: {note}", file=sys.stderr, flush=True)
+        missing, note = check_sandbox(args.sandbox)
     except UserError as error:
         sys.exit(f"error: {error}")
+    if note:
+        print(f"warning: {note}", file=sys.stderr, flush=True)
     faults = RandomFaults(FaultRates.model_validate_json(args.faults), args.seed) if args.faults else NO_FAULTS
     where = {"host": args.host, "token": os.environ.pop(TOKEN, "")}
     asyncio.run(
-        serve(args.port, args.ready_file, **where, parent=args.parent, faults=faults, max_sessions=args.max_sessions)
+        serve(
+            args.port,
+            args.ready_file,
+            **where,
+            parent=args.parent,
+            faults=faults,
+            may_lack=missing,
+            max_sessions=args.max_sessions,
+        )
     )
 
 

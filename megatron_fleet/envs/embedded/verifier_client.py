@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,13 +20,18 @@ from megatron_fleet.envs.base import Reward
 
 CONCURRENT = 8
 """Maximum number of concurrent verifiers; bounds memory to this many times ``Limits.memory_bytes``."""
-SANDBOX = Path(__file__).with_name("sandbox.py")
+OPTIONAL_LAYERS = ("user", "namespaces", "landlock")
+"""Layers of the sandbox, named as in sandbox.py, without which verifiers run unless env.sandbox=full."""
+SANDBOX, HOST = (Path(__file__).with_name(name) for name in ("sandbox.py", "verifier_host.py"))
 GRACE_S = 5.0
 """Time beyond the verifier's own deadline for the host to report the outcome."""
 
 
-def check_sandbox(wanted: Literal["full", "available"]) -> str | None:
-    """Check which layers of the sandbox this machine has. Returns a warning about missing ones, or ``None``.
+def check_sandbox(wanted: Literal["full", "available"]) -> tuple[tuple[str, ...], str]:
+    """Check which layers of the sandbox this machine has.
+
+    Returns:
+        Names of the missing ones, and a warning about them; empty if there are none.
 
     Raises:
         UserError: a layer required by ``wanted`` (env.sandbox) is missing, or the system call filter, without which a
@@ -34,7 +40,7 @@ def check_sandbox(wanted: Literal["full", "available"]) -> str | None:
     probe = subprocess.run([sys.executable, "-I", str(SANDBOX)], stdout=subprocess.PIPE, env={}, check=True)
     missing = json.loads(probe.stdout)
     if not missing:
-        return None
+        return (), ""
     lacks = "this machine's kernel or container refuses " + ", ".join(
         f"{name} ({why})" for name, why in missing.items()
     )
@@ -42,7 +48,7 @@ def check_sandbox(wanted: Literal["full", "available"]) -> str | None:
         raise UserError(f"Verifiers cannot be confined: {lacks}; use a machine with seccomp, or env.kind=openenv.")
     if wanted == "full":
         raise UserError(f"env.sandbox=full: {lacks}; allow it, or set env.sandbox=available.")
-    return f"Verifiers run without a layer of their sandbox: {lacks}."
+    return tuple(missing), f"Verifiers run without a layer of their sandbox: {lacks}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +66,10 @@ class VerifierClient:
     Use it from one event loop, on a thread that lives as long as the client (the host dies with that thread).
     """
 
-    def __init__(self, limits: Limits | None = None) -> None:
+    def __init__(self, limits: Limits | None = None, may_lack: Collection[str] = OPTIONAL_LAYERS) -> None:
+        """``may_lack``: layers of the sandbox that a host may lack; one without another layer ends at once."""
         self._limits = limits or Limits()
+        self._may_lack = json.dumps(sorted(may_lack))
         self._slots = asyncio.Semaphore(CONCURRENT)
         # The path of a Unix socket is limited to 107 bytes, and a cluster's TMPDIR can be long.
         short = None if len(tempfile.gettempdir()) < 60 else "/tmp"
@@ -98,7 +106,7 @@ class VerifierClient:
                     reply = await self._ask(json.dumps(head).encode() + b"\n" + seed + current)
                 value = reply["value"]
                 return Reward(None if value is None else float(value), str(reply["reason"]))
-            except (OSError, TimeoutError, ValueError, TypeError, KeyError) as error:
+            except (OSError, TimeoutError, ValueError, TypeError, KeyError, OverflowError) as error:
                 return Reward(None, f"verifier host gave no verdict ({type(error).__name__})")
 
     async def _ask(self, request: bytes) -> dict[str, Any]:
@@ -111,10 +119,10 @@ class VerifierClient:
             writer.close()
 
     def _start_host(self) -> subprocess.Popen[bytes]:
-        script = Path(__file__).with_name("verifier_host.py")
         fd = self._listener.fileno()
+        command = [sys.executable, "-I", str(HOST), str(fd), str(os.getpid()), json.dumps(asdict(self._limits))]
         return subprocess.Popen(
-            [sys.executable, "-I", str(script), str(fd), str(os.getpid()), json.dumps(asdict(self._limits))],
+            [*command, self._may_lack],
             pass_fds=(fd,),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

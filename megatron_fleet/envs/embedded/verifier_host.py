@@ -23,6 +23,7 @@ import socket
 import sqlite3
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from importlib import import_module, util
@@ -43,7 +44,11 @@ def validate_task(env, final_answer=None):
 """
 """Verifier run once before the forks, which then share the memory that a first run allocates and save the page
 faults."""
-MAX_REPLY_BYTES = 4096
+FORBIDDEN = ("ctypes", "_ctypes")
+"""Modules that no verifier can import: what they call is stopped by the sandbox, which is one layer less to rely on."""
+MAX_REPLY_BYTES, MAX_REASON_CHARS = 4096, 500
+MAX_VERDICT = 1e30
+"""Largest magnitude of a verdict, as of any other environment's reward."""
 READ_TIMEOUT_S = 10.0
 
 
@@ -61,11 +66,19 @@ class Running:
 class Host:
     """Serves concurrent verifications until the parent process dies."""
 
-    def __init__(self, listener: socket.socket, limits: dict[str, Any], parent_pid: int) -> None:
+    def __init__(
+        self, listener: socket.socket, limits: dict[str, Any], parent_pid: int, may_lack: Sequence[str]
+    ) -> None:
+        """``may_lack``: layers of the sandbox that this machine lacked before; without another one, SystemExit."""
         for name in PRELOADED:
             import_module(name)
         self._verify, self._sandbox = _load("verify"), _load("sandbox")
+        for name in [name for name in sys.modules if name.partition(".")[0] in FORBIDDEN]:
+            del sys.modules[name]
+        sys.meta_path.insert(0, _Forbidden)
         missing = self._sandbox.enter()
+        if lost := [f"{name} ({why})" for name, why in missing.items() if name not in may_lack]:
+            sys.exit(f"error: verifiers have lost a layer of their sandbox, and none is run: {', '.join(lost)}")
         self._sandbox.die_with_parent(parent_pid)  # not before: a change of user clears it
         self._namespaces = "namespaces" not in missing
         self._listener, self._limits = listener, limits
@@ -137,7 +150,7 @@ class Host:
             reason = "verified"
         except BaseException as error:
             value, reason = None, f"verifier failed: {_describe(error)}"
-        os.write(writer, json.dumps({"value": value, "reason": reason[:500]}).encode())
+        os.write(writer, json.dumps({"value": value, "reason": reason[:MAX_REASON_CHARS]}).encode())
 
     def _has_said_all(self, running: Running) -> bool:
         """Read more; return whether the worker closed the pipe or wrote more than a verdict."""
@@ -163,14 +176,27 @@ class Host:
         if said is None:
             return {"value": None, "reason": f"verifier ran past its deadline of {self._limits['wall_s']:g} s"}
         try:
+            # A verifier can write to the pipe itself.
             reply = json.loads(said)
-            return {"value": reply["value"], "reason": str(reply["reason"])}
+            value, reason = reply["value"], str(reply["reason"])[:MAX_REASON_CHARS]
+            if value is None or (type(value) in (int, float) and abs(value) <= MAX_VERDICT):
+                return {"value": value, "reason": reason}
+            return {"value": None, "reason": f"verifier's verdict is no number of at most {MAX_VERDICT:g}"}
         except (ValueError, TypeError, KeyError, RecursionError):
             pass
         # The kernel enforces the limit by counting ticks, and on busy cores it charges more of them than were used.
         if cpu_s > 0.5 * self._limits["cpu_s"]:
             return {"value": None, "reason": f"verifier used its {self._limits['cpu_s']} s of CPU"}
         return {"value": None, "reason": "verifier process ended without a verdict"}
+
+
+class _Forbidden:
+    """Finder that refuses what is in FORBIDDEN."""
+
+    @staticmethod
+    def find_spec(name: str, *_: Any) -> None:
+        if name.partition(".")[0] in FORBIDDEN:
+            raise ImportError(f"a verifier cannot import {name}")
 
 
 def _load(name: str) -> ModuleType:
@@ -200,4 +226,5 @@ def _describe(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    Host(socket.socket(fileno=int(sys.argv[1])), json.loads(sys.argv[3]), int(sys.argv[2])).serve()
+    _, descriptor, parent, limits, may_lack = sys.argv
+    Host(socket.socket(fileno=int(descriptor)), json.loads(limits), int(parent), json.loads(may_lack)).serve()
