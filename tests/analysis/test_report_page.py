@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from browser import CHROMIUM, Opened, chromium
 from run_maker import RunMaker, groups, trajectory
 
 from megatron_fleet.agents.trajectory import Group, Outcome
 from megatron_fleet.analysis.report import write_report
 
 sync_api = pytest.importorskip("playwright.sync_api")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
-FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 TINY = Path(__file__).parents[2] / "assets" / "tiny"
 EVIL = (
     "</script><script>window.hit=1</script><img src=x onerror=window.hit=1><svg onload=window.hit=1>'\"`${window.hit=1}"
@@ -33,26 +23,8 @@ EVIL = (
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator:
-    sync_api.expect.set_options(timeout=300_000)
-    with sync_api.sync_playwright() as playwright:
-        running = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS, timeout=300_000)
+    with chromium() as running:
         yield running
-        running.close()
-
-
-class Opened:
-    """A page with everything that it complained about and asked the network for."""
-
-    def __init__(self, browser, path: Path, **options) -> None:
-        self.context = browser.new_context(**options)
-        self.page = self.context.new_page()
-        self.complaints: list[str] = []
-        self.requests: list[str] = []
-        self.page.on("console", lambda message: self.complaints.append(message.text))
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("request", lambda request: self.requests.append(request.url))
-        self.page.set_default_timeout(300_000)  # a cold browser on a busy machine
-        self.page.goto(path.as_uri())
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +53,7 @@ def choose(row) -> None:
 
 @pytest.fixture
 def opened(browser, evil_run) -> Iterator[Opened]:
-    page = Opened(browser, evil_run, viewport={"width": 1280, "height": 900})
+    page = Opened(browser, evil_run.as_uri(), viewport={"width": 1280, "height": 900})
     yield page
     assert page.complaints == []
     assert [url for url in page.requests if not url.startswith("file:")] == []
@@ -183,7 +155,7 @@ def test_a_name_that_turns_the_direction_turns_nothing_else(browser, tmp_path):
     for step, reward in ((0, 0.0), (3, 1.0)):
         maker.evaluate(step, groups({"turned \u202eyek": [reward]}))
     write_report(maker.folder)
-    opened = Opened(browser, maker.folder / "report.html", viewport={"width": 1280, "height": 900})
+    opened = Opened(browser, (maker.folder / "report.html").as_uri(), viewport={"width": 1280, "height": 900})
     parts = opened.page.locator(".pair > summary > span")
     task, reward = (parts.nth(i).bounding_box() for i in (1, 2))
     assert task["x"] + task["width"] <= reward["x"] + 1
@@ -197,7 +169,7 @@ def test_a_name_that_turns_the_direction_turns_nothing_else(browser, tmp_path):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_a_phone(browser, evil_run, scheme):
-    opened = Opened(browser, evil_run, viewport={"width": 390, "height": 844}, color_scheme=scheme)
+    opened = Opened(browser, evil_run.as_uri(), viewport={"width": 390, "height": 844}, color_scheme=scheme)
     page = opened.page
     choose(page.locator(".row").first)
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
