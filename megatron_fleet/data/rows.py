@@ -167,6 +167,8 @@ def _mismatch(field: str, value: Any) -> str | None:
         return f"text of at most {limit} characters without control characters"
     if field == "env_key" and value in RESERVED:
         return f"another name, as {value} {RESERVED[value]}"
+    if field == "env_key" and value and not value.strip("."):
+        return "a name that is not only dots, as it is part of the names of metrics and files"
     return "text that is not empty" if field in REQUIRED and not value.strip() else None
 
 

@@ -75,6 +75,7 @@ def test_empty_text_means_the_default_where_there_is_one(write):
     [
         ({"env_key": "all"}, ["task 2", "env_key", "another name", '"all"']),
         ({"env_key": "aggregated_results"}, ["task 2", "env_key", "another name"]),
+        ({"env_key": ".."}, ["task 2", "env_key", "not only dots", '".."']),
         ({"env_key": "x" * 61}, ["task 2", "env_key", "at most 60 characters"]),
         ({"env_key": "a\nb"}, ["task 2", "env_key", "without control characters", '"a\\nb"']),
         ({"data_key": "a\0b"}, ["task 2", "data_key", "without control characters"]),
