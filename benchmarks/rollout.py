@@ -191,7 +191,8 @@ async def measure_ray(work: Path, episode_python: Path, episodes: int) -> dict[s
     async with RolloutService(config, work, episode_python) as service:
         await service.collect(request)
         marks = marked(service.run_id)
-        players = {*await service.engine_processes(), *(pid for pid in marks if "WorkerActor" in _command(pid))}
+        engines = [pid for engine in service._pool.engines for pid in await engine.processes()]
+        players = {*engines, *(pid for pid in marks if "WorkerActor" in _command(pid))}
         others = [os.getpid(), *(pid for pid in marks if pid not in players and "embedded" not in _command(pid))]
         before = sum(cpu_seconds(pid) for pid in others)
         result = await service.collect(request)

@@ -76,13 +76,3 @@ class Progress:
     done: int
     total: int
     tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutStats:
-    """Totals since the start: tokens, requests and CPU time of the engines, and component restarts."""
-
-    tokens: int
-    requests: int
-    engine_cpu_seconds: float
-    restarts: int

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from megatron_fleet.agents.engine import Engine
 from megatron_fleet.cluster.inventory import Inventory, local_inventory
 from megatron_fleet.cluster.janitor import Janitor, marks
 from megatron_fleet.cluster.nodes import Nodes, RayHead
@@ -24,8 +23,7 @@ from megatron_fleet.cluster.placement import Placement, Wanted, place
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
 from megatron_fleet.rollout import ray_local
-from megatron_fleet.rollout.engine_client import connect
-from megatron_fleet.rollout.requests import CollectRequest, CollectResult, RolloutFailed, RolloutStats
+from megatron_fleet.rollout.requests import CollectRequest, CollectResult, RolloutFailed
 from megatron_fleet.weight_sync.base import WeightReceiver
 
 if TYPE_CHECKING:
@@ -148,29 +146,6 @@ class RolloutService:
         await self.wait_ready()
         timeout_s = self._config.rollout.engine.request_timeout_s
         return list(await asyncio.gather(*(engine.score(sequences, timeout_s) for engine in self._pool.engines)))
-
-    async def engine(self) -> Engine:
-        """Return a client of the engines, for requests outside any episode."""
-        await self.wait_ready()
-        endpoints = [engine.endpoint for engine in self._pool.engines]
-        return connect(endpoints, self._ground.token, self._config.rollout.engine.request_timeout_s)
-
-    async def stats(self) -> RolloutStats:
-        """Return totals of the engines' work and of component restarts since the start."""
-        await self.wait_ready()
-        pool = self._pool
-        engines = await asyncio.gather(*(engine.stats() for engine in pool.engines))
-        return RolloutStats(
-            tokens=sum(e.tokens for e in engines),
-            requests=sum(e.requests for e in engines),
-            engine_cpu_seconds=sum(e.cpu_seconds for e in engines),
-            restarts=sum(slot.restarts.count for slot in (*pool.engines, *pool.workers, pool.environment)),
-        )
-
-    async def engine_processes(self) -> list[int]:
-        """Return the pids of the engines' processes, including their actors."""
-        await self.wait_ready()
-        return [pid for pids in await asyncio.gather(*(e.processes() for e in self._pool.engines)) for pid in pids]
 
     async def sleep(self) -> str | None:
         """Put all engines to sleep, which discards their weights; returns the reason if one freed no memory.

@@ -12,10 +12,11 @@ from typing import Any
 
 from local_sender import FolderWeights, LocalSender
 
-from megatron_fleet.agents.engine import Generation, SamplingParams
+from megatron_fleet.agents.engine import Engine, Generation, SamplingParams
 from megatron_fleet.config.schema import Config
 from megatron_fleet.data.loader import load_tasks
 from megatron_fleet.envs.embedded.tasks import SHIPPED_TASKS
+from megatron_fleet.rollout.engine_client import connect
 from megatron_fleet.rollout.requests import CollectRequest, CollectResult
 from megatron_fleet.rollout.service import RolloutService
 from megatron_fleet.weight_sync.registry import make_transport
@@ -44,10 +45,10 @@ class Rollout:
         return self.begin(work).result(TIMEOUT_S)
 
     def restarts(self) -> int:
-        return self.run(self.service.stats()).restarts
+        return self.run(restarts(self.service))
 
     def processes(self) -> list[int]:
-        return self.run(self.service.engine_processes())
+        return self.run(engine_processes(self.service))
 
     def sync(self, name: str) -> None:
         """Give the engines the weights of a model, as the next version."""
@@ -63,13 +64,39 @@ class Rollout:
 
     async def answers(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Any]:
         """Generations, or the exceptions in their place."""
-        engine = await self.service.engine()
+        engine = await engine_of(self.service)
         calls = (engine.generate(p, q, str(i)) for i, (p, q) in enumerate(zip(prompts, params, strict=True)))
         results = await asyncio.gather(*calls, return_exceptions=True)
         for result in results:
             if isinstance(result, ValueError):
                 raise result
         return results
+
+
+async def engine_of(service: RolloutService) -> Engine:
+    """A client of the engines, for requests outside any episode."""
+    await service.wait_ready()
+    endpoints = [engine.endpoint for engine in service._pool.engines]
+    return connect(endpoints, service._ground.token, service._config.rollout.engine.request_timeout_s)
+
+
+async def sampled_tokens(service: RolloutService) -> int:
+    """Tokens that the engines have sampled since the start."""
+    await service.wait_ready()
+    return sum([(await engine.stats()).tokens for engine in service._pool.engines])
+
+
+async def restarts(service: RolloutService) -> int:
+    """Restarts of all components since the start."""
+    await service.wait_ready()
+    pool = service._pool
+    return sum(slot.restarts.count for slot in (*pool.engines, *pool.workers, pool.environment))
+
+
+async def engine_processes(service: RolloutService) -> list[int]:
+    """Pids of the engines' processes, their actors among them."""
+    await service.wait_ready()
+    return [pid for engine in service._pool.engines for pid in await engine.processes()]
 
 
 def request(tasks: int = 4, samples: int = 4, seed: int | None = 0, **changes: Any) -> CollectRequest:

@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from rollout_config import rollout_config
-from rollout_runs import TIMEOUT_S, request, running
+from rollout_runs import TIMEOUT_S, engine_of, request, running, sampled_tokens
 from tiny_model import greedy_continuation, write_tiny_model
 from waiting import wait_until
 
@@ -37,7 +37,7 @@ def sampled(temperature: float = 1.0, tokens: int = 24, seed: int | None = 1, st
 
 async def begun(service, prompts, tokens: int):
     """Requests that an engine has begun to sample."""
-    engine = await service.engine()
+    engine = await engine_of(service)
     params = [sampled(tokens=tokens)] * len(prompts) + [sampled(tokens=1)]
     calls = [
         asyncio.create_task(engine.generate(prompt, wanted, str(i)))
@@ -130,12 +130,12 @@ def test_cancelled_requests_leave_the_engine(rollout):
     async def tokens() -> int:
         service = rollout.service
         calls = await begun(service, [[9, i] for i in range(64)], 600)
-        before = (await service.stats()).tokens
+        before = await sampled_tokens(service)
         for call in calls:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
-        await (await service.engine()).generate([5], sampled(tokens=1200), "after")
-        return (await service.stats()).tokens - before
+        await (await engine_of(service)).generate([5], sampled(tokens=1200), "after")
+        return await sampled_tokens(service) - before
 
     # One that had stayed would have ended before the one that came after it, and counted.
     assert rollout.run(tokens()) == 1200
@@ -214,13 +214,15 @@ def test_cancelling_a_collection_stops_its_episodes_and_no_others(rollout):
             await unwanted
         assert len(ended) < 8 * 320
         result = await other
-        await (await service.engine()).generate([5], sampled(tokens=600), "after")  # what was cut off has ended before
-        return result, (await service.stats()).tokens
+        await (await engine_of(service)).generate(
+            [5], sampled(tokens=600), "after"
+        )  # what was cut off has ended before
+        return result, await sampled_tokens(service)
 
     result, tokens = rollout.run(play())
     assert_equal(alone, result)
     time.sleep(1)
-    assert rollout.run(rollout.service.stats()).tokens == tokens
+    assert rollout.run(sampled_tokens(rollout.service)) == tokens
     assert_equal(rollout.collect(samples=2), alone)
 
 

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from rollout_config import rollout_config
-from rollout_runs import TIMEOUT_S, running
+from rollout_runs import TIMEOUT_S, engine_of, running
 from tiny_model import greedy_continuation, write_tiny_model
 
 from megatron_fleet.agents.engine import EngineLost, SamplingParams
@@ -53,7 +53,7 @@ def test_requests_in_flight_go_on_under_the_new_weights(rollout):
     tokens = 1900  # as many as the context holds: they must outlast the update
 
     async def begin():
-        engine = await rollout.service.engine()
+        engine = await engine_of(rollout.service)
         params = [*greedy(tokens), SamplingParams(0.0, 1, (), 1)]
         calls = [engine.generate(p, q, str(i)) for i, (p, q) in enumerate(zip([*PROMPTS, [5]], params, strict=True))]
         *asking, last = map(asyncio.create_task, calls)
