@@ -27,6 +27,7 @@ RULES = {
     "max_tasks",
     "eval_fraction",
     "min_eval_per_env",
+    "expected_eval_per_env",
     "max_eval_per_env",
     "max_eval",
     "held_out_environments",

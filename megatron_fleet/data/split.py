@@ -46,15 +46,16 @@ def key_hash(key: str) -> float:
 def split(tasks: Sequence[Task], rules: Data, previous: SplitManifest | None = None) -> Split:
     """Assign every task; the order of ``tasks`` and of their environments does not matter.
 
-    1. Candidates for evaluation are the tasks whose hash is below ``rules.eval_fraction``. An environment with fewer
-       than ``min_eval_per_env / eval_fraction`` tasks has none; one with more than ``max_eval_per_env`` keeps those of
-       the smallest hash. A held-out environment's tasks are all candidates.
+    1. Candidates for evaluation are the tasks whose hash is below a threshold: ``rules.eval_fraction``, or
+       ``expected_eval_per_env / n`` in an environment of n tasks if that is less. An environment with fewer than
+       ``min_eval_per_env / eval_fraction`` tasks has none; one with more candidates than ``max_eval_per_env`` keeps
+       those of the smallest hash. A held-out environment's tasks are all candidates.
     2. If there are more than ``max_eval``, they are taken round-robin over the environments, ordered by name.
     3. The others are for training, except those of held-out environments and those cut by ``max_env_share``.
 
     Args:
         rules: the keys of ``data`` named above.
-        previous: manifest whose tasks keep their sides. In 1 and 2 these come before new tasks, ``eval_fraction`` and
+        previous: manifest whose tasks keep their sides. In 1 and 2 these come before new tasks, the threshold and
             ``min_eval_per_env`` do not apply to them, and those that no longer fit are retired.
     """
     was = previous.sides() if previous is not None else {}
@@ -92,10 +93,11 @@ def _evaluation(by_env: Mapping[str, Sequence[Task]], rules: Data, was: Mapping[
     queue: list[tuple[bool, int, str, str]] = []
     for env_key, tasks in by_env.items():
         held_out = env_key in rules.held_out_environments
+        threshold = 1.0 if held_out else rules.eval_fraction
+        if rules.expected_eval_per_env is not None and not held_out:
+            threshold = min(threshold, rules.expected_eval_per_env / len(tasks))
         old = [task.key for task in tasks if was.get(task.key) == "eval"]
-        new = [
-            task.key for task in tasks if task.key not in was and (held_out or key_hash(task.key) < rules.eval_fraction)
-        ]
+        new = [task.key for task in tasks if task.key not in was and key_hash(task.key) < threshold]
         if not held_out and len(tasks) * rules.eval_fraction < rules.min_eval_per_env:
             new = []
         keys = old + new

@@ -14,8 +14,11 @@ from megatron_fleet.data.dataset import build
 from megatron_fleet.data.split import split
 from megatron_fleet.data.task import Task
 
-RULES = ("duplicates", "exclusions", "eval_fraction", "min_eval_per_env", "max_eval_per_env", "max_eval")
-BALANCED = ("first", ("dropbox", "zillow_partial_dates"), 0.2, 5, 20, 60)
+RULES = (
+    *("duplicates", "exclusions", "eval_fraction", "min_eval_per_env", "expected_eval_per_env"),
+    *("max_eval_per_env", "max_eval"),
+)
+BALANCED = ("first", ("dropbox", "zillow_partial_dates"), 0.2, 5, None, 20, 60)
 
 PUBLISHED = {
     "v0.2": {
@@ -45,13 +48,13 @@ def preset(name, *overrides):
 @pytest.mark.parametrize(
     ("name", "rules", "held_out", "share"),
     [
-        ("v0.2", ("first", (), 0.02, 5, None, None), ("outlook", "instacart"), None),
-        ("v0.2.3", ("first", (), 0.1, 0, 30, None), (), None),
-        ("v0.3", ("first", (), 0.1, 0, 30, None), (), None),
+        ("v0.2", ("first", (), 0.02, 5, None, None, None), ("outlook", "instacart"), None),
+        ("v0.2.3", ("first", (), 0.1, 0, None, 30, None), (), None),
+        ("v0.3", ("first", (), 0.1, 0, 30, None, None), (), None),
         ("balanced", BALANCED, (), 0.2),
         ("v4", BALANCED, (), 0.2),
-        ("file", ("refuse", (), 0.2, 0, None, None), (), None),
-        ("embedded", ("refuse", (), 0.2, 0, None, None), (), None),
+        ("file", ("refuse", (), 0.2, 0, None, None, None), (), None),
+        ("embedded", ("refuse", (), 0.2, 0, None, None, None), (), None),
     ],
 )
 def test_presets(name, rules, held_out, share):
@@ -91,17 +94,18 @@ def test_the_published_counts(name, salt):
     assert not result.unused and not result.retired
     for env, (trained, evaluated) in published.items():
         total = trained + evaluated
-        expected = total * data.eval_fraction
+        fraction = min(data.eval_fraction, (data.expected_eval_per_env or total) / total)
+        expected = total * fraction
         assert train[env] + held_out[env] == total
         if env in data.held_out_environments or expected < data.min_eval_per_env:
             assert (train[env], held_out[env]) == (trained, evaluated)
         elif data.max_eval_per_env is not None and expected >= 3 * data.max_eval_per_env:
             assert held_out[env] == data.max_eval_per_env
-            assert evaluated in by_chance(total, data.max_eval_per_env / total)
+            assert evaluated == held_out[env]
         else:
-            assert held_out[env] in by_chance(total, data.eval_fraction)
+            assert held_out[env] in by_chance(total, fraction)
             assert held_out[env] <= (data.max_eval_per_env or total)
-            assert evaluated in by_chance(total, data.eval_fraction)
+            assert evaluated in by_chance(total, fraction)
 
 
 @pytest.mark.parametrize(("modality", "held_out"), [("tool_use", "outlook"), ("computer_use", "instacart")])

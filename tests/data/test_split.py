@@ -42,6 +42,7 @@ LIMITS = st.fixed_dictionaries(
         "eval_fraction": st.sampled_from([0.02, 0.2, 0.5]),
         "min_eval_per_env": st.integers(0, 3),
         "max_eval_per_env": st.none() | st.integers(3, 12),
+        "expected_eval_per_env": st.none() | st.integers(1, 12),
         "max_eval": st.none() | st.integers(1, 30),
         "held_out_environments": st.lists(st.sampled_from("abc"), max_size=2).map(tuple),
         "max_env_share": st.sampled_from([None, 0.2, 0.34, 0.5, 1.0]),
@@ -55,6 +56,17 @@ def tasks_of(sizes, start=0):
 
 def grown(sizes, more):
     return tasks_of({env: sizes.get(env, 0) + more.get(env, 0) for env in {*sizes, *more}})
+
+
+@quick
+@given(SIZES, st.integers(1, 12))
+def test_the_threshold_falls_with_the_size_of_an_environment(sizes, expected):
+    result = split(tasks_of(sizes), rules(eval_fraction=0.3, expected_eval_per_env=expected))
+    for env, size in sizes.items():
+        below = {f"{env}_{i}" for i in range(size) if key_hash(f"{env}_{i}") < min(0.3, expected / size)}
+        assert below == {t.key for t in result.held_out if t.env_key == env}
+    whole = split(tasks_of(sizes), rules(expected_eval_per_env=expected, held_out_environments=tuple(sizes)))
+    assert not whole.train and len(whole.held_out) == sum(sizes.values())
 
 
 def test_hash_equals_fleets():

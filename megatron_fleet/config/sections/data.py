@@ -42,6 +42,12 @@ class Data(Section):
         description="An environment of which fewer evaluation tasks are to be expected (its tasks × eval_fraction) "
         "gives all its tasks to training.",
     )
+    expected_eval_per_env: int | None = Field(
+        None,
+        ge=1,
+        description="In an environment of n tasks the threshold is this number / n, where that is below eval_fraction, "
+        "so that about so many are for evaluation.",
+    )
     max_eval_per_env: int | None = Field(
         None, ge=1, description="Most evaluation tasks of one environment; the others return to training."
     )
