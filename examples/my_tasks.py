@@ -1,4 +1,4 @@
-"""Tasks of your own: `python my_tasks.py my_tasks.json` writes a task file for the embedded fleet (see README.md)."""
+"""Tasks of your own: `python my_tasks.py my_tasks.json` writes sixty for the embedded help desk."""
 
 from __future__ import annotations
 
@@ -9,30 +9,28 @@ from pathlib import Path
 from megatron_fleet.envs.embedded.tickets import Tickets
 
 VERIFIER = '''
-CUSTOMER = {customer!r}
-OPEN = "SELECT id FROM tickets WHERE status = 'open' AND customer = ?"
+RIGHT = {agent!r}
 
 
 def verify(env, final_answer=None) -> float:
-    """1 if the answer is the number of open tickets and none was changed, else 0."""
-    before = env.db("seed").query(OPEN, [CUSTOMER])
-    after = env.db("current").query(OPEN, [CUSTOMER])
-    right = str(final_answer or "").strip(" .") == str(len(before))
-    return float(right and before == after)
+    """1 if the answer is the agent's name and no ticket was changed, else 0."""
+    before, after = (env.db(name).query("SELECT * FROM tickets") for name in ("seed", "current"))
+    return float(str(final_answer or "").strip(" .") == RIGHT and before == after)
 '''
 
 
 def make(number: int) -> dict[str, object]:
     """Return one row: what the policy is asked, in which environment with which data, and how it is scored."""
-    data_key = f"mine-{number}"  # the embedded fleet makes a help desk from it, always the same one
-    customer = Tickets(data_key, {}).residents[1 + number % 4]
+    data_key = f"mine-{number}"  # the embedded fleet makes the tables from it, always the same ones
+    assigned = "SELECT customer, subject, agent FROM tickets WHERE status = 'open' AND agent != 'none'"
+    customer, subject, agent = Tickets(data_key, {}).db.execute(assigned).fetchone()
     return {
-        "task_key": f"count-{number:03}",
+        "task_key": f"agent-{number:03}",
         "env_key": "tickets",
         "data_key": data_key,
-        "prompt": f"How many open tickets does {customer} have? Answer with the number.",
+        "prompt": f"Which agent has {customer}'s open {subject} ticket? Answer with the name.",
         "env_variables": {"CURRENT_DATE": "2026-03-08", "LOGGED_IN_USER": "Rosa"},
-        "verifier_code": VERIFIER.format(customer=customer),
+        "verifier_code": VERIFIER.format(agent=agent),
     }
 
 

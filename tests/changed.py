@@ -22,6 +22,8 @@ from import_graph import MODULES, ROOT, import_statements, imported
 ALL = ("pyproject.toml", "setup.sh", "test", "tests/conftest.py", "requirements/")
 """What every test depends on."""
 ALWAYS = "tests/test_repository.py"
+SITE, SITE_TESTS = ("docs/", "mkdocs.yml", "CONTRIBUTING.md", "SECURITY.md"), "tests/docs_site/conftest.py"
+"""What the documentation is built from, besides examples; what all its tests depend on."""
 FOUND_BY_FOLDER = {"megatron_fleet.models.registry": ("weights", "chat")}
 """Modules that import others by what is in a folder: names of those."""
 
@@ -62,6 +64,8 @@ def dependents() -> dict[Path, set[Path]]:
         for path in MODULES[module].parent.rglob("*.py"):
             if path.stem in parts:
                 found[path].add(MODULES[module])
+    for path in examples.values():
+        found[path].add(ROOT / SITE_TESTS)
     for path in (ROOT / "tests").rglob("conftest.py"):
         found[path].update(path.parent.rglob("test_*.py"))
     return found
@@ -80,6 +84,8 @@ def affected(changed: Iterable[str]) -> list[str]:
     for other in (Path(name) for name in changed if not name.endswith(".py")):
         folder = f'"{other.parent.name}"'
         named = [path for path, text in texts.items() if other.name in text]
+        if other.as_posix().startswith(SITE):
+            named.append(ROOT / SITE_TESTS)
         pending += named or [path for path, text in texts.items() if folder in text]
     reached = set(pending)
     while pending:

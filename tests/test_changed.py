@@ -18,6 +18,8 @@ TESTS = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.
         ("tests/weights/tiny_configs.py", "tests/models/test_hf_config.py", "tests/algorithms/test_kl.py"),
         ("tests/agents/conftest.py", "tests/agents/test_episode.py", "tests/algorithms/test_kl.py"),
         ("docs/reference/metrics.md", "tests/telemetry/test_metrics.py", "tests/algorithms/test_kl.py"),
+        ("examples/my_tasks.py", "tests/docs_site/test_tutorials.py", "tests/algorithms/test_kl.py"),
+        ("docs/run/one-gpu.md", "tests/docs_site/test_site_in_browser.py", "tests/algorithms/test_kl.py"),
     ],
 )
 def test_what_a_change_affects(file, found, left_out):
