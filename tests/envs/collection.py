@@ -88,14 +88,13 @@ def served(played: Played, python: Path, collection: Path, work: Path) -> Iterat
         variables |= played.data(folder / "data")
     sources = os.pathsep.join(map(str, (collection / "envs", collection / "envs" / played.package)))
     offline = {"PYTHONPATH": sources, "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"}
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [str(python), "-m", "uvicorn", f"{played.package}.server.app:app", "--port", str(port)]
     environment = os.environ | offline | variables | {"PATH": f"{python.parent}:{os.environ['PATH']}"}
-    url = f"http://127.0.0.1:{port}"
-    with log.open("w") as output:
-        server = subprocess.Popen(command, stdout=output, stderr=output, cwd=run, env=environment)
+    with socket.socket() as listener, log.open("w") as output:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        url, fd = f"http://127.0.0.1:{listener.getsockname()[1]}", listener.fileno()
+        command = [str(python), "-m", "uvicorn", f"{played.package}.server.app:app", "--fd", str(fd)]
+        server = subprocess.Popen(command, stdout=output, stderr=output, cwd=run, env=environment, pass_fds=[fd])
     try:
         end = time.monotonic() + START_S
         while why := no_answer(url, 5):
