@@ -245,8 +245,8 @@ DIAGRAMS = {
         "One controller on the first host, ranks and engines on every host.",
         {
             "first": Frame("host 1", 0, 0, wide=2.28, high=3.6),
-            "train": Box("mfleet train\nthe controller", 0.1, 0.4),
-            "node1": Box("mfleet node\nor torchrun, srun", 1.2, 0.4),
+            "node1": Box("mfleet node\nor torchrun, srun", 0.1, 0.4),
+            "train": Box("mfleet train\nthe controller", 1.2, 0.4),
             "ranks1": Box("ranks", 0.1, 2.4),
             "ray1": Box("Ray\nengines, workers", 1.2, 2.4, "other"),
             "second": Frame("host 2, and others", 3.1, 0, wide=2.28, high=3.6),
@@ -256,11 +256,11 @@ DIAGRAMS = {
         },
         (
             Arrow("node1", "ranks1", "starts"),
-            Arrow("node1", "ray1", "joins"),
+            Arrow("train", "ray1", "starts"),
             Arrow("train", "ranks1", "verbs", 2),
             Arrow("node2", "ranks2", "starts"),
             Arrow("node2", "ray2", "joins"),
-            Arrow("node2", "node1", "dials"),
+            Arrow("node2", "train", "dials"),
         ),
     ),
     "run/conversion": Diagram(

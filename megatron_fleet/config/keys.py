@@ -110,13 +110,14 @@ def reference() -> str:
         "Set a key on the command line with `key=value`. A key without a default is required; the groups in `configs/`",
         "set most of them.",
     ]
-    section = ""
+    sections = dict[str, list[Key]]()
     for key in leaves():
-        if (here := key.name.rsplit(".", 1)[0]) != section:
-            section = here
-            lines += ["", f"## {section}", "", "| key | accepts | default | meaning |", "|---|---|---|---|"]
-        default = "required" if key.default is None else f"`{key.default}`"
-        lines.append(f"| `{key.name}` | {key.accepts} | {default} | {key.description} |")
+        sections.setdefault(key.name.rpartition(".")[0], []).append(key)
+    for section, keys in sections.items():
+        lines += ["", f"## {section}", "", "| key | accepts | default | meaning |", "|---|---|---|---|"]
+        for key in keys:
+            default = "required" if key.default is None else f"`{key.default}`"
+            lines.append(f"| `{key.name}` | {key.accepts} | {default} | {key.description} |")
     return "\n".join(lines) + "\n"
 
 

@@ -13,6 +13,11 @@ def test_reference_is_current():
     assert REFERENCE.read_text(encoding="utf-8") == keys.reference(), "run python -m megatron_fleet.config.keys"
 
 
+def test_the_reference_has_each_section_once():
+    headings = [line for line in keys.reference().splitlines() if line.startswith("## ")]
+    assert len(headings) == len(set(headings)) > 20
+
+
 def test_every_key_has_a_meaning():
     assert [key.name for key in keys.leaves() if not key.description] == []
 
