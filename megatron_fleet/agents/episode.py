@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ from megatron_fleet.models.chat.renderer import ToolResult
 
 MIN_TURN_TOKENS = 16
 """A turn starts only if at least this many tokens (or a full turn, if shorter) still fit into the context."""
+MAX_CHARS_PER_TOKEN = 16
+"""A first prompt with more characters per token of the context is too long; it is neither encoded nor sent."""
 
 
 class Conversation(Protocol):
@@ -159,6 +162,10 @@ class _Play:
         names = {tool["function"]["name"] for tool in own}
         tools = (*(tool for tool in first.tools if tool["function"]["name"] not in names), *own)
         self.builder.say("system", system)
+        limit = MAX_CHARS_PER_TOKEN * self.settings.max_context
+        if len(system) + len(user) + len(json.dumps(tools)) > limit:
+            self.builder.say("user", user[:limit])
+            return Ending(Outcome.PROMPT_TOO_LONG, f"the first prompt has more than {limit} characters")
         self.builder.say("user", user, seen.images)
         end = await talk.begin(system, tools, user, seen)
         outputs = ToolOutputs(agent.max_tool_output_chars, agent.paging)

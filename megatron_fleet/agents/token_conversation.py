@@ -25,8 +25,6 @@ from megatron_fleet.models.chat.parser import ParsedTurn
 from megatron_fleet.models.chat.renderer import Renderer, ToolResult
 from megatron_fleet.models.images import place
 
-MAX_CHARS_PER_TOKEN = 16
-"""A first prompt with more characters per token of the context is rejected as too long without tokenising it."""
 LONG_CHARS = 100_000
 """Texts longer than this are encoded in a thread."""
 
@@ -82,17 +80,16 @@ class TokenConversation:
 
     async def begin(self, system: str, tools: tuple[dict[str, Any], ...], user: str, seen: Seen) -> Ending | None:
         """See `Conversation`."""
-        agent, limit = self._settings.agent, self._settings.max_context
-        self._tools, removed = tools, self._settings.prompts.removed
+        step_wise, removed = self._settings.agent.step_wise, self._settings.prompts.removed
+        self._tools = tools
         self._thinking = Thinking(self._renderer, tools)
-        self.history = History(self._renderer, system, tools, user, removed, agent.step_wise, seen.images)
+        self.history = History(self._renderer, system, tools, user, removed, step_wise, seen.images)
         self._first_chars = len(system) + len(user) + len(json.dumps(tools))
-        if self._first_chars <= MAX_CHARS_PER_TOKEN * limit:
-            ids = await _encoded(self._first_chars, self.history.render)
-            if self._fits(ids):
-                self._builder.begin(ids, place(ids, self.history.images(), self._renderer.vision))
-                return None
-        return Ending(Outcome.PROMPT_TOO_LONG, f"the first prompt leaves no room in {limit}")
+        ids = await _encoded(self._first_chars, self.history.render)
+        if not self._fits(ids):
+            return Ending(Outcome.PROMPT_TOO_LONG, f"the first prompt leaves no room in {self._settings.max_context}")
+        self._builder.begin(ids, place(ids, self.history.images(), self._renderer.vision))
+        return None
 
     async def turn(self, number: int, deadline: asyncio.Timeout) -> ParsedTurn | Ending:
         """See `Conversation`."""

@@ -271,7 +271,7 @@ class OpenEnvEnvironment:
             self._lost = cut_reason(f"{what}: {type(error).__name__}: {error}")
             if starting and is_busy(error):
                 if "CAPACITY_REACHED" in str(error):
-                    _warn_of_a_full_server(self._url, str(error))
+                    _warn_of_a_full_server(self._url, cut_reason(str(error)))
                 raise EnvBusy(self._lost) from error
             if not starting and is_refusal(error):
                 self._lost = None

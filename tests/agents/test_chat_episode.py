@@ -97,6 +97,14 @@ async def test_a_task_that_no_request_can_hold_is_replaced(play, server):
     assert t.outcome is Outcome.COMPLETED and "?" in server.bodies[0]["messages"][1]["content"]
 
 
+async def test_a_first_observation_that_cannot_fit_is_never_sent(play, server):
+    tool = {"type": "function", "function": {"name": "search", "description": "a" * 100_000}}
+    for reset in (Observation("a" * 100_000), Observation("Go.", (tool,))):
+        t, env = await play([ANSWER], ScriptedEnvironment(reset_script=[reset]))
+        assert (t.outcome, t.reward, server.bodies) == (Outcome.PROMPT_TOO_LONG, None, [])
+        assert len(t.messages[-1]["content"]) <= 16 * SETTINGS.max_context and not env.verified
+
+
 async def test_without_usage_and_seed_nothing_is_made_up(play, server):
     t, _ = await play([ANSWER], seed=None, usage=False)
     assert not {name for name in t.metrics if "token" in name}

@@ -198,6 +198,7 @@ async def test_a_first_observation_that_cannot_fit_is_never_encoded(play, monkey
     env = ScriptedEnvironment(reset_script=[Observation("a " * 5_000_000)])
     t, _, _ = await play([ANSWER], env, max_context=65_536)
     assert (t.outcome, t.reward) == (Outcome.PROMPT_TOO_LONG, None) and not encoded
+    assert len(t.messages[-1]["content"]) == 16 * 65_536  # and the rest of it is in no record
 
 
 async def test_long_tool_output_is_cut_with_a_note(play):

@@ -309,7 +309,8 @@ def test_the_server_ends_with_its_parent(tmp_path):
     start = (
         "import os, sys; from pathlib import Path; from megatron_fleet.config.schema import Env; "
         "from megatron_fleet.envs.embedded.fleet import EmbeddedFleet; "
-        "f = EmbeddedFleet(); f.start(Env(start_timeout_s=float(sys.argv[2])), Path(sys.argv[1])); print(f.pid, flush=True); os._exit(0)"
+        "f = EmbeddedFleet(); f.start(Env(start_timeout_s=float(sys.argv[2])), Path(sys.argv[1])); "
+        "print(f.pid, flush=True); os._exit(0)"
     )
     command = [sys.executable, "-c", start, tmp_path / "env.log", str(HANG_S)]
     run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=HANG_S)
