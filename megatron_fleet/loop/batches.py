@@ -102,6 +102,7 @@ class Batches:
         Raises:
             Outage: no reward became known for too long.
             RolloutFailed: an engine or a worker died too often.
+            EnvironmentFailed: the run's own environment server failed for too long.
         """
         began = time.monotonic()
         before = began if self._taken is None else self._taken

@@ -18,6 +18,7 @@ from megatron_fleet.loop.guard import StepGuard
 from megatron_fleet.loop.update import update
 from megatron_fleet.loop.weights import EngineWeights
 from megatron_fleet.platform.waiting import until_done
+from megatron_fleet.rollout.requests import EnvironmentFailed
 from megatron_fleet.trainer.base import Trainer, TrainerLost
 
 T = TypeVar("T")
@@ -112,7 +113,7 @@ class Training:
         await self._attempt.evaluations.catch_up()
         try:
             return await self._attempt.next_batch(self._step)
-        except Outage:
+        except (Outage, EnvironmentFailed):
             if self._step > 0:
                 await self._save()
             raise

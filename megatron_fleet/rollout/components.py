@@ -20,7 +20,7 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.envs.embedded.fleet import ServerKilled
 from megatron_fleet.envs.registry import Server, Start, no_answer, serve
 from megatron_fleet.platform.children import ChildKilled
-from megatron_fleet.rollout.requests import EpisodeSpec, RolloutFailed
+from megatron_fleet.rollout.requests import EnvironmentFailed, EpisodeSpec, RolloutFailed
 
 MAX_RESTARTS = 3
 """Most restarts of one component within `cluster.restarts.MEMORY_S`."""
@@ -165,6 +165,10 @@ class EnvironmentSlot(WatchedComponent):
     def __init__(self, start: Start, on_return: Callable[[], Awaitable[None]] | None = None) -> None:
         """Args: ``on_return``: awaited when a server is back, before it is used."""
         super().__init__("the environment server", str(start.log))
+        limit_s = start.env.outage_limit_s
+        advice = f"Its log is {self.log}; mend the environment, then the same command goes on."
+        where = f"It was restarted for another {limit_s:g} s (env.outage_limit_s). {advice}"
+        self.restarts = Restarts(self.name, where, MAX_RESTARTS, limit_s)
         self._start, self._on_return = start, on_return
         self._server: Server | None = None
         self._reason = ""
@@ -175,7 +179,7 @@ class EnvironmentSlot(WatchedComponent):
 
         Raises:
             UserError: they cannot be started.
-            RolloutFailed: the server was killed too often during startup.
+            EnvironmentFailed: the server was killed too often during startup.
         """
         while self._server is None:
             try:
@@ -184,6 +188,13 @@ class EnvironmentSlot(WatchedComponent):
                 await self.pause(str(error))
         self._begin_to_serve(self._watch(self._server))
         return self._server.url
+
+    async def pause(self, reason: str) -> None:
+        """Wait before the next restart. Raises EnvironmentFailed after too many of them, and ``env.outage_limit_s``."""
+        try:
+            await self.restarts.pause(reason)
+        except OutOfRestarts as error:
+            raise EnvironmentFailed(str(error)) from error
 
     def check(self) -> int:
         """Check immediately, not at the watcher's next poll, that the server is alive; returns its number of losses."""
@@ -197,7 +208,7 @@ class EnvironmentSlot(WatchedComponent):
         """Return why no environment is available now; ``None`` when a server answers, or there is none to probe.
 
         Raises:
-            RolloutFailed: the server was given up.
+            EnvironmentFailed: the server was given up.
         """
         if self._watching is not None and self._watching.done():
             self._watching.result()

@@ -7,12 +7,17 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megatron_fleet.agents.trajectory import Group, Trajectory
+from megatron_fleet.config.errors import UserError
 from megatron_fleet.data.task import Task
 from megatron_fleet.rollout.accounting import Accounting
 
 
 class RolloutFailed(Exception):
     """A component kept failing. The run should stop; it can be resumed from its newest checkpoint."""
+
+
+class EnvironmentFailed(RolloutFailed, UserError):
+    """The run's own environment server kept failing for ``env.outage_limit_s``. The run can be resumed."""
 
 
 @dataclass(frozen=True, slots=True)

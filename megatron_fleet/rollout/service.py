@@ -128,7 +128,8 @@ class RolloutService:
             on_episodes: called at the same times, with the episodes that ended since the last call.
 
         Raises:
-            RolloutFailed: an engine, a worker or the environment server died too often.
+            RolloutFailed: an engine or a worker died too often.
+            EnvironmentFailed: the run's own environment server failed for too long.
         """
         await self.wait_ready()
         return await self._pool.collector.collect(request, on_progress, on_episodes)
@@ -137,7 +138,7 @@ class RolloutService:
         """Return why no environment is available now; ``None`` when a server answers, or there is none to probe.
 
         Raises:
-            RolloutFailed: the run's own environment server was given up.
+            EnvironmentFailed: the run's own environment server was given up.
         """
         return await self._pool.environment.available()
 

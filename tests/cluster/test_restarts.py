@@ -25,3 +25,19 @@ async def test_pauses_double_up_to_a_minute(monkeypatch):
     await asyncio.sleep(restarts.MEMORY_S)
     await kept.pause("it died")
     assert kept.count == 21
+
+
+@in_simulated_time
+async def test_patience_goes_on_beyond_the_limit_and_ends(monkeypatch):
+    monkeypatch.setattr(restarts, "time", LOOP_TIME)
+    kept, now = Restarts("the environment server", "Look there.", 3, patience_s=300), asyncio.get_running_loop().time
+    for _ in range(3):
+        await kept.pause("it died")
+    began = now()
+    with pytest.raises(OutOfRestarts, match=r"the environment server died 11 times, last: it died\. Look there\."):
+        while True:
+            await kept.pause("it died")
+    assert now() - began == 8 + 16 + 32 + 4 * 60
+    await asyncio.sleep(restarts.MEMORY_S)
+    for _ in range(4):
+        await kept.pause("it died")  # the patience is as long as before

@@ -21,7 +21,7 @@ from megatron_fleet.loop.resume import find_start
 from megatron_fleet.loop.tasks import load_data
 from megatron_fleet.loop.train import Training, until_lost
 from megatron_fleet.loop.weights import EngineWeights
-from megatron_fleet.rollout.requests import RolloutFailed
+from megatron_fleet.rollout.requests import EnvironmentFailed, RolloutFailed
 from megatron_fleet.trainer.base import TrainerLost
 
 VOCABULARY = 16
@@ -263,6 +263,26 @@ async def test_an_outage_at_a_saved_step_ends_in_its_sentence_however_often_the_
             await run.go()
         run.fresh()
         run.rollout.unknown = set(range(1000))
+    run.fresh()
+    await run.go()
+    assert run.rows() == whole.rows()
+
+
+async def test_an_own_environment_server_that_keeps_failing_is_an_outage(tmp_path):
+    whole = Run(tmp_path / "whole", "checkpoint.interval=10")
+    await whole.go()
+    run = Run(tmp_path / "run", "checkpoint.interval=10")
+    collect = run.rollout.collect
+
+    async def failing(request, **callbacks):
+        if request.step == 1:
+            raise EnvironmentFailed("the environment server died 9 times")
+        return await collect(request, **callbacks)
+
+    run.rollout.collect = failing
+    with pytest.raises(UserError, match="the environment server died 9 times"):
+        await run.go()
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_000001"]
     run.fresh()
     await run.go()
     assert run.rows() == whole.rows()

@@ -27,7 +27,7 @@ from megatron_fleet.envs.embedded.fleet import EmbeddedFleet
 from megatron_fleet.envs.registry import Start, no_answer
 from megatron_fleet.rollout import components
 from megatron_fleet.rollout.components import EnvironmentSlot
-from megatron_fleet.rollout.requests import RolloutFailed
+from megatron_fleet.rollout.requests import EnvironmentFailed
 
 
 class FakeServer:
@@ -61,8 +61,8 @@ def fake(monkeypatch):
     return server
 
 
-def slot(on_return=None) -> EnvironmentSlot:
-    return EnvironmentSlot(Start(Env(), Path("env.log"), "python", 0), on_return)
+def slot(on_return=None, **env) -> EnvironmentSlot:
+    return EnvironmentSlot(Start(Env(**env), Path("env.log"), "python", 0), on_return)
 
 
 async def test_a_server_that_died_is_used_again_when_everybody_knows_that_it_is_back(fake):
@@ -83,15 +83,17 @@ async def test_a_server_that_died_is_used_again_when_everybody_knows_that_it_is_
     assert fake.stopped
 
 
-async def test_a_server_that_dies_again_and_again_is_given_up(fake):
-    environments = slot()
+async def test_a_server_that_dies_again_and_again_is_given_up_after_the_limit_of_an_outage(fake):
+    environments = slot(outage_limit_s=0.5)
     await environments.start()
-    fake.reason, fake.failures = "its process ended with status 1", 99
+    fake.reason, fake.failures = "its process ended with status 1", 999
+    sentence = r"died \d+ times, last: the port is taken\. It was restarted for another 0.5 s \(env\.outage_limit_s\)"
     for ask in (environments.serving, environments.available):
-        with pytest.raises(RolloutFailed, match=r"the environment server died 4 times, last: the port is taken"):
+        with pytest.raises(EnvironmentFailed, match=sentence):
             while True:
                 await asyncio.sleep(0.01)
                 await asyncio.wait_for(ask(), HANG_S)
+    assert fake.starts > components.MAX_RESTARTS
     await environments.close()
 
 
