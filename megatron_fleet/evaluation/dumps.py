@@ -52,7 +52,8 @@ class EvalDumps:
         self._folder, self._decode, self._max_turns = folder, decode, max_turns
         for path in folder.glob("global_step_*_evals"):
             step = re.fullmatch(r"global_step_(\d+)_evals", path.name)
-            if step and (resumed_step is None or int(step[1]) > resumed_step):
+            # Only folders: a dump is one, and the removal would wait for the writer of a pipe.
+            if step and path.is_dir() and (resumed_step is None or int(step[1]) > resumed_step):
                 shutil.rmtree(path)
 
     def write(

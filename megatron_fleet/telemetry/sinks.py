@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+UNFINISHED = "it is left out, as an interrupted process left it unfinished"
 HISTOGRAM_BINS = 30
 """Same number as TensorBoard draws."""
 
@@ -161,20 +162,20 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     lines = read_file(path, "remove it; its metrics are lost").split(b"\n")[:-1]  # the rest is an unfinished line
     rows = []
     for number, line in enumerate(lines, 1):
-        where = f"{path}, line {number}"
+        # The last line is overwritten in place, and a process may be killed in the middle of that.
+        last = number == len(lines)
+        remedy = UNFINISHED if last else "remove the line; the metrics of its step are lost"
         try:
-            rows.append(_row(line, where))
+            rows.append(_row(line, f"{path}, line {number}", remedy))
         except UserError as error:
-            if number < len(lines):
+            if not last:
                 raise
-            # The last line is overwritten in place, and a process may be killed in the middle of that.
-            log.warning("%s It is left out: an interrupted process left it unfinished.", error)
+            log.warning("%s", error)
     return rows
 
 
-def _row(line: bytes, where: str) -> dict[str, Any]:
+def _row(line: bytes, where: str, remedy: str) -> dict[str, Any]:
     """Parse a line of a metrics log. Raises UserError if it is damaged."""
-    remedy = "remove the line; the metrics of its step are lost"
     row = parse_json(line, where, remedy)
     if not isinstance(row, dict) or type(row.get("step")) is not int or not 0 <= row["step"] < 1 << 31:
         raise UserError(f"{where}: has no step, a whole number from 0; {remedy}.")

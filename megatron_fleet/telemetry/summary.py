@@ -45,7 +45,7 @@ def summarise(rows: Sequence[Row]) -> dict[str, Any]:
         "greedy_pass_at_1_before": _first(rows, "eval/all/greedy_pass_at_1"),
         "greedy_pass_at_1_after": _last(rows, "eval/all/greedy_pass_at_1"),
         "steps": steps[-1]["step"] if steps else 0,
-        "seconds_to_first_step": steps[0]["time"] - steps[0]["attempt"] if steps else None,
+        "seconds_to_first_step": _since_start(steps[0]) if steps else None,
         "seconds_total": _seconds_total(rows),
         "episodes_started": collected - unstarted + retried + aborted,
         "episodes_retried": retried,
@@ -79,10 +79,16 @@ def _by_suffix(rows: Iterable[Row], prefixes: tuple[str, ...]) -> dict[str, int]
         for name, value in row.items():
             if name.startswith(prefixes):
                 outcome = name.rsplit("/", 1)[1]
-                totals[outcome] = totals.get(outcome, 0) + int(value)
+                totals[outcome] = totals.get(outcome, 0) + int(value or 0)
     return totals
 
 
 def _seconds_total(rows: Iterable[Row]) -> float:
-    ends = {r["attempt"]: r["time"] for r in rows}  # rows are in order, so the last one of an attempt wins
-    return sum(end - start for start, end in ends.items())
+    attempts = {r.get("attempt"): _since_start(r) for r in rows}  # in order, so the last row of an attempt wins
+    return sum(seconds for seconds in attempts.values() if seconds is not None)
+
+
+def _since_start(row: Row) -> float | None:
+    """Seconds from the start of the attempt to the end of a row; ``None``: the row, edited since, does not say."""
+    time, attempt = row.get("time"), row.get("attempt")
+    return None if time is None or attempt is None else time - attempt

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from fuzz.pending import PENDING
 SURFACES = {surface.name: surface for surface in engine.surfaces()}
 KNOWN = sorted(engine.CORPUS.glob("*/*.json"))
 SEED = 0
+MORE = "cd tests && python -m fuzz --inputs N --seed S"
 
 
 @pytest.mark.parametrize("path", KNOWN, ids=[f"{path.parent.name}-{path.stem}" for path in KNOWN])
@@ -22,9 +25,21 @@ def test_what_broke_once_breaks_no_more(path: Path):
     assert finding is None, finding.told
 
 
+@pytest.fixture(scope="module")
+def tried(request: pytest.FixtureRequest) -> Iterator[list[str]]:
+    """Surfaces whose random inputs were tried; at the end one line says how many inputs these were."""
+    names: list[str] = []
+    began = time.monotonic()
+    yield names
+    inputs, seconds = sum(SURFACES[name].count for name in names), time.monotonic() - began
+    told = f"fuzz: {inputs} random inputs on {len(names)} surfaces in {seconds:.0f} s, seed {SEED}; more: {MORE}"
+    request.config.pluginmanager.getplugin("terminalreporter").write_line(f"\n{told}")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("surface", SURFACES.values(), ids=SURFACES)
-def test_random_inputs(surface: engine.Surface):
+def test_random_inputs(surface: engine.Surface, tried: list[str]):
+    tried.append(surface.name)
     found = [f for f in engine.run(surface, SEED, range(surface.count)) if f.place not in PENDING]
     assert not found, "\n\n".join(f"{engine.reproduction(f, SEED)}\n{f.told}" for f in found)
 

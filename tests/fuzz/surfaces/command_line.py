@@ -35,6 +35,7 @@ def seeds() -> list[Any]:
         ["train", "--dry-run", "--resolved", "in/config.json"],
         ["eval", QUICK, "--out", "out", "--tasks", "all"],
         ["eval", QUICK, "--endpoint", "https://host/v1", "--model", "m", "--out", "out"],
+        ["eval", QUICK, "--endpoint", "https://host/v1", "--model", "m", 'eval.endpoint.extra_body={"top_p": 0.9}'],
         ["data", "inspect", "in/tasks.json", "--json"],
         ["data", "inspect", "embedded", "data.eval_fraction=0.3"],
         ["data", "prepare", "in/tasks.json", "--out", "out", "data.max_tasks=3"],
@@ -120,5 +121,8 @@ PLACES = (
     "out",
     "/dev/null",
 )
-WORDS = ("--out", "--shard", "9/3", "1/" + "9" * 5000, "run.out=", "model.path=", "--factor=1e300", "data.tasks=", "++")
+WORDS = (
+    *("--out", "--shard", "9/3", "1/" + "9" * 5000, "run.out=", "model.path=", "--factor=1e300", "data.tasks=", "++"),
+    *("eval.endpoint.extra_body=" + "[" * 1500, "eval.endpoint.url=http://u:p@h"),
+)
 SURFACE = Surface("command_line", 120, seeds, check, (*PLACES, *WORDS))
