@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -54,6 +56,22 @@ def test_a_family_is_trained_as_it_is(tmp_path, family):
         assert objective(batch, [x for row in policy.forward([batch[:2], batch[2:]]) for x in row]) > before
     finally:
         policy.close()
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe"])
+def test_a_sequence_is_computed_as_if_the_others_of_its_row_were_others(tmp_path, family):
+    """No state and no window of a Gated DeltaNet passes from one sequence to the next."""
+    first, second, other = make_batch(count=3, vocab_size=515)
+    policy = MegatronPolicy(make_config(make(family, tmp_path / family)))
+    try:
+        ((_, wanted),) = policy.forward([[first, second]])
+        changed = dataclasses.replace(first, token_ids=other.token_ids[np.arange(len(first)) % len(other)])
+        ((elsewhere, found),) = policy.forward([[changed, second]])
+        ((alone,),) = policy.forward([[changed]])
+    finally:
+        policy.close()
+    assert np.abs(wanted).max() > 1
+    assert np.abs(found - wanted).max() < 2e-6 and np.abs(elsewhere - alone).max() < 2e-6
 
 
 def objective(batch, logprobs) -> float:

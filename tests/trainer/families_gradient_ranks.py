@@ -1,0 +1,103 @@
+"""One rank of test_families_gradients: gradients of every family in every layout of its world size, by HF names.
+
+Arguments: the folder of the test, the families.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from policy_fixtures import make_config
+from rank_groups import leave_groups
+
+from megatron_fleet.algorithms.datum import Datum
+from megatron_fleet.algorithms.losses import LossInputs, LossResult
+from megatron_fleet.config.schema import Parallel
+from megatron_fleet.trainer.megatron import optimizer
+from megatron_fleet.trainer.megatron.policy import MegatronPolicy
+from megatron_fleet.weights.source import MegatronWeightSource
+
+LAYOUTS: dict[str, dict[str, int]] = {
+    "single": {},
+    "TP2": {"tensor": 2},
+    "PP2": {"pipeline": 2},
+    "CP2": {"context": 2},
+    "EP2": {"data": 2, "expert": 2},
+    "TP2×PP2": {"tensor": 2, "pipeline": 2},
+}
+WORLDS = {"single": 1, "TP2×PP2": 4}
+"""Ranks of a layout if not 2."""
+TEMPERATURE, ENTROPY = 0.8, 0.01
+
+
+def batch() -> list[Datum]:
+    """Two sequences, of which several tokens are trained."""
+    rng = np.random.default_rng(3)
+    data = []
+    for n in (45, 70):
+        mask = (rng.random(n) < 0.5).astype(np.float32)
+        mask[0] = 0
+        weights = mask * rng.normal(size=n).astype(np.float32)
+        data.append(Datum(rng.integers(0, 511, n).astype(np.int32), mask / n, weights / n, np.zeros(n, np.float32)))
+    return data
+
+
+def objective(logprobs: torch.Tensor, entropy: torch.Tensor, mask: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return -(weights * logprobs).sum() - ENTROPY * (mask * entropy).sum()
+
+
+def loss(x: LossInputs) -> LossResult:
+    return objective(x.logprobs, x.entropy, x.loss_scale, x.scaled_advantages), {}
+
+
+def rows_of(policy: MegatronPolicy) -> list[list[Datum]]:
+    """Both sequences in one row; ranks that share the data have one each."""
+    return [batch()] if policy.dp_size == 1 else [[batch()[policy.dp_rank]]]
+
+
+def gradients(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
+    """Gradients of the whole model by HF names; the parameters are lost."""
+    policy.forward_backward(rows_of(policy), loss)
+    optimizer.reduce_gradients(policy._wrapped, policy._optimizer)
+    for chunk in policy._wrapped:
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            for bucket in group.buckets:
+                # Each rank has reduced its own part.
+                ranks = group.intra_distributed_optimizer_instance_group
+                mine = bucket.grad_data.chunk(ranks.size())[ranks.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, mine, ranks)
+        for parameter in chunk.parameters():
+            parameter.data.copy_(parameter.main_grad)
+
+    def values(source: MegatronWeightSource, part) -> torch.Tensor:
+        """Without the offset of norms: gradients have none."""
+        return source._local[part.local].view()[slice(*part.rows)]
+
+    with mock.patch.object(MegatronWeightSource, "_values", values):
+        return {name: tensor.clone() for name, tensor in policy.weight_source()}
+
+
+def main(folder: Path, families: list[str]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for layout, parallel in LAYOUTS.items():
+        if WORLDS.get(layout, 2) == dist.get_world_size():
+            for family in families:
+                if layout != "EP2" or family != "qwen3_5_text":
+                    policy = MegatronPolicy(make_config(folder / family, Parallel(**parallel), temperature=TEMPERATURE))
+                    found = gradients(policy)
+                    leave_groups()
+                    if dist.get_rank() == 0:
+                        torch.save(found, folder / f"{family} {layout}.pt")
+    dist.barrier()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2].split(","))

@@ -1,0 +1,64 @@
+"""Every parameter's gradient of a packed row is that of ``transformers``, one sequence at a time, in every layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rank_processes import run_ranks
+
+pytest.importorskip("megatron_fleet.trainer.megatron")
+pytest.importorskip("transformers")
+
+import torch
+from families_gradient_ranks import LAYOUTS, TEMPERATURE, batch, objective
+from tiny_models import make, reference_model, stored_tensors, unstacked
+
+FAMILIES = {"qwen3_5_text": 0, "qwen3_5_moe_text": 2, "glm4_flash": 0}
+"""Families, and the seeds of their weights."""
+EQUAL = 2e-5
+"""Bound of a difference, relative to the parameter's greatest gradient."""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("gradients")
+    for family, seed in FAMILIES.items():
+        make(family, folder / family, dtype=torch.float32, seed=seed)
+    for world in (1, 2, 4):
+        script = Path(__file__).with_name("families_gradient_ranks.py")
+        run_ranks(script, world, folder, ",".join(FAMILIES), timeout_s=900)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(run) -> dict[str, dict[str, torch.Tensor]]:
+    """Gradients by transformers, by the names in a model folder."""
+    out = {}
+    for family in FAMILIES:
+        model = reference_model(run / family).train()
+        for datum in batch():
+            ids = torch.from_numpy(datum.token_ids).long()
+            logp = (model(ids[None]).logits[0] / TEMPERATURE).log_softmax(-1)[:-1]
+            chosen, entropy = logp.gather(1, ids[1:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+            mask, weights = (torch.from_numpy(x)[1:] for x in (datum.loss_scale, datum.scaled_advantages))
+            objective(chosen, entropy, mask, weights).backward()
+        for parameter in model.parameters():
+            parameter.data = parameter.grad
+        model.save_pretrained(run / f"{family} gradients")
+        out[family] = unstacked(stored_tensors(run / f"{family} gradients"))
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_those_of_transformers(run, reference, family, layout):
+    if layout == "EP2" and family == "qwen3_5_text":
+        pytest.skip("no experts")
+    found, expected = torch.load(run / f"{family} {layout}.pt"), reference[family]
+    trained = expected.keys() - {name for name in expected if name.endswith("e_score_correction_bias")}
+    assert trained <= found.keys()
+    for name in sorted(trained):
+        apart, greatest = (float(x.abs().max()) for x in (found[name] - expected[name], expected[name]))
+        assert greatest > 0 and apart <= EQUAL * greatest, (name, apart, greatest)
