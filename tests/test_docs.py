@@ -1,6 +1,7 @@
 """Pages say what the code says: those made from it, and the names that the others mention."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -39,3 +40,28 @@ def test_the_map_of_the_code_is_complete_and_names_what_exists():
     places = [ROOT, package, *(path for path in package.iterdir() if path.is_dir())]
     assert [name for name in named if "FAMILY" not in name and not any((p / name).exists() for p in places)] == []
     assert {f"{path.parent.name}/" for path in package.glob("*/__init__.py")} <= named
+
+
+def commands(text: str) -> list[list[str]]:
+    """Arguments of each `mfleet train` and `mfleet eval` in the code blocks of a page."""
+    blocks = "".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL)).replace("\\\n", " ")
+    split = [shlex.split(line, comments=True) for line in blocks.splitlines()]
+    return [words[2:] for words in split if words[:2] in (["mfleet", "train"], ["mfleet", "eval"])]
+
+
+def test_commands_of_pages_are_valid_configurations():
+    pytest.importorskip("hydra")
+    from megatron_fleet.config import validate
+    from megatron_fleet.config.load import load
+
+    checked = 0
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        for words in commands(page.read_text(encoding="utf-8")):
+            given = [word for word in words if "=" in word and "…" not in word and not word.startswith("-")]
+            if not any(word.startswith(("experiment=", "model.path=")) for word in given):
+                given.append("model.path=/model")
+            config = load(given)
+            if not any("…" in word for word in words):  # else a part of a command, which may need the rest
+                validate.check(config)
+                checked += 1
+    assert checked >= 20
