@@ -196,3 +196,81 @@ def test_every_test_runs_in_some_environment():
     }
     assert needing
     assert {path for path in needing if not path.startswith(tuple(listed.split()))} == set()
+
+
+STARTERS = {
+    *("run", "call", "check_call", "check_output", "getoutput", "getstatusoutput", "Popen"),
+    *("create_subprocess_exec", "create_subprocess_shell", "system", "popen"),
+}
+
+
+def test_every_child_process_is_given_its_environment():
+    """Else it inherits every secret; see `config.secrets.without_secrets`."""
+    calls = [
+        (f"{module}:{node.lineno}", node)
+        for module, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in STARTERS
+        if ast.unparse(node.func.value) in ("subprocess", "os", "asyncio") and ast.unparse(node.func) != "asyncio.run"
+    ]
+    assert len(calls) > 8
+    assert {place for place, call in calls if "env" not in {given.arg for given in call.keywords}} == set()
+
+
+CLOCKS = {"time.monotonic()", "time.perf_counter()", "time.time()", "monotonic()", "perf_counter()"}
+WAITS = {
+    **dict.fromkeys(("run", "check_output"), "subprocess"),
+    **dict.fromkeys(("timeout", "wait_for"), "asyncio"),
+    "communicate": "",
+}
+
+
+def test_no_test_depends_on_the_speed_of_the_machine():
+    """No asserted upper bound on a measured time, and no deadline below `HANG_S` on what must happen.
+
+    Exempt are tests in simulated time, and blocks that expect the deadline to pass.
+    """
+    found = set()
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        exempt = {
+            id(inner)
+            for node in ast.walk(tree)
+            if _in_simulated_time(node) or _expects_a_deadline(node)
+            for inner in ast.walk(node)
+        }
+        for node in ast.walk(tree):
+            if id(node) not in exempt and (_bounds_a_time(node) or _short_deadline(node)):
+                found.add(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert found == set()
+
+
+def _in_simulated_time(node: ast.AST) -> bool:
+    decorators = getattr(node, "decorator_list", ())
+    return any(ast.unparse(decorator).endswith("in_simulated_time") for decorator in decorators)
+
+
+def _expects_a_deadline(node: ast.AST) -> bool:
+    """``with pytest.raises(TimeoutError)`` and the like."""
+    items = node.items if isinstance(node, ast.With | ast.AsyncWith) else ()
+    return any(re.search(r"(raises|suppress)\(.*Timeout", ast.unparse(item.context_expr)) for item in items)
+
+
+def _bounds_a_time(node: ast.AST) -> bool:
+    """``assert clock() - begin < 5``."""
+    if not isinstance(node, ast.Compare) or not isinstance(node.ops[0], ast.Lt | ast.LtE):
+        return False
+    left = node.left
+    return isinstance(left, ast.BinOp) and isinstance(left.op, ast.Sub) and ast.unparse(left.left) in CLOCKS
+
+
+def _short_deadline(node: ast.AST) -> bool:
+    """``subprocess.run(…, timeout=60)``, ``asyncio.timeout(5)``, ``asyncio.wait_for(…, 5)``."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or node.func.attr not in WAITS:
+        return False
+    if WAITS[node.func.attr] not in ("", ast.unparse(node.func.value)):
+        return False
+    given = [keyword.value for keyword in node.keywords if keyword.arg == "timeout"]
+    given += node.args[-1:] if WAITS[node.func.attr] == "asyncio" else []
+    seconds = [value.value for value in given if isinstance(value, ast.Constant)]
+    return any(isinstance(value, int | float) and 0 < value < HANG_S for value in seconds)

@@ -1,6 +1,7 @@
 """Whole runs on real parts: Megatron, vLLM, Ray, the OpenEnv server."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -8,9 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from chat_server import MODEL, ChatServer, Oracle, serving
 from mlflow import MlflowClient
+from planted import PLANTED, found_in, watched
 from score_rollouts import assert_all_agree
-from whole_runs import PLANTED, RUN_TIMEOUT_S, Run, wait_for
+from whole_runs import RUN_TIMEOUT_S, Run, wait_for
+
+from megatron_fleet.data.loader import load_tasks
+from megatron_fleet.envs.embedded.tasks import SHIPPED_TASKS
 
 pytestmark = pytest.mark.slow
 
@@ -68,10 +74,57 @@ def test_a_run_leaves_what_it_promises(first):
     first.assert_nothing_left()
 
 
-def test_no_file_holds_a_secret(first):
-    files = [path for path in first.out.parent.rglob("*") if path.is_file()]
-    assert len(files) > 30
-    assert not [path for path in files if PLANTED.encode() in path.read_bytes()]
+def test_only_the_processes_that_use_a_secret_hold_it(first):
+    assert len(first.held) > 8
+    held = {command: names for command, names in first.held.items() if names}
+    assert {command: names for command, names in held.items() if not allowed(command, names)} == {}
+    assert {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"} in held.values()  # of the rank: else nothing was seen
+
+
+def allowed(command: str, names: set[str]) -> bool:
+    """A rank reads models and writes checkpoints in an object store; W&B's own processes send metrics."""
+    if command.endswith("megatron_fleet.cli rank "):
+        return names <= {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"}
+    return "/wandb/bin/wandb-" in command and names <= {"WANDB_API_KEY"}
+
+
+def test_no_record_and_no_line_of_the_terminal_holds_a_secret(first):
+    assert files_with_secrets(first.out.parent) == {}
+    assert not found_in(first.output.encode())
+
+
+def files_with_secrets(folder: Path) -> dict[str, set[str]]:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert len(files) > 8
+    return {str(path): names for path in files if (names := found_in(path.read_bytes()))}
+
+
+def test_only_its_user_can_read_a_run(first):
+    outputs = [first.out, *(path for path in first.out.rglob("*") if not path.is_symlink())]
+    assert len(outputs) > 30
+    assert {str(path): oct(path.stat().st_mode) for path in outputs if path.stat().st_mode & 0o077} == {}
+
+
+def test_an_endpoint_s_key_reaches_the_process_that_asks_it_alone(tmp_path):
+    command = [sys.executable, "-m", "megatron_fleet.cli", "eval", "--model", MODEL, "--out", str(tmp_path / "out")]
+    small = ("eval.tasks=2", "eval.samples=2", "eval.greedy=false")
+    oracle = Oracle(load_tasks(SHIPPED_TASKS))
+    with serving(ChatServer(oracle, key=PLANTED["OPENAI_API_KEY"])) as server:
+        process = subprocess.Popen(
+            [*command, "--endpoint", server.url, *small],
+            env=os.environ | PLANTED,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        with watched(process) as held:
+            output, _ = process.communicate(timeout=RUN_TIMEOUT_S)
+    assert process.returncode == 0, output
+    assert {command.split()[-1]: names for command, names in held.items() if names} == {
+        "megatron_fleet.rollout.chat_worker": {"OPENAI_API_KEY"}
+    }
+    assert files_with_secrets(tmp_path) == {}
+    assert not found_in(output.encode())
 
 
 def test_every_episode_is_accounted_for(first):
@@ -129,8 +182,8 @@ def test_equal_seeds_give_equal_runs_to_the_last_bit_though_trainer_and_engines_
 
 def test_rollouts_may_take_longer_than_a_collective_may(tmp_path):
     """No rank waits in a collective for the rollout: torch would end it."""
-    limit_s = 20
-    slow = ("env.faults.latency_median_s=7.5", "env.faults.latency_sigma=0")
+    limit_s = 60
+    slow = ("env.faults.latency_median_s=24", "env.faults.latency_sigma=0")
     pair = ("parallel.data=2", f"cluster.collective_timeout_s={limit_s}", "cluster.max_restarts=0")
     run = Run(tmp_path / "gaps", (*pair, *slow, "run.steps=2", "eval=none"))
     run.finish()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from planted import PLANTED, watched
 from waiting import wait_until
 
 SMALL = (
@@ -24,7 +25,6 @@ SMALL = (
     "checkpoint.interval=1",
     "policy.threads=1",
 )
-PLANTED = "a-secret-that-is-to-stay-in-the-controller"
 RUN_TIMEOUT_S = 1800
 CLOCK_METRICS = (
     "time", "attempt", "timing/", "memory/", "generate/tokens_per_second", "async/trainer_waits", "async/engines_idle",
@@ -33,17 +33,19 @@ CLOCK_METRICS = (
 
 @dataclass
 class Run:
-    """One `mfleet train` process. ``mark`` is in the environment of everything it starts."""
+    """One `mfleet train` process. ``mark`` is in the environment of everything it starts; ``held`` says what secrets
+    the processes of a finished run held, see `planted.watched`."""
 
     out: Path
     overrides: tuple[str, ...] = ()
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    held: dict[str, set[str]] = field(default_factory=dict)
 
     def start(self) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "megatron_fleet.cli", "train", "experiment=quickstart", "--out", str(self.out)]
         return subprocess.Popen(
             [*command, *SMALL, *self.overrides],
-            env={**os.environ, "MFLEET_TEST_MARK": self.mark, "SOME_API_KEY": PLANTED},
+            env={**os.environ, "MFLEET_TEST_MARK": self.mark, **PLANTED},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -52,7 +54,8 @@ class Run:
     def finish(self) -> str:
         """Run to the end; returns the terminal output."""
         process = self.start()
-        output, _ = process.communicate(timeout=RUN_TIMEOUT_S)
+        with watched(process) as self.held:
+            output, _ = process.communicate(timeout=RUN_TIMEOUT_S)
         assert process.returncode == 0, output[-3000:] + self.logs()
         return output
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from waiting import HANG_S, wait_until
+
 SCRIPT = """
 import subprocess, sys, time
 from megatron_fleet.platform import stacks
@@ -12,19 +14,19 @@ from megatron_fleet.platform import stacks
 def child_hangs():
     stacks.write_on_signal()
     print("ready", flush=True)
-    time.sleep(60)
+    time.sleep(3600)
 
 def parent_hangs():
-    time.sleep(2)
+    sys.stdin.readline()
 
 if sys.argv[1:] == ["child"]:
     child_hangs()
-able = subprocess.Popen([sys.executable, __file__, "child"], stdout=subprocess.PIPE)
-unable = subprocess.Popen(["sleep", "60"])
+able = subprocess.Popen([sys.executable, __file__, "child"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+unable = subprocess.Popen(["sleep", "3600"], stdin=subprocess.DEVNULL)
 able.stdout.readline()
-with stacks.written_after(60):
+with stacks.written_after(3600):
     pass
-with stacks.written_after(0.5):
+with stacks.written_after(0.01):
     parent_hangs()
 print([child.poll() for child in (able, unable)])
 able.kill(), unable.kill()
@@ -32,9 +34,17 @@ able.kill(), unable.kill()
 
 
 def test_stacks_of_a_process_and_of_its_children(tmp_path):
-    script = tmp_path / "script.py"
+    script, told = tmp_path / "script.py", tmp_path / "told"
     script.write_text(SCRIPT)
-    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stderr.count("in parent_hangs") == ran.stderr.count("in child_hangs") == 1
-    assert ran.stdout == "[None, None]\n"
+    with told.open("w") as errors:
+        run = subprocess.Popen(
+            [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+    # It hangs until both are there.
+    wait_until(
+        lambda: all(name in told.read_text() for name in ("in parent_hangs", "in child_hangs")),
+        lambda: run.poll() is None,
+    )
+    out, _ = run.communicate("\n", timeout=HANG_S)
+    assert run.returncode == 0 and out == "[None, None]\n", told.read_text()
+    assert told.read_text().count("in parent_hangs") == told.read_text().count("in child_hangs") == 1
