@@ -33,7 +33,7 @@ from megatron_fleet.envs.base import ToolCall
 from megatron_fleet.envs.openenv import OpenEnvEnvironment
 from megatron_fleet.envs.registry import no_answer
 
-START_S = 120.0
+START_S = 300.0
 """Longest wait for a server."""
 TASK = Task("k1", "Do it.", "collection", "scored by the environment", env_variables={"TEXT": "twelve chars"})
 
@@ -114,9 +114,8 @@ def served(played: Played, python: Path, collection: Path, work: Path) -> Iterat
 
 async def play(played: Played, url: str, verbose: bool = False) -> Episode:
     """One episode as the entry says. Raises Unplayable, EnvLost or EnvBusy."""
-    config = Env(
-        kind="openenv", url=url, openenv=OpenEnv.model_validate(played.openenv), reset_timeout_s=120, step_timeout_s=120
-    )
+    deadlines = {f"{verb}_timeout_s": 120 for verb in ("make", "reset", "step", "verify")}
+    config = Env(kind="openenv", url=url, openenv=OpenEnv.model_validate(played.openenv), **deadlines)
     session = OpenEnvEnvironment(config, url, config.openenv)
     try:
         first = await session.reset(TASK)
