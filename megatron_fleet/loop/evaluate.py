@@ -169,7 +169,7 @@ def endpoint_overrides(
         raise UserError(f"--endpoint and --model go together; add {missing}.")
     if checkpoint is not None or any(text.startswith(("model.path=", "model=")) for text in overrides):
         other = "--checkpoint" if checkpoint is not None else "model.path"
-        raise UserError(f"--endpoint={endpoint} and {other} name two models; remove one of them.")
+        raise UserError(f"--endpoint and {other} name two models; remove one of them.")
     address = endpoint.rstrip("/")
     return [f"eval.endpoint.url={address}", f"eval.endpoint.model={model}", f"model.path={address}/{model}"]
 

@@ -108,6 +108,8 @@ def test_an_evaluation_that_knows_nothing_is_no_result(tmp_path, capfd):
         (("--endpoint", "h/v1", "--model", "m"), "h/v1 is no address of a server"),
         (("--endpoint", "http://h/v1", "--model", "m", "--checkpoint", "c"), "--checkpoint name two models"),
         (("--endpoint", "http://h/v1", "--model", "m", "model.path=x"), "model.path name two models"),
+        (("--endpoint", "http://u:hidden@h/v1", "--model", "m"), "eval.endpoint.url holds a user or a password"),
+        (("--endpoint", "http://u:hidden@h/v1", "--model", "m", "model=tiny"), "--endpoint and model.path name two"),
         (("--endpoint", "http://h/v1", "--model", "m", "eval.endpoint.extra_body=[1]"), "must be a JSON object"),
         (("--endpoint", "http://h/v1", "--model", "m", "eval.endpoint.extra_body={"), "not JSON"),
         (("eval.endpoint.url=http://h/v1", "model.path=x"), "eval.endpoint.model must be set; add --model NAME"),
@@ -116,7 +118,8 @@ def test_an_evaluation_that_knows_nothing_is_no_result(tmp_path, capfd):
 def test_what_cannot_be_asked_is_refused_in_one_sentence(tmp_path, capsys, arguments, words):
     assert main(["eval", "--out", str(tmp_path / "out"), *arguments]) == 2
     told = capsys.readouterr().err
-    assert words in told and told.count("\n") == 1
+    assert words in told and told.count("\n") == 1 and "hidden" not in told
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_refused_key_and_an_unknown_model_stop_before_anything_is_started(tmp_path, capsys):
