@@ -46,6 +46,11 @@ def load_fleet_task_env(config: Fleet) -> type[Any]:
         UserError: it is not installed, or not in a supported version; FLEET_API_KEY is not set.
     """
     check_key()
+    return _without_key(config)
+
+
+def _without_key(config: Fleet) -> type[Any]:
+    """Return the class, for a process that only looks at it. Raises UserError."""
     _prepare_process(config)
     _check_mcp()
     if config.package is not None:
@@ -103,9 +108,9 @@ def give_threads(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def main() -> int:
-    """Return exit status 0 if Fleet's environments can be played; else print the reason and return 1."""
+    """Return exit status 0 if Fleet's package can be used; else print the reason and return 1. Needs no key."""
     try:
-        load_fleet_task_env(Fleet(package=sys.argv[1] if len(sys.argv) > 1 else None))
+        _without_key(Fleet(package=sys.argv[1] if len(sys.argv) > 1 else None))
     except UserError as error:
         print(error)
         return 1

@@ -170,7 +170,7 @@ def _hosted(start: Start) -> Server:
     try:
         asked = subprocess.run(
             command,
-            env=without_secrets(os.environ, ("FLEET_",)),  # the check includes the key
+            env=without_secrets(os.environ),
             capture_output=True,
             text=True,
             timeout=start.env.start_timeout_s,
