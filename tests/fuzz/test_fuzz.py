@@ -33,7 +33,8 @@ def tried(request: pytest.FixtureRequest) -> Iterator[list[str]]:
     yield names
     inputs, seconds = sum(SURFACES[name].count for name in names), time.monotonic() - began
     told = f"fuzz: {inputs} random inputs on {len(names)} surfaces in {seconds:.0f} s, seed {SEED}; more: {MORE}"
-    request.config.pluginmanager.getplugin("terminalreporter").write_line(f"\n{told}")
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        print(f"\n{told}")
 
 
 @pytest.mark.slow
