@@ -4,11 +4,11 @@
 of sequences × data ranks × seeds. Few sequences cannot be shared out evenly (the costliest one is on some rank), so two
 figures more: ``imbalance_over_bound`` has a lower bound of every plan's costliest rank in place of the mean,
 ``imbalance_over_optimum`` the best plan that exists, where a search found it. ``waiting`` is what is lost when ranks
-wait for each other after every row, as expert parallelism makes them. ``plan_ms`` is processor time (one thread), so
-that a busy machine does not disturb it.
+wait for each other after every micro-batch, as expert parallelism makes them. ``plan_ms`` is processor time (one
+thread), so that a busy machine does not disturb it.
 
-``longest_first`` is the usual greedy plan, in rows of one fixed width: longest first, to the rank with the least of
-tokens × (1 + tokens / 4096), into its first row with room.
+``longest_first`` is the usual greedy plan, in micro-batches of one fixed width: longest first, to the rank with the
+least of tokens × (1 + tokens / 4096), into its first micro-batch with room.
 
     python benchmarks/packing.py [--seeds 20] [--capacity 65536] [--timed 4096]
 """
@@ -28,12 +28,12 @@ from machine import describe
 
 from megatron_fleet.models.flops import SequenceCost
 from megatron_fleet.models.hf_config import read_model
-from megatron_fleet.trainer.packing.pack import row_width
-from megatron_fleet.trainer.packing.pack_plan import Plan, plan_rows
+from megatron_fleet.trainer.packing.pack import micro_batch_width
+from megatron_fleet.trainer.packing.pack_plan import Plan, plan_micro_batches
 
 SEQUENCES = (16, 32, 64, 128, 256, 512)
 RANKS = (1, 2, 4, 8, 16, 32)
-ROW_ALIGNS = (128, 256, 512, 1024, 2048, 4096)
+MICRO_BATCH_ALIGNS = (128, 256, 512, 1024, 2048, 4096)
 SEQUENCE_ALIGN = 4
 GOAL = 0.03
 """Imbalance that a plan may have."""
@@ -105,32 +105,34 @@ def longest_first(lengths: Sequence[int], dp: int, capacity: int) -> Plan:
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         rank = loads.index(min(loads))
         loads[rank] += lengths[index] * (1 + lengths[index] / 4096)
-        row = next((r for r in plan[rank] if sum(lengths[i] for i in r) + lengths[index] <= capacity), None)
-        if row is None:
-            plan[rank].append(row := [])
-        row.append(index)
+        micro_batch = next((r for r in plan[rank] if sum(lengths[i] for i in r) + lengths[index] <= capacity), None)
+        if micro_batch is None:
+            plan[rank].append(micro_batch := [])
+        micro_batch.append(index)
     most = max(map(len, plan))
-    return [rows + [[] for _ in range(most - len(rows))] for rows in plan]
+    return [micro_batches + [[] for _ in range(most - len(micro_batches))] for micro_batches in plan]
 
 
-def row_costs(plan: Plan, costs: Sequence[float]) -> np.ndarray:
-    """``[ranks, rows]``"""
-    return np.array([[sum(costs[i] for i in row) for row in rows] for rows in plan])
+def micro_batch_costs(plan: Plan, costs: Sequence[float]) -> np.ndarray:
+    """``[ranks, micro-batches]``"""
+    return np.array([[sum(costs[i] for i in micro_batch) for micro_batch in micro_batches] for micro_batches in plan])
 
 
 def fill(plan: Plan, lengths: Sequence[int], width: Callable[[list[int]], int]) -> float:
-    return sum(lengths) / sum(width([lengths[i] for i in row]) for rows in plan for row in rows)
+    return sum(lengths) / sum(
+        width([lengths[i] for i in micro_batch]) for micro_batches in plan for micro_batch in micro_batches
+    )
 
 
 def measure(count: int, dp: int, seed: int, capacity: int, nodes: int, cost: SequenceCost) -> dict[str, Any]:
     """Figures of one plan."""
     lengths = fleet_lengths(count, seed)
     costs = cost(lengths, [n // TRAINED for n in lengths]).tolist()
-    plan, wide = (plan_rows(lengths, dp, room, costs, SEQUENCE_ALIGN) for room in (capacity, 2 * capacity))
+    plan, wide = (plan_micro_batches(lengths, dp, tokens, costs, SEQUENCE_ALIGN) for tokens in (capacity, 2 * capacity))
     greedy = longest_first(lengths, dp, capacity)
     mean, bound = sum(costs) / dp, least_maximum(costs, dp)
-    loads, wide_loads = row_costs(plan, costs), row_costs(wide, costs)
-    costliest, greedy_costliest = (float(row_costs(p, costs).sum(1).max()) for p in (plan, greedy))
+    loads, wide_loads = micro_batch_costs(plan, costs), micro_batch_costs(wide, costs)
+    costliest, greedy_costliest = (float(micro_batch_costs(p, costs).sum(1).max()) for p in (plan, greedy))
     best = optimum(costs, dp, costliest, nodes) if count <= EXACT_SEQUENCES else None
     figures = {
         "imbalance": costliest / mean - 1,
@@ -138,14 +140,14 @@ def measure(count: int, dp: int, seed: int, capacity: int, nodes: int, cost: Seq
         "imbalance_over_bound": costliest / bound - 1,
         "imbalance_over_optimum": None if best is None else costliest / best - 1,
         "waiting": loads.max(0).sum() / costliest - 1,
-        "waiting_in_rows_twice_as_wide": wide_loads.max(0).sum() / wide_loads.sum(1).max() - 1,
+        "waiting_in_micro_batches_twice_as_wide": wide_loads.max(0).sum() / wide_loads.sum(1).max() - 1,
         "longest_first_imbalance": greedy_costliest / mean - 1,
         "longest_first_over_ours": greedy_costliest / costliest,
         "longest_first_fill": fill(greedy, lengths, lambda _: capacity),
     }
-    for align in ROW_ALIGNS:
+    for align in MICRO_BATCH_ALIGNS:
         figures[f"fill_{align}"] = fill(
-            plan, lengths, partial(row_width, sequence_align=SEQUENCE_ALIGN, row_align=align)
+            plan, lengths, partial(micro_batch_width, sequence_align=SEQUENCE_ALIGN, micro_batch_align=align)
         )
     return figures
 
@@ -163,7 +165,7 @@ def milliseconds(count: int, dp: int, capacity: int, cost: SequenceCost, repeats
     trained, seconds = [n // TRAINED for n in lengths], []
     for _ in range(repeats):
         start = time.thread_time()
-        plan_rows(lengths, dp, capacity, cost(lengths, trained), SEQUENCE_ALIGN, ROW_ALIGNS[0])
+        plan_micro_batches(lengths, dp, capacity, cost(lengths, trained), SEQUENCE_ALIGN, MICRO_BATCH_ALIGNS[0])
         seconds.append(time.thread_time() - start)
     return [round(1e3 * statistics.median(seconds), 1), round(1e3 * min(seconds), 1)]
 
@@ -174,7 +176,7 @@ def summary(cells: dict[tuple[int, int], list[dict[str, Any]]]) -> dict[str, Any
     several = [figures for (count, dp), cell in cells.items() if count >= 4 * dp for figures in cell]
     possible = [f for f in plans if f["least_imbalance"] <= GOAL]
     return {
-        "fill": worst(plans, f"fill_{ROW_ALIGNS[0]}"),
+        "fill": worst(plans, f"fill_{MICRO_BATCH_ALIGNS[0]}"),
         "imbalance": worst(plans, "imbalance"),
         "imbalance_where_possible": worst(possible, "imbalance"),
         "imbalance_over_bound": worst(plans, "imbalance_over_bound"),
@@ -183,8 +185,10 @@ def summary(cells: dict[tuple[int, int], list[dict[str, Any]]]) -> dict[str, Any
         "plans_within_goal": sum(f["imbalance"] <= GOAL for f in plans),
         "plans_where_possible": len(possible),
         "best_plan_known": sum(f["imbalance_over_optimum"] is not None for f in plans),
-        "fill_by_row_align": {align: worst(plans, f"fill_{align}") for align in ROW_ALIGNS},
-        "fill_by_row_align_from_4_per_rank": {align: worst(several, f"fill_{align}") for align in ROW_ALIGNS},
+        "fill_by_micro_batch_align": {align: worst(plans, f"fill_{align}") for align in MICRO_BATCH_ALIGNS},
+        "fill_by_micro_batch_align_from_4_per_rank": {
+            align: worst(several, f"fill_{align}") for align in MICRO_BATCH_ALIGNS
+        },
         "longest_first": {
             "imbalance_where_possible": worst(possible, "longest_first_imbalance"),
             "plans_within_goal": sum(f["longest_first_imbalance"] <= GOAL for f in plans),
@@ -197,7 +201,7 @@ def summary(cells: dict[tuple[int, int], list[dict[str, Any]]]) -> dict[str, Any
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--capacity", type=int, default=65_536, help="most tokens of a row")
+    parser.add_argument("--capacity", type=int, default=65_536, help="most tokens of a micro-batch")
     parser.add_argument("--timed", type=int, default=4096, help="sequences of the plans whose time is taken")
     parser.add_argument("--nodes", type=int, default=200_000, help="steps of the search for the best plan")
     args = parser.parse_args()

@@ -1,11 +1,11 @@
 """One training step against bare Megatron-Core on the same packed tokens. Prints one line of JSON.
 
 ``ratio`` is our step time ÷ that of Megatron's own GPTModel with its cross-entropy loss: same layers, same schedule,
-same optimizer, same rows. Steps of the two alternate, each as often first as second, and the median over pairs is
-taken, so that a busy machine disturbs both alike. ``host_ms_per_row`` is what a row costs outside the model: packing,
-arguments, loss inputs, and with CUDA their way to the device.
+same optimizer, same micro-batches. Steps of the two alternate, each as often first as second, and the median over pairs
+is taken, so that a busy machine disturbs both alike. ``host_ms_per_micro_batch`` is what a micro-batch costs outside
+the model: packing, arguments, loss inputs, and with CUDA their way to the device.
 
-    python benchmarks/train_step.py [--family dense|moe] [--threads 2] [--trained 0.5] [--rows 1] [--steps 20]
+    python benchmarks/train_step.py [--family dense|moe] [--threads 2] [--trained 0.5] [--micro-batches 1] [--steps 20]
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron_fleet.trainer.base import AdamParams
 from megatron_fleet.trainer.megatron import build, optimizer, step
 from megatron_fleet.trainer.megatron.init import fill_random
 from megatron_fleet.trainer.megatron.policy import MegatronPolicy
-from megatron_fleet.trainer.packing.pack import PackedRow, pack_row
+from megatron_fleet.trainer.packing.pack import PackedMicroBatch, pack_micro_batch
 
 # The head has Qwen3-8B's share of the multiplications, 8 %.
 HF_CONFIG = {
@@ -75,20 +75,22 @@ def make_config(folder: str, family: str, micro_batch_tokens: int, threads: int)
     return Config.model_validate(tree)
 
 
-def make_row(micro_batch_tokens: int, trained: float) -> list[Datum]:
+def make_micro_batch(micro_batch_tokens: int, trained: float) -> list[Datum]:
     """Sequences of about 400 tokens whose last part is trained."""
     rng = np.random.default_rng(0)
-    row: list[Datum] = []
-    while (left := micro_batch_tokens - sum(map(len, row))) >= 440:
+    micro_batch: list[Datum] = []
+    while (left := micro_batch_tokens - sum(map(len, micro_batch))) >= 440:
         n = min(left, int(rng.integers(360, 440)))
         mask = np.zeros(n, np.float32)
         mask[max(1, round(n * (1 - trained))) :] = 1 / micro_batch_tokens
         tokens = rng.integers(0, HF_CONFIG["vocab_size"], n).astype(np.int32)
-        row.append(Datum(tokens, mask, mask * np.float32(rng.normal()), np.where(mask, -7.6, 0).astype(np.float32)))
-    return row
+        micro_batch.append(
+            Datum(tokens, mask, mask * np.float32(rng.normal()), np.where(mask, -7.6, 0).astype(np.float32))
+        )
+    return micro_batch
 
 
-def bare_step(config: Config, family: str, row: PackedRow, rows: int) -> Callable[[], None]:
+def bare_step(config: Config, family: str, micro_batch: PackedMicroBatch, count: int) -> Callable[[], None]:
     """A step of Megatron's own GPTModel: cross-entropy at every position, masked."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -101,10 +103,10 @@ def bare_step(config: Config, family: str, row: PackedRow, rows: int) -> Callabl
     chunks = [optimizer.wrap(model)]
     adam = optimizer.build(chunks, config.policy.optimizer, dtype)
     where = next(model.parameters()).device
-    tokens, positions = row.tokens[None].to(where), row.positions[None].to(where)
-    labels, params = tokens.roll(-1, 1), step.row_params(row, where)
+    tokens, positions = micro_batch.tokens[None].to(where), micro_batch.positions[None].to(where)
+    labels, params = tokens.roll(-1, 1), step.micro_batch_params(micro_batch, where)
     mask = torch.zeros_like(tokens[0], dtype=torch.float32)
-    mask[row.trained.to(where)] = row.loss_scale.to(where)
+    mask[micro_batch.trained.to(where)] = micro_batch.loss_scale.to(where)
 
     def loss(losses: torch.Tensor) -> tuple[Any, ...]:
         total = (losses[0] * mask).sum()
@@ -118,8 +120,8 @@ def bare_step(config: Config, family: str, row: PackedRow, rows: int) -> Callabl
             forward_step_func=forward_step,
             data_iterator=None,
             model=chunks[0],
-            num_microbatches=rows,
-            seq_length=len(row.tokens),
+            num_microbatches=count,
+            seq_length=len(micro_batch.tokens),
             micro_batch_size=1,
         )
         reduced = optimizer.reduce_gradients(chunks, adam)
@@ -128,18 +130,18 @@ def bare_step(config: Config, family: str, row: PackedRow, rows: int) -> Callabl
     return run
 
 
-def our_step(policy: MegatronPolicy, row: list[Datum], rows: int) -> None:
-    policy.forward_backward([row] * rows, make_loss(Algorithm()))
+def our_step(policy: MegatronPolicy, micro_batch: list[Datum], count: int) -> None:
+    policy.forward_backward([micro_batch] * count, make_loss(Algorithm()))
     policy.optim_step(1e-4)
 
 
-def host_ms(policy: MegatronPolicy, row: list[Datum]) -> float:
-    """Milliseconds that a row costs beside the model, the median of many."""
+def host_ms(policy: MegatronPolicy, micro_batch: list[Datum]) -> float:
+    """Milliseconds that a micro-batch costs beside the model, the median of many."""
     settings = step.Settings(1.0, 1024)
     where = next(policy.model_chunks[0].parameters()).device
 
     def prepare() -> None:
-        packed = pack_row(row, sum(map(len, row)))
+        packed = pack_micro_batch(micro_batch, sum(map(len, micro_batch)))
         step.model_inputs(packed, policy.model_chunks[0], settings, where)
         zeros = torch.zeros(len(packed.trained), device=where)
         step.loss_inputs(packed, (zeros, zeros))
@@ -160,7 +162,7 @@ def main() -> None:
     parser.add_argument("--family", choices=sorted(FAMILIES), default="dense")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--micro-batch-tokens", type=int, default=4096)
-    parser.add_argument("--rows", type=int, default=1, help="micro-batches of a step")
+    parser.add_argument("--micro-batches", type=int, default=1, help="micro-batches of a step")
     parser.add_argument("--trained", type=float, default=0.5, help="share of positions with a loss")
     parser.add_argument("--steps", type=int, default=20)
     args = parser.parse_args()
@@ -168,11 +170,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = make_config(folder, args.family, args.micro_batch_tokens, args.threads)
         policy = MegatronPolicy(config, init="random")
-        row = make_row(args.micro_batch_tokens, args.trained)
-        width = sum(map(len, row))
+        micro_batch = make_micro_batch(args.micro_batch_tokens, args.trained)
+        width = sum(map(len, micro_batch))
         contenders = {
-            "ours": partial(our_step, policy, row, args.rows),
-            "bare": bare_step(config, args.family, pack_row(row, width), args.rows),
+            "ours": partial(our_step, policy, micro_batch, args.micro_batches),
+            "bare": bare_step(config, args.family, pack_micro_batch(micro_batch, width), args.micro_batches),
         }
         times: dict[str, list[float]] = {name: [] for name in contenders}
         for repeat in range(args.steps + 3):
@@ -186,12 +188,12 @@ def main() -> None:
             "ratio": round(statistics.median(a / b for a, b in zip(times["ours"], times["bare"], strict=True)), 4),
             "ratio_fastest": round(min(times["ours"]) / min(times["bare"]), 4),
             "family": args.family,
-            "tokens_per_s": round(width * args.rows / medians["ours"]),
+            "tokens_per_s": round(width * args.micro_batches / medians["ours"]),
             "step_ms": round(1e3 * medians["ours"], 2),
             "bare_step_ms": round(1e3 * medians["bare"], 2),
-            "host_ms_per_row": round(host_ms(policy, row), 3),
+            "host_ms_per_micro_batch": round(host_ms(policy, micro_batch), 3),
             "trained": args.trained,
-            "rows": args.rows,
+            "micro_batches": args.micro_batches,
             "micro_batch_tokens": width,
             "parameters": sum(p.numel() for p in policy.model_chunks[0].parameters()),
             "threads": args.threads,

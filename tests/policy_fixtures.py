@@ -12,7 +12,7 @@ import numpy as np
 from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.config.schema import Config, Parallel
 
-ROW_TOKENS = 192
+MICRO_BATCH_TOKENS = 192
 
 
 def write_config(folder: Path, **changes: Any) -> Path:
@@ -44,7 +44,7 @@ def write_config(folder: Path, **changes: Any) -> Path:
 def make_config(
     model: Path,
     parallel: Parallel | None = None,
-    micro_batch_tokens: int = ROW_TOKENS,
+    micro_batch_tokens: int = MICRO_BATCH_TOKENS,
     temperature: float = 0.8,
     dtype: str = "float32",
     **optimizer: Any,

@@ -1,4 +1,4 @@
-"""Histogram data per step: distributions of quantities over episodes, prompts or trained rows."""
+"""Histogram data per step: distributions of quantities over episodes, prompts or trained sequences."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DISTRIBUTIONS = {
     "distribution/tool_calls": "Tool calls of each episode.",
     "distribution/episode_s": "Seconds of each episode, verification included.",
     "distribution/prompt_reward": "Mean known reward of each prompt.",
-    "distribution/advantage": "Advantage of each trained row.",
+    "distribution/advantage": "Advantage of each trained sequence.",
     "distribution/staleness": "Weight versions since each span of tokens was sampled.",
 }
 

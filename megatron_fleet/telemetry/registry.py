@@ -145,7 +145,7 @@ _ATTEMPTS = {
 _ACCOUNTING = {
     **_ATTEMPTS,
     "episodes": "Episodes collected for this step; the sum of the six fates below.",
-    "trained": "Episodes that became training rows.",
+    "trained": "Episodes that became training sequences (Datum).",
     "filtered": "Episodes left out because algorithm.group_filter leaves their group out; by default because all its "
     "known rewards are equal.",
     "unknown": "Episodes left out because their reward is unknown.",
@@ -174,7 +174,7 @@ _LOSS = {
 
 _GRADIENT = {
     "grad:snr": "Signal-to-noise ratio of the batch's gradient, mean over the sampled matrices: ‖Σg‖² / N² − 1, g the "
-    "gradient of a row of tokens (of routed experts: of a micro-step of all ranks), n rows, "
+    "gradient of a micro-batch (of routed experts: of a micro-step of all ranks), n micro-batches, "
     "N² = n / (n − 1) Σ‖g − ḡ‖²; 0 is expected of noise alone, negative values are chance. This and the next three "
     "only every policy.gradient_metrics.every updates, from 64 × 64 samples of matrices of the layers.",
     "grad:megabytes_edited": "MiB of bfloat16 weights that the update changed: the share of sampled weights whose "
@@ -219,7 +219,7 @@ _POLICY = {
     "routing_replayed": "Share of tokens × expert layers whose experts were replayed; first update, and only with "
     "rollout.engine.routing_replay.",
     "routing_disagreement": "Share of the replayed experts that the trainer's router would not have taken; as above.",
-    "packing_efficiency": "Tokens of the sequences divided by the width of the rows they were packed into.",
+    "packing_efficiency": "Tokens of the sequences divided by the width of the micro-batches they were packed into.",
     "response_length": "Mean trained tokens per trained episode.",
     "grad_norm": "Gradient norm before clipping, mean over the updates with a finite one.",
     "policy_lr": "Learning rate of the last update.",

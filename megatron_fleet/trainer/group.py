@@ -33,10 +33,10 @@ from megatron_fleet.trainer.base import (
     TrainerLost,
     as_plain,
 )
-from megatron_fleet.trainer.layout import row_alignment, sequence_alignment
+from megatron_fleet.trainer.layout import micro_batch_alignment, sequence_alignment
 from megatron_fleet.trainer.links import Call, RankLink, RankListener
 from megatron_fleet.trainer.messages import SYSTEM, USER, RankReady, datum_to_plain, results_from_plain
-from megatron_fleet.trainer.packing.pack_plan import Plan, plan_rows
+from megatron_fleet.trainer.packing.pack_plan import Plan, plan_micro_batches
 
 LAST_WORDS_S = 2.0
 """Time after a rank's failure for the others to report theirs; they may hang in a collective that never completes."""
@@ -300,8 +300,10 @@ class TrainerGroup:
         parallel, capacity = self._config.parallel, self._config.policy.micro_batch_tokens
         lengths = [len(datum) for datum in data]
         trained = [int(np.count_nonzero(datum.loss_mask)) for datum in data]
-        align, row_align = sequence_alignment(parallel), row_alignment(parallel, self._config.precision)
-        return plan_rows(lengths, self.info.replicas, capacity, self._cost(lengths, trained), align, row_align)
+        align, micro_batch_align = sequence_alignment(parallel), micro_batch_alignment(parallel, self._config.precision)
+        return plan_micro_batches(
+            lengths, self.info.replicas, capacity, self._cost(lengths, trained), align, micro_batch_align
+        )
 
     async def forward(
         self,

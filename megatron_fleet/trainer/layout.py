@@ -19,7 +19,7 @@ def sequence_alignment(parallel: Parallel) -> int:
     return 2 * parallel.context if parallel.context > 1 else 1
 
 
-def row_alignment(parallel: Parallel, precision: Precision) -> int:
+def micro_batch_alignment(parallel: Parallel, precision: Precision) -> int:
     """Multiple of tokens that a micro-batch is padded to: each context rank's part is cut again into ``tensor`` slices,
     and each slice must suit the precision.
     """
@@ -31,9 +31,9 @@ def check_micro_batch_tokens(micro_batch_tokens: int, parallel: Parallel, precis
     """Refuse a capacity that cannot be the width of a micro-batch.
 
     Raises:
-        UserError: ``micro_batch_tokens`` is not a multiple of `row_alignment`.
+        UserError: ``micro_batch_tokens`` is not a multiple of `micro_batch_alignment`.
     """
-    if micro_batch_tokens % (align := row_alignment(parallel, precision)):
+    if micro_batch_tokens % (align := micro_batch_alignment(parallel, precision)):
         raise UserError(
             f"policy.micro_batch_tokens={micro_batch_tokens} is not a multiple of {align}, as the parallel "
             f"layout and the precision need; raise it to {-(-micro_batch_tokens // align) * align}."

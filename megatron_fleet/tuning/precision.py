@@ -23,7 +23,7 @@ from megatron_fleet.trainer.precision import Machine, machine_problem, this_mach
 ROUNDS = 2
 """Rounds per candidate, alternately in forward and reverse order, so that a busy machine affects all alike."""
 RECIPES = ("fp8_tensorwise", "fp8_blockwise", "fp8_delayed")
-ROW_UNIT = 128
+MICRO_BATCH_UNIT = 128
 """Micro-batches are widened to the alignment of the most demanding recipe, so that all compute the same."""
 
 
@@ -112,7 +112,7 @@ def _candidate(config: Config, dtype: str, recipe: str) -> tuple[Row, Config]:
     tree["precision"] = Precision.model_validate({"recipe": recipe}).model_dump()
     tree["parallel"] = Parallel().model_dump()
     tree["policy"]["optimizer"] |= {"moments": "float32", "offload_fraction": 0.0}
-    tree["policy"]["micro_batch_tokens"] = -(-config.policy.micro_batch_tokens // ROW_UNIT) * ROW_UNIT
+    tree["policy"]["micro_batch_tokens"] = -(-config.policy.micro_batch_tokens // MICRO_BATCH_UNIT) * MICRO_BATCH_UNIT
     return Row(recipe if fp8 else dtype, tuple(settings)), Config.model_validate(tree)
 
 

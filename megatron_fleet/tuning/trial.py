@@ -55,13 +55,13 @@ def measure(config: Config, init: Any, repeats: int) -> tuple[dict[str, Any], np
     cuda = torch.cuda.is_available()
     before = _resident()
     policy = MegatronPolicy(config, init=init)
-    row = random_row(config.policy.micro_batch_tokens, config.rollout.max_context, policy.vocab_size)
-    (values,) = policy.forward([row])
-    logprobs = np.concatenate([found[datum.loss_mask] for datum, found in zip(row, values, strict=True)])
+    micro_batch = random_micro_batch(config.policy.micro_batch_tokens, config.rollout.max_context, policy.vocab_size)
+    (values,) = policy.forward([micro_batch])
+    logprobs = np.concatenate([found[datum.loss_mask] for datum, found in zip(micro_batch, values, strict=True)])
     seconds = []
     for _ in range(WARM_UP + repeats):
         start = time.perf_counter()
-        policy.forward_backward([row], sft_loss)
+        policy.forward_backward([micro_batch], sft_loss)
         policy.optim_step(LR)
         if cuda:
             torch.cuda.synchronize()
@@ -72,19 +72,19 @@ def measure(config: Config, init: Any, repeats: int) -> tuple[dict[str, Any], np
     return {"seconds": seconds[WARM_UP:], "peak_bytes": peak, "device": name}, logprobs.astype(np.float32)
 
 
-def random_row(tokens: int, longest: int, vocab: int) -> Sequence[Datum]:
+def random_micro_batch(tokens: int, longest: int, vocab: int) -> Sequence[Datum]:
     """A micro-batch of ``tokens`` random tokens in sequences of at most ``longest``, all trained except the first of
     each; the weights are the reciprocal of the number of trained tokens.
     """
     rng = np.random.default_rng(0)
     lengths = [longest] * (tokens // longest) + ([tokens % longest] if tokens % longest > 1 else [])
     trained = sum(lengths) - len(lengths)
-    row = []
+    micro_batch = []
     for length in lengths:
         mask = np.full(length, 1 / trained, np.float32)
         mask[0] = 0
-        row.append(Datum(rng.integers(0, vocab, length).astype(np.int32), mask, mask, np.zeros_like(mask)))
-    return row
+        micro_batch.append(Datum(rng.integers(0, vocab, length).astype(np.int32), mask, mask, np.zeros_like(mask)))
+    return micro_batch
 
 
 def _resident() -> int:

@@ -66,23 +66,27 @@ def normalisers(batch: Sequence[Sample], reduction: str) -> list[float]:
     return by_name[reduction]
 
 
-def pack(row: Sequence[Sample], scales: Sequence[float], proximal: bool = True, reference: bool = False) -> LossInputs:
+def pack(
+    micro_batch: Sequence[Sample], scales: Sequence[float], proximal: bool = True, reference: bool = False
+) -> LossInputs:
     """One micro-batch; gradients arrive at the samples' own leaves."""
 
     def joined(pieces: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.float64, requires_grad=True)
 
-    like = [torch.ones_like(s.old) for s in row]
+    like = [torch.ones_like(s.old) for s in micro_batch]
     return LossInputs(
-        logprobs=joined([s.logprobs for s in row]),
-        entropy=joined([s.entropy for s in row]),
+        logprobs=joined([s.logprobs for s in micro_batch]),
+        entropy=joined([s.entropy for s in micro_batch]),
         loss_scale=joined([m * one for m, one in zip(scales, like, strict=True)]).detach(),
-        scaled_advantages=joined([m * s.advantage * one for s, m, one in zip(row, scales, like, strict=True)]).detach(),
-        behaviour=joined([s.behaviour for s in row]).detach(),
-        proximal=joined([s.old for s in row]).detach() if proximal else None,
-        reference=joined([s.reference for s in row]).detach() if reference else None,
-        sequence=torch.tensor([i for i, s in enumerate(row) for _ in range(len(s))], dtype=torch.int64),
-        sequences=len(row),
+        scaled_advantages=joined(
+            [m * s.advantage * one for s, m, one in zip(micro_batch, scales, like, strict=True)]
+        ).detach(),
+        behaviour=joined([s.behaviour for s in micro_batch]).detach(),
+        proximal=joined([s.old for s in micro_batch]).detach() if proximal else None,
+        reference=joined([s.reference for s in micro_batch]).detach() if reference else None,
+        sequence=torch.tensor([i for i, s in enumerate(micro_batch) for _ in range(len(s))], dtype=torch.int64),
+        sequences=len(micro_batch),
     )
 
 

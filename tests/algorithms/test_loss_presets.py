@@ -14,7 +14,7 @@ from megatron_fleet.config.load import load  # noqa: E402
 
 REWARDS = ((1.0, 0.0, 0.0, 1.0), (0.5, 0.0, 1.0, 0.0))
 LENGTHS = ((5, 2, 7, 3), (1, 6, 4, 2))
-ROW = (3, 0, 7, 5, 1, 6, 2, 4)
+ORDER = (3, 0, 7, 5, 1, 6, 2, 4)
 """The order in which the sequences lie in the micro-batch."""
 
 
@@ -47,7 +47,7 @@ def policies():
 
 
 def ours(name, *overrides):
-    """Loss and gradients of each sequence, through the rows that training would make."""
+    """Loss and gradients of each sequence, through the data that training would make."""
     algo = algorithm(name, *overrides)
     batch, (new, old) = build_data(groups(), algo), policies()
     assert len(batch.data) == len(new)
@@ -55,14 +55,14 @@ def ours(name, *overrides):
         field: [getattr(d, field)[d.loss_mask] for d in batch.data] for field in ("loss_scale", "scaled_advantages")
     }
     x = LossInputs(
-        logprobs=torch.cat([new[i] for i in ROW]),
-        entropy=torch.cat([torch.zeros_like(old[i]) for i in ROW]),
-        loss_scale=torch.cat([torch.from_numpy(trained["loss_scale"][i]).double() for i in ROW]),
-        scaled_advantages=torch.cat([torch.from_numpy(trained["scaled_advantages"][i]).double() for i in ROW]),
-        behaviour=torch.cat([old[i] for i in ROW]),
-        proximal=torch.cat([old[i] for i in ROW]),
-        sequence=torch.repeat_interleave(torch.arange(len(ROW)), torch.tensor([len(new[i]) for i in ROW])),
-        sequences=len(ROW),
+        logprobs=torch.cat([new[i] for i in ORDER]),
+        entropy=torch.cat([torch.zeros_like(old[i]) for i in ORDER]),
+        loss_scale=torch.cat([torch.from_numpy(trained["loss_scale"][i]).double() for i in ORDER]),
+        scaled_advantages=torch.cat([torch.from_numpy(trained["scaled_advantages"][i]).double() for i in ORDER]),
+        behaviour=torch.cat([old[i] for i in ORDER]),
+        proximal=torch.cat([old[i] for i in ORDER]),
+        sequence=torch.repeat_interleave(torch.arange(len(ORDER)), torch.tensor([len(new[i]) for i in ORDER])),
+        sequences=len(ORDER),
     )
     loss, _ = make_loss(algo)(x)
     loss.backward()

@@ -167,10 +167,10 @@ def test_any_split_into_micro_batches_adds_up(name, kind):
     whole, whole_sums = loss(pack(batch, scales, reference=True))
     whole.backward()
     expected = gradients(batch)
-    for rows in ([[0], [1], [2], [3], [4], [5]], [[5, 0, 3], [], [4, 1, 2]], [[3, 2, 5, 4, 0, 1]]):
+    for split in ([[0], [1], [2], [3], [4], [5]], [[5, 0, 3], [], [4, 1, 2]], [[3, 2, 5, 4, 0, 1]]):
         total, added = 0.0, dict.fromkeys(whole_sums, 0.0)
-        for row in rows:
-            value, sums = loss(pack([batch[i] for i in row], [scales[i] for i in row], reference=True))
+        for micro_batch in split:
+            value, sums = loss(pack([batch[i] for i in micro_batch], [scales[i] for i in micro_batch], reference=True))
             value.backward()
             total += value.item()
             assert sums.keys() == whole_sums.keys()

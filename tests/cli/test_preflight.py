@@ -90,7 +90,7 @@ def test_a_layout_that_does_not_divide_is_refused(model):
     assert "parallel.tensor=3" in refusal(model, "parallel.tensor=3")
 
 
-def test_rows_that_ranks_cannot_share_are_refused(model):
+def test_micro_batches_that_ranks_cannot_share_are_refused(model):
     said = refusal(model, "parallel.tensor=2", "parallel.context=2", "policy.micro_batch_tokens=2050")
     assert "policy.micro_batch_tokens=2050 is not a multiple of 8" in said and "raise it to 2056" in said
 

@@ -32,7 +32,7 @@ def score(model: str, arrays: str, out: str) -> None:
     from megatron_fleet.algorithms.datum import Datum
     from megatron_fleet.config.load import load
     from megatron_fleet.trainer.megatron.policy import MegatronPolicy
-    from megatron_fleet.trainer.packing.pack_plan import plan_rows
+    from megatron_fleet.trainer.packing.pack_plan import plan_micro_batches
 
     with np.load(arrays) as data:
         edges = data["offsets"][1:-1]
@@ -41,9 +41,11 @@ def score(model: str, arrays: str, out: str) -> None:
     config = load(["experiment=quickstart", f"model.path={model}"])
     data = [Datum(i, m.astype(np.float32), m * 0.0, m * 0.0) for i, m in zip(ids, masks, strict=True)]
     lengths = [len(d) for d in data]
-    (plan,) = plan_rows(lengths, 1, config.policy.micro_batch_tokens, lengths)
-    rows = MegatronPolicy(config).forward([[data[i] for i in row] for row in plan])
-    megatron = {i: v for row, found in zip(plan, rows, strict=True) for i, v in zip(row, found, strict=True)}
+    (plan,) = plan_micro_batches(lengths, 1, config.policy.micro_batch_tokens, lengths)
+    values = MegatronPolicy(config).forward([[data[i] for i in micro_batch] for micro_batch in plan])
+    megatron = {
+        i: v for micro_batch, found in zip(plan, values, strict=True) for i, v in zip(micro_batch, found, strict=True)
+    }
     result = {}
     for i, (tokens, mask) in enumerate(zip(ids, masks, strict=True)):
         given = torch.tensor(tokens[None].astype(np.int64))

@@ -9,7 +9,7 @@ from megatron_fleet.loop.probe import SEQUENCES, TOKENS, compare, probe_data
 from megatron_fleet.rollout.requests import RolloutFailed
 
 
-def test_the_probe_is_the_same_every_time_and_fits_a_row():
+def test_the_probe_is_the_same_every_time_and_fits_a_micro_batch():
     one, two = probe_data(500, 1000), probe_data(500, 1000)
     assert [d.token_ids.tolist() for d in one] == [d.token_ids.tolist() for d in two]
     assert [len(d) for d in one] == [TOKENS] * SEQUENCES

@@ -38,8 +38,8 @@ class Layout:
         world: processes.
         parallel: keys of ``config.parallel``.
         recompute: ``config.policy.recompute``.
-        row: sequences to a row. Four make two rows, which one pipeline can tell apart; ranks that share the data, and
-            an interleaved pipeline's steady phase, need four rows.
+        sequences: number of them in a micro-batch. Four make two micro-batches, which one pipeline can tell apart;
+            ranks that share the data, and an interleaved pipeline's steady phase, need four micro-batches.
         models: those it makes sense for; Qwen3.5 where the layout meets its own layers.
     """
 
@@ -47,7 +47,7 @@ class Layout:
     world: int = 1
     parallel: dict[str, Any] = field(default_factory=dict)
     recompute: Any = "none"
-    row: int = 4
+    sequences: int = 4
     models: tuple[str, ...] = ATTENTION
 
 
@@ -55,7 +55,7 @@ DENSE = ("qwen3", "qwen3_tied")
 SINGLE = Layout("1 process", models=tuple(MODELS))
 LAYOUTS = [
     SINGLE,
-    Layout("one sequence per row", row=1, models=tuple(MODELS)),
+    Layout("one sequence per micro-batch", sequences=1, models=tuple(MODELS)),
     Layout("recompute full", recompute="full", models=(*ATTENTION, HYBRID)),
     Layout("recompute parts", recompute=["core_attn", "layernorm", "mlp"], models=DENSE),
     Layout("recompute parts, moe", recompute=["core_attn", "moe"], models=SPARSE),
@@ -64,16 +64,16 @@ LAYOUTS = [
     Layout("TP2+SP", 2, {"tensor": 2}, models=tuple(MODELS)),
     Layout("PP2", 2, {"pipeline": 2}),
     Layout("PP2 uneven", 2, {"pipeline": 2, "first_stage_layers": 1}),
-    Layout("PP2+VPP2", 2, {"pipeline": 2, "virtual": 2}, row=2, models=(*ATTENTION, HYBRID)),
+    Layout("PP2+VPP2", 2, {"pipeline": 2, "virtual": 2}, sequences=2, models=(*ATTENTION, HYBRID)),
     Layout("CP2", 2, {"context": 2}, models=tuple(MODELS)),
-    Layout("DP2", 2, {"data": 2}, row=2),
-    Layout("EP2", 2, {"data": 2, "expert": 2}, row=2, models=(*SPARSE, HYBRID_SPARSE)),
+    Layout("DP2", 2, {"data": 2}, sequences=2),
+    Layout("EP2", 2, {"data": 2, "expert": 2}, sequences=2, models=(*SPARSE, HYBRID_SPARSE)),
     Layout("CP2×EP2", 2, {"context": 2, "expert": 2}, models=SPARSE),
     Layout("TP2×PP2", 4, {"tensor": 2, "pipeline": 2}),
     Layout("TP2×CP2", 4, {"tensor": 2, "context": 2}, models=(*ATTENTION, HYBRID)),
-    Layout("CP2×PP2+VPP2", 4, {"context": 2, "pipeline": 2, "virtual": 2}, recompute="full", row=2),
-    Layout("EP2×PP2", 4, {"data": 2, "pipeline": 2, "expert": 2}, row=2, models=SPARSE),
-    Layout("EP2×ETP2×TP2", 4, {"tensor": 2, "data": 2, "expert": 2, "expert_tensor": 2}, row=2, models=SPARSE),
+    Layout("CP2×PP2+VPP2", 4, {"context": 2, "pipeline": 2, "virtual": 2}, recompute="full", sequences=2),
+    Layout("EP2×PP2", 4, {"data": 2, "pipeline": 2, "expert": 2}, sequences=2, models=SPARSE),
+    Layout("EP2×ETP2×TP2", 4, {"tensor": 2, "data": 2, "expert": 2, "expert_tensor": 2}, sequences=2, models=SPARSE),
     Layout("TP2×PP2×CP2", 8, {"tensor": 2, "pipeline": 2, "context": 2}, models=DENSE),
     Layout(
         "TP2×PP2×CP2×EP2",
@@ -84,8 +84,8 @@ LAYOUTS = [
 ]
 
 
-ROWS = {1: [[i] for i in range(8)], 2: [[0, 7], [1, 6], [2, 5], [3, 4]], 4: [[0, 3, 4, 7], [1, 2, 5, 6]]}
-"""Sequences to a row → the rows of ``batch``."""
+MICRO_BATCHES = {1: [[i] for i in range(8)], 2: [[0, 7], [1, 6], [2, 5], [3, 4]], 4: [[0, 3, 4, 7], [1, 2, 5, 6]]}
+"""Sequences in a micro-batch → the micro-batches of ``batch``."""
 
 
 def batch() -> list[Datum]:

@@ -10,25 +10,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parity_layouts import LAYOUTS, LR, MODELS, ROWS, STEPS, Layout, batch, config, loss
+from parity_layouts import LAYOUTS, LR, MICRO_BATCHES, MODELS, STEPS, Layout, batch, config, loss
 from rank_groups import leave_groups
 
 from megatron_fleet.trainer.megatron.policy import MegatronPolicy
 
 
-def rows_of(layout: Layout, policy: MegatronPolicy) -> list[list[int]]:
-    """Fixed rows, dealt out to the data-parallel ranks."""
-    return ROWS[layout.row][policy.dp_rank :: policy.dp_size]
+def micro_batches_of(layout: Layout, policy: MegatronPolicy) -> list[list[int]]:
+    """Fixed micro-batches, dealt out to the data-parallel ranks."""
+    return MICRO_BATCHES[layout.sequences][policy.dp_rank :: policy.dp_size]
 
 
 def train(layout: Layout, model: Path) -> dict[str, Any]:
     policy = MegatronPolicy(config(model, layout))
     data = batch()
-    indices = rows_of(layout, policy)
-    rows = [[data[i] for i in row] for row in indices]
-    out: dict[str, Any] = {"rows": indices, "first": policy.forward(rows), "losses": [], "norms": []}
+    indices = micro_batches_of(layout, policy)
+    micro_batches = [[data[i] for i in micro_batch] for micro_batch in indices]
+    out: dict[str, Any] = {"micro_batches": indices, "first": policy.forward(micro_batches), "losses": [], "norms": []}
     for _ in range(STEPS):
-        out["losses"].append(policy.forward_backward(rows, loss).loss)
+        out["losses"].append(policy.forward_backward(micro_batches, loss).loss)
         out["norms"].append(policy.optim_step(LR).grad_norm)
     # The live export names parameters as the model's folder does, whatever the layout.
     out["parameters"] = {name: tensor.clone() for name, tensor in policy.weight_source()}

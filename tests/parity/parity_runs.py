@@ -78,8 +78,8 @@ def gathered(folder: Path, model: str, layout: Layout) -> dict[str, Any]:
     first: dict[int, np.ndarray] = {}
     for rank in ranks:
         assert rank["losses"] == ranks[0]["losses"] and rank["norms"] == ranks[0]["norms"], (model, layout.name)
-        for row, values in zip(rank["rows"], rank["first"], strict=True):
-            for index, value in zip(row, values, strict=True):
+        for micro_batch, values in zip(rank["micro_batches"], rank["first"], strict=True):
+            for index, value in zip(micro_batch, values, strict=True):
                 assert index not in first or np.array_equal(first[index], value), (model, layout.name, index)
                 first[index] = value
         for name, value in rank["parameters"].items():

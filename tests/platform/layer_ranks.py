@@ -23,11 +23,11 @@ from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megatron_fleet.platform.megatron.attention import RowParams
+from megatron_fleet.platform.megatron.attention import MicroBatchParams
 from megatron_fleet.platform.megatron.spec import layer_spec
 from megatron_fleet.trainer.megatron.init import parameter_shards
 
-VOCAB, LENGTHS, FILLER, ROWS = 64, (9, 5), 2, 4
+VOCAB, LENGTHS, FILLER, MICRO_BATCHES = 64, (9, 5), 2, 4
 TOKENS = sum(LENGTHS) + FILLER
 _LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size")
 _EXPERT_LAYOUT = ("expert_model_parallel_size", "expert_tensor_parallel_size")
@@ -164,32 +164,36 @@ def fill(chunks: list[GPTModel]) -> None:
         shard.data.copy_(whole[place(shard)].reshape(shard.data.shape))
 
 
-def row_params() -> RowParams:
+def micro_batch_params() -> MicroBatchParams:
     pieces = (*LENGTHS, FILLER)
     ends = torch.tensor([0, *pieces]).cumsum(0).int()
     longest = max(pieces)
-    return RowParams("thd", ends, ends, None, None, longest, longest, lengths=LENGTHS, filler=FILLER)
+    return MicroBatchParams("thd", ends, ends, None, None, longest, longest, lengths=LENGTHS, filler=FILLER)
 
 
 def train_step(settings: TransformerConfig, chunks: list[GPTModel]) -> dict[str, Any]:
-    """Logits of this rank's rows, and gradients with their place, of a loss over all rows."""
+    """Logits of this rank's micro-batches, and gradients with their place, of a loss over all micro-batches."""
     random = torch.Generator().manual_seed(3)
-    tokens = torch.randint(0, VOCAB, (ROWS, 1, TOKENS), generator=random)
-    factors = torch.randn(ROWS, TOKENS, VOCAB, generator=random)
+    tokens = torch.randint(0, VOCAB, (MICRO_BATCHES, 1, TOKENS), generator=random)
+    factors = torch.randn(MICRO_BATCHES, TOKENS, VOCAB, generator=random)
     factors[:, sum(LENGTHS) :] = 0
     positions = torch.cat([torch.arange(n) for n in (*LENGTHS, FILLER)])[None]
     logits: dict[int, torch.Tensor] = {}
 
-    def loss(row: int, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        logits[row] = output[0].detach().clone()
-        return (output[0] * factors[row]).sum(), torch.tensor(0, dtype=torch.int32), {}
+    def loss(micro_batch: int, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        logits[micro_batch] = output[0].detach().clone()
+        return (output[0] * factors[micro_batch]).sum(), torch.tensor(0, dtype=torch.int32), {}
 
-    def forward(rows: Any, model: Any) -> tuple[torch.Tensor, Any]:
-        row = next(rows)
-        return model(tokens[row], positions, None, packed_seq_params=row_params()), partial(loss, row)
+    def forward(micro_batches: Any, model: Any) -> tuple[torch.Tensor, Any]:
+        micro_batch = next(micro_batches)
+        return model(tokens[micro_batch], positions, None, packed_seq_params=micro_batch_params()), partial(
+            loss, micro_batch
+        )
 
     ddp = [DistributedDataParallel(settings, DistributedDataParallelConfig(), chunk) for chunk in chunks]
-    mine = range(ROWS)[parallel_state.get_data_parallel_rank() :: parallel_state.get_data_parallel_world_size()]
+    mine = range(MICRO_BATCHES)[
+        parallel_state.get_data_parallel_rank() :: parallel_state.get_data_parallel_world_size()
+    ]
     several = len(ddp) > 1
     get_forward_backward_func()(
         forward_step_func=forward,

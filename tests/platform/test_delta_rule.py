@@ -72,8 +72,10 @@ def test_gradients():
 def test_a_sequence_is_computed_as_if_alone():
     parts = [inputs(n) for n in LENGTHS]
     rest = 5
-    row = [torch.cat([*pieces, pieces[0].new_ones(rest, *pieces[0].shape[1:])]) for pieces in zip(*parts, strict=True)]
-    found = delta_rule.packed_rule(*row, LENGTHS).split([*LENGTHS, rest])
+    packed = [
+        torch.cat([*pieces, pieces[0].new_ones(rest, *pieces[0].shape[1:])]) for pieces in zip(*parts, strict=True)
+    ]
+    found = delta_rule.packed_rule(*packed, LENGTHS).split([*LENGTHS, rest])
     for part, out in zip(parts, found, strict=False):
         assert torch.equal(out, delta_rule.gated_delta_rule(*part)[0])
     assert not found[-1].any()
@@ -100,15 +102,17 @@ def test_without_a_gpu_the_operators_are_pytorchs():
 @pytest.mark.gpu
 @pytest.mark.parametrize("lengths", [LENGTHS, (1, 200)])
 def test_flas_kernels_are_pytorchs_operators(lengths):
-    """Values and gradients, in bfloat16 up to its rounding; the row ends with tokens of no sequence."""
+    """Values and gradients, in bfloat16 up to its rounding; the micro-batch ends with tokens of no sequence."""
     pytest.importorskip("fla")
-    row = [torch.cat(pieces) for pieces in zip(*(inputs(n, key=64, value=64) for n in (*lengths, 7)), strict=True)]
+    packed = [torch.cat(pieces) for pieces in zip(*(inputs(n, key=64, value=64) for n in (*lengths, 7)), strict=True)]
     x, weight = torch.randn(sum(lengths) + 7, 48), torch.randn(48, 1, 4)
     used = slice(sum(lengths))
     found = []
     for convolve, rule in (delta_rule.kernels(), delta_rule.Kernels(delta_rule.convolve, delta_rule.packed_rule)):
         # As in a model of bfloat16: decay and strength are float32.
-        given = [tensor.to("cuda", torch.bfloat16) for tensor in (*row[:3], x, weight)] + [y.cuda() for y in row[3:]]
+        given = [tensor.to("cuda", torch.bfloat16) for tensor in (*packed[:3], x, weight)] + [
+            y.cuda() for y in packed[3:]
+        ]
         given = [tensor.requires_grad_() for tensor in given]
         out, mixed = rule(*given[:3], *given[5:], lengths)[used], convolve(*given[3:5], lengths)[used]
         (out.float().square().sum() + mixed.float().square().sum()).backward()

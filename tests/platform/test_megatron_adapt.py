@@ -113,7 +113,7 @@ def test_packed_attention_is_attention_of_each_sequence():
     q = torch.randn(18, 4, 8, requires_grad=True)
     k, v = (torch.randn(18, 2, 8, requires_grad=True) for _ in range(2))
     core = attention.PackedAttention(SimpleNamespace(context_parallel_size=1), 1)
-    out = core(q, k, v, packed_seq_params=attention.RowParams(lengths=lengths, filler=filler))
+    out = core(q, k, v, packed_seq_params=attention.MicroBatchParams(lengths=lengths, filler=filler))
     assert out.shape == (18, 32) and not out[15:].any()
     start = 0
     for n in lengths:

@@ -28,7 +28,7 @@ def results(tmp_path_factory) -> Results:
 
 
 def assemble(results: Results, model: str, layout: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Logits ``[rows, T, V]`` and whole gradients by checkpoint key; copies on several ranks must agree."""
+    """Logits ``[micro-batches, T, V]`` and whole gradients by checkpoint key; copies on several ranks must agree."""
     logits: dict[int, torch.Tensor] = {}
     whole: dict[str, torch.Tensor] = {}
     for rank in results:
@@ -41,7 +41,7 @@ def assemble(results: Results, model: str, layout: str) -> tuple[torch.Tensor, d
             known[place] = data
     assert not [key for key, tensor in whole.items() if tensor.isnan().any()]
     used = sum(layer_ranks.LENGTHS)
-    return torch.stack([logits[k][:used] for k in range(layer_ranks.ROWS)]), whole
+    return torch.stack([logits[k][:used] for k in range(layer_ranks.MICRO_BATCHES)]), whole
 
 
 @pytest.mark.slow
@@ -97,12 +97,12 @@ def test_collectives_take_parts_of_different_sizes(results):
 
 
 def test_value_heads_may_be_narrower_than_keys():
-    from megatron_fleet.platform.megatron.attention import PackedAttention, RowParams
+    from megatron_fleet.platform.megatron.attention import MicroBatchParams, PackedAttention
 
     torch.manual_seed(0)
     q, k, v = torch.randn(8, 3, 10), torch.randn(8, 3, 10), torch.randn(8, 3, 4)
     core = PackedAttention(SimpleNamespace(context_parallel_size=1), 1, softmax_scale=0.5)
-    out = core(q, k, v, packed_seq_params=RowParams(lengths=(5, 2), filler=1))
+    out = core(q, k, v, packed_seq_params=MicroBatchParams(lengths=(5, 2), filler=1))
     assert out.shape == (8, 12) and not out[7:].any()
     for piece in (slice(0, 5), slice(5, 7)):
         scores = torch.einsum("qhd,khd->hqk", q[piece], k[piece]) * 0.5

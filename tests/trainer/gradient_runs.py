@@ -38,11 +38,11 @@ RUNS = [("dense", "tp2"), ("dense", "vpp2"), ("dense", "dp2"), ("dense", "cp2")]
 RUNS += [("sparse", "tp2"), ("sparse", "pp2"), ("sparse", "ep2"), ("adapters", "tp2")]
 
 
-def rows_of(data_rank: int, data_ranks: int) -> list[list[Any]]:
-    """Four rows of sequences and an empty one; of two data ranks, each has two and an empty one."""
+def micro_batches_of(data_rank: int, data_ranks: int) -> list[list[Any]]:
+    """Four micro-batches and an empty one; of two data ranks, each has two and an empty one."""
     batch = make_batch(count=10, longest=50)
-    rows = [[*batch[:3]], [*batch[3:5]], [*batch[5:8]], [*batch[8:]]]
-    return [*rows, []] if data_ranks == 1 else [[*rows[:2], []], [*rows[2:], []]][data_rank]
+    micro_batches = [[*batch[:3]], [*batch[3:5]], [*batch[5:8]], [*batch[8:]]]
+    return [*micro_batches, []] if data_ranks == 1 else [[*micro_batches[:2], []], [*micro_batches[2:], []]][data_rank]
 
 
 def configure(folder: Path, model: str, layout: str) -> Config:
@@ -53,7 +53,7 @@ def configure(folder: Path, model: str, layout: str) -> Config:
     return Config.model_validate(tree)
 
 
-def measure(policy: MegatronPolicy, rows: list[list[Any]], loss: Any = None) -> tuple[dict[str, float], Any]:
+def measure(policy: MegatronPolicy, micro_batches: list[list[Any]], loss: Any = None) -> tuple[dict[str, float], Any]:
     """An update's metrics, and what they were made of: matrix → its sums."""
     seen: list[list[Sums]] = []
     plain = gradients.gradient_metrics
@@ -64,7 +64,7 @@ def measure(policy: MegatronPolicy, rows: list[list[Any]], loss: Any = None) -> 
 
     gradients.gradient_metrics = look  # type: ignore[assignment]
     try:
-        policy.forward_backward(rows, loss or make_loss(Algorithm()))
+        policy.forward_backward(micro_batches, loss or make_loss(Algorithm()))
         report = policy.optim_step(1e-3)
     finally:
         gradients.gradient_metrics = plain
@@ -72,11 +72,11 @@ def measure(policy: MegatronPolicy, rows: list[list[Any]], loss: Any = None) -> 
     return report.gradient, dict(zip(samples, seen[0], strict=True)) if seen else {}
 
 
-def run(folder: Path, model: str, layout: str, rows: list[list[Any]] | None = None) -> list[Any]:
+def run(folder: Path, model: str, layout: str, micro_batches: list[list[Any]] | None = None) -> list[Any]:
     """Two updates; adapters begin at zero, and so do half of their gradients."""
     policy = MegatronPolicy(configure(folder / model, model, layout), init="hf" if model == "adapters" else "random")
-    rows = rows or rows_of(policy.dp_rank, policy.dp_size)
-    found = [measure(policy, rows) for _ in range(2)]
+    micro_batches = micro_batches or micro_batches_of(policy.dp_rank, policy.dp_size)
+    found = [measure(policy, micro_batches) for _ in range(2)]
     policy.close()
     return found
 

@@ -51,8 +51,8 @@ def run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     policy = MegatronPolicy(config_of(job, folder))
     batch = make_batch(count=8, vocab_size=500, longest=30)
     indices = [[0, 7], [1, 6], [2, 5], [3, 4]][policy.dp_rank :: policy.dp_size]
-    rows = [[batch[i] for i in row] for row in indices]
-    out: dict[str, Any] = {"rank_rows": indices, "losses": [], "norms": []}
+    micro_batches = [[batch[i] for i in micro_batch] for micro_batch in indices]
+    out: dict[str, Any] = {"rank_micro_batches": indices, "losses": [], "norms": []}
     base = frozen(policy)
     if "load" in job:
         policy.load_state(folder / job["load"])
@@ -60,20 +60,20 @@ def run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     else:
         policy.keep_reference()
         out["initial"] = dict(policy.adapter_source())
-        out["first"] = policy.forward(rows)
+        out["first"] = policy.forward(micro_batches)
     for step in range(job.get("first_step", 0), STEPS):
         if step == job.get("save_at"):
             policy.save_state(folder / job["save"])
             out["saved"] = dict(policy.adapter_source())
-        out["losses"].append(policy.forward_backward(rows, loss).loss)
+        out["losses"].append(policy.forward_backward(micro_batches, loss).loss)
         out["norms"].append(policy.optim_step(LR).grad_norm)
     out["adapters"] = dict(policy.adapter_source())
     if "load" in job:
         return out
     out["merged"] = dict(policy.weight_source())
-    out["last"] = policy.forward(rows)
-    out["reference"] = policy.forward(rows, "reference")
-    out["after_reference"] = policy.forward(rows)
+    out["last"] = policy.forward(micro_batches)
+    out["reference"] = policy.forward(micro_batches, "reference")
+    out["after_reference"] = policy.forward(micro_batches)
     out["base_untouched"] = all(torch.equal(a, b) for a, b in zip(base, frozen(policy), strict=True))
     wrapped = [buffer for w in policy._wrapped for buffer in (*w.buffers, *w.expert_parallel_buffers)]
     out["buffered"] = sum(p.numel() for buffer in wrapped for p in buffer.params)

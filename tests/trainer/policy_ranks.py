@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from policy_fixtures import ROW_TOKENS, make_batch, make_config
+from policy_fixtures import MICRO_BATCH_TOKENS, make_batch, make_config
 from rank_groups import leave_groups
 
 from megatron_fleet.algorithms.losses import make_loss
 from megatron_fleet.config.schema import Algorithm, Correction, Parallel, Precision
 from megatron_fleet.loop.update import with_logprobs
 from megatron_fleet.trainer.base import LossReport
-from megatron_fleet.trainer.layout import row_alignment, sequence_alignment
+from megatron_fleet.trainer.layout import micro_batch_alignment, sequence_alignment
 from megatron_fleet.trainer.megatron.init import parameter_shards
 from megatron_fleet.trainer.megatron.policy import MegatronPolicy
-from megatron_fleet.trainer.packing.pack_plan import plan_rows
+from megatron_fleet.trainer.packing.pack_plan import plan_micro_batches
 
 LOSSES = {
     # What looks at whole sequences, which context parallelism spreads over ranks.
@@ -47,49 +47,52 @@ def run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     policy = MegatronPolicy(make_config(folder / job["model"], parallel), init="random")
     batch = make_batch()
     lengths = [len(d) for d in batch]
-    aligns = sequence_alignment(parallel), row_alignment(parallel, Precision())
-    plan = plan_rows(lengths, policy.dp_size, ROW_TOKENS, lengths, *aligns)[policy.dp_rank]
-    rows = [[batch[i] for i in row] for row in plan]
+    aligns = sequence_alignment(parallel), micro_batch_alignment(parallel, Precision())
+    plan = plan_micro_batches(lengths, policy.dp_size, MICRO_BATCH_TOKENS, lengths, *aligns)[policy.dp_rank]
+    micro_batches = [[batch[i] for i in micro_batch] for micro_batch in plan]
     loss = make_loss(LOSSES[job["model"]])
-    out: dict[str, Any] = {"rank_rows": plan, "reports": []}
+    out: dict[str, Any] = {"rank_micro_batches": plan, "reports": []}
     if "load" in job:
         policy.load_state(folder / job["load"])
         out["loaded"] = dump(policy)
     else:
-        out["initial_logprobs"] = policy.forward(rows)
+        out["initial_logprobs"] = policy.forward(micro_batches)
         policy.keep_reference()
     for step in range(job["first"], job["last"]):
         if step == job.get("save_at"):
             policy.save_state(folder / job["save"])
-        report = policy.forward_backward(rows, loss)
+        report = policy.forward_backward(micro_batches, loss)
         out["reports"].append((report, policy.optim_step(1e-3)))
     out["parameters"] = dump(policy)
     if "load" not in job:
-        out["final_logprobs"] = policy.forward(rows)
-        out["reference_logprobs"] = policy.forward(rows, "reference")
+        out["final_logprobs"] = policy.forward(micro_batches)
+        out["reference_logprobs"] = policy.forward(micro_batches, "reference")
         out["after_reference"] = dump(policy)
-        _poison(policy, rows, out)
-        out["old_policy"] = _old_policy(policy, rows)
+        _poison(policy, micro_batches, out)
+        out["old_policy"] = _old_policy(policy, micro_batches)
     return out
 
 
-def _poison(policy: MegatronPolicy, rows: list[list[Any]], out: dict[str, Any]) -> None:
+def _poison(policy: MegatronPolicy, micro_batches: list[list[Any]], out: dict[str, Any]) -> None:
     """One rank's loss becomes NaN: every rank must skip the update, and the next one must be clean."""
 
     def bad(x: Any) -> Any:
         return x.logprobs.sum() * (float("nan") if policy.dp_rank == 0 else 1.0), {}
 
-    policy.forward_backward(rows, bad)
+    policy.forward_backward(micro_batches, bad)
     out["poisoned"] = policy.optim_step(1e-3)
     out["after_poison"] = dump(policy)
-    policy.forward_backward(rows, make_loss(Algorithm()))
+    policy.forward_backward(micro_batches, make_loss(Algorithm()))
     out["after_poison_step"] = policy.optim_step(1e-3)
 
 
-def _old_policy(policy: MegatronPolicy, rows: list[list[Any]]) -> LossReport:
+def _old_policy(policy: MegatronPolicy, micro_batches: list[list[Any]]) -> LossReport:
     """Several updates per batch: π_old from a pass of its own, against what the first update computes itself."""
-    values = policy.forward(rows)
-    old = [with_logprobs(row, "proximal_logprobs", found) for row, found in zip(rows, values, strict=True)]
+    values = policy.forward(micro_batches)
+    old = [
+        with_logprobs(micro_batch, "proximal_logprobs", found)
+        for micro_batch, found in zip(micro_batches, values, strict=True)
+    ]
     return policy.forward_backward(old, make_loss(Algorithm()))
 
 

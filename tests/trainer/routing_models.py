@@ -17,7 +17,7 @@ from megatron_fleet.config.schema import Config
 MODELS = {"qwen3_moe": 3, "deepseek_v3": 2}
 """Model → experts per token."""
 LAYERS, EXPERTS, TEMPERATURE, LR = 4, 8, 0.8, 1e-3
-ROWS = [[0, 5], [1, 4], [2], [3]]
+MICRO_BATCHES = [[0, 5], [1, 4], [2], [3]]
 
 
 def config(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rank_groups import leave_groups
-from routing_models import LR, MODELS, ROWS, config, loss, record_anything, sequences
+from routing_models import LR, MICRO_BATCHES, MODELS, config, loss, record_anything, sequences
 
 from megatron_fleet.trainer.megatron.policy import MegatronPolicy
 
@@ -36,12 +36,14 @@ def train(model: Path, parallel: dict[str, int], recompute: Any) -> dict[str, An
     policy = MegatronPolicy(config(model, parallel, recompute, bias_update_rate=rate))
     data = sequences()
     record_anything(data, MODELS[model.name])
-    indices = ROWS[policy.dp_rank :: policy.dp_size]
-    rows = [[data[i] for i in row] for row in indices]
-    values = policy.forward(rows)
-    report = policy.forward_backward(rows, loss)
+    indices = MICRO_BATCHES[policy.dp_rank :: policy.dp_size]
+    micro_batches = [[data[i] for i in micro_batch] for micro_batch in indices]
+    values = policy.forward(micro_batches)
+    report = policy.forward_backward(micro_batches, loss)
     return {
-        "logprobs": {i: x for row, xs in zip(indices, values, strict=True) for i, x in zip(row, xs, strict=True)},
+        "logprobs": {
+            i: x for micro_batch, xs in zip(indices, values, strict=True) for i, x in zip(micro_batch, xs, strict=True)
+        },
         "loss": report.loss,
         "counts": {name: value for name, value in report.metrics.items() if name.startswith("routing_")},
         "norm": policy.optim_step(LR).grad_norm,

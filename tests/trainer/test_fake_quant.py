@@ -104,15 +104,15 @@ def policy_of(model: Path, lora: Lora | None = None, **policy: str) -> MegatronP
     return MegatronPolicy(config_of(job, model.parent))
 
 
-def rows() -> list:
+def micro_batches() -> list:
     batch = make_batch(count=4, vocab_size=500, longest=30)
     return [batch[:2], batch[2:]]
 
 
 def measure(policy: MegatronPolicy) -> tuple[list[np.ndarray], float, dict[str, torch.Tensor]]:
     """Log-probs, loss and gradients."""
-    logprobs = [x for row in policy.forward(rows()) for x in row]
-    value = policy.forward_backward(rows(), loss).loss
+    logprobs = [x for micro_batch in policy.forward(micro_batches()) for x in micro_batch]
+    value = policy.forward_backward(micro_batches(), loss).loss
     gradients = {n: p.main_grad.clone() for n, p in policy.model_chunks[0].named_parameters() if p.requires_grad}
     return logprobs, value, gradients
 
@@ -194,7 +194,7 @@ def test_no_quantised_copy_waits_for_the_backward_pass(model, monkeypatch):
             alive.append(sum(ref() is not None for ref in made))
             return loss(x)
 
-        policy.forward_backward(rows()[:1], at_the_end)
+        policy.forward_backward(micro_batches()[:1], at_the_end)
         assert len(made) == 2 * 3 * 8 * 2  # forward and backward, 3 layers, 8 experts, 2 matrices
         assert alive == [0]
     finally:

@@ -10,7 +10,7 @@ from rank_processes import run_ranks
 pytest.importorskip("megatron_fleet.trainer.megatron")
 
 import torch
-from gradient_runs import MODELS, RUNS, rows_of, run
+from gradient_runs import MODELS, RUNS, micro_batches_of, run
 from policy_fixtures import write_config
 from tiny_models import make
 
@@ -28,8 +28,8 @@ def results(tmp_path_factory):
     ranks = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
     found = {key: [rank[key] for rank in ranks] for key in RUNS}
     found |= {(model, "single"): [run(folder, model, "single")] for model in ("dense", "sparse", "adapters")}
-    # What the experts of two data-parallel ranks see at a time, as one row.
-    one, two, three, four, _ = rows_of(0, 1)
+    # What the experts of two data-parallel ranks see at a time, as one micro-batch.
+    one, two, three, four, _ = micro_batches_of(0, 1)
     found["sparse", "paired"] = [run(folder, "sparse", "single", [one + three, two + four])]
     return found
 

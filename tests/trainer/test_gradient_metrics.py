@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from gradient_runs import configure, measure, rows_of  # noqa: E402
+from gradient_runs import configure, measure, micro_batches_of  # noqa: E402
 
 from megatron_fleet.config.errors import UserError  # noqa: E402
 from megatron_fleet.config.schema import Config  # noqa: E402
@@ -35,7 +35,7 @@ from megatron_fleet.trainer.megatron.policy import MegatronPolicy  # noqa: E402
 
 
 def sums(gradients):
-    """Of rows' gradients ``[n, rows, columns]``."""
+    """Of micro-batches' gradients ``[n, rows, columns]``."""
     return Sums(gradients.sum(0).double(), float(gradients.double().square().sum()), len(gradients))
 
 
@@ -45,7 +45,7 @@ def draw(mean, n, times=400, elements=50):
 
 
 @pytest.mark.parametrize("n", [2, 5, 40])
-def test_noise_has_no_signal_however_many_rows(n):
+def test_noise_has_no_signal_however_many_micro_batches(n):
     found = [signal_to_noise(sums(g)) for g in draw(0.0, n)]
     # The mean of F with (50, 50 (n − 1)) degrees of freedom is a little above 1.
     bias = 2 / (50 * (n - 1) - 2)
@@ -53,14 +53,14 @@ def test_noise_has_no_signal_however_many_rows(n):
 
 
 def test_the_signal_is_that_of_the_sum_however_it_is_cut():
-    """64 rows with mean 0.5 and variance 1: ‖E Σg‖² / Var Σg = (64 · 0.5)² / 64."""
-    for rows_each in (1, 4, 16):
-        cut = [g.unflatten(0, (-1, rows_each)).sum(1) for g in draw(0.5, 64)]
+    """64 micro-batches with mean 0.5 and variance 1: ‖E Σg‖² / Var Σg = (64 · 0.5)² / 64."""
+    for micro_batches_each in (1, 4, 16):
+        cut = [g.unflatten(0, (-1, micro_batches_each)).sum(1) for g in draw(0.5, 64)]
         found = statistics.mean(signal_to_noise(sums(g)) for g in cut)
-        assert found == pytest.approx(16, rel=0.05), rows_each
+        assert found == pytest.approx(16, rel=0.05), micro_batches_each
 
 
-def test_one_row_or_equal_rows_tell_no_noise():
+def test_one_micro_batch_or_equal_micro_batches_tell_no_noise():
     one = torch.ones(1, 3, 3)
     assert signal_to_noise(sums(one)) is None
     assert signal_to_noise(sums(one.expand(7, 3, 3) / 3)) is None
@@ -140,13 +140,13 @@ def weighted(x):
     return -(x.scaled_advantages * x.logprobs).sum(), {}
 
 
-def reference_gradients(folder, rows):
-    """Name of a Megatron matrix → ``[rows of tokens, rows, columns]``, by transformers and plain autograd."""
+def reference_gradients(folder, micro_batches):
+    """Name of a Megatron matrix → ``[micro-batches, rows, columns]``, by transformers and plain autograd."""
     hf = transformers.Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     found = {}
-    for row in rows:
+    for micro_batch in micro_batches:
         hf.zero_grad()
-        for datum in row:
+        for datum in micro_batch:
             tokens = torch.from_numpy(datum.token_ids).long()[None]
             logp = (hf(tokens).logits[0, :-1] / 0.8).log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
             (-(torch.from_numpy(datum.scaled_advantages)[1:] * logp).sum()).backward()
@@ -164,11 +164,11 @@ def reference_gradients(folder, rows):
 
 
 def test_one_process_measures_what_plain_autograd_gives(start, tmp_path):
-    policy, rows = start(), rows_of(0, 1)
+    policy, micro_batches = start(), micro_batches_of(0, 1)
     policy.export_hf(tmp_path / "hf")
-    expected = reference_gradients(tmp_path / "hf", rows[:-1])
+    expected = reference_gradients(tmp_path / "hf", micro_batches[:-1])
     before = {id(p): p.detach().clone() for p in policy.model_chunks[0].parameters()}
-    metrics, found = measure(policy, rows, weighted)
+    metrics, found = measure(policy, micro_batches, weighted)
     assert len(found) == 9 and {len(m.place) for m in found} == {1}
     assert {m.kind for m in found} == {kind for kind, _ in expected}
     ratios, ranks, sizes = [], [], []
@@ -197,10 +197,10 @@ def test_one_process_measures_what_plain_autograd_gives(start, tmp_path):
 
 
 def test_measuring_changes_nothing_and_happens_when_due(start):
-    rows = rows_of(0, 1)
+    micro_batches = micro_batches_of(0, 1)
 
     def train(policy):
-        found = [measure(policy, rows, weighted)[0] for _ in range(4)]
+        found = [measure(policy, micro_batches, weighted)[0] for _ in range(4)]
         return found, [p.detach().clone() for p in policy.model_chunks[0].parameters()]
 
     watched, parameters = train(start(every=3))
@@ -208,24 +208,24 @@ def test_measuring_changes_nothing_and_happens_when_due(start):
     policy = start(every=0)
     assert policy._probe is None
     for _ in range(4):
-        policy.forward_backward(rows, weighted)
+        policy.forward_backward(micro_batches, weighted)
         assert policy.optim_step(1e-3).gradient == {}
     for one, two in zip(parameters, policy.model_chunks[0].parameters(), strict=True):
         assert torch.equal(one, two)
 
 
 def test_several_passes_are_one_update_and_a_skipped_one_tells_nothing(start):
-    rows, policy = rows_of(0, 1), start()
-    whole = measure(policy, rows, weighted)[0]
+    micro_batches, policy = micro_batches_of(0, 1), start()
+    whole = measure(policy, micro_batches, weighted)[0]
     policy = start()
-    policy.forward_backward(rows[:3], weighted)
-    parts = measure(policy, rows[3:], weighted)[0]
+    policy.forward_backward(micro_batches[:3], weighted)
+    parts = measure(policy, micro_batches[3:], weighted)[0]
     assert parts == pytest.approx(whole, rel=1e-5)
-    policy.forward_backward(rows, weighted)
+    policy.forward_backward(micro_batches, weighted)
     assert policy.optim_step(1e-3, hold_above=0.0).gradient == {}
     policy.discard_gradients()
     assert not any(p._backward_hooks for p in policy.model_chunks[0].parameters())
-    again = measure(policy, rows, weighted)[1]
+    again = measure(policy, micro_batches, weighted)[1]
     assert {sample.count for sample in again.values()} == {4}
 
 

@@ -115,7 +115,7 @@ def by_sequence(ranks: list[dict[str, Any]], what: str) -> list[np.ndarray]:
     """Log-probs in the order of the batch; ranks that share data must agree to the bit."""
     found: dict[int, np.ndarray] = {}
     for rank in ranks:
-        for indices, values in zip(rank["rank_rows"], rank[what], strict=True):
+        for indices, values in zip(rank["rank_micro_batches"], rank[what], strict=True):
             for index, value in zip(indices, values, strict=True):
                 assert index not in found or np.array_equal(found[index], value)
                 found[index] = value

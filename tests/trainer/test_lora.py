@@ -108,7 +108,7 @@ def results(folder) -> dict[str, list[dict[str, Any]]]:
 def by_sequence(ranks: list[dict[str, Any]], what: str) -> np.ndarray:
     found: dict[int, np.ndarray] = {}
     for rank in ranks:
-        for indices, values in zip(rank["rank_rows"], rank[what], strict=True):
+        for indices, values in zip(rank["rank_micro_batches"], rank[what], strict=True):
             found |= dict(zip(indices, values, strict=True))
     return np.concatenate([found[i] for i in sorted(found)])
 

@@ -56,8 +56,8 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
 def train(policy, between) -> list:
     loss, reports = make_loss(Algorithm()), []
     for step in range(3):
-        rows = [make_batch(count=4, longest=45, seed=step)]
-        reports.append((policy.forward_backward(rows, loss), policy.optim_step(1e-3)))
+        micro_batches = [make_batch(count=4, longest=45, seed=step)]
+        reports.append((policy.forward_backward(micro_batches, loss), policy.optim_step(1e-3)))
         between()
     return reports
 
@@ -241,14 +241,14 @@ def tensor_bytes() -> int:
 def test_cycles_leak_nothing(make_policy):
     policy = make_policy("bfloat16", num_hidden_layers=1, vocab_size=8191)
     state = policy.train_state()
-    rows, loss = [make_batch(count=1, longest=13)], make_loss(Algorithm())
+    micro_batches, loss = [make_batch(count=1, longest=13)], make_loss(Algorithm())
     sizes, host, alive = [], [], []
     gc.collect()
     gc.freeze()  # what is there already is not looked through at each collection
     for _ in range(12):
         state.onload()
         sizes.append(state.held())
-        policy.forward_backward(rows, loss)
+        policy.forward_backward(micro_batches, loss)
         policy.optim_step(1e-4)
         state.offload({"gradients", "optimizer"})
         state.offload()

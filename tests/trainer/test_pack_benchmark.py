@@ -44,8 +44,10 @@ def test_lengths_are_fleet_like_and_the_greedy_plan_is_whole():
     lengths = fleet_lengths(300, 1)
     assert min(lengths) >= 2000 and max(lengths) <= 57_000 and 8_000 < np.median(lengths) < 14_000
     plan = longest_first(lengths, 4, 65_536)
-    assert sorted(i for rows in plan for row in rows for i in row) == list(range(300))
-    assert all(sum(lengths[i] for i in row) <= 65_536 for rows in plan for row in rows)
+    assert sorted(i for micro_batches in plan for micro_batch in micro_batches for i in micro_batch) == list(range(300))
+    assert all(
+        sum(lengths[i] for i in micro_batch) <= 65_536 for micro_batches in plan for micro_batch in micro_batches
+    )
 
 
 def test_one_line_of_json():

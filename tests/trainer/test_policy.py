@@ -42,9 +42,9 @@ def parameters(policy):
     return {n: p.detach().clone() for n, p in policy.model_chunks[0].named_parameters()}
 
 
-def gradients(policy, rows, loss):
+def gradients(policy, micro_batches, loss):
     """What one `forward_backward` adds to the gradient buffers."""
-    policy.forward_backward(rows, loss)
+    policy.forward_backward(micro_batches, loss)
     return {n: p.main_grad.clone() for n, p in policy.model_chunks[0].named_parameters()}
 
 
@@ -81,7 +81,7 @@ def test_logprobs_equal_transformers(make_policy, tmp_path, tied, dialect):
     batch = make_batch(count=6)
     got = make_policy("hf", folder, temperature=0.8).forward([batch[:3], batch[3:]])
     differences = []
-    for datum, logprobs in zip(batch, [x for row in got for x in row], strict=True):
+    for datum, logprobs in zip(batch, [x for micro_batch in got for x in micro_batch], strict=True):
         tokens = torch.from_numpy(datum.token_ids).long()[None]
         with torch.no_grad():
             logp = (hf(tokens).logits[0].double() / 0.8).log_softmax(-1)
@@ -120,34 +120,34 @@ def test_packing_does_not_change_the_gradient(make_policy):
 
 def test_several_calls_before_a_step_add_up(make_policy):
     batch, loss = make_batch(count=6), make_loss(Algorithm())
-    rows = [batch[:3], batch[3:]]
+    micro_batches = [batch[:3], batch[3:]]
     whole = make_policy()
-    whole.forward_backward(rows, loss)
+    whole.forward_backward(micro_batches, loss)
     norm = whole.optim_step(1e-3).grad_norm
     expected = parameters(whole)
     parts = make_policy()
-    for row in rows:
-        parts.forward_backward([row], loss)
+    for micro_batch in micro_batches:
+        parts.forward_backward([micro_batch], loss)
     assert parts.optim_step(1e-3).grad_norm == norm
     assert all(torch.equal(v, expected[n]) for n, v in parameters(parts).items())
 
 
 def test_step_clears_gradients_and_clips(make_policy):
     policy = make_policy(clip_grad=0.5)
-    rows, loss = [make_batch(count=3)], make_loss(Algorithm())
-    first = policy.forward_backward(rows, loss), policy.optim_step(0.0)
-    again = policy.forward_backward(rows, loss), policy.optim_step(0.0)
+    micro_batches, loss = [make_batch(count=3)], make_loss(Algorithm())
+    first = policy.forward_backward(micro_batches, loss), policy.optim_step(0.0)
+    again = policy.forward_backward(micro_batches, loss), policy.optim_step(0.0)
     assert again == first and first[1].grad_norm > 0.5 and first[1].lr == 0.0
 
 
 def test_sft_lowers_its_loss(make_policy):
     policy = make_policy()
-    rows = [make_batch(count=4, longest=45)]
-    for datum in rows[0]:
+    micro_batches = [make_batch(count=4, longest=45)]
+    for datum in micro_batches[0]:
         datum.scaled_advantages = datum.loss_scale
     losses = []
     for _ in range(12):
-        losses.append(policy.forward_backward(rows, sft_loss).loss)
+        losses.append(policy.forward_backward(micro_batches, sft_loss).loss)
         policy.optim_step(3e-3)
     assert losses[-1] < 0.7 * losses[0]
 
@@ -225,7 +225,7 @@ def test_report_counts_tokens(make_policy):
     batch = make_batch(count=3, longest=60)
     report = make_policy().forward_backward([batch, []], make_loss(Algorithm()))
     real = sum(len(d) for d in batch)
-    # A row is as wide as its sequences, an empty one has one token.
+    # A micro-batch is as wide as its sequences, an empty one has one token.
     assert (report.tokens, report.padded_tokens) == (real, 1)
     assert report.metrics["tokens"] == sum(d.loss_mask.sum() for d in batch)
 

@@ -12,7 +12,7 @@ from tiny_configs import raw_config
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Parallel, Precision
-from megatron_fleet.trainer.layout import layers_of_stages, padded_vocab_size, row_alignment, sequence_alignment
+from megatron_fleet.trainer.layout import layers_of_stages, micro_batch_alignment, padded_vocab_size, sequence_alignment
 from megatron_fleet.trainer.validate import validate
 
 
@@ -146,10 +146,10 @@ def test_a_rank_of_padding_alone(qwen3):
 def test_derived_sizes():
     assert [padded_vocab_size(511, t) for t in (1, 2, 4)] == [511, 512, 512]
     wide, fp8 = Parallel(tensor=4, context=2), Precision(recipe="fp8_blockwise")
-    assert row_alignment(Parallel(tensor=4), Precision()) == 4
-    assert row_alignment(Parallel(tensor=4, sequence=False), Precision()) == 1
-    assert row_alignment(wide, Precision()) == 16 and sequence_alignment(wide) == 4
-    assert row_alignment(wide, fp8) == 128 * 16 and row_alignment(Parallel(), fp8) == 128
+    assert micro_batch_alignment(Parallel(tensor=4), Precision()) == 4
+    assert micro_batch_alignment(Parallel(tensor=4, sequence=False), Precision()) == 1
+    assert micro_batch_alignment(wide, Precision()) == 16 and sequence_alignment(wide) == 4
+    assert micro_batch_alignment(wide, fp8) == 128 * 16 and micro_batch_alignment(Parallel(), fp8) == 128
     assert sequence_alignment(Parallel(tensor=4)) == 1
 
 

@@ -84,7 +84,7 @@ def test_what_can_be_together_is_accepted(overrides):
     ("recipe", "alignment"),
     [("model_dtype", 1), ("fp8_tensorwise", 16), ("fp8_delayed", 16), ("fp8_blockwise", 128)],
 )
-def test_rows_are_aligned_to_the_recipe(recipe, alignment):
+def test_micro_batches_are_aligned_to_the_recipe(recipe, alignment):
     assert token_alignment(Precision(recipe=recipe)) == alignment
 
 

@@ -15,13 +15,24 @@ pytest.importorskip("transformers")
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from routing_models import EXPERTS, LAYERS, LR, MODELS, ROWS, Reference, config, loss, record_anything, sequences
+from routing_models import (
+    EXPERTS,
+    LAYERS,
+    LR,
+    MICRO_BATCHES,
+    MODELS,
+    Reference,
+    config,
+    loss,
+    record_anything,
+    sequences,
+)
 from tiny_models import make, stored_tensors
 
 from megatron_fleet.telemetry.metrics import policy_metrics
 from megatron_fleet.trainer.megatron import routing
 from megatron_fleet.trainer.megatron.policy import MegatronPolicy
-from megatron_fleet.trainer.packing.pack import pack_row
+from megatron_fleet.trainer.packing.pack import pack_micro_batch
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -50,12 +61,12 @@ def policies() -> Iterator[Any]:
         policy.close()
 
 
-def rows_of(data: list[Any]) -> list[list[Any]]:
-    return [[data[i] for i in row] for row in ROWS]
+def micro_batches_of(data: list[Any]) -> list[list[Any]]:
+    return [[data[i] for i in micro_batch] for micro_batch in MICRO_BATCHES]
 
 
-def flat(rows: list[list[np.ndarray]]) -> list[np.ndarray]:
-    return [array for row in rows for array in row]
+def flat(micro_batches: list[list[np.ndarray]]) -> list[np.ndarray]:
+    return [array for micro_batch in micro_batches for array in micro_batch]
 
 
 def gradients(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
@@ -107,8 +118,8 @@ def test_replaying_its_own_choices_changes_nothing(folder, policies):
         for datum, experts in zip(data, choices, strict=True):
             datum.routing = experts
         choices = recorded(policy, sequences())
-        report = policy.forward_backward(rows_of(data), loss)
-        runs.append((report, policy.forward(rows_of(data)), gradients(policy)))
+        report = policy.forward_backward(micro_batches_of(data), loss)
+        runs.append((report, policy.forward(micro_batches_of(data)), gradients(policy)))
     (live, live_logprobs, live_gradients), (replayed, logprobs, replayed_gradients) = runs
     assert live.metrics["routing_choices"] == 0 and live.loss == replayed.loss
     assert replayed.metrics["routing_choices"] == replayed.metrics["routing_possible"] > 0
@@ -131,15 +142,17 @@ def test_other_choices_train_as_in_transformers(folder, policies, recompute):
     value = reference.train(data)
 
     policy = policies(folder, recompute=recompute)
-    rows = rows_of(data)
+    micro_batches = micro_batches_of(data)
     got = {
-        i: x for row, values in zip(ROWS, policy.forward(rows), strict=True) for i, x in zip(row, values, strict=True)
+        i: x
+        for micro_batch, values in zip(MICRO_BATCHES, policy.forward(micro_batches), strict=True)
+        for i, x in zip(micro_batch, values, strict=True)
     }
     for i, logprobs in enumerate(expected):
         np.testing.assert_allclose(got[i], logprobs, atol=1e-4)
         if data[i].routing is not None:
             assert np.abs(live[i] - logprobs).max() > 1e-2  # the experts make a difference that would be seen
-    report = policy.forward_backward(rows, loss)
+    report = policy.forward_backward(micro_batches, loss)
     assert report.loss == pytest.approx(value, rel=1e-5)
     assert report.metrics["routing_disagreed"] == reference.disagreed > 0
 
@@ -159,21 +172,21 @@ def test_metrics_say_how_much_was_replayed_and_how_often_the_router_disagrees(qw
     data = sequences()
     record_anything(data, 3)
     policy = policies(qwen)
-    report = policy.forward_backward(rows_of(data), loss)
+    report = policy.forward_backward(micro_batches_of(data), loss)
     step = policy.optim_step(LR)
-    rows = sum(int((d.routing[..., 0] != d.routing[..., 1]).sum()) for d in data if d.routing is not None)
+    recorded = sum(int((d.routing[..., 0] != d.routing[..., 1]).sum()) for d in data if d.routing is not None)
     tokens = sum(len(d) for d in data)
     got = policy_metrics([report], [step])
-    assert got["policy/routing_replayed"] == pytest.approx(rows / (tokens * LAYERS))
-    share = report.metrics["routing_disagreed"] / (3 * rows)
+    assert got["policy/routing_replayed"] == pytest.approx(recorded / (tokens * LAYERS))
+    share = report.metrics["routing_disagreed"] / (3 * recorded)
     assert got["policy/routing_disagreement"] == pytest.approx(share) and 0.4 < share < 0.8  # 5/8 by chance
-    again = policy.forward_backward(rows_of(data), loss)
+    again = policy.forward_backward(micro_batches_of(data), loss)
     assert again.metrics["routing_choices"] == report.metrics["routing_choices"]  # counters start anew
 
 
 def test_without_a_record_there_is_no_disagreement_to_tell(qwen, policies):
     policy = policies(qwen)
-    report = policy.forward_backward(rows_of(sequences()), loss)
+    report = policy.forward_backward(micro_batches_of(sequences()), loss)
     got = policy_metrics([report], [policy.optim_step(LR)])
     assert got["policy/routing_replayed"] == 0 and "policy/routing_disagreement" not in got
 
@@ -190,7 +203,7 @@ def test_other_experts_than_recorded_are_noticed(qwen, policies, monkeypatch):
 
     monkeypatch.setattr(routing.RouterTap, "get_replay_topk", stubborn)
     with pytest.raises(RuntimeError, match="with other experts than recorded"):
-        policy.forward_backward(rows_of(data), loss)
+        policy.forward_backward(micro_batches_of(data), loss)
 
 
 def test_a_router_that_was_not_asked_is_noticed(qwen, policies):
@@ -199,7 +212,7 @@ def test_a_router_that_was_not_asked_is_noticed(qwen, policies):
     policy = policies(qwen)
     policy.model_chunks[0].decoder.layers[2]._forward_pre_hooks.clear()
     with pytest.raises(RuntimeError, match="routing replay failed: of"):
-        policy.forward_backward(rows_of(data), loss)
+        policy.forward_backward(micro_batches_of(data), loss)
 
 
 def test_experts_that_repeat_in_part_are_noticed(qwen, policies):
@@ -208,7 +221,7 @@ def test_experts_that_repeat_in_part_are_noticed(qwen, policies):
     data[0].routing[5, 1] = [4, 2, 2]
     policy = policies(qwen)
     with pytest.raises(RuntimeError, match="1 of them with other experts"):
-        policy.forward_backward(rows_of(data), loss)
+        policy.forward_backward(micro_batches_of(data), loss)
 
 
 def test_routing_of_another_model_is_refused(qwen, policies):
@@ -222,35 +235,35 @@ def test_routing_of_another_model_is_refused(qwen, policies):
         record_anything(data, 3)
         data[0].routing = change(data[0].routing)
         with pytest.raises(ValueError, match=message):
-            policy.forward(rows_of(data))
+            policy.forward(micro_batches_of(data))
 
 
 def test_wide_ids_are_replayed_as_narrow_ones(qwen, policies):
     data = sequences()
     record_anything(data, 3)
     policy = policies(qwen)
-    narrow = policy.forward(rows_of(data))
+    narrow = policy.forward(micro_batches_of(data))
     for datum in data:
         datum.routing = None if datum.routing is None else datum.routing.astype(np.int16)
-    for a, b in zip(flat(narrow), flat(policy.forward(rows_of(data))), strict=True):
+    for a, b in zip(flat(narrow), flat(policy.forward(micro_batches_of(data))), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
-def test_a_row_brings_its_experts_to_the_places_of_its_tokens(qwen, policies):
+def test_a_micro_batch_brings_its_experts_to_the_places_of_its_tokens(qwen, policies):
     data = sequences()
     record_anything(data, 3)
     chunk = policies(qwen).model_chunks[0]
-    row = pack_row([data[1], data[2], data[4]], 96, sequence_align=4)
+    micro_batch = pack_micro_batch([data[1], data[2], data[4]], 96, sequence_align=4)
     here = torch.tensor([41, 3, 90, 70])
-    experts = routing.row_experts(row, chunk, here, torch.device("cpu"))
+    experts = routing.micro_batch_experts(micro_batch, chunk, here, torch.device("cpu"))
     assert sorted(experts) == [1, 2, 3, 4]
     start = 40 + 32  # of the third sequence: 38 and 29 tokens before it, aligned
-    for number, rows in experts.items():
-        assert rows.tolist()[1] == data[1].routing[3, number - 1].tolist()
-        assert rows.tolist()[0] == rows.tolist()[2] == [0, 0, 0]
-    experts = routing.row_experts(row, chunk, torch.tensor([start + 6]), torch.device("cpu"))
+    for number, chosen in experts.items():
+        assert chosen.tolist()[1] == data[1].routing[3, number - 1].tolist()
+        assert chosen.tolist()[0] == chosen.tolist()[2] == [0, 0, 0]
+    experts = routing.micro_batch_experts(micro_batch, chunk, torch.tensor([start + 6]), torch.device("cpu"))
     assert experts[2].tolist() == [data[4].routing[6, 1].tolist()]
-    assert routing.row_experts(pack_row([data[2]], 96), chunk, None, torch.device("cpu")) is None
+    assert routing.micro_batch_experts(pack_micro_batch([data[2]], 96), chunk, None, torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -261,8 +274,8 @@ def test_biases_of_experts_move_towards_equal_load(tmp_path, policies, recompute
     record_anything(data, 2, whole=True)
     rate = 0.01
     policy = policies(folder, recompute=recompute, bias_update_rate=rate)
-    policy.forward(rows_of(data))  # without gradients: not counted
-    policy.forward_backward(rows_of(data), loss)
+    policy.forward(micro_batches_of(data))  # without gradients: not counted
+    policy.forward_backward(micro_batches_of(data), loss)
     policy.optim_step(LR)
     before = stored_tensors(folder)
     after = dict(policy.weight_source())
@@ -280,7 +293,7 @@ def test_biases_stay_by_default_and_routers_compute_in_the_type_asked_for(tmp_pa
     for layer in policy.model_chunks[0].decoder.layers[1:]:
         gating = layer.mlp.router.gating
         layer.mlp.router.gating = lambda x, gating=gating: (out := gating(x), kinds.add(out.dtype))[0]
-    policy.forward_backward(rows_of(sequences()), loss)
+    policy.forward_backward(micro_batches_of(sequences()), loss)
     policy.optim_step(LR)
     assert kinds == {torch.float64}
     before, after = stored_tensors(folder), dict(policy.weight_source())

@@ -34,6 +34,6 @@ def test_one_line_of_json(family):
     report = json.loads(done.stdout)
     # of one pair of steps: the ratio of several is their median, which no two of these numbers tell
     assert report["ratio"] == pytest.approx(report["step_ms"] / report["bare_step_ms"], rel=0.01)
-    assert report["host_ms_per_row"] > 0 and report["family"] == family
+    assert report["host_ms_per_micro_batch"] > 0 and report["family"] == family
     assert report["tokens_per_s"] > 0 and report["trained"] == 0.4
     assert report["machine"]["cores"] == os.cpu_count()

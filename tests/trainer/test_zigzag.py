@@ -1,4 +1,4 @@
-"""How context-parallel ranks share a row."""
+"""How context-parallel ranks share a micro-batch."""
 
 from __future__ import annotations
 

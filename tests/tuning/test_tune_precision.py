@@ -18,7 +18,7 @@ from megatron_fleet.config.load import ROOT, load
 from megatron_fleet.trainer.precision import Machine
 from megatron_fleet.tuning import precision
 from megatron_fleet.tuning.precision import Report, Row, candidates
-from megatron_fleet.tuning.trial import random_row
+from megatron_fleet.tuning.trial import random_micro_batch
 from megatron_fleet.tuning.truncate import truncate, truncated_config
 from megatron_fleet.weights.hf_model import open_model
 
@@ -80,11 +80,11 @@ def test_lists_by_layer_are_cut_and_what_is_gone_is_not_announced():
 
 
 @pytest.mark.parametrize(("tokens", "longest"), [(128, 50), (101, 50), (64, 64)])
-def test_rows_are_full_and_weigh_one(tokens, longest):
-    row = random_row(tokens, longest, 11)
-    assert tokens - 1 <= sum(map(len, row)) <= tokens and max(map(len, row)) <= longest
-    assert sum(datum.scaled_advantages.sum() for datum in row) == pytest.approx(1)
-    assert all(datum.loss_scale[0] == 0 and datum.token_ids.max() < 11 for datum in row)
+def test_micro_batches_are_full_and_weigh_one(tokens, longest):
+    data = random_micro_batch(tokens, longest, 11)
+    assert tokens - 1 <= sum(map(len, data)) <= tokens and max(map(len, data)) <= longest
+    assert sum(datum.scaled_advantages.sum() for datum in data) == pytest.approx(1)
+    assert all(datum.loss_scale[0] == 0 and datum.token_ids.max() < 11 for datum in data)
 
 
 def report(weights=True, **seconds):

@@ -23,7 +23,7 @@ from megatron_fleet.models.hf_config import read_model
 from megatron_fleet.models.megatron_config import megatron_arguments
 from megatron_fleet.models.model import Model
 from megatron_fleet.platform import device
-from megatron_fleet.platform.megatron.attention import RowParams
+from megatron_fleet.platform.megatron.attention import MicroBatchParams
 from megatron_fleet.platform.megatron.spec import TorchBackend, layer_spec
 from megatron_fleet.trainer.megatron.build import build_stage, transformer_config
 from megatron_fleet.weights.load import load_hf
@@ -38,7 +38,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_para
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 LENGTHS = (24, 17)
-ROW = 48
+MICRO_BATCH_TOKENS = 48
 TOLERANCE = 2e-5
 
 
@@ -91,7 +91,7 @@ def build(model: Model, layout: Layout) -> list[GPTModel]:
     sizes = {"virtual": layout.vpp or 1, "expert": layout.ep, "expert_tensor": layout.etp}
     config = transformer_config(model, Parallel(tensor=layout.tp, pipeline=layout.pp, **sizes), torch.float32)
     stages = [None] if layout.vpp is None else range(layout.vpp)
-    chunks = [build_stage(model, config, ROW, GPTModel, stage) for stage in stages]
+    chunks = [build_stage(model, config, MICRO_BATCH_TOKENS, GPTModel, stage) for stage in stages]
     forget(chunks)
     return chunks
 
@@ -101,7 +101,9 @@ def with_prediction(model: Model) -> GPTModel:
     config = transformer_config(model, Parallel(), torch.float32, mtp_num_layers=model.mtp)
     spec = layer_spec(config)
     prediction = get_gpt_mtp_block_spec_for_backend(config, spec, TorchBackend())
-    chunk = GPTModel(config, spec, model.vocab, ROW, mtp_block_spec=prediction, **megatron_arguments(model).gpt)
+    chunk = GPTModel(
+        config, spec, model.vocab, MICRO_BATCH_TOKENS, mtp_block_spec=prediction, **megatron_arguments(model).gpt
+    )
     forget([chunk])
     return chunk
 
@@ -138,23 +140,23 @@ def load_converted(chunks: list[GPTModel], folder: Path) -> None:
 
 
 def logits(chunks: list[GPTModel], ids: torch.Tensor, vocab: int) -> torch.Tensor | None:
-    """``[tokens, V]`` of the packed row, on the last stage."""
-    ends = torch.tensor([0, LENGTHS[0], sum(LENGTHS), ROW], dtype=torch.int32)
-    positions = torch.cat([torch.arange(n) for n in (*LENGTHS, ROW - sum(LENGTHS))])
-    row = torch.cat([ids, torch.zeros(ROW - len(ids), dtype=torch.int64)])
+    """``[tokens, V]`` of the packed micro-batch, on the last stage."""
+    ends = torch.tensor([0, LENGTHS[0], sum(LENGTHS), MICRO_BATCH_TOKENS], dtype=torch.int32)
+    positions = torch.cat([torch.arange(n) for n in (*LENGTHS, MICRO_BATCH_TOKENS - sum(LENGTHS))])
+    packed = torch.cat([ids, torch.zeros(MICRO_BATCH_TOKENS - len(ids), dtype=torch.int64)])
     found: list[torch.Tensor] = []
 
     def step(_: Any, chunk: GPTModel) -> tuple[torch.Tensor, Any]:
-        params = RowParams(
+        params = MicroBatchParams(
             qkv_format="thd",
             cu_seqlens_q=ends,
             cu_seqlens_kv=ends,
             max_seqlen_q=max(LENGTHS),
             max_seqlen_kv=max(LENGTHS),
             lengths=LENGTHS,
-            filler=ROW - sum(LENGTHS),
+            filler=MICRO_BATCH_TOKENS - sum(LENGTHS),
         )
-        out = chunk(row[None], positions[None], None, packed_seq_params=params)
+        out = chunk(packed[None], positions[None], None, packed_seq_params=params)
 
         def keep(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
             whole = gather_from_tensor_model_parallel_region(output)
@@ -169,7 +171,7 @@ def logits(chunks: list[GPTModel], ids: torch.Tensor, vocab: int) -> torch.Tenso
             data_iterator=[iter([0, 0]) for _ in chunks] if len(chunks) > 1 else iter([0, 0]),
             model=chunks if len(chunks) > 1 else chunks[0],
             num_microbatches=2,
-            seq_length=ROW,
+            seq_length=MICRO_BATCH_TOKENS,
             micro_batch_size=1,
             forward_only=True,
         )

@@ -21,7 +21,7 @@ Attend = Callable[..., torch.Tensor]
 
 
 @dataclass
-class RowParams(PackedSeqParams):
+class MicroBatchParams(PackedSeqParams):
     """Megatron's description of a packed micro-batch, with the lengths also on the host.
 
     Attributes:
@@ -53,7 +53,7 @@ class PackedAttention(nn.Module):
         value: torch.Tensor,
         attention_mask: None = None,
         *,
-        packed_seq_params: RowParams,
+        packed_seq_params: MicroBatchParams,
         **_: Any,
     ) -> torch.Tensor:
         """Map local query ``[P, heads, d]``, key ``[P, groups, d]`` and value ``[P, groups, v]`` to ``[P, heads × v]``.
@@ -69,28 +69,28 @@ class PackedAttention(nn.Module):
         return torch.cat(out, dim=2)[0].transpose(0, 1).reshape(query.shape[0], -1)
 
     def _whole(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: RowParams, attend: Attend
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: MicroBatchParams, attend: Attend
     ) -> list[torch.Tensor]:
-        sizes = [*row.lengths, row.filler]
+        sizes = [*params.lengths, params.filler]
         q, k, v = (x.transpose(0, 1).split(sizes, dim=1) for x in (query, key, value))
         return [
             attend(a[None], b[None], c[None], is_causal=True) for a, b, c in zip(q[:-1], k[:-1], v[:-1], strict=True)
         ]
 
     def _split(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: RowParams, attend: Attend
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: MicroBatchParams, attend: Attend
     ) -> list[torch.Tensor]:
         """Attend with context parallelism: queries stay local, keys and values are all-gathered (their gradients are
         summed in the backward pass).
         """
         group, ranks = parallel_state.get_context_parallel_group(), self.ranks
         both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=2), group=group)
-        pieces = [*row.lengths, *([row.filler] if row.filler else [])]
+        pieces = [*params.lengths, *([params.filler] if params.filler else [])]
         order = np.concatenate([local_tokens(pieces, ranks, r) for r in range(ranks)])
         both = both.index_select(0, torch.from_numpy(np.argsort(order)).to(both.device)).transpose(0, 1)
         k, v = both.split([key.shape[2], value.shape[2]], dim=2)
         q, out, at = query.transpose(0, 1), [], 0
-        for start, first, end in local_parts(row.lengths, ranks, group.rank()):
+        for start, first, end in local_parts(params.lengths, ranks, group.rank()):
             mask = torch.ones(end - first, end - start, dtype=torch.bool, device=q.device).tril(first - start)
             here = slice(at, at + end - first)
             out.append(attend(q[None, :, here], k[None, :, start:end], v[None, :, start:end], attn_mask=mask))

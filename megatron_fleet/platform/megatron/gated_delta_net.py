@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import nn
 
 from megatron_fleet.platform.delta_rule import kernels, unit_length
-from megatron_fleet.platform.megatron.attention import RowParams
+from megatron_fleet.platform.megatron.attention import MicroBatchParams
 from megatron_fleet.platform.zigzag import local_tokens
 
 
@@ -38,7 +38,7 @@ class PackedGatedDeltaNet(GatedDeltaNet):
         hidden_states: torch.Tensor,
         attention_mask: None = None,
         *,
-        packed_seq_params: RowParams,
+        packed_seq_params: MicroBatchParams,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
         """Map ``[P, 1, hidden]`` to the same shape, plus ``None`` in the place of Megatron's bias.
@@ -48,17 +48,17 @@ class PackedGatedDeltaNet(GatedDeltaNet):
         gradients summed in the backward pass.
         """
         projected, _bias = self.in_proj(hidden_states)
-        row, lengths, operators = projected[:, 0], packed_seq_params.lengths, kernels()
+        packed, lengths, operators = projected[:, 0], packed_seq_params.lengths, kernels()
         group = parallel_state.get_context_parallel_group()
         mine = None
         if group.size() > 1:
             pieces = [*lengths, *([packed_seq_params.filler] if packed_seq_params.filler else [])]
             order = [local_tokens(pieces, group.size(), rank) for rank in range(group.size())]
-            row = gather_from_sequence_parallel_region(row, group=group)
-            row = row.index_select(0, torch.from_numpy(np.argsort(np.concatenate(order))).to(row.device))
-            mine = torch.from_numpy(order[group.rank()]).to(row.device)
+            packed = gather_from_sequence_parallel_region(packed, group=group)
+            packed = packed.index_select(0, torch.from_numpy(np.argsort(np.concatenate(order))).to(packed.device))
+            mine = torch.from_numpy(order[group.rank()]).to(packed.device)
         keys, values, heads = (n // self.tp_size for n in (self.qk_dim, self.v_dim, self.num_value_heads))
-        mixed, gate, b, a = row.split([2 * keys + values, values, heads, heads], dim=-1)
+        mixed, gate, b, a = packed.split([2 * keys + values, values, heads, heads], dim=-1)
         mixed = operators.convolve(mixed, self.conv1d.weight, lengths)
         q, k, v = mixed.split([keys, keys, values], dim=-1)
         q, k = (unit_length(x.unflatten(-1, (-1, self.key_head_dim))) for x in (q, k))

@@ -26,7 +26,7 @@ from megatron_fleet.trainer.megatron.init import fill_random
 from megatron_fleet.trainer.megatron.offload import TrainState
 from megatron_fleet.trainer.megatron.precision import filled_in_full, precision_arguments
 from megatron_fleet.trainer.megatron.reference import BaseReference, Reference
-from megatron_fleet.trainer.packing.pack import PackedRow, pack_row, row_width, unpack_trained
+from megatron_fleet.trainer.packing.pack import PackedMicroBatch, micro_batch_width, pack_micro_batch, unpack_trained
 from megatron_fleet.trainer.precision import check_machine, check_precision
 from megatron_fleet.trainer.validate import validate
 from megatron_fleet.weights import export
@@ -54,13 +54,13 @@ class MegatronPolicy:
                 ``run.seed``, equal in every layout; ``none`` leaves them to `load_state`.
 
         Raises:
-            UserError: world size, model, row size, precision or machine do not fit each other.
+            UserError: world size, model, capacity of a micro-batch, precision or machine do not fit each other.
         """
         self._config = config
         self.hf_config = read_config(config.model.path)
         self._model = read_model(self.hf_config)
         self.vocab_size = self._model.vocab
-        self._align = layout.row_alignment(config.parallel, config.precision)
+        self._align = layout.micro_batch_alignment(config.parallel, config.precision)
         self._check()
         device.prepare(config.policy.threads, config.run.seed)
         parallel.initialise(config.parallel, config.run.seed)
@@ -110,18 +110,18 @@ class MegatronPolicy:
         elif init == "hf":
             load_hf(self.model_chunks, self._config.model.path)
 
-    def _pack(self, micro_batches: MicroBatches) -> list[PackedRow]:
+    def _pack(self, micro_batches: MicroBatches) -> list[PackedMicroBatch]:
         """Pack the micro-batches, each as wide as needed, followed by empty ones if the layout needs them."""
         p = self._config.parallel
         # Interleaved stages need a number of micro-batches that is a multiple of the pipeline size.
         missing = -len(micro_batches) % p.pipeline if p.virtual > 1 else 0
         filled = [*micro_batches, *([[]] * missing)]
         align = layout.sequence_alignment(p)
-        widths = [row_width([len(datum) for datum in row], align, self._align) for row in filled]
+        widths = [micro_batch_width([*map(len, micro_batch)], align, self._align) for micro_batch in filled]
         if p.pipeline > 1:
             # Activations sent between stages have one shape per pass.
             widths = [max(widths)] * len(widths)
-        return [pack_row(row, width, align) for row, width in zip(filled, widths, strict=True)]
+        return [pack_micro_batch(micro_batch, width, align) for micro_batch, width in zip(filled, widths, strict=True)]
 
     def keep_reference(self) -> None:
         """Keep the current weights, in host memory, as the reference policy; with adapters it is the base model."""
@@ -149,7 +149,7 @@ class MegatronPolicy:
     def _logprobs(self, micro_batches: MicroBatches, settings: step.Settings) -> list[list[np.ndarray]]:
         values = step.run_logprobs(self._wrapped, self._pack(micro_batches), settings)
         arrays = step.share_from_last_stage([[v.cpu().numpy() for v in values]])[: len(micro_batches)]
-        return [unpack_trained(row, array) for row, array in zip(micro_batches, arrays, strict=True)]
+        return [unpack_trained(micro_batch, array) for micro_batch, array in zip(micro_batches, arrays, strict=True)]
 
     def forward_backward(self, micro_batches: MicroBatches, loss: LossFn) -> LossReport:
         """See `Trainer.forward_backward`. Several calls before one `optim_step` accumulate."""
@@ -157,11 +157,12 @@ class MegatronPolicy:
             raise RuntimeError("a held optimizer step must be taken or discarded before more gradients are added")
         packed = self._pack(micro_batches)
         probe = self._probe
-        with probe.watching([row.real_tokens > 0 for row in packed]) if probe else nullcontext():
-            per_row = step.run_loss(self._wrapped, packed, self._settings, loss)
-        real = sum(row.real_tokens for row in packed)
-        counts = {"micro_batch_tokens": real, "padded_tokens": sum(len(row.tokens) for row in packed) - real}
-        sums = step.reduce_sums(per_row, counts)
+        with probe.watching([micro_batch.real_tokens > 0 for micro_batch in packed]) if probe else nullcontext():
+            per_micro_batch = step.run_loss(self._wrapped, packed, self._settings, loss)
+        real = sum(micro_batch.real_tokens for micro_batch in packed)
+        width = sum(len(micro_batch.tokens) for micro_batch in packed)
+        counts = {"micro_batch_tokens": real, "padded_tokens": width - real}
+        sums = step.reduce_sums(per_micro_batch, counts)
         if self._config.rollout.engine.routing_replay:
             sums |= routing.collect(self._wrapped, packed)
         tokens, padded = int(sums.pop("micro_batch_tokens")), int(sums.pop("padded_tokens"))

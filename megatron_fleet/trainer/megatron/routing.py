@@ -30,7 +30,7 @@ from torch import nn
 
 from megatron_fleet.config.schema import Router
 from megatron_fleet.platform.megatron.spec import has_experts
-from megatron_fleet.trainer.packing.pack import PackedRow
+from megatron_fleet.trainer.packing.pack import PackedMicroBatch
 
 _REPLAYED, _DISAGREED, _WRONG, _EXPECTED, _POSSIBLE = range(5)
 
@@ -153,8 +153,8 @@ def _te_checkpoint(run: Any, hidden_states: torch.Tensor) -> Any:
     return te_checkpoint(run, False, get_cuda_rng_tracker, group, hidden_states)
 
 
-def row_experts(
-    row: PackedRow, chunk: nn.Module, here: torch.Tensor | None, device: torch.device
+def micro_batch_experts(
+    micro_batch: PackedMicroBatch, chunk: nn.Module, here: torch.Tensor | None, device: torch.device
 ) -> dict[int, torch.Tensor] | None:
     """``packed_seq_params.routing`` of a micro-batch for one chunk: Megatron's layer number → ``[n, k]``, of the n
     tokens that this rank's routers see.
@@ -171,13 +171,13 @@ def row_experts(
     """
     stage: Any = getattr(chunk, "module", chunk)
     numbers = [layer.layer_number for layer in _expert_layers(stage)]
-    if not numbers or not row.routing:
+    if not numbers or not micro_batch.routing:
         return None
     config = stage.config
     fits = (config.num_layers, config.moe_router_topk)
-    kind = row.routing[0][1].dtype
-    whole = np.zeros((len(numbers), len(row.tokens), fits[1]), kind)
-    for start, recorded in row.routing:
+    kind = micro_batch.routing[0][1].dtype
+    whole = np.zeros((len(numbers), len(micro_batch.tokens), fits[1]), kind)
+    for start, recorded in micro_batch.routing:
         if recorded.shape[1:] != fits or recorded.dtype != kind:
             raise ValueError(
                 f"routing of layers × choices {recorded.shape[1:]}, {recorded.dtype}; the model has {fits}"
@@ -194,12 +194,12 @@ def row_experts(
     return dict(zip(numbers, experts.contiguous().to(device), strict=True))
 
 
-def collect(chunks: Sequence[nn.Module], rows: Sequence[PackedRow]) -> dict[str, float]:
+def collect(chunks: Sequence[nn.Module], micro_batches: Sequence[PackedMicroBatch]) -> dict[str, float]:
     """Sums over all ranks since the last call, after a check that every recorded choice was used exactly once;
     collective.
 
     Args:
-        rows: this data-parallel rank's micro-batches of the passes with gradients since then.
+        micro_batches: this data-parallel rank's micro-batches of the passes with gradients since then.
 
     Returns:
         ``routing_choices``: experts replayed, over tokens and layers; ``routing_disagreed``: those among them that the
@@ -217,11 +217,11 @@ def collect(chunks: Sequence[nn.Module], rows: Sequence[PackedRow]) -> dict[str,
     for tap in taps:
         table[: len(tap.counts)] += tap.counts
         tap.counts.zero_()
-    if _speaks_for_its_rows():
+    if _speaks_for_its_micro_batches():
         layers = [n for n in range(config.num_layers) if has_experts(config, n)]
-        recorded = (experts[:, layers] for row in rows for _, experts in row.routing)
+        recorded = (experts[:, layers] for micro_batch in micro_batches for _, experts in micro_batch.routing)
         table[_EXPECTED] = sum(int(np.count_nonzero(e[..., 0] != e[..., 1])) for e in recorded)
-        table[_POSSIBLE] = sum(row.real_tokens for row in rows) * len(layers)
+        table[_POSSIBLE] = sum(micro_batch.real_tokens for micro_batch in micro_batches) * len(layers)
     dist.all_reduce(table)
     replayed, disagreed, wrong, expected, possible = table.tolist()
     if wrong or replayed != expected:
@@ -237,7 +237,7 @@ def collect(chunks: Sequence[nn.Module], rows: Sequence[PackedRow]) -> dict[str,
     }
 
 
-def _speaks_for_its_rows() -> bool:
+def _speaks_for_its_micro_batches() -> bool:
     """Whether this is the one rank to count, of those that have the same micro-batches."""
     return (
         parallel_state.get_tensor_model_parallel_rank() == 0

@@ -15,11 +15,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_fleet.algorithms.losses import LossFn, LossInputs
 from megatron_fleet.platform.device import device
-from megatron_fleet.platform.megatron.attention import RowParams
+from megatron_fleet.platform.megatron.attention import MicroBatchParams
 from megatron_fleet.platform.zigzag import local_tokens
 from megatron_fleet.trainer.megatron.model import LogprobQuery
-from megatron_fleet.trainer.megatron.routing import row_experts
-from megatron_fleet.trainer.packing.pack import PackedRow
+from megatron_fleet.trainer.megatron.routing import micro_batch_experts
+from megatron_fleet.trainer.packing.pack import PackedMicroBatch
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
 """Log-probs and entropies ``[A]`` of a micro-batch's trained positions."""
@@ -33,119 +33,126 @@ class Settings:
     chunk: int
 
 
-def row_params(row: PackedRow, where: torch.device) -> RowParams:
+def micro_batch_params(micro_batch: PackedMicroBatch, where: torch.device) -> MicroBatchParams:
     """Megatron's description of the micro-batch; the filler is a sequence of its own that no other
     sequence attends to.
     """
-    pieces = [*row.lengths, row.filler] if row.filler else list(row.lengths)
+    pieces = [*micro_batch.lengths, micro_batch.filler] if micro_batch.filler else list(micro_batch.lengths)
     ends = torch.tensor([0, *pieces]).cumsum(0).to(where, torch.int32)
-    return RowParams(
+    return MicroBatchParams(
         qkv_format="thd",
         cu_seqlens_q=ends,
         cu_seqlens_kv=ends,
         max_seqlen_q=max(pieces),
         max_seqlen_kv=max(pieces),
-        lengths=row.lengths,
-        filler=row.filler,
+        lengths=micro_batch.lengths,
+        filler=micro_batch.filler,
     )
 
 
 def run_logprobs(
-    chunks: Sequence[DistributedDataParallel], rows: Sequence[PackedRow], settings: Settings
+    chunks: Sequence[DistributedDataParallel], micro_batches: Sequence[PackedMicroBatch], settings: Settings
 ) -> list[torch.Tensor]:
     """Log-probs float32 ``[A]`` of each micro-batch, without gradients; empty on all but the last pipeline stage."""
 
-    def collect(_: PackedRow, outputs: Outputs) -> tuple[torch.Tensor, torch.Tensor]:
+    def collect(_: PackedMicroBatch, outputs: Outputs) -> tuple[torch.Tensor, torch.Tensor]:
         return outputs[0].sum(), outputs[0]
 
     with torch.no_grad():
-        return _run(chunks, rows, settings, collect, forward_only=True)
+        return _run(chunks, micro_batches, settings, collect, forward_only=True)
 
 
 def run_loss(
-    chunks: Sequence[DistributedDataParallel], rows: Sequence[PackedRow], settings: Settings, loss: LossFn
+    chunks: Sequence[DistributedDataParallel],
+    micro_batches: Sequence[PackedMicroBatch],
+    settings: Settings,
+    loss: LossFn,
 ) -> list[dict[str, torch.Tensor]]:
     """Accumulate gradients; returns the ``loss`` and metric sums of each micro-batch, on the last
     pipeline stage only.
     """
 
-    def evaluate(row: PackedRow, outputs: Outputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        total, sums = loss(loss_inputs(row, outputs))
+    def evaluate(micro_batch: PackedMicroBatch, outputs: Outputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        total, sums = loss(loss_inputs(micro_batch, outputs))
         return total, {"loss": total.detach(), **sums}
 
-    return _run(chunks, rows, settings, evaluate, forward_only=False)
+    return _run(chunks, micro_batches, settings, evaluate, forward_only=False)
 
 
-def loss_inputs(row: PackedRow, outputs: Outputs) -> LossInputs:
+def loss_inputs(micro_batch: PackedMicroBatch, outputs: Outputs) -> LossInputs:
     """Loss inputs of a micro-batch from its fields and ``outputs``, on the device of the latter."""
     where = outputs[0].device
     optional = {
         name: None if field is None else field.to(where)
-        for name, field in (("proximal", row.proximal), ("reference", row.reference), ("staleness", row.staleness))
+        for name, field in (
+            ("proximal", micro_batch.proximal),
+            ("reference", micro_batch.reference),
+            ("staleness", micro_batch.staleness),
+        )
     }
     return LossInputs(
         logprobs=outputs[0],
         entropy=outputs[1],
-        loss_scale=row.loss_scale.to(where),
-        scaled_advantages=row.scaled_advantages.to(where),
-        behaviour=row.behaviour.to(where),
-        sequence=row.sequence.to(where),
-        sequences=int(row.sequence[-1]) + 1 if len(row.sequence) else 0,
+        loss_scale=micro_batch.loss_scale.to(where),
+        scaled_advantages=micro_batch.scaled_advantages.to(where),
+        behaviour=micro_batch.behaviour.to(where),
+        sequence=micro_batch.sequence.to(where),
+        sequences=int(micro_batch.sequence[-1]) + 1 if len(micro_batch.sequence) else 0,
         **optional,
     )
 
 
 def _run(
     chunks: Sequence[DistributedDataParallel],
-    rows: Sequence[PackedRow],
+    micro_batches: Sequence[PackedMicroBatch],
     settings: Settings,
-    finish: Callable[[PackedRow, Outputs], tuple[torch.Tensor, Any]],
+    finish: Callable[[PackedMicroBatch, Outputs], tuple[torch.Tensor, Any]],
     forward_only: bool,
 ) -> list[Any]:
     where = device()
     # With several stages all micro-batches have one width, see `MegatronPolicy`; else only its presence matters.
-    width = len(rows[0].tokens)
+    width = len(micro_batches[0].tokens)
 
-    def forward_step(data: Iterator[PackedRow], model: Any) -> tuple[Any, Callable[..., Any]]:
-        row = next(data)
-        return model(**model_inputs(row, model, settings, where)), partial(_three, finish, row)
+    def forward_step(data: Iterator[PackedMicroBatch], model: Any) -> tuple[Any, Callable[..., Any]]:
+        micro_batch = next(data)
+        return model(**model_inputs(micro_batch, model, settings, where)), partial(_three, finish, micro_batch)
 
     several = len(chunks) > 1
     return get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=[iter(rows) for _ in chunks] if several else iter(rows),
+        data_iterator=[iter(micro_batches) for _ in chunks] if several else iter(micro_batches),
         model=list(chunks) if several else chunks[0],
-        num_microbatches=len(rows),
+        num_microbatches=len(micro_batches),
         seq_length=width,
         micro_batch_size=1,
         forward_only=forward_only,
     )
 
 
-def model_inputs(row: PackedRow, model: Any, settings: Settings, where: torch.device) -> dict[str, Any]:
+def model_inputs(micro_batch: PackedMicroBatch, model: Any, settings: Settings, where: torch.device) -> dict[str, Any]:
     """Arguments of `PolicyModel.forward` for this context-parallel rank's tokens of a micro-batch."""
-    params = row_params(row, where)
+    params = micro_batch_params(micro_batch, where)
     ranks = parallel_state.get_context_parallel_world_size()
-    places, positions = torch.arange(len(row.trained)), row.trained
-    tokens, row_positions, real = row.tokens, row.positions, row.real
+    places, positions = torch.arange(len(micro_batch.trained)), micro_batch.trained
+    tokens, position_ids, real = micro_batch.tokens, micro_batch.positions, micro_batch.real
     mine = None
     if ranks > 1:
-        pieces = [*row.lengths, *([row.filler] if row.filler else [])]
+        pieces = [*micro_batch.lengths, *([micro_batch.filler] if micro_batch.filler else [])]
         mine = torch.from_numpy(local_tokens(pieces, ranks, parallel_state.get_context_parallel_rank()))
-        here = torch.full_like(row.tokens, -1)
+        here = torch.full_like(micro_batch.tokens, -1)
         here[mine] = torch.arange(len(mine))
-        places = torch.nonzero(here[row.trained] >= 0)[:, 0]
-        positions = here[row.trained[places]]
-        tokens, row_positions, real = tokens[mine], row_positions[mine], real[mine]
-    params.routing = row_experts(row, model, mine, where)
+        places = torch.nonzero(here[micro_batch.trained] >= 0)[:, 0]
+        positions = here[micro_batch.trained[places]]
+        tokens, position_ids, real = tokens[mine], position_ids[mine], real[mine]
+    params.routing = micro_batch_experts(micro_batch, model, mine, where)
     return {
         "input_ids": tokens[None].to(where),
-        "position_ids": row_positions[None].to(where),
+        "position_ids": position_ids[None].to(where),
         "query": LogprobQuery(
             positions=positions.to(where),
-            targets=row.targets[places].to(where),
+            targets=micro_batch.targets[places].to(where),
             places=places.to(where),
-            count=len(row.trained),
+            count=len(micro_batch.trained),
             temperature=settings.temperature,
             chunk=settings.chunk,
         ),
@@ -154,23 +161,25 @@ def model_inputs(row: PackedRow, model: Any, settings: Settings, where: torch.de
     }
 
 
-def _three(finish: Callable[..., Any], row: PackedRow, outputs: Outputs) -> tuple[torch.Tensor, torch.Tensor, Any]:
+def _three(
+    finish: Callable[..., Any], micro_batch: PackedMicroBatch, outputs: Outputs
+) -> tuple[torch.Tensor, torch.Tensor, Any]:
     """Loss in the schedule's form: it sums the token counts, but nothing is divided by them."""
-    total, kept = finish(row, outputs)
+    total, kept = finish(micro_batch, outputs)
     return total, torch.tensor(0, dtype=torch.int32, device=total.device), kept
 
 
-def reduce_sums(per_row: Sequence[dict[str, torch.Tensor]], counts: dict[str, int]) -> dict[str, float]:
+def reduce_sums(per_micro_batch: Sequence[dict[str, torch.Tensor]], counts: dict[str, int]) -> dict[str, float]:
     """Sum over micro-batches and data-parallel ranks, then broadcast to every pipeline stage.
 
     Args:
-        per_row: metric sums of each micro-batch; empty on all but the last pipeline stage.
+        per_micro_batch: metric sums of each micro-batch; empty on all but the last pipeline stage.
         counts: integers known on every rank, also summed over data-parallel ranks.
     """
     box: list[dict[str, float] | None] = [None]
     if parallel_state.is_pipeline_last_stage():
-        names = sorted(per_row[0])
-        table = torch.stack([torch.stack([row[name].double() for name in names]) for row in per_row]).sum(0)
+        names = sorted(per_micro_batch[0])
+        table = torch.stack([torch.stack([sums[name].double() for name in names]) for sums in per_micro_batch]).sum(0)
         table = torch.cat([table, table.new_tensor(list(counts.values()))])
         dist.all_reduce(table, group=parallel_state.get_data_parallel_group())
         box = [dict(zip([*names, *counts], table.tolist(), strict=True))]

@@ -12,13 +12,13 @@ from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.trainer.packing.pack_plan import round_up
 
 
-def row_width(lengths: Sequence[int], sequence_align: int = 1, row_align: int = 1) -> int:
-    """Padded width in tokens of a micro-batch of sequences of these lengths; an empty one is ``row_align`` wide."""
-    return round_up(max(1, sum(round_up(length, sequence_align) for length in lengths)), row_align)
+def micro_batch_width(lengths: Sequence[int], sequence_align: int = 1, micro_batch_align: int = 1) -> int:
+    """Tokens of a padded micro-batch of sequences of these lengths; an empty one has ``micro_batch_align``."""
+    return round_up(max(1, sum(round_up(length, sequence_align) for length in lengths)), micro_batch_align)
 
 
 @dataclass(slots=True)
-class PackedRow:
+class PackedMicroBatch:
     """One micro-batch of ``P`` tokens. Index ``i`` predicts token ``i + 1`` of its sequence.
 
     Invariants: ``sum(lengths) + filler == P``; ``sequence`` never decreases; ``real`` is true at ``real_tokens``
@@ -58,11 +58,11 @@ class PackedRow:
     routing: tuple[tuple[int, np.ndarray], ...]
 
 
-def pack_row(row: Sequence[Datum], width: int, sequence_align: int = 1) -> PackedRow:
+def pack_micro_batch(micro_batch: Sequence[Datum], width: int, sequence_align: int = 1) -> PackedMicroBatch:
     """Concatenate the sequences of a micro-batch and collect their trained positions, in order.
 
     Args:
-        width: tokens of the micro-batch, `row_width` of its sequences or more.
+        width: tokens of the micro-batch, `micro_batch_width` of its sequences or more.
         sequence_align: each sequence is padded to a multiple of this many tokens.
 
     Raises:
@@ -70,10 +70,10 @@ def pack_row(row: Sequence[Datum], width: int, sequence_align: int = 1) -> Packe
     """
     tokens, positions, real = np.zeros(width, np.int64), np.zeros(width, np.int64), np.zeros(width, np.bool_)
     trained, lengths, routing, start = [], [], [], 0
-    for datum in row:
+    for datum in micro_batch:
         n, taken = len(datum), round_up(len(datum), sequence_align)
         if start + taken > width:
-            raise ValueError(f"a row of {width} tokens cannot hold {[len(d) for d in row]}")
+            raise ValueError(f"a micro-batch of {width} tokens cannot hold {[len(d) for d in micro_batch]}")
         if n and datum.loss_scale[0]:
             raise ValueError("the first token of a sequence has no prediction and cannot be trained")
         tokens[start : start + n] = datum.token_ids
@@ -89,7 +89,7 @@ def pack_row(row: Sequence[Datum], width: int, sequence_align: int = 1) -> Packe
         start += taken
     positions[start:] = np.arange(width - start)
     index = np.concatenate(trained) if trained else np.zeros(0, np.int64)
-    return PackedRow(
+    return PackedMicroBatch(
         tokens=torch.from_numpy(tokens),
         positions=torch.from_numpy(positions),
         real=torch.from_numpy(real),
@@ -97,22 +97,22 @@ def pack_row(row: Sequence[Datum], width: int, sequence_align: int = 1) -> Packe
         filler=width - start,
         trained=torch.from_numpy(index),
         targets=torch.from_numpy(tokens[index + 1]),
-        sequence=torch.from_numpy(np.repeat(np.arange(len(row)), [len(places) for places in trained])),
-        loss_scale=_at_trained(row, [d.loss_scale for d in row]),
-        scaled_advantages=_at_trained(row, [d.scaled_advantages for d in row]),
-        behaviour=_at_trained(row, [d.behaviour_logprobs for d in row]),
-        proximal=_optional(row, [d.proximal_logprobs for d in row], "proximal log-probs"),
-        reference=_optional(row, [d.reference_logprobs for d in row], "reference log-probs"),
-        staleness=_optional(row, [d.staleness for d in row], "staleness"),
-        real_tokens=sum(len(d) for d in row),
+        sequence=torch.from_numpy(np.repeat(np.arange(len(micro_batch)), [len(places) for places in trained])),
+        loss_scale=_at_trained(micro_batch, [d.loss_scale for d in micro_batch]),
+        scaled_advantages=_at_trained(micro_batch, [d.scaled_advantages for d in micro_batch]),
+        behaviour=_at_trained(micro_batch, [d.behaviour_logprobs for d in micro_batch]),
+        proximal=_optional(micro_batch, [d.proximal_logprobs for d in micro_batch], "proximal log-probs"),
+        reference=_optional(micro_batch, [d.reference_logprobs for d in micro_batch], "reference log-probs"),
+        staleness=_optional(micro_batch, [d.staleness for d in micro_batch], "staleness"),
+        real_tokens=sum(len(d) for d in micro_batch),
         routing=tuple(routing),
     )
 
 
-def unpack_trained(row: Sequence[Datum], values: np.ndarray) -> list[np.ndarray]:
+def unpack_trained(micro_batch: Sequence[Datum], values: np.ndarray) -> list[np.ndarray]:
     """Scatter values ``[A]`` at a micro-batch's trained positions to float32 ``[T]`` per sequence, 0 elsewhere."""
     out, start = [], 0
-    for datum in row:
+    for datum in micro_batch:
         where = np.flatnonzero(datum.loss_mask)
         full = np.zeros(len(datum), np.float32)
         full[where] = values[start : start + len(where)]
@@ -121,16 +121,16 @@ def unpack_trained(row: Sequence[Datum], values: np.ndarray) -> list[np.ndarray]
     return out
 
 
-def _at_trained(row: Sequence[Datum], fields: Sequence[np.ndarray]) -> torch.Tensor:
-    picked = [f[d.loss_mask] for d, f in zip(row, fields, strict=True)]
+def _at_trained(micro_batch: Sequence[Datum], fields: Sequence[np.ndarray]) -> torch.Tensor:
+    picked = [f[d.loss_mask] for d, f in zip(micro_batch, fields, strict=True)]
     joined = np.concatenate(picked) if picked else np.zeros(0)
     return torch.from_numpy(joined.astype(np.float32))
 
 
-def _optional(row: Sequence[Datum], fields: Sequence[np.ndarray | None], name: str) -> torch.Tensor | None:
+def _optional(micro_batch: Sequence[Datum], fields: Sequence[np.ndarray | None], name: str) -> torch.Tensor | None:
     present = [f for f in fields if f is not None]
     if len(present) == len(fields):
-        return _at_trained(row, present)
+        return _at_trained(micro_batch, present)
     if present:
         raise ValueError(f"only {len(present)} of {len(fields)} sequences carry {name}")
     return None

@@ -18,13 +18,13 @@ def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def plan_rows(
+def plan_micro_batches(
     lengths: Sequence[int],
     dp: int,
     capacity: int,
     costs: Sequence[float] | np.ndarray,
     sequence_align: int = 1,
-    row_align: int = 1,
+    micro_batch_align: int = 1,
 ) -> Plan:
     """Distribute sequences over data-parallel ranks and pack each rank's share into micro-batches.
 
@@ -35,9 +35,9 @@ def plan_rows(
        stages wait for the longest one.
 
     Invariants: every index appears exactly once; every rank has the same number of micro-batches: at least one, and the
-    maximum that first-fit-decreasing needs; `pack.row_width` of a micro-batch is at most ``capacity``; a rank's
-    micro-batches are sorted from costly to cheap, empty ones last, so that concurrent ones are alike; equal arguments
-    give equal plans.
+    maximum that first-fit-decreasing needs; `pack.micro_batch_width` of a micro-batch is at most ``capacity``; a
+    rank's micro-batches are sorted from costly to cheap, empty ones last, so that concurrent ones are alike; equal
+    arguments give equal plans.
 
     Args:
         lengths: tokens of each sequence.
@@ -45,7 +45,7 @@ def plan_rows(
         capacity: maximum tokens of a micro-batch.
         costs: FLOPs of each sequence, in any unit.
         sequence_align: each sequence is padded to a multiple of this many tokens.
-        row_align: each micro-batch is padded to a multiple of this many.
+        micro_batch_align: each micro-batch is padded to a multiple of this many.
 
     Returns:
         rank → micro-batches → indices into ``lengths``.
@@ -54,64 +54,64 @@ def plan_rows(
         UserError: a sequence is longer than a micro-batch.
     """
     needs = [round_up(length, sequence_align) for length in lengths]
-    room = capacity // row_align * row_align
+    free = capacity // micro_batch_align * micro_batch_align
     for index, need in enumerate(needs):
-        if need > room:
+        if need > free:
             raise UserError(
                 f"policy.micro_batch_tokens={capacity} is too small for sequence {index} of {lengths[index]} "
                 f"tokens; raise it "
-                f"to at least {round_up(need, row_align)} or lower rollout.max_context."
+                f"to at least {round_up(need, micro_batch_align)} or lower rollout.max_context."
             )
     flops = np.asarray(costs, np.float64).tolist()
     shares = [sorted(share, key=lambda i: (-needs[i], i)) for share in balance(flops, dp)]
-    packed = [_first_fit(share, needs, room) for share in shares]
+    packed = [_first_fit(share, needs, free) for share in shares]
     count = max(1, *map(len, packed))
-    level = [_level(share, needs, flops, room, count) for share in shares]
-    plans: list[Plan] = [[rows + [[] for _ in range(count - len(rows))] for rows in packed]]
+    level = [_level(share, needs, flops, free, count) for share in shares]
+    plans: list[Plan] = [[micro_batches + [[] for _ in range(count - len(micro_batches))] for micro_batches in packed]]
     if all(level):
         plans.insert(0, level)
     for plan in plans:
-        for rows in plan:
-            rows.sort(key=lambda row: -_cost(row, flops))
+        for micro_batches in plan:
+            micro_batches.sort(key=lambda micro_batch: -_cost(micro_batch, flops))
     return min(plans, key=lambda plan: _waiting(plan, flops))
 
 
-def _cost(row: Sequence[int], costs: Sequence[float]) -> float:
-    return sum(costs[i] for i in row)
+def _cost(micro_batch: Sequence[int], costs: Sequence[float]) -> float:
+    return sum(costs[i] for i in micro_batch)
 
 
 def _waiting(plan: Plan, costs: Sequence[float]) -> float:
     """FLOPs on the critical path when all ranks synchronise in every micro-batch, and a second pipeline stage starts
     one later.
     """
-    rows = np.array([[_cost(row, costs) for row in rows] for rows in plan])
-    return float(rows.max(0).sum() + rows.max())
+    table = np.array([[_cost(micro_batch, costs) for micro_batch in micro_batches] for micro_batches in plan])
+    return float(table.max(0).sum() + table.max())
 
 
 def _first_fit(share: Sequence[int], needs: Sequence[int], capacity: int) -> list[list[int]]:
     """First-fit-decreasing: each sequence into the first micro-batch with room. ``share`` is sorted, longest first."""
-    room = np.full(len(share) + 1, capacity)
-    rows: list[list[int]] = []
+    free = np.full(len(share) + 1, capacity)
+    micro_batches: list[list[int]] = []
     for index in share:
-        row = int((room[: len(rows) + 1] >= needs[index]).argmax())
-        if row == len(rows):
-            rows.append([])
-        rows[row].append(index)
-        room[row] -= needs[index]
-    return rows
+        chosen = int((free[: len(micro_batches) + 1] >= needs[index]).argmax())
+        if chosen == len(micro_batches):
+            micro_batches.append([])
+        micro_batches[chosen].append(index)
+        free[chosen] -= needs[index]
+    return micro_batches
 
 
 def _level(
     share: Sequence[int], needs: Sequence[int], costs: Sequence[float], capacity: int, count: int
 ) -> list[list[int]]:
     """Put each sequence into the cheapest of ``count`` micro-batches with room; nothing when one does not fit."""
-    room, loads = np.full(count, capacity), np.zeros(count)
-    rows: list[list[int]] = [[] for _ in range(count)]
+    free, loads = np.full(count, capacity), np.zeros(count)
+    micro_batches: list[list[int]] = [[] for _ in range(count)]
     for index in share:
-        row = int(np.where(room >= needs[index], loads, np.inf).argmin())
-        if room[row] < needs[index]:
+        chosen = int(np.where(free >= needs[index], loads, np.inf).argmin())
+        if free[chosen] < needs[index]:
             return []
-        rows[row].append(index)
-        room[row] -= needs[index]
-        loads[row] += costs[index]
-    return rows
+        micro_batches[chosen].append(index)
+        free[chosen] -= needs[index]
+        loads[chosen] += costs[index]
+    return micro_batches
