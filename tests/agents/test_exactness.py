@@ -162,7 +162,7 @@ def test_what_is_trained_is_what_was_sampled(renderers, name, script, results, a
     if agent.step_wise and trajectory.outcome is not Outcome.PROMPT_TOO_LONG:
         assert len(engine.generations) <= len(trajectory.segments()) <= len(engine.generations) + 1
     assert_every_prompt_has_the_task(engine, renderer)
-    assert_rows_are_what_was_sampled(trajectory, expected)
+    assert_data_are_what_was_sampled(trajectory, expected)
 
 
 def assert_every_prompt_has_the_task(engine: HonestEngine, renderer: ChatRenderer) -> None:
@@ -172,8 +172,8 @@ def assert_every_prompt_has_the_task(engine: HonestEngine, renderer: ChatRendere
     assert all(TOOLS[0]["function"]["name"] in text for text in texts)
 
 
-def assert_rows_are_what_was_sampled(trajectory: Trajectory, expected: list) -> None:
-    """The rows of a batch, put together again, are the turns in order; together they weigh what one row would."""
+def assert_data_are_what_was_sampled(trajectory: Trajectory, expected: list) -> None:
+    """The sequences of a batch, put together again, are the turns in order; together they weigh what one would."""
     if not expected:
         return
     whole = dataclasses.replace(trajectory, reward=1.0)

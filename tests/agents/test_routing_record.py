@@ -127,7 +127,7 @@ async def test_a_trajectory_with_experts_of_other_tokens_is_refused(play):
         t.check()
 
 
-async def test_experts_go_into_the_training_row(play):
+async def test_experts_go_into_the_training_sequence(play):
     t, _ = await play(everything, everything, everything)
     other = dataclasses.replace(t, sample=3, reward=0.0, routing=None)
     batch = build_data([Group(0, TASK.key, TASK.env_key, [t, other])], Algorithm())

@@ -1,4 +1,4 @@
-"""Training rows: scale, content, and an account that adds up for any mixture of rewards."""
+"""Training sequences: scale, content, and an account that adds up for any mixture of rewards."""
 
 from typing import get_args
 
@@ -70,10 +70,10 @@ def test_every_trajectory_has_one_fate(rows, advantage, reduction, filtered):
 
 
 def test_fates_by_hand():
-    rows = [group(1, 0, None), group(1, 1), group(None, 0, None), group(1, 0, masks=("..", "##"))]
+    groups = [group(1, 0, None), group(1, 1), group(None, 0, None), group(1, 0, masks=("..", "##"))]
     t, z, u, f, n = Fate.TRAINED, Fate.FILTERED, Fate.UNKNOWN, Fate.TOO_FEW_KNOWN, Fate.NO_TOKENS
-    assert build_data(rows, Algorithm()).fates == [[t, t, u], [z, z], [u, f, u], [n, t]]
-    kept = build_data(rows, Algorithm(group_filter="none"))
+    assert build_data(groups, Algorithm()).fates == [[t, t, u], [z, z], [u, f, u], [n, t]]
+    kept = build_data(groups, Algorithm(group_filter="none"))
     assert kept.fates[1] == [t, t]
     equal = [d for d, o in zip(kept.data, kept.origin, strict=True) if o.group == 1]
     assert all(not d.scaled_advantages.any() and d.loss_scale.any() for d in equal)
@@ -97,7 +97,7 @@ def test_masked_outcomes_are_outcomes_with_a_verdict():
     assert set(get_args(Cut)) <= {str(outcome) for outcome in Outcome}
 
 
-def test_rows_by_hand():
+def test_data_by_hand():
     batch = build_data([group(1, 0, masks=("..##.#", ".#"))], Algorithm(advantage="grpo_no_std"))
     first, second = batch.data
     assert first.loss_scale.tolist() == [0, 0, 0.25, 0.25, 0, 0.25]  # 3 + 1 trained tokens
@@ -118,13 +118,13 @@ def test_normalisers(reduction):
     groups = [group(1, 0, masks=("." + "#" * 9, ".#")), group(1, 1), group(0, 1, masks=(".##", ".####"))]
     batch = build_data(groups, Algorithm(reduction=reduction, reduction_constant=10))
     assert len(batch.data) == 4  # the zero-signal group does not dilute
-    row_sums = [float(d.loss_scale.sum()) for d in batch.data]
+    sums = [float(d.loss_scale.sum()) for d in batch.data]
     expected = {
         "token_mean": [9 / 16, 1 / 16, 2 / 16, 4 / 16],
         "sequence_mean": [1 / 4] * 4,
         "constant": [9 / 40, 1 / 40, 2 / 40, 4 / 40],
     }
-    assert row_sums == pytest.approx(expected[reduction], rel=1e-6)
+    assert sums == pytest.approx(expected[reduction], rel=1e-6)
 
 
 @pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "constant"])
@@ -143,10 +143,10 @@ def test_each_part_of_a_split_is_normalised_over_itself(reduction):
         assert weights == pytest.approx(advantage, rel=1e-5)
 
 
-def weights_of(batch_rows, origins) -> dict[tuple[int, int], float]:
-    """Per trajectory the sum of its rows' weights."""
+def weights_of(data, origins) -> dict[tuple[int, int], float]:
+    """Per trajectory the sum of its sequences' weights."""
     out: dict[tuple[int, int], float] = {}
-    for datum, origin in zip(batch_rows, origins, strict=True):
+    for datum, origin in zip(data, origins, strict=True):
         key = (origin.group, origin.sample)
         out[key] = out.get(key, 0.0) + float(datum.scaled_advantages.sum())
     return out
