@@ -1,4 +1,6 @@
-"""One rank of test_families_gradients: gradients of every family in every layout of its world size, by HF names.
+"""One rank of test_families_gradients: every family in every layout of its world size, by HF names.
+
+Files ``FAMILY LAYOUT.pt`` have the gradients of one step, and the parameters after several.
 
 Arguments: the folder of the test, the families.
 """
@@ -33,7 +35,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
 }
 WORLDS = {"single": 1, "TP2×PP2": 4}
 """Ranks of a layout if not 2."""
-TEMPERATURE, ENTROPY = 0.8, 0.01
+TEMPERATURE, ENTROPY, STEPS, LR = 0.8, 0.01, 3, 1e-3
 
 
 def batch() -> list[Datum]:
@@ -59,6 +61,14 @@ def loss(x: LossInputs) -> LossResult:
 def rows_of(policy: MegatronPolicy) -> list[list[Datum]]:
     """Both sequences in one row; ranks that share the data have one each."""
     return [batch()] if policy.dp_size == 1 else [[batch()[policy.dp_rank]]]
+
+
+def train(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
+    """Parameters of the whole model by HF names after `STEPS` steps."""
+    for _ in range(STEPS):
+        policy.forward_backward(rows_of(policy), loss)
+        policy.optim_step(LR)
+    return {name: tensor.clone() for name, tensor in policy.weight_source()}
 
 
 def gradients(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
@@ -90,9 +100,11 @@ def main(folder: Path, families: list[str]) -> None:
         if WORLDS.get(layout, 2) == dist.get_world_size():
             for family in families:
                 if layout != "EP2" or family != "qwen3_5_text":
-                    policy = MegatronPolicy(make_config(folder / family, Parallel(**parallel), temperature=TEMPERATURE))
-                    found = gradients(policy)
-                    leave_groups()
+                    config = make_config(folder / family, Parallel(**parallel), temperature=TEMPERATURE, eps=1e-5)
+                    found = []
+                    for run in (gradients, train):
+                        found.append(run(MegatronPolicy(config)))
+                        leave_groups()
                     if dist.get_rank() == 0:
                         torch.save(found, folder / f"{family} {layout}.pt")
     dist.barrier()
