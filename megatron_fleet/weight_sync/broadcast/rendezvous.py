@@ -26,7 +26,8 @@ class Rendezvous:
     """Rank 0's side of the rendezvous.
 
     The port is bound here, once, and never released in between. A store does not authenticate clients, so its keys
-    begin with a secret that is passed to the engines with the address.
+    begin with a secret that is passed to the engines with the address: strangers do not take part by accident. A client
+    that can connect may still list the keys.
     """
 
     def __init__(self, address: str, layout: str) -> None:
