@@ -1,4 +1,4 @@
-"""Every layout trains as one process does, and one process as ``transformers``. docs/understand/parity.md is this table."""
+"""Every layout trains as one process does, and one process as ``transformers``; see docs/understand/parity.md."""
 
 from __future__ import annotations
 
