@@ -22,7 +22,7 @@ from megatron_fleet.weights.hf_model import open_model
 WORLDS = (2, 4)
 LENGTHS = (24, 17)
 LAYOUTS_OF_DENSE, LAYOUTS_OF_EXPERTS = 5, 8
-DENSE = {"qwen2", "qwen2_tied", "qwen3", "qwen3_tied", "qwen3_yarn", "llama3", "qwen3_vl"}
+DENSE = {"qwen2", "qwen2_tied", "qwen3", "qwen3_tied", "qwen3_yarn", "llama3", "qwen3_vl", "qwen3_5_text", "qwen3_5"}
 
 
 @pytest.fixture(scope="module")
