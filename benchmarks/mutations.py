@@ -1,0 +1,230 @@
+"""Measure how many defects the fast tests find: change single expressions of the package at random and run the tests.
+
+    git clone . ../clone && (cd ../clone && ./setup.sh --dev)
+    python benchmarks/mutations.py ../clone [--count 60] [--seed 0] [--out mutations.json]
+
+The clone is changed, one line at a time, and restored. For each mutation the tests of the same subject run first, then
+the other fast tests that the line can affect, until one fails: the mutation is *killed*. A mutation under which the
+tests take longer than ``--limit-s`` is killed, too. Prints a line for each mutation and one line of JSON; with
+``--out`` results are kept, and the same command continues after an interruption. Equal seeds and equal sources give
+equal mutations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from machine import describe
+
+EPISODE = ("tests/data", "tests/envs", "tests/agents", "tests/models/chat", "tests/rollout/test_worker.py")
+"""Tests that run in the episode environment; see ``./test``."""
+COMPARISONS = {
+    ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.Is: "is not",
+    ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
+}  # fmt: skip
+OPERATORS = {ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.Div: "*", ast.FloorDiv: "*", ast.Mod: "*"}
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One changed line. ``line``: from 1. ``before``, ``after``: the line without its indentation."""
+
+    file: str
+    line: int
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``killed_by``: the first failing test, or the time limit; ``None``: the mutation survived."""
+
+    mutation: Mutation
+    killed_by: str | None
+    seconds: float
+
+
+def mutations(checkout: Path) -> list[Mutation]:
+    """All mutations of the package, in the order of its files and lines."""
+    found = []
+    for path in sorted((checkout / "megatron_fleet").rglob("*.py")):
+        source = path.read_text(encoding="utf-8")
+        lines = source.splitlines()
+        for number, start, end, text in replacements(ast.parse(source)):
+            line = lines[number - 1].encode()
+            after = (line[:start] + text.encode() + line[end:]).decode()
+            if compiles(lines, number, after):
+                file = str(path.relative_to(checkout))
+                found.append(Mutation(file, number, lines[number - 1].strip(), after.strip()))
+    return sorted(set(found), key=lambda m: (m.file, m.line, m.after))
+
+
+def replacements(tree: ast.AST) -> Iterator[tuple[int, int, int, str]]:
+    """(line, first byte, last byte, new text) of each change; all within one line."""
+    pending: list[ast.AST] = [tree]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.AnnAssign):
+            pending += [node.value] if node.value else []  # not the annotation
+            continue
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            pending += node.body
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom | ast.JoinedStr):
+            continue
+        pending += ast.iter_child_nodes(node)
+        if isinstance(node, ast.expr | ast.stmt) and node.lineno == node.end_lineno:
+            for start, end, text in of_node(node):
+                yield node.lineno, start, end, text
+
+
+def of_node(node: ast.expr | ast.stmt) -> Iterator[tuple[int, int, str]]:
+    """(first byte, last byte, new text) of each change of this node itself."""
+    start, end = node.col_offset, node.end_col_offset or 0
+    match node:
+        case ast.Compare(left, [operator], [right]) if left.end_lineno == right.lineno:
+            yield left.end_col_offset or 0, right.col_offset, f" {COMPARISONS[type(operator)]} "
+        case ast.BinOp(left, operator, right) if type(operator) in OPERATORS:
+            yield left.end_col_offset or 0, right.col_offset, f" {OPERATORS[type(operator)]} "
+        case ast.BoolOp(operator, [first, second, *_]) if first.end_lineno == second.lineno:
+            yield first.end_col_offset or 0, second.col_offset, " or " if isinstance(operator, ast.And) else " and "
+        case ast.Constant(bool(value)):
+            yield start, end, str(not value)
+        case ast.Constant(int(value)):
+            yield start, end, str(value + 1)
+        case ast.Constant(float(value)):
+            yield start, end, str(value + 1.0)
+        case ast.UnaryOp(ast.Not(), operand):
+            yield start, operand.col_offset, ""
+        case ast.Return(value) if value is not None and not isinstance(value, ast.Constant):
+            yield start, end, "return None"
+        case ast.Expr(ast.Call() | ast.Await()):
+            yield start, end, "pass"
+
+
+def compiles(lines: list[str], number: int, after: str) -> bool:
+    """Whether the file is still Python; a replaced operator may have stood beside a parenthesis."""
+    try:
+        ast.parse("\n".join([*lines[: number - 1], after, *lines[number:]]))
+    except SyntaxError:
+        return False
+    return after != lines[number - 1]
+
+
+def try_one(checkout: Path, mutation: Mutation, limit_s: float) -> Verdict:
+    """Change the line, run the tests and restore the file."""
+    path, began = checkout / mutation.file, time.monotonic()
+    source = path.read_text(encoding="utf-8")
+    lines = source.splitlines(keepends=True)
+    lines[mutation.line - 1] = lines[mutation.line - 1].replace(mutation.before, mutation.after, 1)
+    path.write_text("".join(lines), encoding="utf-8")
+    try:
+        killed_by = run_tests(checkout, mutation.file, began + limit_s)
+    finally:
+        path.write_text(source, encoding="utf-8")
+    return Verdict(mutation, killed_by, round(time.monotonic() - began, 1))
+
+
+def run_tests(checkout: Path, file: str, end: float) -> str | None:
+    """The first failing test of those that ``file`` can affect, the nearest first; ``None``: all pass."""
+    near = Path("tests", *Path(file).parts[1:-1])
+    tests = affected(checkout, file)
+    first = [test for test in tests if near != Path("tests") and Path(test).is_relative_to(near)]
+    for part in (first, [test for test in tests if test not in first]):
+        for environment in ("engine", "episode"):
+            chosen = [test for test in part if environment == "engine" or is_episode(checkout, test)]
+            if chosen and (failed := first_failure(checkout, environment, chosen, end)):
+                return failed
+    return None
+
+
+def affected(checkout: Path, file: str) -> list[str]:
+    """Test files that a change of ``file`` can affect; all where the checkout cannot tell."""
+    if (checkout / "tests" / "changed.py").exists():
+        code = f"import changed; print(*changed.affected([{file!r}]), sep='\\n')"
+        command = [str(checkout / ".venv/engine/bin/python"), "-c", code]
+        done = subprocess.run(command, cwd=checkout / "tests", capture_output=True, text=True, check=True)
+        return done.stdout.split()
+    return [str(path.relative_to(checkout)) for path in sorted((checkout / "tests").rglob("test_*.py"))]
+
+
+def is_episode(checkout: Path, test: str) -> bool:
+    return any(Path(test).is_relative_to(folder) for folder in EPISODE)
+
+
+def first_failure(checkout: Path, environment: str, tests: list[str], end: float) -> str | None:
+    """The first failing test, ``error`` when pytest cannot say which, or ``time limit``."""
+    python = checkout / ".venv" / environment / "bin" / "python"
+    command = [str(python), "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", *tests]
+    variables = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1", "HYPOTHESIS_DATABASE_FILE": ""}
+    running = subprocess.Popen(
+        command, cwd=checkout, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        said, _ = running.communicate(timeout=max(end - time.monotonic(), 1))
+    except subprocess.TimeoutExpired:
+        return "time limit"
+    finally:
+        kill_session(running.pid)
+        running.wait()
+    if running.returncode in (0, 5):  # 5: no test was selected
+        return None
+    failed = [line.split()[1] for line in said.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return failed[0] if failed else "error"
+
+
+def kill_session(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Share of random single-line defects that the fast tests find.")
+    parser.add_argument("checkout", type=Path, help="a clean clone with both environments; it is changed and restored")
+    parser.add_argument("--count", type=int, default=60, help="mutations (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw (default: %(default)s)")
+    parser.add_argument("--limit-s", type=float, default=1800, help="seconds for one mutation (default: %(default)s)")
+    parser.add_argument("--out", type=Path, help="JSON file to write, and to go on from")
+    args = parser.parse_args()
+    checkout = args.checkout.resolve()
+    git = ["git", "-C", str(checkout)]
+    if subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, check=True).stdout:
+        parser.error(f"{checkout} has changes; give a clean clone")
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    possible = mutations(checkout)
+    drawn = random.Random(args.seed).sample(possible, min(args.count, len(possible)))
+    result = {"machine": describe(), "commit": commit, "seed": args.seed, "possible": len(possible), "verdicts": []}
+    if args.out and args.out.exists():
+        earlier = json.loads(args.out.read_text(encoding="utf-8"))
+        if (earlier["commit"], earlier["seed"]) != (commit, args.seed):
+            parser.error(f"{args.out} holds results of another commit or seed; choose another file")
+        result["verdicts"] = earlier["verdicts"][: len(drawn)]
+    for number, mutation in enumerate(drawn[len(result["verdicts"]) :], start=len(result["verdicts"]) + 1):
+        verdict = try_one(checkout, mutation, args.limit_s)
+        result["verdicts"].append(asdict(verdict))
+        where = f"{mutation.file}:{mutation.line}: {mutation.before} → {mutation.after}"
+        print(
+            f"{number}/{len(drawn)} {verdict.killed_by or 'SURVIVED'} ({verdict.seconds:g} s) {where}", file=sys.stderr
+        )
+        result["killed"] = sum(v["killed_by"] is not None for v in result["verdicts"])
+        if args.out:
+            args.out.write_text(json.dumps(result, indent=1), encoding="utf-8")
+    print(json.dumps({**result, "verdicts": len(result["verdicts"])}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
