@@ -13,10 +13,14 @@ GIB = 1 << 30
 
 
 def as_yaml(config: Config) -> str:
-    """Return the resolved configuration as YAML with every key."""
+    """Return the resolved configuration as YAML with every key; characters that a terminal would obey are escaped."""
     import yaml
 
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    values = config.model_dump(mode="json")
+    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    if all(line.isprintable() for line in text.split("\n")):
+        return text
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=False)
 
 
 def describe(config: Config) -> str:
