@@ -10,6 +10,7 @@ all of them.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -43,6 +44,7 @@ def changed_files(commit: str | None) -> list[str]:
     return sorted({*git("diff", "--name-only", commit), *git("ls-files", "--others", "--exclude-standard")})
 
 
+@functools.cache
 def dependents() -> dict[Path, set[Path]]:
     """File → the files that import or name it."""
     helpers = {path.stem: path for path in sorted((ROOT / "tests").rglob("*.py"))}
@@ -71,6 +73,14 @@ def dependents() -> dict[Path, set[Path]]:
     return found
 
 
+@functools.cache
+def texts() -> dict[Path, str]:
+    """The text of every file that another imports or names, and of those others."""
+    graph = dependents()
+    files = {*graph}.union(*graph.values())
+    return {path: path.read_text(encoding="utf-8") for path in files}
+
+
 def affected(changed: Iterable[str]) -> list[str]:
     """Test files, as paths from the root; folders of all tests when something changed that each depends on."""
     changed = list(changed)
@@ -78,18 +88,15 @@ def affected(changed: Iterable[str]) -> list[str]:
         return ["tests"]
     graph = dependents()
     pending = [ROOT / name for name in changed if name.endswith(".py")]
-    texts = {
-        path: path.read_text(encoding="utf-8") for path in {*graph, *(p for paths in graph.values() for p in paths)}
-    }
     for other in (Path(name) for name in changed if not name.endswith(".py")):
         folder = f'"{other.parent.name}"'
-        named = [path for path, text in texts.items() if other.name in text]
+        named = [path for path, text in texts().items() if other.name in text]
         if other.as_posix().startswith(SITE):
             named.append(ROOT / SITE_TESTS)
-        pending += named or [path for path, text in texts.items() if folder in text]
+        pending += named or [path for path, text in texts().items() if folder in text]
     reached = set(pending)
     while pending:
-        for path in graph[pending.pop()] - reached:
+        for path in graph.get(pending.pop(), set()) - reached:
             reached.add(path)
             pending.append(path)
     tests = {str(path.relative_to(ROOT)) for path in reached if path.name.startswith("test_") and path.exists()}
