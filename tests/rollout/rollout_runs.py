@@ -87,9 +87,11 @@ async def sampled_tokens(service: RolloutService) -> int:
 
 
 async def restarts(service: RolloutService) -> int:
-    """Restarts of all components since the start."""
+    """Restarts of all components since the start, once all engines serve."""
     await service.wait_ready()
     pool = service._pool
+    for engine in pool.engines:
+        await engine.serving()
     return sum(slot.restarts.count for slot in (*pool.engines, *pool.workers, pool.environment))
 
 
