@@ -151,7 +151,7 @@ def run_tests(checkout: Path, file: str, end: float) -> str | None:
 
 
 def affected(checkout: Path, file: str) -> list[str]:
-    """Test files that a change of ``file`` can affect; all where the checkout cannot tell."""
+    """Test files that a change of ``file`` can affect; all of them if the checkout has no tests/changed.py."""
     if (checkout / "tests" / "changed.py").exists():
         code = f"import changed; print(*changed.affected([{file!r}]), sep='\\n')"
         command = [str(checkout / ".venv/engine/bin/python"), "-c", code]
@@ -165,7 +165,7 @@ def is_episode(checkout: Path, test: str) -> bool:
 
 
 def first_failure(checkout: Path, environment: str, tests: list[str], end: float) -> str | None:
-    """The first failing test, ``error`` when pytest cannot say which, or ``time limit``."""
+    """The first failing test, ``error`` if pytest names none, or ``time limit``; ``None``: all pass."""
     python = checkout / ".venv" / environment / "bin" / "python"
     command = [str(python), "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", *tests]
     variables = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1", "HYPOTHESIS_DATABASE_FILE": ""}

@@ -121,7 +121,9 @@ class ChatClient:
         self._answered = 0
         self._key = os.environ.get(endpoint.api_key_env, "").strip()
         if not (self._key.isascii() and self._key.isprintable()):
-            raise UserError(f"{endpoint.api_key_env}: the key has a character that no request can hold; copy it again.")
+            raise UserError(
+                f"{endpoint.api_key_env}: the key contains a character that an HTTP header cannot hold; copy it again."
+            )
         self._extra = clean_json(json.loads(endpoint.extra_body or "{}"))
         self._client = openai.AsyncOpenAI(
             base_url=endpoint.url, api_key=self._key or _NO_KEY, max_retries=0, timeout=timeout_s

@@ -43,7 +43,7 @@ class Outcome(StrEnum):
 
 
 class Cause(StrEnum):
-    """What an outcome is due to."""
+    """Cause of an outcome."""
 
     POLICY = "policy"
     """The policy played until it finished or exceeded a limit: the verifier scores the state that it left behind."""

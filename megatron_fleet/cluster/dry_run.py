@@ -13,7 +13,7 @@ GIB = 1 << 30
 
 
 def as_yaml(config: Config) -> str:
-    """Return the resolved configuration as YAML with every key; characters that a terminal would obey are escaped."""
+    """Return the resolved configuration as YAML with every key; control characters are escaped."""
     import yaml
 
     values = config.model_dump(mode="json")

@@ -76,7 +76,7 @@ class Run(Section):
     shared: bool = Field(
         False,
         description="Who may read the outputs. false: only the user who starts the run (folders that it makes have "
-        "mode 0700, files 0600); true: whoever the user's umask lets, such as a group.",
+        "mode 0700, files 0600); true: also those whom the user's umask permits, such as a group.",
     )
 
 

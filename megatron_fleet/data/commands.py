@@ -22,7 +22,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     """Add the subcommands of ``mfleet data``."""
     commands = parser.add_subparsers(required=True, metavar="command")
 
-    look = commands.add_parser("inspect", help="check every row of a task file and tell what is in it")
+    look = commands.add_parser("inspect", help="check every row of a task file and summarize its contents")
     look.add_argument("source", help=SOURCE)
     look.add_argument("--json", action="store_true", help="print everything as JSON")
     look.add_argument("overrides", nargs="*", help=OVERRIDES)

@@ -1,4 +1,4 @@
-"""Explanation of refused arguments by a tool's JSON schema. Both come from others: the server and the policy.
+"""Explanation of refused arguments by a tool's JSON schema. Both are untrusted.
 
 A schema may name addresses to fetch, hold patterns that take exponential time, and refer to itself. No address is
 fetched here, patterns are skipped, and the number of checks is bounded; a worker plays hundreds of episodes meanwhile.

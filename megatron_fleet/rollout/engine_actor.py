@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -78,15 +77,6 @@ IMAGE_ATTEMPTS = 2
 reason ``error``, which repairs the caches for the next one (``MultiModalCacheMissError`` in vLLM 0.32)."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Totals since the start: ``tokens`` generated, ``cpu_seconds`` used by the actor and all its child processes."""
-
-    tokens: int
-    requests: int
-    cpu_seconds: float
-
-
 def environment(cuda: bool) -> dict[str, str]:
     """Return the environment variables that an engine process needs before it starts."""
     return COMMON_ENV | (CUDA_ENV if cuda else CPU_ENV)
@@ -110,7 +100,7 @@ class EngineActor:
         self._numbers = itertools.count()
         self._unusable: str | None = None
         self._asleep = False
-        self._tokens = self._requests = 0
+        self._tokens = 0
 
     async def listen(self, host: str) -> str:
         """Bind the socket and return its address; requests wait until ``serve``."""
@@ -189,7 +179,6 @@ class EngineActor:
         if deadline.passed and not completion.token_ids:
             raise EngineLost(f"the engine sampled no token within {limit:g} s (rollout.engine.request_timeout_s)")
         self._tokens += len(completion.token_ids)
-        self._requests += 1
         return Generation(
             np.asarray(completion.token_ids, np.int32),
             np.asarray(completion.logprobs.logprobs, np.float32),
@@ -338,12 +327,9 @@ class EngineActor:
             await asyncio.sleep(WATCH_INTERVAL_S)
         return self._unusable or "the engine's core process died"
 
-    async def stats(self) -> EngineStats:
-        import psutil
-
-        me = psutil.Process()
-        cpu = sum(sum(process.cpu_times()[:2]) for process in [me, *me.children(recursive=True)])
-        return EngineStats(self._tokens, self._requests, cpu)
+    async def sampled_tokens(self) -> int:
+        """Return the number of tokens sampled since the start."""
+        return self._tokens
 
     async def processes(self) -> list[int]:
         """Return the pids of this actor and all its child processes."""

@@ -13,7 +13,6 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from megatron_fleet.rollout.components import CALL_TIMEOUT_S, ComponentLost, WatchedComponent, brief, died, within
-from megatron_fleet.rollout.engine_actor import EngineStats
 from megatron_fleet.rollout.requests import RolloutFailed
 from megatron_fleet.weight_sync.base import SingleReceiver
 
@@ -116,9 +115,9 @@ class EngineSlot(WatchedComponent):
         """See `EngineActor.score`."""
         return await self._repeat(lambda actor: actor.score.remote(list(sequences)), timeout_s)
 
-    async def stats(self) -> EngineStats:
-        """See `EngineActor.stats`."""
-        return await self._repeat(lambda actor: actor.stats.remote(), CALL_TIMEOUT_S)
+    async def sampled_tokens(self) -> int:
+        """See `EngineActor.sampled_tokens`."""
+        return await self._repeat(lambda actor: actor.sampled_tokens.remote(), CALL_TIMEOUT_S)
 
     async def processes(self) -> list[int]:
         """See `EngineActor.processes`."""

@@ -100,7 +100,7 @@ async def test_what_may_pass_is_tried_again(failure):
 @pytest.mark.parametrize("key", ["sk-é", "sk\n1"])
 def test_a_key_that_cannot_be_sent_is_refused(monkeypatch, key):
     monkeypatch.setenv("OPENAI_API_KEY", key)
-    with pytest.raises(UserError, match="OPENAI_API_KEY: the key has a character that no request can hold"):
+    with pytest.raises(UserError, match="OPENAI_API_KEY: the key contains a character that an HTTP header cannot hold"):
         ChatClient(Endpoint(url="http://endpoint/v1", model=MODEL), HANG_S)
 
 

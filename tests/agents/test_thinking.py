@@ -19,7 +19,7 @@ texts = st.lists(st.sampled_from(["<think>", "</think>", "\n", "\n\n", "so ", "x
 
 
 def spoken_outside(text: str) -> str:
-    """What the Qwen 3 template keeps of an earlier turn, without thinking that was never closed."""
+    """Text of an earlier turn that the Qwen 3 template keeps; thinking that was never closed is removed."""
     spoken = text.split("</think>")[-1]
     return (spoken.lstrip("\n") if "</think>" in text else spoken).split("<think>")[0]
 

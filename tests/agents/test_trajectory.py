@@ -1,4 +1,4 @@
-"""What a trajectory of several segments must keep, and what an outcome means."""
+"""Trajectories of several segments, and the cause of each outcome."""
 
 import dataclasses
 

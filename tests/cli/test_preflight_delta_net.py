@@ -1,4 +1,4 @@
-"""Slow operators of Gated DeltaNet layers are told of before a run starts."""
+"""Warning before a run whose Gated DeltaNet layers would use slow operators."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def test_a_single_variable_is_kept_by_its_whole_name(name):
 
 @pytest.mark.parametrize("start", ["extension", "fleet's package", "nvidia-smi", "tuning", "janitor"])
 def test_short_children_and_the_janitor_get_none(monkeypatch, tmp_path, start):
-    """What each one's environment holds, as it says itself or the kernel does."""
+    """Environment of each process, from the process itself or from the kernel."""
     for name in SECRETS:
         monkeypatch.setenv(name, "planted")
     said = tmp_path / "said"

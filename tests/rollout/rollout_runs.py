@@ -83,7 +83,7 @@ async def engine_of(service: RolloutService) -> Engine:
 async def sampled_tokens(service: RolloutService) -> int:
     """Tokens that the engines have sampled since the start."""
     await service.wait_ready()
-    return sum([(await engine.stats()).tokens for engine in service._pool.engines])
+    return sum([await engine.sampled_tokens() for engine in service._pool.engines])
 
 
 async def restarts(service: RolloutService) -> int:

@@ -90,8 +90,8 @@ def _weights_url(c: Config) -> str | None:
         return None
     if transport != "disk" and transport in TRANSPORT_NAMES:
         return (
-            f"rollout.engine.weights_url is for rollout.engine.transport=disk only, and it is {transport}; set it to "
-            f"disk, or leave the address out."
+            f"rollout.engine.weights_url requires rollout.engine.transport=disk, but the transport is {transport}; "
+            f"set it to disk, or leave the address out."
         )
     if "://" not in url and url.strip():
         return None

@@ -46,7 +46,7 @@ class Data(Section):
         None,
         ge=1,
         description="In an environment of n tasks the threshold is this number / n, where that is below eval_fraction, "
-        "so that about so many are for evaluation.",
+        "so that about this many of its tasks are held out.",
     )
     max_eval_per_env: int | None = Field(
         None, ge=1, description="Most evaluation tasks of one environment; the others return to training."

@@ -40,7 +40,7 @@ class Env(Section):
         1800,
         ge=0,
         description="While no reward of a step is known, the run waits and plays the step again; after this long it "
-        "stops, resumable. As long, an own server that keeps dying is restarted.",
+        "stops, resumable. The run's own server, if it keeps dying, is restarted for the same time.",
     )
     openenv: OpenEnv = OpenEnv()
     fleet: Fleet = Fleet()
