@@ -19,9 +19,9 @@ from roles import Handler, bench_tasks, play_role
 
 from megatron_fleet.agents.engine import Generation, SamplingParams
 from megatron_fleet.config.schema import Config
+from megatron_fleet.embedded_fleet.server import serve
+from megatron_fleet.embedded_fleet.solver import Demonstration, demonstrate
 from megatron_fleet.envs.base import ToolCall
-from megatron_fleet.envs.embedded.server import serve
-from megatron_fleet.envs.embedded.solver import Demonstration, demonstrate
 from megatron_fleet.envs.openenv_client import import_openenv
 from megatron_fleet.models.chat.tokenizer import Tokenizer
 from megatron_fleet.models.images import PlacedImage

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_fleet.data.loader import load_tasks
 from megatron_fleet.data.task import Task
-from megatron_fleet.envs.embedded.tasks import SHIPPED_TASKS
+from megatron_fleet.embedded_fleet.tasks import SHIPPED_TASKS
 
 Handler = Callable[..., Awaitable[dict[str, Any]]]
 Answer = Callable[[dict[str, Any]], None]

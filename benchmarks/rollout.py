@@ -35,8 +35,8 @@ from roles import Role, children, cpu_seconds
 from megatron_fleet.cluster.janitor import marked
 from megatron_fleet.config.schema import Config
 from megatron_fleet.data.loader import load_tasks
-from megatron_fleet.envs.embedded.fleet import EmbeddedFleet
-from megatron_fleet.envs.embedded.tasks import SHIPPED_TASKS
+from megatron_fleet.embedded_fleet.fleet import EmbeddedFleet
+from megatron_fleet.embedded_fleet.tasks import SHIPPED_TASKS
 from megatron_fleet.models.chat.tokenizer import train_tokenizer
 from megatron_fleet.models.qwen3.tokens import QWEN3_TOKENS
 from megatron_fleet.rollout.engine_actor import environment

@@ -17,8 +17,8 @@ from roles import Handler, bench_tasks, play_role
 from megatron_fleet.agents.engine import Generation, SamplingParams
 from megatron_fleet.config.schema import Config
 from megatron_fleet.data.task import Task
+from megatron_fleet.embedded_fleet.solver import demonstrate
 from megatron_fleet.envs.base import ToolCall
-from megatron_fleet.envs.embedded.solver import demonstrate
 from megatron_fleet.models.chat.tokenizer import Tokenizer
 from megatron_fleet.models.images import PlacedImage
 from megatron_fleet.models.qwen3.tokens import IM_END

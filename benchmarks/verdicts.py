@@ -27,10 +27,10 @@ import time
 
 from machine import describe
 
-from megatron_fleet.envs.embedded.session import EmbeddedSession
-from megatron_fleet.envs.embedded.tasks import generate
-from megatron_fleet.envs.embedded.verifier_client import VerifierClient, check_sandbox
-from megatron_fleet.envs.embedded.verify import run_verifier
+from megatron_fleet.embedded_fleet.session import EmbeddedSession
+from megatron_fleet.embedded_fleet.tasks import generate
+from megatron_fleet.embedded_fleet.verifier_client import VerifierClient, check_sandbox
+from megatron_fleet.embedded_fleet.verify import run_verifier
 
 
 async def sandboxed(client: VerifierClient, sessions: list[EmbeddedSession]) -> float:

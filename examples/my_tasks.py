@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from megatron_fleet.envs.embedded.tickets import Tickets
+from megatron_fleet.embedded_fleet.tickets import Tickets
 
 VERIFIER = '''
 RIGHT = {agent!r}

@@ -24,9 +24,9 @@ from starlette.routing import Route
 
 from megatron_fleet.agents.prompts import load_prompts
 from megatron_fleet.data.task import Task
+from megatron_fleet.embedded_fleet.solver import solve
+from megatron_fleet.embedded_fleet.tasktype import Answer
 from megatron_fleet.envs.base import Observation, ToolCall, ToolError
-from megatron_fleet.envs.embedded.solver import solve
-from megatron_fleet.envs.embedded.tasktype import Answer
 
 MODEL = "org/model"
 PROBE = "Answer with the word ok."

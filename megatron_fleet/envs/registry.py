@@ -20,8 +20,8 @@ from megatron_fleet.config.extension import load
 from megatron_fleet.config.secrets import without_secrets
 from megatron_fleet.config.sections.env import Env
 from megatron_fleet.config.sections.openenv import OpenEnv
+from megatron_fleet.embedded_fleet.fleet import EmbeddedFleet
 from megatron_fleet.envs.base import Environment
-from megatron_fleet.envs.embedded.fleet import EmbeddedFleet
 from megatron_fleet.envs.fleet import FleetEnvironment
 from megatron_fleet.envs.openenv import OpenEnvEnvironment
 from megatron_fleet.envs.openenv_tools import FINISH_TOOL

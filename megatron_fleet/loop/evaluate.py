@@ -200,9 +200,9 @@ def hf_folder(checkpoint: str, out: Path) -> Path:
     Raises:
         UserError: it is no checkpoint, or it does not identify its model.
     """
-    from megatron_fleet.weights.convert.execute import Share, execute
-    from megatron_fleet.weights.convert.progress import ProgressLine
-    from megatron_fleet.weights.convert.to_hf import plan_to_hf
+    from megatron_fleet.convert.execute import Share, execute
+    from megatron_fleet.convert.progress import ProgressLine
+    from megatron_fleet.convert.to_hf import plan_to_hf
 
     if Path(checkpoint, "config.json").is_file() and any(Path(checkpoint).glob("*.safetensors")):
         return Path(checkpoint).absolute()

@@ -265,7 +265,7 @@ def _prompts(config: Config) -> None:
 
 
 def _verifiers(config: Config) -> None:
-    from megatron_fleet.envs.embedded.verifier_client import check_sandbox
+    from megatron_fleet.embedded_fleet.verifier_client import check_sandbox
 
     if config.env.kind == "embedded":
         _, note = check_sandbox(config.env.sandbox)

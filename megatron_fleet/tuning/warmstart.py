@@ -37,11 +37,11 @@ from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.algorithms.losses import sft_loss
 from megatron_fleet.config.load import ROOT, load
 from megatron_fleet.data.task import Task
+from megatron_fleet.embedded_fleet.session import EmbeddedSession
+from megatron_fleet.embedded_fleet.solver import demonstrate, solve
+from megatron_fleet.embedded_fleet.tasks import SHIPPED_SEED, generate
+from megatron_fleet.embedded_fleet.tasktype import Answer
 from megatron_fleet.envs.base import Observation, Reward, ToolCall
-from megatron_fleet.envs.embedded.session import EmbeddedSession
-from megatron_fleet.envs.embedded.solver import demonstrate, solve
-from megatron_fleet.envs.embedded.tasks import SHIPPED_SEED, generate
-from megatron_fleet.envs.embedded.tasktype import Answer
 from megatron_fleet.models.chat.chat_renderer import ChatRenderer
 from megatron_fleet.models.chat.renderer import Renderer, to_json
 from megatron_fleet.models.chat.tokenizer import Tokenizer, train_tokenizer

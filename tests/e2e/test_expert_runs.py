@@ -15,7 +15,7 @@ from served_models import served_config
 from test_whole_runs import WEIGHTS, convert
 from whole_runs import Run
 
-from megatron_fleet.envs.embedded.tasks import generate
+from megatron_fleet.embedded_fleet.tasks import generate
 from megatron_fleet.models.chat.detection import FORMATS
 from megatron_fleet.models.chat.tokenizer import train_tokenizer
 from megatron_fleet.tuning.warmstart import corpus

@@ -36,7 +36,7 @@ TARGETS = {
     "engine": "ray::EngineActor",
     "engine core": "EngineCore",
     "worker": "ray::WorkerActor",
-    "environment server": "megatron_fleet.envs.embedded.server",
+    "environment server": "megatron_fleet.embedded_fleet.server",
 }
 OTHERS = ("all ranks", "verifier host")
 MOST = {"engine": 1, "engine core": 1, "worker": 2, "environment server": 2, "rank": 3, "all ranks": 2}

@@ -18,12 +18,12 @@ pytest.importorskip("openenv")
 from waiting import HANG_S, wait_until
 
 from megatron_fleet.config.schema import Env
+from megatron_fleet.embedded_fleet.fleet import EmbeddedFleet
+from megatron_fleet.embedded_fleet.session import EmbeddedSession
+from megatron_fleet.embedded_fleet.solver import demonstrate, solve
+from megatron_fleet.embedded_fleet.tasks import generate
+from megatron_fleet.embedded_fleet.tasktype import Answer
 from megatron_fleet.envs.base import EnvBusy, EnvLost, ToolCall
-from megatron_fleet.envs.embedded.fleet import EmbeddedFleet
-from megatron_fleet.envs.embedded.session import EmbeddedSession
-from megatron_fleet.envs.embedded.solver import demonstrate, solve
-from megatron_fleet.envs.embedded.tasks import generate
-from megatron_fleet.envs.embedded.tasktype import Answer
 from megatron_fleet.envs.registry import make_environment
 
 TASKS = generate(seed=3, per_env=12)
@@ -37,8 +37,8 @@ HASTY = CONFIG.model_copy(update={"step_timeout_s": 0.5})
 SERVE = """
 import asyncio, os, sys
 from pathlib import Path
-from megatron_fleet.envs.embedded.environment import Faults
-from megatron_fleet.envs.embedded.server import serve
+from megatron_fleet.embedded_fleet.environment import Faults
+from megatron_fleet.embedded_fleet.server import serve
 faults = Faults(delay_s=(("list_accounts", float(sys.argv[2])),), dies=("list_invoices",))
 port, most = int(sys.argv[3]), int(sys.argv[4])
 asyncio.run(serve(port, Path(sys.argv[1]), parent=os.getppid(), faults=faults, max_sessions=most))
@@ -308,7 +308,7 @@ def test_stop_leaves_no_process_and_no_file(tmp_path, monkeypatch):
 def test_the_server_ends_with_its_parent(tmp_path):
     start = (
         "import os, sys; from pathlib import Path; from megatron_fleet.config.schema import Env; "
-        "from megatron_fleet.envs.embedded.fleet import EmbeddedFleet; "
+        "from megatron_fleet.embedded_fleet.fleet import EmbeddedFleet; "
         "f = EmbeddedFleet(); f.start(Env(start_timeout_s=float(sys.argv[2])), Path(sys.argv[1])); "
         "print(f.pid, flush=True); os._exit(0)"
     )

@@ -21,7 +21,7 @@ from megatron_fleet.agents.chat_client import Dialect
 from megatron_fleet.cli import main
 from megatron_fleet.config.load import load
 from megatron_fleet.data.loader import load_tasks
-from megatron_fleet.envs.embedded.tasks import SHIPPED_TASKS
+from megatron_fleet.embedded_fleet.tasks import SHIPPED_TASKS
 from megatron_fleet.loop.evaluate import read_config
 from megatron_fleet.rollout.chat_service import ChatService
 from megatron_fleet.rollout.requests import CollectRequest, RolloutFailed

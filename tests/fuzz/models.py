@@ -12,8 +12,8 @@ from typing import Any
 from tiny_configs import raw_config
 
 from fuzz import folders
-from megatron_fleet.weights.convert.execute import Share, execute
-from megatron_fleet.weights.convert.to_megatron import plan_to_megatron
+from megatron_fleet.convert.execute import Share, execute
+from megatron_fleet.convert.to_megatron import plan_to_megatron
 from megatron_fleet.weights.hf_folder import ITEM_BYTES
 from megatron_fleet.weights.hf_model import open_model
 from megatron_fleet.weights.mapping import WeightTable

@@ -9,7 +9,7 @@ pytest.importorskip("megatron_fleet.trainer.megatron")
 transformers = pytest.importorskip("transformers")
 
 from megatron_fleet.config.load import ROOT  # noqa: E402
-from megatron_fleet.envs.embedded.tasktype import Choices  # noqa: E402
+from megatron_fleet.embedded_fleet.tasktype import Choices  # noqa: E402
 from megatron_fleet.models.chat.hermes import HERMES  # noqa: E402
 from megatron_fleet.models.chat.parser import parse_turn  # noqa: E402
 from megatron_fleet.models.chat.tokenizer import train_tokenizer  # noqa: E402

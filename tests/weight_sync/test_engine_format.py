@@ -16,14 +16,14 @@ from tiny_models import make, raw_config, stored_tensors  # noqa: E402
 from weight_fixtures import Silence  # noqa: E402
 
 from megatron_fleet.config.errors import UserError  # noqa: E402
+from megatron_fleet.convert.execute import Share, execute  # noqa: E402
+from megatron_fleet.convert.to_hf import plan_to_hf  # noqa: E402
+from megatron_fleet.convert.to_megatron import plan_to_megatron  # noqa: E402
 from megatron_fleet.platform.communicator import PeerError  # noqa: E402
 from megatron_fleet.weight_sync import engine_format  # noqa: E402
 from megatron_fleet.weight_sync.engine_format import EngineFormat, FormattedSource  # noqa: E402
 from megatron_fleet.weight_sync.registry import make_transport  # noqa: E402
 from megatron_fleet.weight_sync.shm.sender import ShmSender  # noqa: E402
-from megatron_fleet.weights.convert.execute import Share, execute  # noqa: E402
-from megatron_fleet.weights.convert.to_hf import plan_to_hf  # noqa: E402
-from megatron_fleet.weights.convert.to_megatron import plan_to_megatron  # noqa: E402
 from megatron_fleet.weights.hf_model import open_model  # noqa: E402
 
 QUANTISED = ["deepseek_v3_fp8", "kimi_k2_thinking", "kimi_k25"]

@@ -21,8 +21,8 @@ from weight_fixtures import Silence, random_tensors, write_folder
 
 import megatron_fleet.platform.megatron  # noqa: F401
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.weights.convert.execute import Share, execute
-from megatron_fleet.weights.convert.to_megatron import plan_to_megatron
+from megatron_fleet.convert.execute import Share, execute
+from megatron_fleet.convert.to_megatron import plan_to_megatron
 from megatron_fleet.weights.hf_model import open_model
 from megatron_fleet.weights.load import load_hf
 

@@ -14,9 +14,9 @@ import torch
 from tiny_models import FAMILIES, make, reference_logits
 from weight_fixtures import Silence
 
-from megatron_fleet.weights.convert.execute import Share, execute
-from megatron_fleet.weights.convert.to_hf import plan_to_hf
-from megatron_fleet.weights.convert.to_megatron import plan_to_megatron
+from megatron_fleet.convert.execute import Share, execute
+from megatron_fleet.convert.to_hf import plan_to_hf
+from megatron_fleet.convert.to_megatron import plan_to_megatron
 from megatron_fleet.weights.hf_model import open_model
 
 WORLDS = (2, 4)

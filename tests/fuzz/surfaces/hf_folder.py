@@ -7,9 +7,9 @@ from fuzz import models
 from fuzz.engine import Surface
 from fuzz.outcomes import refusal_of
 
-from megatron_fleet.weights.convert.execute import Share, execute
-from megatron_fleet.weights.convert.inspect import inspect
-from megatron_fleet.weights.convert.to_megatron import plan_to_megatron
+from megatron_fleet.convert.execute import Share, execute
+from megatron_fleet.convert.inspect import inspect
+from megatron_fleet.convert.to_megatron import plan_to_megatron
 from megatron_fleet.weights.hf_model import open_model
 
 

@@ -1,0 +1,278 @@
+"""Content of output files, produced on demand from a source: copied, decoded, gathered, cast or quantised."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.convert.plan import Content
+from megatron_fleet.storage.folder import Folder
+from megatron_fleet.weights.floats import cast
+from megatron_fleet.weights.hf_folder import ITEM_BYTES
+from megatron_fleet.weights.hf_model import BLOCK, GROUP
+from megatron_fleet.weights.mapping import Span
+from megatron_fleet.weights.quant import fp8, int4
+
+STEP_BYTES = 4 << 20
+"""Source bytes in memory at once; quantising FP8 takes whole blocks of rows."""
+
+
+class RowReader(Protocol):
+    """Reads rows of HF tensors as floats: `HfReader` or `CheckpointReader`."""
+
+    def dtype(self, tensor: str) -> str: ...
+
+    def read_rows(self, tensor: str, rows: Span) -> npt.NDArray[Any]: ...
+
+
+_T = TypeVar("_T", covariant=True)
+
+
+class PerThread(Generic[_T]):
+    """Creates one object per thread; readers reuse their buffers."""
+
+    def __init__(self, make: Callable[[], _T]) -> None:
+        self._make, self._local = make, threading.local()
+
+    def __call__(self) -> _T:
+        if not hasattr(self._local, "value"):
+            self._local.value = self._make()
+        return self._local.value
+
+
+@dataclass(frozen=True, slots=True)
+class FileRange:
+    """``nbytes`` of a file, unchanged."""
+
+    folder: Folder
+    file: str
+    offset: int
+    nbytes: int
+
+    def fill(self, start: int, out: memoryview) -> None:
+        self.folder.read_into(self.file, self.offset + start, out)
+
+
+class Rows(ABC):
+    """Rows produced one block at a time by `make`, which subclasses define."""
+
+    __slots__ = ("_count", "_granule", "_row_bytes")
+
+    def __init__(self, count: int, row_bytes: int, granule: int = 1) -> None:
+        """``granule``: number of rows that must be produced together."""
+        self._count, self._row_bytes, self._granule = count, row_bytes, granule
+
+    @property
+    def nbytes(self) -> int:
+        return self._count * self._row_bytes
+
+    @abstractmethod
+    def make(self, rows: Span) -> npt.NDArray[Any]:
+        """Produce rows. ``rows`` begin at a multiple of the granule."""
+
+    def source_row_bytes(self) -> int:
+        """Source bytes read per row, for limiting memory."""
+        return self._row_bytes
+
+    def fill(self, start: int, out: memoryview) -> None:
+        granule, width, end = self._granule, self._row_bytes, start + len(out)
+        step = max(1, STEP_BYTES // max(1, self.source_row_bytes()) // granule) * granule
+        row, needed = start // width // granule * granule, -(-end // width)
+        while row < needed:
+            last = min(row + step, self._count, -(-needed // granule) * granule)
+            made = np.ascontiguousarray(self.make((row, last))).reshape(-1).view(np.uint8)
+            a, b = max(start, row * width), min(end, last * width)
+            out[a - start : b - start] = made[a - row * width : b - row * width].data
+            row = last
+
+
+class TensorRows(Rows):
+    """Rows of an HF tensor as floats of a given dtype."""
+
+    __slots__ = ("_dtype", "_first", "_offset", "_readers", "_tensor")
+
+    def __init__(
+        self,
+        readers: PerThread[RowReader],
+        tensor: str,
+        rows: Span,
+        columns: int,
+        dtype: str,
+        offset: float = 0.0,
+    ) -> None:
+        """``offset`` is added to the values."""
+        super().__init__(rows[1] - rows[0], columns * ITEM_BYTES[dtype])
+        self._readers, self._tensor, self._first, self._dtype = readers, tensor, rows[0], dtype
+        self._offset = np.float32(offset)
+
+    def make(self, rows: Span) -> npt.NDArray[Any]:
+        reader = self._readers()
+        values = reader.read_rows(self._tensor, (self._first + rows[0], self._first + rows[1]))
+        source = reader.dtype(self._tensor)
+        if self._offset:
+            values, source = cast(values, source, "F32") + self._offset, "F32"
+        return cast(values, source, self._dtype)
+
+
+def _bfloat16(readers: PerThread[RowReader], tensor: str, rows: Span) -> npt.NDArray[np.uint16]:
+    reader = readers()
+    return cast(reader.read_rows(tensor, rows), reader.dtype(tensor), "BF16")
+
+
+class Joined:
+    """Contents one after another, as one: the parts of a tensor that stacks experts."""
+
+    def __init__(self, parts: Sequence[Content]) -> None:
+        self._parts = parts
+        self._ends = list(itertools.accumulate(part.nbytes for part in parts))
+
+    @property
+    def nbytes(self) -> int:
+        return self._ends[-1]
+
+    def fill(self, start: int, out: memoryview) -> None:
+        end, k = start + len(out), bisect.bisect_right(self._ends, start)
+        while start < end:
+            begins, last = self._ends[k] - self._parts[k].nbytes, min(end, self._ends[k])
+            self._parts[k].fill(start - begins, out[len(out) - (end - start) : len(out) - (end - last)])
+            start, k = last, k + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """Location of the scales with which a tensor was originally quantised."""
+
+    folder: Folder
+    file: str
+    offset: int
+    shape: tuple[int, ...]
+
+    def rows(self, rows: Span, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        row_bytes = math.prod(self.shape[1:]) * np.dtype(dtype).itemsize
+        view = memoryview(bytearray((rows[1] - rows[0]) * row_bytes))
+        self.folder.read_into(self.file, self.offset + rows[0] * row_bytes, view)
+        return np.frombuffer(view, dtype).reshape(rows[1] - rows[0], *self.shape[1:])
+
+
+class Int4Weights:
+    """A tensor quantised to INT4 groups of 32; keeps the source's scales where they still hold the weights."""
+
+    def __init__(self, readers: PerThread[RowReader], tensor: str, shape: tuple[int, ...], hint: Hint | None) -> None:
+        self.readers, self.tensor, self.shape, self.hint = readers, tensor, shape, hint
+
+    def quantise(self, rows: Span) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint16]]:
+        """BF16 weights, and the scales to quantise them with. Raises UserError for a NaN or infinite weight."""
+        weights = _bfloat16(self.readers, self.tensor, rows)
+        hint = None if self.hint is None else self.hint.rows(rows, np.uint16)
+        scales, exact = int4.choose_scales(weights, hint)
+        if not exact.all() and ((scales[~exact] & 0x7F80) == 0x7F80).any():
+            raise _not_finite(self.tensor)
+        return weights, scales
+
+
+class Int4Codes(Rows):
+    """INT4 codes, stored as ``weight_packed``."""
+
+    __slots__ = ("_weights",)
+
+    def __init__(self, weights: Int4Weights) -> None:
+        super().__init__(weights.shape[0], weights.shape[1] // 2)
+        self._weights = weights
+
+    def source_row_bytes(self) -> int:
+        return self._weights.shape[1] * 2
+
+    def make(self, rows: Span) -> npt.NDArray[Any]:
+        weights, scales = self._weights.quantise(rows)
+        packed = np.empty((rows[1] - rows[0], self._weights.shape[1] // 8), np.int32)
+        int4.quantize(weights, scales, packed)
+        return packed
+
+
+class Int4Scales(Rows):
+    """INT4 scales, stored as ``weight_scale``."""
+
+    __slots__ = ("_weights",)
+
+    def __init__(self, weights: Int4Weights) -> None:
+        super().__init__(weights.shape[0], weights.shape[1] // GROUP * 2)
+        self._weights = weights
+
+    def source_row_bytes(self) -> int:
+        return self._weights.shape[1] * 2
+
+    def make(self, rows: Span) -> npt.NDArray[Any]:
+        return self._weights.quantise(rows)[1]
+
+
+class Fp8Weights:
+    """A tensor quantised to E4M3 in 128×128 blocks; keeps the source's scales where they still hold the weights."""
+
+    def __init__(
+        self, readers: PerThread[RowReader], tensor: str, shape: tuple[int, ...], hint: Hint | None, power_of_two: bool
+    ) -> None:
+        self.readers, self.tensor, self.shape, self.hint = readers, tensor, shape, hint
+        self._power_of_two = power_of_two
+
+    def quantise(self, blocks: Span) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.float32]]:
+        """BF16 weights of some block rows, and their scales. Raises UserError for a NaN or infinite weight."""
+        rows = blocks[0] * BLOCK, min(blocks[1] * BLOCK, self.shape[0])
+        weights = _bfloat16(self.readers, self.tensor, rows)
+        if self.hint is None:
+            scales = fp8.block_scales(weights, power_of_two=self._power_of_two)
+        else:
+            hint = self.hint.rows(blocks, np.float32)
+            scales, _ = fp8.choose_scales(weights, hint, power_of_two=self._power_of_two)
+        if not np.isfinite(scales).all():
+            raise _not_finite(self.tensor)
+        return weights, scales
+
+
+class Fp8Codes(Rows):
+    """E4M3 codes, stored as ``weight``."""
+
+    __slots__ = ("_weights",)
+
+    def __init__(self, weights: Fp8Weights) -> None:
+        super().__init__(weights.shape[0], weights.shape[1], granule=BLOCK)
+        self._weights = weights
+
+    def source_row_bytes(self) -> int:
+        return self._weights.shape[1] * 2
+
+    def make(self, rows: Span) -> npt.NDArray[Any]:
+        weights, scales = self._weights.quantise((rows[0] // BLOCK, -(-rows[1] // BLOCK)))
+        codes = np.empty(weights.shape, np.uint8)
+        fp8.quantize(weights, scales, codes)
+        return codes
+
+
+class Fp8Scales(Rows):
+    """FP8 scales, stored as ``weight_scale_inv``; each row is a row of blocks."""
+
+    __slots__ = ("_weights",)
+
+    def __init__(self, weights: Fp8Weights) -> None:
+        rows, columns = fp8.scale_shape(*weights.shape)
+        super().__init__(rows, columns * 4)
+        self._weights = weights
+
+    def source_row_bytes(self) -> int:
+        return self._weights.shape[1] * 2 * BLOCK
+
+    def make(self, rows: Span) -> npt.NDArray[Any]:
+        return self._weights.quantise(rows)[1]
+
+
+def _not_finite(tensor: str) -> UserError:
+    return UserError(f"{tensor}: holds NaN or infinity, which no quantised form has; was the training run healthy?")
