@@ -19,20 +19,20 @@ from typing import Any
 
 import numpy as np
 
-from megatron_fleet.config.sections.mixture import Curriculum, Mixture
+from megatron_fleet.config.sections.mixture import CurriculumConfig, MixtureConfig
 from megatron_fleet.data.sampler import make_sampler
 from megatron_fleet.data.task import Task
 
 GAINS = {"fixed": 0.0, "learning": 0.004}
-SIGNAL = Curriculum(signal_weights=True)
+SIGNAL = CurriculumConfig(signal_weights=True)
 MIXTURES = {
-    "proportional": Mixture(),
-    "temperature 2": Mixture(weights="temperature", temperature=2.0),
-    "uniform": Mixture(weights="uniform"),
-    "proportional, signal": Mixture(curriculum=SIGNAL),
-    "temperature 2, signal": Mixture(weights="temperature", temperature=2.0, curriculum=SIGNAL),
-    "temperature 2, signal, deferral": Mixture(
-        weights="temperature", temperature=2.0, curriculum=Curriculum(signal_weights=True, defer_after=2)
+    "proportional": MixtureConfig(),
+    "temperature 2": MixtureConfig(weights="temperature", temperature=2.0),
+    "uniform": MixtureConfig(weights="uniform"),
+    "proportional, signal": MixtureConfig(curriculum=SIGNAL),
+    "temperature 2, signal": MixtureConfig(weights="temperature", temperature=2.0, curriculum=SIGNAL),
+    "temperature 2, signal, deferral": MixtureConfig(
+        weights="temperature", temperature=2.0, curriculum=CurriculumConfig(signal_weights=True, defer_after=2)
     ),
 }
 
@@ -88,7 +88,7 @@ def tasks_of(worlds: dict[str, World]) -> list[Task]:
 
 
 def run(
-    worlds: dict[str, World], mixture: Mixture, gain: float, seed: int, steps: int, prompts: int, samples: int
+    worlds: dict[str, World], mixture: MixtureConfig, gain: float, seed: int, steps: int, prompts: int, samples: int
 ) -> tuple[list[float], list[float], dict[str, float]]:
     """Share of informative groups and mean pass rate over environments after each step; pass rates at the end."""
     policy, sampler = Policy(worlds, gain, seed), make_sampler(tasks_of(worlds), prompts, seed, mixture)

@@ -27,7 +27,7 @@ from machine import describe
 
 from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.algorithms.losses import make_loss
-from megatron_fleet.config.schema import Algorithm, Config
+from megatron_fleet.config.schema import AlgorithmConfig, Config
 from megatron_fleet.trainer.base import AdamParams
 from megatron_fleet.trainer.megatron import build, optimizer, step
 from megatron_fleet.trainer.megatron.init import fill_random
@@ -131,7 +131,7 @@ def bare_step(config: Config, family: str, micro_batch: PackedMicroBatch, count:
 
 
 def our_step(policy: MegatronPolicy, micro_batch: list[Datum], count: int) -> None:
-    policy.forward_backward([micro_batch] * count, make_loss(Algorithm()))
+    policy.forward_backward([micro_batch] * count, make_loss(AlgorithmConfig()))
     policy.optim_step(1e-4)
 
 

@@ -32,7 +32,7 @@ from machine import describe
 from safetensors.torch import save_file
 from torch.distributed import TCPStore
 
-from megatron_fleet.config.schema import Config, Parallel
+from megatron_fleet.config.schema import Config, ParallelConfig
 from megatron_fleet.trainer.base import Deliver
 from megatron_fleet.weights.mapping import WeightTable
 
@@ -205,7 +205,7 @@ def rank_process(rank: int, port: int, folder: Path, control: Connection) -> Non
     from megatron_fleet.weights.source import MegatronWeightSource, megatron_place
 
     device.prepare(1, seed=0)
-    layout = Parallel(tensor=RANKS)
+    layout = ParallelConfig(tensor=RANKS)
     parallel.initialise(layout, seed=0)
     config = json.loads((folder / "config.json").read_text())
     (chunk,) = build_chunks(config, layout, torch.bfloat16, micro_batch_tokens=256)

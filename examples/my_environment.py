@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from typing import Any
 
-from megatron_fleet.config.schema import Env
+from megatron_fleet.config.schema import EnvConfig
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.base import Observation, Reward, ToolCall, ToolError
 
@@ -23,7 +23,7 @@ GUESS = {
 class HigherLower:
     """Find a number by guesses that are answered with "higher" or "lower". One session; see `Environment`."""
 
-    def __init__(self, config: Env, episode: str | None) -> None:
+    def __init__(self, config: EnvConfig, episode: str | None) -> None:
         """Args: ``config``: the section ``env``; its deadlines are kept by the caller. ``episode``: its name."""
         self._number, self._guesses = 0, 0
         self._found = False

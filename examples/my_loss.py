@@ -6,12 +6,12 @@ import torch
 
 from megatron_fleet.algorithms.loss_inputs import LossInputs, bounded_log_ratio, count
 from megatron_fleet.algorithms.policy_terms import TermResult
-from megatron_fleet.config.schema import Algorithm
+from megatron_fleet.config.schema import AlgorithmConfig
 
 LOWEST, HIGHEST = 0.8, 1.28
 
 
-def asymmetric_clip(inputs: LossInputs, algorithm: Algorithm) -> TermResult:
+def asymmetric_clip(inputs: LossInputs, algorithm: AlgorithmConfig) -> TermResult:
     """J_t = min(ρ·w, clip(ρ, 0.8, 1.28)·w), with bounds of this file instead of the configuration's.
 
     Returns:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from megatron_fleet.agents.trajectory import Group
-from megatron_fleet.config.schema import Algorithm
+from megatron_fleet.config.schema import AlgorithmConfig
 
 PENALTY = 0.02
 
 
-def per_turn(group: Group, algorithm: Algorithm) -> list[float | None]:
+def per_turn(group: Group, algorithm: AlgorithmConfig) -> list[float | None]:
     """Each turn beyond the first costs 0.02.
 
     Args:

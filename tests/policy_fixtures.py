@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from megatron_fleet.algorithms.datum import Datum
-from megatron_fleet.config.schema import Config, Parallel
+from megatron_fleet.config.schema import Config, ParallelConfig
 
 MICRO_BATCH_TOKENS = 192
 
@@ -43,7 +43,7 @@ def write_config(folder: Path, **changes: Any) -> Path:
 
 def make_config(
     model: Path,
-    parallel: Parallel | None = None,
+    parallel: ParallelConfig | None = None,
     micro_batch_tokens: int = MICRO_BATCH_TOKENS,
     temperature: float = 0.8,
     dtype: str = "float32",
@@ -53,7 +53,7 @@ def make_config(
         {
             "run": {"name": "test", "out": str(model), "steps": 1, "seed": 5},
             "model": {"path": str(model), "dtype": dtype},
-            "parallel": (parallel or Parallel()).model_dump(),
+            "parallel": (parallel or ParallelConfig()).model_dump(),
             "policy": {
                 "micro_batch_tokens": micro_batch_tokens,
                 "logprob_chunk": 50,

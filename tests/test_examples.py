@@ -16,7 +16,7 @@ from megatron_fleet.algorithms.loss_inputs import LossInputs
 from megatron_fleet.algorithms.loss_metrics import finalize_metrics
 from megatron_fleet.algorithms.losses import make_loss
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.schema import Algorithm
+from megatron_fleet.config.schema import AlgorithmConfig
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -46,7 +46,7 @@ def inputs(log_ratio: list[float], weights: list[float]) -> LossInputs:
 
 def test_the_loss_clips_at_its_own_bounds():
     x = inputs([0.0, 1.0, 1.0, -1.0, -1.0], [1.0, 1.0, -1.0, 1.0, -1.0])
-    loss, sums = make_loss(Algorithm(loss="my_loss:asymmetric_clip"))(x)
+    loss, sums = make_loss(AlgorithmConfig(loss="my_loss:asymmetric_clip"))(x)
     e = float(np.e)
     assert loss.item() == pytest.approx(-(1.0 + 1.28 - e + 1 / e - 0.8))
     loss.backward()
@@ -56,8 +56,8 @@ def test_the_loss_clips_at_its_own_bounds():
 
 def test_the_same_loss_of_ours_gives_the_same():
     x = inputs([0.0, 1.0, 1.0, -1.0, -1.0], [1.0, 1.0, -1.0, 1.0, -1.0])
-    ours, _ = make_loss(Algorithm(loss="ppo_clip", clip_low=0.2, clip_high=0.28))(x)
-    theirs, _ = make_loss(Algorithm(loss="my_loss:asymmetric_clip"))(x)
+    ours, _ = make_loss(AlgorithmConfig(loss="ppo_clip", clip_low=0.2, clip_high=0.28))(x)
+    theirs, _ = make_loss(AlgorithmConfig(loss="my_loss:asymmetric_clip"))(x)
     assert ours.item() == pytest.approx(theirs.item())
 
 
@@ -93,4 +93,4 @@ def test_what_are_no_advantages_is_refused(tmp_path, monkeypatch, code, words):
 def test_what_is_no_loss_is_refused(tmp_path, monkeypatch, code, words):
     name = module(tmp_path, monkeypatch, f"def own(inputs, algorithm): return {code}")
     with pytest.raises(UserError, match=f"^algorithm.loss={name}:own: .*({words})"):
-        make_loss(Algorithm(loss=f"{name}:own"))(inputs([0.0, 0.0], [1.0, 1.0]))
+        make_loss(AlgorithmConfig(loss=f"{name}:own"))(inputs([0.0, 0.0], [1.0, 1.0]))

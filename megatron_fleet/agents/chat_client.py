@@ -20,7 +20,7 @@ import openai
 from megatron_fleet.agents.engine import EngineLost
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import MAX_DEPTH, depth_exceeds
-from megatron_fleet.config.sections.evaluation import Endpoint
+from megatron_fleet.config.sections.evaluation import EndpointConfig
 from megatron_fleet.envs.base import clean_json
 
 PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
@@ -112,7 +112,7 @@ class ChatClient:
         dead: reason to assume that no request will be answered any more; all of them then fail immediately.
     """
 
-    def __init__(self, endpoint: Endpoint, timeout_s: float, dialect: Dialect | None = None) -> None:
+    def __init__(self, endpoint: EndpointConfig, timeout_s: float, dialect: Dialect | None = None) -> None:
         """``timeout_s``: deadline of one attempt. Raises UserError for a key that cannot be sent."""
         self.endpoint = endpoint
         self.dialect = dialect or Dialect()

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_fleet.agents.chat_client import ChatClient, ChatParams, Dialect, Refused, Unanswered
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.sections.evaluation import Endpoint
+from megatron_fleet.config.sections.evaluation import EndpointConfig
 
 PROBE_TOKENS = 256
 """Upper bound; some models think before they answer, and some endpoints refuse when that is cut off."""
@@ -24,7 +24,7 @@ _TOOL: dict[str, Any] = {
 }
 
 
-async def probe(endpoint: Endpoint, timeout_s: float, temperatures: Sequence[float], max_tokens: int) -> Dialect:
+async def probe(endpoint: EndpointConfig, timeout_s: float, temperatures: Sequence[float], max_tokens: int) -> Dialect:
     """Ask a trivial question at each temperature, with a tool; return the dialect in which the endpoint answers.
 
     Raises:

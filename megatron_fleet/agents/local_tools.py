@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from megatron_fleet.agents.builder import TrajectoryBuilder
 from megatron_fleet.agents.outputs import ToolOutputs, listed, matches
-from megatron_fleet.config.sections.agent import Agent
+from megatron_fleet.config.sections.agent import AgentConfig
 from megatron_fleet.envs.base import ToolCall
 from megatron_fleet.models.chat.renderer import to_json
 
@@ -49,7 +49,7 @@ _TOOLS = {
 }
 
 
-def offered(agent: Agent) -> tuple[dict[str, Any], ...]:
+def offered(agent: AgentConfig) -> tuple[dict[str, Any], ...]:
     """Return the definitions (OpenAI function format) of the tools enabled by the configuration."""
     names = (FINISH,) * (agent.finish == "tool") + _PAGING * agent.paging + _CONTEXT * agent.context_tools
     return tuple(_TOOLS[name] for name in names)
@@ -70,7 +70,7 @@ class LocalTools:
 
     def __init__(
         self,
-        agent: Agent,
+        agent: AgentConfig,
         outputs: ToolOutputs,
         history: Rewritable,
         builder: TrajectoryBuilder,

@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass
 
 from megatron_fleet.agents.prompts import Prompts, load_prompts
-from megatron_fleet.config.schema import Agent, Env, Rollout
+from megatron_fleet.config.schema import AgentConfig, EnvConfig, RolloutConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +26,13 @@ class EpisodeSettings:
     episode_timeout_s: float
     verify_timeout_s: float
     close_timeout_s: float
-    agent: Agent
+    agent: AgentConfig
     prompts: Prompts
     routing: bool = False
     images: bool = True
 
     @classmethod
-    def from_config(cls, rollout: Rollout, env: Env, agent: Agent) -> EpisodeSettings:
+    def from_config(cls, rollout: RolloutConfig, env: EnvConfig, agent: AgentConfig) -> EpisodeSettings:
         """Build the settings from the configuration. Raises UserError when the prompts file cannot be used."""
         return cls(
             max_context=rollout.max_context,

@@ -14,7 +14,7 @@ import numpy as np
 from megatron_fleet.algorithms.advantages import MIN_KNOWN, group_advantages, is_known
 from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.algorithms.groups import learnt_from, shaped_rewards
-from megatron_fleet.config.schema import Algorithm
+from megatron_fleet.config.schema import AlgorithmConfig
 
 if TYPE_CHECKING:
     from megatron_fleet.agents.trajectory import Group, Trajectory
@@ -80,7 +80,7 @@ class Batch:
         return {fate: counter[fate] for fate in Fate}
 
 
-def build_data(groups: Sequence[Group], algo: Algorithm, version: int | None = None) -> Batch:
+def build_data(groups: Sequence[Group], algo: AlgorithmConfig, version: int | None = None) -> Batch:
     """Turn the groups of one step (all of them: the normaliser is global) into scaled training sequences.
 
     Args:
@@ -112,7 +112,7 @@ def build_data(groups: Sequence[Group], algo: Algorithm, version: int | None = N
     return batch
 
 
-def split_batch(batch: Batch, parts: int, algo: Algorithm) -> list[list[Datum]]:
+def split_batch(batch: Batch, parts: int, algo: AlgorithmConfig) -> list[list[Datum]]:
     """Contiguous parts for several optimizer steps, each normalised over itself so that every step has full scale.
 
     A trajectory is never split. Parts are never empty: there are fewer when there are fewer trajectories.
@@ -124,7 +124,7 @@ def split_batch(batch: Batch, parts: int, algo: Algorithm) -> list[list[Datum]]:
     return [_scale(batch.data[a:b], batch.origin[a:b], batch.advantages[a:b], algo) for a, b in pairwise(edges)]
 
 
-def _group_fates(group: Group, rewards: Sequence[float | None], algo: Algorithm) -> list[Fate]:
+def _group_fates(group: Group, rewards: Sequence[float | None], algo: AlgorithmConfig) -> list[Fate]:
     enough = sum(map(is_known, rewards)) >= MIN_KNOWN
     kept = enough and learnt_from(group, rewards, algo)
 
@@ -175,7 +175,7 @@ def _ages(trajectory: Trajectory, version: int) -> np.ndarray:
 
 
 def _scale(
-    data: Sequence[Datum], origin: Sequence[Origin], advantages: Sequence[float], algo: Algorithm
+    data: Sequence[Datum], origin: Sequence[Origin], advantages: Sequence[float], algo: AlgorithmConfig
 ) -> list[Datum]:
     """Apply the normaliser, and the advantages times it, to ``data``. Idempotent: reads which positions are trained,
     not their scale.

@@ -26,7 +26,7 @@ from collections.abc import Callable
 import torch
 
 from megatron_fleet.algorithms.loss_inputs import LossInputs, count
-from megatron_fleet.config.schema import CORRECTION_BOUNDS, Correction
+from megatron_fleet.config.schema import CORRECTION_BOUNDS, CorrectionConfig
 
 Weights = tuple[torch.Tensor, torch.Tensor]
 """c_t ``[A]``, and bool ``[A]``: whether the weight was truncated or set to 0."""
@@ -64,7 +64,7 @@ CORRECTIONS: dict[str, Callable[[LossInputs, torch.Tensor, float, float], Weight
 """Map from kind to the function of inputs, log ρ ``[A]`` without gradient, low and high that returns the weights."""
 
 
-def correction_weights(x: LossInputs, correction: Correction) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def correction_weights(x: LossInputs, correction: CorrectionConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """c_t ``[A]`` without gradient, and metric sums; ``correction.kind`` is not ``off``."""
     default_low, default_high = CORRECTION_BOUNDS[correction.kind]
     low = default_low if correction.low is None else correction.low

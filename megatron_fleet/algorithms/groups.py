@@ -10,12 +10,12 @@ import numpy as np
 from megatron_fleet.algorithms.advantages import has_signal, is_known
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.extension import load
-from megatron_fleet.config.schema import Algorithm
+from megatron_fleet.config.schema import AlgorithmConfig
 
 if TYPE_CHECKING:
     from megatron_fleet.agents.trajectory import Group
 
-RewardShaping = Callable[["Group", Algorithm], Sequence[float | None]]
+RewardShaping = Callable[["Group", AlgorithmConfig], Sequence[float | None]]
 """Function from a group to the rewards used for advantages, aligned with its trajectories. Results for unknown rewards
 are ignored.
 """
@@ -25,12 +25,12 @@ GroupFilter = Callable[["Group", Sequence[float | None]], bool]
 FILTER_ARGUMENTS = ("group", "rewards")
 
 
-def unshaped(group: Group, algorithm: Algorithm) -> list[float | None]:
+def unshaped(group: Group, algorithm: AlgorithmConfig) -> list[float | None]:
     """Return the rewards unchanged."""
     return [t.reward for t in group.trajectories]
 
 
-def overlong(group: Group, algorithm: Algorithm) -> list[float | None]:
+def overlong(group: Group, algorithm: AlgorithmConfig) -> list[float | None]:
     """Reward minus a penalty that grows from 0, at ``limit`` − ``buffer`` sampled tokens, to ``penalty`` at ``limit``.
 
     Soft overlong punishment, DAPO, arXiv:2503.14476 eq. 13.
@@ -59,7 +59,7 @@ SHAPINGS: dict[str, RewardShaping] = {"none": unshaped, "overlong": overlong}
 FILTERS: dict[str, GroupFilter] = {"with_signal": with_signal, "none": every_group}
 
 
-def shaped_rewards(group: Group, algorithm: Algorithm) -> list[float | None]:
+def shaped_rewards(group: Group, algorithm: AlgorithmConfig) -> list[float | None]:
     """Shaped rewards of ``group``, aligned with its trajectories; ``None`` where a reward is unknown.
 
     Raises:
@@ -81,7 +81,7 @@ def shaped_rewards(group: Group, algorithm: Algorithm) -> list[float | None]:
     return values
 
 
-def learnt_from(group: Group, rewards: Sequence[float | None], algorithm: Algorithm) -> bool:
+def learnt_from(group: Group, rewards: Sequence[float | None], algorithm: AlgorithmConfig) -> bool:
     """Whether ``algorithm.group_filter`` keeps ``group``.
 
     Raises:

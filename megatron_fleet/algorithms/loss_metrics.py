@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from megatron_fleet.config.schema import Algorithm
+from megatron_fleet.config.schema import AlgorithmConfig
 
 NORMALISED = ("policy_loss", "kl_loss", "entropy_loss")
 """Metric sums that contain the normaliser, so each update's value is already a mean. All others are divided by a count.
@@ -20,7 +20,7 @@ WITHOUT_PROXIMAL = frozenset({"reinforce", "importance_weighted"})
 """Losses without π_old."""
 
 
-def needs_proximal(algo: Algorithm) -> bool:
+def needs_proximal(algo: AlgorithmConfig) -> bool:
     """True when several updates of one batch need log π_old, which costs a forward pass before the first of them."""
     return algo.loss not in WITHOUT_PROXIMAL
 

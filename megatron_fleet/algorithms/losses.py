@@ -13,10 +13,10 @@ from megatron_fleet.algorithms.loss_metrics import OWN, TERM_ARGUMENTS
 from megatron_fleet.algorithms.policy_terms import POLICY_TERMS, PolicyTerm, TermResult
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.extension import load
-from megatron_fleet.config.schema import Algorithm
+from megatron_fleet.config.schema import AlgorithmConfig
 
 
-def make_loss(algo: Algorithm) -> LossFn:
+def make_loss(algo: AlgorithmConfig) -> LossFn:
     """loss = −Σ c·J + kl.coef · Σ normaliser · KL estimate − entropy_coef · Σ normaliser · entropy.
 
     J is the policy term that ``algo.loss`` names, c the weight of ``algo.correction``. Deterministic, stateless, and
@@ -58,7 +58,7 @@ def _own_term(path: str) -> PolicyTerm:
     """Load a user-defined term and check its results."""
     own = load("algorithm.loss", path, TERM_ARGUMENTS)
 
-    def term(x: LossInputs, algo: Algorithm) -> TermResult:
+    def term(x: LossInputs, algo: AlgorithmConfig) -> TermResult:
         try:
             gain, sums = own(x, algo)
             shape, named = tuple(gain.shape), dict(sums)

@@ -24,17 +24,17 @@ from collections.abc import Callable
 import torch
 
 from megatron_fleet.algorithms.loss_inputs import LossInputs, bounded_log_ratio, count
-from megatron_fleet.config.schema import CLIP_BOUNDS, Algorithm
+from megatron_fleet.config.schema import CLIP_BOUNDS, AlgorithmConfig
 
 TermResult = tuple[torch.Tensor, dict[str, torch.Tensor]]
 """J_t ``[A]`` with gradient, and named metric sums (0-d, no gradient)."""
 
 
-PolicyTerm = Callable[[LossInputs, Algorithm], TermResult]
+PolicyTerm = Callable[[LossInputs, AlgorithmConfig], TermResult]
 """Named part of the loss: returns J_t of a micro-batch."""
 
 
-def clip_bounds(algo: Algorithm) -> tuple[float, float]:
+def clip_bounds(algo: AlgorithmConfig) -> tuple[float, float]:
     """Smallest and largest ratio: 1 − clip_low and 1 + clip_high, with the loss's own defaults."""
     low, high = CLIP_BOUNDS[algo.loss]
     low = low if algo.clip_low is None else algo.clip_low
@@ -42,7 +42,7 @@ def clip_bounds(algo: Algorithm) -> tuple[float, float]:
     return 1 - low, 1 + high
 
 
-def ppo_clip(x: LossInputs, algo: Algorithm) -> TermResult:
+def ppo_clip(x: LossInputs, algo: AlgorithmConfig) -> TermResult:
     """J_t = min(ρ·w, clip(ρ, 1−ε_low, 1+ε_high)·w); with a dual clip and w < 0: max(that, c·w).
 
     PPO: Schulman et al. 2017, arXiv:1707.06347 eq. 7. Separate bounds (clip-higher): DAPO, arXiv:2503.14476 §3.1.
@@ -58,7 +58,7 @@ def ppo_clip(x: LossInputs, algo: Algorithm) -> TermResult:
     return gain, sums | {"clipped_dual": count(dual)}
 
 
-def gspo(x: LossInputs, algo: Algorithm) -> TermResult:
+def gspo(x: LossInputs, algo: AlgorithmConfig) -> TermResult:
     """J_t = min(s·w, clip(s, 1−ε_low, 1+ε_high)·w), s = exp(mean over the sequence of log ρ).
 
     GSPO: Zheng et al. 2025, arXiv:2507.18071 §4.1; clipping applies to whole sequences.
@@ -68,7 +68,7 @@ def gspo(x: LossInputs, algo: Algorithm) -> TermResult:
     return _clipped(ratio, x, algo)
 
 
-def gmpo(x: LossInputs, algo: Algorithm) -> TermResult:
+def gmpo(x: LossInputs, algo: AlgorithmConfig) -> TermResult:
     """J_t = w·exp(mean over the sequence of log ρ'), ρ' = min(ρ, 1+ε_high) for A > 0 and max(ρ, 1−ε_low) for A < 0.
 
     GMPO: Zhao et al. 2025, arXiv:2507.20673: the geometric mean of the clipped token ratios; a clipped token keeps
@@ -89,7 +89,7 @@ def gmpo(x: LossInputs, algo: Algorithm) -> TermResult:
     return ratio * x.scaled_advantages, sums
 
 
-def cispo(x: LossInputs, algo: Algorithm) -> TermResult:
+def cispo(x: LossInputs, algo: AlgorithmConfig) -> TermResult:
     """J_t = w·sg[clip(ρ, 1−ε_low, 1+ε_high)]·log π: the ratio's weight is truncated, and every token keeps its
     gradient.
 
@@ -100,12 +100,12 @@ def cispo(x: LossInputs, algo: Algorithm) -> TermResult:
     return x.scaled_advantages * ratio.clamp(smallest, largest) * x.logprobs, _outside(ratio, smallest, largest)
 
 
-def reinforce(x: LossInputs, algo: Algorithm) -> TermResult:
+def reinforce(x: LossInputs, algo: AlgorithmConfig) -> TermResult:
     """J_t = w·log π. Williams 1992, "Simple statistical gradient-following algorithms", Machine Learning 8."""
     return x.scaled_advantages * x.logprobs, {}
 
 
-def importance_weighted(x: LossInputs, algo: Algorithm) -> TermResult:
+def importance_weighted(x: LossInputs, algo: AlgorithmConfig) -> TermResult:
     """J_t = r·w where 1−ε_low ≤ r ≤ 1+ε_high and 0 elsewhere, r = π/μ: one forward pass, however stale the samples are.
 
     Masked importance sampling against the sampler itself: INTELLECT-3, arXiv:2512.16144 eq. 1, after IcePop (Ring-1T,
@@ -121,7 +121,7 @@ def importance_weighted(x: LossInputs, algo: Algorithm) -> TermResult:
     return torch.where(kept, ratio * x.scaled_advantages, 0.0), sums
 
 
-def sapo(x: LossInputs, algo: Algorithm) -> TermResult:
+def sapo(x: LossInputs, algo: AlgorithmConfig) -> TermResult:
     """J_t = w·(4/τ)·sigmoid(τ·(ρ − 1)), τ = tau_positive for A > 0, tau_negative otherwise: a gate instead of a clip.
 
     SAPO: Gao et al. 2025, arXiv:2511.20347. Its slope at ρ = 1 is 1 for any τ.
@@ -147,7 +147,7 @@ def _one_with_gradient(values: torch.Tensor) -> torch.Tensor:
     return torch.exp(values - values.detach())
 
 
-def _clipped(ratio: torch.Tensor, x: LossInputs, algo: Algorithm) -> TermResult:
+def _clipped(ratio: torch.Tensor, x: LossInputs, algo: AlgorithmConfig) -> TermResult:
     """Minimum of the unclipped and the clipped objective (PPO), for token or sequence ratios."""
     smallest, largest = clip_bounds(algo)
     gain = torch.minimum(ratio * x.scaled_advantages, ratio.clamp(smallest, largest) * x.scaled_advantages)

@@ -13,7 +13,7 @@ import numpy as np
 from megatron_fleet.analysis.episodes import FILE_NAME, Episode, number_of, read_episodes, shown
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import read_object
-from megatron_fleet.config.sections.evaluation import Eval
+from megatron_fleet.config.sections.evaluation import EvalConfig
 from megatron_fleet.data.manifest import NAME as SPLIT_MANIFEST
 from megatron_fleet.telemetry.sinks import read_metrics
 
@@ -56,7 +56,7 @@ class Run:
     def pass_threshold(self) -> float:
         """``eval.pass_threshold`` of the run's configuration, or the default."""
         found = number_of(self.setting("eval", "pass_threshold"))
-        return Eval().pass_threshold if found is None else found
+        return EvalConfig().pass_threshold if found is None else found
 
     def setting(self, section: str, key: str) -> Any:
         """Return a text or number of the configuration, or ``None``."""

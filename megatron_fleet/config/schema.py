@@ -11,58 +11,64 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megatron_fleet.config.extension import Open
-from megatron_fleet.config.sections.agent import Agent
-from megatron_fleet.config.sections.algorithm import CLIP_BOUNDS, CORRECTION_BOUNDS, KL, Algorithm, Correction
+from megatron_fleet.config.sections.agent import AgentConfig
+from megatron_fleet.config.sections.algorithm import (
+    CLIP_BOUNDS,
+    CORRECTION_BOUNDS,
+    AlgorithmConfig,
+    CorrectionConfig,
+    KLConfig,
+)
 from megatron_fleet.config.sections.base import Section
-from megatron_fleet.config.sections.cluster import Cluster
-from megatron_fleet.config.sections.data import Data
-from megatron_fleet.config.sections.env import Env
-from megatron_fleet.config.sections.evaluation import Eval
-from megatron_fleet.config.sections.rollout import Engine, Rollout, Sampling
-from megatron_fleet.config.sections.tracking import Mlflow, Wandb
+from megatron_fleet.config.sections.cluster import ClusterConfig
+from megatron_fleet.config.sections.data import DataConfig
+from megatron_fleet.config.sections.env import EnvConfig
+from megatron_fleet.config.sections.evaluation import EvalConfig
+from megatron_fleet.config.sections.rollout import EngineConfig, RolloutConfig, SamplingConfig
+from megatron_fleet.config.sections.tracking import MlflowConfig, WandbConfig
 from megatron_fleet.config.sections.trainer import (
-    Lora,
-    Optimizer,
-    Parallel,
-    Policy,
-    Precision,
+    LoraConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PolicyConfig,
+    PrecisionConfig,
     Recompute,
-    Router,
-    Safety,
+    RouterConfig,
+    SafetyConfig,
 )
 
 __all__ = [
     "CLIP_BOUNDS",
     "CORRECTION_BOUNDS",
-    "KL",
-    "Agent",
-    "Algorithm",
-    "Checkpoint",
-    "Cluster",
+    "AgentConfig",
+    "AlgorithmConfig",
+    "CheckpointConfig",
+    "ClusterConfig",
     "Config",
-    "Correction",
-    "Data",
-    "Engine",
-    "Env",
-    "Eval",
-    "Logging",
-    "Lora",
-    "Model",
-    "Optimizer",
-    "Parallel",
-    "Policy",
-    "Precision",
+    "CorrectionConfig",
+    "DataConfig",
+    "EngineConfig",
+    "EnvConfig",
+    "EvalConfig",
+    "KLConfig",
+    "LoggingConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "PolicyConfig",
+    "PrecisionConfig",
     "Recompute",
-    "Rollout",
-    "Router",
-    "Run",
-    "Safety",
-    "Sampling",
+    "RolloutConfig",
+    "RouterConfig",
+    "RunConfig",
+    "SafetyConfig",
+    "SamplingConfig",
     "Section",
 ]
 
 
-class Run(Section):
+class RunConfig(Section):
     name: str = Field(description="Name of the run, used in records and titles.")
     out: str = Field(description="Folder of the run's outputs; made when missing.")
     seed: int = Field(0, ge=0, description="Seed of task order, sampling and initial state.")
@@ -80,41 +86,41 @@ class Run(Section):
     )
 
 
-class Model(Section):
+class ModelConfig(Section):
     path: str = Field(description="HF folder: config.json, tokenizer.json, safetensors.")
     dtype: Literal["float32", "bfloat16"] = Field(
         "bfloat16", description="Of the forward pass and of the engines; float32 on CPU."
     )
 
 
-class Checkpoint(Section):
+class CheckpointConfig(Section):
     interval: int = Field(5, ge=0, description="Steps between checkpoints; 0 = only at the end.")
     keep: int = Field(2, ge=1, description="Newest checkpoints kept.")
     export_hf: bool = Field(True, description="Export an HF folder at the end of the run.")
 
 
-class Logging(Section):
+class LoggingConfig(Section):
     tensorboard: bool = Field(True, description="Write TensorBoard event files beside metrics.jsonl.")
     plot: bool = Field(True, description="Draw the learning curve as PNG at the end.")
     own: tuple[Annotated[str, Open(())], ...] = Field(
         (), description="Loggers of your own that metrics go to as well (examples/my_logger.py)."
     )
-    wandb: Wandb = Wandb()
-    mlflow: Mlflow = Mlflow()
+    wandb: WandbConfig = WandbConfig()
+    mlflow: MlflowConfig = MlflowConfig()
 
 
 class Config(Section):
-    run: Run
-    model: Model
-    precision: Precision = Precision()
-    cluster: Cluster = Cluster()
-    parallel: Parallel = Parallel()
-    policy: Policy
-    algorithm: Algorithm = Algorithm()
-    rollout: Rollout
-    env: Env = Env()
-    agent: Agent = Agent()
-    data: Data
-    eval: Eval = Eval()
-    checkpoint: Checkpoint = Checkpoint()
-    logging: Logging = Logging()
+    run: RunConfig
+    model: ModelConfig
+    precision: PrecisionConfig = PrecisionConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    policy: PolicyConfig
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    rollout: RolloutConfig
+    env: EnvConfig = EnvConfig()
+    agent: AgentConfig = AgentConfig()
+    data: DataConfig
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()

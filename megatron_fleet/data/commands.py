@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from megatron_fleet.config.errors import UserError, say
 
 if TYPE_CHECKING:
-    from megatron_fleet.config.sections.data import Data
+    from megatron_fleet.config.sections.data import DataConfig
 
 OVERRIDES = "data=preset or data.key=value; docs/reference/config.md lists the keys"
 SOURCE = "a file, s3://bucket/file.json, a prepared folder, or `embedded`"
@@ -76,7 +76,7 @@ def _export(args: argparse.Namespace) -> int:
     return 0
 
 
-def _data(source: str, overrides: Sequence[str]) -> Data:
+def _data(source: str, overrides: Sequence[str]) -> DataConfig:
     """Return the section ``data`` as a run would have it."""
     from megatron_fleet.config.load import load
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
-from megatron_fleet.config.sections.data import Data
+from megatron_fleet.config.sections.data import DataConfig
 from megatron_fleet.data.loader import checked
 from megatron_fleet.data.manifest import NAME, SplitManifest
 from megatron_fleet.data.rows import Parsed, parse
@@ -55,7 +55,9 @@ class Dataset:
     manifest: SplitManifest
 
 
-def build(data: Data, previous: SplitManifest | None = None, say: Callable[[str], None] = lambda _: None) -> Dataset:
+def build(
+    data: DataConfig, previous: SplitManifest | None = None, say: Callable[[str], None] = lambda _: None
+) -> Dataset:
     """Read, check, select and split.
 
     Args:
@@ -73,7 +75,7 @@ def build(data: Data, previous: SplitManifest | None = None, say: Callable[[str]
     return divide(source, parsed, data, previous)
 
 
-def divide(source: Source, parsed: Parsed, data: Data, previous: SplitManifest | None = None) -> Dataset:
+def divide(source: Source, parsed: Parsed, data: DataConfig, previous: SplitManifest | None = None) -> Dataset:
     """Select and split the valid rows of a source; arguments and errors as for ``build``."""
     if previous is None:
         previous = _previous(data, source)
@@ -91,7 +93,7 @@ def divide(source: Source, parsed: Parsed, data: Data, previous: SplitManifest |
     return Dataset(result, removed, _record(result, source.address, source.sha256, rules, previous))
 
 
-def _previous(data: Data, source: Source) -> SplitManifest | None:
+def _previous(data: DataConfig, source: Source) -> SplitManifest | None:
     if data.split_manifest is None:
         return source.manifest
     if source.manifest is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_fleet.config.sections.data import Data
+from megatron_fleet.config.sections.data import DataConfig
 from megatron_fleet.data.dataset import Dataset, divide
 from megatron_fleet.data.loader import faults
 from megatron_fleet.data.near import THRESHOLD, near_duplicates
@@ -44,7 +44,7 @@ class Inspection:
     dataset: Dataset | None
 
 
-def inspect(data: Data, say: Callable[[str], None] = lambda _: None) -> Inspection:
+def inspect(data: DataConfig, say: Callable[[str], None] = lambda _: None) -> Inspection:
     """Inspect everything in ``data.tasks``, valid or not.
 
     Raises:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.sections.mixture import Mixture
+from megatron_fleet.config.sections.mixture import MixtureConfig
 from megatron_fleet.data.task import Task
 
 ROUNDING = 1e-9
@@ -20,7 +20,7 @@ def env_sizes(tasks: Iterable[Task]) -> dict[str, int]:
     return dict(sorted(Counter(task.env_key for task in tasks).items()))
 
 
-def env_shares(sizes: Mapping[str, int], mixture: Mixture) -> dict[str, float]:
+def env_shares(sizes: Mapping[str, int], mixture: MixtureConfig) -> dict[str, float]:
     """Map environment → its share of the prompts, above 0, sum 1; environments that get nothing are absent.
 
     proportional: n / Σn, n tasks. temperature: n^(1/T) / Σ n^(1/T) (Arivazhagan et al. 2019, arXiv:1907.05019 §4.2).
@@ -39,7 +39,7 @@ def env_shares(sizes: Mapping[str, int], mixture: Mixture) -> dict[str, float]:
     return {env: weight / total for env, weight in weights.items()}
 
 
-def check_mixture(tasks: Iterable[Task], batch: int, mixture: Mixture) -> None:
+def check_mixture(tasks: Iterable[Task], batch: int, mixture: MixtureConfig) -> None:
     """Reject a mixture that does not fit the training tasks.
 
     Args:
@@ -59,7 +59,7 @@ def check_mixture(tasks: Iterable[Task], batch: int, mixture: Mixture) -> None:
         )
 
 
-def _check_names(sizes: Mapping[str, int], mixture: Mixture) -> None:
+def _check_names(sizes: Mapping[str, int], mixture: MixtureConfig) -> None:
     for env in mixture.shares:
         if env not in sizes:
             raise UserError(

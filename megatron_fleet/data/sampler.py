@@ -10,7 +10,7 @@ from typing import Any, Protocol, final
 import numpy as np
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.sections.mixture import Mixture
+from megatron_fleet.config.sections.mixture import MixtureConfig
 from megatron_fleet.data import curriculum
 from megatron_fleet.data.curriculum import Estimate
 from megatron_fleet.data.mixture import check_mixture, env_shares, env_sizes, quotas, with_minimum
@@ -49,7 +49,7 @@ class Sampler(Protocol):
         ...
 
 
-def make_sampler(tasks: Sequence[Task], batch: int, seed: int, mixture: Mixture) -> Sampler:
+def make_sampler(tasks: Sequence[Task], batch: int, seed: int, mixture: MixtureConfig) -> Sampler:
     """Create the sampler for ``data.mixture``; with its defaults, whole epochs over all tasks.
 
     Raises:
@@ -113,7 +113,7 @@ class PromptSampler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See ``Sampler``."""
         if "mixture" in state:
-            _check_mixture_state(Mixture.model_validate(state["mixture"]), Mixture())
+            _check_mixture_state(MixtureConfig.model_validate(state["mixture"]), MixtureConfig())
         _check_state(state, self._seed, self._fingerprint())
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
         self._order = self._shuffled(self._epoch)
@@ -135,7 +135,7 @@ class MixtureSampler:
     pass within a batch may do so too.
     """
 
-    def __init__(self, tasks: Sequence[Task], batch: int, seed: int, mixture: Mixture) -> None:
+    def __init__(self, tasks: Sequence[Task], batch: int, seed: int, mixture: MixtureConfig) -> None:
         """Raises UserError when there is no task, or the mixture does not fit the tasks or ``batch``."""
         _check_tasks(tasks)
         check_mixture(tasks, batch, mixture)
@@ -211,7 +211,7 @@ class MixtureSampler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See ``Sampler``."""
-        _check_mixture_state(Mixture.model_validate(state.get("mixture", {})), self._mixture)
+        _check_mixture_state(MixtureConfig.model_validate(state.get("mixture", {})), self._mixture)
         _check_state(state, self._seed, self._fingerprint)
         self._batches, self._streaks = int(state["batches"]), Counter(state["streaks"])
         own = state["environments"]
@@ -253,7 +253,7 @@ def _check_state(state: dict[str, Any], seed: int, fingerprint: str) -> None:
         )
 
 
-def _check_mixture_state(saved: Mixture, present: Mixture) -> None:
+def _check_mixture_state(saved: MixtureConfig, present: MixtureConfig) -> None:
     """Refuse to resume with another mixture; keys missing from the checkpoint had their defaults."""
     was, now = _settings(saved), _settings(present)
     for key, value in now.items():
@@ -264,6 +264,6 @@ def _check_mixture_state(saved: Mixture, present: Mixture) -> None:
             )
 
 
-def _settings(mixture: Mixture) -> dict[str, Any]:
+def _settings(mixture: MixtureConfig) -> dict[str, Any]:
     own = mixture.model_dump()
     return own | {f"curriculum.{key}": value for key, value in own.pop("curriculum").items()}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.sections.data import Data
+from megatron_fleet.config.sections.data import DataConfig
 from megatron_fleet.data.exclusion import Exclusion, read_exclusion
 from megatron_fleet.data.task import Task
 
@@ -23,7 +23,7 @@ class Selection:
     removed: list[tuple[Task, str]]
 
 
-def select(tasks: Sequence[Task], data: Data) -> Selection:
+def select(tasks: Sequence[Task], data: DataConfig) -> Selection:
     """Apply the filters in order; the first one that removes a task gives the reason. ``max_tasks`` comes last.
 
     Raises:
@@ -47,7 +47,7 @@ def select(tasks: Sequence[Task], data: Data) -> Selection:
     return Selection([task for task in kept if task.key in chosen], removed)
 
 
-def excluded_tasks(data: Data) -> frozenset[str]:
+def excluded_tasks(data: DataConfig) -> frozenset[str]:
     """Return the keys of single tasks on the exclusion lists. Raises UserError if a list cannot be read."""
     return frozenset().union(*(read_exclusion(name).tasks for name in data.exclusions))
 
@@ -70,7 +70,7 @@ def choose(tasks: Sequence[Task], most: int) -> set[str]:
     return {key for _, _, key in sorted(places)[:most]}
 
 
-def _filters(data: Data) -> list[tuple[str, Keeps]]:
+def _filters(data: DataConfig) -> list[tuple[str, Keeps]]:
     filters: list[tuple[str, Keeps]] = []
     if data.modality != "all":
         filters.append(("modality", lambda task: task.modality == data.modality))
@@ -85,7 +85,7 @@ def _outside(exclusion: Exclusion) -> Keeps:
     return lambda task: not exclusion.covers(task)
 
 
-def _check_environments(tasks: Sequence[Task], data: Data) -> None:
+def _check_environments(tasks: Sequence[Task], data: DataConfig) -> None:
     present = {task.env_key for task in tasks}
     named = {"data.environments": data.environments, "data.held_out_environments": data.held_out_environments}
     for key, environments in named.items():

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_fleet.config.sections.data import Data
+from megatron_fleet.config.sections.data import DataConfig
 from megatron_fleet.data.manifest import Side, SplitManifest
 from megatron_fleet.data.task import Task
 
@@ -43,7 +43,7 @@ def key_hash(key: str) -> float:
     return int.from_bytes(hashlib.md5(key.encode(), usedforsecurity=False).digest()[:8], "big") / 2**64
 
 
-def split(tasks: Sequence[Task], rules: Data, previous: SplitManifest | None = None) -> Split:
+def split(tasks: Sequence[Task], rules: DataConfig, previous: SplitManifest | None = None) -> Split:
     """Assign every task; the order of ``tasks`` and of their environments does not matter.
 
     1. Candidates for evaluation are the tasks whose hash is below a threshold: ``rules.eval_fraction``, or
@@ -87,7 +87,7 @@ def _fate(task: Task, chosen: bool, held_out: bool, was: Side | None) -> Fate:
     return "unused" if held_out else "train"
 
 
-def _evaluation(by_env: Mapping[str, Sequence[Task]], rules: Data, was: Mapping[str, Side]) -> set[str]:
+def _evaluation(by_env: Mapping[str, Sequence[Task]], rules: DataConfig, was: Mapping[str, Side]) -> set[str]:
     """Return the keys of the evaluation tasks. ``by_env``: tasks in the order of their hash."""
     # Old tasks first, then round-robin over environments.
     queue: list[tuple[bool, int, str, str]] = []

@@ -17,7 +17,7 @@ from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.checkpoint.checkpoints import Checkpoint
 from megatron_fleet.config.errors import UserError, say
 from megatron_fleet.config.load import load_resolved
-from megatron_fleet.config.schema import Config, Parallel
+from megatron_fleet.config.schema import Config, ParallelConfig
 from megatron_fleet.debug.dumps import Dump, open_dump
 from megatron_fleet.debug.report import Found, MicroBatchFound, SequenceFound, to_json, to_text
 from megatron_fleet.trainer.base import AdamParams, LossSpec, MicroBatchLoss, Trainer, TrainerLost
@@ -67,7 +67,7 @@ def _configure(dump: Dump, outputs: Path, overrides: Sequence[str]) -> tuple[Con
     fixed = [f"model.path={model}", f"run.out={outputs}", "cluster.ranks=local", "cluster.nodes=0"]
     config = load_resolved(dump.config_file, [*fixed, *overrides])
     if not any(text.startswith("parallel.") for text in overrides):
-        config = config.model_copy(update={"parallel": Parallel()})
+        config = config.model_copy(update={"parallel": ParallelConfig()})
     return config, config.parallel == recorded.parallel
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megatron_fleet.config.sections.faults import FaultRates
+from megatron_fleet.config.sections.faults import FaultRatesConfig
 
 FATAL_CALLS = 3
 """A hanging or dying call is one of an episode's first few, or its last one when there are fewer."""
@@ -68,7 +68,7 @@ class RandomFaults:
     equal faults regardless of the order of their episodes.
     """
 
-    def __init__(self, rates: FaultRates, seed: int) -> None:
+    def __init__(self, rates: FaultRatesConfig, seed: int) -> None:
         self._rates = rates
         self._seed = seed
 

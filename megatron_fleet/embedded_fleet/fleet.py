@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.schema import Env
+from megatron_fleet.config.schema import EnvConfig
 from megatron_fleet.config.secrets import without_secrets
-from megatron_fleet.config.sections.faults import FaultRates
+from megatron_fleet.config.sections.faults import FaultRatesConfig
 
 POLL_S = 0.02
 STOP_S = 5.0
@@ -35,7 +35,7 @@ STOPPED = "The embedded fleet's server was stopped."
 class _Launch:
     """Arguments of `EmbeddedFleet.start`, for a restart."""
 
-    config: Env
+    config: EnvConfig
     log: Path
     python: str | Path | None
     seed: int
@@ -66,7 +66,7 @@ class EmbeddedFleet:
 
     def start(
         self,
-        config: Env,
+        config: EnvConfig,
         log_path: Path,
         python: str | Path | None = None,
         seed: int = 0,
@@ -203,7 +203,7 @@ class EmbeddedFleet:
             "--sandbox",
             launch.config.sandbox,
         ]
-        if launch.config.faults != FaultRates():
+        if launch.config.faults != FaultRatesConfig():
             command += ["--faults", launch.config.faults.model_dump_json(), "--seed", str(launch.seed)]
         inherited = os.environ if launch.environment is None else launch.environment
         environment = without_secrets(inherited) | {TOKEN: launch.token}

@@ -15,7 +15,7 @@ from pathlib import Path
 import uvicorn
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.sections.faults import FaultRates
+from megatron_fleet.config.sections.faults import FaultRatesConfig
 from megatron_fleet.embedded_fleet.connections import Connections, Guard
 from megatron_fleet.embedded_fleet.environment import ACTION, NO_FAULTS, OBSERVATION, FleetEnvironment
 from megatron_fleet.embedded_fleet.faults import FaultSource, RandomFaults
@@ -115,7 +115,7 @@ def main() -> None:
         sys.exit(f"error: {error}")
     if note:
         print(f"warning: {note}", file=sys.stderr, flush=True)
-    faults = RandomFaults(FaultRates.model_validate_json(args.faults), args.seed) if args.faults else NO_FAULTS
+    faults = RandomFaults(FaultRatesConfig.model_validate_json(args.faults), args.seed) if args.faults else NO_FAULTS
     where = {"host": args.host, "token": os.environ.pop(TOKEN, "")}
     asyncio.run(
         serve(

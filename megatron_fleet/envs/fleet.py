@@ -18,7 +18,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any, TypeVar
 
-from megatron_fleet.config.sections.env import Env
+from megatron_fleet.config.sections.env import EnvConfig
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.base import EnvBusy, EnvLost, Observation, Reward, ToolCall, ToolError
 from megatron_fleet.envs.busy import is_busy
@@ -45,7 +45,7 @@ class FleetEnvironment:
     A missed deadline or a cancellation poisons the session: every later call raises EnvLost.
     """
 
-    def __init__(self, config: Env) -> None:
+    def __init__(self, config: EnvConfig) -> None:
         self._config = config
         self._task: Task | None = None
         self._env: Any = None

@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import user_path
-from megatron_fleet.config.sections.fleet import Fleet
+from megatron_fleet.config.sections.fleet import FleetConfig
 
 COMMIT = "009c1ed90ffee3575785eb169b8254f4c682e09a"
 INSTALL = (
@@ -39,7 +39,7 @@ def check_key() -> None:
 
 
 @lru_cache(maxsize=1)
-def load_fleet_task_env(config: Fleet) -> type[Any]:
+def load_fleet_task_env(config: FleetConfig) -> type[Any]:
     """Return the class ``FleetTaskEnv``, ready for use in this process.
 
     Raises:
@@ -49,7 +49,7 @@ def load_fleet_task_env(config: Fleet) -> type[Any]:
     return _without_key(config)
 
 
-def _without_key(config: Fleet) -> type[Any]:
+def _without_key(config: FleetConfig) -> type[Any]:
     """Return the class, for a process that only looks at it. Raises UserError."""
     _prepare_process(config)
     _check_mcp()
@@ -67,7 +67,7 @@ def _without_key(config: Fleet) -> type[Any]:
     return found
 
 
-def _prepare_process(config: Fleet) -> None:
+def _prepare_process(config: FleetConfig) -> None:
     """Set the environment variables that Fleet's packages read."""
     os.environ.setdefault("LOGFIRE_IGNORE_NO_CONFIG", "1")
     if config.ca_file is None:
@@ -110,7 +110,7 @@ def give_threads(loop: asyncio.AbstractEventLoop) -> None:
 def main() -> int:
     """Return exit status 0 if Fleet's package can be used; else print the reason and return 1. Needs no key."""
     try:
-        _without_key(Fleet(package=sys.argv[1] if len(sys.argv) > 1 else None))
+        _without_key(FleetConfig(package=sys.argv[1] if len(sys.argv) > 1 else None))
     except UserError as error:
         print(error)
         return 1

@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable, Iterable
 from functools import cache
 from typing import Any, TypeVar
 
-from megatron_fleet.config.sections.env import Env
-from megatron_fleet.config.sections.openenv import OpenEnv
+from megatron_fleet.config.sections.env import EnvConfig
+from megatron_fleet.config.sections.openenv import OpenEnvConfig
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.base import EnvBusy, EnvLost, Observation, Reward, ToolCall, ToolError, cut_reason
 from megatron_fleet.envs.busy import is_busy
@@ -60,7 +60,9 @@ class OpenEnvEnvironment:
     state is then unknown: every later call raises EnvLost.
     """
 
-    def __init__(self, config: Env, url: str, openenv: OpenEnv, episode: str | None = None, token: str = "") -> None:
+    def __init__(
+        self, config: EnvConfig, url: str, openenv: OpenEnvConfig, episode: str | None = None, token: str = ""
+    ) -> None:
         """
         Args:
             config: provides the deadlines.

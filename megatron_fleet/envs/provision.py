@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from megatron_fleet.config.sections.provisioning import Provisioning
+from megatron_fleet.config.sections.provisioning import ProvisioningConfig
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.base import EnvBusy, Environment, EnvLost, Observation, Reward, ToolCall, cut_reason
 from megatron_fleet.envs.breaker import Breaker
@@ -157,7 +157,7 @@ class ProvisionedEnvironment:
 class Provisioner:
     """Concurrency limiters and circuit breakers of one worker, by environment key."""
 
-    def __init__(self, config: Provisioning) -> None:
+    def __init__(self, config: ProvisioningConfig) -> None:
         """``config``: the worker's share of the limits."""
         self._config = config
         self._gates: dict[str, Gate] = {}

@@ -18,8 +18,8 @@ from typing import Protocol
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.extension import load
 from megatron_fleet.config.secrets import without_secrets
-from megatron_fleet.config.sections.env import Env
-from megatron_fleet.config.sections.openenv import OpenEnv
+from megatron_fleet.config.sections.env import EnvConfig
+from megatron_fleet.config.sections.openenv import OpenEnvConfig
 from megatron_fleet.embedded_fleet.fleet import EmbeddedFleet
 from megatron_fleet.envs.base import Environment
 from megatron_fleet.envs.fleet import FleetEnvironment
@@ -43,7 +43,7 @@ class Start:
         token: secret that a server requires, see `environment_token`; empty: none, on loopback only.
     """
 
-    env: Env
+    env: EnvConfig
     log: Path
     python: str
     seed: int
@@ -83,11 +83,11 @@ class Kind:
         serve: starts the server that a run needs. Raises UserError.
     """
 
-    open: Callable[[Env, str, str | None, str], Environment]
+    open: Callable[[EnvConfig, str, str | None, str], Environment]
     serve: Callable[[Start], Server]
 
 
-def make_environment(config: Env, url: str, episode: str | None = None, token: str = "") -> Environment:
+def make_environment(config: EnvConfig, url: str, episode: str | None = None, token: str = "") -> Environment:
     """Create an Environment for one episode.
 
     Args:
@@ -112,7 +112,7 @@ def _kind(name: str) -> Kind:
     return KINDS.get(name) or Kind(partial(_own, name), _own_server)
 
 
-def _own(path: str, config: Env, url: str, episode: str | None, token: str) -> Environment:
+def _own(path: str, config: EnvConfig, url: str, episode: str | None, token: str) -> Environment:
     environment: Environment = load("env.kind", path, OWN_ARGUMENTS)(config, episode)
     return environment
 
@@ -182,7 +182,7 @@ def _hosted(start: Start) -> Server:
     return _Elsewhere("")
 
 
-EMBEDDED = OpenEnv(interface="mcp", finish_tool=FINISH_TOOL)
+EMBEDDED = OpenEnvConfig(interface="mcp", finish_tool=FINISH_TOOL)
 """OpenEnv settings for the embedded fleet's server."""
 KINDS: Mapping[str, Kind] = MappingProxyType(
     {

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_fleet.config.schema import Safety
+from megatron_fleet.config.schema import SafetyConfig
 from megatron_fleet.debug.record import Verdict
 
 WINDOW = 32
@@ -26,7 +26,7 @@ class StepJudge:
         skipped_in_a_row: number of skipped steps since the last finite one.
     """
 
-    def __init__(self, safety: Safety) -> None:
+    def __init__(self, safety: SafetyConfig) -> None:
         self._factor = safety.spike_factor
         self._norms: deque[float] = deque(maxlen=WINDOW)
         self.skipped = self.skipped_in_a_row = 0

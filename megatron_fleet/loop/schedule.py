@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from megatron_fleet.config.schema import Optimizer
+from megatron_fleet.config.schema import OptimizerConfig
 
 
-def lr_at(step: int, optimizer: Optimizer, total_steps: int) -> float:
+def lr_at(step: int, optimizer: OptimizerConfig, total_steps: int) -> float:
     """Learning rate of optimizer step ``step`` (from 0) of ``total_steps``.
 
     Linear warm-up to ``lr`` over ``warmup_steps`` (the rate of step 0 is above 0), then ``schedule`` down to

@@ -20,8 +20,8 @@ from megatron_fleet.agents.chat_client import ChatClient
 from megatron_fleet.agents.chat_conversation import run_chat_episode
 from megatron_fleet.agents.settings import EpisodeSettings
 from megatron_fleet.agents.trajectory import Trajectory
-from megatron_fleet.config.schema import Agent, Env, Rollout
-from megatron_fleet.config.sections.evaluation import Endpoint
+from megatron_fleet.config.schema import AgentConfig, EnvConfig, RolloutConfig
+from megatron_fleet.config.sections.evaluation import EndpointConfig
 from megatron_fleet.envs.provision import ProvisionedEnvironment
 from megatron_fleet.rollout.budget import budget
 from megatron_fleet.rollout.chat_messages import Ended, Frames, Report, Setup
@@ -41,13 +41,13 @@ class ChatWorker(EpisodeRunner):
         Raises:
             UserError: the prompts file is invalid.
         """
-        rollout: Rollout = Rollout.model_validate(setup.rollout)
+        rollout: RolloutConfig = RolloutConfig.model_validate(setup.rollout)
         rollout = rollout.model_copy(update={"workers": 1})  # this process has all slots
-        env, endpoint = Env.model_validate(setup.env), Endpoint.model_validate(setup.endpoint)
+        env, endpoint = EnvConfig.model_validate(setup.env), EndpointConfig.model_validate(setup.endpoint)
         super().__init__(rollout, env, setup.env_url)
         self._rollout = rollout
         self._numbers = itertools.count()
-        self._settings = EpisodeSettings.from_config(rollout, env, Agent.model_validate(setup.agent))
+        self._settings = EpisodeSettings.from_config(rollout, env, AgentConfig.model_validate(setup.agent))
         self._client = ChatClient(endpoint, rollout.engine.request_timeout_s, setup.dialect)
 
     async def _episode(self, spec: EpisodeSpec, environment: ProvisionedEnvironment) -> Trajectory:

@@ -19,7 +19,7 @@ from megatron_fleet.agents.builder import TrajectoryBuilder
 from megatron_fleet.agents.kinds import make_agent
 from megatron_fleet.agents.settings import EpisodeSettings, stable_seed
 from megatron_fleet.agents.trajectory import Outcome, Trajectory, environment_failed
-from megatron_fleet.config.schema import Agent, Env, Rollout
+from megatron_fleet.config.schema import AgentConfig, EnvConfig, RolloutConfig
 from megatron_fleet.envs.provision import ProvisionedEnvironment, Provisioner, Quarantined
 from megatron_fleet.envs.registry import environment_token, make_environment
 from megatron_fleet.models.chat.detection import make_renderer
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 class EpisodeRunner(ABC):
     """Runner of batches of episodes on one event loop. Subclasses provide the model that plays them."""
 
-    def __init__(self, rollout: Rollout, env: Env, env_url: str, env_token: str = "") -> None:
+    def __init__(self, rollout: RolloutConfig, env: EnvConfig, env_url: str, env_token: str = "") -> None:
         """Args: ``env_token``: token for the run's own environment server."""
         self._env_config, self._env_url, self._env_token = env, env_url, env_token
         places = math.ceil(rollout.episodes_in_flight / rollout.workers)
@@ -136,10 +136,10 @@ class EpisodeWorker(EpisodeRunner):
         Raises:
             UserError: the tokenizer folder or the prompts file is invalid.
         """
-        rollout_config: Rollout = Rollout.model_validate(rollout)
-        env_config = Env.model_validate(env)
+        rollout_config: RolloutConfig = RolloutConfig.model_validate(rollout)
+        env_config = EnvConfig.model_validate(env)
         super().__init__(rollout_config, env_config, env_url, environment_token(token))
-        self._settings = EpisodeSettings.from_config(rollout_config, env_config, Agent.model_validate(agent))
+        self._settings = EpisodeSettings.from_config(rollout_config, env_config, AgentConfig.model_validate(agent))
         self._renderer = make_renderer(tokenizer_folder, rollout_config.thinking, rollout_config.renderer)
         self._engine = connect(endpoints, token, rollout_config.engine.request_timeout_s, host)
         self._agent = make_agent(self._settings.agent.kind)

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol, get_args
 import numpy as np
 
 from megatron_fleet.algorithms.datum import Datum
-from megatron_fleet.config.schema import Algorithm, Optimizer
+from megatron_fleet.config.schema import AlgorithmConfig, OptimizerConfig
 
 MicroBatches = Sequence[Sequence[Datum]]
 """Micro-batches of one data-parallel rank: sequences packed behind each other, at most ``policy.micro_batch_tokens``
@@ -50,7 +50,7 @@ class LossSpec:
     per_sequence: bool = False
 
     @classmethod
-    def of(cls, algorithm: Algorithm, per_sequence: bool = False) -> LossSpec:
+    def of(cls, algorithm: AlgorithmConfig, per_sequence: bool = False) -> LossSpec:
         return cls(algorithm.loss, algorithm.model_dump(mode="json"), per_sequence)
 
 
@@ -65,7 +65,7 @@ class AdamParams:
     clip_grad: float = math.inf
 
     @classmethod
-    def of(cls, optimizer: Optimizer, lr: float) -> AdamParams:
+    def of(cls, optimizer: OptimizerConfig, lr: float) -> AdamParams:
         return cls(lr, optimizer.betas, optimizer.eps, optimizer.weight_decay, optimizer.clip_grad)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.schema import Parallel, Precision
+from megatron_fleet.config.schema import ParallelConfig, PrecisionConfig
 from megatron_fleet.trainer.precision import token_alignment
 
 
@@ -12,14 +12,14 @@ def padded_vocab_size(vocab_size: int, tensor: int) -> int:
     return -(-vocab_size // tensor) * tensor
 
 
-def sequence_alignment(parallel: Parallel) -> int:
+def sequence_alignment(parallel: ParallelConfig) -> int:
     """Multiple of tokens that each sequence of a micro-batch is padded to: context parallelism cuts it into 2 × context
     parts, and each rank gets one from the front and its mirror image from the back.
     """
     return 2 * parallel.context if parallel.context > 1 else 1
 
 
-def micro_batch_alignment(parallel: Parallel, precision: Precision) -> int:
+def micro_batch_alignment(parallel: ParallelConfig, precision: PrecisionConfig) -> int:
     """Multiple of tokens that a micro-batch is padded to: each context rank's part is cut again into ``tensor`` slices,
     and each slice must suit the precision.
     """
@@ -27,7 +27,7 @@ def micro_batch_alignment(parallel: Parallel, precision: Precision) -> int:
     return token_alignment(precision) * slices * sequence_alignment(parallel)
 
 
-def check_micro_batch_tokens(micro_batch_tokens: int, parallel: Parallel, precision: Precision) -> None:
+def check_micro_batch_tokens(micro_batch_tokens: int, parallel: ParallelConfig, precision: PrecisionConfig) -> None:
     """Refuse a capacity that cannot be the width of a micro-batch.
 
     Raises:
@@ -40,7 +40,7 @@ def check_micro_batch_tokens(micro_batch_tokens: int, parallel: Parallel, precis
         )
 
 
-def layers_of_stages(layers: int, parallel: Parallel) -> list[int]:
+def layers_of_stages(layers: int, parallel: ParallelConfig) -> list[int]:
     """Transformer layers of each pipeline rank, over all its virtual stages.
 
     Raises:

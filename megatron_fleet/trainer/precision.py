@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.schema import Config, Parallel, Precision
+from megatron_fleet.config.schema import Config, ParallelConfig, PrecisionConfig
 from megatron_fleet.models.model import Model
 
 _BLOCK = 128
@@ -21,7 +21,7 @@ _OLDEST_ENGINE = {"fp8_delayed": (1, 7), "fp8_tensorwise": (2, 2), "fp8_blockwis
 _PRECISION_AWARE_ENGINE = (2, 1)
 
 
-def token_alignment(precision: Precision) -> int:
+def token_alignment(precision: PrecisionConfig) -> int:
     """Multiple that each rank's number of tokens in a micro-batch must have.
 
     FP8 products require 16; the blockwise recipe 128, since the gradient of a weight sums over tokens in blocks of that
@@ -32,7 +32,7 @@ def token_alignment(precision: Precision) -> int:
     return _BLOCK if precision.recipe == "fp8_blockwise" else _GEMM
 
 
-def check_precision(model: Model, parallel: Parallel, precision: Precision) -> None:
+def check_precision(model: Model, parallel: ParallelConfig, precision: PrecisionConfig) -> None:
     """Refuse an FP8 recipe that does not fit this model's layers when split as in ``parallel``.
 
     Raises:
@@ -63,7 +63,7 @@ def check_precision(model: Model, parallel: Parallel, precision: Precision) -> N
             )
 
 
-def _widths(model: Model, parallel: Parallel) -> list[tuple[str, int, bool]]:
+def _widths(model: Model, parallel: ParallelConfig) -> list[tuple[str, int, bool]]:
     """Name and size on one rank of each side of the matrices in FP8 layers, and whether it is whole on the rank."""
     tensor, experts = parallel.tensor, parallel.expert_tensor_size
     found = [("hidden_size", model.hidden, True)]

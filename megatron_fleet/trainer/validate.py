@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.schema import Parallel, Recompute
+from megatron_fleet.config.schema import ParallelConfig, Recompute
 from megatron_fleet.models.hf_config import read_model
 from megatron_fleet.models.megatron_config import megatron_arguments
 from megatron_fleet.models.model import Model
@@ -19,7 +19,7 @@ from megatron_fleet.trainer.layout import layers_of_stages
 
 
 def validate(
-    hf_config: Mapping[str, Any], parallel: Parallel, recompute: Recompute = "none", lora_rank: int = 0
+    hf_config: Mapping[str, Any], parallel: ParallelConfig, recompute: Recompute = "none", lora_rank: int = 0
 ) -> None:
     """Refuse a model that cannot be built: an unknown architecture, or incompatible sizes and switches.
 
@@ -41,7 +41,7 @@ def validate(
         )
 
 
-def _divisions(model: Model, p: Parallel) -> None:
+def _divisions(model: Model, p: ParallelConfig) -> None:
     dense = not (model.moe_layers and all(model.moe_layers))
     groups = model.heads if model.latent else model.groups or model.heads
     for field, value, axis, size in (
@@ -61,7 +61,7 @@ def _divisions(model: Model, p: Parallel) -> None:
             )
 
 
-def _vocabulary(model: Model, p: Parallel) -> str | None:
+def _vocabulary(model: Model, p: ParallelConfig) -> str | None:
     if model.vocab >= p.tensor**2:
         return None
     return (
@@ -70,13 +70,13 @@ def _vocabulary(model: Model, p: Parallel) -> str | None:
     )
 
 
-def _virtual(_: Model, p: Parallel) -> str | None:
+def _virtual(_: Model, p: ParallelConfig) -> str | None:
     if p.virtual == 1 or p.pipeline > 1:
         return None
     return f"parallel.virtual={p.virtual} needs parallel.pipeline above 1; set parallel.virtual=1."
 
 
-def _experts_exist(model: Model, p: Parallel) -> str | None:
+def _experts_exist(model: Model, p: ParallelConfig) -> str | None:
     if model.experts or (p.expert == 1 and p.expert_tensor is None):
         return None
     return (
@@ -85,7 +85,7 @@ def _experts_exist(model: Model, p: Parallel) -> str | None:
     )
 
 
-def _experts_fit_ranks(model: Model, p: Parallel) -> str | None:
+def _experts_fit_ranks(model: Model, p: ParallelConfig) -> str | None:
     ranks, size = p.tensor * p.context * p.data, p.expert * p.expert_tensor_size
     if not model.experts or ranks % size == 0:
         return None
@@ -95,7 +95,7 @@ def _experts_fit_ranks(model: Model, p: Parallel) -> str | None:
     )
 
 
-def _sequence_is_needed(model: Model, p: Parallel) -> str | None:
+def _sequence_is_needed(model: Model, p: ParallelConfig) -> str | None:
     kinds = {"experts": model.experts, "latent attention": model.latent, "Gated DeltaNet layers": model.linear_layers}
     kind = next((kind for kind, present in kinds.items() if present), None)
     if p.tensor == 1 or p.sequence or kind is None:
@@ -106,7 +106,7 @@ def _sequence_is_needed(model: Model, p: Parallel) -> str | None:
     )
 
 
-def _experts_split_alike(model: Model, p: Parallel) -> str | None:
+def _experts_split_alike(model: Model, p: ParallelConfig) -> str | None:
     # Megatron marks experts as replicated when they are not spread over expert ranks; their copies then diverge.
     if not model.experts or p.expert > 1 or p.expert_tensor_size == p.tensor:
         return None
@@ -116,7 +116,7 @@ def _experts_split_alike(model: Model, p: Parallel) -> str | None:
     )
 
 
-_RULES: tuple[Callable[[Model, Parallel], str | None], ...] = (
+_RULES: tuple[Callable[[Model, ParallelConfig], str | None], ...] = (
     _vocabulary,
     _virtual,
     _experts_exist,

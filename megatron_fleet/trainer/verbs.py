@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.algorithms.losses import make_loss
 from megatron_fleet.cluster.rank_identity import controller_address
-from megatron_fleet.config.schema import Algorithm, Config
+from megatron_fleet.config.schema import AlgorithmConfig, Config
 from megatron_fleet.platform import device as devices
 from megatron_fleet.platform.communicator import TorchCommunicator
 from megatron_fleet.storage.fingerprint import fingerprint, list_files
@@ -137,7 +137,7 @@ class RankVerbs:
         self, micro_batches: MicroBatchList, settings: Mapping[str, Any], per_sequence: bool
     ) -> dict[str, Any]:
         """Return the report, and the losses of sequences by micro-batch where this rank computed them."""
-        loss = make_loss(Algorithm.model_validate(settings))
+        loss = make_loss(AlgorithmConfig.model_validate(settings))
         self._losses = RecordedLosses(loss, micro_batches, per_sequence)
         report = self._policy.forward_backward(micro_batches, self._losses)
         return {"report": as_plain(report), "sequences": self._losses.sequences() if per_sequence else None}

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from megatron_fleet.config.errors import say
-from megatron_fleet.config.schema import Config, Parallel, Precision
+from megatron_fleet.config.schema import Config, ParallelConfig, PrecisionConfig
 from megatron_fleet.config.secrets import without_secrets
 from megatron_fleet.trainer.precision import Machine, machine_problem, this_machine
 
@@ -109,8 +109,8 @@ def _candidate(config: Config, dtype: str, recipe: str) -> tuple[Row, Config]:
     settings = [f"model.dtype={dtype}", *([f"precision.recipe={recipe}"] if fp8 else [])]
     tree = config.model_dump()
     tree["model"]["dtype"] = dtype
-    tree["precision"] = Precision.model_validate({"recipe": recipe}).model_dump()
-    tree["parallel"] = Parallel().model_dump()
+    tree["precision"] = PrecisionConfig.model_validate({"recipe": recipe}).model_dump()
+    tree["parallel"] = ParallelConfig().model_dump()
     tree["policy"]["optimizer"] |= {"moments": "float32", "offload_fraction": 0.0}
     tree["policy"]["micro_batch_tokens"] = -(-config.policy.micro_batch_tokens // MICRO_BATCH_UNIT) * MICRO_BATCH_UNIT
     return Row(recipe if fp8 else dtype, tuple(settings)), Config.model_validate(tree)

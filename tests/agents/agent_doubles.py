@@ -13,7 +13,7 @@ from waiting import HANG_S
 from megatron_fleet.agents.engine import Generation, SamplingParams
 from megatron_fleet.agents.prompts import load_prompts
 from megatron_fleet.agents.settings import EpisodeSettings
-from megatron_fleet.config.schema import Agent
+from megatron_fleet.config.schema import AgentConfig
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.base import Observation, Reward, ToolCall
 from megatron_fleet.models.chat.tokenizer import Tokenizer
@@ -36,7 +36,7 @@ SETTINGS = EpisodeSettings(
     episode_timeout_s=HANG_S,
     verify_timeout_s=HANG_S,
     close_timeout_s=HANG_S,
-    agent=Agent(max_tool_output_chars=500),
+    agent=AgentConfig(max_tool_output_chars=500),
     prompts=PROMPTS,
 )
 CALL = '<tool_call>\n{"name": "search", "arguments": {"q": "open"}}\n</tool_call>'

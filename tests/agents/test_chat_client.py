@@ -22,7 +22,7 @@ from megatron_fleet.agents.chat_client import ChatClient, ChatParams, Dialect, P
 from megatron_fleet.agents.chat_probe import probe
 from megatron_fleet.agents.engine import EngineLost
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.sections.evaluation import Endpoint
+from megatron_fleet.config.sections.evaluation import EndpointConfig
 
 KEY = "sk-a-secret"
 SAID = {"content": "hi"}
@@ -37,7 +37,7 @@ def quick(monkeypatch):
 
 
 def endpoint(server, **changes):
-    return Endpoint(**({"url": server.url, "model": MODEL, "max_retries": 2} | changes))
+    return EndpointConfig(**({"url": server.url, "model": MODEL, "max_retries": 2} | changes))
 
 
 @contextlib.asynccontextmanager
@@ -101,7 +101,7 @@ async def test_what_may_pass_is_tried_again(failure):
 def test_a_key_that_cannot_be_sent_is_refused(monkeypatch, key):
     monkeypatch.setenv("OPENAI_API_KEY", key)
     with pytest.raises(UserError, match="OPENAI_API_KEY: the key contains a character that an HTTP header cannot hold"):
-        ChatClient(Endpoint(url="http://endpoint/v1", model=MODEL), HANG_S)
+        ChatClient(EndpointConfig(url="http://endpoint/v1", model=MODEL), HANG_S)
 
 
 @pytest.mark.parametrize("dated", [False, True])
@@ -142,7 +142,7 @@ async def test_a_server_that_is_gone_and_one_that_hangs_are_told_apart():
             await ask()
         given_up.set()
     with held_ports(1) as (port,):
-        client = ChatClient(Endpoint(url=f"http://127.0.0.1:{port}/v1", model=MODEL, max_retries=0), HANG_S)
+        client = ChatClient(EndpointConfig(url=f"http://127.0.0.1:{port}/v1", model=MODEL, max_retries=0), HANG_S)
         with pytest.raises(EngineLost, match="connection"):
             await client.complete([], (), PARAMS, lambda *told: None)
 

@@ -16,8 +16,8 @@ from megatron_fleet.agents import chat_client
 from megatron_fleet.agents.chat_client import ChatClient, Unanswered
 from megatron_fleet.agents.chat_conversation import run_chat_episode
 from megatron_fleet.agents.trajectory import Outcome
-from megatron_fleet.config.schema import Agent
-from megatron_fleet.config.sections.evaluation import Endpoint
+from megatron_fleet.config.schema import AgentConfig
+from megatron_fleet.config.sections.evaluation import EndpointConfig
 from megatron_fleet.envs.base import EnvLost, Image, Observation, Reward, ToolCall, ToolError
 
 SEARCH = {"tool_calls": [call("search", {"q": "open"}, "n1")]}
@@ -41,7 +41,9 @@ def play(server, monkeypatch):
         server.bodies.clear()
         server.usage, server.finish = usage, lambda body: finish
         server.speak = script if callable(script) else lambda number, body: script[min(number, len(script) - 1)]
-        client = ChatClient(Endpoint(url=server.url, model=MODEL, **{"max_retries": 2} | (endpoint or {})), HANG_S)
+        client = ChatClient(
+            EndpointConfig(url=server.url, model=MODEL, **{"max_retries": 2} | (endpoint or {})), HANG_S
+        )
         try:
             settings = dataclasses.replace(SETTINGS, **changes)
             trajectory = await run_chat_episode(task, 4, 2, env, client, settings, seed)
@@ -128,7 +130,7 @@ async def test_a_silent_model_is_reminded_and_then_given_up(play, server, said):
 
 async def test_the_answer_as_a_tool(play, server):
     submit = {"tool_calls": [call("submit_final_answer", {"answer": "3"})]}
-    t, _ = await play([ANSWER, submit], agent=Agent(finish="tool"))
+    t, _ = await play([ANSWER, submit], agent=AgentConfig(finish="tool"))
     assert t.outcome is Outcome.COMPLETED and t.final_answer == "3" and t.metrics["no_action_turns"] == 1
     assert [tool["function"]["name"] for tool in server.bodies[0]["tools"]] == ["search", "submit_final_answer"]
 
@@ -166,7 +168,7 @@ async def test_the_endpoints_own_limit(play):
 async def test_removed_turns_are_left_out_of_later_requests_and_make_room(play, server):
     manage = {"tool_calls": [call("manage_context", {"keep_recent_turns": 0}, "m")]}
     env = ScriptedEnvironment(step_script=[Observation("one"), Observation("two")])
-    agent = Agent(context_tools=True, context_status=True)
+    agent = AgentConfig(context_tools=True, context_status=True)
     t, _ = await play([SEARCH, SEARCH, manage, ANSWER], env, agent=agent, max_context=80)
     assert t.outcome is Outcome.COMPLETED
     assert server.bodies[1]["messages"][-1]["content"] == "one\n[Context: 27/80 tokens, turn 1/6]"

@@ -14,8 +14,8 @@ from waiting import in_simulated_time
 from megatron_fleet.agents import chat_client
 from megatron_fleet.agents.chat_client import Dialect
 from megatron_fleet.agents.trajectory import Outcome
-from megatron_fleet.config.schema import Agent, Env, Rollout, Sampling
-from megatron_fleet.config.sections.evaluation import Endpoint
+from megatron_fleet.config.schema import AgentConfig, EnvConfig, RolloutConfig, SamplingConfig
+from megatron_fleet.config.sections.evaluation import EndpointConfig
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.base import EnvLost, Observation
 from megatron_fleet.rollout import worker as worker_module
@@ -48,16 +48,16 @@ def opened(monkeypatch):
 
 
 def make_worker(server, places=3, max_retries=2):
-    rollout = Rollout(
+    rollout = RolloutConfig(
         prompts_per_step=1,
         samples_per_prompt=2,
         max_context=4000,
         workers=2,
         episodes_in_flight=places,
-        sampling=Sampling(max_tokens_per_turn=50, max_turns=4),
+        sampling=SamplingConfig(max_tokens_per_turn=50, max_turns=4),
     )
-    endpoint = Endpoint(url=server.url, model=MODEL, max_retries=max_retries)
-    sections = (rollout.model_dump(), Env().model_dump(), Agent().model_dump(), endpoint.model_dump())
+    endpoint = EndpointConfig(url=server.url, model=MODEL, max_retries=max_retries)
+    sections = (rollout.model_dump(), EnvConfig().model_dump(), AgentConfig().model_dump(), endpoint.model_dump())
     return ChatWorker(Setup(*sections, Dialect(), "http://127.0.0.1:1"))
 
 
@@ -98,7 +98,7 @@ async def test_every_episode_is_played_once_a_few_at_a_time_with_seeds_of_its_ow
     )  # "gone" comes up at once later
     assert len(set(first)) == len(first) == 18 and first == sorted(body["seed"] for body in server.bodies)
     assert {body["temperature"] for body in server.bodies} == {0.7}
-    assert most_open(opened) == 3 + Env().provisioning.lookahead
+    assert most_open(opened) == 3 + EnvConfig().provisioning.lookahead
     assert all(env.closed == 1 for env in opened) and again.result.accounting == ended.result.accounting
 
 

@@ -7,7 +7,7 @@ from agent_doubles import CALL, PROMPTS, SETTINGS, TASK, TOOLS, ScriptedEngine, 
 
 from megatron_fleet.agents.token_conversation import run_episode
 from megatron_fleet.agents.trajectory import Outcome
-from megatron_fleet.config.schema import Agent
+from megatron_fleet.config.schema import AgentConfig
 from megatron_fleet.envs.base import Observation, ToolError
 
 ANSWER = Turn("3 <done>")
@@ -22,7 +22,7 @@ def play(tokenizer, renderer):
     """Plays ``script``; returns the trajectory, the engine's prompts as text, and the environment."""
 
     async def run(script, results=(), tools=TOOLS, **changes):
-        agent = Agent(**{"max_tool_output_chars": 500} | changes)
+        agent = AgentConfig(**{"max_tool_output_chars": 500} | changes)
         env = ScriptedEnvironment(
             reset_script=[Observation(TASK.prompt, tools)], step_script=[Observation(str(r)) for r in results]
         )
@@ -153,7 +153,7 @@ async def test_a_step_that_no_longer_fits_ends_the_episode_as_overflow(tokenizer
     for step_wise in (False, True):
         env = ScriptedEnvironment(step_script=[Observation("x")] * 9)
         engine = ScriptedEngine(tokenizer, [long] * 9)
-        changed = dataclasses.replace(settings, agent=Agent(step_wise=step_wise, repeat_feedback=None))
+        changed = dataclasses.replace(settings, agent=AgentConfig(step_wise=step_wise, repeat_feedback=None))
         t = await run_episode(TASK, 0, 0, env, engine, renderer, changed, None, session="s")
         assert max(part.stop - part.start for part in t.segments()) <= 1100 + 400  # the double ignores max_tokens
         turns[step_wise] = t.metrics["turns"], t.outcome
@@ -163,7 +163,7 @@ async def test_a_step_that_no_longer_fits_ends_the_episode_as_overflow(tokenizer
 async def test_errors_of_the_environment_are_told_after_the_feedback(play, tokenizer, renderer):
     env = ScriptedEnvironment(step_script=[Observation("", error=ToolError("timeout", "slow"))] * 2)
     engine = ScriptedEngine(tokenizer, [Turn(CALL), Turn(CALL), ANSWER])
-    settings = dataclasses.replace(SETTINGS, agent=Agent(repeat_feedback=2))
+    settings = dataclasses.replace(SETTINGS, agent=AgentConfig(repeat_feedback=2))
     t = await run_episode(TASK, 0, 0, env, engine, renderer, settings, None, session="s")
     told = PROMPTS.repeated.replace("{times}", "2")
     assert t.messages[5]["content"] == f"{told}\nError (timeout): slow"

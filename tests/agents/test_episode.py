@@ -19,7 +19,7 @@ from megatron_fleet.agents.history import History
 from megatron_fleet.agents.settings import stable_seed
 from megatron_fleet.agents.token_conversation import run_episode
 from megatron_fleet.agents.trajectory import Outcome
-from megatron_fleet.config.schema import Agent
+from megatron_fleet.config.schema import AgentConfig
 from megatron_fleet.envs.base import EnvBusy, EnvLost, Observation, Reward, ToolCall, ToolError
 
 REMINDER = PROMPTS.reminder_text("done_tag")
@@ -84,7 +84,7 @@ async def test_long_texts_are_encoded_in_a_thread(play, tokenizer, monkeypatch, 
     task = dataclasses.replace(TASK, prompt="a" * 6000)
     steps = [Observation("b" * 2000), Observation("c" * 6000)]
     env = ScriptedEnvironment(reset_script=[Observation(task.prompt, TOOLS)], step_script=steps)
-    agent = Agent(max_tool_output_chars=9000, step_wise=step_wise)
+    agent = AgentConfig(max_tool_output_chars=9000, step_wise=step_wise)
     t, _, _ = await play([Turn(CALL), Turn(CALL), ANSWER], env, task, agent=agent, max_context=60_000)
     assert t.outcome is Outcome.COMPLETED
     where = {letter: {inside for other, inside in places if other == letter} for letter in "abc"}

@@ -9,7 +9,7 @@ from megatron_fleet.agents.prompts import load_prompts
 from megatron_fleet.agents.settings import EpisodeSettings
 from megatron_fleet.agents.token_conversation import run_episode
 from megatron_fleet.agents.trajectory import Outcome
-from megatron_fleet.config.schema import Agent
+from megatron_fleet.config.schema import AgentConfig
 from megatron_fleet.envs.base import Observation, ToolCall
 from megatron_fleet.models.chat.chat_renderer import ChatRenderer
 from megatron_fleet.models.chat.detection import FORMATS, make_format
@@ -27,7 +27,7 @@ SETTINGS = EpisodeSettings(
     episode_timeout_s=HANG_S,
     verify_timeout_s=HANG_S,
     close_timeout_s=HANG_S,
-    agent=Agent(),
+    agent=AgentConfig(),
     prompts=load_prompts(None),
 )
 

@@ -17,7 +17,7 @@ from megatron_fleet.agents.engine import EngineLost, Generation, SamplingParams
 from megatron_fleet.agents.token_conversation import run_episode
 from megatron_fleet.agents.trajectory import Group, Outcome, Trajectory
 from megatron_fleet.algorithms.batch import build_data
-from megatron_fleet.config.schema import Agent, Algorithm
+from megatron_fleet.config.schema import AgentConfig, AlgorithmConfig
 from megatron_fleet.envs.base import Observation, ToolCall, ToolError
 from megatron_fleet.models.chat.chat_renderer import ChatRenderer
 from megatron_fleet.models.chat.format import Spoken
@@ -115,7 +115,7 @@ shown = st.one_of(
     st.just(Observation("", error=ToolError("execution_error", "no"))),
 )
 agents = st.builds(
-    Agent,
+    AgentConfig,
     finish=st.sampled_from(["done_tag", "tool"]),
     max_tool_output_chars=st.just(200),
     paging=st.booleans(),
@@ -178,7 +178,9 @@ def assert_data_are_what_was_sampled(trajectory: Trajectory, expected: list) -> 
         return
     whole = dataclasses.replace(trajectory, reward=1.0)
     other = dataclasses.replace(trajectory, reward=0.0, sample=1)
-    batch = build_data([Group(0, "t", "e", [whole, other])], Algorithm(reduction="sequence_mean", masked_outcomes=()))
+    batch = build_data(
+        [Group(0, "t", "e", [whole, other])], AlgorithmConfig(reduction="sequence_mean", masked_outcomes=())
+    )
     own = [datum for datum, origin in zip(batch.data, batch.origin, strict=True) if origin.sample == 0]
     assert [int(i) for d in own for i in d.token_ids[d.loss_mask]] == [i for _, ids, _ in expected for i in ids]
     assert [p for d in own for p in d.behaviour_logprobs[d.loss_mask]] == [p for _, _, ps in expected for p in ps]
@@ -203,7 +205,7 @@ def test_prompts_rendered_anew_are_the_ones_that_grew(renderers, name, speaker):
         script = [Said(s, stop=i, rest=" <done>" * (i == 3)) for i, s in enumerate(spoken)]
         engine = HonestEngine(renderers[name], speaker, script)
         env = ScriptedEnvironment(step_script=[Observation(str(i)) for i in range(3)])
-        changed = dataclasses.replace(SETTINGS, agent=Agent(step_wise=step_wise))
+        changed = dataclasses.replace(SETTINGS, agent=AgentConfig(step_wise=step_wise))
         trajectory = asyncio.run(run_episode(TASK, 0, 0, env, engine, renderers[name], changed, None, "s"))
         assert trajectory.outcome is Outcome.COMPLETED
         prompts.append(engine.prompts)

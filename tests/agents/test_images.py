@@ -19,7 +19,7 @@ from megatron_fleet.agents.sight import UNREADABLE, around, see
 from megatron_fleet.agents.token_conversation import run_episode
 from megatron_fleet.agents.trajectory import Outcome
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.schema import Agent
+from megatron_fleet.config.schema import AgentConfig
 from megatron_fleet.envs.base import Image, Observation
 from megatron_fleet.models.chat.detection import make_renderer
 from megatron_fleet.models.chat.tokenizer import train_tokenizer
@@ -139,7 +139,7 @@ def test_removed_turns_take_their_pictures_along(renderer):
     reset = Observation("Look [image 1]", TOOLS, images=(screens[0],))
     steps = [Observation("[image 1]", images=(screen,)) for screen in screens[1:]]
     script = [Turn(CALL), Turn(CALL), use("manage_context", '{"keep_recent_turns": 1}'), Turn("4 <done>")]
-    engine, t = play(renderer, script, reset, steps, agent=Agent(context_tools=True), max_context=6000)
+    engine, t = play(renderer, script, reset, steps, agent=AgentConfig(context_tools=True), max_context=6000)
     t.check()
     first, second = t.segments()
     names = [[s.digest for s in t.image_spans if part.start <= s.start < part.stop] for part in (first, second)]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron_fleet.agents import outputs as outputs_module
 from megatron_fleet.agents.outputs import ToolOutputs, matches
 from megatron_fleet.agents.token_conversation import run_episode
-from megatron_fleet.config.schema import Agent
+from megatron_fleet.config.schema import AgentConfig
 from megatron_fleet.envs.base import Observation
 
 
@@ -98,7 +98,7 @@ async def test_the_policy_pages_through_what_was_cut(tokenizer, renderer):
         Turn("99 <done>"),
     ]
     engine = ScriptedEngine(tokenizer, script)
-    settings = dataclasses.replace(SETTINGS, agent=Agent(max_tool_output_chars=300, paging=True))
+    settings = dataclasses.replace(SETTINGS, agent=AgentConfig(max_tool_output_chars=300, paging=True))
     t = await run_episode(TASK, 0, 0, env, engine, renderer, settings, None, session="s")
     shown = [m["content"] for m in t.messages if m["role"] == "tool"]
     cut, page, found, wrong, empty = shown

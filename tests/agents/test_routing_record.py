@@ -13,7 +13,14 @@ from megatron_fleet.agents.settings import EpisodeSettings
 from megatron_fleet.agents.token_conversation import run_episode
 from megatron_fleet.agents.trajectory import Group
 from megatron_fleet.algorithms.batch import build_data
-from megatron_fleet.config.schema import Agent, Algorithm, Engine, Env, Rollout, Sampling
+from megatron_fleet.config.schema import (
+    AgentConfig,
+    AlgorithmConfig,
+    EngineConfig,
+    EnvConfig,
+    RolloutConfig,
+    SamplingConfig,
+)
 from megatron_fleet.envs.base import Observation
 
 LAYERS, CHOICES = 3, 2
@@ -107,12 +114,15 @@ async def test_what_the_last_request_does_not_tell_stays_unknown(play):
 async def test_nothing_is_asked_for_unless_it_is_replayed(play):
     t, engine = await play(routing=False)
     assert t.routing is None and [p.routing_start for p in engine.params] == [None] * 3
-    rollout = Rollout(
-        prompts_per_step=1, samples_per_prompt=2, max_context=99, sampling=Sampling(max_tokens_per_turn=9, max_turns=1)
+    rollout = RolloutConfig(
+        prompts_per_step=1,
+        samples_per_prompt=2,
+        max_context=99,
+        sampling=SamplingConfig(max_tokens_per_turn=9, max_turns=1),
     )
-    assert not EpisodeSettings.from_config(rollout, Env(), Agent()).routing
-    replayed = rollout.model_copy(update={"engine": Engine(routing_replay=True)})
-    assert EpisodeSettings.from_config(replayed, Env(), Agent()).routing
+    assert not EpisodeSettings.from_config(rollout, EnvConfig(), AgentConfig()).routing
+    replayed = rollout.model_copy(update={"engine": EngineConfig(routing_replay=True)})
+    assert EpisodeSettings.from_config(replayed, EnvConfig(), AgentConfig()).routing
 
 
 async def test_experts_of_tokens_that_were_not_fed_are_refused(play):
@@ -130,6 +140,6 @@ async def test_a_trajectory_with_experts_of_other_tokens_is_refused(play):
 async def test_experts_go_into_the_training_sequence(play):
     t, _ = await play(everything, everything, everything)
     other = dataclasses.replace(t, sample=3, reward=0.0, routing=None)
-    batch = build_data([Group(0, TASK.key, TASK.env_key, [t, other])], Algorithm())
+    batch = build_data([Group(0, TASK.key, TASK.env_key, [t, other])], AlgorithmConfig())
     np.testing.assert_array_equal(batch.data[0].routing, t.routing)
     assert np.shares_memory(batch.data[0].routing, t.routing) and batch.data[1].routing is None

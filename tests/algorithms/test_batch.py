@@ -11,7 +11,7 @@ from megatron_fleet.agents.trajectory import Group, Outcome, Span, Trajectory
 from megatron_fleet.algorithms.advantages import ADVANTAGES
 from megatron_fleet.algorithms.batch import Fate, Origin, build_data, split_batch
 from megatron_fleet.algorithms.groups import FILTERS
-from megatron_fleet.config.schema import Algorithm
+from megatron_fleet.config.schema import AlgorithmConfig
 from megatron_fleet.config.sections.algorithm import Cut
 
 
@@ -46,7 +46,7 @@ episodes = st.tuples(st.one_of(st.none(), st.sampled_from([0.0, 0.5, 1.0, float(
 )
 def test_every_trajectory_has_one_fate(rows, advantage, reduction, filtered):
     groups = [group(*(r for r, _ in row), masks=tuple(m for _, m in row)) for row in rows]
-    batch = build_data(groups, Algorithm(advantage=advantage, reduction=reduction, group_filter=filtered))
+    batch = build_data(groups, AlgorithmConfig(advantage=advantage, reduction=reduction, group_filter=filtered))
     assert [len(f) for f in batch.fates] == [len(row) for row in rows]
     assert sum(batch.counts.values()) == sum(map(len, rows))
     assert len(batch.data) == len(batch.origin) == len(batch.advantages) == len(set(batch.origin))
@@ -72,8 +72,8 @@ def test_every_trajectory_has_one_fate(rows, advantage, reduction, filtered):
 def test_fates_by_hand():
     groups = [group(1, 0, None), group(1, 1), group(None, 0, None), group(1, 0, masks=("..", "##"))]
     t, z, u, f, n = Fate.TRAINED, Fate.FILTERED, Fate.UNKNOWN, Fate.TOO_FEW_KNOWN, Fate.NO_TOKENS
-    assert build_data(groups, Algorithm()).fates == [[t, t, u], [z, z], [u, f, u], [n, t]]
-    kept = build_data(groups, Algorithm(group_filter="none"))
+    assert build_data(groups, AlgorithmConfig()).fates == [[t, t, u], [z, z], [u, f, u], [n, t]]
+    kept = build_data(groups, AlgorithmConfig(group_filter="none"))
     assert kept.fates[1] == [t, t]
     equal = [d for d, o in zip(kept.data, kept.origin, strict=True) if o.group == 1]
     assert all(not d.scaled_advantages.any() and d.loss_scale.any() for d in equal)
@@ -83,14 +83,14 @@ def test_an_episode_that_was_cut_short_counts_for_its_group_and_trains_nothing()
     cut, whole = group(1, 0, 0, 1), group(1, 0, 0, 1)
     cut.trajectories[1].outcome = Outcome.CONTEXT_OVERFLOW
     cut.trajectories[3].outcome = Outcome.MAX_TURNS
-    batch = build_data([cut], Algorithm())
+    batch = build_data([cut], AlgorithmConfig())
     assert batch.fates == [[Fate.TRAINED, Fate.MASKED, Fate.TRAINED, Fate.TRAINED]]
-    everything = build_data([whole], Algorithm(masked_outcomes=()))
-    assert everything.fates == [[Fate.TRAINED] * 4] == build_data([cut], Algorithm(masked_outcomes=())).fates
+    everything = build_data([whole], AlgorithmConfig(masked_outcomes=()))
+    assert everything.fates == [[Fate.TRAINED] * 4] == build_data([cut], AlgorithmConfig(masked_outcomes=())).fates
     # The same baseline, and a normaliser of what is trained.
     assert batch.advantages == [everything.advantages[i] for i in (0, 2, 3)]
     assert sum(d.loss_scale.sum() for d in batch.data) == pytest.approx(1) and batch.trained_tokens == 9
-    assert build_data([cut], Algorithm(masked_outcomes=("max_turns",))).counts[Fate.MASKED] == 1
+    assert build_data([cut], AlgorithmConfig(masked_outcomes=("max_turns",))).counts[Fate.MASKED] == 1
 
 
 def test_masked_outcomes_are_outcomes_with_a_verdict():
@@ -98,7 +98,7 @@ def test_masked_outcomes_are_outcomes_with_a_verdict():
 
 
 def test_data_by_hand():
-    batch = build_data([group(1, 0, masks=("..##.#", ".#"))], Algorithm(advantage="grpo_no_std"))
+    batch = build_data([group(1, 0, masks=("..##.#", ".#"))], AlgorithmConfig(advantage="grpo_no_std"))
     first, second = batch.data
     assert first.loss_scale.tolist() == [0, 0, 0.25, 0.25, 0, 0.25]  # 3 + 1 trained tokens
     assert first.scaled_advantages.tolist() == [0, 0, 0.125, 0.125, 0, 0.125]  # advantage 0.5
@@ -116,7 +116,7 @@ def test_data_by_hand():
 @pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "constant"])
 def test_normalisers(reduction):
     groups = [group(1, 0, masks=("." + "#" * 9, ".#")), group(1, 1), group(0, 1, masks=(".##", ".####"))]
-    batch = build_data(groups, Algorithm(reduction=reduction, reduction_constant=10))
+    batch = build_data(groups, AlgorithmConfig(reduction=reduction, reduction_constant=10))
     assert len(batch.data) == 4  # the zero-signal group does not dilute
     sums = [float(d.loss_scale.sum()) for d in batch.data]
     expected = {
@@ -129,7 +129,7 @@ def test_normalisers(reduction):
 
 @pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "constant"])
 def test_each_part_of_a_split_is_normalised_over_itself(reduction):
-    algo = Algorithm(reduction=reduction, reduction_constant=10)
+    algo = AlgorithmConfig(reduction=reduction, reduction_constant=10)
     groups = [group(1, 0, masks=("." + "#" * 9, ".#")), group(0, 1, 0.5, masks=(".##", ".####", ".#"))]
     batch = build_data(groups, algo)
     parts = split_batch(batch, 2, algo)
@@ -154,7 +154,7 @@ def weights_of(data, origins) -> dict[tuple[int, int], float]:
 
 @pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "constant"])
 def test_a_trajectory_weighs_the_same_in_one_piece_and_in_many(reduction):
-    algo = Algorithm(reduction=reduction, reduction_constant=10)
+    algo = AlgorithmConfig(reduction=reduction, reduction_constant=10)
     whole = build_data([group(1, 0, 0.5, masks=("..##.##.#", ".###", "..#"))], algo)
     parts = build_data([group(1, 0, 0.5, masks=("..##|...##|..|....#", ".###", "..#"))], algo)
     assert (len(whole.data), len(parts.data), parts.counts[Fate.TRAINED]) == (3, 5, 3)
@@ -167,7 +167,7 @@ def test_a_trajectory_weighs_the_same_in_one_piece_and_in_many(reduction):
 
 
 def test_segments_by_hand():
-    batch = build_data([group(1, 0, masks=("..##|.#", ".#"))], Algorithm(advantage="grpo_no_std"))
+    batch = build_data([group(1, 0, masks=("..##|.#", ".#"))], AlgorithmConfig(advantage="grpo_no_std"))
     first, second, third = batch.data
     assert first.token_ids.tolist() == [100, 101, 102, 103] and second.token_ids.tolist() == [104, 105]
     assert second.loss_scale.tolist() == [0, 0.25] and second.behaviour_logprobs.tolist() == [0, -1.5]
@@ -178,20 +178,20 @@ def test_segments_by_hand():
 def test_experts_go_with_their_segment():
     one, other = trajectory(1.0, "..#|.##|.."), trajectory(0.0, sample=1)
     one.routing = np.arange(2 * 8, dtype=np.uint8).reshape(8, 1, 2)
-    first, second, third = build_data([Group(0, "t", "e", [one, other])], Algorithm()).data
+    first, second, third = build_data([Group(0, "t", "e", [one, other])], AlgorithmConfig()).data
     assert first.routing.tolist() == one.routing[:3].tolist() and second.routing.tolist() == one.routing[3:6].tolist()
     assert third.routing is None
 
 
 def test_nothing_predicts_the_first_token_of_a_segment():
-    batch = build_data([group(1, 0, masks=("##|##", ".#|#"))], Algorithm())
+    batch = build_data([group(1, 0, masks=("##|##", ".#|#"))], AlgorithmConfig())
     assert [np.flatnonzero(d.loss_mask).tolist() for d in batch.data] == [[1], [1], [1]]
-    assert build_data([group(1, 0, masks=("#|#", ".#"))], Algorithm()).fates == [[Fate.NO_TOKENS, Fate.TRAINED]]
+    assert build_data([group(1, 0, masks=("#|#", ".#"))], AlgorithmConfig()).fates == [[Fate.NO_TOKENS, Fate.TRAINED]]
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 9])
 def test_a_split_keeps_the_segments_of_a_trajectory_together(parts):
-    algo = Algorithm(reduction="sequence_mean")
+    algo = AlgorithmConfig(reduction="sequence_mean")
     batch = build_data([group(1, 0, 0.5, masks=("..#|..#|..#|..#", ".#|.##", "..#"))], algo)
     split = split_batch(batch, parts, algo)
     assert len(split) == min(parts, 3)
@@ -203,19 +203,19 @@ def test_a_split_keeps_the_segments_of_a_trajectory_together(parts):
 
 def test_a_trajectory_without_tokens_is_counted():
     empty = trajectory(0.0, "")
-    batch = build_data([Group(0, "t", "e", [trajectory(1.0), trajectory(0.5, sample=1), empty])], Algorithm())
+    batch = build_data([Group(0, "t", "e", [trajectory(1.0), trajectory(0.5, sample=1), empty])], AlgorithmConfig())
     assert batch.fates == [[Fate.TRAINED, Fate.TRAINED, Fate.NO_TOKENS]]
 
 
 def test_a_split_has_no_empty_part():
-    algo = Algorithm()
+    algo = AlgorithmConfig()
     batch = build_data([group(1, 0)], algo)
     assert [len(p) for p in split_batch(batch, 5, algo)] == [1, 1]
     assert split_batch(build_data([], algo), 2, algo) == []
 
 
 def test_the_first_token_is_never_trained():
-    batch = build_data([group(1, 0, masks=("##", "##"))], Algorithm())
+    batch = build_data([group(1, 0, masks=("##", "##"))], AlgorithmConfig())
     assert [d.loss_scale[0] for d in batch.data] == [0, 0]
     assert [d.behaviour_logprobs[0] for d in batch.data] == [0, 0]
 
@@ -225,7 +225,7 @@ def test_every_trained_token_knows_how_many_versions_ago_it_was_sampled():
     spans = (Span("action", 2, 4, 0, 3), Span("action", 4, 5, 0, 5), Span("action", 5, 6, 1, 6))
     played.trajectories[0].spans = (Span("prompt", 0, 2, 0), *spans)
     played.trajectories[1].spans = (Span("prompt", 0, 2, 0), Span("action", 2, 3, 0, 6))
-    old, new = build_data([played], Algorithm(), version=6).data
+    old, new = build_data([played], AlgorithmConfig(), version=6).data
     assert old.staleness.tolist() == [0, 0, 3, 3, 1, 0]
     assert new.staleness.tolist() == [0, 0, 0]
-    assert all(datum.staleness is None for datum in build_data([played], Algorithm()).data)
+    assert all(datum.staleness is None for datum in build_data([played], AlgorithmConfig()).data)

@@ -11,8 +11,8 @@ from megatron_fleet.agents.trajectory import Group, Outcome, Span, Trajectory
 from megatron_fleet.algorithms.batch import Fate, build_data
 from megatron_fleet.algorithms.groups import shaped_rewards
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.schema import Algorithm
-from megatron_fleet.config.sections.algorithm import Overlong
+from megatron_fleet.config.schema import AlgorithmConfig
+from megatron_fleet.config.sections.algorithm import OverlongConfig
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -43,7 +43,7 @@ def module(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> str:
 
 
 def test_the_penalty_on_long_episodes_is_dapos():
-    algo = Algorithm(reward_shaping="overlong", overlong=Overlong(limit=100, buffer=40, penalty=0.5))
+    algo = AlgorithmConfig(reward_shaping="overlong", overlong=OverlongConfig(limit=100, buffer=40, penalty=0.5))
     lengths = (1, 60, 61, 80, 100, 120)
     episodes = group(*((1.0, 1, n) for n in lengths), (None, 1, 120), (-1.0, 4, 20))
     expected = [1.0, 1.0, 1 - 0.5 / 40, 0.75, 0.5, 0.5, None, -1.25]
@@ -51,18 +51,21 @@ def test_the_penalty_on_long_episodes_is_dapos():
 
 
 def test_advantages_and_filters_see_shaped_rewards_and_records_do_not():
-    algo = Algorithm(
-        advantage="grpo_no_std", reward_shaping="overlong", overlong=Overlong(limit=10, buffer=5), reduction="constant"
+    algo = AlgorithmConfig(
+        advantage="grpo_no_std",
+        reward_shaping="overlong",
+        overlong=OverlongConfig(limit=10, buffer=5),
+        reduction="constant",
     )
     equal = group((1.0, 1, 5), (1.0, 1, 10))
     batch = build_data([equal], algo)
     assert batch.rewards == [[1.0, 0.0]] and batch.advantages == [0.5, -0.5]
     assert [t.reward for t in equal.trajectories] == [1.0, 1.0]
-    assert build_data([equal], Algorithm()).counts[Fate.FILTERED] == 2
+    assert build_data([equal], AlgorithmConfig()).counts[Fate.FILTERED] == 2
 
 
 def test_the_example_of_a_shaping():
-    algo = Algorithm(reward_shaping="my_reward_shaping:per_turn")
+    algo = AlgorithmConfig(reward_shaping="my_reward_shaping:per_turn")
     assert shaped_rewards(group((1.0, 1, 3), (1.0, 4, 3), (None, 2, 3)), algo) == pytest.approx([1.0, 0.94, None])
 
 
@@ -70,7 +73,9 @@ def test_the_example_of_a_shaping():
     ("rewards", "kept"), [([1] * 9 + [0], True), ([1] * 19 + [0], False), ([1, 1], False), ([1, None, 0], True)]
 )
 def test_the_example_of_a_filter(rewards, kept):
-    batch = build_data([group(*((r, 1, 3) for r in rewards))], Algorithm(group_filter="my_group_filter:not_too_easy"))
+    batch = build_data(
+        [group(*((r, 1, 3) for r in rewards))], AlgorithmConfig(group_filter="my_group_filter:not_too_easy")
+    )
     assert (batch.counts[Fate.TRAINED] > 0) is kept
 
 
@@ -80,11 +85,11 @@ def test_the_example_of_a_filter(rewards, kept):
 def test_what_are_no_rewards_is_refused(tmp_path, monkeypatch, code):
     path = module(tmp_path, monkeypatch, code)
     with pytest.raises(UserError, match=rf"^algorithm\.reward_shaping={path}: gave .* finite number for each known"):
-        build_data([group((1.0, 1, 3), (0.0, 1, 3), (0.5, 1, 3))], Algorithm(reward_shaping=path))
+        build_data([group((1.0, 1, 3), (0.0, 1, 3), (0.5, 1, 3))], AlgorithmConfig(reward_shaping=path))
 
 
 def test_a_shaping_cannot_make_an_unknown_reward_known(tmp_path, monkeypatch):
-    algo = Algorithm(reward_shaping=module(tmp_path, monkeypatch, "[1, 0.0, 0.0]"))
+    algo = AlgorithmConfig(reward_shaping=module(tmp_path, monkeypatch, "[1, 0.0, 0.0]"))
     assert shaped_rewards(group((0.5, 1, 3), (0.5, 1, 3), (None, 1, 3)), algo) == [1.0, 0.0, None]
     assert shaped_rewards(group((0.5, 1, 3), (float("nan"), 1, 3), (1, 1, 3)), algo) == [1.0, None, 0.0]
 
@@ -93,4 +98,4 @@ def test_a_shaping_cannot_make_an_unknown_reward_known(tmp_path, monkeypatch):
 def test_what_is_no_truth_value_is_refused(tmp_path, monkeypatch, code):
     path = module(tmp_path, monkeypatch, code)
     with pytest.raises(UserError, match=rf"^algorithm\.group_filter={path}: gave .*; it must give True or False\.$"):
-        build_data([group((1.0, 1, 3), (0.0, 1, 3))], Algorithm(group_filter=path))
+        build_data([group((1.0, 1, 3), (0.0, 1, 3))], AlgorithmConfig(group_filter=path))

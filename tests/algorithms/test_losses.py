@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 
 from megatron_fleet.algorithms.loss_metrics import finalize_metrics  # noqa: E402
 from megatron_fleet.algorithms.losses import LossInputs, make_loss, sft_loss  # noqa: E402
-from megatron_fleet.config.schema import Algorithm  # noqa: E402
+from megatron_fleet.config.schema import AlgorithmConfig  # noqa: E402
 
 N = 64
 
@@ -39,7 +39,7 @@ def inputs(proximal: bool = True, reference: bool = False, dtype: "torch.dtype" 
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 def test_gradients_equal_finite_differences(dual_clip, estimator):
     x = inputs(reference=True)
-    loss = make_loss(Algorithm(dual_clip=dual_clip, kl={"coef": 0.3, "estimator": estimator}))
+    loss = make_loss(AlgorithmConfig(dual_clip=dual_clip, kl={"coef": 0.3, "estimator": estimator}))
 
     def value(logprobs: torch.Tensor) -> torch.Tensor:
         return loss(replace(x, logprobs=logprobs))[0]
@@ -49,7 +49,7 @@ def test_gradients_equal_finite_differences(dual_clip, estimator):
 
 def test_single_forward_is_plain_policy_gradient_with_ratio_exactly_one():
     x = inputs(proximal=False, dtype=torch.float32)
-    loss, sums = make_loss(Algorithm(dual_clip=3.0))(x)
+    loss, sums = make_loss(AlgorithmConfig(dual_clip=3.0))(x)
     loss.backward()
     assert loss.item() == pytest.approx(-x.scaled_advantages.sum().item(), abs=1e-6)
     assert torch.equal(
@@ -62,7 +62,7 @@ def test_single_forward_is_plain_policy_gradient_with_ratio_exactly_one():
 def test_single_forward_equals_a_separate_pass_with_the_same_weights():
     single, separate = inputs(proximal=False), inputs(proximal=False)
     separate.proximal = separate.logprobs.detach().clone()
-    results = [make_loss(Algorithm())(x) for x in (single, separate)]
+    results = [make_loss(AlgorithmConfig())(x) for x in (single, separate)]
     for x, (loss, _) in zip((single, separate), results, strict=True):
         loss.backward()
         assert torch.equal(x.logprobs.grad, single.logprobs.grad)
@@ -72,8 +72,8 @@ def test_single_forward_equals_a_separate_pass_with_the_same_weights():
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_the_kl_term_is_added_and_has_a_gradient(estimator):
     plain, with_kl = inputs(reference=True), inputs(reference=True)
-    without, _ = make_loss(Algorithm())(plain)
-    total, sums = make_loss(Algorithm(kl={"coef": 0.5, "estimator": estimator}))(with_kl)
+    without, _ = make_loss(AlgorithmConfig())(plain)
+    total, sums = make_loss(AlgorithmConfig(kl={"coef": 0.5, "estimator": estimator}))(with_kl)
     without.backward()
     total.backward()
     assert total.item() == pytest.approx(without.item() + 0.5 * sums["kl"].item() / N)
@@ -86,17 +86,17 @@ def test_the_kl_term_is_added_and_has_a_gradient(estimator):
 def test_clamped_tokens_of_k3_are_counted():
     x = inputs(reference=True)
     x.reference[:3] = x.logprobs[:3].detach() + torch.tensor([-12.0, 2.7, 2.5])  # π rose by 12, fell by 2.7 and 2.5
-    sums = make_loss(Algorithm(kl={"coef": 0.5}))(x)[1]
+    sums = make_loss(AlgorithmConfig(kl={"coef": 0.5}))(x)[1]
     metrics = finalize_metrics({name: value.item() for name, value in sums.items()})
     assert metrics["policy/policy_kl_clamped"] == 2 / N
-    assert "kl_clamped" not in make_loss(Algorithm(kl={"coef": 0.5, "estimator": "k2"}))(x)[1]
+    assert "kl_clamped" not in make_loss(AlgorithmConfig(kl={"coef": 0.5, "estimator": "k2"}))(x)[1]
 
 
 def test_the_entropy_bonus_has_a_gradient_through_the_entropy_alone():
     plain, with_bonus = inputs(), inputs()
     with_bonus.entropy.requires_grad_()
-    without, sums_without = make_loss(Algorithm())(plain)
-    total, sums = make_loss(Algorithm(entropy_coef=0.25))(with_bonus)
+    without, sums_without = make_loss(AlgorithmConfig())(plain)
+    total, sums = make_loss(AlgorithmConfig(entropy_coef=0.25))(with_bonus)
     without.backward()
     total.backward()
     mean = sum(with_bonus.entropy.tolist()) / N
@@ -111,7 +111,7 @@ def test_the_entropy_bonus_has_a_gradient_through_the_entropy_alone():
 
 def test_clip_metrics_are_shares_of_tokens():
     x = inputs()
-    sums = make_loss(Algorithm(dual_clip=1.5))(x)[1]
+    sums = make_loss(AlgorithmConfig(dual_clip=1.5))(x)[1]
     metrics = finalize_metrics({name: value.item() for name, value in sums.items()})
     sides = [metrics[f"policy/ppo_clip_ratio_{side}"] for side in ("low", "high", "dual")]
     ratios, advantages = (x.logprobs - x.proximal).exp(), x.scaled_advantages
@@ -128,7 +128,7 @@ def test_clip_metrics_are_shares_of_tokens():
 def test_mismatch_metrics_by_hand():
     pi, mu = torch.tensor([0.5, 0.2]), torch.tensor([0.4, 0.4])
     one = torch.ones(2)
-    _, sums = make_loss(Algorithm())(LossInputs(pi.log(), one, one, one, mu.log(), one.long(), 2))
+    _, sums = make_loss(AlgorithmConfig())(LossInputs(pi.log(), one, one, one, mu.log(), one.long(), 2))
     metrics = finalize_metrics({name: value.item() for name, value in sums.items()})
     assert metrics["policy/mismatch_kl_k1"] == pytest.approx((math.log(0.4 / 0.5) + math.log(0.4 / 0.2)) / 2, rel=1e-5)
     assert metrics["policy/mismatch_kl"] == pytest.approx(
@@ -144,7 +144,7 @@ def test_a_tiny_spread_of_the_mismatch_survives_float32():
     mu = torch.full((n,), -1.0)
     pi = mu + 1e-4 * torch.tensor([1.0, -1.0]).repeat(n // 2)
     one = torch.ones(n)
-    _, sums = make_loss(Algorithm())(LossInputs(pi, one, one, one, mu, one.long(), 2))
+    _, sums = make_loss(AlgorithmConfig())(LossInputs(pi, one, one, one, mu, one.long(), 2))
     metrics = finalize_metrics({name: value.item() for name, value in sums.items()})
     assert metrics["policy/rollout_train_prob_diff_std"] == pytest.approx(1e-4, rel=2e-3)
     assert metrics["policy/mismatch_kl"] == pytest.approx(0.5e-8, rel=0.2)

@@ -13,7 +13,7 @@ from megatron_fleet.algorithms.loss_metrics import needs_proximal  # noqa: E402
 from megatron_fleet.algorithms.losses import make_loss  # noqa: E402
 from megatron_fleet.algorithms.policy_terms import POLICY_TERMS  # noqa: E402
 from megatron_fleet.config.errors import UserError  # noqa: E402
-from megatron_fleet.config.schema import CLIP_BOUNDS, Algorithm  # noqa: E402
+from megatron_fleet.config.schema import CLIP_BOUNDS, AlgorithmConfig  # noqa: E402
 
 REDUCTIONS = ("token_mean", "sequence_mean", "constant")
 LOSSES = sorted(POLICY_TERMS)
@@ -104,7 +104,7 @@ def test_every_loss_has_a_textbook_version():
 @pytest.mark.parametrize("name", TEXTBOOK)
 def test_value_and_gradient_equal_the_paper(name, reduction):
     gains, settings = TEXTBOOK[name]
-    loss = make_loss(Algorithm(loss="ppo_clip" if name == "dual" else name, **settings))
+    loss = make_loss(AlgorithmConfig(loss="ppo_clip" if name == "dual" else name, **settings))
     for update in (0.1, 0.5):
         batch = samples(update)
         expected = reduced([gains(s) for s in batch], reduction)
@@ -126,7 +126,7 @@ def test_value_and_gradient_equal_the_paper(name, reduction):
 def test_a_sequence_is_clipped_whole_or_not_at_all():
     batch = samples(0.5)
     x = pack(batch, normalisers(batch, "sequence_mean"))
-    make_loss(Algorithm(loss="gspo", **BOUNDS))(x)[0].backward()
+    make_loss(AlgorithmConfig(loss="gspo", **BOUNDS))(x)[0].backward()
     dead = [bool((s.logprobs.grad == 0).all()) for s in batch]
     assert dead == [not bool((s.logprobs.grad != 0).all()) for s in batch]
     assert any(dead) and not all(dead)
@@ -137,12 +137,12 @@ def test_the_default_bounds_are_the_losses_own(name):
     batch = samples(1.0 if name in ("cispo", "importance_weighted") else 0.05)
     x = pack(batch, normalisers(batch, "token_mean"))
     if name not in CLIP_BOUNDS:
-        assert "clipped_low" not in make_loss(Algorithm(loss=name))(x)[1]
+        assert "clipped_low" not in make_loss(AlgorithmConfig(loss=name))(x)[1]
         return
     low, high = CLIP_BOUNDS[name]
-    explicit = make_loss(Algorithm(loss=name, clip_low=low, clip_high=high))(x)[0]
-    assert make_loss(Algorithm(loss=name))(x)[0] == explicit
-    tighter = make_loss(Algorithm(loss=name, clip_low=low / 100, clip_high=high / 100))(x)[0]
+    explicit = make_loss(AlgorithmConfig(loss=name, clip_low=low, clip_high=high))(x)[0]
+    assert make_loss(AlgorithmConfig(loss=name))(x)[0] == explicit
+    tighter = make_loss(AlgorithmConfig(loss=name, clip_low=low / 100, clip_high=high / 100))(x)[0]
     assert explicit != tighter
 
 
@@ -151,8 +151,8 @@ def test_the_default_bounds_are_the_losses_own(name):
 def test_the_first_on_policy_update_is_reinforce(name, single_forward):
     batch = samples(update=0.0, mismatch=0.0)
     x = pack(batch, normalisers(batch, "sequence_mean"), proximal=not single_forward)
-    _, sums = make_loss(Algorithm(loss=name, dual_clip=3.0))(x)
-    make_loss(Algorithm(loss=name, dual_clip=3.0))(x)[0].backward()
+    _, sums = make_loss(AlgorithmConfig(loss=name, dual_clip=3.0))(x)
+    make_loss(AlgorithmConfig(loss=name, dual_clip=3.0))(x)[0].backward()
     torch.testing.assert_close(gradients(batch), -x.scaled_advantages, rtol=1e-14, atol=0)
     assert sums.get("ratio", torch.tensor(x.logprobs.numel())) == x.logprobs.numel()
     assert all(sums[side] == 0 for side in ("clipped_low", "clipped_high") if side in sums)
@@ -161,7 +161,7 @@ def test_the_first_on_policy_update_is_reinforce(name, single_forward):
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("kind", CORRECTIONS)
 def test_any_split_into_micro_batches_adds_up(name, kind):
-    algo = Algorithm(loss=name, kl={"coef": 0.1}, entropy_coef=0.2, correction={"kind": kind})
+    algo = AlgorithmConfig(loss=name, kl={"coef": 0.1}, entropy_coef=0.2, correction={"kind": kind})
     loss, batch = make_loss(algo), samples()
     scales = normalisers(batch, "sequence_mean")
     whole, whole_sums = loss(pack(batch, scales, reference=True))
@@ -184,7 +184,7 @@ def test_any_split_into_micro_batches_adds_up(name, kind):
 @pytest.mark.parametrize("kind", CORRECTIONS)
 @pytest.mark.parametrize("name", LOSSES)
 def test_far_policies_stay_finite(name, kind):
-    loss = make_loss(Algorithm(loss=name, correction={"kind": kind}, kl={"coef": 0.1}, entropy_coef=0.1))
+    loss = make_loss(AlgorithmConfig(loss=name, correction={"kind": kind}, kl={"coef": 0.1}, entropy_coef=0.1))
     for apart in (-1000.0, 1000.0):
         batch = samples(dtype=torch.float32)
         x = pack(batch, normalisers(batch, "token_mean"), reference=True)
@@ -198,7 +198,7 @@ def test_far_policies_stay_finite(name, kind):
 
 @pytest.mark.parametrize("clip_low", [0.2, 1.0])
 def test_a_behaviour_that_is_not_a_number_is_left_out_and_counted(clip_low):
-    algo = Algorithm(loss="importance_weighted", clip_low=clip_low, clip_high=9.0)
+    algo = AlgorithmConfig(loss="importance_weighted", clip_low=clip_low, clip_high=9.0)
     whole, broken = samples(mismatch=0.01, update=0.01), samples(mismatch=0.01, update=0.01)
     broken[2].behaviour[3] = math.nan
     results = []
@@ -218,7 +218,7 @@ def test_a_behaviour_that_is_not_a_number_is_left_out_and_counted(clip_low):
 @pytest.mark.parametrize("kind", CORRECTIONS)
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_row_without_trained_tokens_gives_zeros_and_a_backward_pass(name, kind):
-    algo = Algorithm(loss=name, correction={"kind": kind}, kl={"coef": 0.1}, entropy_coef=0.1)
+    algo = AlgorithmConfig(loss=name, correction={"kind": kind}, kl={"coef": 0.1}, entropy_coef=0.1)
     for sequences in (0, 2):  # no sequence at all, and two that have no trained token here
         x = pack([], [], reference=True)
         x.sequences = sequences
@@ -244,7 +244,7 @@ def elsewhere(device: str) -> LossInputs:
 def test_nothing_waits_for_a_value(name, kind):
     """On the meta device there are no values: `.item()`, a branch on a tensor or a bool index would raise."""
     there = elsewhere("meta")
-    loss = make_loss(Algorithm(loss=name, correction={"kind": kind}, kl={"coef": 0.1}, entropy_coef=0.1))
+    loss = make_loss(AlgorithmConfig(loss=name, correction={"kind": kind}, kl={"coef": 0.1}, entropy_coef=0.1))
     total, sums = loss(there)
     total.backward()
     assert {v.device.type for v in sums.values()} == {"meta"}
@@ -256,7 +256,7 @@ def test_the_device_is_never_waited_for():
     there = elsewhere("cuda")
     for name in LOSSES:
         for kind in CORRECTIONS:
-            loss = make_loss(Algorithm(loss=name, correction={"kind": kind}, kl={"coef": 0.1}, entropy_coef=0.1))
+            loss = make_loss(AlgorithmConfig(loss=name, correction={"kind": kind}, kl={"coef": 0.1}, entropy_coef=0.1))
             torch.cuda.set_sync_debug_mode("error")
             try:
                 total, _ = loss(there)
@@ -269,15 +269,15 @@ def test_the_device_is_never_waited_for():
 def test_a_pass_for_the_proximal_policy_only_where_it_changes_something(name):
     batch = samples()
     scales = normalisers(batch, "token_mean")
-    loss = make_loss(Algorithm(loss=name))
+    loss = make_loss(AlgorithmConfig(loss=name))
     values = [loss(pack(batch, scales, proximal=proximal))[0].item() for proximal in (True, False)]
-    assert (values[0] != values[1]) == needs_proximal(Algorithm(loss=name))
+    assert (values[0] != values[1]) == needs_proximal(AlgorithmConfig(loss=name))
 
 
 def test_bad_requests_are_refused():
     batch = samples()
     x = pack(batch, normalisers(batch, "token_mean"))
     with pytest.raises(ValueError, match="reference"):
-        make_loss(Algorithm(kl={"coef": 0.1}))(x)
+        make_loss(AlgorithmConfig(kl={"coef": 0.1}))(x)
     with pytest.raises(UserError, match=r"algorithm\.loss=ppo is neither one of ours nor package\.module:name"):
-        make_loss(Algorithm.model_construct(loss="ppo"))
+        make_loss(AlgorithmConfig.model_construct(loss="ppo"))

@@ -36,7 +36,7 @@ def last_name(node: ast.AST) -> str | None:
 
 class Reads(ast.NodeVisitor):
     """Collects (section class, key) of every ``section.key``, where the section is known by its name, by the annotation
-    of a variable (``o: Optimizer``), by an assignment (``o = config.policy.optimizer``), or by what a class keeps."""
+    of a variable (``o: OptimizerConfig``), by an assignment (``o = config.policy.optimizer``), or by what a class keeps."""
 
     def __init__(self, found: set[tuple[type[BaseModel], str]]) -> None:
         self.known = sections()
@@ -106,12 +106,12 @@ def test_every_key_is_read():
 def test_the_reader_sees_each_way_of_reading():
     found: set[tuple[type[BaseModel], str]] = set()
     Reads(found).visit(
-        ast.parse("def f(o: Optimizer):\n  o.lr\n  e = c.rollout.engine\n  e.replicas\n  self._run.seed")
+        ast.parse("def f(o: OptimizerConfig):\n  o.lr\n  e = c.rollout.engine\n  e.replicas\n  self._run.seed")
     )
-    assert {(schema.Optimizer, "lr"), (schema.Engine, "replicas"), (schema.Run, "seed")} <= found
-    assert (schema.Optimizer, "eps") not in found
+    assert {(schema.OptimizerConfig, "lr"), (schema.EngineConfig, "replicas"), (schema.RunConfig, "seed")} <= found
+    assert (schema.OptimizerConfig, "eps") not in found
     kept = (
-        "class C:\n  def __init__(self, config: Env):\n    self._config = config\n  def f(self):\n    self._config.url"
+        "class C:\n  def __init__(self, config: EnvConfig):\n    self._config = config\n  def f(self):\n    self._config.url"
     )
     Reads(found).visit(ast.parse(kept))
-    assert (schema.Env, "url") in found
+    assert (schema.EnvConfig, "url") in found

@@ -15,7 +15,7 @@ from megatron_fleet.cluster.launcher import LocalRanks
 from megatron_fleet.cluster.nodes import RanksOfHost
 from megatron_fleet.config.extension import check
 from megatron_fleet.config.secrets import STORE, only_secrets, secrets, without_secrets
-from megatron_fleet.config.sections.env import Env
+from megatron_fleet.config.sections.env import EnvConfig
 from megatron_fleet.envs.registry import Start, serve
 from megatron_fleet.tuning.precision import Row, _trial
 
@@ -93,7 +93,7 @@ def test_short_children_and_the_janitor_get_none(monkeypatch, tmp_path, start):
         if start == "extension":
             check("env.kind", "some.module:name", (), str(python))
         elif start == "fleet's package":
-            serve(Start(Env(kind="fleet"), tmp_path / "log", str(python), seed=0))
+            serve(Start(EnvConfig(kind="fleet"), tmp_path / "log", str(python), seed=0))
         elif start == "nvidia-smi":
             assert nvidia_devices(dict(os.environ) | {"PATH": str(tmp_path)}) == ()
         else:

@@ -7,8 +7,8 @@ from pydantic import ValidationError
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
-from megatron_fleet.config.schema import Env
-from megatron_fleet.config.sections.provisioning import Provisioning
+from megatron_fleet.config.schema import EnvConfig
+from megatron_fleet.config.sections.provisioning import ProvisioningConfig
 from megatron_fleet.config.validate import check
 
 ELSEWHERE = ("env.kind=openenv", "env.url=http://somewhere", "data.tasks=tasks.json")
@@ -49,16 +49,16 @@ def test_what_no_fault_depends_on_is_accepted(overrides):
 )
 def test_numbers_out_of_range(wrong):
     with pytest.raises(ValidationError):
-        Env(**wrong)
+        EnvConfig(**wrong)
 
 
 @given(st.integers(0, 300), st.integers(1, 300), st.integers(0, 300), st.integers(1, 40))
 def test_shares_of_workers_add_up_to_what_was_asked_for(lookahead, starts, more, workers):
-    whole = Provisioning(lookahead=lookahead, starts_at_once=starts, max_starts_at_once=starts + more, quick_s=3)
+    whole = ProvisioningConfig(lookahead=lookahead, starts_at_once=starts, max_starts_at_once=starts + more, quick_s=3)
     shares = [whole.share(worker, workers) for worker in range(workers)]
     for name in ("lookahead", "starts_at_once", "max_starts_at_once"):
         parts = [getattr(share, name) for share in shares]
         assert sum(parts) == getattr(whole, name) and max(parts) - min(parts) <= 1
     assert all(share.starts_at_once <= share.max_starts_at_once and share.quick_s == 3 for share in shares)
     if starts >= workers:
-        assert [Provisioning.model_validate(share.model_dump()) for share in shares] == shares
+        assert [ProvisioningConfig.model_validate(share.model_dump()) for share in shares] == shares

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_fleet.config.sections.mixture import Curriculum, Mixture
+from megatron_fleet.config.sections.mixture import CurriculumConfig, MixtureConfig
 from megatron_fleet.data.curriculum import Estimate, has_signal, measured, signal_weights, streak_after
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -106,9 +106,11 @@ def test_fewer_prompts_are_wasted_on_dead_and_saturated_environments():
         policy = Policy(WORLDS, 0.0, seed)
         chances = np.concatenate([policy.chances(env) for env in WORLDS])
         expected.append(np.mean(1 - chances**8 - (1 - chances) ** 8))
-    plain = informative_share(Mixture())
+    plain = informative_share(MixtureConfig())
     assert plain == pytest.approx(np.mean(expected), abs=0.02)
-    weighed = informative_share(Mixture(curriculum=Curriculum(signal_weights=True, floor=0.2, half_life=16)))
+    weighed = informative_share(
+        MixtureConfig(curriculum=CurriculumConfig(signal_weights=True, floor=0.2, half_life=16))
+    )
     # With the signals known, live : the others = 1 : 5 in tasks and 1 : 0.2 in weight, hence a half.
     assert 0.35 < weighed < 0.55
     assert weighed > 2 * plain
@@ -118,7 +120,7 @@ def test_deferral_passes_over_what_is_solved():
     """Half of an environment's tasks are solved for good: after two passes they are played every third time."""
     worlds = {"half": World(40, 0.0, 60.0)}
     plain, deferring = (
-        np.mean(run(worlds, Mixture(min_per_env=1, curriculum=c), 0.0, 3, 30, 8, 8)[0][12:])
-        for c in (Curriculum(), Curriculum(defer_after=2, defer_passes=2))
+        np.mean(run(worlds, MixtureConfig(min_per_env=1, curriculum=c), 0.0, 3, 30, 8, 8)[0][12:])
+        for c in (CurriculumConfig(), CurriculumConfig(defer_after=2, defer_passes=2))
     )
     assert deferring > 1.5 * plain > 0

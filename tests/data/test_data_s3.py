@@ -10,7 +10,7 @@ pytest.importorskip("pyarrow")
 from s3_server import BUCKET, found_by_boto3
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.sections.data import Data
+from megatron_fleet.config.sections.data import DataConfig
 from megatron_fleet.data import prepared
 from megatron_fleet.data.dataset import build
 from megatron_fleet.data.loader import load_tasks
@@ -42,7 +42,7 @@ def test_a_task_file_is_read(s3_data, tmp_path):
 
 def test_a_prepared_folder_is_written_once_and_read(s3_data):
     out = f"s3://{BUCKET}/prepared/v4"
-    made = build(Data(tasks=f"{s3_data}/all_tool_use.json", max_eval=5))
+    made = build(DataConfig(tasks=f"{s3_data}/all_tool_use.json", max_eval=5))
     content = (made.split.train, made.split.held_out, made.manifest)
     with pytest.raises(UserError, match=r"split\.json is missing"):
         load_tasks(out)
@@ -50,5 +50,5 @@ def test_a_prepared_folder_is_written_once_and_read(s3_data):
     with pytest.raises(UserError, match="another prepared folder"):
         prepared.write(out, made.split.train[1:], made.split.held_out, made.manifest)
     assert load_tasks(out) == made.split.train + made.split.held_out
-    follow = build(Data(tasks=f"{s3_data}/all_tool_use.json", split_manifest=f"{out}/split.json")).split
+    follow = build(DataConfig(tasks=f"{s3_data}/all_tool_use.json", split_manifest=f"{out}/split.json")).split
     assert follow.held_out == made.split.held_out and len(follow.held_out) == 5

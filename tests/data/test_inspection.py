@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.sections.data import Data
+from megatron_fleet.config.sections.data import DataConfig
 from megatron_fleet.data.dataset import build
 from megatron_fleet.data.inspection import as_json, describe, inspect
 from megatron_fleet.data.split import key_hash
@@ -18,7 +18,7 @@ def report(tmp_path):
     def make(rows, **keys):
         file = tmp_path / "t.json"
         file.write_text(json.dumps(rows))
-        found = inspect(Data(tasks=str(file), **keys))
+        found = inspect(DataConfig(tasks=str(file), **keys))
         return as_json(found), describe(found)
 
     return make
@@ -66,11 +66,11 @@ def test_a_malformed_row_that_is_excluded_stops_nobody(tmp_path):
     file, exclusion = tmp_path / "t.json", tmp_path / "bad.yaml"
     file.write_text(json.dumps(rows[:-1]))
     exclusion.write_text("reason: it has no prompt\ntasks: [bad]\n")
-    data = Data(tasks=str(file), exclusions=(str(exclusion),))
+    data = DataConfig(tasks=str(file), exclusions=(str(exclusion),))
     assert inspect(data).problems == []
     assert len(build(data).split.train) + len(build(data).split.held_out) == 20
     with pytest.raises(UserError, match=r"task 21 \(bad\): prompt.*name it in a list of data\.exclusions"):
-        build(Data(tasks=str(file)))
+        build(DataConfig(tasks=str(file)))
     file.write_text(json.dumps(rows))  # a row without a key cannot be named
     with pytest.raises(UserError, match=r"task 22: task_key: .* it is missing\. There is 1 more problem;"):
         build(data)

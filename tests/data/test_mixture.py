@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.sections.mixture import Mixture
+from megatron_fleet.config.sections.mixture import MixtureConfig
 from megatron_fleet.data.mixture import check_mixture, env_shares, env_sizes, quotas, with_minimum
 from megatron_fleet.data.task import Task
 
@@ -25,12 +25,12 @@ def tasks(sizes):
 @pytest.mark.parametrize(
     ("mixture", "weights"),
     [
-        (Mixture(), (4096, 256, 1)),
-        (Mixture(weights="temperature", temperature=1.0), (4096, 256, 1)),
-        (Mixture(weights="temperature", temperature=2.0), (64, 16, 1)),
-        (Mixture(weights="temperature", temperature=4.0), (8, 4, 1)),
-        (Mixture(weights="uniform"), (1, 1, 1)),
-        (Mixture(weights="explicit", shares={"one": 3.0, "mid": 0.0, "big": 1.0}), (1, None, 3)),
+        (MixtureConfig(), (4096, 256, 1)),
+        (MixtureConfig(weights="temperature", temperature=1.0), (4096, 256, 1)),
+        (MixtureConfig(weights="temperature", temperature=2.0), (64, 16, 1)),
+        (MixtureConfig(weights="temperature", temperature=4.0), (8, 4, 1)),
+        (MixtureConfig(weights="uniform"), (1, 1, 1)),
+        (MixtureConfig(weights="explicit", shares={"one": 3.0, "mid": 0.0, "big": 1.0}), (1, None, 3)),
     ],
 )
 def test_shares(mixture, weights):
@@ -46,10 +46,16 @@ def test_sizes_count_the_real_environment():
 @pytest.mark.parametrize(
     ("mixture", "words"),
     [
-        (Mixture(min_per_env=4), ["min_per_env=4", "3 environments", "12 prompts", "prompts_per_step=10", "at most 3"]),
-        (Mixture(weights="explicit", shares={"big": 1, "mid": 1, "one": 1, "gone": 1}), ["gone", "big, mid, one"]),
-        (Mixture(weights="explicit", shares={"big": 1}), ["does not name mid, one", "0 leaves it out"]),
-        (Mixture(weights="explicit", shares=dict.fromkeys(SIZES, 0)), ["every environment"]),
+        (
+            MixtureConfig(min_per_env=4),
+            ["min_per_env=4", "3 environments", "12 prompts", "prompts_per_step=10", "at most 3"],
+        ),
+        (
+            MixtureConfig(weights="explicit", shares={"big": 1, "mid": 1, "one": 1, "gone": 1}),
+            ["gone", "big, mid, one"],
+        ),
+        (MixtureConfig(weights="explicit", shares={"big": 1}), ["does not name mid, one", "0 leaves it out"]),
+        (MixtureConfig(weights="explicit", shares=dict.fromkeys(SIZES, 0)), ["every environment"]),
     ],
 )
 def test_what_does_not_fit_is_explained(mixture, words):
@@ -59,11 +65,11 @@ def test_what_does_not_fit_is_explained(mixture, words):
 
 
 def test_the_minimum_is_of_environments_that_take_part():
-    two = Mixture(weights="explicit", shares={"big": 1, "mid": 1, "one": 0}, min_per_env=5)
+    two = MixtureConfig(weights="explicit", shares={"big": 1, "mid": 1, "one": 0}, min_per_env=5)
     check_mixture(tasks(SIZES), 10, two)
-    check_mixture(tasks(SIZES), 12, Mixture(min_per_env=4))
+    check_mixture(tasks(SIZES), 12, MixtureConfig(min_per_env=4))
     with pytest.raises(UserError, match="needs 12 prompts"):
-        check_mixture(tasks(SIZES), 11, Mixture(min_per_env=4))
+        check_mixture(tasks(SIZES), 11, MixtureConfig(min_per_env=4))
 
 
 @given(SEVERAL, st.floats(0, 1))

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.sections.mixture import Curriculum, Mixture
+from megatron_fleet.config.sections.mixture import CurriculumConfig, MixtureConfig
 from megatron_fleet.data.passes import Passes
 from megatron_fleet.data.sampler import MixtureSampler, PromptSampler, make_sampler
 from megatron_fleet.data.task import Task
 
-ADAPTIVE = Curriculum(signal_weights=True, floor=0.25, half_life=4, defer_after=2, defer_passes=2)
+ADAPTIVE = CurriculumConfig(signal_weights=True, floor=0.25, half_life=4, defer_after=2, defer_passes=2)
 SIZES = st.lists(st.integers(1, 30), min_size=1, max_size=6)
 
 
@@ -49,12 +49,12 @@ def samplers(draw):
     least = draw(st.integers(0, 2))
     batch = draw(st.integers(max(1, least * len(sizes)), 40))
     kind = draw(st.sampled_from(["proportional", "temperature", "uniform", "explicit"]))
-    return sizes, batch, Mixture(
+    return sizes, batch, MixtureConfig(
         weights=kind,
         temperature=draw(st.floats(0.5, 8)) if kind == "temperature" else None,
         shares={f"env{i}": draw(st.floats(0.1, 5)) for i in range(len(sizes))} if kind == "explicit" else {},
         min_per_env=least,
-        curriculum=draw(st.sampled_from([Curriculum(), ADAPTIVE])),
+        curriculum=draw(st.sampled_from([CurriculumConfig(), ADAPTIVE])),
     )  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def test_a_resumed_run_plays_what_a_straight_one_does(given_sampler, steps, chan
 @settings(max_examples=25, deadline=None)
 def test_no_task_comes_twice_before_its_environment_has_played_them_all(given_sampler):
     sizes, batch, mixture = given_sampler
-    mixture = mixture.model_copy(update={"curriculum": Curriculum(signal_weights=True)})
+    mixture = mixture.model_copy(update={"curriculum": CurriculumConfig(signal_weights=True)})
     drawn = [key for one in play(MixtureSampler(tasks(sizes), batch, 7, mixture), 12) for key in sorted(one)]
     for env, size in enumerate(sizes):
         counts = Counter(key for key in drawn if key.startswith(f"{env}-"))
@@ -110,7 +110,7 @@ def test_minimum_and_mix(given_sampler):
 @settings(max_examples=25, deadline=None)
 def test_no_environment_starves(sizes, batch, weights):
     """Credit grows by at least batch × floor × share a step from above −1, and stays below the number of others."""
-    mixture = Mixture(weights=weights, curriculum=ADAPTIVE)
+    mixture = MixtureConfig(weights=weights, curriculum=ADAPTIVE)
     sampler = MixtureSampler(tasks(sizes), batch, 7, mixture)
     shares = sampler.status()["weight"]
     longest = {env: ceil(len(sizes) / (batch * ADAPTIVE.floor * share)) for env, share in shares.items()}
@@ -123,7 +123,7 @@ def test_no_environment_starves(sizes, batch, weights):
 
 
 def test_the_seed_decides_orders_and_nothing_else():
-    mixture = Mixture(weights="uniform")
+    mixture = MixtureConfig(weights="uniform")
     one, two, three = (MixtureSampler(tasks([9, 9]), 6, seed, mixture) for seed in (1, 1, 2))
     first = play(one, 3)
     assert first == play(two, 3) != play(three, 3)
@@ -140,13 +140,15 @@ def test_environments_do_not_share_an_order():
 
 
 def test_left_out_environments_are_never_played():
-    mixture = Mixture(weights="explicit", shares={"env0": 0, "env1": 1, "env2": 3})
+    mixture = MixtureConfig(weights="explicit", shares={"env0": 0, "env1": 1, "env2": 3})
     batches = play(MixtureSampler(tasks([50, 5, 5]), 4, 7, mixture), 5)
     assert Counter(key[0] for batch in batches for key in batch) == {"1": 5, "2": 15}
 
 
 def test_saturated_and_dead_environments_are_measured_less():
-    mixture = Mixture(weights="uniform", curriculum=Curriculum(signal_weights=True, floor=0.25, half_life=4))
+    mixture = MixtureConfig(
+        weights="uniform", curriculum=CurriculumConfig(signal_weights=True, floor=0.25, half_life=4)
+    )
     sampler = MixtureSampler(tasks([30, 30, 30]), 12, 7, mixture)
     play(sampler, 40)
     status = sampler.status()
@@ -159,7 +161,7 @@ def test_saturated_and_dead_environments_are_measured_less():
 
 
 def test_unknown_rewards_teach_nothing():
-    sampler = MixtureSampler(tasks([5, 5]), 4, 7, Mixture(curriculum=ADAPTIVE))
+    sampler = MixtureSampler(tasks([5, 5]), 4, 7, MixtureConfig(curriculum=ADAPTIVE))
     before = sampler.state_dict()
     sampler.observe([(task.key, known) for task in tasks([5, 5]) for known in ([], [1.0])])
     assert sampler.state_dict() == before
@@ -167,7 +169,7 @@ def test_unknown_rewards_teach_nothing():
 
 def test_tasks_without_signal_are_deferred_and_come_back():
     """Pass 0 and 1 measure; 2 groups in a row without signal leave a task out of 2 passes, then one more is enough."""
-    mixture = Mixture(curriculum=Curriculum(defer_after=2, defer_passes=2))
+    mixture = MixtureConfig(curriculum=CurriculumConfig(defer_after=2, defer_passes=2))
     sampler = MixtureSampler(tasks([3]), 1, 7, mixture)
     signal = {"0-0": [1.0, 0.0], "0-1": [1.0, 1.0], "0-2": [0.0, 0.0]}
     drawn, left_out = [], []
@@ -184,7 +186,9 @@ def test_tasks_without_signal_are_deferred_and_come_back():
 
 def test_an_unknown_group_defers_nothing_again():
     """A task that came back is left out of the passes after the one in which it was measured, not after any."""
-    sampler = MixtureSampler(tasks([2]), 2, 7, Mixture(curriculum=Curriculum(defer_after=1, defer_passes=1)))
+    sampler = MixtureSampler(
+        tasks([2]), 2, 7, MixtureConfig(curriculum=CurriculumConfig(defer_after=1, defer_passes=1))
+    )
     sampler.next()
     sampler.observe([("0-0", [0.0, 0.0])])
     assert keys(sampler.next()).count("0-0") == 1  # the pass without it has one task, then all are back
@@ -194,14 +198,16 @@ def test_an_unknown_group_defers_nothing_again():
 
 
 def test_one_group_with_signal_keeps_a_task():
-    sampler = MixtureSampler(tasks([2]), 2, 7, Mixture(curriculum=Curriculum(defer_after=2, defer_passes=1)))
+    sampler = MixtureSampler(
+        tasks([2]), 2, 7, MixtureConfig(curriculum=CurriculumConfig(defer_after=2, defer_passes=1))
+    )
     for first in ([0.0, 0.0], [0.0, 1.0], [0.0, 0.0], [1.0, 0.0]) * 3:
         assert len(set(keys(sampler.next()))) == 2
         sampler.observe([("0-0", first), ("0-1", [0.0, 1.0])])
 
 
 def test_when_all_tasks_are_deferred_all_are_played():
-    sampler = MixtureSampler(tasks([4]), 4, 7, Mixture(curriculum=Curriculum(defer_after=1)))
+    sampler = MixtureSampler(tasks([4]), 4, 7, MixtureConfig(curriculum=CurriculumConfig(defer_after=1)))
     for _ in range(6):
         batch = keys(sampler.next())
         assert sorted(batch) == ["0-0", "0-1", "0-2", "0-3"]
@@ -211,35 +217,40 @@ def test_when_all_tasks_are_deferred_all_are_played():
 @pytest.mark.parametrize(
     ("sizes", "seed", "mixture", "words"),
     [
-        ([5, 6], 7, Mixture(weights="uniform"), "other training tasks"),
-        ([5, 5], 8, Mixture(weights="uniform"), "run.seed"),
-        ([5, 5], 7, Mixture(weights="temperature", temperature=2), r"weights=temperature.*saved with uniform"),
-        ([5, 5], 7, Mixture(weights="uniform", min_per_env=1), r"data\.mixture\.min_per_env=1.*saved with 0"),
-        ([5, 5], 7, Mixture(weights="uniform", curriculum=ADAPTIVE), r"data\.mixture\.curriculum\.\w+=.*saved with"),
+        ([5, 6], 7, MixtureConfig(weights="uniform"), "other training tasks"),
+        ([5, 5], 8, MixtureConfig(weights="uniform"), "run.seed"),
+        ([5, 5], 7, MixtureConfig(weights="temperature", temperature=2), r"weights=temperature.*saved with uniform"),
+        ([5, 5], 7, MixtureConfig(weights="uniform", min_per_env=1), r"data\.mixture\.min_per_env=1.*saved with 0"),
+        (
+            [5, 5],
+            7,
+            MixtureConfig(weights="uniform", curriculum=ADAPTIVE),
+            r"data\.mixture\.curriculum\.\w+=.*saved with",
+        ),
     ],
 )
 def test_a_foreign_state_is_refused(sizes, seed, mixture, words):
-    state = MixtureSampler(tasks([5, 5]), 4, 7, Mixture(weights="uniform")).state_dict()
+    state = MixtureSampler(tasks([5, 5]), 4, 7, MixtureConfig(weights="uniform")).state_dict()
     with pytest.raises(UserError, match=words):
         MixtureSampler(tasks(sizes), 4, seed, mixture).load_state_dict(state)
 
 
 def test_a_task_that_changed_its_environment_is_another_task():
-    state = MixtureSampler(tasks([2, 2]), 4, 7, Mixture(weights="uniform")).state_dict()
+    state = MixtureSampler(tasks([2, 2]), 4, 7, MixtureConfig(weights="uniform")).state_dict()
     moved = [Task("0-0", "p", "env1", "v"), *tasks([2, 2])[1:]]
     with pytest.raises(UserError, match="other training tasks"):
-        MixtureSampler(moved, 4, 7, Mixture(weights="uniform")).load_state_dict(state)
+        MixtureSampler(moved, 4, 7, MixtureConfig(weights="uniform")).load_state_dict(state)
 
 
 def test_the_state_of_whole_epochs_is_refused():
     state = PromptSampler(tasks([5, 5]), 4, 7).state_dict()
     with pytest.raises(UserError, match=r"data\.mixture\.weights=uniform.*saved with proportional"):
-        MixtureSampler(tasks([5, 5]), 4, 7, Mixture(weights="uniform")).load_state_dict(state)
+        MixtureSampler(tasks([5, 5]), 4, 7, MixtureConfig(weights="uniform")).load_state_dict(state)
 
 
 @pytest.mark.parametrize(
     "mixture",
-    [Mixture(weights="uniform"), Mixture(min_per_env=1), Mixture(curriculum=ADAPTIVE)],
+    [MixtureConfig(weights="uniform"), MixtureConfig(min_per_env=1), MixtureConfig(curriculum=ADAPTIVE)],
 )
 def test_whatever_is_asked_for_makes_a_mixture(mixture):
     assert isinstance(make_sampler(tasks([5, 5]), 4, 7, mixture), MixtureSampler)

@@ -12,7 +12,7 @@ pytest.importorskip("pyarrow")
 from pyarrow import parquet
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.sections.data import Data
+from megatron_fleet.config.sections.data import DataConfig
 from megatron_fleet.data import prepared
 from megatron_fleet.data.dataset import build
 from megatron_fleet.data.loader import load_tasks
@@ -64,7 +64,7 @@ def test_fleets_columns_come_first(tmp_path):
 
 
 def test_the_same_content_again_changes_nothing_and_another_is_refused(tmp_path, tasks_file):
-    data = Data(tasks=tasks_file({"a": 50, "b": 30}))
+    data = DataConfig(tasks=tasks_file({"a": 50, "b": 30}))
     _, written = make(tmp_path / "p", data)
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in (tmp_path / "p").iterdir()}
     assert written and not make(tmp_path / "p", data)[1]
@@ -78,7 +78,7 @@ def test_the_same_content_again_changes_nothing_and_another_is_refused(tmp_path,
 
 
 def test_a_failed_write_leaves_no_folder_and_the_next_one_works(tmp_path, tasks_file, monkeypatch):
-    data = Data(tasks=tasks_file({"a": 50}))
+    data = DataConfig(tasks=tasks_file({"a": 50}))
     original = prepared._to_parquet
     calls = []
 
@@ -123,22 +123,24 @@ def test_a_table_that_cannot_be_read_is_refused(tmp_path, content):
 
 
 def test_a_run_on_a_prepared_folder_has_its_split(tmp_path, tasks_file):
-    data = Data(tasks=tasks_file({"a": 300, "b": 100}), eval_fraction=0.4, max_eval=30, max_eval_per_env=20)
+    data = DataConfig(tasks=tasks_file({"a": 300, "b": 100}), eval_fraction=0.4, max_eval=30, max_eval_per_env=20)
     made, _ = make(tmp_path / "p", data)
-    default = build(Data(tasks=str(tmp_path / "p")))
+    default = build(DataConfig(tasks=str(tmp_path / "p")))
     assert {t.key for t in default.split.train} == {t.key for t in made.split.train}
     assert {t.key for t in default.split.held_out} == {t.key for t in made.split.held_out}
-    only_b = build(Data(tasks=str(tmp_path / "p"), environments=("b",))).split
+    only_b = build(DataConfig(tasks=str(tmp_path / "p"), environments=("b",))).split
     assert {t.key for t in only_b.held_out} == {t.key for t in made.split.held_out if t.env_key == "b"}
     with pytest.raises(UserError, match=r"remove data\.split_manifest"):
-        build(Data(tasks=str(tmp_path / "p"), split_manifest=str(tmp_path / "p" / "split.json")))
+        build(DataConfig(tasks=str(tmp_path / "p"), split_manifest=str(tmp_path / "p" / "split.json")))
 
 
 def test_a_later_version_keeps_the_sides_of_an_earlier_one(tmp_path, tasks_file):
     limits = {"max_eval_per_env": 10, "max_eval": 12}
-    first, _ = make(tmp_path / "v1", Data(tasks=tasks_file({"a": 100, "b": 40}), **limits))
+    first, _ = make(tmp_path / "v1", DataConfig(tasks=tasks_file({"a": 100, "b": 40}), **limits))
     source = tasks_file({"a": 500, "c": 100})
-    second, _ = make(tmp_path / "v2", Data(tasks=source, split_manifest=str(tmp_path / "v1" / "split.json"), **limits))
+    second, _ = make(
+        tmp_path / "v2", DataConfig(tasks=source, split_manifest=str(tmp_path / "v1" / "split.json"), **limits)
+    )
     old = {t.key for t in first.split.held_out}
     assert {t.key for t in second.split.held_out} >= {key for key in old if key.startswith("a")}
     assert not old & {t.key for t in second.split.train}
@@ -147,14 +149,14 @@ def test_a_later_version_keeps_the_sides_of_an_earlier_one(tmp_path, tasks_file)
     shutil.rmtree(tmp_path / "v1")
     third, _ = make(
         tmp_path / "v3",
-        Data(tasks=tasks_file({"b": 60, "a": 9}), split_manifest=str(tmp_path / "v2" / "split.json"), **limits),
+        DataConfig(tasks=tasks_file({"b": 60, "a": 9}), split_manifest=str(tmp_path / "v2" / "split.json"), **limits),
     )
     assert {t.key for t in third.split.held_out} >= {key for key in old if key.startswith("b")}
 
 
 def test_a_manifest_of_other_data_is_refused(tmp_path, tasks_file):
-    make(tmp_path / "p", Data(tasks=tasks_file({"a": 20})))
+    make(tmp_path / "p", DataConfig(tasks=tasks_file({"a": 20})))
     with pytest.raises(UserError, match="knows none of its tasks"):
-        build(Data(tasks=tasks_file({"b": 20}), split_manifest=str(tmp_path / "p" / "split.json")))
+        build(DataConfig(tasks=tasks_file({"b": 20}), split_manifest=str(tmp_path / "p" / "split.json")))
     with pytest.raises(UserError, match=r"cannot be read .*; correct data\.split_manifest"):
-        build(Data(tasks=tasks_file({"b": 20}), split_manifest=str(tmp_path / "nowhere.json")))
+        build(DataConfig(tasks=tasks_file({"b": 20}), split_manifest=str(tmp_path / "nowhere.json")))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.sections.mixture import Mixture
+from megatron_fleet.config.sections.mixture import MixtureConfig
 from megatron_fleet.data.sampler import PromptSampler, make_sampler
 from megatron_fleet.data.task import Task
 
@@ -20,7 +20,7 @@ def keys(batch):
 
 def test_the_order_of_tasks_by_default_never_changes():
     """Figures of published runs rest on it: numpy's permutation from [seed, epoch] of the tasks by key."""
-    sampler = make_sampler(list(reversed(TASKS)), 5, 3, Mixture())
+    sampler = make_sampler(list(reversed(TASKS)), 5, 3, MixtureConfig())
     drawn = [key for _ in range(4) for key in keys(sampler.next())]
     assert drawn == [f"t{i}" for epoch in (0, 1) for i in np.random.default_rng([3, epoch]).permutation(10)]
     assert drawn[:10] == ["t9", "t6", "t0", "t2", "t1", "t4", "t7", "t5", "t3", "t8"]
@@ -90,6 +90,6 @@ def test_observing_changes_nothing():
 
 
 def test_the_state_of_a_mixture_is_refused():
-    state = make_sampler(TASKS, 4, 3, Mixture(weights="uniform")).state_dict()
+    state = make_sampler(TASKS, 4, 3, MixtureConfig(weights="uniform")).state_dict()
     with pytest.raises(UserError, match=r"data\.mixture\.weights=proportional.*saved with uniform"):
         PromptSampler(TASKS, 4, seed=3).load_state_dict(state)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.sections.data import Data
+from megatron_fleet.config.sections.data import DataConfig
 from megatron_fleet.data.exclusion import read_exclusion
 from megatron_fleet.data.selection import choose, select
 from megatron_fleet.data.split import split
@@ -24,7 +24,7 @@ TASKS = [
 
 
 def chosen(**keys):
-    result = select(TASKS, Data(tasks="t", **keys))
+    result = select(TASKS, DataConfig(tasks="t", **keys))
     assert sorted([*result.kept, *(task for task, _ in result.removed)], key=TASKS.index) == TASKS
     return [task.key for task in result.kept], {task.key: reason for task, reason in result.removed}
 
@@ -123,6 +123,6 @@ def test_a_number_of_tasks_is_in_proportion_and_not_the_head_of_the_file(sizes, 
 
 def test_the_chosen_tasks_are_not_all_for_evaluation():
     tasks = [Task(f"t{i}", "p", "e", "v") for i in range(2000)]
-    kept = select(tasks, Data(tasks="t", max_tasks=400))
+    kept = select(tasks, DataConfig(tasks="t", max_tasks=400))
     assert {reason for _, reason in kept.removed} == {"max_tasks"} and len(kept.kept) == 400
-    assert 50 < len(split(kept.kept, Data(tasks="t")).held_out) < 110
+    assert 50 < len(split(kept.kept, DataConfig(tasks="t")).held_out) < 110

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_fleet.config.sections.data import Data
+from megatron_fleet.config.sections.data import DataConfig
 from megatron_fleet.data.manifest import SplitManifest
 from megatron_fleet.data.split import key_hash, most_per_environment, split
 from megatron_fleet.data.task import Task
@@ -20,7 +20,7 @@ def task(key, env="e"):
 
 
 def rules(**keys):
-    return Data(tasks="t", **keys)
+    return DataConfig(tasks="t", **keys)
 
 
 def keys(tasks):

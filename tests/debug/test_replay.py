@@ -14,7 +14,7 @@ from fake_trainer import FakeTrainer
 from policy_fixtures import make_batch, make_config, write_config
 
 from megatron_fleet import cli
-from megatron_fleet.config.schema import Parallel
+from megatron_fleet.config.schema import ParallelConfig
 from megatron_fleet.debug import replay as module
 from megatron_fleet.debug.dumps import Dumps, open_dump
 from megatron_fleet.debug.record import Record, Verdict
@@ -30,7 +30,7 @@ class Replays:
 
     def __init__(self, folder):
         self.folder = folder
-        self.config = make_config(write_config(folder / "model"), Parallel(data=2))
+        self.config = make_config(write_config(folder / "model"), ParallelConfig(data=2))
         self.asked = []
         self.trainer = FakeTrainer(VOCABULARY, sequences_per_micro_batch=2)
         self.trainer.weights = np.random.default_rng(0).normal(size=VOCABULARY)
@@ -166,7 +166,7 @@ def test_alone_in_one_process_unless_a_layout_is_asked_for(replays, dump, comman
     assert command(dump.path)[0] == 0
     assert command(dump.path, "parallel.tensor=2", "policy.micro_batch_tokens=512", "--json")[0] == 0
     alone, wanted = replays.asked
-    assert (alone.parallel, wanted.parallel) == (Parallel(), Parallel(data=2, tensor=2))
+    assert (alone.parallel, wanted.parallel) == (ParallelConfig(), ParallelConfig(data=2, tensor=2))
     assert wanted.policy.micro_batch_tokens == 512
     assert alone.model.path == str(dump.model)
     assert alone.run.out != replays.config.run.out, "logs of ranks must not be written among those of the run"

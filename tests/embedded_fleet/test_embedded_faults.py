@@ -14,8 +14,8 @@ from waiting import HANG_S, until, wait_until
 
 pytest.importorskip("openenv")
 
-from megatron_fleet.config.schema import Env
-from megatron_fleet.config.sections.faults import FaultRates
+from megatron_fleet.config.schema import EnvConfig
+from megatron_fleet.config.sections.faults import FaultRatesConfig
 from megatron_fleet.embedded_fleet.faults import DAMAGES, FATAL_CALLS, RandomFaults
 from megatron_fleet.embedded_fleet.fleet import EmbeddedFleet
 from megatron_fleet.embedded_fleet.session import EmbeddedSession
@@ -29,10 +29,10 @@ from megatron_fleet.envs.registry import make_environment
 TASKS = generate(seed=3, per_env=12)
 LEDGER = next(t for t in TASKS if t.env_key == "ledger")
 READ = ToolCall("list_accounts", {"owner": LEDGER.env_variables["LOGGED_IN_USER"]})
-RATES = FaultRates(
+RATES = FaultRatesConfig(
     slow_rate=0.1, hang_rate=0.05, malformed_rate=0.05, dead_session_rate=0.02, verifier_failure_rate=0.05
 )
-PATIENT = Env(**{f"{verb}_timeout_s": HANG_S for verb in ("make", "reset", "step", "verify", "close")})
+PATIENT = EnvConfig(**{f"{verb}_timeout_s": HANG_S for verb in ("make", "reset", "step", "verify", "close")})
 HASTY = PATIENT.model_copy(update={"step_timeout_s": 0.5})
 RIGHT = EmbeddedSession(LEDGER).call(READ)
 LOSING = 4
@@ -86,7 +86,7 @@ def test_rates_are_met_per_call_or_per_episode():
 
 @pytest.mark.parametrize("calls", [0, 1, 2, 6])
 def test_an_ending_fault_comes_once_however_short_the_episode_is(calls):
-    faults = RandomFaults(FaultRates(hang_rate=1, dead_session_rate=1), seed=1)
+    faults = RandomFaults(FaultRatesConfig(hang_rate=1, dead_session_rate=1), seed=1)
     for number in range(200):
         drawn = [faults.of(f"e{number}", call, "tool", last=call == calls) for call in range(calls + 1)]
         assert sum(f.hangs for f in drawn) == sum(f.dies for f in drawn) == 1
@@ -103,7 +103,7 @@ def test_faults_depend_on_seed_episode_and_call_alone():
 
 
 def test_latency_is_log_normal_and_the_same_in_equal_runs():
-    rates = FaultRates(latency_median_s=0.2, latency_sigma=1.0)
+    rates = FaultRatesConfig(latency_median_s=0.2, latency_sigma=1.0)
     waits = [RandomFaults(rates, 1).of(f"e{n}", 0, "tool", last=False).slow_s for n in range(4000)]
     logs = np.log(waits)
     assert np.exp(np.median(logs)) == pytest.approx(0.2, rel=0.1)
@@ -113,7 +113,7 @@ def test_latency_is_log_normal_and_the_same_in_equal_runs():
 
 
 def test_no_rates_no_faults():
-    assert sum(draws(RandomFaults(FaultRates(), seed=0), episodes=200).values()) == 0
+    assert sum(draws(RandomFaults(FaultRatesConfig(), seed=0), episodes=200).values()) == 0
 
 
 class Server:
@@ -244,7 +244,7 @@ def _next(agent, shown):
 @pytest.mark.slow
 async def test_the_configured_faults_happen_and_nothing_else_is_lost(tmp_path):
     rates = {"hang_rate": 0.05, "malformed_rate": 0.05, "dead_session_rate": 0.05, "verifier_failure_rate": 0.05}
-    config = PATIENT.model_copy(update={"start_timeout_s": HANG_S, "faults": FaultRates(**rates)})
+    config = PATIENT.model_copy(update={"start_timeout_s": HANG_S, "faults": FaultRatesConfig(**rates)})
     # An episode with a hanging call is lost in any case; all others have the time that they need.
     hasty = config.model_copy(update={"step_timeout_s": 1.0, "verify_timeout_s": 1.0})
     places, faults = asyncio.Semaphore(16), RandomFaults(config.faults, 4)

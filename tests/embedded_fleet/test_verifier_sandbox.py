@@ -15,7 +15,7 @@ import pytest
 from waiting import HANG_S
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.schema import Env
+from megatron_fleet.config.schema import EnvConfig
 from megatron_fleet.embedded_fleet import verifier_client
 from megatron_fleet.embedded_fleet.fleet import EmbeddedFleet
 from megatron_fleet.embedded_fleet.session import EmbeddedSession
@@ -132,7 +132,7 @@ def test_the_embedded_server_is_told_what_the_run_demands(tmp_path):
     python.write_text(f'#!/bin/sh\necho "$@" > {told}\nexit 1\n')
     python.chmod(0o755)
     with pytest.raises(UserError, match="ended with status 1"):
-        EmbeddedFleet().start(Env(sandbox="full"), tmp_path / "log", python)
+        EmbeddedFleet().start(EnvConfig(sandbox="full"), tmp_path / "log", python)
     assert "--sandbox full" in told.read_text()
 
 

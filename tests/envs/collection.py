@@ -26,8 +26,8 @@ from pathlib import Path
 
 from collection_table import COLLECTION, Played
 
-from megatron_fleet.config.sections.env import Env
-from megatron_fleet.config.sections.openenv import OpenEnv
+from megatron_fleet.config.sections.env import EnvConfig
+from megatron_fleet.config.sections.openenv import OpenEnvConfig
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.base import ToolCall
 from megatron_fleet.envs.openenv import OpenEnvEnvironment
@@ -115,7 +115,7 @@ def served(played: Played, python: Path, collection: Path, work: Path) -> Iterat
 async def play(played: Played, url: str, verbose: bool = False) -> Episode:
     """One episode as the entry says. Raises Unplayable, EnvLost or EnvBusy."""
     deadlines = {f"{verb}_timeout_s": 120 for verb in ("make", "reset", "step", "verify")}
-    config = Env(kind="openenv", url=url, openenv=OpenEnv.model_validate(played.openenv), **deadlines)
+    config = EnvConfig(kind="openenv", url=url, openenv=OpenEnvConfig.model_validate(played.openenv), **deadlines)
     session = OpenEnvEnvironment(config, url, config.openenv)
     try:
         first = await session.reset(TASK)

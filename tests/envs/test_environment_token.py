@@ -14,7 +14,7 @@ from waiting import HANG_S
 
 pytest.importorskip("openenv")
 
-from megatron_fleet.config.schema import Env
+from megatron_fleet.config.schema import EnvConfig
 from megatron_fleet.embedded_fleet.fleet import EmbeddedFleet
 from megatron_fleet.embedded_fleet.tasks import generate
 from megatron_fleet.envs.base import EnvLost
@@ -28,7 +28,7 @@ TOKEN = environment_token("the run's token")
 def fleet(tmp_path):
     fleet = EmbeddedFleet()
     # Every address of 127.0.0.0/8 is this machine; another one than usual shows that the host is obeyed.
-    fleet.start(Env(start_timeout_s=HANG_S), tmp_path / "env.log", host="127.0.0.2", token=TOKEN)
+    fleet.start(EnvConfig(start_timeout_s=HANG_S), tmp_path / "env.log", host="127.0.0.2", token=TOKEN)
     yield fleet
     fleet.stop()
 
@@ -37,7 +37,7 @@ def test_the_secret_is_asked_for_everywhere(fleet):
     assert fleet.url.startswith("http://127.0.0.2:")
 
     async def reset(token: str) -> str:
-        environment = make_environment(Env(), fleet.url, token=token)
+        environment = make_environment(EnvConfig(), fleet.url, token=token)
         try:
             return (await environment.reset(TASK)).content
         finally:

@@ -20,8 +20,8 @@ from fleet_wire import NEVER_S, PNG, FleetWire, Script
 from waiting import HANG_S, until
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.sections.env import Env
-from megatron_fleet.config.sections.fleet import Fleet
+from megatron_fleet.config.sections.env import EnvConfig
+from megatron_fleet.config.sections.fleet import FleetConfig
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs import fleet as fleet_module
 from megatron_fleet.envs import fleet_package
@@ -32,9 +32,9 @@ from megatron_fleet.envs.registry import Start, make_environment, serve
 STAND_IN = Path(__file__).parent / "fleet_stand_in"
 REAL = any(Path(folder, "envs", "fleet_env").is_dir() for folder in sys.path)
 stand_in_only = pytest.mark.skipif(REAL, reason="the real FleetTaskEnv waits half a minute between its tries")
-FLEET = Fleet(package=None if REAL else str(STAND_IN), ttl_s=700, settle_s=0)
+FLEET = FleetConfig(package=None if REAL else str(STAND_IN), ttl_s=700, settle_s=0)
 TIMEOUTS = {f"{verb}_timeout_s": HANG_S for verb in ("make", "reset", "step", "verify", "close")}
-CONFIG = Env(kind="fleet", fleet=FLEET, **TIMEOUTS)
+CONFIG = EnvConfig(kind="fleet", fleet=FLEET, **TIMEOUTS)
 CODE = "def validate_task(env, final_answer=None):\n    return 1"
 TASK = Task(
     key="t1", prompt="Close ticket 7.", env_key="tickets", env_version="v0.0.1", data_key="seed", data_version="v2",
@@ -329,9 +329,9 @@ def test_what_is_missing_is_said(tmp_path, monkeypatch):
         load_fleet_task_env(FLEET)
     monkeypatch.setenv("FLEET_API_KEY", "key")
     with pytest.raises(UserError, match=r"env\.fleet\.package=.*no envs/fleet_env.*pip install"):
-        load_fleet_task_env(Fleet(package=str(tmp_path)))
+        load_fleet_task_env(FleetConfig(package=str(tmp_path)))
     with pytest.raises(UserError, match=r"ca_file=.*no certificates"):
-        load_fleet_task_env(Fleet(ca_file=str(Path(__file__))))
+        load_fleet_task_env(FleetConfig(ca_file=str(Path(__file__))))
     with pytest.raises(UserError, match=r"not the FleetTaskEnv .* lacks step_async, close_async, .*max_steps"):
         fleet_package._check_interface(Older)
     monkeypatch.setattr(fleet_package.metadata, "version", lambda name: "2.3.0")
@@ -342,9 +342,11 @@ def test_what_is_missing_is_said(tmp_path, monkeypatch):
 def test_a_run_asks_the_workers_interpreter_first(tmp_path, monkeypatch):
     monkeypatch.setenv("FLEET_API_KEY", "key")
     folder = FLEET.package if not REAL else os.environ["PYTHONPATH"].partition(":")[0]
-    start = Start(Env(kind="fleet", fleet=Fleet(package=folder)), tmp_path / "log", sys.executable, 0)
+    start = Start(EnvConfig(kind="fleet", fleet=FleetConfig(package=folder)), tmp_path / "log", sys.executable, 0)
     assert serve(start).url == ""
-    start = Start(Env(kind="fleet", fleet=Fleet(package=str(tmp_path))), tmp_path / "log", sys.executable, 0)
+    start = Start(
+        EnvConfig(kind="fleet", fleet=FleetConfig(package=str(tmp_path))), tmp_path / "log", sys.executable, 0
+    )
     with pytest.raises(UserError, match="no envs/fleet_env"):
         serve(start)
 
@@ -355,9 +357,9 @@ def test_a_file_of_authorities_is_the_one_that_is_read(tmp_path):
     bundle = Path(certifi.where()).read_text().split("-----END CERTIFICATE-----")[0] + "-----END CERTIFICATE-----\n"
     (tmp_path / "few.pem").write_text(bundle)
     program = (
-        "import os, sys; from megatron_fleet.config.sections.fleet import Fleet; "
+        "import os, sys; from megatron_fleet.config.sections.fleet import FleetConfig; "
         "from megatron_fleet.envs.fleet_package import load_fleet_task_env; "
-        "load_fleet_task_env(Fleet(package=sys.argv[1], ca_file=sys.argv[2])); "
+        "load_fleet_task_env(FleetConfig(package=sys.argv[1], ca_file=sys.argv[2])); "
         "import httpx; print(len(httpx.create_ssl_context().get_ca_certs()))"
     )
     command = [sys.executable, "-c", program, str(STAND_IN), str(tmp_path / "few.pem")]

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.schema import Env
+from megatron_fleet.config.schema import EnvConfig
 from megatron_fleet.embedded_fleet.fleet import EmbeddedFleet
 
 
@@ -17,7 +17,7 @@ def interpreter(tmp_path, script):
 def test_a_server_that_ends_at_once(tmp_path):
     fleet = EmbeddedFleet()
     with pytest.raises(UserError, match=r"status 3.*no OpenEnv here") as failed:
-        fleet.start(Env(), tmp_path / "env.log", interpreter(tmp_path, "echo no OpenEnv here; exit 3"))
+        fleet.start(EnvConfig(), tmp_path / "env.log", interpreter(tmp_path, "echo no OpenEnv here; exit 3"))
     assert "env.log" in str(failed.value)
     assert fleet.pid is None
 
@@ -25,10 +25,12 @@ def test_a_server_that_ends_at_once(tmp_path):
 def test_a_server_that_never_is_ready(tmp_path):
     fleet = EmbeddedFleet()
     with pytest.raises(UserError, match=r"env\.start_timeout_s"):
-        fleet.start(Env(start_timeout_s=0.2), tmp_path / "logs" / "env.log", interpreter(tmp_path, "exec sleep 60"))
+        fleet.start(
+            EnvConfig(start_timeout_s=0.2), tmp_path / "logs" / "env.log", interpreter(tmp_path, "exec sleep 60")
+        )
     assert fleet.pid is None
 
 
 def test_an_interpreter_that_does_not_exist(tmp_path):
     with pytest.raises(UserError, match="nowhere"):
-        EmbeddedFleet().start(Env(), tmp_path / "env.log", tmp_path / "nowhere")
+        EmbeddedFleet().start(EnvConfig(), tmp_path / "env.log", tmp_path / "nowhere")

@@ -17,7 +17,7 @@ pytest.importorskip("openenv")
 
 from waiting import HANG_S, wait_until
 
-from megatron_fleet.config.schema import Env
+from megatron_fleet.config.schema import EnvConfig
 from megatron_fleet.embedded_fleet.fleet import EmbeddedFleet
 from megatron_fleet.embedded_fleet.session import EmbeddedSession
 from megatron_fleet.embedded_fleet.solver import demonstrate, solve
@@ -29,7 +29,7 @@ from megatron_fleet.envs.registry import make_environment
 TASKS = generate(seed=3, per_env=12)
 LEDGER = next(t for t in TASKS if t.env_key == "ledger")
 READ = ToolCall("list_accounts", {"owner": LEDGER.env_variables["LOGGED_IN_USER"]})
-CONFIG = Env(**{f"{verb}_timeout_s": HANG_S for verb in ("start", "make", "reset", "step", "verify")})
+CONFIG = EnvConfig(**{f"{verb}_timeout_s": HANG_S for verb in ("start", "make", "reset", "step", "verify")})
 SLOW_S = 4 * HANG_S
 """What nobody must wait for."""
 LASTING = CONFIG.model_copy(update={"step_timeout_s": SLOW_S})
@@ -307,9 +307,9 @@ def test_stop_leaves_no_process_and_no_file(tmp_path, monkeypatch):
 
 def test_the_server_ends_with_its_parent(tmp_path):
     start = (
-        "import os, sys; from pathlib import Path; from megatron_fleet.config.schema import Env; "
+        "import os, sys; from pathlib import Path; from megatron_fleet.config.schema import EnvConfig; "
         "from megatron_fleet.embedded_fleet.fleet import EmbeddedFleet; "
-        "f = EmbeddedFleet(); f.start(Env(start_timeout_s=float(sys.argv[2])), Path(sys.argv[1])); "
+        "f = EmbeddedFleet(); f.start(EnvConfig(start_timeout_s=float(sys.argv[2])), Path(sys.argv[1])); "
         "print(f.pid, flush=True); os._exit(0)"
     )
     command = [sys.executable, "-c", start, tmp_path / "env.log", str(HANG_S)]

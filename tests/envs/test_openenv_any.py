@@ -9,8 +9,8 @@ pytest.importorskip("openenv")
 
 from tool_servers import PIXELS, Served, counter_app, fast_counter_app, guessing_app, template_app
 
-from megatron_fleet.config.sections.env import Env
-from megatron_fleet.config.sections.openenv import OpenEnv
+from megatron_fleet.config.sections.env import EnvConfig
+from megatron_fleet.config.sections.openenv import OpenEnvConfig
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.base import EnvBusy, EnvLost, Image, ToolCall
 from megatron_fleet.envs.registry import make_environment
@@ -30,7 +30,7 @@ def urls(tmp_path_factory):
 
 
 def environment(url, **openenv):
-    return make_environment(Env(kind="openenv", url=url, openenv=OpenEnv(**openenv)), url)
+    return make_environment(EnvConfig(kind="openenv", url=url, openenv=OpenEnvConfig(**openenv)), url)
 
 
 async def opened(url, task=TASK, **openenv):
@@ -209,7 +209,7 @@ async def test_asked_for_tools_that_it_does_not_have(urls):
 async def test_an_episode_has_the_name_that_it_was_given(urls):
     seen = []
     for name in ("7/3", None, None):
-        session = make_environment(Env(kind="openenv", url=urls["counter"]), urls["counter"], name)
+        session = make_environment(EnvConfig(kind="openenv", url=urls["counter"]), urls["counter"], name)
         await session.reset(TASK)
         seen.append(json.loads((await session.step(ToolCall("asked", {}))).content)["id"])
         await session.close()

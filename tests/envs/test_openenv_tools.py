@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fleet.config.sections.openenv import OpenEnv
+from megatron_fleet.config.sections.openenv import OpenEnvConfig
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.busy import is_busy
 from megatron_fleet.envs.openenv_tools import (
@@ -28,7 +28,7 @@ def finish(required=(), **types):
 def test_reset_is_told_the_task_and_what_is_configured():
     extra = {"level": 3, "seed": "task:env_variables.SEED", "who": "task:env_variables.WHO.ID", "of": "task:data_key"}
     config = {"least": 2, "seed": "task:env_variables.SEED", "no": "task:env_variables.NO"}
-    extra = OpenEnv(reset_kwargs=extra | {"config": config}).reset_kwargs
+    extra = OpenEnvConfig(reset_kwargs=extra | {"config": config}).reset_kwargs
     sent = reset_arguments(TASK, "e1", extra | {"none": "task:data_version", "no": "task:env_variables.NO.NO"})
     assert {name: sent[name] for name in extra} == {
         "level": 3,

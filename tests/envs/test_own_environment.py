@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.schema import Env
+from megatron_fleet.config.schema import EnvConfig
 from megatron_fleet.data.source import read_source
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.base import ToolCall
 from megatron_fleet.envs.registry import Start, make_environment, serve
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-OWN = Env(kind="my_environment:HigherLower")
+OWN = EnvConfig(kind="my_environment:HigherLower")
 
 
 @pytest.fixture(autouse=True)
@@ -57,4 +57,4 @@ def test_its_tasks_are_a_task_file():
 
 def test_one_that_is_not_there_is_refused():
     with pytest.raises(UserError, match=r"^env.kind=my_environment:Other: my_environment has no Other"):
-        make_environment(Env(kind="my_environment:Other"), "")
+        make_environment(EnvConfig(kind="my_environment:Other"), "")

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from waiting import LOOP_TIME, in_simulated_time
 
-from megatron_fleet.config.sections.provisioning import Provisioning
+from megatron_fleet.config.sections.provisioning import ProvisioningConfig
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs import provision as module
 from megatron_fleet.envs.base import EnvBusy, EnvLost, Observation, Reward, ToolCall
@@ -51,7 +51,7 @@ class Plane:
 
 
 def provisioner(**changes):
-    return Provisioner(Provisioning(**changes))
+    return Provisioner(ProvisioningConfig(**changes))
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ pytest.importorskip("megatron_fleet.trainer.megatron")
 import pytest_asyncio
 from policy_fixtures import make_batch, make_config, write_config
 
-from megatron_fleet.config.schema import Config, Parallel
+from megatron_fleet.config.schema import Config, ParallelConfig
 from megatron_fleet.loop.colocation import Colocation, open_colocation
 from megatron_fleet.loop.memory_budget import GIB
 from megatron_fleet.trainer.base import AdamParams, LossSpec, Trainer
@@ -61,7 +61,7 @@ async def run(request, tmp_path_factory) -> AsyncIterator[dict[str, Any]]:
     """The same steps with and without taking turns, in the same ranks."""
     folder = tmp_path_factory.mktemp(request.param)
     model = write_config(folder / "model", num_hidden_layers=2)
-    tree = make_config(model, Parallel(**LAYOUTS[request.param]), dtype="bfloat16").model_dump()
+    tree = make_config(model, ParallelConfig(**LAYOUTS[request.param]), dtype="bfloat16").model_dump()
     tree["run"]["out"] = str(folder / "out")
     tree["rollout"]["engine"] |= {"colocated": True}
     config = Config.model_validate(tree)

@@ -23,7 +23,7 @@ from tiny_configs import raw_config
 from tiny_models import make
 
 from megatron_fleet import cli
-from megatron_fleet.config.schema import Config, Parallel
+from megatron_fleet.config.schema import Config, ParallelConfig
 from megatron_fleet.debug.dumps import Dump, open_dump
 from megatron_fleet.debug.replay import replay
 from megatron_fleet.debug.report import Found
@@ -96,7 +96,7 @@ def dumped_state(dump: Dump) -> dict[str, str]:
 
 
 def build_config(model: Path, out: Path, layout: str = "single", policy: dict[str, Any] | None = None) -> Config:
-    tree = make_config(model, Parallel(**LAYOUTS[layout]), micro_batch_tokens=128).model_dump()
+    tree = make_config(model, ParallelConfig(**LAYOUTS[layout]), micro_batch_tokens=128).model_dump()
     tree["run"]["out"] = str(out)
     tree["policy"] |= policy or {}
     return Config.model_validate(tree)

@@ -7,13 +7,13 @@ import math
 
 import pytest
 
-from megatron_fleet.config.schema import Safety
+from megatron_fleet.config.schema import SafetyConfig
 from megatron_fleet.debug.record import Verdict
 from megatron_fleet.loop.safety import FEWEST, WINDOW, StepJudge
 
 
 def judge_after(*norms: float, factor: float | None = 10.0) -> StepJudge:
-    judge = StepJudge(Safety(spike_factor=factor))
+    judge = StepJudge(SafetyConfig(spike_factor=factor))
     for norm in norms:
         judge.record(norm, skipped=not math.isfinite(norm))
     return judge

@@ -20,7 +20,7 @@ pytest.importorskip("ray")
 
 from megatron_fleet.cluster import restarts
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.schema import Env
+from megatron_fleet.config.schema import EnvConfig
 from megatron_fleet.embedded_fleet import fleet as fleets
 from megatron_fleet.embedded_fleet.fleet import EmbeddedFleet
 from megatron_fleet.envs import registry
@@ -62,7 +62,7 @@ def fake(monkeypatch):
 
 
 def slot(on_return=None, **env) -> EnvironmentSlot:
-    return EnvironmentSlot(Start(Env(**env), Path("env.log"), "python", 0), on_return)
+    return EnvironmentSlot(Start(EnvConfig(**env), Path("env.log"), "python", 0), on_return)
 
 
 async def test_a_server_that_died_is_used_again_when_everybody_knows_that_it_is_back(fake):
@@ -106,7 +106,7 @@ def environment():
 
 def test_a_restart_keeps_the_address_and_ends_with_a_stop(tmp_path, episode_python, environment):
     fleet = EmbeddedFleet()
-    url = fleet.start(Env(start_timeout_s=HANG_S), tmp_path / "env.log", episode_python, environment=environment)
+    url = fleet.start(EnvConfig(start_timeout_s=HANG_S), tmp_path / "env.log", episode_python, environment=environment)
     try:
         first = fleet.pid
         assert fleet.ended() is None and no_answer(url, HANG_S) is None
@@ -122,7 +122,7 @@ def test_a_restart_keeps_the_address_and_ends_with_a_stop(tmp_path, episode_pyth
 def test_a_server_that_hangs_is_known_and_replaced(tmp_path, episode_python, environment, monkeypatch):
     monkeypatch.setattr(fleets, "PROBE_INTERVAL_S", 0.05)
     fleet = EmbeddedFleet()
-    url = fleet.start(Env(start_timeout_s=HANG_S), tmp_path / "env.log", episode_python, environment=environment)
+    url = fleet.start(EnvConfig(start_timeout_s=HANG_S), tmp_path / "env.log", episode_python, environment=environment)
     try:
         assert fleet.ended() is None
         monkeypatch.setattr(fleets, "HUNG_S", 0.5)
@@ -141,7 +141,7 @@ def test_a_stop_ends_a_restart_that_waits(tmp_path, episode_python, environment)
     python.write_text(f'#!/bin/sh\nmkdir {tmp_path}/once 2>/dev/null || exec sleep 1000\nexec {episode_python} "$@"\n')
     python.chmod(0o755)
     fleet = EmbeddedFleet()
-    fleet.start(Env(start_timeout_s=HANG_S), tmp_path / "env.log", python, environment=environment)
+    fleet.start(EnvConfig(start_timeout_s=HANG_S), tmp_path / "env.log", python, environment=environment)
     failures = []
 
     def restart():
@@ -198,7 +198,7 @@ async def test_environments_elsewhere_are_asked_and_hosted_ones_are_not(monkeypa
     monkeypatch.setattr(components, "PROBE_TIMEOUT_S", HANG_S)
     with held_ports(1) as (port,):
         with answering(200, port) as url:
-            environments = EnvironmentSlot(Start(Env(kind="openenv", url=url), tmp_path / "env.log", "python", 0))
+            environments = EnvironmentSlot(Start(EnvConfig(kind="openenv", url=url), tmp_path / "env.log", "python", 0))
             assert await environments.start() == url and await environments.available() is None
         assert "not reachable" in await environments.available()
     await environments.close()

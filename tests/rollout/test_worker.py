@@ -13,7 +13,7 @@ pytest.importorskip("openenv")
 from megatron_fleet.agents.engine import EngineLost, Generation
 from megatron_fleet.agents.trajectory import Outcome
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.schema import Agent, Engine, Env, Rollout, Sampling
+from megatron_fleet.config.schema import AgentConfig, EngineConfig, EnvConfig, RolloutConfig, SamplingConfig
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs import provision
 from megatron_fleet.envs.base import EnvLost, Observation, Reward
@@ -55,7 +55,7 @@ class World:
         return Generation(np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32), "stop", ((3, 0, len(ids)),))
 
     def environment(self, config, url, episode, token):
-        assert isinstance(config, Env) and url == "http://127.0.0.1:1" and episode
+        assert isinstance(config, EnvConfig) and url == "http://127.0.0.1:1" and episode
         self.opened += 1
         return WorldEnvironment(self)
 
@@ -101,8 +101,8 @@ def make_worker(folder, env=None, **changes):
         "workers": 2,
         "episodes_in_flight": 7,
     }
-    rollout = Rollout(sampling=Sampling(max_tokens_per_turn=40, max_turns=3), **(limits | changes))
-    sections = (rollout.model_dump(), (env or Env()).model_dump(), Agent().model_dump())
+    rollout = RolloutConfig(sampling=SamplingConfig(max_tokens_per_turn=40, max_turns=3), **(limits | changes))
+    sections = (rollout.model_dump(), (env or EnvConfig()).model_dump(), AgentConfig().model_dump())
     return EpisodeWorker(str(folder), *sections, "http://127.0.0.1:1", ["127.0.0.1:2"], "secret")
 
 
@@ -167,7 +167,7 @@ async def test_abort_before_the_first_await_or_the_batch_is_not_lost(worker, wor
 @in_simulated_time
 async def test_an_environment_that_gives_nothing_back_is_left_alone(folder, world):
     provisioning = {"breaker_window": 4, "breaker_threshold": 0.75, "breaker_pause_s": 0.2}
-    worker = make_worker(folder, env=Env(provisioning=provisioning))
+    worker = make_worker(folder, env=EnvConfig(provisioning=provisioning))
     bad, good = spec("NOENV"), replace(spec("fine"), task=replace(spec("fine").task, env_key="shop"))
     await worker.run([spec("fine")])
     first = await worker.run([bad] * 3)
@@ -191,7 +191,7 @@ async def test_an_environment_that_gives_nothing_back_is_left_alone(folder, worl
 
 @in_simulated_time
 async def test_failures_of_a_server_that_was_replaced_are_forgotten(folder, world):
-    worker = make_worker(folder, env=Env(provisioning={"breaker_window": 2, "breaker_threshold": 1.0}))
+    worker = make_worker(folder, env=EnvConfig(provisioning={"breaker_window": 2, "breaker_threshold": 1.0}))
     await worker.run([spec("NOENV")] * 2)
     assert "quarantine" in (await worker.run([spec("fine")]))[0].reward_reason
     await worker.forget_failures()
@@ -200,7 +200,7 @@ async def test_failures_of_a_server_that_was_replaced_are_forgotten(folder, worl
 
 @in_simulated_time
 async def test_a_dead_engine_is_no_fault_of_the_environment(folder, world):
-    worker = make_worker(folder, env=Env(provisioning={"breaker_window": 2, "breaker_threshold": 0.5}))
+    worker = make_worker(folder, env=EnvConfig(provisioning={"breaker_window": 2, "breaker_threshold": 0.5}))
     for _ in range(3):
         assert [t.outcome for t in await worker.run([spec("ENGINE"), spec("BUG")])] == [Outcome.ABORTED] * 2
     assert (await worker.run([spec("fine")]))[0].outcome is Outcome.COMPLETED
@@ -209,7 +209,7 @@ async def test_a_dead_engine_is_no_fault_of_the_environment(folder, world):
 @in_simulated_time
 async def test_starting_uses_up_no_time_of_the_episode(folder, world):
     worker = make_worker(
-        folder, episode_timeout_s=3, env=Env(provisioning={"starts_at_once": 1, "max_starts_at_once": 1})
+        folder, episode_timeout_s=3, env=EnvConfig(provisioning={"starts_at_once": 1, "max_starts_at_once": 1})
     )
     world.reset_s = 0.5
     trajectories = await worker.run([spec("fine", i) for i in range(8)])
@@ -250,6 +250,6 @@ def test_a_folder_without_tokenizer_is_refused(tmp_path, world):
 
 @in_simulated_time
 async def test_experts_are_asked_for_where_they_are_replayed(folder, world):
-    worker = make_worker(folder, engine=Engine(routing_replay=True))
+    worker = make_worker(folder, engine=EngineConfig(routing_replay=True))
     await worker.run([spec("fine"), replace(spec("fine"), trained=False)])
     assert sorted(params.routing_start is None for _, params in world.requests) == [False, True]

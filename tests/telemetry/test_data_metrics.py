@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from megatron_fleet.config.sections.mixture import Curriculum, Mixture
+from megatron_fleet.config.sections.mixture import CurriculumConfig, MixtureConfig
 from megatron_fleet.data.sampler import make_sampler
 from megatron_fleet.data.task import Task
 from megatron_fleet.telemetry import registry
@@ -17,12 +17,12 @@ PLAIN = {"mix_total", "weight", "epoch"}
 @pytest.mark.parametrize(
     ("curriculum", "names"),
     [
-        (Curriculum(), PLAIN),
-        (Curriculum(signal_weights=True, defer_after=1), PLAIN | {"signal", "reward", "deferred"}),
+        (CurriculumConfig(), PLAIN),
+        (CurriculumConfig(signal_weights=True, defer_after=1), PLAIN | {"signal", "reward", "deferred"}),
     ],
 )
 def test_names(curriculum, names):
-    sampler = make_sampler(TASKS, 4, 0, Mixture(curriculum=curriculum))
+    sampler = make_sampler(TASKS, 4, 0, MixtureConfig(curriculum=curriculum))
     sampler.observe((task.key, [0.0, 1.0]) for task in sampler.next())
     metrics = data_metrics(sampler.status())
     assert set(metrics) == {f"data/{name}/{env}" for name in names for env in ("shop", "a_b")}
@@ -32,7 +32,7 @@ def test_names(curriculum, names):
 
 
 def test_an_environment_that_was_not_measured_has_no_reward():
-    sampler = make_sampler(TASKS, 4, 0, Mixture(curriculum=Curriculum(signal_weights=True)))
+    sampler = make_sampler(TASKS, 4, 0, MixtureConfig(curriculum=CurriculumConfig(signal_weights=True)))
     sampler.observe([(task.key, [1.0]) for task in sampler.next()])
     metrics = data_metrics(sampler.status())
     assert metrics["data/signal/shop"] == 1

@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 
 from megatron_fleet.agents.trajectory import Group, Outcome, Span, Trajectory
 from megatron_fleet.algorithms.batch import build_data
-from megatron_fleet.config.schema import Algorithm
+from megatron_fleet.config.schema import AlgorithmConfig
 from megatron_fleet.telemetry import dashboards, registry
 from megatron_fleet.telemetry.distributions import DISTRIBUTIONS, distributions
 from megatron_fleet.telemetry.episodes import NGRAM, eval_metrics, repeated_ngrams
@@ -81,7 +81,7 @@ def report(tokens: float, **sums: float) -> LossReport:
 def one_step(**changes) -> dict[str, float]:
     groups = step_groups()
     arguments = {
-        "batch": build_data(groups, Algorithm(advantage="grpo_no_std")),
+        "batch": build_data(groups, AlgorithmConfig(advantage="grpo_no_std")),
         "reports": [report(18.0, entropy=9.0)],
         "optims": [OptimReport(grad_norm=2.0, lr=1e-3, skipped=False)],
         "seconds": {"generate": 2.0, "step": 3.0},
@@ -171,7 +171,7 @@ def test_outcomes_and_fates_both_add_up_to_the_episodes():
 
 
 def test_an_empty_batch_has_counts_and_no_means():
-    empty = build_data([], Algorithm())
+    empty = build_data([], AlgorithmConfig())
     metrics = step_metrics([], empty, [], [], {}, 1, 1.0)
     assert metrics["accounting/episodes"] == metrics["generate/action_tokens"] == 0
     assert "reward/avg_raw_reward" not in metrics and "policy/final_loss" not in metrics
@@ -351,10 +351,10 @@ def test_the_docs_are_up_to_date():
 
 def test_distributions_are_of_known_finite_values():
     groups = step_groups()
-    found = distributions(groups, build_data(groups, Algorithm(advantage="grpo_no_std")), np.array([0, 2]))
+    found = distributions(groups, build_data(groups, AlgorithmConfig(advantage="grpo_no_std")), np.array([0, 2]))
     assert found.keys() == DISTRIBUTIONS.keys()
     assert found["distribution/turns"].tolist() == [2, 4, 1, 1, 0, 2, 1, 1]
     assert found["distribution/response_tokens"].tolist() == [10, 20, 5, 5, 0, 10, 5, 5]
     assert found["distribution/prompt_reward"].tolist() == [0.5, 0.0, 1.0, 1.0]
     assert found["distribution/advantage"].dtype == np.float64
-    assert distributions([], build_data([], Algorithm(advantage="grpo_no_std")), np.zeros(0)) == {}
+    assert distributions([], build_data([], AlgorithmConfig(advantage="grpo_no_std")), np.zeros(0)) == {}

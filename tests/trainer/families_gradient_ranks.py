@@ -20,7 +20,7 @@ from rank_groups import leave_groups
 
 from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.algorithms.losses import LossInputs, LossResult
-from megatron_fleet.config.schema import Parallel
+from megatron_fleet.config.schema import ParallelConfig
 from megatron_fleet.trainer.megatron import optimizer
 from megatron_fleet.trainer.megatron.policy import MegatronPolicy
 from megatron_fleet.weights.source import MegatronWeightSource
@@ -100,7 +100,7 @@ def main(folder: Path, families: list[str]) -> None:
         if WORLDS.get(layout, 2) == dist.get_world_size():
             for family in families:
                 if layout != "EP2" or family != "qwen3_5_text":
-                    config = make_config(folder / family, Parallel(**parallel), temperature=TEMPERATURE, eps=1e-5)
+                    config = make_config(folder / family, ParallelConfig(**parallel), temperature=TEMPERATURE, eps=1e-5)
                     found = []
                     for run in (gradients, train):
                         found.append(run(MegatronPolicy(config)))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from policy_fixtures import make_config, write_config
 from rank_groups import leave_groups
 
-from megatron_fleet.config.schema import Parallel
+from megatron_fleet.config.schema import ParallelConfig
 from megatron_fleet.trainer.megatron.faults import Faults, find_faults
 from megatron_fleet.trainer.megatron.policy import MegatronPolicy
 
@@ -23,7 +23,7 @@ SPARSE = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "
 SPARSE |= {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
 
-def name_faults(folder: Path, parallel: Parallel, **hf: Any) -> Faults:
+def name_faults(folder: Path, parallel: ParallelConfig, **hf: Any) -> Faults:
     """The last rank's last layer gets a bad weight and a bad gradient."""
     policy = MegatronPolicy(make_config(write_config(folder, **hf), parallel), init="random")
     named = [(n, p) for n, p in policy.model_chunks[-1].named_parameters() if "decoder.layers" in n and "mlp." in n]
@@ -38,9 +38,9 @@ def main() -> None:
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    results = {"pipeline": name_faults(folder / "dense", Parallel(pipeline=2, virtual=2))}
+    results = {"pipeline": name_faults(folder / "dense", ParallelConfig(pipeline=2, virtual=2))}
     leave_groups()
-    results["experts"] = name_faults(folder / "sparse", Parallel(data=2, expert=2), **SPARSE)
+    results["experts"] = name_faults(folder / "sparse", ParallelConfig(data=2, expert=2), **SPARSE)
     torch.save(results, folder / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

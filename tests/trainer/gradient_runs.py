@@ -16,7 +16,7 @@ from policy_fixtures import make_batch, make_config, write_config
 from rank_groups import leave_groups
 
 from megatron_fleet.algorithms.losses import make_loss
-from megatron_fleet.config.schema import Algorithm, Config, Parallel
+from megatron_fleet.config.schema import AlgorithmConfig, Config, ParallelConfig
 from megatron_fleet.trainer.gradient_metrics import Matrix, Sums
 from megatron_fleet.trainer.megatron import gradients, parallel
 from megatron_fleet.trainer.megatron.policy import MegatronPolicy
@@ -47,7 +47,7 @@ def micro_batches_of(data_rank: int, data_ranks: int) -> list[list[Any]]:
 
 def configure(folder: Path, model: str, layout: str) -> Config:
     stored = folder if (folder / "config.json").exists() else write_config(folder, **MODELS[model])
-    tree = make_config(stored, Parallel(**LAYOUTS[layout])).model_dump()
+    tree = make_config(stored, ParallelConfig(**LAYOUTS[layout])).model_dump()
     tree["policy"]["gradient_metrics"] = {"every": 1, "parameters": 9}
     tree["policy"]["lora"]["rank"] = 4 if model == "adapters" else 0
     return Config.model_validate(tree)
@@ -64,7 +64,7 @@ def measure(policy: MegatronPolicy, micro_batches: list[list[Any]], loss: Any = 
 
     gradients.gradient_metrics = look  # type: ignore[assignment]
     try:
-        policy.forward_backward(micro_batches, loss or make_loss(Algorithm()))
+        policy.forward_backward(micro_batches, loss or make_loss(AlgorithmConfig()))
         report = policy.optim_step(1e-3)
     finally:
         gradients.gradient_metrics = plain

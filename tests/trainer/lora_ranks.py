@@ -17,18 +17,18 @@ from policy_fixtures import make_batch, make_config
 from rank_groups import leave_groups
 
 from megatron_fleet.algorithms.losses import LossInputs
-from megatron_fleet.config.schema import Config, Lora, Parallel
+from megatron_fleet.config.schema import Config, LoraConfig, ParallelConfig
 from megatron_fleet.platform.communicator import TorchCommunicator
 from megatron_fleet.trainer.megatron.policy import MegatronPolicy
 from megatron_fleet.weights.adapters import export_adapters
 
-LORA = Lora(rank=3, alpha=6.0, targets=("attention", "mlp"))
-WITH_EXPERTS = Lora(rank=3, alpha=6.0, targets=("attention", "mlp", "experts"))
+LORA = LoraConfig(rank=3, alpha=6.0, targets=("attention", "mlp"))
+WITH_EXPERTS = LoraConfig(rank=3, alpha=6.0, targets=("attention", "mlp", "experts"))
 LR, STEPS = 3e-3, 3
 
 
 def config_of(job: dict[str, Any], folder: Path) -> Config:
-    config = make_config(folder / job["model"], Parallel(**job["parallel"]), eps=1e-4)
+    config = make_config(folder / job["model"], ParallelConfig(**job["parallel"]), eps=1e-4)
     policy = {
         "lora": job["lora"],
         "recompute": job.get("recompute", "none"),

@@ -20,7 +20,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from policy_fixtures import make_config
 
-from megatron_fleet.config.schema import Lora
+from megatron_fleet.config.schema import LoraConfig
 from megatron_fleet.trainer.megatron import fake_quant, lora
 
 
@@ -89,7 +89,7 @@ def adapt(build: Any, model: str, variant: str, config: Any) -> dict[str, Any]:
     for parameter in chunk.parameters():
         torch.nn.init.normal_(parameter)
     targets = ("attention", "mlp", "experts") if "moe_intermediate_size" in config else ("attention", "mlp")
-    (adapters,) = lora.attach([chunk], config, Lora(rank=2, alpha=4.0, targets=targets), seed=3)
+    (adapters,) = lora.attach([chunk], config, LoraConfig(rank=2, alpha=4.0, targets=targets), seed=3)
     group = parallel_state.get_data_parallel_group()
     described = {}
     for entry in adapters.describe("adapters.", group).values():

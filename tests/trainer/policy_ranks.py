@@ -17,7 +17,7 @@ from policy_fixtures import MICRO_BATCH_TOKENS, make_batch, make_config
 from rank_groups import leave_groups
 
 from megatron_fleet.algorithms.losses import make_loss
-from megatron_fleet.config.schema import Algorithm, Correction, Parallel, Precision
+from megatron_fleet.config.schema import AlgorithmConfig, CorrectionConfig, ParallelConfig, PrecisionConfig
 from megatron_fleet.loop.update import with_logprobs
 from megatron_fleet.trainer.base import LossReport
 from megatron_fleet.trainer.layout import micro_batch_alignment, sequence_alignment
@@ -27,10 +27,10 @@ from megatron_fleet.trainer.packing.pack_plan import plan_micro_batches
 
 LOSSES = {
     # What looks at whole sequences, which context parallelism spreads over ranks.
-    "dense": Algorithm(loss="gspo", correction=Correction(kind="sequence_tis"), entropy_coef=0.01),
-    "tied": Algorithm(),
-    "sparse": Algorithm(loss="cispo", correction=Correction(kind="icepop")),
-    "hybrid": Algorithm(),
+    "dense": AlgorithmConfig(loss="gspo", correction=CorrectionConfig(kind="sequence_tis"), entropy_coef=0.01),
+    "tied": AlgorithmConfig(),
+    "sparse": AlgorithmConfig(loss="cispo", correction=CorrectionConfig(kind="icepop")),
+    "hybrid": AlgorithmConfig(),
 }
 
 
@@ -43,11 +43,11 @@ def dump(policy: MegatronPolicy) -> list[tuple[Any, ...]]:
 
 
 def run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
-    parallel = Parallel(**job["parallel"])
+    parallel = ParallelConfig(**job["parallel"])
     policy = MegatronPolicy(make_config(folder / job["model"], parallel), init="random")
     batch = make_batch()
     lengths = [len(d) for d in batch]
-    aligns = sequence_alignment(parallel), micro_batch_alignment(parallel, Precision())
+    aligns = sequence_alignment(parallel), micro_batch_alignment(parallel, PrecisionConfig())
     plan = plan_micro_batches(lengths, policy.dp_size, MICRO_BATCH_TOKENS, lengths, *aligns)[policy.dp_rank]
     micro_batches = [[batch[i] for i in micro_batch] for micro_batch in plan]
     loss = make_loss(LOSSES[job["model"]])
@@ -82,7 +82,7 @@ def _poison(policy: MegatronPolicy, micro_batches: list[list[Any]], out: dict[st
     policy.forward_backward(micro_batches, bad)
     out["poisoned"] = policy.optim_step(1e-3)
     out["after_poison"] = dump(policy)
-    policy.forward_backward(micro_batches, make_loss(Algorithm()))
+    policy.forward_backward(micro_batches, make_loss(AlgorithmConfig()))
     out["after_poison_step"] = policy.optim_step(1e-3)
 
 
@@ -93,7 +93,7 @@ def _old_policy(policy: MegatronPolicy, micro_batches: list[list[Any]]) -> LossR
         with_logprobs(micro_batch, "proximal_logprobs", found)
         for micro_batch, found in zip(micro_batches, values, strict=True)
     ]
-    return policy.forward_backward(old, make_loss(Algorithm()))
+    return policy.forward_backward(old, make_loss(AlgorithmConfig()))
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from policy_fixtures import make_batch, make_config
 from tiny_models import make
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.schema import Lora
+from megatron_fleet.config.schema import LoraConfig
 from megatron_fleet.config.validate import check
 from megatron_fleet.trainer.megatron import fake_quant, parallel
 from megatron_fleet.trainer.megatron.fake_quant import int4_values
@@ -99,8 +99,8 @@ def shake(policy: MegatronPolicy) -> None:
         parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.01)
 
 
-def policy_of(model: Path, lora: Lora | None = None, **policy: str) -> MegatronPolicy:
-    job = {"model": model, "parallel": {}, "lora": lora or Lora(), **policy}
+def policy_of(model: Path, lora: LoraConfig | None = None, **policy: str) -> MegatronPolicy:
+    job = {"model": model, "parallel": {}, "lora": lora or LoraConfig(), **policy}
     return MegatronPolicy(config_of(job, model.parent))
 
 

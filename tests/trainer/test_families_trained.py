@@ -15,7 +15,7 @@ from policy_fixtures import make_batch, make_config
 from tiny_models import make, raw_config, reference_logits
 
 from megatron_fleet.algorithms.losses import make_loss
-from megatron_fleet.config.schema import Algorithm
+from megatron_fleet.config.schema import AlgorithmConfig
 from megatron_fleet.models.hf_config import read_model
 from megatron_fleet.trainer.megatron.policy import MegatronPolicy
 
@@ -51,7 +51,7 @@ def test_a_family_is_trained_as_it_is(tmp_path, family):
             trained = datum.loss_mask
             assert np.abs(logprobs - expected)[trained].max() < 1e-4
         before = objective(batch, got)
-        policy.forward_backward([batch[:2], batch[2:]], make_loss(Algorithm()))
+        policy.forward_backward([batch[:2], batch[2:]], make_loss(AlgorithmConfig()))
         assert policy.optim_step(1e-3).grad_norm > 0
         assert objective(batch, [x for row in policy.forward([batch[:2], batch[2:]]) for x in row]) > before
     finally:
@@ -86,7 +86,7 @@ def test_float32_parameters_of_a_bfloat16_model_keep_their_state(tmp_path):
     policy = MegatronPolicy(make_config(folder, dtype="bfloat16"))
 
     def step() -> dict[str, torch.Tensor]:
-        policy.forward_backward(rows, make_loss(Algorithm()))
+        policy.forward_backward(rows, make_loss(AlgorithmConfig()))
         policy.optim_step(1e-3)
         return {name: tensor.clone() for name, tensor in policy.weight_source()}
 

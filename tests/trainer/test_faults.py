@@ -14,7 +14,7 @@ import torch
 from policy_fixtures import make_batch, make_config, write_config
 
 from megatron_fleet.algorithms.losses import make_loss
-from megatron_fleet.config.schema import Algorithm
+from megatron_fleet.config.schema import AlgorithmConfig
 from megatron_fleet.trainer.megatron.faults import find_faults
 from megatron_fleet.trainer.megatron.policy import MegatronPolicy
 
@@ -31,7 +31,7 @@ def test_gradients_are_named_from_where_they_broke(tmp_path):
 
     try:
         policy.model_chunks[0].decoder.layers[1].register_forward_hook(spoil)
-        report = policy.forward_backward([make_batch(count=2, longest=60)], make_loss(Algorithm()))
+        report = policy.forward_backward([make_batch(count=2, longest=60)], make_loss(AlgorithmConfig()))
         found = find_faults(policy.model_chunks)
     finally:
         policy.close()

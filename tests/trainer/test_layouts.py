@@ -17,7 +17,7 @@ import torch
 from policy_fixtures import make_batch, write_config
 from tiny_configs import raw_config
 
-from megatron_fleet.config.schema import Parallel
+from megatron_fleet.config.schema import ParallelConfig
 
 LAYOUTS: dict[str, dict[str, int]] = {
     "single": {},
@@ -55,7 +55,7 @@ def write_hybrid(folder: Path) -> None:
 
 
 def world_of(layout: str) -> int:
-    return Parallel(**LAYOUTS[layout]).world_size
+    return ParallelConfig(**LAYOUTS[layout]).world_size
 
 
 def jobs() -> list[dict[str, Any]]:

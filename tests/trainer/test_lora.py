@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 
 import numpy as np
 import torch
-from lora_ranks import LORA, WITH_EXPERTS, Lora
+from lora_ranks import LORA, WITH_EXPERTS, LoraConfig
 from policy_fixtures import make_batch
 from safetensors.torch import load_file
 from tiny_models import make, reference_model, stored_tensors
@@ -73,7 +73,7 @@ def jobs() -> list[dict[str, Any]]:
                     load = {"name": f"{model}-{name}-loaded", "load": f"{model}-{source}.saved", "first_step": 2}
                     loading.append(job | load)
     for name, parallel, recompute in QUANTISED:
-        job = {"model": INT4, "lora": Lora(), "parallel": parallel, "recompute": recompute}
+        job = {"model": INT4, "lora": LoraConfig(), "parallel": parallel, "recompute": recompute}
         out.append(job | {"name": f"{INT4}-{name}", "fake_quant": "int4_experts"})
     return out + loading
 

@@ -14,7 +14,7 @@ from policy_fixtures import make_batch, make_config, write_config
 
 from megatron_fleet.algorithms.losses import make_loss
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.schema import Algorithm
+from megatron_fleet.config.schema import AlgorithmConfig
 from megatron_fleet.trainer.megatron import offload
 from megatron_fleet.trainer.megatron.offload import PARTS, HostCopy, TrainState, as_bytes
 from megatron_fleet.trainer.megatron.policy import MegatronPolicy
@@ -54,7 +54,7 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
 
 
 def train(policy, between) -> list:
-    loss, reports = make_loss(Algorithm()), []
+    loss, reports = make_loss(AlgorithmConfig()), []
     for step in range(3):
         micro_batches = [make_batch(count=4, longest=45, seed=step)]
         reports.append((policy.forward_backward(micro_batches, loss), policy.optim_step(1e-3)))
@@ -105,7 +105,7 @@ def test_parts_move_alone_and_the_rest_stays_usable(make_policy):
 def test_gradients_come_back_as_zeros(make_policy):
     policy = make_policy()
     state = policy.train_state()
-    policy.forward_backward([make_batch(count=3)], make_loss(Algorithm()))
+    policy.forward_backward([make_batch(count=3)], make_loss(AlgorithmConfig()))
     gradients = [p.main_grad for p in policy.model_chunks[0].parameters()]
     assert any(g.any() for g in gradients)
     state.offload({"gradients"})
@@ -241,7 +241,7 @@ def tensor_bytes() -> int:
 def test_cycles_leak_nothing(make_policy):
     policy = make_policy("bfloat16", num_hidden_layers=1, vocab_size=8191)
     state = policy.train_state()
-    micro_batches, loss = [make_batch(count=1, longest=13)], make_loss(Algorithm())
+    micro_batches, loss = [make_batch(count=1, longest=13)], make_loss(AlgorithmConfig())
     sizes, host, alive = [], [], []
     gc.collect()
     gc.freeze()  # what is there already is not looked through at each collection

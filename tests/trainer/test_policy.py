@@ -15,7 +15,7 @@ from policy_fixtures import make_batch, make_config, write_config  # noqa: E402
 
 from megatron_fleet.algorithms.losses import make_loss, sft_loss  # noqa: E402
 from megatron_fleet.config.errors import UserError  # noqa: E402
-from megatron_fleet.config.schema import Algorithm, Lora, Parallel  # noqa: E402
+from megatron_fleet.config.schema import AlgorithmConfig, LoraConfig, ParallelConfig  # noqa: E402
 from megatron_fleet.trainer.megatron.policy import MegatronPolicy  # noqa: E402
 
 
@@ -29,7 +29,7 @@ def make_policy(tmp_path):
             alive.pop().close()
         folder = folder or write_config(tmp_path / "model")
         config = make_config(folder, **settings)
-        config = config.model_copy(update={"policy": config.policy.model_copy(update={"lora": Lora(rank=lora)})})
+        config = config.model_copy(update={"policy": config.policy.model_copy(update={"lora": LoraConfig(rank=lora)})})
         alive.append(MegatronPolicy(config, init=init))
         return alive[-1]
 
@@ -109,7 +109,7 @@ def test_export_is_what_transformers_computes(make_policy, tmp_path):
 
 def test_packing_does_not_change_the_gradient(make_policy):
     policy = make_policy()
-    batch, loss = make_batch(count=5, longest=60), make_loss(Algorithm())
+    batch, loss = make_batch(count=5, longest=60), make_loss(AlgorithmConfig())
     alone = gradients(policy, [[d] for d in batch], loss)
     policy.optim_step(0.0)
     policy = make_policy()
@@ -119,7 +119,7 @@ def test_packing_does_not_change_the_gradient(make_policy):
 
 
 def test_several_calls_before_a_step_add_up(make_policy):
-    batch, loss = make_batch(count=6), make_loss(Algorithm())
+    batch, loss = make_batch(count=6), make_loss(AlgorithmConfig())
     micro_batches = [batch[:3], batch[3:]]
     whole = make_policy()
     whole.forward_backward(micro_batches, loss)
@@ -134,7 +134,7 @@ def test_several_calls_before_a_step_add_up(make_policy):
 
 def test_step_clears_gradients_and_clips(make_policy):
     policy = make_policy(clip_grad=0.5)
-    micro_batches, loss = [make_batch(count=3)], make_loss(Algorithm())
+    micro_batches, loss = [make_batch(count=3)], make_loss(AlgorithmConfig())
     first = policy.forward_backward(micro_batches, loss), policy.optim_step(0.0)
     again = policy.forward_backward(micro_batches, loss), policy.optim_step(0.0)
     assert again == first and first[1].grad_norm > 0.5 and first[1].lr == 0.0
@@ -153,7 +153,7 @@ def test_sft_lowers_its_loss(make_policy):
 
 
 def test_bfloat16_trains_on_float32_masters(make_policy, tmp_path):
-    batch, loss = make_batch(count=4, longest=45), make_loss(Algorithm())
+    batch, loss = make_batch(count=4, longest=45), make_loss(AlgorithmConfig())
     expected = make_policy().forward([batch])[0]
     policy = make_policy(dtype="bfloat16")
     for a, b in zip(policy.forward([batch])[0], expected, strict=True):
@@ -176,7 +176,7 @@ def test_bfloat16_trains_on_float32_masters(make_policy, tmp_path):
 
 
 def test_a_state_saved_before_the_first_update_is_whole(make_policy, tmp_path):
-    batch, loss = make_batch(count=4, longest=45), make_loss(Algorithm())
+    batch, loss = make_batch(count=4, longest=45), make_loss(AlgorithmConfig())
     policy = make_policy()
     policy.save_state(tmp_path / "saved")
     policy.forward_backward([batch], loss)
@@ -207,7 +207,7 @@ def test_states_with_and_without_adapters_are_told_apart(make_policy, tmp_path, 
 def test_proximal_policy_gives_ratios(make_policy):
     """After an update, π differs from the recomputed π_old, and the loss sees it."""
     policy = make_policy()
-    batch, loss = make_batch(count=4, longest=45), make_loss(Algorithm())
+    batch, loss = make_batch(count=4, longest=45), make_loss(AlgorithmConfig())
     before = policy.forward([batch])[0]
     policy.forward_backward([batch], loss)
     policy.optim_step(1e-2)
@@ -223,7 +223,7 @@ def test_proximal_policy_gives_ratios(make_policy):
 
 def test_report_counts_tokens(make_policy):
     batch = make_batch(count=3, longest=60)
-    report = make_policy().forward_backward([batch, []], make_loss(Algorithm()))
+    report = make_policy().forward_backward([batch, []], make_loss(AlgorithmConfig()))
     real = sum(len(d) for d in batch)
     # A micro-batch is as wide as its sequences, an empty one has one token.
     assert (report.tokens, report.padded_tokens) == (real, 1)
@@ -245,17 +245,17 @@ def test_padding_is_zero_in_every_linear_layer(make_policy):
     linear = [m for n, m in policy.model_chunks[0].named_modules() if n.split(".")[-1].startswith("linear_")]
     for module in linear:
         module.register_forward_hook(look)
-    report = policy.forward_backward([batch], make_loss(Algorithm()))
+    report = policy.forward_backward([batch], make_loss(AlgorithmConfig()))
     assert len(seen) == len(linear) == 4 * 4 and report.padded_tokens == -real % 64
 
 
 def test_refusals(make_policy):
     with pytest.raises(UserError, match=r"parallel\.tensor=2 .* needs 2 processes, 1 were started"):
-        make_policy(parallel=Parallel(tensor=2))
+        make_policy(parallel=ParallelConfig(tensor=2))
     with pytest.raises(
         UserError, match=r"policy\.micro_batch_tokens=193 is not a multiple of 2, as the parallel layout"
     ):
-        make_policy(parallel=Parallel(tensor=2), micro_batch_tokens=193)
+        make_policy(parallel=ParallelConfig(tensor=2), micro_batch_tokens=193)
     with pytest.raises(ValueError, match="keep_reference"):
         make_policy().forward([[]], "reference")
 

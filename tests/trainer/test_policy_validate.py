@@ -11,7 +11,7 @@ from policy_fixtures import write_config
 from tiny_configs import raw_config
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.schema import Parallel, Precision
+from megatron_fleet.config.schema import ParallelConfig, PrecisionConfig
 from megatron_fleet.trainer.layout import layers_of_stages, micro_batch_alignment, padded_vocab_size, sequence_alignment
 from megatron_fleet.trainer.validate import validate
 
@@ -22,7 +22,7 @@ def qwen3(tmp_path):
 
 
 def test_fitting_layout(qwen3):
-    validate(qwen3, Parallel(tensor=2, pipeline=4, data=3))
+    validate(qwen3, ParallelConfig(tensor=2, pipeline=4, data=3))
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_fitting_layout(qwen3):
 )
 def test_impossible_layouts(qwen3, parallel, message):
     with pytest.raises(UserError, match=message):
-        validate(qwen3, Parallel(**parallel))
+        validate(qwen3, ParallelConfig(**parallel))
 
 
 @pytest.mark.parametrize(
@@ -64,15 +64,15 @@ def test_impossible_layouts(qwen3, parallel, message):
 )
 def test_models_that_would_be_trained_wrongly(qwen3, change, message):
     with pytest.raises(UserError, match=message):
-        validate(qwen3 | change, Parallel())
+        validate(qwen3 | change, ParallelConfig())
 
 
 def test_models_that_megatron_computes_otherwise(qwen3):
     rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     llama = {key: value for key, value in qwen3.items() if key != "initializer_range"} | {"model_type": "llama"}
-    validate(llama | {"rope_scaling": rope | {"original_max_position_embeddings": 8192}}, Parallel())
+    validate(llama | {"rope_scaling": rope | {"original_max_position_embeddings": 8192}}, ParallelConfig())
     with pytest.raises(UserError, match="Megatron-Core knows only"):
-        validate(llama | {"rope_scaling": rope | {"original_max_position_embeddings": 4096}}, Parallel())
+        validate(llama | {"rope_scaling": rope | {"original_max_position_embeddings": 4096}}, ParallelConfig())
 
 
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -94,50 +94,50 @@ EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2
 )
 def test_layouts_that_experts_forbid(qwen3, parallel, message):
     with pytest.raises(UserError, match=message):
-        validate(qwen3 | EXPERTS, Parallel(**parallel))
+        validate(qwen3 | EXPERTS, ParallelConfig(**parallel))
 
 
 def test_layouts_of_experts(qwen3):
     for parallel in ({"tensor": 2}, {"data": 2, "expert": 2}, {"tensor": 2, "expert": 2}, {"context": 4, "expert": 4}):
-        validate(qwen3 | EXPERTS, Parallel(**parallel))
+        validate(qwen3 | EXPERTS, ParallelConfig(**parallel))
 
 
 def test_gated_delta_nets_need_sequence_parallelism_and_heads_for_every_rank():
     hybrid = raw_config("qwen3_5_text", "v4") | {"num_key_value_heads": 4}
     with pytest.raises(UserError, match="a model with Gated DeltaNet layers would get wrong gradients"):
-        validate(hybrid, Parallel(tensor=2, sequence=False))
+        validate(hybrid, ParallelConfig(tensor=2, sequence=False))
     with pytest.raises(UserError, match="tensor=4 does not divide linear_num_key_heads=2"):
-        validate(hybrid, Parallel(tensor=4))
-    validate(hybrid, Parallel(tensor=2, context=2, pipeline=2))
+        validate(hybrid, ParallelConfig(tensor=4))
+    validate(hybrid, ParallelConfig(tensor=2, context=2, pipeline=2))
     with pytest.raises(UserError, match=r"policy\.lora\.rank=8: this model has Gated DeltaNet layers"):
-        validate(hybrid, Parallel(), lora_rank=8)
+        validate(hybrid, ParallelConfig(), lora_rank=8)
 
 
 def test_parts_that_cannot_be_recomputed(qwen3):
     for name in ("moe", "moe_act", "shared_experts", "mla_up_proj"):
         with pytest.raises(UserError, match=f"policy.recompute names {name}, which this model does not have"):
-            validate(qwen3, Parallel(), ("core_attn", name))
-    validate(qwen3, Parallel(), ("core_attn", "mlp", "layernorm"))
-    validate(qwen3 | EXPERTS, Parallel(), ("moe",))
+            validate(qwen3, ParallelConfig(), ("core_attn", name))
+    validate(qwen3, ParallelConfig(), ("core_attn", "mlp", "layernorm"))
+    validate(qwen3 | EXPERTS, ParallelConfig(), ("moe",))
     with pytest.raises(UserError, match="names mlp"):
-        validate(qwen3 | EXPERTS, Parallel(), ("mlp",))
+        validate(qwen3 | EXPERTS, ParallelConfig(), ("mlp",))
 
 
 def test_layers_of_stages():
-    assert layers_of_stages(8, Parallel(pipeline=4, virtual=2)) == [2, 2, 2, 2]
-    assert layers_of_stages(61, Parallel(pipeline=8, last_stage_layers=5)) == [8] * 7 + [5]
-    assert layers_of_stages(7, Parallel(pipeline=3, first_stage_layers=1, last_stage_layers=2)) == [1, 4, 2]
-    assert layers_of_stages(5, Parallel(pipeline=2, first_stage_layers=2, last_stage_layers=3)) == [2, 3]
+    assert layers_of_stages(8, ParallelConfig(pipeline=4, virtual=2)) == [2, 2, 2, 2]
+    assert layers_of_stages(61, ParallelConfig(pipeline=8, last_stage_layers=5)) == [8] * 7 + [5]
+    assert layers_of_stages(7, ParallelConfig(pipeline=3, first_stage_layers=1, last_stage_layers=2)) == [1, 4, 2]
+    assert layers_of_stages(5, ParallelConfig(pipeline=2, first_stage_layers=2, last_stage_layers=3)) == [2, 3]
 
 
 def test_missing_field(qwen3):
     del qwen3["intermediate_size"]
     with pytest.raises(UserError, match="intermediate_size is missing"):
-        validate(qwen3, Parallel())
+        validate(qwen3, ParallelConfig())
 
 
 def test_a_rank_of_padding_alone(qwen3):
-    layout = Parallel(tensor=2)
+    layout = ParallelConfig(tensor=2)
     validate(qwen3 | {"vocab_size": 4}, layout)
     with pytest.raises(UserError, match=r"parallel\.tensor=2 is too large for vocab_size=3"):
         validate(qwen3 | {"vocab_size": 3}, layout)
@@ -145,12 +145,12 @@ def test_a_rank_of_padding_alone(qwen3):
 
 def test_derived_sizes():
     assert [padded_vocab_size(511, t) for t in (1, 2, 4)] == [511, 512, 512]
-    wide, fp8 = Parallel(tensor=4, context=2), Precision(recipe="fp8_blockwise")
-    assert micro_batch_alignment(Parallel(tensor=4), Precision()) == 4
-    assert micro_batch_alignment(Parallel(tensor=4, sequence=False), Precision()) == 1
-    assert micro_batch_alignment(wide, Precision()) == 16 and sequence_alignment(wide) == 4
-    assert micro_batch_alignment(wide, fp8) == 128 * 16 and micro_batch_alignment(Parallel(), fp8) == 128
-    assert sequence_alignment(Parallel(tensor=4)) == 1
+    wide, fp8 = ParallelConfig(tensor=4, context=2), PrecisionConfig(recipe="fp8_blockwise")
+    assert micro_batch_alignment(ParallelConfig(tensor=4), PrecisionConfig()) == 4
+    assert micro_batch_alignment(ParallelConfig(tensor=4, sequence=False), PrecisionConfig()) == 1
+    assert micro_batch_alignment(wide, PrecisionConfig()) == 16 and sequence_alignment(wide) == 4
+    assert micro_batch_alignment(wide, fp8) == 128 * 16 and micro_batch_alignment(ParallelConfig(), fp8) == 128
+    assert sequence_alignment(ParallelConfig(tensor=4)) == 1
 
 
 def test_importing_the_check_is_light():

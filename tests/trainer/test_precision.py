@@ -12,11 +12,11 @@ pytest.importorskip("megatron_fleet.trainer.megatron")
 import torch
 from megatron.core import fp8_utils
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from policy_fixtures import write_config
 from torch import nn
 
-from megatron_fleet.config.schema import Optimizer, Parallel, Precision
+from megatron_fleet.config.schema import OptimizerConfig, ParallelConfig, PrecisionConfig
 from megatron_fleet.models.hf_config import read_model
 from megatron_fleet.trainer.base import AdamParams
 from megatron_fleet.trainer.megatron import build, optimizer, parallel, state
@@ -24,13 +24,13 @@ from megatron_fleet.trainer.megatron.init import fill_random
 from megatron_fleet.trainer.megatron.precision import filled_in_full, precision_arguments
 
 BF16 = torch.bfloat16
-PLAIN = Precision()
+PLAIN = PrecisionConfig()
 
 
 @pytest.fixture(scope="module")
 def hf(tmp_path_factory):
     folder = write_config(tmp_path_factory.mktemp("model"), num_hidden_layers=2, vocab_size=64)
-    parallel.initialise(Parallel(), 0)
+    parallel.initialise(ParallelConfig(), 0)
     yield json.loads((folder / "config.json").read_text())
     parallel.shutdown()
 
@@ -39,9 +39,9 @@ class Trainer:
     """Model and optimizer of a variant, always from the same weights, stepped with gradients drawn from a seed."""
 
     def __init__(self, hf, precision=PLAIN, dtype=BF16, **changes):
-        self.settings = Optimizer(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.01, **changes)
+        self.settings = OptimizerConfig(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.01, **changes)
         arguments = precision_arguments(precision, self.settings, experts=False)
-        chunks = build.build_chunks(hf, Parallel(), dtype, 64)
+        chunks = build.build_chunks(hf, ParallelConfig(), dtype, 64)
         fill_random(chunks, 0.06, 5, 64)
         self.wrapped = [optimizer.wrap(chunk, arguments.gradients) for chunk in chunks]
         self.adam = optimizer.build(self.wrapped, self.settings, dtype, arguments.optimizer)
@@ -101,7 +101,7 @@ def test_updates_too_small_for_bfloat16_add_up(hf):
 
 @pytest.mark.parametrize(("gradients", "exact"), [("float32", True), ("bfloat16", False)])
 def test_gradients_add_up_in_the_type_of_the_configuration(hf, gradients, exact):
-    trainer = Trainer(hf, Precision(gradients=gradients))
+    trainer = Trainer(hf, PrecisionConfig(gradients=gradients))
     weight = trainer.wrapped[0].module.decoder.final_layernorm.weight
     assert weight.main_grad.dtype == getattr(torch, gradients)
     assert {buffer.grad_data.dtype for buffer in trainer.wrapped[0].buffers} == {getattr(torch, gradients)}
@@ -113,7 +113,7 @@ def test_gradients_add_up_in_the_type_of_the_configuration(hf, gradients, exact)
 
 
 def test_a_step_moves_by_the_gradient_of_its_type(hf):
-    one, other = Trainer(hf), Trainer(hf, Precision(gradients="bfloat16"))
+    one, other = Trainer(hf), Trainer(hf, PrecisionConfig(gradients="bfloat16"))
     norms = one.step(), other.step()
     assert norms[1] == pytest.approx(norms[0], rel=1e-3) and norms[0] != norms[1]
     assert 0 < furthest(one.weights(), other.weights()) < 4e-3
@@ -156,8 +156,10 @@ def test_narrow_moments_stay_close(hf):
 def test_master_weights_are_kept_whole():
     """Kept in half, they could not be read back from a checkpoint for any layout."""
     for changes in VARIANTS[1:]:
-        told = precision_arguments(PLAIN, Optimizer(lr=1e-3, **changes), experts=False).optimizer
-        assert OptimizerConfig(use_distributed_optimizer=True, bf16=True, **told).store_param_remainders is False
+        told = precision_arguments(PLAIN, OptimizerConfig(lr=1e-3, **changes), experts=False).optimizer
+        assert (
+            MegatronOptimizerConfig(use_distributed_optimizer=True, bf16=True, **told).store_param_remainders is False
+        )
         assert told["store_param_remainders"] is False
 
 
@@ -212,32 +214,32 @@ def test_an_unused_variant_can_be_saved_before_its_first_step(hf, tmp_path):
 @pytest.mark.parametrize(
     ("precision", "expected"),
     [
-        (Precision(recipe="fp8_tensorwise"), ("hybrid", "tensorwise", False, False)),
+        (PrecisionConfig(recipe="fp8_tensorwise"), ("hybrid", "tensorwise", False, False)),
         (
-            Precision(recipe="fp8_tensorwise", fp8_param_gather=True, bf16_layers_at_end=1),
+            PrecisionConfig(recipe="fp8_tensorwise", fp8_param_gather=True, bf16_layers_at_end=1),
             ("hybrid", "tensorwise", True, True),
         ),
-        (Precision(recipe="fp8_blockwise", bf16_layers_at_start=2), ("e4m3", "blockwise", False, True)),
-        (Precision(recipe="fp8_delayed", fp8_param_gather=True), ("hybrid", "delayed", True, False)),
+        (PrecisionConfig(recipe="fp8_blockwise", bf16_layers_at_start=2), ("e4m3", "blockwise", False, True)),
+        (PrecisionConfig(recipe="fp8_delayed", fp8_param_gather=True), ("hybrid", "delayed", True, False)),
     ],
 )
 def test_megatron_takes_the_recipes(hf, precision, expected):
-    arguments = precision_arguments(precision, Optimizer(lr=1e-3), experts=False)
-    config = build.transformer_config(read_model(hf), Parallel(), BF16, **arguments.transformer)
+    arguments = precision_arguments(precision, OptimizerConfig(lr=1e-3), experts=False)
+    config = build.transformer_config(read_model(hf), ParallelConfig(), BF16, **arguments.transformer)
     assert (config.fp8, config.fp8_recipe, config.fp8_param, config.first_last_layers_bf16) == expected
     assert config.num_layers_at_start_in_bf16 == precision.bf16_layers_at_start
     assert config.num_layers_at_end_in_bf16 == precision.bf16_layers_at_end
     gathering = DistributedDataParallelConfig(use_distributed_optimizer=True, **arguments.gradients)
     assert gathering.fp8_param_gather == precision.fp8_param_gather
-    told = OptimizerConfig(use_distributed_optimizer=True, **arguments.optimizer)
+    told = MegatronOptimizerConfig(use_distributed_optimizer=True, **arguments.optimizer)
     assert told.fp8_recipe == (expected[1] if precision.fp8_param_gather else None)
 
 
 def test_layers_out_of_fp8_are_those_of_the_configuration(hf):
     model = dataclasses.replace(read_model(hf), layers=6)
-    precision = Precision(recipe="fp8_blockwise", bf16_layers_at_start=2, bf16_layers_at_end=1)
-    arguments = precision_arguments(precision, Optimizer(lr=1e-3), experts=False)
-    config = build.transformer_config(model, Parallel(), BF16, **arguments.transformer)
+    precision = PrecisionConfig(recipe="fp8_blockwise", bf16_layers_at_start=2, bf16_layers_at_end=1)
+    arguments = precision_arguments(precision, OptimizerConfig(lr=1e-3), experts=False)
+    config = build.transformer_config(model, ParallelConfig(), BF16, **arguments.transformer)
     out = [layer for layer in range(6) if fp8_utils.is_first_last_bf16_layer(config, layer)]
     assert out == [0, 1, 5]
 
@@ -249,7 +251,7 @@ def test_experts_are_padded_for_fp8_alone():
         ("fp8_blockwise", True, True),
         ("fp8_delayed", False, False),
     ):
-        arguments = precision_arguments(Precision(recipe=recipe), Optimizer(lr=1e-3), experts)
+        arguments = precision_arguments(PrecisionConfig(recipe=recipe), OptimizerConfig(lr=1e-3), experts)
         assert arguments.transformer.get(asked, False) == padded
 
 

@@ -9,7 +9,7 @@ pytest.importorskip("hydra")
 from megatron_fleet.config import validate
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
-from megatron_fleet.config.schema import Parallel, Precision
+from megatron_fleet.config.schema import ParallelConfig, PrecisionConfig
 from megatron_fleet.models.model import Model, Rope
 from megatron_fleet.trainer import precision as rules
 from megatron_fleet.trainer.precision import Machine, check_precision, machine_problem, token_alignment
@@ -85,28 +85,48 @@ def test_what_can_be_together_is_accepted(overrides):
     [("model_dtype", 1), ("fp8_tensorwise", 16), ("fp8_delayed", 16), ("fp8_blockwise", 128)],
 )
 def test_micro_batches_are_aligned_to_the_recipe(recipe, alignment):
-    assert token_alignment(Precision(recipe=recipe)) == alignment
+    assert token_alignment(PrecisionConfig(recipe=recipe)) == alignment
 
 
 @pytest.mark.parametrize("recipe", ["fp8_tensorwise", "fp8_blockwise", "fp8_delayed"])
 def test_the_models_at_hand_fit(recipe):
     for tensor in (1, 2, 4, 8):
-        check_precision(QWEN3_8B, Parallel(tensor=tensor), Precision(recipe=recipe))
+        check_precision(QWEN3_8B, ParallelConfig(tensor=tensor), PrecisionConfig(recipe=recipe))
         # Its compressed key and value, 576 wide, is not cut.
-        check_precision(KIMI, Parallel(tensor=tensor, expert=8, expert_tensor=1), Precision(recipe=recipe))
+        check_precision(KIMI, ParallelConfig(tensor=tensor, expert=8, expert_tensor=1), PrecisionConfig(recipe=recipe))
 
 
 @pytest.mark.parametrize(
     ("model", "parallel", "precision", "told"),
     [
-        (QWEN3_8B, Parallel(tensor=64), Precision(recipe="fp8_blockwise"), ["multiples of 128", "together is 96"]),
-        (KIMI, Parallel(tensor=1, expert=8, expert_tensor=32), Precision(recipe="fp8_blockwise"), ["moe_inter", "64"]),
-        (KIMI, Parallel(expert=8, expert_tensor=256), Precision(recipe="fp8_tensorwise"), ["multiples of 16", "is 8"]),
-        (QWEN3_8B, Parallel(), Precision(recipe="fp8_tensorwise", bf16_layers_at_end=36), ["= 36", "36 layers"]),
         (
             QWEN3_8B,
-            Parallel(pipeline=4),
-            Precision(recipe="fp8_tensorwise", bf16_layers_at_start=10),
+            ParallelConfig(tensor=64),
+            PrecisionConfig(recipe="fp8_blockwise"),
+            ["multiples of 128", "together is 96"],
+        ),
+        (
+            KIMI,
+            ParallelConfig(tensor=1, expert=8, expert_tensor=32),
+            PrecisionConfig(recipe="fp8_blockwise"),
+            ["moe_inter", "64"],
+        ),
+        (
+            KIMI,
+            ParallelConfig(expert=8, expert_tensor=256),
+            PrecisionConfig(recipe="fp8_tensorwise"),
+            ["multiples of 16", "is 8"],
+        ),
+        (
+            QWEN3_8B,
+            ParallelConfig(),
+            PrecisionConfig(recipe="fp8_tensorwise", bf16_layers_at_end=36),
+            ["= 36", "36 layers"],
+        ),
+        (
+            QWEN3_8B,
+            ParallelConfig(pipeline=4),
+            PrecisionConfig(recipe="fp8_tensorwise", bf16_layers_at_start=10),
             ["bf16_layers_at_start=10", "9 layers"],
         ),
     ],
@@ -115,7 +135,7 @@ def test_what_does_not_fit_is_explained(model, parallel, precision, told):
     with pytest.raises(UserError) as caught:
         check_precision(model, parallel, precision)
     assert all(text in str(caught.value) for text in told), str(caught.value)
-    check_precision(model, parallel, Precision())
+    check_precision(model, parallel, PrecisionConfig())
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from policy_fixtures import make_batch
 
 from megatron_fleet.algorithms.loss_inputs import LossInputs
 from megatron_fleet.algorithms.losses import make_loss
-from megatron_fleet.config.schema import Algorithm
+from megatron_fleet.config.schema import AlgorithmConfig
 from megatron_fleet.trainer.recorded_losses import RecordedLosses
 
 MICRO_BATCHES = [make_batch(count=3), [], make_batch(count=2, seed=1)]
@@ -41,7 +41,7 @@ def inputs(micro_batch) -> LossInputs:
 @pytest.mark.parametrize("name", ["ppo_clip", "gspo", "gmpo"])
 def test_sequences_add_up_to_their_micro_batch(name):
     """Those that take one ratio per sequence are sums over sequences, too."""
-    loss = make_loss(Algorithm(loss=name))
+    loss = make_loss(AlgorithmConfig(loss=name))
     losses = RecordedLosses(loss, MICRO_BATCHES, per_sequence=True)
     for micro_batch in MICRO_BATCHES:
         x = inputs(micro_batch)
@@ -60,7 +60,7 @@ def test_sequences_add_up_to_their_micro_batch(name):
 def test_the_sequence_that_is_not_finite_is_the_only_one():
     micro_batches = [make_batch(count=3)]
     micro_batches[0][1].scaled_advantages[-1] = np.nan
-    losses = RecordedLosses(make_loss(Algorithm()), micro_batches, per_sequence=True)
+    losses = RecordedLosses(make_loss(AlgorithmConfig()), micro_batches, per_sequence=True)
     losses(inputs(micro_batches[0]))
     assert np.isfinite(losses.sequences()[0]).tolist() == [True, False, True]
     assert np.isnan(losses.micro_batches()).all()

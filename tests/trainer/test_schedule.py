@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fleet.config.schema import Optimizer
+from megatron_fleet.config.schema import OptimizerConfig
 from megatron_fleet.loop.schedule import lr_at
 
 
 def rates(total, **settings):
-    optimizer = Optimizer(lr=1.0, **settings)
+    optimizer = OptimizerConfig(lr=1.0, **settings)
     return [lr_at(step, optimizer, total) for step in range(total)]
 
 
@@ -20,7 +20,7 @@ def test_constant_after_warmup():
 def test_linear_reaches_the_minimum_one_step_after_the_last():
     settings = {"schedule": "linear", "warmup_steps": 2, "min_lr": 0.2}
     assert rates(6, **settings) == pytest.approx([0.5, 1.0, 1.0, 0.8, 0.6, 0.4])
-    assert lr_at(6, Optimizer(lr=1.0, **settings), 6) == pytest.approx(0.2)
+    assert lr_at(6, OptimizerConfig(lr=1.0, **settings), 6) == pytest.approx(0.2)
 
 
 def test_cosine():
@@ -29,7 +29,7 @@ def test_cosine():
 
 
 def test_steps_past_the_end_stay_at_the_minimum():
-    assert lr_at(100, Optimizer(lr=1.0, schedule="cosine", min_lr=0.1), 10) == pytest.approx(0.1)
+    assert lr_at(100, OptimizerConfig(lr=1.0, schedule="cosine", min_lr=0.1), 10) == pytest.approx(0.1)
 
 
 def decays_of_transformers(step, warmup, total):

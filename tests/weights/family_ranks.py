@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from tiny_models import dequantise, stored_tensors, unstacked
 
-from megatron_fleet.config.schema import Parallel
+from megatron_fleet.config.schema import ParallelConfig
 from megatron_fleet.models.hf_config import read_model
 from megatron_fleet.models.megatron_config import megatron_arguments
 from megatron_fleet.models.model import Model
@@ -89,7 +89,7 @@ def initialise(layout: Layout) -> None:
 
 def build(model: Model, layout: Layout) -> list[GPTModel]:
     sizes = {"virtual": layout.vpp or 1, "expert": layout.ep, "expert_tensor": layout.etp}
-    config = transformer_config(model, Parallel(tensor=layout.tp, pipeline=layout.pp, **sizes), torch.float32)
+    config = transformer_config(model, ParallelConfig(tensor=layout.tp, pipeline=layout.pp, **sizes), torch.float32)
     stages = [None] if layout.vpp is None else range(layout.vpp)
     chunks = [build_stage(model, config, MICRO_BATCH_TOKENS, GPTModel, stage) for stage in stages]
     forget(chunks)
@@ -98,7 +98,7 @@ def build(model: Model, layout: Layout) -> list[GPTModel]:
 
 def with_prediction(model: Model) -> GPTModel:
     """The model with its prediction layers, on one stage; for their weights alone."""
-    config = transformer_config(model, Parallel(), torch.float32, mtp_num_layers=model.mtp)
+    config = transformer_config(model, ParallelConfig(), torch.float32, mtp_num_layers=model.mtp)
     spec = layer_spec(config)
     prediction = get_gpt_mtp_block_spec_for_backend(config, spec, TorchBackend())
     chunk = GPTModel(

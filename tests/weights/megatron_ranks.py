@@ -12,7 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from weight_fixtures import random_tensors, tiny_config, write_folder
 
-from megatron_fleet.config.schema import Parallel
+from megatron_fleet.config.schema import ParallelConfig
 from megatron_fleet.platform import device
 from megatron_fleet.platform.communicator import TorchCommunicator
 from megatron_fleet.trainer.megatron import parallel
@@ -25,11 +25,11 @@ from megatron_fleet.weights.load import load_hf
 from megatron_fleet.weights.source import MegatronWeightSource, megatron_place
 
 LAYOUTS = [
-    (Parallel(tensor=2, pipeline=2), True),
-    (Parallel(tensor=2, pipeline=2), False),
-    (Parallel(tensor=4), True),
-    (Parallel(pipeline=2, data=2), True),
-    (Parallel(tensor=2, data=2), False),
+    (ParallelConfig(tensor=2, pipeline=2), True),
+    (ParallelConfig(tensor=2, pipeline=2), False),
+    (ParallelConfig(tensor=4), True),
+    (ParallelConfig(pipeline=2, data=2), True),
+    (ParallelConfig(tensor=2, data=2), False),
 ]
 
 
@@ -37,7 +37,7 @@ NO_OUTBOX: Any = None
 """These senders post nothing."""
 
 
-def check(folder: Path, layout: Parallel, tied: bool) -> None:
+def check(folder: Path, layout: ParallelConfig, tied: bool) -> None:
     parallel.initialise(layout, seed=0)
     world = TorchCommunicator()
     config = tiny_config(tie_word_embeddings=tied)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from megatron_fleet.config.schema import Parallel
+from megatron_fleet.config.schema import ParallelConfig
 from megatron_fleet.trainer.megatron import parallel
 from megatron_fleet.weights.mapping import WeightTable
 
@@ -142,7 +142,7 @@ def stage_chunks(
 @contextmanager
 def megatron_groups() -> Iterator[None]:
     """Megatron's process groups of a world of one, which descriptions of a model ask for."""
-    parallel.initialise(Parallel(), seed=0)
+    parallel.initialise(ParallelConfig(), seed=0)
     try:
         yield
     finally:

@@ -7,8 +7,8 @@ import math
 from megatron_fleet.config.extension import is_path
 from megatron_fleet.config.rules.rule import Rule
 from megatron_fleet.config.schema import Config
-from megatron_fleet.config.sections.fleet import Fleet
-from megatron_fleet.config.sections.openenv import OpenEnv
+from megatron_fleet.config.sections.fleet import FleetConfig
+from megatron_fleet.config.sections.openenv import OpenEnvConfig
 from megatron_fleet.config.urls import url_problem
 
 TTL_SLACK_S = 60.0
@@ -28,7 +28,10 @@ def _env_url(c: Config) -> str | None:
 
 
 def _only_of_this_kind(c: Config) -> str | None:
-    for kind, section, untouched in (("openenv", c.env.openenv, OpenEnv()), ("fleet", c.env.fleet, Fleet())):
+    for kind, section, untouched in (
+        ("openenv", c.env.openenv, OpenEnvConfig()),
+        ("fleet", c.env.fleet, FleetConfig()),
+    ):
         if c.env.kind == kind or section == untouched:
             continue
         name = next(n for n in type(section).model_fields if getattr(section, n) != getattr(untouched, n))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from megatron_fleet.config.rules.rule import Rule
 from megatron_fleet.config.schema import Config
-from megatron_fleet.config.sections.faults import FaultRates
+from megatron_fleet.config.sections.faults import FaultRatesConfig
 
 
 def _only_the_embedded_fleet_fails_on_purpose(c: Config) -> str | None:
     if c.env.kind == "embedded":
         return None
-    for name in FaultRates.model_fields:
+    for name in FaultRatesConfig.model_fields:
         if name.endswith("_rate") and getattr(c.env.faults, name) > 0:
             return (
                 f"env.faults.{name}={getattr(c.env.faults, name):g} has no effect with env.kind={c.env.kind}: only the "

@@ -12,7 +12,7 @@ from megatron_fleet.config.sections.base import Section
 AGENT_NAMES = ("tools",)
 
 
-class Agent(Section):
+class AgentConfig(Section):
     kind: Annotated[str, Open(AGENT_NAMES)] = Field(
         "tools", description="What plays an episode: turns of tool calls (agents/episode.py), or an agent of your own."
     )

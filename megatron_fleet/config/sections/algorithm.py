@@ -14,7 +14,7 @@ Cut = Literal["generation_truncated", "context_overflow", "max_turns", "timeout"
 """Outcomes (agents/trajectory.py) of episodes that were cut off rather than ended by the policy."""
 
 
-class KL(Section):
+class KLConfig(Section):
     coef: float = Field(0.0, ge=0, description="0: no reference model, no reference pass.")
     estimator: Literal["k1", "k2", "k3"] = Field(
         "k3",
@@ -47,7 +47,7 @@ def _spelt(bounds: dict[str, tuple[float, float]], side: int) -> str:
     return ", ".join(f"{name} {pair[side]:g}" for name, pair in bounds.items() if pair[side] > 0)
 
 
-class Correction(Section):
+class CorrectionConfig(Section):
     kind: Literal["off", "token_tis", "sequence_tis", "icepop", "geometric_mask", "outlier_mask"] = Field(
         "off",
         description="Correction for engine and trainer giving a token different probabilities: none, truncated "
@@ -61,7 +61,7 @@ class Correction(Section):
     )
 
 
-class Overlong(Section):
+class OverlongConfig(Section):
     """algorithm.reward_shaping=overlong: a penalty on long episodes (DAPO, arXiv:2503.14476 eq. 13)."""
 
     limit: int | None = Field(
@@ -77,7 +77,7 @@ REWARD_SHAPING_NAMES = ("none", "overlong")
 LOSS_NAMES = ("ppo_clip", "gspo", "gmpo", "sapo", "cispo", "reinforce", "importance_weighted")
 
 
-class Algorithm(Section):
+class AlgorithmConfig(Section):
     advantage: Annotated[str, Open(ADVANTAGE_NAMES)] = Field(
         "grpo", description="Baseline and scale within a group of known rewards (algorithms/advantages.py)."
     )
@@ -116,6 +116,6 @@ class Algorithm(Section):
         description="Groups that are learnt from: those whose known rewards differ, or all (algorithms/groups.py).",
     )
     entropy_coef: float = Field(0.0, ge=0, description="Bonus on the entropy of the policy; 0 = off.")
-    overlong: Overlong = Overlong()
-    correction: Correction = Correction()
-    kl: KL = KL()
+    overlong: OverlongConfig = OverlongConfig()
+    correction: CorrectionConfig = CorrectionConfig()
+    kl: KLConfig = KLConfig()

@@ -9,7 +9,7 @@ from pydantic import Field
 from megatron_fleet.config.sections.base import Section
 
 
-class Cluster(Section):
+class ClusterConfig(Section):
     ranks: Literal["local", "external"] = Field(
         "local",
         description="local: `mfleet train` starts the ranks, on this machine or through cluster.nodes; external: "

@@ -7,10 +7,10 @@ from typing import Literal
 from pydantic import Field
 
 from megatron_fleet.config.sections.base import Section
-from megatron_fleet.config.sections.mixture import Mixture
+from megatron_fleet.config.sections.mixture import MixtureConfig
 
 
-class Data(Section):
+class DataConfig(Section):
     tasks: str = Field(
         description="Fleet task file (JSON; a path or `s3://bucket/file.json`) or a folder of `mfleet data prepare`. "
         "`embedded` = the embedded fleet's own tasks."
@@ -71,4 +71,4 @@ class Data(Section):
         description="`split.json` of another run or prepared folder: its tasks stay on their sides, only new ones are "
         "assigned.",
     )
-    mixture: Mixture = Mixture()
+    mixture: MixtureConfig = MixtureConfig()

@@ -8,15 +8,15 @@ from pydantic import Field
 
 from megatron_fleet.config.extension import Open
 from megatron_fleet.config.sections.base import Section
-from megatron_fleet.config.sections.faults import FaultRates
-from megatron_fleet.config.sections.fleet import Fleet
-from megatron_fleet.config.sections.openenv import OpenEnv
-from megatron_fleet.config.sections.provisioning import Provisioning
+from megatron_fleet.config.sections.faults import FaultRatesConfig
+from megatron_fleet.config.sections.fleet import FleetConfig
+from megatron_fleet.config.sections.openenv import OpenEnvConfig
+from megatron_fleet.config.sections.provisioning import ProvisioningConfig
 
 ENVIRONMENT_NAMES = ("embedded", "openenv", "fleet")
 
 
-class Env(Section):
+class EnvConfig(Section):
     kind: Annotated[str, Open(ENVIRONMENT_NAMES)] = Field(
         "embedded",
         description="embedded: the fleet in this package, started for the run; openenv: a server at `url`; fleet: "
@@ -42,7 +42,7 @@ class Env(Section):
         description="While no reward of a step is known, the run waits and plays the step again; after this long it "
         "stops, resumable. The run's own server, if it keeps dying, is restarted for the same time.",
     )
-    openenv: OpenEnv = OpenEnv()
-    fleet: Fleet = Fleet()
-    faults: FaultRates = FaultRates()
-    provisioning: Provisioning = Provisioning()
+    openenv: OpenEnvConfig = OpenEnvConfig()
+    fleet: FleetConfig = FleetConfig()
+    faults: FaultRatesConfig = FaultRatesConfig()
+    provisioning: ProvisioningConfig = ProvisioningConfig()

@@ -7,7 +7,7 @@ from pydantic import Field
 from megatron_fleet.config.sections.base import Section
 
 
-class Endpoint(Section):
+class EndpointConfig(Section):
     url: str | None = Field(
         None, description="Address of an OpenAI-compatible server, as https://host/v1, that `mfleet eval` plays with."
     )
@@ -27,7 +27,7 @@ class Endpoint(Section):
     )
 
 
-class Eval(Section):
+class EvalConfig(Section):
     at_start: bool = Field(True, description="Evaluate before the first step.")
     at_end: bool = Field(True, description="Evaluate after the last step.")
     interval: int = Field(0, ge=0, description="Steps between evaluations; 0 = none in between.")
@@ -59,7 +59,7 @@ class Eval(Section):
         description="s3://bucket/prefix: evaluations are copied to evals/<run.name>_<id>/global_step_<N>/ below it; "
         "the id is in <run.out>/run_id.",
     )
-    endpoint: Endpoint = Endpoint()
+    endpoint: EndpointConfig = EndpointConfig()
 
     @property
     def in_training(self) -> bool:

@@ -7,7 +7,7 @@ from pydantic import Field
 from megatron_fleet.config.sections.base import Section
 
 
-class FaultRates(Section):
+class FaultRatesConfig(Section):
     slow_rate: float = Field(0, ge=0, le=1, description="Share of tool calls that take `slow_s` longer.")
     slow_s: float = Field(1.0, gt=0, description="Seconds that a slow tool call waits.")
     latency_median_s: float = Field(0, ge=0, description="Median seconds that every tool call waits, log-normal.")

@@ -7,7 +7,7 @@ from pydantic import Field
 from megatron_fleet.config.sections.base import Section
 
 
-class Fleet(Section):
+class FleetConfig(Section):
     package: str | None = Field(
         None, description="Folder that fleet-ai/OpenEnv was installed into with `pip install --no-deps --target`."
     )

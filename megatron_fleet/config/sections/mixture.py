@@ -9,7 +9,7 @@ from pydantic import Field
 from megatron_fleet.config.sections.base import Section
 
 
-class Curriculum(Section):
+class CurriculumConfig(Section):
     signal_weights: bool = Field(
         False, description="Lower the weight of environments whose groups give no signal (all solved, or all failed)."
     )
@@ -26,7 +26,7 @@ class Curriculum(Section):
     )
 
 
-class Mixture(Section):
+class MixtureConfig(Section):
     weights: Literal["proportional", "temperature", "uniform", "explicit"] = Field(
         "proportional",
         description="Environments weigh their number of tasks, that number to the power of 1 / `temperature`, "
@@ -39,4 +39,4 @@ class Mixture(Section):
         {}, description="Only for weights=explicit: weight of every environment, in any unit; 0 leaves it out."
     )
     min_per_env: int = Field(0, ge=0, description="Prompts that every environment gets at each step.")
-    curriculum: Curriculum = Curriculum()
+    curriculum: CurriculumConfig = CurriculumConfig()

@@ -11,7 +11,7 @@ from megatron_fleet.config.sections.base import Section
 Value = str | int | float | bool
 
 
-class OpenEnv(Section):
+class OpenEnvConfig(Section):
     interface: Literal["auto", "mcp", "action"] = Field(
         "auto",
         description="mcp: the server lists tools and calls them; action: its action is the one tool; auto: mcp if it "

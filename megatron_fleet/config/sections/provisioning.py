@@ -7,7 +7,7 @@ from pydantic import Field
 from megatron_fleet.config.sections.base import Section
 
 
-class Provisioning(Section):
+class ProvisioningConfig(Section):
     lookahead: int = Field(
         4,
         ge=0,
@@ -35,7 +35,7 @@ class Provisioning(Section):
         60, gt=0, description="Seconds without new episodes, then one is tried; each failed try doubles the pause."
     )
 
-    def share(self, worker: int, workers: int) -> Provisioning:
+    def share(self, worker: int, workers: int) -> ProvisioningConfig:
         """Return the limits of worker number ``worker`` of ``workers``; the shares add up to the totals."""
 
         def part(total: int) -> int:

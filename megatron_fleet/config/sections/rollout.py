@@ -20,13 +20,13 @@ MAX_EPISODES = 100_000
 """Largest number of episodes, or of groups, that are planned or played at once."""
 
 
-class Sampling(Section):
+class SamplingConfig(Section):
     temperature: float = Field(1.0, ge=0, description="Sampling temperature in training; log-probs are computed at it.")
     max_tokens_per_turn: int = Field(ge=1, le=MAX_TOKENS, description="Most tokens generated in one turn.")
     max_turns: int = Field(ge=1, le=100_000, description="Most turns per episode.")
 
 
-class Engine(Section):
+class EngineConfig(Section):
     replicas: int = Field(1, ge=1, description="Engines, each with its own copy of the weights.")
     tensor_parallel: int = Field(
         1, ge=1, description="Tensor-parallel size of an engine: devices that share its matrices."
@@ -72,13 +72,13 @@ class Engine(Section):
     )
 
 
-class Rollout(Section):
+class RolloutConfig(Section):
     prompts_per_step: int = Field(ge=1, le=MAX_EPISODES, description="Groups (tasks) per step.")
     samples_per_prompt: int = Field(ge=2, le=10_000, description="Trajectories per group.")
     max_context: int = Field(
         ge=64, le=MAX_TOKENS, description="Longest token sequence of an episode; also the engine's limit."
     )
-    sampling: Sampling
+    sampling: SamplingConfig
     thinking: bool = Field(
         False, description="Let the policy think, written as its chat format has it; some models only do or never."
     )
@@ -101,4 +101,4 @@ class Rollout(Section):
     max_no_action_turns: int = Field(
         2, ge=1, description="Consecutive turns without a valid action after which an episode ends."
     )
-    engine: Engine = Engine()
+    engine: EngineConfig = EngineConfig()

@@ -9,7 +9,7 @@ from pydantic import Field
 from megatron_fleet.config.sections.base import Section
 
 
-class Wandb(Section):
+class WandbConfig(Section):
     project: str | None = Field(
         None, description="Weights & Biases project that metrics go to; none: no W&B. The key is WANDB_API_KEY."
     )
@@ -19,7 +19,7 @@ class Wandb(Section):
     )
 
 
-class Mlflow(Section):
+class MlflowConfig(Section):
     uri: str | None = Field(
         None,
         description="MLflow tracking server that metrics go to, or sqlite:///FILE; none: no MLflow. Needs the package "

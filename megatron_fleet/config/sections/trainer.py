@@ -9,7 +9,7 @@ from pydantic import Field
 from megatron_fleet.config.sections.base import MAX_TOKENS, Section
 
 
-class Precision(Section):
+class PrecisionConfig(Section):
     """Number formats of the trainer. Master weights are always float32."""
 
     recipe: Literal["model_dtype", "fp8_tensorwise", "fp8_blockwise", "fp8_delayed"] = Field(
@@ -31,7 +31,7 @@ class Precision(Section):
         return self.recipe != "model_dtype"
 
 
-class Parallel(Section):
+class ParallelConfig(Section):
     """Parallel layout: world size = tensor × pipeline × context × data. Experts have their own layout over the same
     ranks: expert × expert_tensor × pipeline divides the world size."""
 
@@ -67,7 +67,7 @@ class Parallel(Section):
         return self.expert_tensor or (self.tensor if self.expert == 1 else 1)
 
 
-class Optimizer(Section):
+class OptimizerConfig(Section):
     lr: float = Field(gt=0, description="Peak learning rate.")
     min_lr: float = Field(
         0.0, ge=0, description="Learning rate that a linear or cosine schedule reaches one step after the last."
@@ -87,7 +87,7 @@ class Optimizer(Section):
     )
 
 
-class Router(Section):
+class RouterConfig(Section):
     """Routers of a mixture of experts."""
 
     dtype: Literal["float32", "float64"] = Field("float32", description="Type of router logits and scores.")
@@ -106,7 +106,7 @@ Recompute = (
 """Activations recomputed in the backward pass: those of whole layers, or of the named parts of layers."""
 
 
-class Safety(Section):
+class SafetyConfig(Section):
     """Handling of suspicious updates. An update with a non-finite loss or gradient is always skipped."""
 
     spike_factor: float | None = Field(
@@ -123,7 +123,7 @@ class Safety(Section):
     )
 
 
-class Lora(Section):
+class LoraConfig(Section):
     """LoRA adapters on frozen layers (Hu et al. 2021, arXiv:2106.09685); each expert gets its own."""
 
     rank: int = Field(0, ge=0, le=65_536, description="Width of the adapters; 0: none, all parameters are trained.")
@@ -138,7 +138,7 @@ class Lora(Section):
     )
 
 
-class GradientMetrics(Section):
+class GradientMetricsConfig(Section):
     """`policy/grad:*`, see docs/reference/metrics.md: measured on samples of 64 rows and columns of layer matrices."""
 
     every: int = Field(
@@ -147,7 +147,7 @@ class GradientMetrics(Section):
     parameters: int = Field(16, ge=1, description="Number of weight matrices sampled, spread over layers and kinds.")
 
 
-class Policy(Section):
+class PolicyConfig(Section):
     micro_batch_tokens: int = Field(
         ge=64, le=MAX_TOKENS, description="Most tokens of a micro-batch; sequences are packed into it."
     )
@@ -159,11 +159,11 @@ class Policy(Section):
         1, ge=1, description="Optimizer steps per rollout batch; above 1, π_old is computed by a pass of its own."
     )
     threads: int = Field(1, ge=1, le=1024, description="CPU threads of each rank.")
-    optimizer: Optimizer
-    router: Router = Router()
-    safety: Safety = Safety()
-    lora: Lora = Lora()
-    gradient_metrics: GradientMetrics = GradientMetrics()
+    optimizer: OptimizerConfig
+    router: RouterConfig = RouterConfig()
+    safety: SafetyConfig = SafetyConfig()
+    lora: LoraConfig = LoraConfig()
+    gradient_metrics: GradientMetricsConfig = GradientMetricsConfig()
     fake_quant: Literal["none", "int4_experts"] = Field(
         "none",
         description="int4_experts: routed experts compute with their weights rounded to INT4 (groups of 32).",

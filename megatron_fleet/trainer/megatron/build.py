@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megatron_fleet.config.schema import Parallel, Recompute
+from megatron_fleet.config.schema import ParallelConfig, Recompute
 from megatron_fleet.models.hf_config import read_model
 from megatron_fleet.models.megatron_config import megatron_arguments
 from megatron_fleet.models.model import Model
@@ -21,7 +21,7 @@ from megatron_fleet.trainer.megatron.model import PolicyModel
 
 
 def transformer_config(
-    model: Model, parallel: Parallel, dtype: torch.dtype, recompute: Recompute = "none", **more: Any
+    model: Model, parallel: ParallelConfig, dtype: torch.dtype, recompute: Recompute = "none", **more: Any
 ) -> TransformerConfig:
     """Combine a model's sizes with Megatron's settings for this layout.
 
@@ -93,7 +93,7 @@ def _leave(weight: torch.Tensor) -> torch.Tensor:
 
 def build_chunks(
     hf: Mapping[str, Any],
-    parallel: Parallel,
+    parallel: ParallelConfig,
     dtype: torch.dtype,
     micro_batch_tokens: int,
     recompute: Recompute = "none",

@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.schema import Policy
+from megatron_fleet.config.schema import PolicyConfig
 from megatron_fleet.weights.adapters import View
 from megatron_fleet.weights.mapping import Span
 from megatron_fleet.weights.quant import torch_ops
@@ -107,7 +107,7 @@ def _linears(chunk: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
-def quantise_experts(chunks: Sequence[MegatronModule], settings: Policy) -> dict[torch.Tensor, View]:
+def quantise_experts(chunks: Sequence[MegatronModule], settings: PolicyConfig) -> dict[torch.Tensor, View]:
     """Make routed experts compute with INT4 values if ``settings`` require it; after filling and freezing.
 
     Frozen experts are rounded once, in place; trained ones in every pass.

@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 from megatron.core.transformer.module import MegatronModule
 from torch import nn
 
-from megatron_fleet.config.sections.trainer import GradientMetrics
+from megatron_fleet.config.sections.trainer import GradientMetricsConfig
 from megatron_fleet.trainer.gradient_metrics import SIDE, Matrix, Sums, choose, gradient_metrics, megabytes_edited
 from megatron_fleet.trainer.megatron.init import parameter_shards
 
@@ -73,7 +73,7 @@ class _Piece:
 class GradientProbe:
     """Probe that measures every ``settings.every``-th update, starting with the first. Every method is collective."""
 
-    def __init__(self, chunks: Sequence[MegatronModule], settings: GradientMetrics) -> None:
+    def __init__(self, chunks: Sequence[MegatronModule], settings: GradientMetricsConfig) -> None:
         """Choose the samples. ``chunks``: this rank's, unwrapped, with adapters if there are any."""
         shards = list(_shards(chunks))
         everywhere: list[list[Matrix]] = [[]] * dist.get_world_size()

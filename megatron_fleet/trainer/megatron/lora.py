@@ -35,7 +35,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import nn
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.schema import Lora
+from megatron_fleet.config.schema import LoraConfig
 from megatron_fleet.weights.adapters import LowRank, View
 from megatron_fleet.weights.mapping import Matrix, Span, WeightTable
 from megatron_fleet.weights.shards import local_tensors
@@ -72,7 +72,7 @@ def group_of(key: str) -> Literal["attention", "mlp", "experts"] | None:
 class Adapter(nn.Module):
     """A and B of one linear layer: this rank's shards."""
 
-    def __init__(self, target: _Target, settings: Lora, seed: int, sequence_parallel: bool) -> None:
+    def __init__(self, target: _Target, settings: LoraConfig, seed: int, sequence_parallel: bool) -> None:
         """Initialise B with zero; A depends only on the seed and the layer's name."""
         super().__init__()
         self.role, self.matrix, self.gated = target.role, target.matrix, target.gated
@@ -207,7 +207,9 @@ class Adapters(nn.ModuleList):
         return out
 
 
-def attach(chunks: Sequence[MegatronModule], hf_config: Mapping[str, Any], settings: Lora, seed: int) -> list[Adapters]:
+def attach(
+    chunks: Sequence[MegatronModule], hf_config: Mapping[str, Any], settings: LoraConfig, seed: int
+) -> list[Adapters]:
     """Freeze the filled chunks and give their linear layers adapters; collective. Before gradient buffers are made.
 
     Args:
@@ -231,7 +233,7 @@ def attach(chunks: Sequence[MegatronModule], hf_config: Mapping[str, Any], setti
     return adapters
 
 
-def _attach(chunk: MegatronModule, table: WeightTable, settings: Lora, seed: int) -> Adapters:
+def _attach(chunk: MegatronModule, table: WeightTable, settings: LoraConfig, seed: int) -> Adapters:
     targets = list(_targets(chunk, table, settings))
     for parameter in chunk.parameters():
         parameter.requires_grad_(False)
@@ -249,7 +251,7 @@ def _attach(chunk: MegatronModule, table: WeightTable, settings: Lora, seed: int
     return adapters
 
 
-def _targets(chunk: MegatronModule, table: WeightTable, settings: Lora) -> Iterator[_Target]:
+def _targets(chunk: MegatronModule, table: WeightTable, settings: LoraConfig) -> Iterator[_Target]:
     owners = {p: module for module in chunk.modules() for p in module.parameters(recurse=False)}
     parts: dict[torch.Tensor, list[Any]] = {}
     for local in local_tensors([chunk], table):
@@ -316,6 +318,6 @@ def views(adapters: Sequence[Adapters]) -> dict[torch.Tensor, View]:
     return {low.weight: low.merged for low in low_rank(adapters)}
 
 
-def exports_adapters(settings: Lora) -> bool:
+def exports_adapters(settings: LoraConfig) -> bool:
     """Whether an export contains the adapters alone instead of a model."""
     return settings.rank > 0 and settings.export == "adapters"

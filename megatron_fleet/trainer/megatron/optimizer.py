@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.module import MegatronModule
 
-from megatron_fleet.config.schema import Optimizer
+from megatron_fleet.config.schema import OptimizerConfig
 from megatron_fleet.trainer.base import AdamParams
 
 
@@ -32,7 +33,7 @@ def wrap(chunk: MegatronModule, more: Mapping[str, Any] | None = None) -> Distri
 
 def build(
     chunks: Sequence[DistributedDataParallel],
-    optimizer: Optimizer,
+    optimizer: OptimizerConfig,
     dtype: torch.dtype,
     more: Mapping[str, Any] | None = None,
 ) -> ChainedOptimizer:
@@ -56,7 +57,7 @@ def build(
         "use_distributed_optimizer": True,
         **(more or {}),
     }
-    settings = OptimizerConfig(**arguments)
+    settings = MegatronOptimizerConfig(**arguments)
     chained = get_megatron_optimizer(settings, list(chunks), use_gloo_process_groups=False)
     for part in chained.chained_optimizers:
         _start_moments(part, settings)
@@ -65,7 +66,7 @@ def build(
     return chained
 
 
-def _start_moments(part: DistributedOptimizer, settings: OptimizerConfig) -> None:
+def _start_moments(part: DistributedOptimizer, settings: MegatronOptimizerConfig) -> None:
     if isinstance(part.optimizer, HybridDeviceOptimizer):
         # Its own way of creating them is a step with random gradients.
         for sub in part.optimizer.sub_optimizers:

@@ -9,11 +9,11 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.schema import Parallel
+from megatron_fleet.config.schema import ParallelConfig
 from megatron_fleet.platform import device
 
 
-def initialise(parallel: Parallel, seed: int) -> None:
+def initialise(parallel: ParallelConfig, seed: int) -> None:
     """Join the ranks (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them; a single rank without them)
     and build Megatron's groups.
 

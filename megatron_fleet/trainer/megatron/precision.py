@@ -13,7 +13,7 @@ import torch
 from megatron.core import fp8_utils
 from torch import nn
 
-from megatron_fleet.config.schema import Optimizer, Precision
+from megatron_fleet.config.schema import OptimizerConfig, PrecisionConfig
 
 _FORMATS = {"fp8_tensorwise": "hybrid", "fp8_blockwise": "e4m3", "fp8_delayed": "hybrid"}
 """Blocks are narrow enough for e4m3 in the gradients too; per-tensor scales need e5m2's range for them."""
@@ -27,7 +27,7 @@ class Arguments(NamedTuple):
     optimizer: dict[str, Any]
 
 
-def precision_arguments(precision: Precision, optimizer: Optimizer, experts: bool) -> Arguments:
+def precision_arguments(precision: PrecisionConfig, optimizer: OptimizerConfig, experts: bool) -> Arguments:
     """Megatron's arguments beyond the model and the layout.
 
     Args:
@@ -43,7 +43,7 @@ def precision_arguments(precision: Precision, optimizer: Optimizer, experts: boo
     )
 
 
-def _transformer(precision: Precision, experts: bool) -> dict[str, Any]:
+def _transformer(precision: PrecisionConfig, experts: bool) -> dict[str, Any]:
     if not precision.fp8:
         return {}
     arguments: dict[str, Any] = {
@@ -62,7 +62,7 @@ def _transformer(precision: Precision, experts: bool) -> dict[str, Any]:
     return arguments
 
 
-def _optimizer(precision: Precision, optimizer: Optimizer) -> dict[str, Any]:
+def _optimizer(precision: PrecisionConfig, optimizer: OptimizerConfig) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
     if precision.fp8_param_gather:
         # The optimizer needs the recipe only for weights that are stored in FP8.

@@ -28,7 +28,7 @@ from megatron.core.tensor_parallel import checkpoint
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import nn
 
-from megatron_fleet.config.schema import Router
+from megatron_fleet.config.schema import RouterConfig
 from megatron_fleet.platform.megatron.spec import has_experts
 from megatron_fleet.trainer.packing.pack import PackedMicroBatch
 
@@ -100,7 +100,7 @@ def _unpacked(experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return recorded, recorded[:, :1] != recorded[:, 1:2]
 
 
-def router_arguments(router: Router) -> dict[str, Any]:
+def router_arguments(router: RouterConfig) -> dict[str, Any]:
     """Arguments of Megatron's configuration for the routers of a mixture of experts."""
     return {
         "moe_router_dtype": {"float32": "fp32", "float64": "fp64"}[router.dtype],

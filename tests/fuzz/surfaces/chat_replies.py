@@ -19,7 +19,7 @@ from fuzz.trees import bytes_of, received, value_of
 
 from megatron_fleet.agents.chat_client import ChatClient, ChatParams, Refused, Unanswered
 from megatron_fleet.agents.chat_turn import read_turn
-from megatron_fleet.config.sections.evaluation import Endpoint
+from megatron_fleet.config.sections.evaluation import EndpointConfig
 
 URL = "http://endpoint/v1"
 CALL = {"id": "c1", "type": "function", "function": {"name": "find", "arguments": '{"q": "x"}'}}
@@ -66,7 +66,7 @@ def _response(tree: dict[str, Any]) -> httpx.Response:
 
 @cache
 def _client() -> ChatClient:
-    return ChatClient(Endpoint(url=URL, model="m"), timeout_s=5)
+    return ChatClient(EndpointConfig(url=URL, model="m"), timeout_s=5)
 
 
 async def _asked(response: httpx.Response, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> bool:

@@ -15,8 +15,8 @@ import PIL.Image
 from fuzz.engine import Surface
 from fuzz.trees import received
 
-from megatron_fleet.config.sections.env import Env
-from megatron_fleet.config.sections.openenv import OpenEnv
+from megatron_fleet.config.sections.env import EnvConfig
+from megatron_fleet.config.sections.openenv import OpenEnvConfig
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs import openenv
 from megatron_fleet.envs.base import EnvBusy, EnvLost, Image, Observation, ToolCall
@@ -119,14 +119,14 @@ async def _played(kind: Any, schema: Any, replies: list[Any]) -> bool:
 
     client = _Client(list(replies))
     if kind == "action":
-        settings = OpenEnv(interface="action", reward="sum")
+        settings = OpenEnvConfig(interface="action", reward="sum")
     else:
-        settings = OpenEnv(interface="mcp", finish_tool="finish", reward="last")
+        settings = OpenEnvConfig(interface="mcp", finish_tool="finish", reward="last")
     with (
         patch.object(OpenEnvEnvironment, "_new_client", lambda self: client),
         patch.object(openenv, "action_schema", action_schema),
     ):
-        env = OpenEnvEnvironment(Env(kind="openenv", url="http://localhost"), "http://localhost", settings)
+        env = OpenEnvEnvironment(EnvConfig(kind="openenv", url="http://localhost"), "http://localhost", settings)
         try:
             shown = await env.reset(TASK)
             _check(shown)

@@ -13,7 +13,7 @@ from fuzz import folders
 from fuzz.engine import Surface
 from fuzz.outcomes import refusal_of
 
-from megatron_fleet.config.sections.data import Data
+from megatron_fleet.config.sections.data import DataConfig
 from megatron_fleet.data import prepared
 from megatron_fleet.data.dataset import build
 from megatron_fleet.data.inspection import as_json, describe, inspect
@@ -35,7 +35,7 @@ def seeds() -> list[Any]:
     shipped = shipped["tasks"] if isinstance(shipped, dict) else shipped
     with TemporaryDirectory() as place:
         Path(place, "tasks.json").write_text(json.dumps(rows))
-        dataset = build(Data(tasks=f"{place}/tasks.json"))
+        dataset = build(DataConfig(tasks=f"{place}/tasks.json"))
         prepared.write(f"{place}/made", dataset.split.train, dataset.split.held_out, dataset.manifest)
         made = {f"made/{name}": data for name, data in folders.read(Path(place, "made")).items()}
     split = json.loads(made["made/split.json"]) | {"files": {}}
@@ -59,7 +59,7 @@ def check(tree: Any, folder: Path) -> bool:
         files["made/split.json"] = split | {"files": hashes}
     folders.write(folder, files)
     made = any(name.startswith("made/") for name in files)
-    data = Data(
+    data = DataConfig(
         tasks=str(folder / ("made" if made else "tasks.json")),
         exclusions=(str(folder / "list.json"),) if "list.json" in files else (),
         split_manifest=str(folder / "split.json") if "split.json" in files else None,
