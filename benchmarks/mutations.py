@@ -28,7 +28,10 @@ from pathlib import Path
 
 from machine import describe
 
-EPISODE = ("tests/data", "tests/envs", "tests/agents", "tests/models/chat", "tests/rollout/test_worker.py")
+EPISODE = (
+    "tests/data", "tests/envs", "tests/embedded_fleet", "tests/agents", "tests/models/chat",
+    "tests/rollout/test_worker.py",
+)  # fmt: skip
 """Tests that run in the episode environment; see ``./test``."""
 COMPARISONS = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.Is: "is not",
