@@ -73,7 +73,7 @@ def read_bytes(address: str, key: str = "data.tasks") -> bytes:
         folder, _, name = address.rpartition("/")
         return open_folder(folder).read(name)
     if address == EMBEDDED:
-        file = Path(megatron_fleet.__file__).parent / "envs" / "embedded" / "tasks.json"
+        file = Path(megatron_fleet.__file__).parent / "embedded_fleet" / "tasks.json"
     else:
         file = user_path(address)
     return read_file(file, f"correct {key}")
