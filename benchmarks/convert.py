@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from machine import describe
 
-from megatron_fleet.convert.template import safetensors_header
+from megatron_fleet.weights.hf_folder import safetensors_header
 from megatron_fleet.weights.mapping import WeightTable
 
 MFLEET = (sys.executable, "-m", "megatron_fleet.cli", "convert")

@@ -201,7 +201,7 @@ def rank_process(rank: int, port: int, folder: Path, control: Connection) -> Non
     from megatron_fleet.trainer.megatron.build import build_chunks
     from megatron_fleet.weight_sync.registry import make_sender
     from megatron_fleet.weight_sync.shm import sender as shm_sender
-    from megatron_fleet.weights.load import load_hf
+    from megatron_fleet.weights.shards import load_hf
     from megatron_fleet.weights.source import MegatronWeightSource, megatron_place
 
     device.prepare(1, seed=0)

@@ -45,8 +45,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tuning": {
         "agents", "algorithms", "data", "embedded_fleet", "envs", "models", "storage", "trainer", "weights",
     },
-    "weight_sync": {"convert.content", "models", "storage", "trainer.base", "weights"},
-    "weights": {"convert.template", "models", "storage"},
+    "weight_sync": {"models", "storage", "trainer.base", "weights"},
+    "weights": {"models", "storage"},
 }  # fmt: skip
 NOT_IN_EPISODE_ENVIRONMENT = {"torch", "vllm", "transformers", "megatron", "hydra"}
 EPISODE_SIDE = ("data", "envs", "agents", "models", "rollout.worker", "rollout.chat_worker", "rollout.chat_messages")

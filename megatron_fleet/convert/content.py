@@ -4,50 +4,25 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import math
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_fleet.config.errors import UserError
 from megatron_fleet.convert.plan import Content
 from megatron_fleet.storage.folder import Folder
 from megatron_fleet.weights.floats import cast
 from megatron_fleet.weights.hf_folder import ITEM_BYTES
 from megatron_fleet.weights.hf_model import BLOCK, GROUP
+from megatron_fleet.weights.hf_rows import Fp8Weights, Int4Weights, PerThread, RowReader
 from megatron_fleet.weights.mapping import Span
 from megatron_fleet.weights.quant import fp8, int4
 
 STEP_BYTES = 4 << 20
 """Source bytes in memory at once; quantising FP8 takes whole blocks of rows."""
-
-
-class RowReader(Protocol):
-    """Reads rows of HF tensors as floats: `HfReader` or `CheckpointReader`."""
-
-    def dtype(self, tensor: str) -> str: ...
-
-    def read_rows(self, tensor: str, rows: Span) -> npt.NDArray[Any]: ...
-
-
-_T = TypeVar("_T", covariant=True)
-
-
-class PerThread(Generic[_T]):
-    """Creates one object per thread; readers reuse their buffers."""
-
-    def __init__(self, make: Callable[[], _T]) -> None:
-        self._make, self._local = make, threading.local()
-
-    def __call__(self) -> _T:
-        if not hasattr(self._local, "value"):
-            self._local.value = self._make()
-        return self._local.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +99,6 @@ class TensorRows(Rows):
         return cast(values, source, self._dtype)
 
 
-def _bfloat16(readers: PerThread[RowReader], tensor: str, rows: Span) -> npt.NDArray[np.uint16]:
-    reader = readers()
-    return cast(reader.read_rows(tensor, rows), reader.dtype(tensor), "BF16")
-
-
 class Joined:
     """Contents one after another, as one: the parts of a tensor that stacks experts."""
 
@@ -146,38 +116,6 @@ class Joined:
             begins, last = self._ends[k] - self._parts[k].nbytes, min(end, self._ends[k])
             self._parts[k].fill(start - begins, out[len(out) - (end - start) : len(out) - (end - last)])
             start, k = last, k + 1
-
-
-@dataclass(frozen=True, slots=True)
-class Hint:
-    """Location of the scales with which a tensor was originally quantised."""
-
-    folder: Folder
-    file: str
-    offset: int
-    shape: tuple[int, ...]
-
-    def rows(self, rows: Span, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        row_bytes = math.prod(self.shape[1:]) * np.dtype(dtype).itemsize
-        view = memoryview(bytearray((rows[1] - rows[0]) * row_bytes))
-        self.folder.read_into(self.file, self.offset + rows[0] * row_bytes, view)
-        return np.frombuffer(view, dtype).reshape(rows[1] - rows[0], *self.shape[1:])
-
-
-class Int4Weights:
-    """A tensor quantised to INT4 groups of 32; keeps the source's scales where they still hold the weights."""
-
-    def __init__(self, readers: PerThread[RowReader], tensor: str, shape: tuple[int, ...], hint: Hint | None) -> None:
-        self.readers, self.tensor, self.shape, self.hint = readers, tensor, shape, hint
-
-    def quantise(self, rows: Span) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint16]]:
-        """BF16 weights, and the scales to quantise them with. Raises UserError for a NaN or infinite weight."""
-        weights = _bfloat16(self.readers, self.tensor, rows)
-        hint = None if self.hint is None else self.hint.rows(rows, np.uint16)
-        scales, exact = int4.choose_scales(weights, hint)
-        if not exact.all() and ((scales[~exact] & 0x7F80) == 0x7F80).any():
-            raise _not_finite(self.tensor)
-        return weights, scales
 
 
 class Int4Codes(Rows):
@@ -215,29 +153,6 @@ class Int4Scales(Rows):
         return self._weights.quantise(rows)[1]
 
 
-class Fp8Weights:
-    """A tensor quantised to E4M3 in 128×128 blocks; keeps the source's scales where they still hold the weights."""
-
-    def __init__(
-        self, readers: PerThread[RowReader], tensor: str, shape: tuple[int, ...], hint: Hint | None, power_of_two: bool
-    ) -> None:
-        self.readers, self.tensor, self.shape, self.hint = readers, tensor, shape, hint
-        self._power_of_two = power_of_two
-
-    def quantise(self, blocks: Span) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.float32]]:
-        """BF16 weights of some block rows, and their scales. Raises UserError for a NaN or infinite weight."""
-        rows = blocks[0] * BLOCK, min(blocks[1] * BLOCK, self.shape[0])
-        weights = _bfloat16(self.readers, self.tensor, rows)
-        if self.hint is None:
-            scales = fp8.block_scales(weights, power_of_two=self._power_of_two)
-        else:
-            hint = self.hint.rows(blocks, np.float32)
-            scales, _ = fp8.choose_scales(weights, hint, power_of_two=self._power_of_two)
-        if not np.isfinite(scales).all():
-            raise _not_finite(self.tensor)
-        return weights, scales
-
-
 class Fp8Codes(Rows):
     """E4M3 codes, stored as ``weight``."""
 
@@ -272,7 +187,3 @@ class Fp8Scales(Rows):
 
     def make(self, rows: Span) -> npt.NDArray[Any]:
         return self._weights.quantise(rows)[1]
-
-
-def _not_finite(tensor: str) -> UserError:
-    return UserError(f"{tensor}: holds NaN or infinity, which no quantised form has; was the training run healthy?")

@@ -1,20 +1,29 @@
-"""Origin of a checkpoint, found from its location: the template stored with it, the run it belongs to."""
+"""Origin of a checkpoint: the template stored with it, the run it belongs to, or the arguments of Megatron-LM in it."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.convert.from_arguments import template_from_arguments
 from megatron_fleet.convert.plan import Checksum
 from megatron_fleet.convert.template import KEPT, LAYOUT, Template, open_template
+from megatron_fleet.models.hf_config import write_config
+from megatron_fleet.models.megatron_config import model_from_megatron
+from megatron_fleet.models.model import Model
+from megatron_fleet.models.registry import ARCHITECTURES
 from megatron_fleet.storage.folder import Folder
 from megatron_fleet.storage.open import open_folder
 from megatron_fleet.weights.checkpoint_reader import Checkpoint
+from megatron_fleet.weights.hf_model import HfModel
+from megatron_fleet.weights.mapping import WeightTable
+from megatron_fleet.weights.torch_dist.pickle_reader import Opaque
 
 RUN_CONFIG = "config.json"
+_HF_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 MANIFEST = "manifest.json"
 """File in the checkpoints of this project's runs that lists their files with sizes and SHA-256."""
 
@@ -62,6 +71,36 @@ def find_template(checkpoint: Checkpoint, given: Folder | Path | str | None) -> 
         f"{checkpoint.url}: does not say which model it is{began}; give --template with the HF folder that training "
         f"began with."
     )
+
+
+def template_from_arguments(checkpoint: Checkpoint) -> Template | None:
+    """Derive a template from a checkpoint's arguments; ``None`` if it stores none.
+
+    It has a ``config.json``, but neither a tokenizer nor a layout of files.
+
+    Raises:
+        UserError: the arguments are incomplete, or belong to no supported family.
+    """
+    arguments = checkpoint.index.common.get("args")
+    state = arguments.state if isinstance(arguments, Opaque) else None
+    if not isinstance(state, Mapping):
+        return None
+    model = model_from_megatron(state)
+    embedding = checkpoint.index.tensors.get("embedding.word_embeddings.weight")
+    config = _config(model, "BF16" if embedding is None else embedding.dtype)
+    hf = HfModel(checkpoint.folder, config, WeightTable(config, prediction=bool(model.mtp)), {}, {}, ())
+    return Template(hf, {}, {}, {"config.json": (json.dumps(config, indent=2) + "\n").encode()})
+
+
+def _config(model: Model, dtype: str) -> dict[str, Any]:
+    """The ``config.json`` of the first family that can express the model."""
+    for family in ARCHITECTURES.values():
+        if family.text is None:
+            try:
+                return write_config(model, family, _HF_DTYPES.get(dtype, "bfloat16"))
+            except (ValueError, UserError):
+                continue
+    raise UserError("the checkpoint's arguments are those of no model family at hand; give --template.")
 
 
 def _model_of_run(checkpoint: Checkpoint) -> str | None:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.convert.content import FileRange, Hint
+from megatron_fleet.convert.content import FileRange
 from megatron_fleet.convert.plan import JOURNAL, Bytes, OutputFile
 from megatron_fleet.storage.folder import Folder
 from megatron_fleet.storage.open import open_folder
@@ -33,6 +33,7 @@ from megatron_fleet.weights.hf_folder import (
     read_config,
     read_header,
     read_header_bytes,
+    safetensors_header,
 )
 from megatron_fleet.weights.hf_model import (
     Fp8,
@@ -43,6 +44,7 @@ from megatron_fleet.weights.hf_model import (
     make_table,
     open_model,
 )
+from megatron_fleet.weights.hf_rows import Hint
 from megatron_fleet.weights.mapping import Span
 
 KEPT = "hf/"
@@ -202,10 +204,3 @@ def _passthrough_file(name: str, tensors: list[str], template: Template) -> Outp
         folder, stored = template.passthrough[tensor]
         file.append(FileRange(folder, stored.file, stored.offset, stored.nbytes))
     return file
-
-
-def safetensors_header(entries: Mapping[str, Any]) -> bytes:
-    """Length and JSON of a safetensors header, padded to a multiple of 8 like the reference writer's."""
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text

@@ -15,24 +15,21 @@ from megatron_fleet.convert.content import (
     FileRange,
     Fp8Codes,
     Fp8Scales,
-    Fp8Weights,
-    Hint,
     Int4Codes,
     Int4Scales,
-    Int4Weights,
     Joined,
-    PerThread,
     TensorRows,
 )
 from megatron_fleet.convert.origin import checksums, find_template
 from megatron_fleet.convert.plan import Bytes, Content, OutputFile, Plan
-from megatron_fleet.convert.template import Template, originals, safetensors_header
+from megatron_fleet.convert.template import Template, originals
 from megatron_fleet.models.hf_config import architecture_of, text_config
 from megatron_fleet.storage.folder import Folder
 from megatron_fleet.weights.checkpoint_reader import Checkpoint, CheckpointReader, StoredMatrices
 from megatron_fleet.weights.floats import widest
-from megatron_fleet.weights.hf_folder import INDEX, ITEM_BYTES, SINGLE, StoredTensor, parse_header
+from megatron_fleet.weights.hf_folder import INDEX, ITEM_BYTES, SINGLE, StoredTensor, parse_header, safetensors_header
 from megatron_fleet.weights.hf_model import Encoding, Int4, Plain
+from megatron_fleet.weights.hf_rows import Fp8Weights, Hint, Int4Weights, PerThread
 
 SHARD_BYTES = 5_000_000_000
 """Maximum safetensors file size of a new layout, same as the Hub's own tools."""

@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import read_object
-from megatron_fleet.convert.content import PerThread, RowReader
 from megatron_fleet.convert.origin import find_template
 from megatron_fleet.convert.template import originals
 from megatron_fleet.storage.folder import Folder
@@ -23,7 +22,7 @@ from megatron_fleet.weights.checkpoint_reader import Checkpoint, CheckpointReade
 from megatron_fleet.weights.floats import cast
 from megatron_fleet.weights.hf_folder import INDEX, ITEM_BYTES, SINGLE, StoredTensor
 from megatron_fleet.weights.hf_model import Plain, open_model
-from megatron_fleet.weights.hf_reader import HfReader
+from megatron_fleet.weights.hf_rows import HfReader, PerThread, RowReader
 from megatron_fleet.weights.mapping import Span
 
 STEP_BYTES = 4 << 20

@@ -15,7 +15,7 @@ from megatron_fleet.models.hf_config import architecture_of, read_model
 from megatron_fleet.storage.open import open_folder
 from megatron_fleet.weights.hf_folder import INDEX, SINGLE, read_config
 from megatron_fleet.weights.hf_model import open_model
-from megatron_fleet.weights.hf_reader import HfReader
+from megatron_fleet.weights.hf_rows import HfReader
 from megatron_fleet.weights.mapping import WeightTable
 from megatron_fleet.weights.source import layer_groups
 

@@ -14,10 +14,10 @@ import numpy.typing as npt
 import torch
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.convert.content import Fp8Weights, Hint, Int4Weights, PerThread, RowReader
 from megatron_fleet.models.hf_config import architecture_of, text_config
 from megatron_fleet.weights.hf_folder import StoredTensor
 from megatron_fleet.weights.hf_model import BLOCK, Fp8, HfModel, Int4, Plain
+from megatron_fleet.weights.hf_rows import Fp8Weights, Hint, Int4Weights, PerThread, RowReader
 from megatron_fleet.weights.mapping import Span
 from megatron_fleet.weights.quant import fp8, int4, torch_ops
 from megatron_fleet.weights.source import ParamMeta, Place

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.convert.template import safetensors_header
 from megatron_fleet.platform.communicator import Communicator, together
+from megatron_fleet.weights.hf_folder import safetensors_header
 from megatron_fleet.weights.mapping import Span, check_tiling
 from megatron_fleet.weights.shards import LocalTensor
 from megatron_fleet.weights.source import Box, MegatronWeightSource, ParamMeta, Place, _Part, layer_groups

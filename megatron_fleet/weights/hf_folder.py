@@ -138,6 +138,13 @@ def parse_header(name: str, header: bytes) -> dict[str, StoredTensor]:
     return _check_header(name, _parse_header(header), len(header), None)
 
 
+def safetensors_header(entries: Mapping[str, Any]) -> bytes:
+    """Length and JSON of a safetensors header, padded to a multiple of 8 like the reference writer's."""
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
 def _parse_header(header: bytes) -> dict[str, Any]:
     parsed = parse_json(header[8:])
     if not isinstance(parsed, dict):

@@ -1,4 +1,4 @@
-"""This rank's part of a Megatron model, as rows and columns of the matrices of the weight table.
+"""This rank's part of a Megatron model, as rows and columns of the matrices of the weight table; loading it from HF.
 
 Megatron itself defines the part: ``sharded_state_dict`` gives key, offset and shape of every local tensor under any
 tensor, pipeline (virtual or not), expert and expert-tensor parallelism and for any layer spec. This module needs no
@@ -9,13 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.weights.mapping import Matrix, Span, WeightTable
+from megatron_fleet.storage.folder import Folder
+from megatron_fleet.storage.open import open_folder
+from megatron_fleet.weights.hf_model import open_model
+from megatron_fleet.weights.hf_rows import HfReader
+from megatron_fleet.weights.mapping import Matrix, Piece, Span, WeightTable
+
+BLOCK_VALUES = 8 << 20
+"""Values in memory at once while loading."""
+_TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,3 +108,55 @@ def _place(entry: Any, parameter: torch.Tensor, table: WeightTable) -> LocalTens
         parameter,
         (tuple(data.shape), data.stride(), start),
     )
+
+
+@torch.no_grad()
+def load_hf(model_chunks: Sequence[nn.Module], hf_dir: Folder | Path | str) -> int:
+    """Load this rank's shards from a safetensors folder (local or S3), dequantised and cast to the parameter dtypes.
+
+    Not a collective: ranks read independently. An optimizer with its own copy of the parameters must reload them
+    afterwards. Vocabulary padding rows are set to 0.
+
+    Args:
+        model_chunks: this rank's unwrapped GPTModel chunks; Megatron's process groups must exist.
+        hf_dir: folder with ``config.json`` and ``model.safetensors`` (or an index and its files).
+
+    Returns:
+        Bytes read.
+
+    Raises:
+        UserError: the folder and the model do not match; raised before any parameter is modified.
+    """
+    # Ranks on one machine read the same rows if a matrix is split by columns, and the same norms.
+    folder = open_folder(hf_dir, cached=True) if isinstance(hf_dir, Path | str) else hf_dir
+    model = open_model(folder)
+    targets = local_tensors(model_chunks, model.table)
+    pieces = [target.matrix.restrict(target.rows) for target in targets]
+    reader = HfReader(model)
+    for target, its_pieces in zip(targets, pieces, strict=True):
+        view = target.view()
+        for piece in its_pieces:
+            rows = view[slice(*piece.rows)]
+            if piece.tensor is None:
+                rows.zero_()
+            else:
+                _fill(rows, piece, target.cols, reader)
+                if target.matrix.rule.offset:
+                    rows.add_(target.matrix.rule.offset)
+    return reader.bytes_read
+
+
+def _fill(out: torch.Tensor, piece: Piece, cols: Span | None, reader: HfReader) -> None:
+    """Copy a piece into ``out`` in blocks of rows. Reads whole rows even if only some columns are needed: a rank's part
+    of a row is too short for a separate read."""
+    assert piece.tensor is not None  # the caller skips padding
+    dtype = _TORCH[reader.dtype(piece.tensor)]
+    width = reader.width(piece.tensor)
+    step = max(1, BLOCK_VALUES // width)
+    first, last = piece.tensor_rows
+    for row in range(first, last, step):
+        end = min(row + step, last)
+        values = torch.from_numpy(reader.read_rows(piece.tensor, (row, end)))
+        values = values.view(dtype) if values.dtype == torch.uint16 else values
+        place = out[row - first : end - first]
+        place.copy_(values if cols is None else values[:, slice(*cols)])

@@ -19,9 +19,10 @@ from torch_dist_files import Grid, save_with_torch
 from waiting import HANG_S
 
 from megatron_fleet.convert import content
-from megatron_fleet.convert.content import PerThread, Rows
+from megatron_fleet.convert.content import Rows
 from megatron_fleet.weights.hf_folder import read_config
 from megatron_fleet.weights.hf_model import make_table
+from megatron_fleet.weights.hf_rows import PerThread
 from megatron_fleet.weights.mapping import Matrix, stack_key
 
 Tensors = dict[str, torch.Tensor]

@@ -19,14 +19,13 @@ from megatron_fleet.convert.content import (
     FileRange,
     Fp8Codes,
     Fp8Scales,
-    Fp8Weights,
     Int4Codes,
     Int4Scales,
-    Int4Weights,
     TensorRows,
 )
 from megatron_fleet.convert.plan import Bytes, OutputFile
 from megatron_fleet.storage.open import open_folder
+from megatron_fleet.weights.hf_rows import Fp8Weights, Hint, Int4Weights, PerThread
 from megatron_fleet.weights.quant import fp8, int4
 
 
@@ -116,7 +115,7 @@ def test_a_wide_tensor_stays_within_few_rows(kind):
         def read_rows(self, tensor, rows):
             return np.zeros((rows[1] - rows[0], width), np.uint16)
 
-    readers = content.PerThread(Zeros)
+    readers = PerThread(Zeros)
     shape = (512 * 8, width)
     eight, four = Fp8Weights(readers, "w", shape, None, False), Int4Weights(readers, "w", shape, None)
     made = {
@@ -138,7 +137,7 @@ def test_a_wide_tensor_stays_within_few_rows(kind):
 def test_scales_of_the_source_are_read_for_the_rows_asked_for(tmp_path):
     scales = np.arange(40, dtype=np.uint16).reshape(10, 4)
     (tmp_path / "f").write_bytes(b"head" + scales.tobytes())
-    hint = content.Hint(open_folder(tmp_path), "f", 4, scales.shape)
+    hint = Hint(open_folder(tmp_path), "f", 4, scales.shape)
     assert np.array_equal(hint.rows((3, 7), np.uint16), scales[3:7])
 
 

@@ -23,8 +23,8 @@ from waiting import HANG_S
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.convert.inspect import inspect
-from megatron_fleet.convert.template import safetensors_header
 from megatron_fleet.convert.verify import open_side
+from megatron_fleet.weights.hf_folder import safetensors_header
 from megatron_fleet.weights.mapping import WeightTable
 
 KILLS = 50

@@ -15,7 +15,7 @@ import numpy as np
 from tiny_configs import FP8, raw_config
 from waiting import HANG_S
 
-from megatron_fleet.convert.template import safetensors_header
+from megatron_fleet.weights.hf_folder import safetensors_header
 from megatron_fleet.weights.mapping import WeightTable
 
 BOUND_MB = 200

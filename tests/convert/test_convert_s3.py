@@ -142,7 +142,7 @@ def test_ranks_load_straight_from_the_store(tmp_path, url):
     pytest.importorskip("megatron_fleet.trainer.megatron")
     from weight_fixtures import megatron_groups, random_tensors, stage_chunks, tiny_config, write_folder
 
-    from megatron_fleet.weights.load import load_hf
+    from megatron_fleet.weights.shards import load_hf
 
     hf = write_folder(tmp_path / "hf", tiny_config(), random_tensors(tiny_config()), files=3)
     store = open_folder(url)

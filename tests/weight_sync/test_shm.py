@@ -26,7 +26,7 @@ from megatron_fleet.weight_sync.engine_format import EngineFormat  # noqa: E402
 from megatron_fleet.weight_sync.registry import make_transport  # noqa: E402
 from megatron_fleet.weight_sync.shm.board import SUMMED, Board, RoundLost  # noqa: E402
 from megatron_fleet.weight_sync.shm.sender import ShmSender  # noqa: E402
-from megatron_fleet.weights.load import load_hf  # noqa: E402
+from megatron_fleet.weights.shards import load_hf  # noqa: E402
 from megatron_fleet.weights.source import MegatronWeightSource, Place  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("groups")

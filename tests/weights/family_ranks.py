@@ -24,9 +24,9 @@ from megatron_fleet.models.megatron_config import megatron_arguments
 from megatron_fleet.models.model import Model
 from megatron_fleet.platform import device
 from megatron_fleet.platform.megatron.attention import MicroBatchParams
-from megatron_fleet.platform.megatron.spec import TorchBackend, layer_spec
-from megatron_fleet.trainer.megatron.build import build_stage, transformer_config
-from megatron_fleet.weights.load import load_hf
+from megatron_fleet.platform.megatron.spec import TorchBackend
+from megatron_fleet.trainer.megatron.build import build_stage, stage_layers, transformer_config
+from megatron_fleet.weights.shards import load_hf
 from megatron_fleet.weights.source import MegatronWeightSource, megatron_place
 
 # isort: split
@@ -99,7 +99,7 @@ def build(model: Model, layout: Layout) -> list[GPTModel]:
 def with_prediction(model: Model) -> GPTModel:
     """The model with its prediction layers, on one stage; for their weights alone."""
     config = transformer_config(model, ParallelConfig(), torch.float32, mtp_num_layers=model.mtp)
-    spec = layer_spec(config)
+    spec = stage_layers(model, config)
     prediction = get_gpt_mtp_block_spec_for_backend(config, spec, TorchBackend())
     chunk = GPTModel(
         config, spec, model.vocab, MICRO_BATCH_TOKENS, mtp_block_spec=prediction, **megatron_arguments(model).gpt

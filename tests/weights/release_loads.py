@@ -24,7 +24,7 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.convert.execute import Share, execute
 from megatron_fleet.convert.to_megatron import plan_to_megatron
 from megatron_fleet.weights.hf_model import open_model
-from megatron_fleet.weights.load import load_hf
+from megatron_fleet.weights.shards import load_hf
 
 # isort: split
 import megatron.core

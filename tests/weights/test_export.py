@@ -22,7 +22,7 @@ from megatron_fleet.platform.communicator import Alone  # noqa: E402
 from megatron_fleet.weights import export as export_module  # noqa: E402
 from megatron_fleet.weights.export import export_hf  # noqa: E402
 from megatron_fleet.weights.hf_model import open_model  # noqa: E402
-from megatron_fleet.weights.load import load_hf  # noqa: E402
+from megatron_fleet.weights.shards import load_hf  # noqa: E402
 from megatron_fleet.weights.source import MegatronWeightSource, Place  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("groups")

@@ -15,7 +15,7 @@ from weight_fixtures import (  # noqa: E402
 )
 
 from megatron_fleet.weight_sync.buckets import BucketLayout, view_in  # noqa: E402
-from megatron_fleet.weights.load import load_hf  # noqa: E402
+from megatron_fleet.weights.shards import load_hf  # noqa: E402
 from megatron_fleet.weights.source import MegatronWeightSource, Place, layer_groups  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("groups")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from recorded_names import VERSIONS, megatron_names
 
-from megatron_fleet.weights.checkpoint_keys import address, extra_states
+from megatron_fleet.convert.to_megatron import address, extra_states
 from megatron_fleet.weights.mapping import WeightTable
 
 MODELS = tuple(megatron_names.MODELS)

@@ -32,7 +32,7 @@ from megatron_fleet.trainer.validate import validate
 from megatron_fleet.weights import export
 from megatron_fleet.weights.adapters import AdapterSource, ViewedWeightSource, export_adapters
 from megatron_fleet.weights.hf_folder import read_config
-from megatron_fleet.weights.load import load_hf
+from megatron_fleet.weights.shards import load_hf
 from megatron_fleet.weights.source import megatron_place
 
 

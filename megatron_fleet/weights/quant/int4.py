@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_fleet.weights.quant import _kernels
-from megatron_fleet.weights.quant.spans import span, target
+from megatron_fleet.weights.quant.fp8 import span, target
 
 GROUP = _kernels.GROUP
 CODES_PER_WORD = 8

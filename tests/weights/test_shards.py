@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 from weight_fixtures import random_tensors, stage_chunks, tiny_config, write_folder  # noqa: E402
 
 from megatron_fleet.config.errors import UserError  # noqa: E402
-from megatron_fleet.weights.load import load_hf  # noqa: E402
+from megatron_fleet.weights.shards import load_hf  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("groups")
 

@@ -17,7 +17,7 @@ from tiny_models import FAMILIES, dequantise, make, stored_tensors, unstacked  #
 
 from megatron_fleet.weights.floats import cast  # noqa: E402
 from megatron_fleet.weights.hf_model import HfModel, Plain, open_model  # noqa: E402
-from megatron_fleet.weights.hf_reader import HfReader  # noqa: E402
+from megatron_fleet.weights.hf_rows import HfReader  # noqa: E402
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
