@@ -1,4 +1,4 @@
-"""What share of a step's groups teaches something, under different mixtures. Prints one line of JSON.
+"""Share of a step's groups that teach something, under different mixtures. Prints one line of JSON.
 
 A made-up policy on made-up environments: task i of an environment is solved with probability sigmoid(ability + d_i),
 the difficulties d_i drawn once from a normal distribution. An environment's ability grows by ``gain`` with each of its
@@ -6,7 +6,7 @@ groups whose rewards differ, so that it may be dead, come alive and saturate, an
 of 0 the policy never changes. A prompt is informative when the rewards of its group differ. Every mixture meets the
 same tasks and the same seeds.
 
-    python benchmarks/mixture.py [--seeds 10] [--steps 150] [--prompts 64] [--samples 8] [--plot mixture.png]
+    python benchmarks/mixture.py [--seeds 10] [--steps 150] [--prompts 64] [--samples 8] [--plot mixture.svg]
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import numpy as np
 from megatron_fleet.config.sections.mixture import CurriculumConfig, MixtureConfig
 from megatron_fleet.data.sampler import make_sampler
 from megatron_fleet.data.task import Task
+from megatron_fleet.telemetry.charts import Chart, Series, write_svg
 
 GAINS = {"fixed": 0.0, "learning": 0.004}
 SIGNAL = CurriculumConfig(signal_weights=True)
@@ -120,27 +121,19 @@ def measure(seeds: int, steps: int, prompts: int, samples: int) -> dict[str, dic
 
 
 def plot(figures: dict[str, dict[str, dict[str, Any]]], target: Path) -> None:
-    """Informative share of a fixed policy (mean of ten steps), and the pass rate of one that learns."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4), dpi=110, layout="constrained")
-    panels = figure.subplots(1, 2)
-    colours = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377")
-    for axes, gain, curve, title in (
-        (panels[0], "fixed", "informative", "informative groups, policy that does not change"),
-        (panels[1], "learning", "pass_rate", "pass rate, mean of environments, policy that learns"),
+    """Draw the informative share of a fixed policy (mean of ten steps) and the pass rate of one that learns, as SVG."""
+    drawn = []
+    for gain, curve, window, title in (
+        ("learning", "pass_rate", 1, "pass rate, mean of environments, policy that learns"),
+        ("fixed", "informative", 10, "informative groups, policy that does not change"),
     ):
-        for colour, (name, values) in zip(colours, figures[gain].items(), strict=True):
-            window = 10 if curve == "informative" else 1
+        lines = []
+        for name, values in figures[gain].items():
             smooth = np.convolve(values["curves"][curve], np.full(window, 1 / window), "valid")
-            axes.plot(np.arange(len(smooth)) + window, smooth, label=name, color=colour, linewidth=1.6)
-        axes.set_title(title, loc="left", fontsize=10)
-        axes.set_xlabel("step")
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[1].legend(frameon=False, fontsize=9, loc="lower right")
-    figure.savefig(target)
+            points = tuple((float(step), float(value)) for step, value in enumerate(smooth, window))
+            lines.append(Series(name, points))
+        drawn.append(Chart(title, tuple(lines)))
+    write_svg(target, "Mixtures", drawn)
 
 
 def main() -> None:
@@ -149,7 +142,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--plot", type=Path, help="write an image too")
+    parser.add_argument("--plot", type=Path, help="also draw the curves into this SVG file")
     args = parser.parse_args()
     figures = measure(args.seeds, args.steps, args.prompts, args.samples)
     if args.plot:

@@ -1,11 +1,12 @@
-"""Report document as a list of blocks, rendered by `html.py` and `markdown.py`."""
+"""Report document as a list of blocks, rendered by `render.py`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from megatron_fleet.analysis.pairs import Pair
+from megatron_fleet.analysis.selection import Pair
+from megatron_fleet.telemetry.charts import Chart
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,26 +69,6 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Series:
-    """``points``: step and value, in order of step."""
-
-    label: str
-    points: tuple[tuple[float, float], ...]
-    sparse: bool = False
-    """Few individual points, such as evaluations: drawn with markers."""
-
-
-@dataclass(frozen=True, slots=True)
-class Chart:
-    title: str
-    series: tuple[Series, ...]
-    share: bool = False
-    """Values are shares: the axis covers 0 to 1, so that small gains do not look large."""
-    marks: tuple[int, ...] = ()
-    """Steps at which the run was resumed."""
-
-
-@dataclass(frozen=True, slots=True)
 class Charts:
     kind: ClassVar[str] = "charts"
     charts: tuple[Chart, ...]
@@ -110,7 +91,7 @@ Block = Table | Text | Items | Facts | Charts | Comparison | Browser
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class ReportSection:
     id: str
     title: str
     blocks: tuple[Block, ...]
@@ -120,4 +101,4 @@ class Section:
 class Document:
     title: str
     subtitle: str
-    sections: tuple[Section, ...] = field(default=())
+    sections: tuple[ReportSection, ...] = field(default=())

@@ -7,18 +7,15 @@ import os
 from collections import Counter
 from pathlib import Path
 
-from megatron_fleet.analysis import html, markdown, sections
+from megatron_fleet.analysis import render, sections
 from megatron_fleet.analysis.document import Document, Facts
-from megatron_fleet.analysis.environments import ALL, EnvironmentResult, Status, environment_results
+from megatron_fleet.analysis.environments import ALL, FINE, EnvironmentResult, Status, environment_results, signals
 from megatron_fleet.analysis.episodes import Episode, shown
 from megatron_fleet.analysis.failures import CATEGORIES, by_category
-from megatron_fleet.analysis.head import head
-from megatron_fleet.analysis.pairs import Pair, choose_pairs
 from megatron_fleet.analysis.run import EVALUATIONS, Run, read_run
-from megatron_fleet.analysis.selection import browsable
-from megatron_fleet.analysis.signals import FINE, signals
+from megatron_fleet.analysis.selection import Pair, browsable, choose_pairs
+from megatron_fleet.analysis.statistics import rate, value
 from megatron_fleet.analysis.transcripts import Transcripts
-from megatron_fleet.analysis.wording import rate, value
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.storage.local import write_atomically
 
@@ -47,8 +44,8 @@ def write_report(folder: Path, page: Path | None = None, text: Path | None = Non
     run = read_run(folder)
     document, transcripts = build(run)
     targets = {
-        page or folder / "report.html": html.render(document, transcripts),
-        text or folder / "report.md": markdown.render(document).encode("utf-8", "replace"),
+        page or folder / "report.html": render.html(document, transcripts),
+        text or folder / "report.md": render.markdown(document).encode("utf-8", "replace"),
     }
     for path, content in targets.items():
         try:
@@ -75,7 +72,7 @@ def build(run: Run, limit: int = PAGE_LIMIT) -> tuple[Document, Transcripts]:
     # The head is built last, because it lists the notes added by the other sections.
     rest = _after_head(run, pairs, _shown(run, transcripts, totals, limit))
     subtitle = " · ".join([run.folder.resolve().name, *([f"model {run.model}"] if run.model else [])])
-    return Document(f"Run {run.name}", subtitle, (head(run), *rest)), transcripts
+    return Document(f"Run {run.name}", subtitle, (sections.head(run), *rest)), transcripts
 
 
 def _shown(run: Run, transcripts: Transcripts, totals: dict[tuple[str, int], int], limit: int) -> list[str]:
@@ -93,7 +90,7 @@ def _shown(run: Run, transcripts: Transcripts, totals: dict[tuple[str, int], int
     return lines
 
 
-def _after_head(run: Run, pairs: list[Pair], shown: list[str]) -> tuple[sections.Section, ...]:
+def _after_head(run: Run, pairs: list[Pair], shown: list[str]) -> tuple[sections.ReportSection, ...]:
     return (
         sections.environments(run),
         sections.curves(run),
@@ -117,7 +114,7 @@ def _examples(run: Run, kind: str) -> list[Episode]:
     ]
 
 
-def _summary(run: Run, first: sections.Section) -> list[str]:
+def _summary(run: Run, first: sections.ReportSection) -> list[str]:
     """Return at most ``SUMMARY_LINES`` lines: figures of the head, environments (in the order of ``ATTENTION``), advice
     and notes."""
     facts = [fact for block in first.blocks if isinstance(block, Facts) for fact in block.facts]

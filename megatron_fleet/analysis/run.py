@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import read_object
 from megatron_fleet.config.sections.evaluation import EvalConfig
 from megatron_fleet.data.manifest import NAME as SPLIT_MANIFEST
+from megatron_fleet.telemetry.charts import resumed_at
 from megatron_fleet.telemetry.sinks import read_metrics
 
 _KINDS = {"token_ids": "i", "action_mask": "b", "behaviour_logprobs": "f", "offsets": "i"}
@@ -142,18 +142,6 @@ def _read_ends(run: Run, kind: str, steps: Sequence[int]) -> None:
         episodes = run.read_step(kind, step)
         if episodes:
             run.compared[kind, step] = episodes
-
-
-def wall_seconds(rows: Sequence[dict[str, Any]]) -> float | None:
-    """Return the total seconds of all attempts, each from its start to its last logged step."""
-    ends = {row["attempt"]: row["time"] for row in rows if "attempt" in row and "time" in row}
-    return sum(end - start for start, end in ends.items()) if ends else None
-
-
-def resumed_at(rows: Sequence[dict[str, Any]]) -> list[int]:
-    """Return the first step logged by each attempt after the first one."""
-    attempts = [(row["step"], row.get("attempt")) for row in rows]
-    return [step for (_, old), (step, new) in pairwise(attempts) if old != new]
 
 
 def _metrics(path: Path, notes: list[str]) -> list[dict[str, Any]]:

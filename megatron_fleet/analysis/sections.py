@@ -1,28 +1,146 @@
-"""Sections of a report, each a pure function of a run."""
+"""Sections of a report, each a pure function of a run: first the head with the key figures."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
-from megatron_fleet.analysis.curves import charts
-from megatron_fleet.analysis.document import Block, Browser, Cell, Charts, Comparison, Items, Section, Table, Text
-from megatron_fleet.analysis.environments import RULES, EnvironmentResult, Status, environment_results
+from megatron_fleet.analysis.document import (
+    Block,
+    Browser,
+    Cell,
+    Charts,
+    Comparison,
+    Fact,
+    Facts,
+    Items,
+    ReportSection,
+    Table,
+    Text,
+)
+from megatron_fleet.analysis.environments import (
+    ALL,
+    FEW,
+    FINE,
+    RULES,
+    EnvironmentResult,
+    Signal,
+    Status,
+    environment_results,
+    signals,
+)
 from megatron_fleet.analysis.episodes import Episode
 from megatron_fleet.analysis.failures import CATEGORIES, by_category
-from megatron_fleet.analysis.head import KIND_LABELS, PLACES, TONES
-from megatron_fleet.analysis.pairs import Pair
-from megatron_fleet.analysis.run import Run
-from megatron_fleet.analysis.signals import FEW, FINE, Signal, signals
-from megatron_fleet.analysis.statistics import RESAMPLES, Estimate
-from megatron_fleet.analysis.wording import NOTHING, number, percent, rate
+from megatron_fleet.analysis.run import EVALUATIONS, TRAINING, Run
+from megatron_fleet.analysis.selection import Pair
+from megatron_fleet.analysis.statistics import (
+    NOTHING,
+    RESAMPLES,
+    Estimate,
+    duration,
+    interval,
+    number,
+    percent,
+    rate,
+    value,
+)
+from megatron_fleet.telemetry.charts import charts, resumed_at
+from megatron_fleet.telemetry.summary import seconds_total
 
 EXAMPLES = 3
 NO_EVALUATION = "There are no trajectories of an evaluation."
 NO_TRAJECTORIES = "There are no trajectories."
+TONES = {
+    Status.IMPROVED: "good",
+    Status.SATURATED: "good",
+    Status.WORSE: "bad",
+    Status.FAILING: "bad",
+    Status.UNKNOWN: "warn",
+    Status.UNCLEAR: "quiet",
+    Status.FLAT: "quiet",
+}
+KIND_LABELS = {"eval": "training temperature", "greedy": "greedy"}
+PLACES = {"eval": "the evaluation at training temperature", "greedy": "the greedy evaluation", TRAINING: "training"}
 
 
-def environments(run: Run) -> Section:
+def head(run: Run) -> ReportSection:
+    facts = [_pass_fact(run, kind) for kind in EVALUATIONS]
+    facts += [_reward_fact(run), _steps_fact(run), _episodes_fact(run), _tokens_fact(run)]
+    facts += [_model_fact(run), _tasks_fact(run)]
+    blocks = [Facts(tuple(fact for fact in facts if fact is not None))]
+    notes = [Items(tuple(dict.fromkeys(run.notes)), "warn")] if run.notes else []
+    return ReportSection("summary", "Summary", (*blocks, *notes))
+
+
+def _pass_fact(run: Run, kind: str) -> Fact | None:
+    result = next((r for r in environment_results(run, kind) if r.env == ALL), None)
+    first, last = run.first_and_last(kind)
+    if result is None:
+        return None
+    label = f"pass@1, {KIND_LABELS[kind]}"
+    if last is None:
+        return Fact(label, value(result.before), f"step {first} only {interval(result.before)}".rstrip())
+    details = [f"step {step} {interval(e)}".rstrip() for step, e in ((first, result.before), (last, result.after))]
+    details += [f"change {rate(result.change, signed=True)}"] if result.change is not None else []
+    return Fact(label, f"{value(result.before)} → {value(result.after)}", ", ".join(details), TONES[result.status])
+
+
+def _reward_fact(run: Run) -> Fact | None:
+    rewards = [row["reward/avg_raw_reward"] for row in run.rows if row.get("reward/avg_raw_reward") is not None]
+    if not rewards:
+        return None
+    count = min(5, max(1, len(rewards) // 2))
+    first, last = (sum(part) / count for part in (rewards[:count], rewards[-count:]))
+    return Fact("training reward", f"{first:.3f} → {last:.3f}", f"mean of the first and of the last {count} steps")
+
+
+def _steps_fact(run: Run) -> Fact | None:
+    if not run.rows:
+        return None
+    steps = [row for row in run.rows if "accounting/episodes" in row]
+    planned = run.setting("run", "steps")
+    attempts = len(resumed_at(run.rows)) + 1
+    detail = f"in {duration(seconds_total(run.rows))}" + (f", {attempts} attempts" if attempts > 1 else "")
+    done = str(steps[-1]["step"]) if steps else "0"
+    return Fact("training steps", f"{done} of {planned}" if planned is not None else done, detail)
+
+
+def _episodes_fact(run: Run) -> Fact | None:
+    steps = [row for row in run.rows if "accounting/episodes" in row]
+    if not steps:
+        return None
+    total, trained, unknown = (
+        sum(row.get(f"accounting/{name}") or 0 for row in steps) for name in ("episodes", "trained", "unknown")
+    )
+    return Fact(
+        "training episodes", number(total), f"{number(trained)} trained on, {number(unknown)} with unknown reward"
+    )
+
+
+def _tokens_fact(run: Run) -> Fact | None:
+    rates = [row["generate/tokens_per_second"] for row in run.rows if row.get("generate/tokens_per_second") is not None]
+    total = sum(row.get("generate/action_tokens") or 0 for row in run.rows)
+    if not rates:
+        return None
+    return Fact(
+        "tokens sampled in training", number(total), f"{number(sum(rates) / len(rates))} per second of generation"
+    )
+
+
+def _model_fact(run: Run) -> Fact:
+    return Fact("model", run.model.rstrip("/").rpartition("/")[2] or NOTHING, run.model)
+
+
+def _tasks_fact(run: Run) -> Fact:
+    source = str(run.split.get("source") or run.setting("data", "tasks") or NOTHING)
+    keys = {side: run.split.get(side) for side in ("train", "eval", "retired")}
+    sides = [f"{len(found)} {side}" for side, found in keys.items() if isinstance(found, list) and found]
+    digest = run.split.get("sha256")
+    details = f"SHA-256 {str(digest)[:16]}…" if digest else "content hash not recorded"
+    return Fact("tasks", source.rstrip("/").rpartition("/")[2] or source, ", ".join([details, *sides]))
+
+
+def environments(run: Run) -> ReportSection:
     blocks: list[Block] = []
     for kind in KIND_LABELS:
         results = environment_results(run, kind)
@@ -31,8 +149,8 @@ def environments(run: Run) -> Section:
             span = f"step {first} → step {last}" if last is not None else f"step {first} only"
             blocks += [Text(f"pass@1, {KIND_LABELS[kind]}, {span}:"), _environment_table(results, last is not None)]
     if not blocks:
-        return Section("environments", "Environments", (Text(NO_EVALUATION),))
-    return Section("environments", "Environments", tuple(blocks))
+        return ReportSection("environments", "Environments", (Text(NO_EVALUATION),))
+    return ReportSection("environments", "Environments", tuple(blocks))
 
 
 def _environment_table(results: Sequence[EnvironmentResult], paired: bool) -> Table:
@@ -62,18 +180,20 @@ def _estimate_cell(estimate: Estimate | None, *, signed: bool = False) -> Cell:
     return Cell(rate(estimate, signed=signed), estimate.value, title=f"{estimate.tasks} tasks")
 
 
-def curves(run: Run) -> Section:
+def curves(run: Run) -> ReportSection:
     drawn = charts(run.rows)
-    return Section("curves", "Curves", (Charts(drawn),) if drawn else (Text("There are no metrics to draw."),))
+    return ReportSection("curves", "Curves", (Charts(drawn),) if drawn else (Text("There are no metrics to draw."),))
 
 
-def learning_signal(run: Run) -> Section:
+def learning_signal(run: Run) -> ReportSection:
     rows = signals(run.rows)
     if not rows:
-        return Section("signal", "Learning signal", (Text("No training step has two known rewards of one prompt."),))
+        return ReportSection(
+            "signal", "Learning signal", (Text("No training step has two known rewards of one prompt."),)
+        )
     head = ("environment", "steps", "mean reward", "variance", "steps with signal", "prompts with signal", "advice")
     table = Table(head, tuple(_signal_row(row) for row in rows), frozenset(range(1, 6)))
-    return Section("signal", "Learning signal", (Text(SIGNAL_TEXT), table))
+    return ReportSection("signal", "Learning signal", (Text(SIGNAL_TEXT), table))
 
 
 SIGNAL_TEXT = (
@@ -96,13 +216,13 @@ def _signal_row(row: Signal) -> tuple[Cell, ...]:
     )
 
 
-def behaviour(run: Run) -> Section:
+def behaviour(run: Run) -> ReportSection:
     kind = run.main_kind
     first, last = run.first_and_last(kind)
     moments = [(step, run.episodes(kind, step)) for step in (first, last) if step is not None]
     if not moments:
-        return Section("behaviour", "Turns, tools and tokens", (Text(NO_TRAJECTORIES),))
-    return Section(
+        return ReportSection("behaviour", "Turns, tools and tokens", (Text(NO_TRAJECTORIES),))
+    return ReportSection(
         "behaviour",
         "Turns, tools and tokens",
         (
@@ -181,16 +301,16 @@ def _mean(episodes: Sequence[Episode], of: Callable[[Episode], float]) -> float:
     return sum(of(e) for e in episodes) / len(episodes)
 
 
-def errors(run: Run) -> Section:
+def errors(run: Run) -> ReportSection:
     kind = run.main_kind
     first, last = run.first_and_last(kind)
     if first is None:
-        return Section("errors", "Errors", (Text(NO_TRAJECTORIES),))
+        return ReportSection("errors", "Errors", (Text(NO_TRAJECTORIES),))
     found = {step: by_category(run.episodes(kind, step)) for step in (first, last) if step is not None}
     if not any(episodes for categories in found.values() for episodes in categories.values()):
-        return Section("errors", "Errors", (Text(f"No episode of {PLACES[kind]} belongs to any category."),))
+        return ReportSection("errors", "Errors", (Text(f"No episode of {PLACES[kind]} belongs to any category."),))
     intro = Text(f"Episodes of {PLACES[kind]}; one episode may be in several rows.")
-    return Section("errors", "Errors", (intro, _error_table(run, kind, found), *_error_environments(found)))
+    return ReportSection("errors", "Errors", (intro, _error_table(run, kind, found), *_error_environments(found)))
 
 
 Found = dict[int, dict[str, list[tuple[Episode, str]]]]
@@ -236,26 +356,26 @@ def _error_environments(found: Found) -> list[Block]:
     return [Text(f"Per environment, {steps}:"), Table(head, tuple(rows), frozenset(range(1, len(head))))]
 
 
-def differences(run: Run, pairs: Sequence[Pair]) -> Section:
+def differences(run: Run, pairs: Sequence[Pair]) -> ReportSection:
     if not pairs:
-        return Section("differences", "Before and after", (Text("There are no two evaluations of one task."),))
+        return ReportSection("differences", "Before and after", (Text("There are no two evaluations of one task."),))
     first, last = run.first_and_last(run.main_kind)
     verdicts = Counter(pair.verdict for pair in pairs)
-    told = ", ".join(f"{verdicts[name]} {name}" for name in ("gained", "lost", "same", "unknown") if verdicts[name])
-    text = f"The same task and sample index at step {first} and step {last}: {len(pairs)} tasks chosen, {told}."
-    return Section("differences", "Before and after", (Text(text), Comparison(tuple(pairs))))
+    details = ", ".join(f"{verdicts[name]} {name}" for name in ("gained", "lost", "same", "unknown") if verdicts[name])
+    text = f"The same task and sample index at step {first} and step {last}: {len(pairs)} tasks chosen, {details}."
+    return ReportSection("differences", "Before and after", (Text(text), Comparison(tuple(pairs))))
 
 
-def trajectories(shown: Sequence[str]) -> Section:
+def trajectories(shown: Sequence[str]) -> ReportSection:
     """Build the section of trajectories; ``shown``: sentences about episodes missing from the page."""
-    return Section("trajectories", "Trajectories", (*map(Text, shown), Browser()))
+    return ReportSection("trajectories", "Trajectories", (*map(Text, shown), Browser()))
 
 
-def method(run: Run) -> Section:
+def method(run: Run) -> ReportSection:
     """Build the glossary: every threshold and rule that the other sections use."""
     statuses = tuple(f"{status}: {RULES[status]}." for status in Status)
     categories = tuple(f"{c.label}: {c.rule}." for c in CATEGORIES)
-    return Section(
+    return ReportSection(
         "method",
         "Definitions",
         (

@@ -1,8 +1,9 @@
-"""Select the trajectories of a page: from every file, up to a limit, with all kinds of endings."""
+"""Selection of what a page shows: trajectories of every file with all kinds of endings, and pairs before and after."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TypeVar
 
@@ -11,6 +12,7 @@ from megatron_fleet.analysis.run import TRAINING, Run
 
 PER_FILE = 60
 STEP_FILES = 8
+MAX_PAIRS = 30
 T = TypeVar("T")
 
 
@@ -47,3 +49,51 @@ def browsable(run: Run) -> tuple[list[Episode], dict[tuple[str, int], int]]:
         files.append(sample(episodes, PER_FILE))
         totals[kind, step] = len(episodes)
     return list(round_robin(files)), totals
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One task and sample index at the first and at the last evaluation.
+
+    ``divergence`` is the index of the first message that differs, ``None`` when the conversations are equal.
+    """
+
+    before: Episode
+    after: Episode
+    divergence: int | None
+
+    @property
+    def verdict(self) -> str:
+        """``gained``, ``lost``, ``same`` or ``unknown``, by whether each attempt solved the task."""
+        first, last = self.before.solved, self.after.solved
+        if first is None or last is None:
+            return "unknown"
+        return "same" if first == last else "gained" if last else "lost"
+
+
+def choose_pairs(before: Sequence[Episode], after: Sequence[Episode], limit: int = MAX_PAIRS) -> list[Pair]:
+    """Choose pairs, one per task: gained and lost ones first, then the others, round-robin over environments."""
+    last = {(e.task, e.sample): e for e in after}
+    pairs = [
+        Pair(e, other, first_difference(e, other))
+        for e in before
+        if (other := last.get((e.task, e.sample))) is not None
+    ]
+    groups: dict[tuple[str, str], list[Pair]] = {}
+    for pair in pairs:
+        groups.setdefault((pair.verdict, pair.before.env), []).append(pair)
+    chosen: dict[str, Pair] = {}
+    for verdicts in (("gained", "lost"), ("same", "unknown")):
+        ordered = [group for key, group in sorted(groups.items()) if key[0] in verdicts]
+        for pair in round_robin(ordered):
+            if len(chosen) < limit:
+                chosen.setdefault(pair.before.task, pair)
+    return list(chosen.values())
+
+
+def first_difference(a: Episode, b: Episode) -> int | None:
+    """Return the index of the first message that differs in role or text, or that only one episode has."""
+    for index, (one, other) in enumerate(zip(a.messages, b.messages, strict=False)):
+        if one != other:
+            return index
+    return None if len(a.messages) == len(b.messages) else min(len(a.messages), len(b.messages))

@@ -1,24 +1,32 @@
-"""Episodes serialised for the page's script: messages, run lengths of the mask, token ids, log-probs, token texts."""
+"""Episodes serialised for the page's script: messages, tokens with mask and log-probs, token texts, thumbnails."""
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import PIL.Image
 
 from megatron_fleet.analysis.episodes import Episode
 from megatron_fleet.analysis.failures import failures
 from megatron_fleet.analysis.run import Run
-from megatron_fleet.analysis.thumbnails import thumbnails
+from megatron_fleet.models.images import FORMATS, MAX_PIXELS
+from megatron_fleet.telemetry.trajectories import IMAGES, image_file
 
 if TYPE_CHECKING:
     import tokenizers
 
 MAX_MESSAGE_CHARS = 20_000
 MAX_TOKENS = 30_000
+THUMBNAIL_SIDE = 640
+"""Maximum side in pixels."""
+THUMBNAIL_QUALITY = 60
+MAX_THUMBNAIL_BYTES = 16_000_000
 REPLACEMENT = "\ufffd"
 
 
@@ -177,3 +185,35 @@ def shorten(text: str, limit: int) -> str:
         return text
     half = limit // 2
     return f"{text[:half]}\n[… {len(text) - 2 * half} characters left out of this page …]\n{text[-half:]}"
+
+
+def thumbnails(run: Path, names: Iterable[str], budget: int) -> dict[str, str]:
+    """Map digest → ``data:`` URL, in order, as many as fit into ``budget`` and ``MAX_THUMBNAIL_BYTES``.
+
+    Unreadable images are skipped; the others are encoded again, so that no bytes of an untrusted file reach the page.
+    """
+    left, found = min(budget, MAX_THUMBNAIL_BYTES), dict[str, str]()
+    for name in dict.fromkeys(names):
+        path = image_file(run / IMAGES, name)
+        address = None if path is None else _thumbnail(path)
+        if address is None:
+            continue
+        left -= len(address) + 80
+        if left < 0:
+            break
+        found[name] = address
+    return found
+
+
+def _thumbnail(path: Path) -> str | None:
+    try:
+        with PIL.Image.open(path, formats=FORMATS) as opened:
+            if opened.width * opened.height > MAX_PIXELS:
+                return None
+            small = opened.convert("RGB")
+    except Exception:  # on broken files the decoders may raise anything
+        return None
+    small.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
+    out = io.BytesIO()
+    small.save(out, "JPEG", quality=THUMBNAIL_QUALITY)
+    return "data:image/jpeg;base64," + base64.b64encode(out.getvalue()).decode()

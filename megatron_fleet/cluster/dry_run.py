@@ -113,7 +113,7 @@ def outputs(config: Config) -> list[str]:
         ("metrics.jsonl", "one line per step and evaluation (docs/reference/metrics.md)", True),
         ("memory.json", "who held how much memory at most, in each phase", True),
         ("summary.json", "first and last evaluation, best step, totals", True),
-        ("curve.png", "the learning curve", c.logging.plot),
+        ("curve.svg", "the learning curve", c.logging.plot),
         ("tensorboard/", "the same metrics as TensorBoard events", c.logging.tensorboard),
         ("trajectories/", "every conversation with its reward", True),
         ("dumped_evals/", "evaluations in Fleet's layout (docs/run/evaluation.md)", True),

@@ -101,7 +101,7 @@ class CheckpointConfig(Section):
 
 class LoggingConfig(Section):
     tensorboard: bool = Field(True, description="Write TensorBoard event files beside metrics.jsonl.")
-    plot: bool = Field(True, description="Draw the learning curve as PNG at the end.")
+    plot: bool = Field(True, description="Draw the learning curve, curve.svg, at the end.")
     own: tuple[Annotated[str, Open(())], ...] = Field(
         (), description="Loggers of your own that metrics go to as well (examples/my_logger.py)."
     )

@@ -17,7 +17,7 @@ from megatron_fleet.config.files import read_object
 from megatron_fleet.config.schema import Config
 from megatron_fleet.data.task import Task
 from megatron_fleet.storage.local import write_atomically
-from megatron_fleet.telemetry.sinks import load_trajectories, save_trajectories
+from megatron_fleet.telemetry.trajectories import load_trajectories, save_trajectories
 
 IDENTITY = "evaluation.json"
 LARGEST = 1e100

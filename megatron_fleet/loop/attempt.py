@@ -15,15 +15,15 @@ from megatron_fleet.loop.batches import Batches, Episodes, StepBatch
 from megatron_fleet.loop.evaluations import Evaluations
 from megatron_fleet.loop.records import Records
 from megatron_fleet.models.chat.tokenizer import Tokenizer
-from megatron_fleet.telemetry.distributions import distributions
 from megatron_fleet.telemetry.metrics import (
     async_metrics,
     attempt_metrics,
     data_metrics,
+    distributions,
     progress_metrics,
     step_metrics,
 )
-from megatron_fleet.telemetry.prompt_log import PromptLog
+from megatron_fleet.telemetry.trajectories import PromptLog
 from megatron_fleet.trainer.base import LossReport, OptimReport
 
 State = Mapping[str, Any]

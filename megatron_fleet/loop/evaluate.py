@@ -27,13 +27,12 @@ from megatron_fleet.evaluation.terminal import show, table
 from megatron_fleet.evaluation.uploads import Uploads, unique_name
 from megatron_fleet.loop import preflight
 from megatron_fleet.models.chat.tokenizer import Tokenizer
-from megatron_fleet.rollout.chat_service import ChatService
 from megatron_fleet.rollout.collection import Collection
 from megatron_fleet.rollout.requests import CollectRequest, CollectResult, Progress
 from megatron_fleet.rollout.service import RolloutService, episode_python
 from megatron_fleet.storage.local import write_atomically
 from megatron_fleet.telemetry.episodes import why_nothing_is_known
-from megatron_fleet.telemetry.sinks import TrajectoryLog
+from megatron_fleet.telemetry.trajectories import TrajectoryLog
 
 Side = Literal["held-out", "all"]
 
@@ -132,7 +131,7 @@ async def evaluate_endpoint(config: Config, run: Path | None, side: Side) -> int
     held_out = tasks_of(config, run, side)
     tasks = chosen_tasks(config, held_out)
     store = open_store(config, endpoint.model_dump(exclude={"api_key_env", "max_retries"}), tasks)
-    services: list[ChatService] = []
+    services: list[RolloutService] = []
     async with AsyncExitStack() as stack:
 
         async def collect(*args: Any) -> CollectResult:
@@ -140,7 +139,7 @@ async def evaluate_endpoint(config: Config, run: Path | None, side: Side) -> int
                 temperatures = [sampling.temperature, *([0.0] if config.eval.greedy else [])]
                 timeout_s = config.rollout.engine.request_timeout_s
                 dialect = await probe(endpoint, timeout_s, temperatures, sampling.max_tokens_per_turn)
-                service = ChatService(config, dialect, Path(config.run.out), episode_python())
+                service = RolloutService(config, Path(config.run.out), episode_python(), dialect=dialect)
                 services.append(await stack.enter_async_context(service))
             return await services[0].collect(*args)
 

@@ -16,19 +16,19 @@ from megatron_fleet.evaluation.dumps import EvalDumps
 from megatron_fleet.evaluation.evaluator import Evaluation
 from megatron_fleet.evaluation.uploads import Uploads, unique_name
 from megatron_fleet.models.chat.tokenizer import Tokenizer
+from megatron_fleet.telemetry.charts import write_learning_curve
 from megatron_fleet.telemetry.console import Progress
-from megatron_fleet.telemetry.curve import draw_learning_curve
 from megatron_fleet.telemetry.sinks import (
     HistogramSink,
     MetricSink,
     MetricsLog,
     OwnSink,
     TensorBoardSink,
-    TrajectoryLog,
     read_metrics,
 )
 from megatron_fleet.telemetry.summary import write_summary
 from megatron_fleet.telemetry.trackers import MlflowSink, WandbSink
+from megatron_fleet.telemetry.trajectories import TrajectoryLog
 
 
 class Records:
@@ -113,11 +113,11 @@ class Records:
         self._write(step, metrics)
 
     def finish(self) -> None:
-        """Write ``summary.json`` and ``curve.png``."""
+        """Write ``summary.json`` and ``curve.svg``."""
         metrics = self._out / "metrics.jsonl"
         summary = write_summary(metrics, self._out / "summary.json")
         if self._plot:
-            draw_learning_curve(metrics, self._out / "curve.png", self._name)
+            write_learning_curve(metrics, self._out / "curve.svg", self._name)
         self.close(complete=True)
         say(_last_line(self._out, summary))
 

@@ -1,4 +1,4 @@
-"""Metrics of a training step. Names and formulas are in ``megatron_fleet.telemetry.registry``.
+"""Metrics and distributions of a training step. Names and formulas are in ``megatron_fleet.telemetry.registry``.
 
 A mean over no values is absent, never 0; counts are always present.
 """
@@ -12,22 +12,36 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from megatron_fleet.agents.trajectory import Group
+from megatron_fleet.agents.trajectory import Group, Trajectory
 from megatron_fleet.algorithms.batch import Batch, Fate
 from megatron_fleet.algorithms.loss_metrics import NORMALISED, finalize_metrics
 from megatron_fleet.config.names import environment_name
 from megatron_fleet.telemetry.episodes import (
+    by_environment,
     episode_seconds,
+    response_tokens,
     rollout_metrics,
     sampled_tokens,
     trajectories_of,
 )
-from megatron_fleet.telemetry.provisioning import provisioning_metrics
+from megatron_fleet.telemetry.rewards import known_rewards
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from megatron_fleet.trainer.base import LossReport, OptimReport
 
 MISMATCH_PREFIXES = ("policy/mismatch_", "policy/rollout_train_")
+GAUGES = ("provision_s", "start_limit")
+DISTRIBUTIONS = {
+    "distribution/response_tokens": "Tokens of each episode but those of prompts, observations included.",
+    "distribution/turns": "Turns of each episode.",
+    "distribution/tool_calls": "Tool calls of each episode.",
+    "distribution/episode_s": "Seconds of each episode, verification included.",
+    "distribution/prompt_reward": "Mean known reward of each prompt.",
+    "distribution/advantage": "Advantage of each trained sequence.",
+    "distribution/staleness": "Weight versions since each span of tokens was sampled.",
+}
 
 
 def step_metrics(
@@ -46,7 +60,7 @@ def step_metrics(
         groups: every collected group, including those left out of ``batch``.
         reports, optims: one per optimizer step, in order; empty if there was nothing to train on.
         seconds: duration of each phase; ``generate`` gives the token rate.
-        weight_version: the version published at the end of the step.
+        weight_version: the version synced at the end of the step.
         pass_threshold: ``eval.pass_threshold``.
         probe: difference of log-probs between engines and trainer; ``None`` = not measured in this step.
     """
@@ -162,3 +176,42 @@ def timing_metrics(groups: Sequence[Group], seconds: Mapping[str, float]) -> dic
     if seconds.get("generate"):
         out["generate/tokens_per_second"] = sampled_tokens(trajectories_of(groups)) / seconds["generate"]
     return out
+
+
+def provisioning_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Compute metrics from the numbers that workers record in each episode, over the episodes that have them."""
+    out: dict[str, float] = {}
+    for env, own in by_environment(groups).items():
+        episodes = trajectories_of(own)
+        out[f"environment/{env}/quarantined"] = sum(t.metrics.get("quarantined", 0.0) for t in episodes)
+        out[f"environment/{env}/breaker_open"] = max(_values(episodes, "breaker_open"), default=0.0)
+        out[f"environment/{env}/start_retries"] = sum(_values(episodes, "start_retries"))
+        out[f"environment/{env}/attempts_retried"] = sum(_values(episodes, "attempts_retried"))
+        for name in GAUGES:
+            if values := _values(episodes, name):
+                out[f"timing/{name}/{env}"] = sum(values) / len(values)
+    if lags := _values(trajectories_of(groups), "loop_lag_p99"):
+        out["timing/loop_lag_p99"] = max(lags)
+    return out
+
+
+def _values(episodes: Sequence[Trajectory], name: str) -> list[float]:
+    return [t.metrics[name] for t in episodes if name in t.metrics]
+
+
+def distributions(
+    groups: Sequence[Group], batch: Batch, staleness: NDArray[np.int64]
+) -> dict[str, NDArray[np.float64]]:
+    """Return finite values by name, float64 ``[N]``, N ≥ 1; names without values are absent."""
+    episodes = trajectories_of(groups)
+    values = {
+        "response_tokens": [response_tokens(t) for t in episodes],
+        "turns": [t.metrics["turns"] for t in episodes if "turns" in t.metrics],
+        "tool_calls": [t.metrics["tool_calls"] for t in episodes if "tool_calls" in t.metrics],
+        "episode_s": [t.metrics["seconds"] for t in episodes if "seconds" in t.metrics],
+        "prompt_reward": [rewards.mean() for rewards in known_rewards(groups)],
+        "advantage": batch.advantages,
+        "staleness": staleness,
+    }
+    arrays = {f"distribution/{name}": np.array(own, dtype=np.float64) for name, own in values.items()}
+    return {name: finite for name, own in arrays.items() if len(finite := own[np.isfinite(own)])}

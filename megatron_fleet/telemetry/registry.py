@@ -8,8 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from megatron_fleet.telemetry import dashboards
-from megatron_fleet.telemetry.distributions import DISTRIBUTIONS
+from megatron_fleet.telemetry.metrics import DISTRIBUTIONS
 
 WILDCARDS = {
     "{env}": ("[^/]+", "environment key, `/` written as `_`; `all` under `eval/` = all environments together"),
@@ -326,7 +325,6 @@ def render() -> str:
         lines.append(f"| `{metric.pattern}` | {metric.formula} |")
     lines += ["", "## Histograms", "", "To TensorBoard and W&B, at every training step.", ""]
     lines += ["| name | of |", "|---|---|", *(f"| `{name}` | {of} |" for name, of in DISTRIBUTIONS.items())]
-    lines += ["", "## Names of Fleet's former dashboards", "", *dashboards.render()]
     return "\n".join(lines) + "\n"
 
 

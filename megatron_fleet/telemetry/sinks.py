@@ -1,4 +1,4 @@
-"""Sinks for metrics and trajectories. On resume each one drops what a failed attempt wrote past its checkpoint."""
+"""Sinks for metrics. On resume each one drops what a failed attempt wrote past its checkpoint."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import json
 import logging
 import math
 import os
-import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -19,10 +18,8 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.extension import load
 from megatron_fleet.config.files import parse_json, read_file
 from megatron_fleet.storage.local import write_atomically
-from megatron_fleet.telemetry.image_files import FOLDER, save_images
 
 if TYPE_CHECKING:
-    from megatron_fleet.agents.trajectory import Group, Trajectory
     from megatron_fleet.config.schema import Config
 
 log = logging.getLogger(__name__)
@@ -125,7 +122,7 @@ class MetricsLog:
         Raises:
             ValueError: ``step`` is older than the last line, or a metric of this step was written before.
         """
-        row = {name: _json_number(value) for name, value in metrics.items()}
+        row = {name: json_number(value) for name, value in metrics.items()}
         if step < self._last["step"] or (step == self._last["step"] and row.keys() & self._last.keys()):
             raise ValueError(f"metrics of step {step} were written before; the log is at step {self._last['step']}")
         if step == self._last["step"]:
@@ -145,9 +142,10 @@ def _line(row: Mapping[str, Any]) -> bytes:
     return json.dumps(row).encode() + b"\n"
 
 
-def _json_number(value: float | None) -> float | None:
+def json_number(value: float | None) -> float | None:
+    """Return ``value`` for JSON, which has no NaN; ``None`` if it is not finite."""
     if value is None or not math.isfinite(value):
-        return None  # JSON has no NaN
+        return None
     return value if isinstance(value, int) else float(value)
 
 
@@ -240,101 +238,3 @@ def _histogram(values: np.ndarray) -> Any:
         bucket_limit=edges[1:],
         bucket=counts,
     )
-
-
-class TrajectoryLog:
-    """Log of messages and sampled tokens, per step.
-
-    ``step_000001.jsonl`` (``eval_000001.jsonl``, ``greedy_000001.jsonl``): one readable line per trajectory.
-    The ``.npz`` next to it: ``token_ids`` int32, ``action_mask`` bool and ``behaviour_logprobs`` float32, concatenated
-    over the trajectories of all lines, and ``offsets`` int64 ``[lines + 1]``: line i has
-    ``[offsets[i], offsets[i+1])``. Images are separate files in ``images`` next to the folder; lines name them by the
-    SHA-256 of their content.
-    """
-
-    def __init__(self, folder: Path, resumed_step: int | None) -> None:
-        """``resumed_step``: keep files up to it; ``None`` = a new run, keep nothing."""
-        self._folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in folder.iterdir():
-            step = re.fullmatch(r"(?:step|eval|greedy)_([0-9]{6})\..*", path.name)
-            if step and (resumed_step is None or int(step[1]) > resumed_step):
-                path.unlink()
-
-    def write(self, step: int, groups: Sequence[Group], kind: Literal["step", "eval", "greedy"] = "step") -> list[Path]:
-        """Write both files and the images, each atomically; return their paths."""
-        return save_trajectories(self._folder / f"{kind}_{step:06d}", [t for g in groups for t in g.trajectories])
-
-
-def save_trajectories(stem: Path, trajectories: Sequence[Trajectory]) -> list[Path]:
-    """Write images, ``stem.npz`` and then ``stem.jsonl``, each atomically; return their paths.
-
-    An image goes to the folder ``images`` next to that of ``stem``, unless it exists there.
-    """
-    images = save_images(stem.parent.parent / FOLDER, trajectories)
-    part = stem.with_suffix(".part")
-    with part.open("wb") as file:
-        np.savez_compressed(file, allow_pickle=False, **_arrays(trajectories))
-    part.replace(stem.with_suffix(".npz"))
-    lines = [json.dumps(_record(t), ensure_ascii=False, default=str) + "\n" for t in trajectories]
-    write_atomically(stem.with_suffix(".jsonl"), "".join(lines).encode("utf-8", "replace"))
-    return [stem.with_suffix(".jsonl"), stem.with_suffix(".npz"), *images]
-
-
-def load_trajectories(path: Path) -> list[Trajectory]:
-    """Load trajectories from ``path`` (the ``.jsonl``) and the ``.npz`` next to it.
-
-    Expert routing is not saved, and images are not loaded from their files.
-    """
-    from megatron_fleet.agents.trajectory import Outcome, Span, Trajectory
-    from megatron_fleet.models.images import ImageSpan
-
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-    with np.load(path.with_suffix(".npz"), allow_pickle=False) as file:
-        arrays = {name: file[name] for name in file.files}
-    found = []
-    for row, a, b in zip(map(json.loads, lines), arrays["offsets"][:-1], arrays["offsets"][1:], strict=True):
-        own = {name: arrays[name][a:b] for name in ("token_ids", "action_mask", "behaviour_logprobs")}
-        names = {"task_key": row["task"], "env_key": row["env"], "reward_reason": row["reason"]}
-        same = {n: row[n] for n in ("group", "sample", "reward", "final_answer", "metrics", "messages")}
-        spans, starts = tuple(Span(*span) for span in row["spans"]), tuple(row["segment_starts"])
-        images = tuple(ImageSpan(a, b, name) for a, b, _, name in row.get("image_spans", ()))
-        parts: dict[str, Any] = {"spans": spans, "segment_starts": starts, "image_spans": images}
-        found.append(Trajectory(**own, **names, **same, **parts, outcome=Outcome(row["outcome"])))
-    return found
-
-
-def _record(t: Trajectory) -> dict[str, Any]:
-    return {
-        "task": t.task_key,
-        "env": t.env_key,
-        "group": t.group,
-        "sample": t.sample,
-        "outcome": t.outcome,
-        "reward": _json_number(t.reward),
-        "reason": t.reward_reason,
-        "final_answer": t.final_answer,
-        "tokens": len(t.token_ids),
-        "action_tokens": int(t.action_mask.sum()),
-        "metrics": t.metrics,
-        "segment_starts": t.segment_starts,
-        "spans": [[s.kind, s.start, s.end, s.turn, s.weight_version] for s in t.spans],
-        "image_spans": [[s.start, s.end, _turn(t, s.start), s.digest] for s in t.image_spans],
-        "messages": t.messages,
-    }
-
-
-def _turn(t: Trajectory, place: int) -> int:
-    return next(span.turn for span in t.spans if span.start <= place < span.end)
-
-
-def _arrays(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
-    def joined(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
-        return np.concatenate([np.empty(0, dtype), *arrays]).astype(dtype)
-
-    return {
-        "token_ids": joined([t.token_ids for t in trajectories], np.int32),
-        "action_mask": joined([t.action_mask for t in trajectories], np.bool_),
-        "behaviour_logprobs": joined([t.behaviour_logprobs for t in trajectories], np.float32),
-        "offsets": np.cumsum([0, *(len(t.token_ids) for t in trajectories)], dtype=np.int64),
-    }

@@ -46,7 +46,7 @@ def summarise(rows: Sequence[Row]) -> dict[str, Any]:
         "greedy_pass_at_1_after": _last(rows, "eval/all/greedy_pass_at_1"),
         "steps": steps[-1]["step"] if steps else 0,
         "seconds_to_first_step": _since_start(steps[0]) if steps else None,
-        "seconds_total": _seconds_total(rows),
+        "seconds_total": seconds_total(rows),
         "episodes_started": collected - unstarted + retried + aborted,
         "episodes_retried": retried,
         "episodes_aborted": aborted,
@@ -59,6 +59,12 @@ def summarise(rows: Sequence[Row]) -> dict[str, Any]:
         "mismatch_kl": sum(mismatch) / len(mismatch) if mismatch else None,
         "weight_versions": int(_last(rows, "policy/weight_version") or 0),
     }
+
+
+def seconds_total(rows: Iterable[Row]) -> float:
+    """Return the seconds of all attempts, each from its start to its last logged step."""
+    attempts = {r.get("attempt"): _since_start(r) for r in rows}  # in order, so the last row of an attempt wins
+    return sum(seconds for seconds in attempts.values() if seconds is not None)
 
 
 def _first(rows: Iterable[Row], name: str) -> float | None:
@@ -81,11 +87,6 @@ def _by_suffix(rows: Iterable[Row], prefixes: tuple[str, ...]) -> dict[str, int]
                 outcome = name.rsplit("/", 1)[1]
                 totals[outcome] = totals.get(outcome, 0) + int(value or 0)
     return totals
-
-
-def _seconds_total(rows: Iterable[Row]) -> float:
-    attempts = {r.get("attempt"): _since_start(r) for r in rows}  # in order, so the last row of an attempt wins
-    return sum(seconds for seconds in attempts.values() if seconds is not None)
 
 
 def _since_start(row: Row) -> float | None:

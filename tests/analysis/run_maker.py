@@ -11,7 +11,8 @@ import numpy as np
 from megatron_fleet.agents.trajectory import Group, Outcome, Span, Trajectory
 from megatron_fleet.analysis.episodes import Episode
 from megatron_fleet.telemetry.rewards import reward_metrics
-from megatron_fleet.telemetry.sinks import MetricsLog, TrajectoryLog
+from megatron_fleet.telemetry.sinks import MetricsLog
+from megatron_fleet.telemetry.trajectories import TrajectoryLog
 
 
 def trajectory(

@@ -5,9 +5,10 @@ from pathlib import Path
 from run_maker import episode
 
 from megatron_fleet.analysis.document import Facts, Table
-from megatron_fleet.analysis.head import head
-from megatron_fleet.analysis.run import Run, resumed_at, wall_seconds
-from megatron_fleet.analysis.sections import errors
+from megatron_fleet.analysis.run import Run
+from megatron_fleet.analysis.sections import errors, head
+from megatron_fleet.telemetry.charts import resumed_at
+from megatron_fleet.telemetry.summary import seconds_total
 
 
 def row(step: int, time: float, attempt: float) -> dict[str, float]:
@@ -28,11 +29,11 @@ ROWS = [row(1, 200, 100), row(2, 260, 100), *(row(step, 800.0 + 100 * step, 1000
 
 
 def test_the_figures_of_a_run_that_was_resumed():
-    assert wall_seconds(ROWS) == (260 - 100) + (1400 - 1000) and resumed_at(ROWS) == [3]
+    assert seconds_total(ROWS) == (260 - 100) + (1400 - 1000) and resumed_at(ROWS) == [3]
     run = Run(Path("folder"), {"run": {"steps": 8}, "model": {"path": "/models/tiny/"}}, rows=ROWS)
     (facts,) = [block.facts for block in head(run).blocks if isinstance(block, Facts)]
-    told = {fact.label: (fact.value, fact.detail) for fact in facts}
-    assert told == {
+    found = {fact.label: (fact.value, fact.detail) for fact in facts}
+    assert found == {
         "training reward": ("0.200 → 0.500", "mean of the first and of the last 3 steps"),
         "training steps": ("6 of 8", "in 9 min 20 s, 2 attempts"),
         "training episodes": ("60", "36 trained on, 6 with unknown reward"),

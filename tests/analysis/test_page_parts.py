@@ -1,8 +1,7 @@
-"""Selection, pairs, transcripts, drawing and Markdown: what goes onto a page, in which form."""
+"""Selection, pairs, transcripts and Markdown: what goes onto a page, in which form."""
 
 import json
 from pathlib import Path
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -12,14 +11,12 @@ from hypothesis import strategies as st
 from run_maker import RunMaker, episode, groups, trajectory
 
 from megatron_fleet.agents.trajectory import Group
-from megatron_fleet.analysis import markdown, svg
+from megatron_fleet.analysis import render
 from megatron_fleet.analysis import transcripts as transcripts_module
-from megatron_fleet.analysis.curves import charts, thin
-from megatron_fleet.analysis.document import Cell, Chart, Document, Section, Series, Table
+from megatron_fleet.analysis.document import Cell, Document, ReportSection, Table
 from megatron_fleet.analysis.episodes import message_text
-from megatron_fleet.analysis.pairs import choose_pairs, first_difference
 from megatron_fleet.analysis.run import read_run
-from megatron_fleet.analysis.selection import sample, spread
+from megatron_fleet.analysis.selection import choose_pairs, first_difference, sample, spread
 from megatron_fleet.analysis.transcripts import Transcripts, piece_text, run_lengths, shorten
 
 TINY = Path(__file__).parents[2] / "assets" / "tiny"
@@ -146,72 +143,10 @@ def test_shortened_text_keeps_both_ends(text, limit):
     assert short == text if len(text) <= limit else text[: limit // 2] + "\n" in short and short.endswith(text[-1])
 
 
-@given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6))
-def test_ticks_lie_inside_and_are_evenly_spaced(low, width):
-    width = max(width, 1e-8 * abs(low))  # floats have no steps much finer than these ticks
-    found = svg.ticks(low, low + width)
-    assert 2 <= len(found) <= 6
-    assert all(low - 1e-6 * width <= t <= low + width * (1 + 1e-6) for t in found)
-    gaps = np.diff(found)
-    assert np.allclose(gaps, gaps[0], rtol=1e-6, atol=1e-9 * max(abs(low), width))
-
-
-def test_a_chart_of_hostile_names_is_well_formed():
-    evil = '"><script>alert(1)</script>'
-    chart = Chart(evil, (Series(evil, ((0.0, 1.0), (1.0, float(2)))), Series("one", ((3.0, 0.0),))), marks=(1,))
-    root = ElementTree.fromstring(svg.draw(chart))
-    assert root.get("aria-label") == evil and not list(root.iter("script"))
-    assert json.loads(root.get("data-chart"))["labels"] == [evil, "one"]
-    assert len(root.findall(".//circle")) == 1
-
-
-def test_shares_are_drawn_on_the_whole_scale():
-    series = (Series("a", ((0.0, 0.1), (1.0, 0.2))),)
-    ends = []
-    for share in (True, False):
-        (line,) = ElementTree.fromstring(svg.draw(Chart("c", series, share))).iter("polyline")
-        ends.append(float(line.get("points").split(",")[-1]))
-    height = svg.HEIGHT - svg.TOP - svg.BOTTOM
-    assert ends == pytest.approx([svg.TOP + 0.8 * height, svg.TOP], abs=0.1)
-
-
-def test_curves_have_the_values_of_the_log_and_the_resumes():
-    rows = [
-        {"step": i, "attempt": i // 2, "reward/avg_raw_reward": i / 4, "reward/shop/avg_raw_reward": None}
-        for i in range(4)
-    ]
-    rows[0]["eval/all/pass_at_1"] = 0.5
-    rows[0]["eval/shop/pass_at_1"] = 0.75
-    drawn = {chart.title: chart for chart in charts(rows)}
-    reward = drawn["Reward and pass@1"]
-    assert [s.points for s in reward.series] == [((0, 0.0), (1, 0.25), (2, 0.5), (3, 0.75)), ((0, 0.5),)]
-    assert reward.marks == (2,)
-    assert [s.label for s in drawn["Evaluation pass@1 per environment"].series] == ["shop"]
-    assert "Training reward per environment" not in drawn
-    assert charts([]) == ()
-
-
-def test_of_many_environments_those_that_changed_are_drawn_and_the_title_says_so():
-    gains = {f"e{i:02d}": 0.9 if i % 3 == 0 else 0.01 * i for i in range(20)}
-    rows = [{"step": s, **{f"eval/{e}/pass_at_1": g * s for e, g in gains.items()}} for s in (0, 1)]
-    (chart,) = charts(rows)
-    assert chart.title == "Evaluation pass@1 per environment: 8 of 20 lines"
-    assert [s.label for s in chart.series] == sorted(sorted(gains, key=lambda e: -gains[e])[:8])
-    (few,) = charts([{"step": 0, "eval/e/pass_at_1": 0.5}])
-    assert few.title == "Evaluation pass@1 per environment"
-
-
-def test_thinned_points_keep_the_mean():
-    points = [(float(i), float(i % 7)) for i in range(1000)]
-    few = thin(points, 100)
-    assert len(few) == 100 and np.mean([y for _, y in few]) == pytest.approx(np.mean([y for _, y in points]))
-    assert thin(points[:5], 100) == tuple(points[:5])
-
-
 def test_markdown_escapes_what_trajectories_say():
     evil = "a|b <img src=x>\n# head [x](javascript:y) `c`"
     table = Table(("h",), ((Cell(evil),),))
-    text = markdown.render(Document("t", "s", (Section("a", "A", (table,)),)))
+    text = render.markdown(Document("t", "s", (ReportSection("a", "A", (table,)),)))
     (row,) = [line for line in text.splitlines() if "img" in line]
     assert row == r"| a\|b \<img src=x\> \# head \[x\](javascript:y) \`c\` |"
-    assert markdown.sparkline([1, 2, 3]) == "▁▅█" and markdown.sparkline([2, 2]) == "▁▁"
+    assert render.sparkline([1, 2, 3]) == "▁▅█" and render.sparkline([2, 2]) == "▁▁"

@@ -6,7 +6,7 @@ import re
 import pytest
 from run_maker import RunMaker, groups
 
-from megatron_fleet.analysis import html
+from megatron_fleet.analysis.render import html
 from megatron_fleet.analysis.report import PAGE_LIMIT, build, write_report
 from megatron_fleet.analysis.run import read_run
 from megatron_fleet.cli import main
@@ -201,7 +201,7 @@ def test_a_large_run_keeps_within_the_limit(make_run: RunMaker):
     make_run.evaluate(0, groups({f"t{i}": [0.0] * 4 for i in range(30)}, messages=said, ids=list(range(3000))))
     make_run.evaluate(3, groups({f"t{i}": [1.0] * 4 for i in range(30)}, messages=said, ids=list(range(3000))))
     document, transcripts = build(read_run(make_run.folder), 1_000_000)
-    page = html.render(document, transcripts)
+    page = html(document, transcripts)
     assert len(page) < 1_000_000 and len(transcripts.blobs) >= 5
     assert "did not fit into the page&#39;s 1 MB" in page.decode()
     assert PAGE_LIMIT == 20_000_000

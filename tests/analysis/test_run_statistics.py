@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 from run_maker import episode
 
-from megatron_fleet.analysis.environments import RULES, Status, status
+from megatron_fleet.analysis.environments import FINE, RULES, Status, signals, status
 from megatron_fleet.analysis.episodes import Episode
-from megatron_fleet.analysis.signals import FINE, signals
-from megatron_fleet.analysis.statistics import Estimate, bootstrap_mean, change, pass_rate
-from megatron_fleet.analysis.wording import interval, rate, value
+from megatron_fleet.analysis.statistics import Estimate, bootstrap_mean, change, interval, pass_rate, rate, value
 
 
 def attempts(rates: dict[str, list[float | None]]) -> list[Episode]:

@@ -199,7 +199,7 @@ def test_dry_run_tells_processes_and_outputs_and_starts_nothing(model, tmp_path,
     assert "ranks: 2 (tensor 1 × pipeline 1 × context 1 × data 2)" in text
     assert "engines: 2" in text
     assert "metrics.jsonl" in text
-    assert "curve.png" not in text
+    assert "curve.svg" not in text
     assert not out.exists()
 
 

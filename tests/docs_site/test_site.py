@@ -58,7 +58,8 @@ def test_commands_are_those_of_the_parser():
 def test_diagrams_are_as_drawn():
     diagrams = importlib.import_module("diagrams")
     drawn = {DOCS / f"{name}.svg": diagrams.draw(diagram) for name, diagram in diagrams.DIAGRAMS.items()}
-    assert {path: path.read_text(encoding="utf-8") for path in DOCS.rglob("*.svg")} == drawn, (
+    charts = {DOCS / "learn" / "quickstart.svg", DOCS / "understand" / "mixture.svg"}  # of measurements
+    assert {path: path.read_text(encoding="utf-8") for path in {*DOCS.rglob("*.svg")} - charts} == drawn, (
         "run: python tools/diagrams.py"
     )
 

@@ -21,7 +21,7 @@ from tiny_vision_model import CALL, write_looking_model
 from megatron_fleet.cli import main
 from megatron_fleet.models.chat.tokenizer import Tokenizer
 from megatron_fleet.models.images import read_vision
-from megatron_fleet.telemetry.sinks import load_trajectories
+from megatron_fleet.telemetry.trajectories import load_trajectories
 
 pytestmark = pytest.mark.slow
 

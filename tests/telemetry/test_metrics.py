@@ -11,21 +11,23 @@ pytest.importorskip("torch")
 from megatron_fleet.agents.trajectory import Group, Outcome, Span, Trajectory
 from megatron_fleet.algorithms.batch import build_data
 from megatron_fleet.config.schema import AlgorithmConfig
-from megatron_fleet.telemetry import dashboards, registry
-from megatron_fleet.telemetry.distributions import DISTRIBUTIONS, distributions
+from megatron_fleet.telemetry import registry
 from megatron_fleet.telemetry.episodes import NGRAM, eval_metrics, repeated_ngrams
 from megatron_fleet.telemetry.metrics import (
+    DISTRIBUTIONS,
     async_metrics,
     attempt_metrics,
+    distributions,
     policy_metrics,
     progress_metrics,
+    provisioning_metrics,
     step_metrics,
 )
 from megatron_fleet.trainer.base import LossReport, OptimReport
 
 ATTEMPTS = {"started": 11, "known": 6, "unknown": 2, "retried": 2, "aborted": 1, "unstarted": 3, "stale": 4}
 ELSEWHERE = ("data/", "timing/loop_lag", "timing/start_limit", "timing/provision_s", "environment/{env}/breaker_open")
-"""Of tests/telemetry/test_data_metrics.py and test_provisioning_metrics.py."""
+"""Names that tests/telemetry/test_data_metrics.py and `test_provisioning_metrics_by_hand` check."""
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 
 
@@ -293,56 +295,6 @@ def test_every_name_is_registered_once():
     assert registry.find("reward/shop/pass_at_2").pattern == "reward/{env}/pass_at_{k}"
 
 
-def test_names_of_former_dashboards_are_kept_or_explained():
-    """Those of the facts about Fleet's system, 1.4, spelt out here a second time: nothing may be dropped silently."""
-    kept = {former.name: former for former in dashboards.FORMER}
-    assert len(kept) == len(dashboards.FORMER)
-    assert set(former_names()) <= kept.keys()
-    patterns = {metric.pattern for metric in registry.METRICS}
-    for former in dashboards.FORMER:
-        assert former.now in patterns or (former.now is None and former.note), former
-        assert former.now != former.name or former.name in patterns
-
-
-def former_names() -> list[str]:
-    spread = ("pass_at_{n}", "variance_per_prompt", "signal_ratio", "mean_positive_reward")
-    calls = ("avg_turns", "avg_tool_calls", "tool_calls_per_turn", "avg_tool_errors", "total_tool_errors")
-    policy = ("final_loss", "policy_loss", "ppo_clip_ratio", "policy_entropy", "response_length", "policy_lr")
-    timing = ("step", "generate", "postprocess_generator_output", "convert_to_training_input", "policy_train", "eval")
-    timing += ("fwd_logprobs_values_reward", "compute_advantages_and_returns", "train_critic_and_policy")
-    names = {
-        "reward": [
-            "avg_pass_at_1",
-            "avg_pass_at_{n}",
-            "avg_raw_reward",
-            "mean_positive_reward",
-            *(f"{{env}}/{n}" for n in spread),
-        ],
-        "eval": [*(f"{{env}}/{n}" for n in spread), *(f"all/{n}" for n in spread if n != "signal_ratio")],
-        "environment": [
-            *(f"{env}{n}" for env in ("", "{env}/") for n in (*calls, "tool_error_rate")),
-            *(f"{{env}}/{n}" for n in ("min_turns", "max_turns", "num_episodes", "env_init_failed", "batch_timeouts")),
-            *("total_episodes", "total_env_init_failed"),
-            *("fleet_task/env_init_failures", "fleet_task/trajectory_timeouts"),
-        ],
-        "generate": [
-            *("env_init_failures", "trajectory_timeouts", "batch_timeouts"),
-            *(f"{n}_num_tokens" for n in ("min", "max", "avg", "std")),
-            *("avg_tokens_non_zero_rewards", "avg_tokens_zero_rewards"),
-        ],
-        "trainer": ["epoch", "global_step"],
-        "loss": ["avg_final_rewards", "avg_raw_advantages", "avg_raw_advantages_abs", "avg_kl"],
-        "policy": [
-            *(*policy, "policy_kl", "grad_norm", "raw_grad_norm", "policy_update_steps"),
-            *("rollout_train_prob_diff_mean", "rollout_train_prob_diff_std"),
-            *(f"grad:{n}" for n in ("snr", "megabytes_edited", "update_diversity", "effective_rank")),
-        ],
-        "timing": [*timing, "save_checkpoints", "cleanup_old_checkpoints", "sync_weights"],
-        "async": [f"staleness_{n}" for n in ("mean", "max", "min", "ratio", "violation_count")],
-    }
-    return [f"{section}/{name}" for section, own in names.items() for name in own]
-
-
 def test_the_docs_are_up_to_date():
     assert DOCS.read_text(encoding="utf-8") == registry.render(), (
         "run: python -m megatron_fleet.telemetry.registry > docs/reference/metrics.md"
@@ -358,3 +310,40 @@ def test_distributions_are_of_known_finite_values():
     assert found["distribution/prompt_reward"].tolist() == [0.5, 0.0, 1.0, 1.0]
     assert found["distribution/advantage"].dtype == np.float64
     assert distributions([], build_data([], AlgorithmConfig(advantage="grpo_no_std")), np.zeros(0)) == {}
+
+
+def started(env_key, *metrics):
+    empty = np.zeros(0, np.int32), np.zeros(0, bool), np.zeros(0, np.float32)
+    trajectories = [
+        Trajectory("t", env_key, 0, i, *empty, (), None, "", Outcome.ENV_FAILED, metrics=dict(m))
+        for i, m in enumerate(metrics)
+    ]
+    return Group(0, "t", env_key, trajectories)
+
+
+def test_provisioning_metrics_by_hand():
+    played = {"provision_s": 3.0, "start_retries": 2.0, "start_limit": 4.0, "breaker_open": 0.0, "loop_lag_p99": 0.01}
+    played["attempts_retried"] = 2
+    quick = played | {
+        "provision_s": 1.0,
+        "start_retries": 1.0,
+        "start_limit": 8.0,
+        "attempts_retried": 1,
+        "loop_lag_p99": 0.5,
+    }
+    refused = {"quarantined": 1.0, "breaker_open": 1.0, "start_limit": 6.0, "loop_lag_p99": 0.02}
+    found = provisioning_metrics([started("a/b", played, quick), started("a/b", refused, {}), started("c", {})])
+    assert found == {
+        "environment/a_b/quarantined": 1,
+        "environment/a_b/breaker_open": 1,
+        "environment/a_b/start_retries": 3,
+        "environment/a_b/attempts_retried": 3,
+        "timing/provision_s/a_b": 2.0,  # of those that asked for one
+        "timing/start_limit/a_b": 6.0,
+        "environment/c/quarantined": 0,
+        "environment/c/breaker_open": 0,
+        "environment/c/start_retries": 0,
+        "environment/c/attempts_retried": 0,
+        "timing/loop_lag_p99": 0.5,
+    }
+    assert all(registry.find(name) for name in found)

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_fleet.agents.trajectory import Group, Outcome, Span, Trajectory
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.telemetry.sinks import MetricsLog, OwnSink, TensorBoardSink, TrajectoryLog, read_metrics
+from megatron_fleet.telemetry.sinks import MetricsLog, OwnSink, TensorBoardSink, read_metrics
 
 
 def steps(path) -> list[int]:
@@ -79,19 +78,6 @@ def test_a_last_line_that_a_killed_process_left_unfinished_is_left_out(tmp_path,
     assert [(row["step"], row["a"]) for row in read_metrics(path)] == [(1, 1.0), (2, 2.0)]
     told = "line 2: line 1, column 22: not JSON (Expecting ',' delimiter); it is left out"
     assert (told in caplog.text) == torn.endswith(b"\n")
-
-
-def test_files_of_other_names_beside_trajectories_are_left_alone(tmp_path):
-    for name in (
-        "a.b_000009.txt",
-        "step_000009.jsonl",
-        "greedy_000009.npz",
-        "step_000001.jsonl",
-        "mine_000009.txt",
-    ):
-        (tmp_path / name).write_text("")
-    TrajectoryLog(tmp_path, resumed_step=1)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.b_000009.txt", "mine_000009.txt", "step_000001.jsonl"]
 
 
 def test_an_evaluation_completes_the_line_of_its_step(tmp_path):
@@ -176,62 +162,6 @@ def test_tensorboard_draws_histograms(tmp_path):
     assert (drawn.step, value.min, value.max, value.num, value.sum, value.sum_squares) == (4, 1.0, 5.0, 3.0, 7.0, 27.0)
     assert (value.bucket[0], value.bucket[-1], sum(value.bucket), value.bucket_limit[-1]) == (2.0, 1.0, 3.0, 5.0)
     assert events.Histograms("distribution/one")[0].histogram_value.num == 1.0
-
-
-def trajectory(sample: int, length: int, reward: float | None) -> Trajectory:
-    mask = np.arange(length) >= 2
-    return Trajectory(
-        task_key="book-flight",
-        env_key="travel",
-        group=0,
-        sample=sample,
-        token_ids=np.arange(length, dtype=np.int32) * 7 + sample,
-        action_mask=mask,
-        behaviour_logprobs=np.where(mask, -0.1 * np.arange(length), 0).astype(np.float32),
-        spans=(Span("prompt", 0, 2, 0), Span("action", 2, length, 0, 4)),
-        reward=reward,
-        reward_reason="seat is booked",
-        outcome=Outcome.COMPLETED,
-        metrics={"turns": 1.0},
-        messages=[{"role": "user", "content": "Büche einen Flug"}],
-    )
-
-
-def test_trajectories_come_back(tmp_path):
-    log = TrajectoryLog(tmp_path, None)
-    written = [trajectory(0, 5, 1.0), trajectory(1, 9, None)]
-    log.write(1, [Group(0, "book-flight", "travel", written)])
-    lines = [json.loads(line) for line in (tmp_path / "step_000001.jsonl").read_text(encoding="utf-8").splitlines()]
-    arrays = np.load(tmp_path / "step_000001.npz")
-    for i, (line, t) in enumerate(zip(lines, written, strict=True)):
-        own = slice(arrays["offsets"][i], arrays["offsets"][i + 1])
-        for name in ("token_ids", "action_mask", "behaviour_logprobs"):
-            assert np.array_equal(arrays[name][own], getattr(t, name)), name
-            assert arrays[name].dtype == getattr(t, name).dtype
-        assert (line["task"], line["sample"], line["reward"], line["outcome"]) == (
-            t.task_key,
-            t.sample,
-            t.reward,
-            "completed",
-        )
-        assert (line["tokens"], line["action_tokens"]) == (len(t.token_ids), len(t.token_ids) - 2)
-        assert line["spans"][1] == ["action", 2, len(t.token_ids), 0, 4]
-        assert line["messages"] == t.messages
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000001.jsonl", "step_000001.npz"]
-
-
-def test_trajectories_of_lost_steps_go(tmp_path):
-    log = TrajectoryLog(tmp_path, None)
-    for step in range(3):
-        log.write(step, [])
-        log.write(step, [], kind="eval")
-    (tmp_path / "step_000002.jsonl.part").write_text("cut off")
-    (tmp_path / "notes.txt").write_text("mine")
-    TrajectoryLog(tmp_path, resumed_step=1)
-    names = {f"{kind}_{step:06d}.{end}" for kind in ("step", "eval") for step in (0, 1) for end in ("jsonl", "npz")}
-    assert {p.name for p in tmp_path.iterdir()} == names | {"notes.txt"}
-    TrajectoryLog(tmp_path, None)
-    assert {p.name for p in tmp_path.iterdir()} == {"notes.txt"}
 
 
 @pytest.fixture

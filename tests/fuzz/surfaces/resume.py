@@ -14,8 +14,9 @@ from fuzz.surfaces import run_folder
 
 from megatron_fleet.evaluation.dumps import EvalDumps
 from megatron_fleet.evaluation.uploads import unique_name
-from megatron_fleet.telemetry.sinks import MetricsLog, TrajectoryLog, read_metrics
+from megatron_fleet.telemetry.sinks import MetricsLog, read_metrics
 from megatron_fleet.telemetry.summary import write_summary
+from megatron_fleet.telemetry.trajectories import TrajectoryLog
 
 STEP = 1
 """Of the checkpoint that the run resumes from."""

@@ -1,9 +1,20 @@
-"""Render the document as Markdown: curves become rows of figures, comparisons show the first difference only."""
+"""The document as one HTML page and as Markdown.
+
+The page needs no network, has no markup from trajectories, and only its own script may run. In Markdown, curves become
+rows of figures, and comparisons show the first difference only.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 import re
 from collections.abc import Iterable, Sequence
+from importlib import resources
+
+import jinja2
+from markupsafe import Markup
 
 from megatron_fleet.analysis.document import (
     Block,
@@ -17,15 +28,59 @@ from megatron_fleet.analysis.document import (
     Table,
     Text,
 )
-from megatron_fleet.analysis.pairs import Pair
+from megatron_fleet.analysis.episodes import Episode
+from megatron_fleet.analysis.failures import CATEGORIES
+from megatron_fleet.analysis.selection import Pair
+from megatron_fleet.analysis.transcripts import Transcripts
+from megatron_fleet.telemetry.charts import STYLE, draw
 
-MAX_PAIRS = 6
+_ESCAPES = {ord("<"): "\\u003c", ord(">"): "\\u003e", ord("&"): "\\u0026"}
+MARKDOWN_PAIRS = 6
 EXCERPT = 400
 _BARS = "▁▂▃▄▅▆▇█"
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~&])")
 
 
-def render(document: Document) -> str:
+def html(document: Document, transcripts: Transcripts) -> bytes:
+    """Return the page in UTF-8. Unpaired surrogates, which JSON can contain, become question marks."""
+    files = resources.files("megatron_fleet.analysis") / "page"
+    template, style, script = (
+        (files / name).read_text(encoding="utf-8") for name in ("report.html", "report.css", "report.js")
+    )
+    style = STYLE + style
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    page = environment.from_string(template).render(
+        document=document,
+        shown=transcripts.blobs.keys(),
+        draw=lambda chart: Markup(draw(chart)),
+        reward=reward_text,
+        style=Markup(style),
+        style_hash=_csp_hash(style),
+        script=Markup(script),
+        script_hash=_csp_hash(script),
+        index=_data(json.dumps(transcripts.index(), ensure_ascii=False, separators=(",", ":"))),
+        labels=_data(json.dumps({c.key: c.label for c in CATEGORIES})),
+        pieces=_data(json.dumps(transcripts.pieces, ensure_ascii=False, separators=(",", ":"))),
+        images=_data(json.dumps(transcripts.images(), separators=(",", ":"))),
+        blobs=[(id, _data(blob)) for id, blob in transcripts.blobs.items()],
+    )
+    return page.encode("utf-8", "replace")
+
+
+def reward_text(episode: Episode) -> str:
+    return "unknown" if episode.reward is None else f"{episode.reward:g}"
+
+
+def _data(content: str) -> Markup:
+    """Escape JSON for a data ``script`` element, so that nothing in it can close the element or open another."""
+    return Markup(content.translate(_ESCAPES))
+
+
+def _csp_hash(content: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+
+
+def markdown(document: Document) -> str:
     """Return the whole report. Trajectory text is escaped, so it appears literally and forms no markup."""
     lines = [f"# {escape(document.title)}", "", escape(document.subtitle), ""]
     for section in document.sections:
@@ -66,7 +121,7 @@ def _block(block: Block) -> list[str]:
         case Charts():
             return _charts(block)
         case Comparison():
-            return [line for pair in block.pairs[:MAX_PAIRS] for line in _pair(pair)]
+            return [line for pair in block.pairs[:MARKDOWN_PAIRS] for line in _pair(pair)]
         case Browser():
             return []
 

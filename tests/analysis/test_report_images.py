@@ -7,7 +7,6 @@ import hashlib
 import io
 import json
 import re
-import shutil
 from pathlib import Path
 
 import PIL.Image
@@ -15,15 +14,15 @@ import pytest
 
 pytest.importorskip("jinja2")
 
+from browser import CHROMIUM, Opened, chromium
 from run_maker import RunMaker, groups
 
-from megatron_fleet.analysis.html import render
+from megatron_fleet.analysis.render import html
 from megatron_fleet.analysis.report import build
 from megatron_fleet.analysis.run import read_run
-from megatron_fleet.analysis.thumbnails import SIDE, thumbnails
+from megatron_fleet.analysis.transcripts import THUMBNAIL_SIDE as SIDE
+from megatron_fleet.analysis.transcripts import thumbnails
 from megatron_fleet.envs.base import Image
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 def drawn(width: int, height: int, colour: str) -> Image:
@@ -50,7 +49,7 @@ def run(tmp_path) -> Path:
 
 
 def test_the_page_holds_small_copies_and_nothing_of_the_files_themselves(run):
-    page = render(*build(read_run(run))).decode()
+    page = html(*build(read_run(run))).decode()
     found = json.loads(re.search(r'id="images">(.*?)</script>', page)[1])
     assert list(found) == [named(SCREEN)]
     small = PIL.Image.open(io.BytesIO(base64.b64decode(found[named(SCREEN)].split(",")[1])))
@@ -61,7 +60,7 @@ def test_the_page_holds_small_copies_and_nothing_of_the_files_themselves(run):
     ]
 
 
-def test_pictures_stay_within_their_bytes(run):
+def test_thumbnails_stay_within_their_bytes(run):
     others = [drawn(64, 64, colour) for colour in ("blue", "green", "white")]
     for image in others:
         (run / "images" / f"{named(image)}.png").write_bytes(image.data)
@@ -75,20 +74,14 @@ def test_pictures_stay_within_their_bytes(run):
 @pytest.mark.skipif(CHROMIUM is None, reason="no browser here")
 def test_a_browser_shows_them(run):
     sync_api = pytest.importorskip("playwright.sync_api")
-    sync_api.expect.set_options(timeout=300_000)
     path = run / "report.html"
-    path.write_bytes(render(*build(read_run(run))))
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=300_000)
-        page = browser.new_page()
-        complaints: list[str] = []
-        page.on("console", lambda message: complaints.append(message.text))
-        page.set_default_timeout(300_000)
-        page.goto(path.as_uri())
+    path.write_bytes(html(*build(read_run(run))))
+    with chromium() as browser:
+        opened = Opened(browser, path.as_uri())
+        page = opened.page
         page.locator(".row").first.click()
         shot = page.locator("#viewer img.shot")
         sync_api.expect(shot).to_have_count(1)
         assert shot.evaluate("(i) => i.decode().then(() => i.naturalWidth)") == SIDE
         assert "image 2: not on this page" in page.locator("#viewer").inner_text()
-        assert complaints == [] and page.evaluate("window.hit") is None
-        browser.close()
+        assert opened.complaints == [] and page.evaluate("window.hit") is None
