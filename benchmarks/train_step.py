@@ -30,7 +30,7 @@ from megatron_fleet.algorithms.losses import make_loss
 from megatron_fleet.config.schema import AlgorithmConfig, Config
 from megatron_fleet.trainer.base import AdamParams
 from megatron_fleet.trainer.megatron import build, optimizer, step
-from megatron_fleet.trainer.megatron.init import fill_random
+from megatron_fleet.trainer.megatron.build import fill_random
 from megatron_fleet.trainer.megatron.policy import MegatronPolicy
 from megatron_fleet.trainer.packing.pack import PackedMicroBatch, pack_micro_batch
 

@@ -276,9 +276,12 @@ def _hybrid_spec(config: Any, te: bool) -> Any:
     """Layers of which some are Gated DeltaNets: Megatron's, or ours where Megatron has none (without TE)."""
     from megatron.core.models.gpt import experimental_attention_variant_module_specs as stock
 
+    from megatron_fleet.models.qwen3_5.modules.megatron import LAYER
     from megatron_fleet.platform.megatron.spec import layer_spec
 
-    return stock.get_transformer_block_with_experimental_attention_variant_spec(config) if te else layer_spec(config)
+    if te:
+        return stock.get_transformer_block_with_experimental_attention_variant_spec(config)
+    return layer_spec(config, mixer=LAYER, pattern=config.linear_attention_freq)
 
 
 def _prediction_spec(config: Any, spec: Any, te: bool) -> Any:

@@ -44,7 +44,7 @@ def check(config: Config) -> None:
     _layout(config, hf_config)
     _engine(config, hf_config)
     _routing(config, hf_config)
-    _delta_net(hf_config)
+    _mixer(hf_config)
     _renderer(config)
     _prompts(config)
     _verifiers(config)
@@ -212,11 +212,11 @@ def _engine(config: Config, hf_config: dict[str, Any]) -> None:
     else:
         head = model.head or model.hidden // model.heads
         values = 2 * max(1, (model.groups or model.heads) // engine.tensor_parallel) * head
-    linear = sum(model.linear_layers)
-    per_token = (model.layers - linear) * values * (4 if config.model.dtype == "float32" else 2)
-    # A Gated DeltaNet keeps a matrix per head instead, in float32.
-    state = 4 * (model.linear_value_heads or 0) * (model.linear_key_head or 0) * (model.linear_value_head or 0)
-    needed = per_token * config.rollout.max_context + linear * state // engine.tensor_parallel
+    mixers = sum(map(model.has_mixer, range(model.layers)))
+    per_token = (model.layers - mixers) * values * (4 if config.model.dtype == "float32" else 2)
+    # A mixer keeps a state of fixed size instead.
+    state = 0 if model.mixer is None else model.mixer.state_bytes
+    needed = per_token * config.rollout.max_context + mixers * state // engine.tensor_parallel
     if engine.kv_cache_bytes < needed:
         raise UserError(
             f"rollout.engine.kv_cache_bytes={engine.kv_cache_bytes} is less than the {needed} bytes that one sequence "
@@ -244,18 +244,13 @@ def _routing(config: Config, hf_config: dict[str, Any]) -> None:
         raise UserError(f"{key}: vLLM's build for CPUs does not tell which experts it chose; set it to false.")
 
 
-def _delta_net(hf_config: dict[str, Any]) -> None:
+def _mixer(hf_config: dict[str, Any]) -> None:
     from megatron_fleet.models.hf_config import read_model
 
-    if not any(read_model(hf_config).linear_layers):
-        return
-    from megatron_fleet.platform import delta_rule
-
-    if delta_rule.is_slow():
-        log.warning(
-            "model.path: its Gated DeltaNet layers are trained with PyTorch's operators, which are slow; install "
-            "flash-linear-attention, as requirements/engine-gpu.txt names it."
-        )
+    mixer = read_model(hf_config).mixer
+    advice = None if mixer is None or not any(mixer.pattern) else mixer.advice()
+    if advice is not None:
+        log.warning("model.path: %s", advice)
 
 
 def _prompts(config: Config) -> None:
@@ -322,15 +317,15 @@ def _mlflow_server(config: Config) -> None:
 
 
 def _tasks(config: Config) -> None:
-    from megatron_fleet.loop.tasks import checked_dataset
+    from megatron_fleet.data.dataset import run_dataset
 
-    split = checked_dataset(config).split
+    split = run_dataset(config).split
     _screens(config, [*split.train, *split.held_out])
 
 
 def _screens(config: Config, tasks: Sequence[Task]) -> None:
     """Refuse to train on tasks that need screenshots."""
-    check_sight(config, tasks)
+    check_images(config, tasks)
     if screen := _on_screen(tasks):
         raise UserError(
             f"data.tasks={config.data.tasks}: task {screen.key} is a {screen.modality} task, and training on images "
@@ -338,7 +333,7 @@ def _screens(config: Config, tasks: Sequence[Task]) -> None:
         )
 
 
-def check_sight(config: Config, tasks: Sequence[Task]) -> None:
+def check_images(config: Config, tasks: Sequence[Task]) -> None:
     """Refuse tasks that need screenshots when the model takes no images.
 
     Raises:

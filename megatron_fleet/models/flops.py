@@ -9,9 +9,6 @@ import numpy as np
 
 from megatron_fleet.models.model import Model
 
-LINEAR_CHUNK = 64
-"""Tokens to a chunk of a Gated DeltaNet, in all implementations."""
-
 
 @dataclass(frozen=True, slots=True)
 class SequenceCost:
@@ -35,12 +32,14 @@ class SequenceCost:
         """Build the cost of a model; counts only the experts active for a token."""
         with_experts = sum(map(model.has_experts, range(model.layers)))
         dense = (model.layers - with_experts) * 6 * model.hidden * model.ffn
-        linear = sum(map(model.is_linear, range(model.layers)))
+        mixers = sum(map(model.has_mixer, range(model.layers)))
         projections, pair = _latent(model) if model.latent else _grouped(model)
-        mixing = (model.layers - linear) * projections + (linear * _gated_delta_net(model) if linear else 0)
+        mixing = (model.layers - mixers) * projections
+        if model.mixer is not None:
+            mixing += mixers * model.mixer.flops(model.hidden)
         return cls(
             token=mixing + dense + with_experts * _experts(model),
-            pair=(model.layers - linear) * pair,
+            pair=(model.layers - mixers) * pair,
             prediction=2 * model.hidden * model.vocab,
         )
 
@@ -55,24 +54,6 @@ def _grouped(model: Model) -> tuple[int, int]:
     head, groups = model.head or model.hidden // model.heads, model.groups or model.heads
     queries = 2 * model.heads if model.output_gate else model.heads
     return 2 * model.hidden * head * (queries + model.heads + 2 * groups), 4 * model.heads * head
-
-
-def _gated_delta_net(model: Model) -> int:
-    """A Gated DeltaNet per token: projections, convolution and the rule in its chunked form.
-
-    A chunk of C tokens costs each of them, per value head, products with the state (write, correct, read: K·V each)
-    and with half of the chunk's other tokens (k·k and q·k: K each; solved and attended: K + V and V each).
-    """
-    heads, key_head, value_head = (
-        model.linear_value_heads or 0,
-        model.linear_key_head or 0,
-        model.linear_value_head or 0,
-    )
-    keys, values = (model.linear_key_heads or 0) * key_head, heads * value_head
-    projections = model.hidden * (2 * keys + 2 * values + 2 * heads + values)
-    convolution = (model.linear_convolution or 0) * (2 * keys + values)
-    rule = heads * (3 * key_head * value_head + LINEAR_CHUNK // 2 * (3 * key_head + 2 * value_head))
-    return 2 * (projections + convolution + rule)
 
 
 def _latent(model: Model) -> tuple[int, int]:

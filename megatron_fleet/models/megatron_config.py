@@ -7,12 +7,13 @@ releases, and those of latent attention are DeepSeek-V3's. No torch, no Megatron
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, get_args, get_type_hints
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.models.model import Model, Rope
+from megatron_fleet.models.registry import ARCHITECTURES
 
 _SAME = {
     "layers": "num_layers",
@@ -36,13 +37,6 @@ _LATENT = {
     "rotated": "qk_pos_emb_head_dim",
     "value": "v_head_dim",
 }
-_LINEAR = {
-    "linear_key_heads": "linear_num_key_heads",
-    "linear_value_heads": "linear_num_value_heads",
-    "linear_key_head": "linear_key_head_dim",
-    "linear_value_head": "linear_value_head_dim",
-    "linear_convolution": "linear_conv_kernel_dim",
-}
 _EXPERTS = {
     "experts": "num_moe_experts",
     "experts_per_token": "moe_router_topk",
@@ -53,10 +47,6 @@ _EXPERTS = {
     "shared_gate": "moe_shared_expert_gate",
 }
 """Attribute of ``Model`` → argument of ``TransformerConfig`` with the same value."""
-
-
-GATED_DELTA_NET = "gated_delta_net"
-"""Megatron's name for these layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +79,8 @@ def megatron_arguments(model: Model) -> MegatronArguments:
         config["num_query_groups"] = model.heads
     else:
         config |= {to: getattr(model, name) for name, to in _GROUPED_QUERY.items()}
-    if model.linear_layers:
-        config |= {to: getattr(model, name) for name, to in _LINEAR.items()}
-        config |= {"experimental_attention_variant": GATED_DELTA_NET}
-        config |= {"linear_attention_freq": [int(linear) for linear in model.linear_layers]}
+    if model.mixer is not None:
+        config |= {"experimental_attention_variant": model.mixer.variant, **model.mixer.megatron()}
     if model.experts:
         config |= _experts(model)
     gpt: dict[str, Any] = {
@@ -201,29 +189,44 @@ _MOST_LAYERS = 1000
 """Upper bound, beyond any model's."""
 
 
-class _Arguments:
-    """Arguments that Megatron-LM stores in its checkpoints."""
+class Arguments:
+    """Reader of the arguments that Megatron-LM stores in its checkpoints."""
 
     def __init__(self, args: Mapping[str, Any]) -> None:
         self._args = args
 
     def take(self, name: str, default: Any = None) -> Any:
+        """Return an argument; ``default`` where it is absent."""
         value = self._args.get(name)
         return default if value is None else _plain(name, value)
 
     def need(self, *names: str) -> Any:
-        """First of the named arguments that is present: releases use different names for some."""
+        """Return the first of the named arguments that is present: releases use different names for some."""
         for name in names:
             if self._args.get(name) is not None:
                 return _plain(name, self._args[name])
         raise UserError(f"checkpoint argument {names[0]} is missing; give --template with the model's HF folder.")
 
     def only(self, name: str, *wanted: Any) -> Any:
+        """Return an argument, checked to be one of ``wanted``."""
         value = self.take(name)
         if value not in wanted:
             choice = " or ".join(repr(w) for w in wanted)
             raise UserError(f"checkpoint argument {name}={value!r} is not supported, only {choice}.")
         return value
+
+    def pattern(self, name: str, value: Any, every: Callable[[int, int], bool]) -> tuple[bool, ...]:
+        """Whether each layer is of a kind, as ``value`` of the argument ``name`` says: a list, or a stride.
+
+        Args:
+            every: whether a layer (from 0) is of the kind, given the stride.
+        """
+        layers = self.need("num_layers")
+        if type(value) is int and value and type(layers) is int and layers <= _MOST_LAYERS:
+            value = [every(i, value) for i in range(layers)]
+        if not isinstance(value, list) or len(value) != layers or not any(value):
+            raise UserError(f"checkpoint argument {name}={value!r} does not fit num_layers={layers}.")
+        return tuple(map(bool, value))
 
 
 def _plain(name: str, value: Any) -> Any:
@@ -239,11 +242,12 @@ def _plain(name: str, value: Any) -> Any:
 
 def _typed(model: Model) -> Model:
     """Check that the values of ``model`` have their declared types; return it."""
-    for owner in (model, model.rope):
+    owners: list[Any] = [model, model.rope, *([] if model.mixer is None else [model.mixer])]
+    for owner in owners:
         hints = get_type_hints(type(owner))
         for field in fields(owner):
             value, choices = getattr(owner, field.name), get_args(hints[field.name]) or (hints[field.name],)
-            if field.name in ("rope", "moe_layers", "linear_layers") or value in [
+            if field.name in ("rope", "mixer", "moe_layers", "pattern") or value in [
                 c for c in choices if isinstance(c, str)
             ]:
                 continue
@@ -262,7 +266,7 @@ def model_from_megatron(args: Mapping[str, Any]) -> Model:
     Raises:
         UserError: an argument is missing or has the wrong type, or the model belongs to no supported family.
     """
-    given = _Arguments(args)
+    given = Arguments(args)
     for name, wanted in _ONLY.items():
         given.only(name, wanted)
     for name in _OFF:
@@ -280,10 +284,10 @@ def model_from_megatron(args: Mapping[str, Any]) -> Model:
         values["output_gate"] = given.take("attention_output_gate", False)
     older = given.take("apply_layernorm_1p", False)
     values["zero_centered_norms"] = given.take("layernorm_zero_centered_gamma", older)
-    variant = given.only("experimental_attention_variant", None, False, GATED_DELTA_NET)
+    mixers = {family.mixer.variant: family.mixer for family in ARCHITECTURES.values() if family.mixer is not None}
+    variant = given.only("experimental_attention_variant", None, False, *mixers)
     if variant:
-        values |= {name: given.need(to) for name, to in _LINEAR.items()}
-        values["linear_layers"] = _linear_layers(given)
+        values["mixer"] = mixers[variant].from_megatron(given)
     if not latent:
         grouped = given.take("group_query_attention", False)
         values["groups"] = given.need("num_query_groups") if grouped else values["heads"]
@@ -302,29 +306,15 @@ def model_from_megatron(args: Mapping[str, Any]) -> Model:
     )
 
 
-def _linear_layers(given: _Arguments) -> tuple[bool, ...]:
-    freq, layers = given.need("linear_attention_freq"), given.need("num_layers")
-    if type(freq) is int and freq and type(layers) is int and layers <= _MOST_LAYERS:
-        freq = [(i + 1) % freq != 0 for i in range(layers)]
-    if not isinstance(freq, list) or len(freq) != layers:
-        raise UserError(f"checkpoint argument linear_attention_freq={freq!r} does not fit num_layers={layers}.")
-    return tuple(bool(x) for x in freq)
-
-
-def _experts_from_megatron(given: _Arguments) -> dict[str, Any]:
-    freq, layers = given.take("moe_layer_freq", 1), given.need("num_layers")
-    if isinstance(freq, int) and freq and isinstance(layers, int) and layers <= _MOST_LAYERS:
-        freq = [i % freq == 0 for i in range(layers)]
-    pattern = [bool(x) for x in freq] if isinstance(freq, list) else []
-    if len(pattern) != layers or not any(pattern):
-        raise UserError(f"checkpoint argument moe_layer_freq={freq!r} does not fit num_layers={layers}.")
+def _experts_from_megatron(given: Arguments) -> dict[str, Any]:
+    pattern = given.pattern("moe_layer_freq", given.take("moe_layer_freq", 1), lambda i, n: i % n == 0)
     score = given.take("moe_router_score_function", "softmax")
     return {
         "experts": given.need("num_experts"),
         "experts_per_token": given.need("moe_router_topk"),
         "expert_ffn": given.need("moe_ffn_hidden_size", "ffn_hidden_size"),
         "shared_ffn": given.take("moe_shared_expert_intermediate_size", 0),
-        "moe_layers": tuple(pattern),
+        "moe_layers": pattern,
         "router_score": score,
         "router_bias": given.take("moe_router_enable_expert_bias", False),
         "renormalise": score == "sigmoid" or not given.take("moe_router_pre_softmax", False),
@@ -335,7 +325,7 @@ def _experts_from_megatron(given: _Arguments) -> dict[str, Any]:
     }
 
 
-def _rope_from_megatron(given: _Arguments, latent: bool) -> Rope:
+def _rope_from_megatron(given: Arguments, latent: bool) -> Rope:
     theta = given.take("rotary_base", 10000)
     theta = float(theta) if isinstance(theta, int) else theta
     kind = given.only("position_embedding_type", "rope", "yarn")

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+
+if TYPE_CHECKING:
+    from megatron_fleet.models.architecture import Fields
+    from megatron_fleet.models.megatron_config import Arguments
+    from megatron_fleet.models.table import Rule
+    from megatron_fleet.platform.megatron.spec import MixerLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +39,79 @@ class Rope:
     high_freq_factor: float = 4.0
 
 
+class Mixer(Protocol):
+    """A family's own layer in the place of attention, with its sizes: a frozen dataclass in the family's folder.
+
+    Attributes:
+        name: name of such a layer in messages.
+        variant: Megatron's name for it (``experimental_attention_variant``).
+        engine: module whose function ``install`` adapts vLLM on CPU to it.
+        cpu_engine: vLLM's arguments that its models need on CPU.
+    """
+
+    name: ClassVar[str]
+    variant: ClassVar[str]
+    engine: ClassVar[str]
+    cpu_engine: ClassVar[dict[str, Any]]
+
+    @property
+    def pattern(self) -> tuple[bool, ...]:
+        """Whether it takes the place of attention in each layer."""
+        ...
+
+    @classmethod
+    def read(cls, fields: Fields, layers: int) -> Mixer:
+        """Read it from ``config.json``. Raises UserError."""
+        ...
+
+    def write(self) -> dict[str, Any]:
+        """Return the fields of ``config.json`` from which `read` reads the same."""
+        ...
+
+    @classmethod
+    def from_megatron(cls, given: Arguments) -> Mixer:
+        """Read it from the arguments of a Megatron checkpoint. Raises UserError."""
+        ...
+
+    def megatron(self) -> dict[str, Any]:
+        """Return the arguments of ``TransformerConfig``."""
+        ...
+
+    def rules(self, model: Model) -> tuple[Rule, ...]:
+        """Return the weight table's rules for the norm before it and its tensors."""
+        ...
+
+    def sizes(self) -> dict[str, int]:
+        """Return the sizes that `rules` names in shapes."""
+        ...
+
+    def flops(self, hidden: int) -> int:
+        """Return the FLOPs of one layer per token, for a hidden size."""
+        ...
+
+    @property
+    def heads(self) -> tuple[str, int]:
+        """Field of ``config.json`` and number of the heads that tensor parallelism distributes."""
+        ...
+
+    def widths(self) -> tuple[tuple[str, int], ...]:
+        """Return name and size of each side of its matrices that tensor parallelism splits."""
+        ...
+
+    @property
+    def state_bytes(self) -> int:
+        """Size of one layer's state of a sequence, in an engine."""
+        ...
+
+    def layer(self) -> MixerLayer:
+        """Return its module for Megatron; imports torch."""
+        ...
+
+    def advice(self) -> str | None:
+        """Return what makes it faster on this host; ``None`` if nothing is missing. Imports torch."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
     """The language model of a checkpoint.
@@ -50,10 +129,8 @@ class Model:
             ``kv_lora=None`` means grouped-query attention; ``q_lora=None`` an uncompressed query.
         output_gate: the attended values are multiplied by a sigmoid gate, one per element (Qiu et al. 2025,
             arXiv:2505.06708).
-        linear_layers: whether each layer is a Gated DeltaNet (Yang et al. 2025, arXiv:2412.06464), which replaces
-            attention; empty for a model without such layers.
-        linear_key_heads, linear_value_heads, linear_key_head, linear_value_head, linear_convolution: heads and head
-            sizes of a Gated DeltaNet, and the width of its causal convolution in tokens.
+        mixer: the family's own layer in the place of attention, and where; ``None`` for attention alone.
+        activation: function in the gated feed-forward layers; ``gelu_tanh`` is its approximation by a tanh.
         zero_centered_norms: the model's norms multiply by 1 + weight.
         experts, experts_per_token, expert_ffn: routed experts (0 = none), routed experts per token, size of one expert.
         shared_ffn: total size of the shared experts; 0 = none.
@@ -85,12 +162,8 @@ class Model:
     rotated: int | None = None
     value: int | None = None
     output_gate: bool = False
-    linear_layers: tuple[bool, ...] = ()
-    linear_key_heads: int | None = None
-    linear_value_heads: int | None = None
-    linear_key_head: int | None = None
-    linear_value_head: int | None = None
-    linear_convolution: int | None = None
+    mixer: Mixer | None = None
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
     zero_centered_norms: bool = False
     experts: int = 0
     experts_per_token: int = 0
@@ -115,11 +188,11 @@ class Model:
         """Whether a layer (0-based) has experts; an MTP layer is like the last layer."""
         return bool(self.moe_layers) and self.moe_layers[min(layer, self.layers - 1)]
 
-    def is_linear(self, layer: int) -> bool:
-        """Whether a layer (0-based) is a Gated DeltaNet; an MTP layer never is."""
-        return bool(self.linear_layers) and layer < self.layers and self.linear_layers[layer]
+    def has_mixer(self, layer: int) -> bool:
+        """Whether the mixer takes the place of attention in a layer (0-based); in an MTP layer it never does."""
+        return self.mixer is not None and layer < self.layers and self.mixer.pattern[layer]
 
     @property
     def uniform(self) -> bool:
         """Whether all layers are of one kind; Megatron then stacks them into one tensor per parameter."""
-        return len(set(self.moe_layers)) <= 1 and not self.linear_layers
+        return len(set(self.moe_layers)) <= 1 and self.mixer is None

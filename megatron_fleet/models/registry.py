@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from types import MappingProxyType, ModuleType
 
 from megatron_fleet import models
-from megatron_fleet.models.rules import Architecture
+from megatron_fleet.models.architecture import Architecture
 
 
 def family_modules(part: str) -> Iterator[ModuleType]:

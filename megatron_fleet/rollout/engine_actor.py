@@ -21,6 +21,8 @@ from megatron_fleet.agents.engine import EngineLost, Generation, SamplingParams
 from megatron_fleet.cluster.logs import write_output_to
 from megatron_fleet.config.schema import Config
 from megatron_fleet.models.images import PlacedImage, read_vision
+from megatron_fleet.models.model import Mixer
+from megatron_fleet.models.registry import ARCHITECTURES
 from megatron_fleet.platform import stacks
 from megatron_fleet.platform.children import killed_children_told
 from megatron_fleet.platform.priority import take_normal_priority
@@ -29,7 +31,7 @@ from megatron_fleet.rollout.engine_images import ImageRequests, find_torchvision
 from megatron_fleet.rollout.engine_server import EngineServer
 from megatron_fleet.rollout.prefix_sharing import BLOCK, AttentionTiles, PrefixSharing
 from megatron_fleet.weight_sync.registry import engine_backend
-from megatron_fleet.weight_sync.vllm_plugin import DELTA_NET, DIE_WITH_PARENT, TRANSPORT
+from megatron_fleet.weight_sync.vllm_plugin import DIE_WITH_PARENT, MIXER, TRANSPORT
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -64,8 +66,6 @@ independent of the CPU."""
 CPU_LATENT = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 """vLLM 0.32's rotary operator on CPU mishandles the three-dimensional queries of latent attention. Models with YaRN
 never call it."""
-CPU_DELTA_NET = {"enable_prefix_caching": False}
-"""vLLM 0.32 caches prefixes of models with Gated DeltaNet layers only with chunked prefill, see ``_cpu_args``."""
 CPU_KV_CACHE_BYTES = 1 << 30
 CPU_STEP_TOKENS = 4096
 """Tokens of one scheduling step; a context longer than this raises the limit."""
@@ -118,10 +118,10 @@ class EngineActor:
         await self._llm.update_weight_version("0")
 
     def _start(self) -> None:
-        delta_net = has_delta_net(Path(self._config.model.path))
-        if delta_net:
-            os.environ[DELTA_NET] = "1"
-        if delta_net or self._vision is not None:
+        mixer = family_mixer(Path(self._config.model.path))
+        if mixer is not None:
+            os.environ[MIXER] = mixer.engine
+        if mixer is not None or self._vision is not None:
             find_torchvision()
         from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -357,17 +357,23 @@ def _cpu_args(context: int) -> dict[str, Any]:
 
 def cpu_model_args(model: Path) -> dict[str, Any]:
     """Return the vLLM arguments that ``model`` needs for correct results on CPU."""
-    latent = _text_config(model).get("kv_lora_rank") is not None
-    return (CPU_LATENT if latent else {}) | (CPU_DELTA_NET if has_delta_net(model) else {})
+    latent, mixer = _text_config(model).get("kv_lora_rank") is not None, family_mixer(model)
+    return (CPU_LATENT if latent else {}) | ({} if mixer is None else mixer.cpu_engine)
 
 
-def has_delta_net(model: Path) -> bool:
-    """Whether some layers of ``model`` are Gated DeltaNets."""
-    return _text_config(model).get("linear_num_key_heads") is not None
+def family_mixer(model: Path) -> type[Mixer] | None:
+    """Return the layer that the model's family has in the place of attention; ``None`` for attention alone."""
+    family = ARCHITECTURES.get(_config(model).get("model_type", ""))
+    return None if family is None else family.mixer
+
+
+def _config(model: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((model / "config.json").read_text())
+    return config
 
 
 def _text_config(model: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((model / "config.json").read_text())
+    config = _config(model)
     text: dict[str, Any] = config.get("text_config", config)
     return text
 

@@ -84,14 +84,8 @@ def _widths(model: Model, parallel: ParallelConfig) -> list[tuple[str, int, bool
             ("queries, keys and values together", (queries + 2 * groups) * head // tensor, False),
             ("the attention's output", model.heads * head // tensor, False),
         ]
-    if model.linear_layers:
-        keys = (model.linear_key_heads or 0) * (model.linear_key_head or 0)
-        heads = model.linear_value_heads or 0
-        values = heads * (model.linear_value_head or 0)
-        found += [
-            ("the input of a Gated DeltaNet", (2 * keys + 2 * values + 2 * heads) // tensor, False),
-            ("the output of a Gated DeltaNet", values // tensor, False),
-        ]
+    if model.mixer is not None:
+        found += [(name, size // tensor, False) for name, size in model.mixer.widths()]
     found += [
         ("intermediate_size", model.ffn // tensor, False),
         ("the shared experts' width", model.shared_ffn // tensor, False),

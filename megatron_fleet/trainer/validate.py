@@ -34,10 +34,10 @@ def validate(
         if problem := rule(model, parallel):
             raise UserError(problem)
     _recompute(model, recompute)
-    if lora_rank and model.linear_layers:
+    if lora_rank and model.mixer is not None:
         raise UserError(
-            f"policy.lora.rank={lora_rank}: this model has Gated DeltaNet layers, for which there are no adapters; set "
-            f"policy.lora.rank=0."
+            f"policy.lora.rank={lora_rank}: this model has {model.mixer.name} layers, for which there are no adapters; "
+            f"set policy.lora.rank=0."
         )
 
 
@@ -48,7 +48,7 @@ def _divisions(model: Model, p: ParallelConfig) -> None:
         ("num_attention_heads", model.heads, "tensor", p.tensor),
         ("num_key_value_heads", groups, "tensor", p.tensor),
         ("intermediate_size", model.ffn if dense else 0, "tensor", p.tensor),
-        ("linear_num_key_heads", model.linear_key_heads or 0, "tensor", p.tensor),
+        *([] if model.mixer is None else [(*model.mixer.heads, "tensor", p.tensor)]),
         ("width of the shared experts", model.shared_ffn, "tensor", p.tensor),
         ("moe_intermediate_size", model.expert_ffn, "expert_tensor", p.expert_tensor_size),
         ("number of experts", model.experts, "expert", p.expert),
@@ -96,7 +96,9 @@ def _experts_fit_ranks(model: Model, p: ParallelConfig) -> str | None:
 
 
 def _sequence_is_needed(model: Model, p: ParallelConfig) -> str | None:
-    kinds = {"experts": model.experts, "latent attention": model.latent, "Gated DeltaNet layers": model.linear_layers}
+    kinds = {"experts": bool(model.experts), "latent attention": model.latent}
+    if model.mixer is not None:
+        kinds[f"{model.mixer.name} layers"] = True
     kind = next((kind for kind, present in kinds.items() if present), None)
     if p.tensor == 1 or p.sequence or kind is None:
         return None

@@ -7,6 +7,7 @@ imported until vLLM requests a transport's engine side.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import multiprocessing
 import os
 import signal
@@ -22,9 +23,9 @@ DIE_WITH_PARENT = "MEGATRON_FLEET_DIE_WITH_PARENT"
 """Environment variable that a run sets for its engines, see ``register``."""
 TRANSPORT = "MEGATRON_FLEET_TRANSPORT"
 """Environment variable with the name or path of the run's transport."""
-DELTA_NET = "MEGATRON_FLEET_DELTA_NET"
-"""Environment variable that engines have whose model has Gated DeltaNet layers: on CPU these compute in float32, see
-`vllm_delta_net`. Its imports take a second."""
+MIXER = "MEGATRON_FLEET_MIXER"
+"""Environment variable that engines have whose model has layers of its family (`models.model.Mixer`): the module that
+adapts vLLM on CPU to them. Its imports take a second."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -46,17 +47,15 @@ def register() -> None:
         if engine_backend(name) not in Factory._registry:
             module, _, attribute = halves(name).engine.partition(":")
             Factory.register_engine(engine_backend(name), module, attribute)
-    if DELTA_NET in os.environ:
-        _compute_in_float32()
+    if MIXER in os.environ:
+        _adapt_on_cpu(os.environ[MIXER])
 
 
-def _compute_in_float32() -> None:
+def _adapt_on_cpu(module: str) -> None:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        from megatron_fleet.platform import vllm_delta_net
-
-        vllm_delta_net.install()
+        importlib.import_module(module).install()
 
 
 def _die_with_parent() -> None:

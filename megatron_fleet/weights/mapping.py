@@ -15,10 +15,10 @@ from functools import cached_property
 from typing import Any
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.models import layers
+from megatron_fleet.models import table
 from megatron_fleet.models.hf_config import architecture_of, read_model
 from megatron_fleet.models.model import Model
-from megatron_fleet.models.rules import Leaf, Rows, Rule
+from megatron_fleet.models.table import Leaf, Rows, Rule
 
 Span = tuple[int, int]
 """Half-open interval of indices."""
@@ -133,17 +133,17 @@ class WeightTable:
         self.model = model if prediction else replace(model, mtp=0)
         self._architecture = architecture_of(hf_config)
         self._sizes = sizes(self.model)
-        kinds = {(self.model.is_linear(i), self.model.has_experts(i)) for i in range(self.model.layers)}
-        self._layer_rules = {kind: layers.layer(self.model, *kind) for kind in kinds}
-        self._prediction_rules = layers.prediction(self.model, self._architecture.prediction)
-        originals = {"embedding": layers.EMBEDDING, "head": self._architecture.head}
+        kinds = {(self.model.has_mixer(i), self.model.has_experts(i)) for i in range(self.model.layers)}
+        self._layer_rules = {kind: table.layer(self.model, *kind) for kind in kinds}
+        self._prediction_rules = table.prediction(self.model, self._architecture.prediction)
+        originals = {"embedding": table.EMBEDDING, "head": self._architecture.head}
         self.repeated = {
             self._name(name, i): self._name(originals[of], None)
             for i in range(self.model.layers, self.model.layers + self.model.mtp)
             for name, of in self._architecture.prediction.repeated.items()
         }
         if self.model.tied:
-            head, embedding = self._architecture.head, self._name(layers.EMBEDDING, None)
+            head, embedding = self._architecture.head, self._name(table.EMBEDDING, None)
             self.repeated = {name: embedding if of == head else of for name, of in self.repeated.items()}
             self.repeated[head] = embedding
 
@@ -244,7 +244,7 @@ class WeightTable:
     @cached_property
     def _by_key(self) -> dict[Any, dict[str, Rule]]:
         kinds: dict[Any, tuple[Rule, ...]] = {
-            "top": (*layers.BEFORE, *layers.after(self._architecture.head)),
+            "top": (*table.BEFORE, *table.after(self._architecture.head)),
             **self._layer_rules,
             "mtp": self._prediction_rules,
         }
@@ -253,16 +253,16 @@ class WeightTable:
         }
 
     def _kind(self, layer: int) -> tuple[bool, bool]:
-        """Whether a layer is a Gated DeltaNet, and whether it has experts."""
-        return self.model.is_linear(layer), self.model.has_experts(layer)
+        """Whether the mixer takes the place of attention in a layer, and whether it has experts."""
+        return self.model.has_mixer(layer), self.model.has_experts(layer)
 
     def _entries(self) -> Iterator[tuple[Rule, int | None, int | None]]:
         """Rule, layer in HF's numbering, expert."""
-        for rule in layers.BEFORE:
+        for rule in table.BEFORE:
             yield rule, None, None
         for i in range(self.model.layers):
             yield from self._layer_entries(self._layer_rules[self._kind(i)], i)
-        for rule in layers.after(self._architecture.head):
+        for rule in table.after(self._architecture.head):
             yield rule, None, None
         for k in range(self.model.mtp):
             yield from self._layer_entries(self._prediction_rules, self.model.layers + k)
@@ -348,12 +348,8 @@ def sizes(model: Model) -> dict[str, int]:
         query = model.heads * head
         out |= {"head": head, "q": query, "kv": (model.groups or 0) * head}
         out["q_proj"] = 2 * query if model.output_gate else query
-    if model.linear_layers:
-        keys = (model.linear_key_heads or 0) * (model.linear_key_head or 0)
-        values = (model.linear_value_heads or 0) * (model.linear_value_head or 0)
-        out |= {"linear_values": values, "linear_qkv": 2 * keys + values}
-        out |= {"linear_value_heads": model.linear_value_heads or 0, "linear_value_head": model.linear_value_head or 0}
-        out["linear_convolution"] = model.linear_convolution or 0
+    if model.mixer is not None:
+        out |= model.mixer.sizes()
     return out
 
 

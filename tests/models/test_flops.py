@@ -52,7 +52,7 @@ def test_cost_of_gated_delta_nets(tmp_path):
         q, v, g = torch.rand(1, tokens, 4, 8), torch.rand(1, tokens, 4, 12), torch.rand(1, tokens, 4)
         torch_chunk_gated_delta_rule(q, q, v, g=-g, beta=g)
     cost, rule = SequenceCost.of(model), 2 * 4 * (3 * 8 * 12 + 32 * (3 * 8 + 2 * 12))
-    linear = sum(model.linear_layers)
+    linear = sum(model.mixer.pattern)
     theirs = counted(config, tokens, 40) - linear * counter.get_total_flops()
     unmasked = cost([tokens], [40])[0] + cost.pair * tokens * (tokens - 1) / 2
     assert unmasked - linear * rule * tokens == pytest.approx(theirs, rel=2e-3)

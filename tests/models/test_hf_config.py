@@ -13,8 +13,7 @@ from published_configs import published
 from tiny_configs import FAMILIES, raw_config
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.models.fields import HARMLESS
-from megatron_fleet.models.hf_config import architecture_of, read_model, text_config, write_config
+from megatron_fleet.models.hf_config import HARMLESS, architecture_of, read_model, text_config, write_config
 from megatron_fleet.models.model import Rope
 from megatron_fleet.models.registry import ARCHITECTURES
 
@@ -150,7 +149,9 @@ def test_absence_means_what_it_means_to_transformers(family):
             continue
         filled = json.loads(transformers.AutoConfig.for_model(**absent).to_json_string(use_diff=False))
         own = {name for field in architecture.fields for name in (field.name, *field.also)}
-        own |= CLASS_DEFAULTS | set(architecture.fixed) | {"first_k_dense_replace", "n_shared_experts", "layer_types"}
+        own |= CLASS_DEFAULTS | set(architecture.fixed) | {"first_k_dense_replace", "n_shared_experts"}
+        if (mixer := read_model(raw).mixer) is not None:
+            own |= mixer.write().keys()
         theirs = {key: value for key, value in filled.items() if key in own | {"model_type", "rope_parameters"}}
         if family == "deepseek_v3":
             del theirs["head_dim"]

@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megatron_fleet.platform.megatron.attention import MicroBatchParams
 from megatron_fleet.platform.megatron.spec import layer_spec
-from megatron_fleet.trainer.megatron.init import parameter_shards
+from megatron_fleet.trainer.megatron.build import parameter_shards
 
 VOCAB, LENGTHS, FILLER, MICRO_BATCHES = 64, (9, 5), 2, 4
 TOKENS = sum(LENGTHS) + FILLER

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from rollout_config import rollout_config
 from tiny_configs import raw_config
 
-from megatron_fleet.platform import vllm_delta_net
-from megatron_fleet.platform.delta_rule import convolve, packed_rule, unit_length
+from megatron_fleet.models.qwen3_5.modules import vllm as vllm_delta_net
+from megatron_fleet.models.qwen3_5.modules.delta_rule import convolve, packed_rule, unit_length
 from megatron_fleet.rollout import engine_actor
 
 KEYS, VALUES, KEY, VALUE, WIDTH = 2, 4, 8, 12, 4

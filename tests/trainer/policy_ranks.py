@@ -21,7 +21,7 @@ from megatron_fleet.config.schema import AlgorithmConfig, CorrectionConfig, Para
 from megatron_fleet.loop.update import with_logprobs
 from megatron_fleet.trainer.base import LossReport
 from megatron_fleet.trainer.layout import micro_batch_alignment, sequence_alignment
-from megatron_fleet.trainer.megatron.init import parameter_shards
+from megatron_fleet.trainer.megatron.build import parameter_shards
 from megatron_fleet.trainer.megatron.policy import MegatronPolicy
 from megatron_fleet.trainer.packing.pack_plan import plan_micro_batches
 

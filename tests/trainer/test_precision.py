@@ -20,7 +20,7 @@ from megatron_fleet.config.schema import OptimizerConfig, ParallelConfig, Precis
 from megatron_fleet.models.hf_config import read_model
 from megatron_fleet.trainer.base import AdamParams
 from megatron_fleet.trainer.megatron import build, optimizer, parallel, state
-from megatron_fleet.trainer.megatron.init import fill_random
+from megatron_fleet.trainer.megatron.build import fill_random
 from megatron_fleet.trainer.megatron.precision import filled_in_full, precision_arguments
 
 BF16 = torch.bfloat16

@@ -79,13 +79,13 @@ def obey(engine: Any, command: str, arguments: list[Any]) -> Any:
 
 def main(folder: str, descriptor: str, dtype: str, transport: str, more: str) -> None:
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
-    from megatron_fleet.rollout.engine_actor import CPU_ATTENTION, cpu_model_args, has_delta_net
+    from megatron_fleet.rollout.engine_actor import CPU_ATTENTION, cpu_model_args, family_mixer
     from megatron_fleet.rollout.engine_images import find_torchvision
-    from megatron_fleet.weight_sync.vllm_plugin import DELTA_NET
+    from megatron_fleet.weight_sync.vllm_plugin import MIXER
 
     find_torchvision()  # before vLLM looks for it
-    if has_delta_net(Path(folder)):
-        os.environ[DELTA_NET] = "1"
+    if (mixer := family_mixer(Path(folder))) is not None:
+        os.environ[MIXER] = mixer.engine
     from vllm import LLM
 
     from megatron_fleet.weight_sync.broadcast import groups

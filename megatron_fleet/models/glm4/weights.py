@@ -5,16 +5,18 @@ GLM-4.7-Flash has DeepSeek-V3's layers instead.
 
 from dataclasses import replace
 
-from megatron_fleet.models.deepseek_v3.weights import ARCHITECTURE as DEEPSEEK_V3
-from megatron_fleet.models.fields import (
+from megatron_fleet.models.architecture import (
     BASE,
     EXPERTS,
     GROUPED_QUERY,
     GROUPED_ROUTING,
     PREDICTION,
     STALE_FREQUENCIES,
+    Architecture,
+    Field,
 )
-from megatron_fleet.models.rules import Architecture, Field
+from megatron_fleet.models.deepseek_v3.weights import ARCHITECTURE as DEEPSEEK_V3
+from megatron_fleet.models.deepseek_v3.weights import FirstDense
 
 GLM_45 = Architecture(
     model_types=("glm4_moe",),
@@ -30,7 +32,7 @@ GLM_45 = Architecture(
     given={"router_score": "sigmoid", "router_bias": True, "renormalise": True},
     fixed={"hidden_act": "silu", "norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     passthrough=(STALE_FREQUENCIES,),
-    moe="first_dense",
+    experts=FirstDense(),
     partial_rotary=True,
     rotary_fraction=0.5,
 )

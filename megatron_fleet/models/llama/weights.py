@@ -1,7 +1,6 @@
 """Llama 3, 3.1, 3.2 (text) and 3.3."""
 
-from megatron_fleet.models.fields import BASE, GROUPED_QUERY, STALE_FREQUENCIES
-from megatron_fleet.models.rules import Architecture, Field
+from megatron_fleet.models.architecture import BASE, GROUPED_QUERY, STALE_FREQUENCIES, Architecture, Field
 
 ARCHITECTURES = (
     Architecture(

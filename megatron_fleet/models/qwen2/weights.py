@@ -1,7 +1,6 @@
 """Qwen2 and Qwen2.5, dense: grouped-query attention with biases on query, key and value."""
 
-from megatron_fleet.models.fields import BASE, DENSE_FIXED, GROUPED_QUERY, STALE_FREQUENCIES, WINDOW
-from megatron_fleet.models.rules import Architecture
+from megatron_fleet.models.architecture import BASE, DENSE_FIXED, GROUPED_QUERY, STALE_FREQUENCIES, WINDOW, Architecture
 
 ARCHITECTURES = (
     Architecture(

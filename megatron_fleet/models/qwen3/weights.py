@@ -1,9 +1,21 @@
 """Qwen3: grouped-query attention with query and key norms; dense, MoE, and the language model of Qwen3-VL."""
 
 from dataclasses import replace
+from typing import Any
 
-from megatron_fleet.models.fields import BASE, DENSE_FIXED, EXPERTS, GROUPED_QUERY, STALE_FREQUENCIES, WINDOW
-from megatron_fleet.models.rules import Architecture, Field
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.models.architecture import (
+    BASE,
+    DENSE_FIXED,
+    EXPERTS,
+    GROUPED_QUERY,
+    STALE_FREQUENCIES,
+    WINDOW,
+    Architecture,
+    Field,
+    Fields,
+)
+from megatron_fleet.models.model import Model
 
 DENSE = Architecture(
     model_types=("qwen3",),
@@ -15,6 +27,23 @@ DENSE = Architecture(
     passthrough=(STALE_FREQUENCIES,),
 )
 """Tied or untied word embeddings."""
+
+
+class EveryNth:
+    """Layers with experts as in transformers: layer i has them if i + 1 is a multiple of a step, with exceptions."""
+
+    def read(self, fields: Fields, values: dict[str, Any]) -> tuple[bool, ...]:
+        """See ``ExpertLayers``."""
+        step, without = fields.integer("decoder_sparse_step", 1, default=1), fields.optional("mlp_only_layers", [])
+        if not isinstance(without, list):
+            raise UserError(f"config.json: mlp_only_layers={without!r} is no list of layers; correct the file.")
+        return tuple(i not in without and (i + 1) % step == 0 for i in range(values["layers"]))
+
+    def write(self, model: Model) -> dict[str, Any]:
+        """See ``ExpertLayers``."""
+        dense = [i for i, experts in enumerate(model.moe_layers) if not experts]
+        return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
 
 EXPERT = Architecture(
     model_types=("qwen3_moe",),
@@ -35,7 +64,7 @@ EXPERT = Architecture(
     },
     ignored=WINDOW,
     passthrough=(STALE_FREQUENCIES,),
-    moe="every_nth",
+    experts=EveryNth(),
 )
 """30B-A3B, 235B-A22B: softmax router, no shared expert."""
 

@@ -5,23 +5,19 @@ three axes of the rotary embedding have equal positions, so it is a plain one ov
 """
 
 from dataclasses import replace
+from typing import Any
 
-from megatron_fleet.models.fields import BASE, GROUPED_QUERY
-from megatron_fleet.models.rules import Architecture, Field, Prediction
+from megatron_fleet.models.architecture import BASE, GROUPED_QUERY, Architecture, Field, Fields
+from megatron_fleet.models.model import Model
+from megatron_fleet.models.qwen3_5.delta_net import GatedDeltaNet
+from megatron_fleet.models.table import Prediction
 
-LINEAR = (
-    Field("linear_num_key_heads", "linear_key_heads"),
-    Field("linear_num_value_heads", "linear_value_heads"),
-    Field("linear_key_head_dim", "linear_key_head"),
-    Field("linear_value_head_dim", "linear_value_head"),
-    Field("linear_conv_kernel_dim", "linear_convolution"),
-)
 # The norms and the projection of a prediction layer have one name each, whatever the number of layers.
 PREDICTION = (Field("mtp_num_hidden_layers", "mtp", default=0, most=1),)
 
 DENSE = Architecture(
     model_types=("qwen3_5_text",),
-    fields=(*BASE, GROUPED_QUERY[0], Field("head_dim", "head"), *LINEAR, *PREDICTION),
+    fields=(*BASE, GROUPED_QUERY[0], Field("head_dim", "head"), *PREDICTION),
     given={"qk_norm": True, "output_gate": True, "zero_centered_norms": True},
     fixed={
         "hidden_act": "silu",
@@ -34,7 +30,7 @@ DENSE = Architecture(
     },
     ignored=("language_model_only",),
     passthrough=(r"model\.visual\..+",),
-    hybrid=True,
+    mixer=GatedDeltaNet,
     partial_rotary=True,
     rotary_fraction=0.25,
     prediction=Prediction(
@@ -46,6 +42,22 @@ DENSE = Architecture(
         pattern=r"mtp\..+",
     ),
 )
+
+
+class AllLayers:
+    """Experts in every layer."""
+
+    def read(self, fields: Fields, values: dict[str, Any]) -> tuple[bool, ...]:
+        """See ``ExpertLayers``."""
+        # The family has no dense layers, so their size is arbitrary.
+        values["ffn"] = values["expert_ffn"]
+        return (True,) * int(values["layers"])
+
+    def write(self, model: Model) -> dict[str, Any]:
+        """See ``ExpertLayers``."""
+        return {}
+
+
 EXPERT = replace(
     DENSE,
     model_types=("qwen3_5_moe_text",),
@@ -58,9 +70,8 @@ EXPERT = replace(
     ),
     given={**DENSE.given, "renormalise": True, "shared_gate": True},
     fixed={**DENSE.fixed, "mlp_only_layers": []},
-    moe="all",
+    experts=AllLayers(),
 )
-"""Every layer has experts."""
 
 
 def _with_vision(text: Architecture, model_type: str) -> Architecture:

@@ -195,10 +195,6 @@ def _patch_rotary(module: Any) -> None:
 _EVERYWHERE: dict[str, Callable[[Any], None]] = {
     "megatron.core.optimizer.distrib_optimizer": patches.patch_distributed_optimizer,
     "megatron.core.transformer.moe.router": patches.patch_router,
-    "megatron.core.ssm.gated_delta_net": patches.patch_gated_delta_net,
-    # A package from 0.19 on.
-    "megatron.core.ssm.gated_delta_net.common": patches.patch_gated_delta_net,
-    "megatron.core.ssm.gated_delta_net.gdn": patches.patch_gated_delta_net,
     "megatron.core.optimizer.cpu_offloading.hybrid_optimizer": hybrid.patch_hybrid_optimizer,
 }
 _OPTIMIZER: dict[str, Callable[[Any], None]] = {

@@ -1,4 +1,4 @@
-"""Patches for latent attention, mixtures of experts and Gated DeltaNets in Megatron-Core, and fixes of its bugs.
+"""Patches for latent attention and mixtures of experts in Megatron-Core, and fixes of its bugs.
 
 Each function takes the freshly imported module it is named after.
 """
@@ -143,15 +143,3 @@ def patch_latent_attention(module: Any) -> None:
 
     module.HAVE_TE = False
     module.Linear = DuplicatedLinear
-
-
-def patch_gated_delta_net(module: Any) -> None:
-    """Let the layer be built without flash-linear-attention: our forward pass needs it on no host."""
-    module.HAVE_FLA = True
-    for name in ("chunk_gated_delta_rule", "causal_conv1d", "l2norm"):
-        if module.__dict__.get(name) is None:
-            setattr(module, name, _no_kernel)
-
-
-def _no_kernel(*_: Any, **__: Any) -> None:
-    raise RuntimeError("flash-linear-attention is not installed")

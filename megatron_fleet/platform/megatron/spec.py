@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_mlp_module_spec_for_backend
-from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -24,7 +25,6 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megatron_fleet.platform.megatron.attention import PackedAttention
-from megatron_fleet.platform.megatron.gated_delta_net import PackedGatedDeltaNet
 from megatron_fleet.platform.megatron.layers import DuplicatedLinear, RMSNorm, SwiGLU
 
 
@@ -46,27 +46,49 @@ def has_transformer_engine() -> bool:
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
-def layer_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+@dataclass(frozen=True, slots=True)
+class MixerLayer:
+    """A model family's own module in the place of attention.
+
+    Attributes:
+        make: builds its specification from the classes of a column-parallel linear layer, of its inner norms and of a
+            row-parallel linear layer.
+        first: name of its first linear layer, in which Transformer Engine keeps the norm before it.
+    """
+
+    make: Callable[[type, type, type], ModuleSpec]
+    first: str
+
+
+def layer_spec(
+    config: TransformerConfig,
+    vp_stage: int | None = None,
+    mixer: MixerLayer | None = None,
+    pattern: Sequence[bool] = (),
+) -> TransformerBlockSubmodules:
     """Layer specification of this pipeline stage for `GPTModel`: Transformer Engine where it can run, PyTorch
     elsewhere.
 
-    The configuration alone decides: latent or grouped-query attention, norms of query and key, by ``moe_layer_freq``
-    which layers have experts, and by ``linear_attention_freq`` which are Gated DeltaNets. Without Transformer Engine
-    experts are computed one after another.
+    The configuration decides: latent or grouped-query attention, norms of query and key, and by ``moe_layer_freq``
+    which layers have experts. Without Transformer Engine experts are computed one after another.
 
     Args:
         vp_stage: index of one of this rank's virtual pipeline stages; ``None`` without virtual stages.
+        mixer, pattern: module in the place of attention, and whether each layer of the model has it.
     """
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     here = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
     if has_transformer_engine():
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
-        block.layer_specs = [
-            _with_linear_attention(spec) if is_linear(config, layer) else spec
-            for layer, spec in zip(here, block.layer_specs, strict=True)
-        ]
+        if mixer is not None:
+            block.layer_specs = [
+                _with_mixer(spec, mixer) if pattern[layer] else spec
+                for layer, spec in zip(here, block.layer_specs, strict=True)
+            ]
         return block
-    kinds = {layer: (is_linear(config, layer), has_experts(config, layer)) for layer in here}
+    kinds = {
+        layer: (mixer if mixer is not None and pattern[layer] else None, has_experts(config, layer)) for layer in here
+    }
     specs = {kind: _torch_layer(config, *kind) for kind in set(kinds.values())}
     return TransformerBlockSubmodules(layer_specs=[specs[kinds[layer]] for layer in here], layer_norm=RMSNorm)
 
@@ -79,34 +101,27 @@ def has_experts(config: TransformerConfig, layer: int) -> bool:
     return bool(frequency[layer]) if isinstance(frequency, list) else layer % frequency == 0
 
 
-def is_linear(config: TransformerConfig, layer: int) -> bool:
-    """Whether a layer (global index from 0) is a Gated DeltaNet; `models.megatron_config` lists them."""
-    pattern = config.linear_attention_freq
-    return isinstance(pattern, list) and bool(pattern[layer])
+def _with_mixer(layer: ModuleSpec, mixer: MixerLayer) -> ModuleSpec:
+    """A Transformer Engine layer with a mixer in the place of attention.
 
-
-def _with_linear_attention(layer: ModuleSpec) -> ModuleSpec:
-    """A Transformer Engine layer with a Gated DeltaNet in the place of attention.
-
-    The norm of its output is ours, because it is float32 between bfloat16 layers.
+    Its inner norms are ours, because they may be float32 between bfloat16 layers.
     """
     from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TERowParallelLinear
 
-    parts = GatedDeltaNetSubmodules(TELayerNormColumnParallelLinear, RMSNorm, TERowParallelLinear)
     changed = copy.deepcopy(layer)
-    changed.submodules.self_attention = ModuleSpec(module=PackedGatedDeltaNet, submodules=parts)
+    changed.submodules.self_attention = mixer.make(TELayerNormColumnParallelLinear, RMSNorm, TERowParallelLinear)
     return changed
 
 
-def _torch_layer(config: TransformerConfig, linear: bool, experts: bool) -> ModuleSpec:
+def _torch_layer(config: TransformerConfig, mixer: MixerLayer | None, experts: bool) -> ModuleSpec:
     backend = TorchBackend()
-    attention, names = (
-        _linear_attention(backend)
-        if linear
-        else _latent_attention(backend, config)
-        if config.multi_latent_attention
-        else _attention(backend, config)
-    )
+    if mixer is not None:
+        attention = mixer.make(backend.column_parallel_linear(), backend.layer_norm(), backend.row_parallel_linear())
+        names = {"input_layernorm.": f"self_attention.{mixer.first}.layer_norm_"}
+    elif config.multi_latent_attention:
+        attention, names = _latent_attention(backend, config)
+    else:
+        attention, names = _attention(backend, config)
     if not experts:
         names = names | {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
     mlp = get_mlp_module_spec_for_backend(
@@ -138,14 +153,6 @@ def _attention(backend: TorchBackend, config: TransformerConfig) -> tuple[Module
     )
     spec = ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=modules)
     return spec, {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-
-
-def _linear_attention(backend: TorchBackend) -> tuple[ModuleSpec, dict[str, str]]:
-    parts = GatedDeltaNetSubmodules(
-        backend.column_parallel_linear(), backend.layer_norm(), backend.row_parallel_linear()
-    )
-    spec = ModuleSpec(module=PackedGatedDeltaNet, submodules=parts)
-    return spec, {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
 
 
 def _latent_attention(backend: TorchBackend, config: TransformerConfig) -> tuple[ModuleSpec, dict[str, str]]:

@@ -1,14 +1,20 @@
-"""Construction of Megatron model chunks from an HF ``config.json``."""
+"""Construction of Megatron model chunks from an HF ``config.json``, and their random parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.activations import fast_gelu
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_fleet.config.schema import ParallelConfig, Recompute
@@ -18,6 +24,9 @@ from megatron_fleet.models.model import Model
 from megatron_fleet.platform.megatron.spec import has_transformer_engine, layer_spec
 from megatron_fleet.trainer.layout import padded_vocab_size
 from megatron_fleet.trainer.megatron.model import PolicyModel
+
+_ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": fast_gelu}
+"""`Model.activation` → the function; the identity of the first tells Megatron which fused kernels fit."""
 
 
 def transformer_config(
@@ -31,10 +40,10 @@ def transformer_config(
     Args:
         more: further arguments of Megatron's configuration, which take precedence.
     """
-    fused = has_transformer_engine()
+    fused, silu = has_transformer_engine(), model.activation == "silu"
     arguments = megatron_arguments(model)
     settings: dict[str, Any] = {
-        "activation_func": F.silu,
+        "activation_func": _ACTIVATIONS[model.activation],
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
@@ -48,7 +57,7 @@ def transformer_config(
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": parallel.expert_tensor_size,
         "calculate_per_token_loss": True,
-        # Every parameter is filled afterwards, from a checkpoint or by `init.fill_random`. Disabling initialisation
+        # Every parameter is filled afterwards, from a checkpoint or by `fill_random`. Disabling initialisation
         # instead would omit the attributes by which gradient norms distinguish shards from copies.
         "init_method": _leave,
         "output_layer_init_method": _leave,
@@ -57,9 +66,10 @@ def transformer_config(
         # sequences.
         "apply_rope_fusion": fused and model.latent == (model.rope.kind == "yarn"),
         "bias_dropout_fusion": fused,
-        "bias_activation_fusion": fused,
-        # The activation is a module of the layer specification.
-        "use_te_activation_func": not fused,
+        # Megatron's fused GELU is the approximation by a tanh, whichever is asked for.
+        "bias_activation_fusion": fused and silu,
+        # SwiGLU is a module of the layer specification.
+        "use_te_activation_func": not fused and silu,
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
@@ -68,11 +78,11 @@ def transformer_config(
     if model.experts:
         settings |= {"moe_grouped_gemm": fused, "moe_token_dispatcher_type": "alltoall", "moe_permute_fusion": fused}
     cls = MLATransformerConfig if model.latent else TransformerConfig
-    if model.linear_layers:
-        # Before 0.18 Megatron refuses context parallelism with these layers; ours have it.
+    if model.mixer is not None:
+        # Before 0.18 Megatron refuses context parallelism with other layers than attention; ours have it.
         settings["context_parallel_size"] = 1
     config = cls(**arguments.config | settings | _recompute(recompute) | more)
-    if model.linear_layers:
+    if model.mixer is not None:
         config.context_parallel_size = parallel.context
     for name, value in arguments.attributes.items():
         setattr(config, name, value)
@@ -114,6 +124,15 @@ def build_chunks(
     return [build_stage(model, config, micro_batch_tokens, model_class, piece) for piece in pieces]
 
 
+def stage_layers(
+    model: Model, config: TransformerConfig, virtual_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """Layer specification of one chunk, see `layer_spec`."""
+    if model.mixer is None:
+        return layer_spec(config, virtual_stage)
+    return layer_spec(config, virtual_stage, model.mixer.layer(), model.mixer.pattern)
+
+
 def build_stage(
     model: Model,
     config: TransformerConfig,
@@ -127,7 +146,7 @@ def build_stage(
     ends = {"ignore_virtual": False, "vp_stage": virtual_stage}
     stage = model_class(
         config=config,
-        transformer_layer_spec=layer_spec(config, virtual_stage),
+        transformer_layer_spec=stage_layers(model, config, virtual_stage),
         vocab_size=padded_vocab_size(model.vocab, config.tensor_model_parallel_size),
         max_sequence_length=micro_batch_tokens,
         pre_process=parallel_state.is_pipeline_first_stage(**ends),
@@ -137,3 +156,42 @@ def build_stage(
     )
     stage.real_vocab_size = model.vocab
     return stage.cuda() if torch.cuda.is_available() else stage
+
+
+def parameter_shards(model_chunks: Sequence[MegatronModule]) -> Iterator[ShardedTensor]:
+    """This rank's parameters with their place in the whole model (key, global shape, global offset)."""
+    metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    for chunk in model_chunks:
+        state = chunk.sharded_state_dict(metadata=metadata)
+        apply_factories(state)
+        for value in nested_values(state):
+            if isinstance(value, ShardedTensor) and value.data is not None:
+                yield value
+
+
+@torch.no_grad()
+def fill_random(model_chunks: Sequence[MegatronModule], std: float, seed: int, vocab_size: int) -> None:
+    """Fill matrices with Normal(0, std), norms with a gain of one, vocabulary padding and expert biases with zero.
+
+    A value depends only on the seed, the parameter and the place in it, so it is the same in every layout.
+    """
+    gain = 0.0 if model_chunks[0].config.layernorm_zero_centered_gamma else 1.0
+    for shard in parameter_shards(model_chunks):
+        shape = list(shard.global_shape)
+        if "norm" in shard.key:
+            shard.data.fill_(gain)
+            continue
+        if shard.key.endswith("expert_bias"):
+            shard.data.zero_()
+            continue
+        padded = "word_embeddings" in shard.key or "output_layer" in shard.key
+        if padded:
+            shape[0] = vocab_size
+        digest = hashlib.sha256(f"{seed} {shard.key}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        whole = torch.randn(shape, generator=generator) * std
+        if padded and shard.global_shape[0] > vocab_size:
+            whole = torch.cat([whole, whole.new_zeros(shard.global_shape[0] - vocab_size, *shape[1:])])
+        sizes = [1] * shard.prepend_axis_num + list(shard.local_shape)
+        place = tuple(slice(o, o + n) for o, n in zip(shard.global_offset, sizes, strict=True))
+        shard.data.copy_(whole[place].reshape(shard.data.shape))

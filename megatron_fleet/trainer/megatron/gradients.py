@@ -25,7 +25,7 @@ from torch import nn
 
 from megatron_fleet.config.sections.trainer import GradientMetricsConfig
 from megatron_fleet.trainer.gradient_metrics import SIDE, Matrix, Sums, choose, gradient_metrics, megabytes_edited
-from megatron_fleet.trainer.megatron.init import parameter_shards
+from megatron_fleet.trainer.megatron.build import parameter_shards
 
 _LAYER = re.compile(r"(?<=decoder\.layers)\.(\d+)(?=\.)")
 

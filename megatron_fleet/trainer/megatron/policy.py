@@ -22,7 +22,7 @@ from megatron_fleet.trainer.base import AdamParams, LossReport, MicroBatches, Op
 from megatron_fleet.trainer.megatron import build, lora, optimizer, parallel, routing, state, step
 from megatron_fleet.trainer.megatron.fake_quant import quantise_experts
 from megatron_fleet.trainer.megatron.gradients import GradientProbe
-from megatron_fleet.trainer.megatron.init import fill_random
+from megatron_fleet.trainer.megatron.build import fill_random
 from megatron_fleet.trainer.megatron.offload import TrainState
 from megatron_fleet.trainer.megatron.precision import filled_in_full, precision_arguments
 from megatron_fleet.trainer.megatron.reference import BaseReference, Reference

@@ -12,7 +12,7 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name
 
-from megatron_fleet.platform.delta_rule import convolve_on, gated_delta_rule, unit_length
+from megatron_fleet.models.qwen3_5.modules.delta_rule import convolve_on, gated_delta_rule, unit_length
 
 _bfloat16_core = stock.cpu_gdn_attention_core
 

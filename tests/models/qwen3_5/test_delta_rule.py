@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
 
-from megatron_fleet.platform import delta_rule  # noqa: E402
+from megatron_fleet.models.qwen3_5.modules import delta_rule  # noqa: E402
 
 LENGTHS = (1, 63, 64, 65, 130)
 

@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import nn
 
-from megatron_fleet.platform.delta_rule import kernels, unit_length
+from megatron_fleet.models.qwen3_5.modules.delta_rule import kernels, unit_length
 from megatron_fleet.platform.megatron.attention import MicroBatchParams
+from megatron_fleet.platform.megatron.spec import MixerLayer
 from megatron_fleet.platform.zigzag import local_tokens
+
+_MEGATRON = "megatron.core.ssm.gated_delta_net"
+
+
+def _no_kernel(*_: Any, **__: Any) -> None:
+    raise RuntimeError("flash-linear-attention is not installed")
+
+
+def _allow_without_kernels() -> None:
+    """Let Megatron's layer be built without flash-linear-attention: our forward pass needs it on no host."""
+    for name in (_MEGATRON, f"{_MEGATRON}.common", f"{_MEGATRON}.gdn"):  # a package from 0.19 on
+        module: Any = sys.modules.get(name)
+        if module is not None:
+            module.HAVE_FLA = True
+            for kernel in ("chunk_gated_delta_rule", "causal_conv1d", "l2norm"):
+                if module.__dict__.get(kernel) is None:
+                    setattr(module, kernel, _no_kernel)
+
+
+_allow_without_kernels()
 
 
 class PackedGatedDeltaNet(GatedDeltaNet):
@@ -85,3 +108,11 @@ def _to_float32(module: nn.Module, name: str) -> None:
     wide = nn.Parameter(parameter.detach().float())
     wide.__dict__.update(parameter.__dict__)
     module._parameters[name] = wide
+
+
+def _spec(column: type, norm: type, row: type) -> ModuleSpec:
+    return ModuleSpec(module=PackedGatedDeltaNet, submodules=GatedDeltaNetSubmodules(column, norm, row))
+
+
+LAYER = MixerLayer(_spec, first="in_proj")
+"""The layer for `platform.megatron.spec.layer_spec`."""

@@ -1,24 +1,132 @@
-"""Weight tables: the HF tensors behind each Megatron tensor, layer by layer.
+"""Weight tables: the HF tensors behind each Megatron tensor, their arrangement, and the layers that families share.
 
-All supported families use the same naming scheme, so one table serves all; the model's architecture determines which
-parts apply. Keys are the ones Megatron-Core 0.16 to 0.19 writes with Transformer Engine layers; where its local layers
-use a different key for the same content, that key is an alias.
+The families name their tensors alike, so one table serves all; the model's architecture determines which parts apply,
+and a family's own layer brings its rules (`model.Mixer`). Keys are the ones Megatron-Core 0.16 to 0.19 writes with
+Transformer Engine layers; where its local layers use a different key for the same content, that key is an alias.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from megatron_fleet.models.model import Model
-from megatron_fleet.models.rules import Leaf, Prediction, Rows, Rule, Stack
 
 HF = "{body}layers.{i}."
 LAYER = "decoder.layers.{i}."
 ATTENTION = LAYER + "self_attention."
 MTP = "mtp.layers.{k}."
 
-EMBEDDING = "{body}embed_tokens.weight"
+Layout = Literal["copy", "concat", "qkv"]
+"""Arrangement of the HF tensors' rows in the Megatron tensor.
 
+``copy``: one HF tensor, row for row.
+``concat``: the HF tensors concatenated (gate and up of SwiGLU).
+``qkv``: for each key-value head, its query heads, then (if there are) their gates, then its key head, then its value
+head.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Some rows of a tensor: ``length`` rows from ``start`` on, once or again after every ``period`` rows."""
+
+    start: int
+    length: int
+    period: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """A tensor in which some releases store this part of all experts.
+
+    Attributes:
+        name: name of that tensor.
+        part, parts: an expert's rows in it are ``parts`` equal parts, of which this is number ``part``.
+    """
+
+    name: str
+    part: int = 0
+    parts: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One HF tensor, or some rows of it.
+
+    In names, ``{body}`` is the architecture's prefix, ``{i}`` the layer and ``{e}`` the expert.
+
+    Attributes:
+        shape: names of the tensor's sizes (`mapping.sizes`).
+        tied: tensor that replaces this one when the model ties its word embeddings; this tensor is then not part of
+            the model.
+        rows: the rows meant; ``None`` = all.
+        stack: where the tensor is stored if not under its own name.
+    """
+
+    name: str
+    shape: tuple[str, ...]
+    tied: str | None = None
+    rows: Rows | None = None
+    stack: Stack | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One Megatron tensor of a ``torch_dist`` checkpoint.
+
+    Attributes:
+        key: checkpoint key with numbered layers: ``decoder.layers.{i}.…``. A rule whose leaves contain ``{e}``
+            describes one expert of a tensor that stacks all of them.
+        leaves: HF tensors that make it up.
+        layout: see ``Layout``.
+        aliases: keys that other Megatron layer specs use for the same content.
+        vocabulary: the rows may be followed by zero-filled padding rows.
+        float32: kept in float32 regardless of the model's dtype.
+        offset: difference of Megatron's values from HF's.
+    """
+
+    key: str
+    leaves: tuple[Leaf, ...]
+    layout: Layout = "copy"
+    aliases: tuple[str, ...] = ()
+    vocabulary: bool = False
+    float32: bool = False
+    offset: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Names of a multi-token prediction layer's tensors. ``{i}`` counts on after the last layer, ``{k}`` from 0.
+
+    Attributes:
+        layer: prefix of its transformer layer.
+        embedding_norm, hidden_norm, projection, norm: norms of the next token's embedding and of the last layer's
+            output, the projection of both, and the norm at the end.
+        repeated: tensors that duplicate another tensor, mapped to that tensor: ``embedding`` or ``head``.
+        pattern: regular expression for the names of all its tensors; ``None``: those that begin with ``layer``.
+    """
+
+    layer: str
+    embedding_norm: str
+    hidden_norm: str
+    projection: str
+    norm: str
+    repeated: dict[str, Literal["embedding", "head"]] = field(default_factory=dict)
+    pattern: str | None = None
+
+
+DEEPSEEK_PREDICTION = Prediction(
+    layer=HF,
+    embedding_norm=HF + "enorm.weight",
+    hidden_norm=HF + "hnorm.weight",
+    projection=HF + "eh_proj.weight",
+    norm=HF + "shared_head.norm.weight",
+    repeated={HF + "embed_tokens.weight": "embedding", HF + "shared_head.head.weight": "head"},
+)
+"""DeepSeek-V3's names: further layers after the last one."""
+
+EMBEDDING = "{body}embed_tokens.weight"
 
 BEFORE = (Rule("embedding.word_embeddings.weight", (Leaf(EMBEDDING, ("vocab", "hidden")),), vocabulary=True),)
 """Rules for the tensors before the layers."""
@@ -32,15 +140,18 @@ def after(head: str) -> tuple[Rule, ...]:
     )
 
 
-def layer(model: Model, linear: bool, experts: bool) -> tuple[Rule, ...]:
+def layer(model: Model, mixer: bool, experts: bool) -> tuple[Rule, ...]:
     """Rules for one transformer layer.
 
     Args:
-        linear: whether it is a Gated DeltaNet instead of attention.
+        mixer: whether the family's mixer takes the place of attention.
         experts: whether its feed-forward part has experts.
     """
-    attention = _gated_delta_net if linear else _latent if model.latent else _grouped_query
-    return (*attention(model), *(_experts(model) if experts else _dense(model)))
+    if mixer and model.mixer is not None:
+        mixing = model.mixer.rules(model)
+    else:
+        mixing = _latent(model) if model.latent else _grouped_query(model)
+    return (*mixing, *(_experts(model) if experts else _dense(model)))
 
 
 def _grouped_query(model: Model) -> tuple[Rule, ...]:
@@ -64,42 +175,6 @@ def _grouped_query(model: Model) -> tuple[Rule, ...]:
             for x in "qk"
         ]
     return (*rules, Rule(ATTENTION + "linear_proj.weight", (Leaf(HF + "self_attn.o_proj.weight", ("hidden", "q")),)))
-
-
-def _gated_delta_net(model: Model) -> tuple[Rule, ...]:
-    """Megatron stores the parts of the input projection and of the convolution as tensors of their own."""
-    at = HF + "linear_attn."
-    keys = (model.linear_key_heads or 0) * (model.linear_key_head or 0)
-    values = (model.linear_value_heads or 0) * (model.linear_value_head or 0)
-    qkv = {"query": Rows(0, keys), "key": Rows(keys, keys), "value": Rows(2 * keys, values)}
-    others = (("z", "z", "linear_values"), ("beta", "b", "linear_value_heads"), ("alpha", "a", "linear_value_heads"))
-    mixed, taps = ("linear_qkv", "hidden"), ("linear_qkv", "one", "linear_convolution")
-    return (
-        Rule(ATTENTION + "in_proj.layer_norm_weight", (Leaf(HF + "input_layernorm.weight", ("hidden",)),)),
-        *(
-            Rule(f"{ATTENTION}in_proj.weight.{name}", (Leaf(at + "in_proj_qkv.weight", mixed, rows=rows),))
-            for name, rows in qkv.items()
-        ),
-        *(
-            Rule(f"{ATTENTION}in_proj.weight.{name}", (Leaf(f"{at}in_proj_{x}.weight", (size, "hidden")),))
-            for name, x, size in others
-        ),
-        *(
-            Rule(f"{ATTENTION}conv1d.weight.{name}", (Leaf(at + "conv1d.weight", taps, rows=rows),))
-            for name, rows in qkv.items()
-        ),
-        Rule(ATTENTION + "dt_bias", (Leaf(at + "dt_bias", ("linear_value_heads",)),)),
-        # In bfloat16 rates of decay would be off by up to 0.8 %.
-        Rule(ATTENTION + "A_log", (Leaf(at + "A_log", ("linear_value_heads",)),), float32=True),
-        # The one norm that HF does not centre at zero; the difference would be lost in bfloat16.
-        Rule(
-            ATTENTION + "out_norm.weight",
-            (Leaf(at + "norm.weight", ("linear_value_head",)),),
-            float32=True,
-            offset=-1.0 if model.zero_centered_norms else 0.0,
-        ),
-        Rule(ATTENTION + "out_proj.weight", (Leaf(at + "out_proj.weight", ("hidden", "linear_values")),)),
-    )
 
 
 def _latent(model: Model) -> tuple[Rule, ...]:
@@ -184,7 +259,7 @@ def _experts(model: Model) -> tuple[Rule, ...]:
 
 def prediction(model: Model, names: Prediction) -> tuple[Rule, ...]:
     """Rules for a multi-token prediction layer, Megatron's ``mtp.layers.{k}``."""
-    inner = layer(model, linear=False, experts=model.has_experts(model.layers))
+    inner = layer(model, mixer=False, experts=model.has_experts(model.layers))
     norms = {"enorm": names.embedding_norm, "hnorm": names.hidden_norm}
     return (
         *(Rule(f"{MTP}{x}.weight", (Leaf(name, ("hidden",)),)) for x, name in norms.items()),

@@ -1,0 +1,220 @@
+"""Interface of a model family to the shared code: its fields of ``config.json``, and what it brings of its own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, get_type_hints
+
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.models.model import Mixer, Model
+from megatron_fleet.models.table import DEEPSEEK_PREDICTION, Prediction
+
+_TYPES = get_type_hints(Model)
+
+_MOST = {"layers": 1000, "heads": 1 << 16, "groups": 1 << 16, "experts": 1 << 16, "mtp": 9}
+_MOST_OTHERWISE = (1 << 31) - 1
+"""Default upper bound of an integer, beyond any model's: tables are sized by some, and sizes are multiplied."""
+
+REQUIRED: Any = object()
+"""Default of a ``Field`` that is required in ``config.json``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """Mapping of one ``config.json`` field to an attribute of `model.Model`.
+
+    Attributes:
+        name: field name in ``config.json``, used for writing.
+        to: attribute name in ``Model``.
+        default: value if the field is absent.
+        also: alternative names used by other versions of transformers.
+        most: largest integer that the family supports; ``None``: the usual one.
+    """
+
+    name: str
+    to: str
+    default: Any = REQUIRED
+    also: tuple[str, ...] = ()
+    most: int | None = None
+
+
+def same(name: str, values: Iterable[Any]) -> Any:
+    """The single value of a field that may appear in several places; ``None`` if it appears in none."""
+    found = [value for value in values if value is not None]
+    if any(value != found[0] for value in found[1:]):
+        raise UserError(f"config.json: {name} is there several times with different values {found}; correct the file.")
+    return found[0] if found else None
+
+
+def of_kind(name: str, value: Any, kind: type, least: float = 0, most: int = _MOST_OTHERWISE) -> Any:
+    """Check that ``value`` is of a kind (bool; int from ``least`` to ``most``; float above ``least``); return it."""
+    if kind is bool and isinstance(value, bool):
+        return value
+    if kind is float and type(value) in (int, float) and least < value <= sys.float_info.max:
+        return float(value)
+    if kind is int and type(value) is int and least <= value <= most:
+        return value
+    wanted = {bool: "true or false", int: f"an integer from {least} to {most}", float: f"a number above {least}"}[kind]
+    raise UserError(f"config.json: {name}={value!r} is not supported, only {wanted}; correct the file.")
+
+
+class Fields:
+    """Reader of the fields of a ``config.json``; tracks which ones were read."""
+
+    def __init__(self, raw: Mapping[str, Any]) -> None:
+        self._raw, self._seen = raw, set[str]()
+
+    def optional(self, name: str, default: Any = None) -> Any:
+        """Return a field as it is; ``default`` where it is absent or null."""
+        self._seen.add(name)
+        value = self._raw.get(name)
+        return default if value is None else value
+
+    def part(self, name: str) -> Mapping[str, Any]:
+        """Return a field that is an object, empty where it is absent."""
+        value = self.optional(name, {})
+        if not isinstance(value, Mapping):
+            raise UserError(f"config.json: {name}={value!r} is no JSON object; correct the file.")
+        return value
+
+    def integer(self, name: str, least: int, default: Any = REQUIRED, most: int = _MOST_OTHERWISE) -> int:
+        """Return a field that is an integer from ``least`` to ``most``."""
+        value: int = of_kind(name, self._required(name, self.optional(name, default)), int, least, most)
+        return value
+
+    def take(self, field: Field) -> Any:
+        """Return the value of a family's field, checked to have the type of its attribute."""
+        value = same(" or ".join((field.name, *field.also)), map(self.optional, (field.name, *field.also)))
+        value = self._required(field.name, field.default if value is None else value)
+        kind = _TYPES[field.to]
+        if value is None or kind in (bool, float):
+            return value if value is None else of_kind(field.name, value, kind)
+        most = _MOST.get(field.to, _MOST_OTHERWISE) if field.most is None else field.most
+        return of_kind(field.name, value, int, 0 if field.to == "mtp" else 1, most)
+
+    def check(self, name: str, expected: Any) -> None:
+        """Check a field's value.
+
+        A list as ``expected`` means a list field whose items all have that value, a tuple several supported values.
+        """
+        choices = expected if isinstance(expected, tuple) else (expected,)
+        value = self.optional(name, choices[0])
+        each = isinstance(expected, list) and isinstance(value, list) and all(item in expected for item in value)
+        if value not in choices and not each:
+            raise UserError(
+                f"config.json: {name}={value!r} is not supported for model_type={self._raw.get('model_type')!r}, only "
+                f"{' or '.join(map(repr, choices))}; use a model without it."
+            )
+
+    def refuse_rest(self, harmless: set[str]) -> None:
+        """Raise UserError if a field was neither read nor is ``harmless``."""
+        rest = sorted(set(self._raw) - self._seen - harmless)
+        if rest:
+            raise UserError(
+                f"config.json: {rest[0]}={self._raw[rest[0]]!r} is an unknown field and may change what the model "
+                f"computes; remove it from the file if it does not."
+            )
+
+    @staticmethod
+    def _required(name: str, value: Any) -> Any:
+        if value is REQUIRED:
+            raise UserError(f"config.json: {name} is missing; use the config.json that belongs to the weights.")
+        return value
+
+
+class ExpertLayers(Protocol):
+    """Convention by which a family's ``config.json`` says which layers have experts."""
+
+    def read(self, fields: Fields, values: dict[str, Any]) -> tuple[bool, ...]:
+        """Return whether each layer has experts.
+
+        Args:
+            values: attributes of ``Model`` read so far, among them ``layers`` and ``expert_ffn``; may be added to.
+        """
+        ...
+
+    def write(self, model: Model) -> dict[str, Any]:
+        """Return the fields from which `read` reads the same."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """A kind of model of a family, as data: what its ``config.json`` may say and what that computes.
+
+    Attributes:
+        model_types: values of ``model_type`` in ``config.json``.
+        fields: supported fields of ``config.json``, see ``Field``.
+        given: attributes of ``Model`` that are constant across the family.
+        fixed: fields that affect the computation but have only one supported value, which absence also implies; a value
+            in a list means that the field is a list whose items all have that value, a tuple has several names for the
+            one value.
+        ignored: other fields that do not affect the computation.
+        text: field of ``config.json`` that holds the language model's own configuration.
+        body, head: prefix of the decoder's tensors, name of the output layer.
+        passthrough: regular expressions for tensors that Megatron does not hold (stale buffers, vision towers), which
+            are copied byte for byte.
+        experts: convention by which ``config.json`` marks layers with experts; ``None``: the family is dense.
+        mixer: the family's own layer in the place of attention, which reads its own fields.
+        prediction: names of the tensors of a multi-token prediction layer.
+        partial_rotary: ``partial_rotary_factor`` gives the rotated fraction of a head; otherwise all of it is.
+        rotary_fraction: rotated fraction of a head where ``config.json`` does not specify it.
+    """
+
+    model_types: tuple[str, ...]
+    fields: tuple[Field, ...]
+    given: dict[str, Any] = field(default_factory=dict)
+    fixed: dict[str, Any] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+    text: str | None = None
+    body: str = "model."
+    head: str = "lm_head.weight"
+    passthrough: tuple[str, ...] = ()
+    experts: ExpertLayers | None = None
+    mixer: type[Mixer] | None = None
+    prediction: Prediction = DEEPSEEK_PREDICTION
+    partial_rotary: bool = False
+    rotary_fraction: float = 1.0
+
+
+BASE = (
+    Field("num_hidden_layers", "layers"),
+    Field("hidden_size", "hidden"),
+    Field("vocab_size", "vocab"),
+    Field("intermediate_size", "ffn"),
+    Field("max_position_embeddings", "context", default=None),
+    Field("num_attention_heads", "heads"),
+    Field("rms_norm_eps", "norm_eps"),
+)
+GROUPED_QUERY = (
+    Field("num_key_value_heads", "groups"),
+    Field("head_dim", "head", default=None),
+)
+LATENT = (
+    Field("kv_lora_rank", "kv_lora"),
+    Field("q_lora_rank", "q_lora", default=None),
+    Field("qk_nope_head_dim", "nope"),
+    Field("qk_rope_head_dim", "rotated"),
+    Field("v_head_dim", "value"),
+)
+EXPERTS = (
+    Field("n_routed_experts", "experts", also=("num_experts", "num_local_experts")),
+    Field("num_experts_per_tok", "experts_per_token"),
+    Field("moe_intermediate_size", "expert_ffn"),
+)
+GROUPED_ROUTING = (
+    Field("routed_scaling_factor", "routing_scale"),
+    Field("n_group", "expert_groups"),
+    Field("topk_group", "top_groups"),
+)
+PREDICTION = (Field("num_nextn_predict_layers", "mtp", default=0, also=("num_mtp_layers",)),)
+
+DENSE_FIXED: dict[str, Any] = {"hidden_act": "silu", "use_sliding_window": False, "layer_types": ["full_attention"]}
+
+WINDOW = ("sliding_window", "max_window_layers")
+"""No effect while ``use_sliding_window`` is false."""
+
+STALE_FREQUENCIES = r"{body}layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
+"""A buffer that old versions saved; every framework recomputes it."""
