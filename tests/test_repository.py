@@ -166,6 +166,35 @@ def test_what_is_printed_is_escaped():
     assert found == set()
 
 
+EXCHANGES = {
+    "platform.communicator",
+    "platform.megatron.patches",  # versions of Megatron's own exchanges
+    *("weight_sync.broadcast.groups", "weight_sync.broadcast.rendezvous"),  # between trainer and engines
+}
+
+
+def test_ranks_exchange_through_the_communicator():
+    """Others may name a group (``ProcessGroup``) and use PyTorch's checkpoints, which are files."""
+    found = {
+        module.removeprefix("megatron_fleet.")
+        for module, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if _imports_torch_distributed(node)
+    }
+    assert found == EXCHANGES
+
+
+def _imports_torch_distributed(node: ast.AST) -> bool:
+    if isinstance(node, ast.Import):
+        return any(alias.name == "torch.distributed" for alias in node.names)
+    if not isinstance(node, ast.ImportFrom) or node.level:
+        return False
+    names = {alias.name for alias in node.names}
+    return (node.module == "torch.distributed" and not names <= {"ProcessGroup", "checkpoint"}) or (
+        node.module == "torch" and "distributed" in names
+    )
+
+
 def test_test_files_have_different_names():
     names = [f.name for f in (ROOT / "tests").rglob("test_*.py")]
     assert sorted({n for n in names if names.count(n) > 1}) == []

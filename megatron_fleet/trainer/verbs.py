@@ -6,13 +6,11 @@ import hmac
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 import psutil
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_fleet.algorithms.datum import Datum
@@ -20,7 +18,7 @@ from megatron_fleet.algorithms.losses import make_loss
 from megatron_fleet.cluster.rank_identity import controller_address
 from megatron_fleet.config.schema import AlgorithmConfig, Config
 from megatron_fleet.platform import device as devices
-from megatron_fleet.platform.communicator import TorchCommunicator
+from megatron_fleet.platform.communicator import TorchCommunicator, join_at
 from megatron_fleet.storage.fingerprint import fingerprint, list_files
 from megatron_fleet.trainer.base import PARTS, AdamParams, Part, as_plain
 from megatron_fleet.trainer.megatron.faults import find_faults
@@ -43,19 +41,15 @@ def join(config: str, who: Identity, rendezvous: str, address: str, listener: so
         address: of this host, to which the other ranks connect.
         listener: rank 0's socket at ``rendezvous``.
     """
-    timeout = timedelta(seconds=Config.model_validate_json(config).cluster.collective_timeout_s)
     if interface := _interface(address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     os.environ["LOCAL_RANK"] = str(who.local_rank)  # Transformer Engine and our devices read it
-    host, port = rendezvous.rsplit(":", 1)
-    how: dict[str, Any] = {"timeout": timeout, "wait_for_workers": False}
-    if listener is not None:
-        how |= {"is_master": True, "master_listen_fd": listener.detach()}
-    store = dist.PrefixStore(_prefix(), dist.TCPStore(host, int(port), who.world_size, **how))
     if torch.cuda.is_available():
         torch.cuda.set_device(devices.device())
-    dist.init_process_group(devices.backend(), store=store, rank=who.rank, world_size=who.world_size, timeout=timeout)
+    how: dict[str, Any] = {"backend": devices.backend(), "rank": who.rank, "size": who.world_size, "key": _prefix()}
+    timeout_s = Config.model_validate_json(config).cluster.collective_timeout_s
+    join_at(rendezvous, listener, timeout_s=timeout_s, **how)
 
 
 def _prefix() -> str:
@@ -93,7 +87,8 @@ class RankVerbs:
         colocated = self._config.rollout.engine.colocated
         self._state = self._policy.train_state() if colocated else None
         self._memory = RankMemory(devices.device(), self._state)
-        self._replica = self._replica_group()
+        # Ranks that get equal data; messages between the hosts' CPUs.
+        self._replica = self._world.split(self._policy.dp_rank, self._config.cluster.collective_timeout_s)
         self._losses: RecordedLosses | None = None
         self._sender: Sender | None = None
         self._transport = ""
@@ -110,26 +105,15 @@ class RankVerbs:
         Args:
             bodies: ``count`` messages on the first rank, none elsewhere.
         """
-        if dist.get_world_size(self._replica) == 1:
-            return list(bodies)
-        mine, shared = iter(bodies), []
-        for _ in range(count):
-            body = next(mine, b"")
-            length = torch.tensor([len(body)])
-            dist.broadcast(length, group=self._replica, group_src=0)
-            content = torch.frombuffer(bytearray(body), dtype=torch.uint8) if body else None
-            if content is None:
-                content = torch.empty(int(length), dtype=torch.uint8)
-            dist.broadcast(content, group=self._replica, group_src=0)
-            shared.append(body or content.numpy().tobytes())
-        return shared
+        mine = iter(bodies)
+        return [self._replica.broadcast_bytes(next(mine, b""), 0) for _ in range(count)]
 
     def forward(
         self, micro_batches: MicroBatchList, which: Literal["current", "reference"], temperature: float | None
     ) -> list[list[Any]] | None:
         """Log-probs at trained positions, by micro-batch, from the replica's first rank."""
         values = self._policy.forward(micro_batches, which, temperature)
-        if dist.get_rank(self._replica) > 0:
+        if self._replica.rank > 0:
             return None
         return [results_to_plain(*pair) for pair in zip(micro_batches, values, strict=True)]
 
@@ -166,8 +150,8 @@ class RankVerbs:
             self._policy.save_state(folder)
         except CheckpointException as error:  # no Exception, upstream; raised on every rank
             raise OSError(str(error)) from error
-        dist.barrier()
-        mine = list_files(folder)[dist.get_rank() :: dist.get_world_size()]
+        self._world.barrier()
+        mine = list_files(folder)[self._world.rank :: self._world.size]
         return {file.relative_to(folder).as_posix(): fingerprint(file, flush=True) for file in mine}
 
     def load_state(self, path: str) -> None:
@@ -216,11 +200,3 @@ class RankVerbs:
         if self._sender is not None:
             self._sender.close()
             self._sender = None
-
-    def _replica_group(self) -> dist.ProcessGroup:
-        """Ranks that get equal data, as a group for messages between the hosts' CPUs."""
-        replicas = self._world.all_gather(self._policy.dp_rank)
-        members = [[r for r, replica in enumerate(replicas) if replica == n] for n in range(self._policy.dp_size)]
-        timeout = timedelta(seconds=self._config.cluster.collective_timeout_s)
-        groups = [dist.new_group(ranks, timeout=timeout, backend="gloo") for ranks in members]
-        return groups[self._policy.dp_rank]

@@ -11,7 +11,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-import torch.distributed as dist
 from logprob_kernel_runs import OneRank
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -107,18 +106,23 @@ class Rank:
     def rank(self):
         return self._rank
 
-    def all_reduce(self, tensor, op):
+    def sum_(self, tensor):
+        self._replace(tensor, lambda stack: stack.sum(0))
+
+    def max_(self, tensor):
+        self._replace(tensor, lambda stack: stack.amax(0))
+
+    def _replace(self, tensor, reduced):
         self._slots[self._rank] = tensor.clone()
         self._barrier.wait()
-        stack = torch.stack(self._slots)
-        tensor.copy_(stack.amax(0) if op == dist.ReduceOp.MAX else stack.sum(0))
+        tensor.copy_(reduced(torch.stack(self._slots)))
         self._barrier.wait()
 
 
 # 53 rows on 4 ranks are 14 each with 3 of padding; 33 real ones leave the last rank 0 and the third 5.
 @pytest.mark.parametrize(("vocab", "ranks"), [(50, 2), (53, 4), (33, 4)])
 def test_a_vocabulary_over_ranks(monkeypatch, vocab, ranks):
-    monkeypatch.setattr(logprob.dist, "all_reduce", lambda t, op=dist.ReduceOp.SUM, group=None: group.all_reduce(t, op))
+    monkeypatch.setattr(logprob, "TorchCommunicator", lambda group: group)
     padding = 56 - vocab if ranks == 4 else 2
     hidden, weight, targets, _ = inputs(vocab=vocab, padding=padding, scale=5.0)
     with torch.no_grad():

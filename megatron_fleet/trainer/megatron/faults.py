@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import nn
+
+from megatron_fleet.platform.communicator import TorchCommunicator
 
 _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+|(?<=experts\.linear_fc[12]\.weight)\d+")
@@ -48,9 +49,7 @@ def find_faults(chunks: Sequence[nn.Module]) -> Faults:
         )
         for place, ((name, _), weight, gradient) in enumerate(zip(named, weights, gradients, strict=True)):
             found.append(((index * stages + stage, place), name, not weight, not gradient))
-    everywhere: list[list[tuple[tuple[int, int], str, bool, bool]]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everywhere, found)
-    ordered = sorted(entry for part in everywhere for entry in part)
+    ordered = sorted(entry for part in TorchCommunicator().all_gather(found) for entry in part)
     return Faults(
         weights=_unique([name for _, name, weight, _ in ordered if weight]),
         gradients=_unique([name for _, name, _, gradient in reversed(ordered) if gradient]),

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
@@ -24,6 +23,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import nn
 
 from megatron_fleet.config.sections.trainer import GradientMetricsConfig
+from megatron_fleet.platform.communicator import TorchCommunicator
 from megatron_fleet.trainer.gradient_metrics import SIDE, Matrix, Sums, choose, gradient_metrics, megabytes_edited
 from megatron_fleet.trainer.megatron.build import parameter_shards
 
@@ -76,9 +76,8 @@ class GradientProbe:
     def __init__(self, chunks: Sequence[MegatronModule], settings: GradientMetricsConfig) -> None:
         """Choose the samples. ``chunks``: this rank's, unwrapped, with adapters if there are any."""
         shards = list(_shards(chunks))
-        everywhere: list[list[Matrix]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(everywhere, [shard.matrix for shard in shards])
-        matrices = {matrix for part in everywhere for matrix in part}
+        everywhere = TorchCommunicator().all_gather([shard.matrix for shard in shards])
+        matrices: set[Matrix] = {matrix for part in everywhere for matrix in part}
         self._all_sizes = sum(matrix.size for matrix in matrices)
         self._samples = choose(list(matrices), settings.parameters)
         numbers = {matrix: number for number, matrix in enumerate(self._samples)}
@@ -134,22 +133,22 @@ class GradientProbe:
         return gradient_metrics(self._reduce(table, real)) | self._edited(before)
 
     def _reduce(self, table: torch.Tensor, real: Sequence[bool]) -> list[Sums]:
-        data_group = parallel_state.get_data_parallel_group()
+        data_group = TorchCommunicator(parallel_state.get_data_parallel_group())
         for group in (parallel_state.get_context_parallel_group(), parallel_state.get_model_parallel_group()):
-            dist.all_reduce(table, group=group)
+            TorchCommunicator(group).sum_(table)
         any_real = torch.tensor(real, dtype=torch.int32, device=self._device)
         counts = any_real.sum().repeat(len(self._samples)).double()
         if self._experts:
             experts = table[:, self._experts]
-            dist.all_reduce(experts, group=data_group)
-            dist.all_reduce(any_real, op=dist.ReduceOp.MAX, group=data_group)
-            mine = float(data_group.rank() == 0)  # all ranks have them now; count them once from here on
+            data_group.sum_(experts)
+            data_group.max_(any_real)
+            mine = float(data_group.rank == 0)  # all ranks have them now; count them once from here on
             table[:, self._experts] = experts * mine
             counts[self._experts] = any_real.sum().double() * mine
         energies = torch.linalg.vector_norm(table, dim=(0, 2, 3), dtype=torch.float64).square()
         totals = table.sum(0, dtype=torch.float64)
         for tensor in (counts, energies, totals):
-            dist.all_reduce(tensor, group=data_group)
+            data_group.sum_(tensor)
         sizes = [[min(SIDE, n) for n in matrix.shape] for matrix in self._samples]
         cut = [total[:rows, :cols] for total, (rows, cols) in zip(totals.cpu(), sizes, strict=True)]
         return [Sums(t, e, int(n)) for t, e, n in zip(cut, energies.tolist(), counts.tolist(), strict=True)]
@@ -159,7 +158,7 @@ class GradientProbe:
         for piece, old, new in zip(self._pieces, before, self._weights(), strict=True):
             if piece.is_main:
                 piece.put(changed, old != new)
-        dist.all_reduce(changed)
+        TorchCommunicator().sum_(changed)
         counts = changed.sum((1, 2)).tolist()
         sampled = [min(SIDE, matrix.shape[0]) * min(SIDE, matrix.shape[1]) for matrix in self._samples]
         shares = {m: n / size for m, n, size in zip(self._samples, counts, sampled, strict=True)}

@@ -13,8 +13,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from megatron_fleet.platform.communicator import ProcessGroup, TorchCommunicator
 from megatron_fleet.trainer.megatron import logprob_torch
 
 WEIGHT_ROWS = 8192
@@ -30,7 +30,7 @@ class _TokenLogprob(torch.autograd.Function):
         hidden: torch.Tensor,
         weight: torch.Tensor,
         targets: torch.Tensor,
-        group: dist.ProcessGroup,
+        group: ProcessGroup,
         first_row: int,
         scale: float,
         chunk: int,
@@ -89,16 +89,16 @@ def _buffer(hidden: torch.Tensor, weight: torch.Tensor, chunk: int) -> torch.Ten
     return hidden.new_empty(min(chunk, len(hidden)), len(weight))
 
 
-def _combine(sums: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _combine(sums: torch.Tensor, group: ProcessGroup) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Log-probs, log Z and entropies ``[A]`` from every rank's `row_sums` ``[4, A]``, which are overwritten."""
     top = sums[0]
     if group.size() > 1:
-        own = top.clone()
-        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+        ranks, own = TorchCommunicator(group), top.clone()
+        ranks.max_(top)
         fall = own.sub_(top)
         sums[2] += fall * sums[1]
         sums[1:3] *= fall.exp_()
-        dist.all_reduce(sums[1:], group=group)
+        ranks.sum_(sums[1:])
     # For z shifted by its maximum: log Z = log Σe, log p = z − log Z, H = log Z − Σ e·z / Σ e.
     log_z = sums[1].log()
     return sums[3] - top - log_z, top + log_z, log_z - sums[2] / sums[1]
@@ -121,7 +121,7 @@ def token_logprobs(
     targets: torch.Tensor,
     *,
     vocab_size: int,
-    group: dist.ProcessGroup,
+    group: ProcessGroup,
     temperature: float,
     chunk: int,
     weight_grad: torch.Tensor | None = None,

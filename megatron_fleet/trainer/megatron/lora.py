@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
@@ -36,6 +35,7 @@ from torch import nn
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import LoraConfig
+from megatron_fleet.platform.communicator import ProcessGroup, TorchCommunicator
 from megatron_fleet.weights.adapters import LowRank, View
 from megatron_fleet.weights.mapping import Matrix, Span, WeightTable
 from megatron_fleet.weights.shards import local_tensors
@@ -139,7 +139,7 @@ class Adapter(nn.Module):
             return mappings.reduce_from_tensor_model_parallel_region(inner, group)
         return inner
 
-    def describe(self, prefix: str, experts: int, data_group: dist.ProcessGroup) -> ShardedStateDict:
+    def describe(self, prefix: str, experts: int, data_group: ProcessGroup) -> ShardedStateDict:
         """A and B with their place in the whole model."""
         lead: tuple[tuple[int, int, int], ...] = ()
         rank, size = (
@@ -194,7 +194,7 @@ class Adapters(nn.ModuleList):
         """Return nothing: to loaders and exports, a chunk is the base model."""
         return {}
 
-    def describe(self, prefix: str, data_group: dist.ProcessGroup) -> ShardedStateDict:
+    def describe(self, prefix: str, data_group: ProcessGroup) -> ShardedStateDict:
         """Checkpoint content of the chunk, by parameter name within the chunk (``prefix`` + ``0.a``).
 
         Args:
@@ -224,9 +224,7 @@ def attach(
     if missing := [name for name in settings.targets if name not in groups]:
         raise UserError(f"policy.lora.targets names {missing[0]}, which this model does not have; remove it.")
     adapters = [_attach(chunk, table, settings, seed) for chunk in chunks]
-    empty: list[bool] = [False] * dist.get_world_size()
-    dist.all_gather_object(empty, not any(len(each) for each in adapters))
-    if any(empty):
+    if any(TorchCommunicator().all_gather(not any(len(each) for each in adapters))):
         raise UserError(
             f"policy.lora.targets={list(settings.targets)} leaves a pipeline rank without adapters; add attention."
         )

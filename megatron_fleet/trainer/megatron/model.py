@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -15,6 +14,7 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 
+from megatron_fleet.platform.communicator import ProcessGroup, TorchCommunicator
 from megatron_fleet.trainer.megatron.logprob import token_logprobs
 
 
@@ -115,14 +115,12 @@ class _Spread(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, mine: torch.Tensor, places: torch.Tensor, count: int, group: dist.ProcessGroup
-    ) -> torch.Tensor:
+    def forward(ctx: Any, mine: torch.Tensor, places: torch.Tensor, count: int, group: ProcessGroup) -> torch.Tensor:
         ctx.save_for_backward(places)
         ctx.set_materialize_grads(False)
         whole = mine.new_zeros(count)
         whole[places] = mine
-        dist.all_reduce(whole, group=group)
+        TorchCommunicator(group).sum_(whole)
         return whole
 
     @staticmethod

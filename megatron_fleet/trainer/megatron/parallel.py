@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import ParallelConfig
-from megatron_fleet.platform import device
+from megatron_fleet.platform import communicator, device
 
 
 def initialise(parallel: ParallelConfig, seed: int) -> None:
@@ -20,14 +17,13 @@ def initialise(parallel: ParallelConfig, seed: int) -> None:
     Raises:
         UserError: the world size is not tensor × pipeline × context × data.
     """
-    if not dist.is_initialized():
-        _join()
-    world = parallel.world_size
-    if dist.get_world_size() != world:
+    communicator.join(device.backend())
+    world, started = parallel.world_size, communicator.TorchCommunicator().size
+    if started != world:
         raise UserError(
             f"parallel.tensor={parallel.tensor} × parallel.pipeline={parallel.pipeline} × "
             f"parallel.context={parallel.context} × parallel.data={parallel.data} needs {world} processes, "
-            f"{dist.get_world_size()} were started; change one."
+            f"{started} were started; change one."
         )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
@@ -41,15 +37,7 @@ def initialise(parallel: ParallelConfig, seed: int) -> None:
     model_parallel_cuda_manual_seed(seed)
 
 
-def _join() -> None:
-    if "RANK" in os.environ:
-        dist.init_process_group(device.backend())
-    else:
-        dist.init_process_group(device.backend(), store=dist.HashStore(), rank=0, world_size=1)
-
-
 def shutdown() -> None:
     """Leave all groups."""
     parallel_state.destroy_model_parallel()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    communicator.leave()

@@ -20,9 +20,9 @@ from megatron_fleet.platform.communicator import TorchCommunicator
 from megatron_fleet.trainer import layout
 from megatron_fleet.trainer.base import AdamParams, LossReport, MicroBatches, OptimReport
 from megatron_fleet.trainer.megatron import build, lora, optimizer, parallel, routing, state, step
+from megatron_fleet.trainer.megatron.build import fill_random
 from megatron_fleet.trainer.megatron.fake_quant import quantise_experts
 from megatron_fleet.trainer.megatron.gradients import GradientProbe
-from megatron_fleet.trainer.megatron.build import fill_random
 from megatron_fleet.trainer.megatron.offload import TrainState
 from megatron_fleet.trainer.megatron.precision import filled_in_full, precision_arguments
 from megatron_fleet.trainer.megatron.reference import BaseReference, Reference
@@ -148,7 +148,7 @@ class MegatronPolicy:
 
     def _logprobs(self, micro_batches: MicroBatches, settings: step.Settings) -> list[list[np.ndarray]]:
         values = step.run_logprobs(self._wrapped, self._pack(micro_batches), settings)
-        arrays = step.share_from_last_stage([[v.cpu().numpy() for v in values]])[: len(micro_batches)]
+        arrays = step.share_from_last_stage([v.cpu().numpy() for v in values])[: len(micro_batches)]
         return [unpack_trained(micro_batch, array) for micro_batch, array in zip(micro_batches, arrays, strict=True)]
 
     def forward_backward(self, micro_batches: MicroBatches, loss: LossFn) -> LossReport:

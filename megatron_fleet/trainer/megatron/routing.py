@@ -22,13 +22,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import checkpoint
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import nn
 
 from megatron_fleet.config.schema import RouterConfig
+from megatron_fleet.platform.communicator import TorchCommunicator
 from megatron_fleet.platform.megatron.spec import has_experts
 from megatron_fleet.trainer.packing.pack import PackedMicroBatch
 
@@ -222,7 +222,7 @@ def collect(chunks: Sequence[nn.Module], micro_batches: Sequence[PackedMicroBatc
         recorded = (experts[:, layers] for micro_batch in micro_batches for _, experts in micro_batch.routing)
         table[_EXPECTED] = sum(int(np.count_nonzero(e[..., 0] != e[..., 1])) for e in recorded)
         table[_POSSIBLE] = sum(micro_batch.real_tokens for micro_batch in micro_batches) * len(layers)
-    dist.all_reduce(table)
+    TorchCommunicator().sum_(table)
     replayed, disagreed, wrong, expected, possible = table.tolist()
     if wrong or replayed != expected:
         raise RuntimeError(

@@ -34,7 +34,6 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from megatron.core.dist_checkpointing.utils import extract_sharded_base, force_all_tensors_to_non_fp8
 from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
-from torch.distributed import ProcessGroup
 from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -50,6 +49,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.platform.communicator import ProcessGroup
 from megatron_fleet.storage.local import LocalFolder
 from megatron_fleet.weights.torch_dist.dtypes import DTYPES
 from megatron_fleet.weights.torch_dist.index import COMMON, StoredTensor, read_places

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
@@ -25,6 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.platform.communicator import TorchCommunicator
 from megatron_fleet.platform.megatron.adapt import cuda_calls_answered
 from megatron_fleet.trainer.megatron import extra_state, shard_reader
 from megatron_fleet.trainer.megatron.lora import Adapters
@@ -55,7 +55,7 @@ class _ThreadedSave(TorchDistSaveShardedStrategy):
 def save(path: Path, chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer) -> None:
     """Write this rank's part into ``path``; collective. The folder must be empty or not exist."""
     path.mkdir(parents=True, exist_ok=True)  # on every rank, so that all fail alike
-    dist.barrier()
+    TorchCommunicator().barrier()
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     with cuda_calls_answered():
         dist_checkpointing.save(

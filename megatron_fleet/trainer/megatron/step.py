@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_fleet.algorithms.losses import LossFn, LossInputs
+from megatron_fleet.platform.communicator import TorchCommunicator
 from megatron_fleet.platform.device import device
 from megatron_fleet.platform.megatron.attention import MicroBatchParams
 from megatron_fleet.platform.zigzag import local_tokens
@@ -176,22 +176,17 @@ def reduce_sums(per_micro_batch: Sequence[dict[str, torch.Tensor]], counts: dict
         per_micro_batch: metric sums of each micro-batch; empty on all but the last pipeline stage.
         counts: integers known on every rank, also summed over data-parallel ranks.
     """
-    box: list[dict[str, float] | None] = [None]
+    sums: dict[str, float] = {}
     if parallel_state.is_pipeline_last_stage():
         names = sorted(per_micro_batch[0])
-        table = torch.stack([torch.stack([sums[name].double() for name in names]) for sums in per_micro_batch]).sum(0)
+        table = torch.stack([torch.stack([each[name].double() for name in names]) for each in per_micro_batch]).sum(0)
         table = torch.cat([table, table.new_tensor(list(counts.values()))])
-        dist.all_reduce(table, group=parallel_state.get_data_parallel_group())
-        box = [dict(zip([*names, *counts], table.tolist(), strict=True))]
-    return share_from_last_stage(box)
+        TorchCommunicator(parallel_state.get_data_parallel_group()).sum_(table)
+        sums = dict(zip([*names, *counts], table.tolist(), strict=True))
+    return share_from_last_stage(sums)
 
 
-def share_from_last_stage(box: list[Any]) -> Any:
-    """Broadcast ``box[0]`` of the last pipeline stage to every stage."""
-    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        dist.broadcast_object_list(
-            box,
-            src=parallel_state.get_pipeline_model_parallel_last_rank(),
-            group=parallel_state.get_pipeline_model_parallel_group(),
-        )
-    return box[0]
+def share_from_last_stage(value: Any) -> Any:
+    """Return the ``value`` of the last pipeline stage, on every stage."""
+    stages = TorchCommunicator(parallel_state.get_pipeline_model_parallel_group())
+    return stages.broadcast_value(value, stages.size - 1)
