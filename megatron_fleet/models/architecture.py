@@ -160,7 +160,6 @@ class Architecture:
         mixer: the family's own layer in the place of attention, which reads its own fields.
         prediction: names of the tensors of a multi-token prediction layer.
         partial_rotary: ``partial_rotary_factor`` gives the rotated fraction of a head; otherwise all of it is.
-        rotary_fraction: rotated fraction of a head where ``config.json`` does not specify it.
     """
 
     model_types: tuple[str, ...]
@@ -176,7 +175,6 @@ class Architecture:
     mixer: type[Mixer] | None = None
     prediction: Prediction = DEEPSEEK_PREDICTION
     partial_rotary: bool = False
-    rotary_fraction: float = 1.0
 
 
 BASE = (

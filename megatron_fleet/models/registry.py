@@ -20,12 +20,15 @@ def family_modules(part: str) -> Iterator[ModuleType]:
             yield importlib.import_module(f"{name}.{part}")
 
 
-ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
-    {
-        model_type: architecture
-        for module in family_modules("weights")
-        for architecture in module.ARCHITECTURES
-        for model_type in architecture.model_types
-    }
-)
+_ARCHITECTURES: dict[str, Architecture] = {}
+ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(_ARCHITECTURES)
 """Architectures by the ``model_type`` of ``config.json``."""
+
+
+def register(*architectures: Architecture) -> None:
+    """Add architectures, of the families here or of a package of the user's, in the process that calls."""
+    _ARCHITECTURES.update({name: architecture for architecture in architectures for name in architecture.model_types})
+
+
+for _module in family_modules("weights"):
+    register(*_module.ARCHITECTURES)

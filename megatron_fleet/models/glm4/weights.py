@@ -34,7 +34,6 @@ GLM_45 = Architecture(
     passthrough=(STALE_FREQUENCIES,),
     experts=FirstDense(),
     partial_rotary=True,
-    rotary_fraction=0.5,
 )
 FLASH = replace(DEEPSEEK_V3, model_types=("glm4_moe_lite",))
 ARCHITECTURES = (GLM_45, FLASH)

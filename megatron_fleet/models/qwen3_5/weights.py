@@ -32,7 +32,6 @@ DENSE = Architecture(
     passthrough=(r"model\.visual\..+",),
     mixer=GatedDeltaNet,
     partial_rotary=True,
-    rotary_fraction=0.25,
     prediction=Prediction(
         layer="mtp.layers.{k}.",
         embedding_norm="mtp.pre_fc_norm_embedding.weight",
