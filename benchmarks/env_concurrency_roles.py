@@ -26,9 +26,9 @@ from megatron_fleet.envs.openenv_client import import_openenv
 from megatron_fleet.models.chat.tokenizer import Tokenizer
 from megatron_fleet.models.images import PlacedImage
 from megatron_fleet.models.qwen3.tokens import IM_END
-from megatron_fleet.rollout.loop_lag import LoopLag
+from megatron_fleet.rollout.policy import EngineAccess
 from megatron_fleet.rollout.requests import EpisodeSpec
-from megatron_fleet.rollout.worker import EpisodeWorker
+from megatron_fleet.rollout.worker import EpisodeWorker, LoopLag
 
 FINISH_TOOL = "submit_final_answer"
 PATIENCE_S = 300.0
@@ -169,12 +169,13 @@ async def bare_episode(url: str, demonstration: Demonstration, everyone: asyncio
 async def worker(settings: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> dict[str, Handler]:
     config = Config.model_validate(settings["config"])
     sections = (config.rollout.model_dump(), config.env.model_dump(), config.agent.model_dump())
-    player = EpisodeWorker(config.model.path, *sections, settings["url"], ["127.0.0.1:1"], "unused")
+    access = EngineAccess(config.model.path, ["127.0.0.1:1"], "unused")
+    player = EpisodeWorker(access, *sections, settings["url"])
     tasks = bench_tasks()
     solved = [demonstrate(task) for task in tasks]
     tokenizer = Tokenizer(config.model.path)
     engine = StubEngine({demonstration.task.key: _script(demonstration, tokenizer) for demonstration in solved})
-    player._engine = engine
+    player.policy._engine = engine
     meter = Meter()
     import_openenv()
     rounds = 0

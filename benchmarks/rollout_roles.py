@@ -95,12 +95,14 @@ async def engine(settings: dict[str, Any], answer: Callable[[dict[str, Any]], No
 
 async def worker(settings: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> dict[str, Handler]:
     from megatron_fleet.envs.registry import make_environment
+    from megatron_fleet.rollout.policy import EngineAccess
     from megatron_fleet.rollout.requests import EpisodeSpec
     from megatron_fleet.rollout.worker import EpisodeWorker
 
     config = Config.model_validate(settings["config"])
     sections = (config.rollout.model_dump(), config.env.model_dump(), config.agent.model_dump())
-    player = EpisodeWorker(config.model.path, *sections, settings["url"], [settings["endpoint"]], TOKEN)
+    access = EngineAccess(config.model.path, [settings["endpoint"]], TOKEN)
+    player = EpisodeWorker(access, *sections, settings["url"])
     tasks = bench_tasks()
 
     async def play(episodes: int) -> dict[str, Any]:

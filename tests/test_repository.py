@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "weights": {"models", "storage"},
 }  # fmt: skip
 NOT_IN_EPISODE_ENVIRONMENT = {"torch", "vllm", "transformers", "megatron", "hydra"}
-EPISODE_SIDE = ("data", "envs", "agents", "models", "rollout.worker", "rollout.chat_worker", "rollout.chat_messages")
+EPISODE_SIDE = ("data", "envs", "agents", "models", "rollout.worker")
 WITH_TORCH = re.compile(r"megatron_fleet\.models\.\w+\.modules(\.|$)")
 """Modules of a model family for Megatron and vLLM, imported where a model is built."""
 LIGHT = ("cli", "cluster", "config", "data", "loop.preflight", "trainer.base", "trainer.layout", "trainer.precision")

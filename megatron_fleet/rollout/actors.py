@@ -16,28 +16,32 @@ from megatron_fleet.cluster.inventory import LOOPBACK, Inventory
 from megatron_fleet.cluster.logs import write_output_to
 from megatron_fleet.config.schema import Config
 from megatron_fleet.config.secrets import STORE, of_environments, secrets
+from megatron_fleet.envs.registry import environment_token
 from megatron_fleet.platform.priority import take_normal_priority
 from megatron_fleet.rollout import engine_actor
 from megatron_fleet.rollout.components import ComponentLost
+from megatron_fleet.rollout.policy import EndpointAccess, EngineAccess
 from megatron_fleet.rollout.ray_local import live_nodes
 from megatron_fleet.rollout.requests import EpisodeSpec
 
 if TYPE_CHECKING:
+    from megatron_fleet.agents.chat_client import Dialect
     from megatron_fleet.cluster.placement import EnginePlace
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Hosts, devices and process settings of a rollout.
+class ActorSettings:
+    """Hosts, devices, interpreters and environment variables of a rollout's actors.
 
     Attributes:
         logs: folder of the log files.
         episode_python: interpreter of the episode environment.
         token: the run's secret, which engines require.
         env_vars: set in every process of the run.
-        engines: place of each engine.
+        engines: place of each engine; empty when an endpoint plays.
         transport: name of the weight transport.
         inventory: the hosts of the run, the controller's first.
+        dialect: how `eval.endpoint` is asked, which then plays the episodes; ``None``: the engines play.
     """
 
     logs: Path
@@ -47,6 +51,7 @@ class Place:
     engines: Sequence[EnginePlace]
     transport: str
     inventory: Inventory
+    dialect: Dialect | None = None
 
     @property
     def host(self) -> str:
@@ -75,7 +80,7 @@ class WorkerActor:
     """EpisodeWorker as a Ray actor. The worker's module can be imported in the episode environment only."""
 
     def __init__(self, log: Path, secrets: dict[str, str], *args: Any) -> None:
-        """Args: ``secrets``: variables that the environments' client reads."""
+        """Args: ``secrets``: variables that the clients of environments and endpoint read."""
         write_output_to(log)
         take_normal_priority()
         os.environ.update(secrets)
@@ -93,15 +98,18 @@ class WorkerActor:
         await self._worker.forget_failures()
 
     async def engine_moved(self, before: str, now: str) -> None:
-        self._worker.engine_moved(before, now)
+        self._worker.policy.engine_moved(before, now)
+
+    async def policy_dead(self) -> str | None:
+        return self._worker.policy.dead
 
 
-def engine_options(place: Place, index: int) -> dict[str, Any]:
+def engine_options(settings: ActorSettings, index: int) -> dict[str, Any]:
     """Return Ray's options for an engine's actor. Raises ComponentLost when the engine's host is not in the cluster."""
-    devices = place.engine_devices(index)
-    env_vars = place.env_vars | engine_actor.environment(bool(devices)) | devices
+    devices = settings.engine_devices(index)
+    env_vars = settings.env_vars | engine_actor.environment(bool(devices)) | devices
     options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0, "runtime_env": {"env_vars": env_vars}}
-    host = place.engine_host(index)
+    host = settings.engine_host(index)
     if host == LOOPBACK:
         return options  # an existing cluster (RAY_ADDRESS) knows its node by another address
     if (node := live_nodes().get(host)) is None:
@@ -109,33 +117,39 @@ def engine_options(place: Place, index: int) -> dict[str, Any]:
     return options | {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
 
 
-def make_engine(config: Config, place: Place, index: int) -> Any:
+def make_engine(config: Config, settings: ActorSettings, index: int) -> Any:
     """Create the actor of an engine. Raises ComponentLost as `engine_options` does."""
-    actor = ray.remote(engine_actor.EngineActor).options(**engine_options(place, index))
-    of_store = secrets(os.environ, STORE) if place.transport == "disk" else {}
-    return actor.remote(config, place.token, place.logs / f"engine-{index}.log", place.transport, of_store)
+    actor = ray.remote(engine_actor.EngineActor).options(**engine_options(settings, index))
+    of_store = secrets(os.environ, STORE) if settings.transport == "disk" else {}
+    return actor.remote(config, settings.token, settings.logs / f"engine-{index}.log", settings.transport, of_store)
 
 
-def make_worker(config: Config, place: Place, index: int, environment_url: str, endpoints: Sequence[str]) -> Any:
-    """Create the actor of an episode worker."""
+def make_worker(
+    config: Config, settings: ActorSettings, index: int, environment_url: str, endpoints: Sequence[str]
+) -> Any:
+    """Create the actor of an episode worker. ``endpoints``: addresses of the engines."""
     rollout, env = config.rollout, config.env
     own = env.model_copy(update={"provisioning": env.provisioning.share(index, rollout.workers)})
-    runtime_env = {"py_executable": str(place.episode_python), "env_vars": place.env_vars | {"OMP_NUM_THREADS": "1"}}
+    env_vars = settings.env_vars | {"OMP_NUM_THREADS": "1"}
+    runtime_env = {"py_executable": str(settings.episode_python), "env_vars": env_vars}
     options: dict[str, Any] = {"num_cpus": 0, "runtime_env": runtime_env}
-    host = place.worker_host(index)
+    host = settings.worker_host(index)
     if (node := live_nodes().get(host)) is not None:  # otherwise Ray chooses the host
         # Hard affinity: Ray ignores a soft one of an actor without CPUs.
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
+    own_secrets = secrets(os.environ, of_environments(config))
+    access: EngineAccess | EndpointAccess = EngineAccess(config.model.path, endpoints, settings.token, host)
+    if settings.dialect is not None:
+        access = EndpointAccess(config.eval.endpoint.model_dump(), settings.dialect)
+        own_secrets |= {n: v for n, v in os.environ.items() if n == config.eval.endpoint.api_key_env}
     actor = ray.remote(WorkerActor).options(**options)
     return actor.remote(
-        place.logs / f"worker-{index}.log",
-        secrets(os.environ, of_environments(config)),
-        config.model.path,
+        settings.logs / f"worker-{index}.log",
+        own_secrets,
+        access,
         rollout.model_dump(),
         own.model_dump(),
         config.agent.model_dump(),
         environment_url,
-        endpoints,
-        place.token,
-        host,
+        environment_token(settings.token),
     )

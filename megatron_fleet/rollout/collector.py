@@ -49,7 +49,11 @@ class _Play:
 
 
 class Collector:
-    """Player of any number of concurrent collections. Free slots go to the earliest one that has waiting episodes."""
+    """Player of any number of concurrent collections. Free slots go to the earliest one that has waiting episodes.
+
+    Attributes:
+        dead: `Policy.dead` of the first worker that has a reason; all collections are stopped then.
+    """
 
     def __init__(
         self,
@@ -65,6 +69,7 @@ class Collector:
         self._free = dict.fromkeys(workers, math.ceil(places / len(workers)))
         self._places = sum(self._free.values())
         self._numbers = itertools.count()
+        self.dead: str | None = None
         self._plays: list[_Play] = []
         self._changed = asyncio.Event()
         self._handing_out: asyncio.Task[None] | None = None
@@ -77,6 +82,8 @@ class Collector:
         started = time.monotonic()
         collection = Collection(request, self._max_retries, next(self._numbers))
         play = _Play(collection, self._batch_size(collection))
+        if self.dead is not None:
+            collection.stop(self.dead)
         self._plays.append(play)
         self._hand_out_from_now_on()
         play.look()
@@ -153,6 +160,7 @@ class Collector:
         if any(trajectory.outcome is Outcome.ABORTED for trajectory in trajectories):
             # Before they are issued again: a dead engine would fail them immediately and repeatedly.
             await asyncio.gather(*(engine.check() for engine in self._engines))
+            await self._check_policy(worker)
         environment_lost = self._environment.check() > losses
         for spec, trajectory in zip(specs, trajectories, strict=True):
             trajectory.check()
@@ -160,6 +168,11 @@ class Collector:
                 collection.lost(spec, trajectory)
             else:
                 collection.ended(spec, trajectory)
+
+    async def _check_policy(self, worker: WorkerSlot) -> None:
+        if self.dead is None and (reason := await worker.policy_dead()) is not None:
+            self.dead = reason
+            await asyncio.gather(*(self._stop(play, reason) for play in self._plays))
 
     async def _stop(self, play: _Play, reason: str) -> None:
         play.collection.stop(reason)

@@ -125,7 +125,7 @@ class WorkerSlot(Component):
         await self._tell(self._actor.abort.remote(collection))
 
     async def forget_failures(self) -> None:
-        """See `EpisodeRunner.forget_failures`. A lost worker has no failures to forget."""
+        """See `EpisodeWorker.forget_failures`. A lost worker has no failures to forget."""
         if self._actor is not None:
             await self._tell(self._actor.forget_failures.remote())
 
@@ -133,6 +133,13 @@ class WorkerSlot(Component):
         """See `EnginePool.moved`. The replacement of a lost worker reads the current endpoints when it is created."""
         if self._actor is not None:
             await self._tell(self._actor.engine_moved.remote(before, now))
+
+    async def policy_dead(self) -> str | None:
+        """Return `Policy.dead`; ``None`` also when the worker is lost."""
+        with contextlib.suppress(RayError, TimeoutError):
+            reason: str | None = await within(self._actor.policy_dead.remote(), CALL_TIMEOUT_S)
+            return reason
+        return None
 
     async def close(self) -> None:
         if self._actor is not None:

@@ -9,7 +9,7 @@ from megatron_fleet.cluster.inventory import LOOPBACK
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
 from megatron_fleet.envs.registry import Start, environment_token
-from megatron_fleet.rollout.actors import Place, make_engine, make_worker
+from megatron_fleet.rollout.actors import ActorSettings, make_engine, make_worker
 from megatron_fleet.rollout.collector import Collector
 from megatron_fleet.rollout.components import ComponentLost, EnvironmentSlot, WorkerSlot
 from megatron_fleet.rollout.engine_slot import EngineSlot, Resend
@@ -24,26 +24,30 @@ class Pool:
     """Components of a rollout within a Ray cluster. `start` starts them; their slots restart those that die."""
 
     def __init__(
-        self, config: Config, place: Place, environment: Mapping[str, str], resend: Callable[[], Resend | None]
+        self,
+        config: Config,
+        settings: ActorSettings,
+        environment: Mapping[str, str],
+        resend: Callable[[], Resend | None],
     ) -> None:
         """
         Args:
             environment: environment variables of the environment server.
             resend: returns the function that resends weights to a restarted engine, if any.
         """
-        self._config, self._place = config, place
+        self._config, self._settings = config, settings
         self._url = ""
         self._listening = asyncio.Event()
-        self.engines = [self._engine_slot(i, resend) for i in range(config.rollout.engine.replicas)]
+        self.engines = [self._engine_slot(i, resend) for i in range(len(settings.engines))]
         self.workers = [self._worker_slot(i) for i in range(config.rollout.workers)]
         start = Start(
             config.env,
-            place.logs / "env.log",
-            str(place.episode_python),
+            settings.logs / "env.log",
+            str(settings.episode_python),
             config.run.seed,
             environment,
-            place.host,
-            environment_token(place.token),
+            settings.host,
+            environment_token(settings.token),
         )
         self.environment = EnvironmentSlot(start, self._forget_failures)
         self.collector = Collector(config, self.engines, self.workers, self.environment)
@@ -88,7 +92,7 @@ class Pool:
         await asyncio.gather(*(worker.forget_failures() for worker in self.workers))
 
     def _engine_slot(self, index: int, resend: Callable[[], Resend | None]) -> EngineSlot:
-        engine, host = self._config.rollout.engine, self._place.engine_host(index)
+        engine, host = self._config.rollout.engine, self._settings.engine_host(index)
 
         async def make() -> object:
             if host != LOOPBACK:
@@ -96,11 +100,11 @@ class Pool:
                     await wait_for_nodes([host], self._config.cluster.join_timeout_s)
                 except UserError as error:
                     raise ComponentLost(str(error)) from None
-            return make_engine(self._config, self._place, index)
+            return make_engine(self._config, self._settings, index)
 
         return EngineSlot(
             f"engine {index}",
-            str(self._place.logs / f"engine-{index}.log"),
+            str(self._settings.logs / f"engine-{index}.log"),
             make,
             host=host,
             start_timeout_s=engine.start_timeout_s,
@@ -111,13 +115,15 @@ class Pool:
 
     def _worker_slot(self, index: int) -> WorkerSlot:
         rollout, env = self._config.rollout, self._config.env
+        # The retries of an endpoint extend an episode by up to its own deadline.
+        playing_s = rollout.episode_timeout_s * (1 if self._settings.dialect is None else 2)
         # An environment that was started ahead waits up to one episode's duration for a free slot.
-        episodes_s = 2 * (rollout.episode_timeout_s + env.verify_timeout_s)
+        episodes_s = 2 * (playing_s + env.verify_timeout_s)
         run_timeout_s = env.provisioning.wait_s + env.reset_timeout_s + episodes_s + RUN_MARGIN_S
 
         def make() -> object:
             endpoints = [engine.endpoint for engine in self.engines]
-            return make_worker(self._config, self._place, index, self._url, endpoints)
+            return make_worker(self._config, self._settings, index, self._url, endpoints)
 
-        log = str(self._place.logs / f"worker-{index}.log")
+        log = str(self._settings.logs / f"worker-{index}.log")
         return WorkerSlot(f"worker {index}", log, make, WORKER_START_TIMEOUT_S, run_timeout_s)

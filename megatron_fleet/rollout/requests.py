@@ -49,7 +49,7 @@ class EpisodeSpec:
         step: training step, for the seed only.
         temperature: 0 is greedy.
         seed: seed of the run; ``None`` leaves sampling unseeded.
-        attempt: 0, then +1 for each retry; part of the episode's name for environments.
+        attempt: 0, then +1 for each retry.
         trained: the policy may be trained on it; otherwise data that only training needs is not kept.
         collection: number of its collection, unique within the rollout.
     """
@@ -63,6 +63,11 @@ class EpisodeSpec:
     attempt: int = 0
     trained: bool = True
     collection: int = 0
+
+    @property
+    def name(self) -> str:
+        """Name of the episode for its environment; equal runs give equal names."""
+        return f"{self.step}/{self.group}/{self.sample}/{self.attempt}/{self.task.key}"
 
 
 @dataclass(slots=True)

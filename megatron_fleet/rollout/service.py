@@ -9,7 +9,7 @@ import os
 import secrets
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,7 +27,8 @@ from megatron_fleet.rollout.requests import CollectRequest, CollectResult, Rollo
 from megatron_fleet.weight_sync.base import WeightReceiver
 
 if TYPE_CHECKING:
-    from megatron_fleet.rollout.actors import Place
+    from megatron_fleet.agents.chat_client import Dialect
+    from megatron_fleet.rollout.actors import ActorSettings
     from megatron_fleet.rollout.collector import OnEpisodes, OnProgress
     from megatron_fleet.rollout.engine_slot import Resend
     from megatron_fleet.rollout.pool import Pool
@@ -51,10 +52,10 @@ class Ground:
     nodes: Nodes | None = None
 
     @classmethod
-    def alone(cls, config: Config) -> Ground:
+    def alone(cls, wanted: Wanted) -> Ground:
         """Return this host alone, with all its devices for engines. Raises UserError when the engines do not fit."""
         inventory = local_inventory(os.environ)
-        return cls(inventory, place(inventory, Wanted.of_evaluation(config)), secrets.token_hex(32))
+        return cls(inventory, place(inventory, wanted), secrets.token_hex(32))
 
 
 class RolloutService:
@@ -79,6 +80,7 @@ class RolloutService:
         out: Path,
         episode_python: Path,
         ground: Ground | None = None,
+        dialect: Dialect | None = None,
     ) -> None:
         """Prepare; nothing is started yet.
 
@@ -86,12 +88,15 @@ class RolloutService:
             out: logs go to ``out/logs``.
             episode_python: interpreter of the episode environment.
             ground: hosts and placement; ``None``: this host alone, with all its devices.
+            dialect: how `eval.endpoint` is asked, which then plays the episodes instead of engines.
         """
         self.run_id = secrets.token_hex(4)
         self.resend: Resend | None = None
         self._config = config
         self._out, self._episode_python = out.resolve(), episode_python
-        self._ground = ground or Ground.alone(config)
+        wanted = Wanted.of_evaluation(config)
+        self._ground = ground or Ground.alone(wanted if dialect is None else replace(wanted, engines=0))
+        self._dialect = dialect
         self._cleanup = contextlib.AsyncExitStack()
         self._pool: Pool
         self._starting: asyncio.Task[None] | None = None
@@ -108,6 +113,11 @@ class RolloutService:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._cleanup.aclose()
+
+    @property
+    def dead(self) -> str | None:
+        """Reason why the endpoint does not answer any more; ``None`` while it does."""
+        return self._pool.collector.dead
 
     async def wait_ready(self) -> None:
         """Wait until engines and workers serve. Raises RolloutFailed when one cannot start."""
@@ -188,7 +198,7 @@ class RolloutService:
 
         # Leftovers of a killed server are removed with the run's folder.
         variables = inherited | {"TMPDIR": str(folder)}
-        self._pool = Pool(self._config, self._place(logs, head), variables, lambda: self.resend)
+        self._pool = Pool(self._config, self._actor_settings(logs, head), variables, lambda: self.resend)
         self.engines = Engines(self._pool.engines, self.wait_ready)
         self._cleanup.push_async_callback(self._pool.close)
         serving = asyncio.create_task(self._pool.environment.start())
@@ -224,13 +234,13 @@ class RolloutService:
             await ray_local.wait_for_nodes(addresses, self._config.cluster.join_timeout_s)
         await self._pool.start(serving)
 
-    def _place(self, logs: Path, head: RayHead | None) -> Place:
-        from megatron_fleet.rollout.actors import Place
+    def _actor_settings(self, logs: Path, head: RayHead | None) -> ActorSettings:
+        from megatron_fleet.rollout.actors import ActorSettings
 
         # Temporary files of engines and workers are removed with the run's folder, present on every host we started.
         temporary = {} if head is None else ray_local.temporary_files_in(head.folder)
 
-        return Place(
+        return ActorSettings(
             logs=logs,
             episode_python=self._episode_python,
             token=self._ground.token,
@@ -238,6 +248,7 @@ class RolloutService:
             engines=self._ground.placement.engines,
             transport=self._ground.placement.transport,
             inventory=self._ground.inventory,
+            dialect=self._dialect,
         )
 
 

@@ -8,37 +8,59 @@ A failed episode yields a trajectory, not an exception.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from megatron_fleet.agents.builder import TrajectoryBuilder
-from megatron_fleet.agents.kinds import make_agent
-from megatron_fleet.agents.settings import EpisodeSettings, stable_seed
+from megatron_fleet.agents.settings import EpisodeSettings
 from megatron_fleet.agents.trajectory import Outcome, Trajectory, environment_failed
 from megatron_fleet.config.schema import AgentConfig, EnvConfig, RolloutConfig
-from megatron_fleet.envs.provision import ProvisionedEnvironment, Provisioner, Quarantined
-from megatron_fleet.envs.registry import environment_token, make_environment
-from megatron_fleet.models.chat.detection import make_renderer
-from megatron_fleet.rollout.engine_client import connect
-from megatron_fleet.rollout.loop_lag import LoopLag
+from megatron_fleet.envs.provision import Provisioner, Quarantined
+from megatron_fleet.envs.registry import make_environment
+from megatron_fleet.rollout.policy import EndpointAccess, EngineAccess, make_policy
 from megatron_fleet.rollout.requests import EpisodeSpec
+
+LAG_INTERVAL_S = 0.05
+LAGS_KEPT = 1200
+"""Number of newest samples of the lag kept: one minute."""
+LAG_WARN_S = 1.0
 
 log = logging.getLogger(__name__)
 
 
-class EpisodeRunner(ABC):
-    """Runner of batches of episodes on one event loop. Subclasses provide the model that plays them."""
+class EpisodeWorker:
+    """Player of batches of episodes on one event loop."""
 
-    def __init__(self, rollout: RolloutConfig, env: EnvConfig, env_url: str, env_token: str = "") -> None:
-        """Args: ``env_token``: token for the run's own environment server."""
-        self._env_config, self._env_url, self._env_token = env, env_url, env_token
-        places = math.ceil(rollout.episodes_in_flight / rollout.workers)
-        self._provisioner = Provisioner(env.provisioning)
-        self._started = asyncio.Semaphore(places + env.provisioning.lookahead)
+    def __init__(
+        self,
+        access: EngineAccess | EndpointAccess,
+        rollout: dict[str, Any],
+        env: dict[str, Any],
+        agent: dict[str, Any],
+        env_url: str,
+        env_token: str = "",
+    ) -> None:
+        """``rollout``, ``env`` and ``agent`` are the dumped configuration sections of those names.
+
+        Args:
+            access: where the model is that plays the episodes.
+            env_token: token for the run's own environment server.
+
+        Raises:
+            UserError: the tokenizer folder, the endpoint's key or the prompts file is invalid.
+        """
+        rollout_config: RolloutConfig = RolloutConfig.model_validate(rollout)
+        env_config = EnvConfig.model_validate(env)
+        settings = EpisodeSettings.from_config(rollout_config, env_config, AgentConfig.model_validate(agent))
+        self.policy = make_policy(access, rollout_config, settings)
+        self._env_config, self._env_url, self._env_token = env_config, env_url, env_token
+        places = math.ceil(rollout_config.episodes_in_flight / rollout_config.workers)
+        self._provisioner = Provisioner(env_config.provisioning)
+        self._started = asyncio.Semaphore(places + env_config.provisioning.lookahead)
         self._slots = asyncio.Semaphore(places)
         self._lag = LoopLag()
         self._running: dict[asyncio.Task[Trajectory], int] = {}
@@ -97,92 +119,16 @@ class EpisodeRunner(ABC):
 
     async def _play_admitted(self, spec: EpisodeSpec, provisioner: Provisioner) -> Trajectory:
         """Start the environment, wait for a slot, and play the episode."""
-        inner = make_environment(self._env_config, self._env_url, _name(spec), self._env_token)
+        inner = make_environment(self._env_config, self._env_url, spec.name, self._env_token)
         environment = provisioner.environment(spec.task.env_key, inner)
         try:
             await environment.start(spec.task)
             async with self._slots:
-                trajectory = await self._episode(spec, environment)
+                trajectory = await self.policy.play(spec, environment)
         finally:
             await environment.close()
         trajectory.metrics |= environment.metrics
         return trajectory
-
-    @abstractmethod
-    async def _episode(self, spec: EpisodeSpec, environment: ProvisionedEnvironment) -> Trajectory:
-        """Play one episode in an environment that has been started."""
-
-
-class EpisodeWorker(EpisodeRunner):
-    """Episode runner for the policy that the engines serve."""
-
-    def __init__(
-        self,
-        tokenizer_folder: str,
-        rollout: dict[str, Any],
-        env: dict[str, Any],
-        agent: dict[str, Any],
-        env_url: str,
-        endpoints: Sequence[str],
-        token: str,
-        host: str = "",
-    ) -> None:
-        """``rollout``, ``env`` and ``agent`` are the dumped configuration sections of those names.
-
-        Args:
-            token: the run's secret.
-            host: address of this host; local engines are preferred.
-
-        Raises:
-            UserError: the tokenizer folder or the prompts file is invalid.
-        """
-        rollout_config: RolloutConfig = RolloutConfig.model_validate(rollout)
-        env_config = EnvConfig.model_validate(env)
-        super().__init__(rollout_config, env_config, env_url, environment_token(token))
-        self._settings = EpisodeSettings.from_config(rollout_config, env_config, AgentConfig.model_validate(agent))
-        self._renderer = make_renderer(tokenizer_folder, rollout_config.thinking, rollout_config.renderer)
-        self._engine = connect(endpoints, token, rollout_config.engine.request_timeout_s, host)
-        self._agent = make_agent(self._settings.agent.kind)
-
-    def engine_moved(self, before: str, now: str) -> None:
-        """See `EnginePool.moved`."""
-        self._engine.moved(before, now)
-
-    async def _episode(self, spec: EpisodeSpec, environment: ProvisionedEnvironment) -> Trajectory:
-        settings = dataclasses.replace(
-            self._settings,
-            temperature=spec.temperature,
-            routing=self._settings.routing and spec.trained,
-            images=not spec.trained,
-        )
-        return await self._agent(
-            spec.task,
-            spec.group,
-            spec.sample,
-            environment,
-            self._engine,
-            self._renderer,
-            settings,
-            episode_seed(spec),
-            f"{spec.collection}/{_name(spec)}",  # engines keep caches by session
-        )
-
-
-def episode_seed(spec: EpisodeSpec) -> int | None:
-    """Return a seed that differs between any two episodes; ``None``: unseeded.
-
-    Retries of an episode have the same seed, so a failed component or verifier costs time but does not change tokens,
-    and failures of the environment do not bias the sampled episodes.
-    """
-    if spec.seed is None:
-        return None
-    # The 0 once was the attempt; it keeps the results of existing seeds unchanged.
-    return stable_seed(spec.seed, spec.step, spec.task.key, spec.sample, 0)
-
-
-def _name(spec: EpisodeSpec) -> str:
-    """Name the episode for the environment; equal runs give equal names."""
-    return f"{spec.step}/{spec.group}/{spec.sample}/{spec.attempt}/{spec.task.key}"
 
 
 def _as_trajectory(spec: EpisodeSpec, result: Trajectory | BaseException) -> Trajectory:
@@ -198,3 +144,43 @@ def _as_trajectory(spec: EpisodeSpec, result: Trajectory | BaseException) -> Tra
 
 def _not_played(spec: EpisodeSpec, outcome: Outcome, reason: str) -> Trajectory:
     return TrajectoryBuilder().build(spec.task, spec.group, spec.sample, outcome, None, reason, None)
+
+
+class LoopLag:
+    """Sampler of the running loop's lag, the delay that blocking calls cause for all other tasks; active inside
+    ``watching``.
+    """
+
+    def __init__(self) -> None:
+        self._samples: deque[float] = deque(maxlen=LAGS_KEPT)
+        self._watchers = 0
+        self._task: asyncio.Task[None] | None = None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Sample inside the context, which can be entered several times at once. Needs a running loop."""
+        self._watchers += 1
+        if self._task is None:
+            self._task = asyncio.create_task(self._watch())
+        try:
+            yield
+        finally:
+            self._watchers -= 1
+            if not self._watchers:
+                self._task.cancel()
+                self._task = None
+
+    def quantile(self, q: float) -> float:
+        """Return the ``q`` quantile of the lag in seconds; 0 without samples."""
+        ordered = sorted(self._samples)
+        return ordered[max(0, math.ceil(q * len(ordered)) - 1)] if ordered else 0.0
+
+    async def _watch(self) -> None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            due = clock() + LAG_INTERVAL_S
+            await asyncio.sleep(LAG_INTERVAL_S)
+            lag = max(0.0, clock() - due)
+            self._samples.append(lag)
+            if lag > LAG_WARN_S:
+                log.warning("the event loop was blocked for %.1f s", lag)

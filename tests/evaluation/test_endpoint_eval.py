@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 from functools import partial
-from pathlib import Path
 
 import psutil
 import pytest
@@ -17,14 +16,10 @@ pytest.importorskip("openai")
 from chat_server import MODEL, ChatServer, Oracle, error, serving
 from waiting import HANG_S, wait_until
 
-from megatron_fleet.agents.chat_client import Dialect
 from megatron_fleet.cli import main
-from megatron_fleet.config.load import load
 from megatron_fleet.data.loader import load_tasks
 from megatron_fleet.embedded_fleet.tasks import SHIPPED_TASKS
 from megatron_fleet.loop.evaluate import read_config
-from megatron_fleet.rollout.chat_service import ChatService
-from megatron_fleet.rollout.requests import CollectRequest, RolloutFailed
 
 KEY = "sk-not-to-be-seen"
 SMALL = ("eval.tasks=6", "eval.samples=2", "rollout.episodes_in_flight=4", "eval.endpoint.max_retries=1")
@@ -140,15 +135,6 @@ def test_the_configuration_says_where_the_model_is(tmp_path):
     assert config.model.path == "http://h:8/v1/org/m" and run is None
 
 
-async def test_a_process_that_dies_is_named_in_one_sentence(tmp_path):
-    overrides = ["env=openenv", "env.url=http://127.0.0.1:1", "data=file", "data.tasks=t.json", "model.path=x"]
-    config = load([*overrides, f"run.out={tmp_path}"])
-    words = r"plays the episodes died, see .*endpoint\.log; what ended is kept"
-    with pytest.raises(RolloutFailed, match=words):
-        async with ChatService(config, Dialect(), tmp_path, Path("/bin/false")) as service:
-            await service.collect(CollectRequest(0, [], 1, 1.0, "eval", None))
-
-
 @pytest.mark.slow
 def test_an_evaluation_that_is_interrupted_keeps_what_ended_and_leaves_no_process(tmp_path):
     oracle, out = Oracle(load_tasks(SHIPPED_TASKS)), tmp_path / "out"
@@ -171,6 +157,6 @@ def test_an_evaluation_that_is_interrupted_keeps_what_ended_and_leaves_no_proces
             evaluation.send_signal(signal.SIGINT)
             assert evaluation.wait(HANG_S) != 0
         hang.set()
-    assert not [child for child in children if child.is_running()]
+    wait_until(lambda: not [child for child in children if child.is_running()])
     (part,) = (out / "parts").glob("eval-*.jsonl")
     assert part.read_text().count("\n") >= 1

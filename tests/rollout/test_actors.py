@@ -13,11 +13,11 @@ import ray
 
 from megatron_fleet.cluster.inventory import LOOPBACK, Device, Host, Inventory
 from megatron_fleet.cluster.placement import EnginePlace
-from megatron_fleet.rollout.actors import Place, engine_options
+from megatron_fleet.rollout.actors import ActorSettings, engine_options
 from megatron_fleet.rollout.components import ComponentLost
 
 GPUS = tuple(Device(i, f"GPU-{i:04d}", "H100", 80 << 30) for i in range(4))
-PLACE = Place(
+SETTINGS = ActorSettings(
     logs=Path("logs"),
     episode_python=Path("python"),
     token="secret",
@@ -35,24 +35,24 @@ def node(address: str, letter: str, alive: bool = True) -> dict:
 def test_an_engine_is_bound_to_its_node_and_sees_its_devices_only(monkeypatch):
     nodes = [node("10.0.0.1", "a"), node("10.0.0.2", "b"), node("10.0.0.2", "c", alive=False)]
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
-    first, second = (engine_options(PLACE, index) for index in (0, 1))
+    first, second = (engine_options(SETTINGS, index) for index in (0, 1))
     assert (first["num_gpus"], second["num_gpus"]) == (0, 0)
     assert first["scheduling_strategy"].node_id == "a" * 56
     assert second["scheduling_strategy"].node_id == "b" * 56 and not second["scheduling_strategy"].soft
     variables = second["runtime_env"]["env_vars"]
     assert variables["CUDA_VISIBLE_DEVICES"] == "GPU-0003,GPU-0002" and variables["MARK"] == "run"
     assert variables["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] == "1"
-    assert (PLACE.engine_host(0), PLACE.engine_host(1)) == ("10.0.0.1", "10.0.0.2")
+    assert (SETTINGS.engine_host(0), SETTINGS.engine_host(1)) == ("10.0.0.1", "10.0.0.2")
 
 
 def test_a_host_that_left_the_cluster_is_named(monkeypatch):
     monkeypatch.setattr(ray, "nodes", lambda: [node("10.0.0.1", "a")])
     with pytest.raises(ComponentLost, match=r"no Ray node has the address 10\.0\.0\.2"):
-        engine_options(PLACE, 1)
+        engine_options(SETTINGS, 1)
 
 
 def test_without_devices_an_engine_is_given_none():
-    alone = replace(PLACE, engines=(EnginePlace("one", ()),), inventory=Inventory((Host("one", LOOPBACK),)))
+    alone = replace(SETTINGS, engines=(EnginePlace("one", ()),), inventory=Inventory((Host("one", LOOPBACK),)))
     options = engine_options(alone, 0)
     assert options["num_gpus"] == 0 and "scheduling_strategy" not in options
     assert "CUDA_VISIBLE_DEVICES" not in options["runtime_env"]["env_vars"]

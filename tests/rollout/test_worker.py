@@ -19,9 +19,11 @@ from megatron_fleet.envs import provision
 from megatron_fleet.envs.base import EnvLost, Observation, Reward
 from megatron_fleet.models.chat.tokenizer import Tokenizer, train_tokenizer
 from megatron_fleet.models.qwen3.tokens import QWEN3_TOKENS
+from megatron_fleet.rollout import policy as policy_module
 from megatron_fleet.rollout import worker as worker_module
+from megatron_fleet.rollout.policy import EngineAccess
 from megatron_fleet.rollout.requests import EpisodeSpec
-from megatron_fleet.rollout.worker import EpisodeWorker
+from megatron_fleet.rollout.worker import EpisodeWorker, LoopLag
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 
@@ -87,7 +89,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def world(folder, monkeypatch):
     world = World(Tokenizer(folder))
-    monkeypatch.setattr(worker_module, "connect", lambda endpoints, token, timeout_s, host: world)
+    monkeypatch.setattr(policy_module, "connect", lambda endpoints, token, timeout_s, host: world)
     monkeypatch.setattr(worker_module, "make_environment", world.environment)
     monkeypatch.setattr(provision, "time", LOOP_TIME)
     return world
@@ -103,7 +105,7 @@ def make_worker(folder, env=None, **changes):
     }
     rollout = RolloutConfig(sampling=SamplingConfig(max_tokens_per_turn=40, max_turns=3), **(limits | changes))
     sections = (rollout.model_dump(), (env or EnvConfig()).model_dump(), AgentConfig().model_dump())
-    return EpisodeWorker(str(folder), *sections, "http://127.0.0.1:1", ["127.0.0.1:2"], "secret")
+    return EpisodeWorker(EngineAccess(str(folder), ["127.0.0.1:2"], "secret"), *sections, "http://127.0.0.1:1")
 
 
 @pytest.fixture
@@ -253,3 +255,31 @@ async def test_experts_are_asked_for_where_they_are_replayed(folder, world):
     worker = make_worker(folder, engine=EngineConfig(routing_replay=True))
     await worker.run([spec("fine"), replace(spec("fine"), trained=False)])
     assert sorted(params.routing_start is None for _, params in world.requests) == [False, True]
+
+
+@in_simulated_time
+async def test_a_blocking_call_shows_as_lag_of_the_loop(caplog):
+    lag = LoopLag()
+    assert lag.quantile(0.99) == 0
+    with lag.watching():
+        await asyncio.sleep(0.12)
+        assert lag.quantile(1.0) == pytest.approx(0)
+        asyncio.get_running_loop().now += 1.5  # a call that lasts so long
+        await asyncio.sleep(0.06)
+    assert lag.quantile(1.0) == pytest.approx(0.12 + 1.5 - 0.15) and lag.quantile(0.01) == pytest.approx(0)
+    assert "the event loop was blocked for 1.5 s" in caplog.text
+
+
+async def test_the_lag_is_watched_until_the_last_has_left():
+    lag, before = LoopLag(), asyncio.all_tasks()
+    with lag.watching():
+        with lag.watching():
+            await asyncio.sleep(0)
+            assert len(asyncio.all_tasks() - before) == 1
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks() - before) == 1
+    await asyncio.sleep(0)
+    assert asyncio.all_tasks() == before
+    with lag.watching():
+        await asyncio.sleep(0.11)
+    assert lag.quantile(1.0) > 0 or lag._samples
