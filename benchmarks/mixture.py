@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_fleet.config.sections.mixture import CurriculumConfig, MixtureConfig
+from megatron_fleet.config.sections.data import CurriculumConfig, MixtureConfig
 from megatron_fleet.data.sampler import make_sampler
 from megatron_fleet.data.task import Task
 from megatron_fleet.telemetry.charts import Chart, Series, write_svg

@@ -26,6 +26,11 @@ def user_path(text: str) -> Path:
     return Path(expanded)
 
 
+def environment_name(env_key: str) -> str:
+    """Return an environment key as a component of metric and file names; ``/`` would add a level in both."""
+    return re.sub(r"[^\w\-. :]", "_", env_key)
+
+
 def read_file(path: Path, remedy: str = "correct the path") -> bytes:
     """Read a whole file.
 

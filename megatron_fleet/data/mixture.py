@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.sections.mixture import MixtureConfig
+from megatron_fleet.config.sections.data import MixtureConfig
 from megatron_fleet.data.task import Task
 
 ROUNDING = 1e-9

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron_fleet.config.names import environment_name
+from megatron_fleet.config.files import environment_name
 from megatron_fleet.data.task import Task
 
 ALIASES: dict[str, tuple[str, ...]] = {

@@ -10,7 +10,7 @@ from typing import Any, Protocol, final
 import numpy as np
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.sections.mixture import MixtureConfig
+from megatron_fleet.config.sections.data import MixtureConfig
 from megatron_fleet.data import curriculum
 from megatron_fleet.data.curriculum import Estimate
 from megatron_fleet.data.mixture import check_mixture, env_shares, env_sizes, quotas, with_minimum

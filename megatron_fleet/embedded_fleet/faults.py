@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megatron_fleet.config.sections.faults import FaultRatesConfig
+from megatron_fleet.config.sections.env import FaultRatesConfig
 
 FATAL_CALLS = 3
 """A hanging or dying call is one of an episode's first few, or its last one when there are fewer."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import EnvConfig
 from megatron_fleet.config.secrets import without_secrets
-from megatron_fleet.config.sections.faults import FaultRatesConfig
+from megatron_fleet.config.sections.env import FaultRatesConfig
 
 POLL_S = 0.02
 STOP_S = 5.0

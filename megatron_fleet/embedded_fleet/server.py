@@ -15,7 +15,7 @@ from pathlib import Path
 import uvicorn
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.sections.faults import FaultRatesConfig
+from megatron_fleet.config.sections.env import FaultRatesConfig
 from megatron_fleet.embedded_fleet.connections import Connections, Guard
 from megatron_fleet.embedded_fleet.environment import ACTION, NO_FAULTS, OBSERVATION, FleetEnvironment
 from megatron_fleet.embedded_fleet.faults import FaultSource, RandomFaults

@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import user_path
-from megatron_fleet.config.sections.fleet import FleetConfig
+from megatron_fleet.config.sections.env import FleetConfig
 
 COMMIT = "009c1ed90ffee3575785eb169b8254f4c682e09a"
 INSTALL = (

@@ -11,8 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from functools import cache
 from typing import Any, TypeVar
 
-from megatron_fleet.config.sections.env import EnvConfig
-from megatron_fleet.config.sections.openenv import OpenEnvConfig
+from megatron_fleet.config.sections.env import EnvConfig, OpenEnvConfig
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.base import EnvBusy, EnvLost, Observation, Reward, ToolCall, ToolError, cut_reason
 from megatron_fleet.envs.busy import is_busy

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from megatron_fleet.config.sections.provisioning import ProvisioningConfig
+from megatron_fleet.config.sections.env import ProvisioningConfig
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.base import EnvBusy, Environment, EnvLost, Observation, Reward, ToolCall, cut_reason
 from megatron_fleet.envs.breaker import Breaker

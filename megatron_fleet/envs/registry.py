@@ -18,8 +18,7 @@ from typing import Protocol
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.extension import load
 from megatron_fleet.config.secrets import without_secrets
-from megatron_fleet.config.sections.env import EnvConfig
-from megatron_fleet.config.sections.openenv import OpenEnvConfig
+from megatron_fleet.config.sections.env import EnvConfig, OpenEnvConfig
 from megatron_fleet.embedded_fleet.fleet import EmbeddedFleet
 from megatron_fleet.envs.base import Environment
 from megatron_fleet.envs.fleet import FleetEnvironment

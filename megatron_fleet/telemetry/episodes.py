@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_fleet.agents.trajectory import CAUSES, Cause, Group, Outcome, Trajectory
 from megatron_fleet.algorithms.advantages import is_known
-from megatron_fleet.config.names import environment_name
+from megatron_fleet.config.files import environment_name
 from megatron_fleet.telemetry.rewards import is_solved, reward_metrics
 
 if TYPE_CHECKING:

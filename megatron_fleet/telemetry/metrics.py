@@ -15,7 +15,7 @@ import numpy as np
 from megatron_fleet.agents.trajectory import Group, Trajectory
 from megatron_fleet.algorithms.batch import Batch, Fate
 from megatron_fleet.algorithms.loss_metrics import NORMALISED, finalize_metrics
-from megatron_fleet.config.names import environment_name
+from megatron_fleet.config.files import environment_name
 from megatron_fleet.telemetry.episodes import (
     by_environment,
     episode_seconds,

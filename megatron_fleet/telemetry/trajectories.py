@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from megatron_fleet.config.names import environment_name
+from megatron_fleet.config.files import environment_name
 from megatron_fleet.storage.local import write_atomically
 from megatron_fleet.telemetry.sinks import json_number
 

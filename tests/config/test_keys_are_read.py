@@ -36,7 +36,8 @@ def last_name(node: ast.AST) -> str | None:
 
 class Reads(ast.NodeVisitor):
     """Collects (section class, key) of every ``section.key``, where the section is known by its name, by the annotation
-    of a variable (``o: OptimizerConfig``), by an assignment (``o = config.policy.optimizer``), or by what a class keeps."""
+    of a variable (``o: OptimizerConfig``), by an assignment (``o = config.policy.optimizer``), or by what a class
+    keeps."""
 
     def __init__(self, found: set[tuple[type[BaseModel], str]]) -> None:
         self.known = sections()
@@ -110,8 +111,6 @@ def test_the_reader_sees_each_way_of_reading():
     )
     assert {(schema.OptimizerConfig, "lr"), (schema.EngineConfig, "replicas"), (schema.RunConfig, "seed")} <= found
     assert (schema.OptimizerConfig, "eps") not in found
-    kept = (
-        "class C:\n  def __init__(self, config: EnvConfig):\n    self._config = config\n  def f(self):\n    self._config.url"
-    )
+    kept = "class C:\n  def __init__(self, config: EnvConfig):\n    self._c = config\n  def f(self):\n    self._c.url"
     Reads(found).visit(ast.parse(kept))
     assert (schema.EnvConfig, "url") in found

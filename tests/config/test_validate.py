@@ -8,6 +8,8 @@ from megatron_fleet.config import validate
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
 
+FP8_WEIGHTS = ["model.dtype=bfloat16", "precision.recipe=fp8_tensorwise", "precision.fp8_param_gather=true"]
+
 
 def check(*overrides: str) -> None:
     validate.check(load(["experiment=quickstart", *overrides]))
@@ -65,6 +67,10 @@ def test_quickstart_is_accepted():
         (
             ["rollout.max_staleness=2"],
             ["rollout.max_staleness=2", "algorithm.loss=ppo_clip", "algorithm=importance_weighted"],
+        ),
+        (
+            [*FP8_WEIGHTS, "rollout.engine.colocated=true"],
+            ["rollout.engine.colocated=true with precision.fp8_param_gather=true"],
         ),
         (["parallel.tensor=1000000007"], ["parallel.tensor=1000000007", "131072"]),
         (["rollout.engine.replicas=131073"], ["rollout.engine.replicas=131073", "131072"]),
@@ -124,6 +130,7 @@ def test_other_parameters_of_an_address_are_taken(query):
 @pytest.mark.parametrize(
     "overrides",
     [
+        FP8_WEIGHTS,
         ["policy.micro_batch_tokens=1024"],
         ["rollout.sampling.max_tokens_per_turn=1023"],
         ["parallel.data=128"],

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_fleet.config.sections.mixture import CurriculumConfig, MixtureConfig
+from megatron_fleet.config.sections.data import CurriculumConfig, MixtureConfig
 from megatron_fleet.data.curriculum import Estimate, has_signal, measured, signal_weights, streak_after
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatron_fleet.config.names import environment_name
+from megatron_fleet.config.files import environment_name
 from megatron_fleet.data.rows import parse_row
 from megatron_fleet.telemetry.registry import METRICS, WILDCARDS
 

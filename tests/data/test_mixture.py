@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.sections.mixture import MixtureConfig
+from megatron_fleet.config.sections.data import MixtureConfig
 from megatron_fleet.data.mixture import check_mixture, env_shares, env_sizes, quotas, with_minimum
 from megatron_fleet.data.task import Task
 

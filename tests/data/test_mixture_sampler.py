@@ -8,10 +8,10 @@ from math import ceil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron_fleet.data.passes import Passes
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.sections.mixture import CurriculumConfig, MixtureConfig
-from megatron_fleet.data.passes import Passes
+from megatron_fleet.config.sections.data import CurriculumConfig, MixtureConfig
 from megatron_fleet.data.sampler import MixtureSampler, PromptSampler, make_sampler
 from megatron_fleet.data.task import Task
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.sections.mixture import MixtureConfig
+from megatron_fleet.config.sections.data import MixtureConfig
 from megatron_fleet.data.sampler import PromptSampler, make_sampler
 from megatron_fleet.data.task import Task
 

@@ -14,11 +14,12 @@ from waiting import HANG_S, until, wait_until
 
 pytest.importorskip("openenv")
 
+from megatron_fleet.embedded_fleet.session import EmbeddedSession
+
 from megatron_fleet.config.schema import EnvConfig
-from megatron_fleet.config.sections.faults import FaultRatesConfig
+from megatron_fleet.config.sections.env import FaultRatesConfig
 from megatron_fleet.embedded_fleet.faults import DAMAGES, FATAL_CALLS, RandomFaults
 from megatron_fleet.embedded_fleet.fleet import EmbeddedFleet
-from megatron_fleet.embedded_fleet.session import EmbeddedSession
 from megatron_fleet.embedded_fleet.solver import solve
 from megatron_fleet.embedded_fleet.tasks import generate
 from megatron_fleet.embedded_fleet.tasktype import Answer

@@ -26,8 +26,7 @@ from pathlib import Path
 
 from collection_table import COLLECTION, Played
 
-from megatron_fleet.config.sections.env import EnvConfig
-from megatron_fleet.config.sections.openenv import OpenEnvConfig
+from megatron_fleet.config.sections.env import EnvConfig, OpenEnvConfig
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.base import ToolCall
 from megatron_fleet.envs.openenv import OpenEnvEnvironment

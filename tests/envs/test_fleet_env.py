@@ -20,8 +20,7 @@ from fleet_wire import NEVER_S, PNG, FleetWire, Script
 from waiting import HANG_S, until
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.sections.env import EnvConfig
-from megatron_fleet.config.sections.fleet import FleetConfig
+from megatron_fleet.config.sections.env import EnvConfig, FleetConfig
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs import fleet as fleet_module
 from megatron_fleet.envs import fleet_package
@@ -357,7 +356,7 @@ def test_a_file_of_authorities_is_the_one_that_is_read(tmp_path):
     bundle = Path(certifi.where()).read_text().split("-----END CERTIFICATE-----")[0] + "-----END CERTIFICATE-----\n"
     (tmp_path / "few.pem").write_text(bundle)
     program = (
-        "import os, sys; from megatron_fleet.config.sections.fleet import FleetConfig; "
+        "import os, sys; from megatron_fleet.config.sections.env import FleetConfig; "
         "from megatron_fleet.envs.fleet_package import load_fleet_task_env; "
         "load_fleet_task_env(FleetConfig(package=sys.argv[1], ca_file=sys.argv[2])); "
         "import httpx; print(len(httpx.create_ssl_context().get_ca_certs()))"

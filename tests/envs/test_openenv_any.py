@@ -9,8 +9,7 @@ pytest.importorskip("openenv")
 
 from tool_servers import PIXELS, Served, counter_app, fast_counter_app, guessing_app, template_app
 
-from megatron_fleet.config.sections.env import EnvConfig
-from megatron_fleet.config.sections.openenv import OpenEnvConfig
+from megatron_fleet.config.sections.env import EnvConfig, OpenEnvConfig
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.base import EnvBusy, EnvLost, Image, ToolCall
 from megatron_fleet.envs.registry import make_environment

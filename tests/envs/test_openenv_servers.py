@@ -10,8 +10,7 @@ pytest.importorskip("openenv")
 from collection_servers import http_only_app, quiz_app, sums_app, unlistable_app, walking_app
 from tool_servers import Served, guessing_app
 
-from megatron_fleet.config.sections.env import EnvConfig
-from megatron_fleet.config.sections.openenv import OpenEnvConfig
+from megatron_fleet.config.sections.env import EnvConfig, OpenEnvConfig
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.base import EnvBusy, EnvLost, ToolCall
 from megatron_fleet.envs.openenv import _warn_of_a_full_server

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from megatron_fleet.config.sections.mixture import CurriculumConfig, MixtureConfig
+from megatron_fleet.config.sections.data import CurriculumConfig, MixtureConfig
 from megatron_fleet.data.sampler import make_sampler
 from megatron_fleet.data.task import Task
 from megatron_fleet.telemetry import registry

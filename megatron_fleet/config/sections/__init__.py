@@ -1,1 +1,1 @@
-"""Configuration sections, one module per subject; ``config.schema`` joins them into the tree."""
+"""Sections of the configuration: types, defaults and rules, one module per subject; ``config.schema`` joins them."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from megatron_fleet.config.extension import Open
-from megatron_fleet.config.sections.base import Section
+from megatron_fleet.config.sections.base import Rule, Section
+
+if TYPE_CHECKING:
+    from megatron_fleet.config.schema import Config
+
 
 AGENT_NAMES = ("tools",)
 
@@ -44,3 +48,15 @@ class AgentConfig(Section):
         description="Each turn is prompted and trained without the thinking of earlier turns, as a training sequence "
         "of its own; a trajectory weighs the same as without.",
     )
+
+
+def _step_wise_has_thinking(c: Config) -> str | None:
+    if not c.agent.step_wise or c.rollout.thinking:
+        return None
+    return (
+        "agent.step_wise=true leaves out the thinking of earlier turns, but with rollout.thinking=false there is none; "
+        "set agent.step_wise=false or rollout.thinking=true."
+    )
+
+
+RULES: tuple[Rule, ...] = (_step_wise_has_thinking,)

@@ -15,8 +15,7 @@ import PIL.Image
 from fuzz.engine import Surface
 from fuzz.trees import received
 
-from megatron_fleet.config.sections.env import EnvConfig
-from megatron_fleet.config.sections.openenv import OpenEnvConfig
+from megatron_fleet.config.sections.env import EnvConfig, OpenEnvConfig
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs import openenv
 from megatron_fleet.envs.base import EnvBusy, EnvLost, Image, Observation, ToolCall
