@@ -1,0 +1,55 @@
+"""Section `logging`: files, curve and trackers that receive a run's metrics."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from megatron_fleet.config.extension import Open
+from megatron_fleet.config.sections.base import Rule, Section, url_problem
+
+if TYPE_CHECKING:
+    from megatron_fleet.config.schema import Config
+
+
+class WandbConfig(Section):
+    project: str | None = Field(
+        None, description="Weights & Biases project that metrics go to; none: no W&B. The key is WANDB_API_KEY."
+    )
+    entity: str | None = Field(None, description="Team or user there; none: the key's own.")
+    mode: Literal["online", "offline"] = Field(
+        "online", description="offline: written below run.out/wandb, from where `wandb sync` sends it."
+    )
+
+
+class MlflowConfig(Section):
+    uri: str | None = Field(
+        None,
+        description="MLflow tracking server that metrics go to, or sqlite:///FILE; none: no MLflow. Needs the package "
+        "mlflow-skinny. User or token: MLFLOW_TRACKING_USERNAME and _PASSWORD, or MLFLOW_TRACKING_TOKEN.",
+    )
+    experiment: str = Field("megatron_fleet", min_length=1, description="Experiment there, made when there is none.")
+
+
+class LoggingConfig(Section):
+    tensorboard: bool = Field(True, description="Write TensorBoard event files beside metrics.jsonl.")
+    plot: bool = Field(True, description="Draw the learning curve, curve.svg, at the end.")
+    own: tuple[Annotated[str, Open(())], ...] = Field(
+        (), description="Loggers of your own that metrics go to as well (examples/my_logger.py)."
+    )
+    wandb: WandbConfig = WandbConfig()
+    mlflow: MlflowConfig = MlflowConfig()
+
+
+def _mlflow(c: Config) -> str | None:
+    uri = c.logging.mlflow.uri
+    if uri is None or re.fullmatch(r"sqlite:///.+", uri):
+        return None
+    instead = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD instead"
+    problem = url_problem("logging.mlflow.uri", uri, instead=instead)
+    return None if problem is None else problem.replace("; write ", "; write sqlite:///FILE, ")
+
+
+RULES: tuple[Rule, ...] = (_mlflow,)

@@ -1,0 +1,56 @@
+"""Sections `run`, `cluster` and `checkpoint`: the run, its processes and its state."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from megatron_fleet.config.sections.base import Section
+
+
+class RunConfig(Section):
+    name: str = Field(description="Name of the run, used in records and titles.")
+    out: str = Field(description="Folder of the run's outputs; made when missing.")
+    seed: int = Field(0, ge=0, description="Seed of task order, sampling and initial state.")
+    steps: int = Field(ge=0, description="Optimizer batches (rollout + update) to run in all, resumed ones included.")
+    deterministic: bool = Field(True, description="Seed every request, so that equal seeds give equal runs.")
+    resume: Literal["auto", "never"] = Field(
+        "auto",
+        description="auto: go on from the newest whole checkpoint in `out`. never: start anew; if `out` has the "
+        "records of an earlier run, it is renamed to `<out>.1`, or the next free number.",
+    )
+    shared: bool = Field(
+        False,
+        description="Who may read the outputs. false: only the user who starts the run (folders that it makes have "
+        "mode 0700, files 0600); true: also those whom the user's umask permits, such as a group.",
+    )
+
+
+class ClusterConfig(Section):
+    ranks: Literal["local", "external"] = Field(
+        "local",
+        description="local: `mfleet train` starts the ranks, on this machine or through cluster.nodes; external: "
+        "torchrun or srun does, and MFLEET_CONTROLLER and MFLEET_TOKEN tell them where this process listens.",
+    )
+    nodes: int = Field(
+        0, ge=0, description="Hosts that run `mfleet node`, this one included if it does; 0: all is on this machine."
+    )
+    join_timeout_s: float = Field(600, gt=0, description="Deadline for all hosts, and for all ranks, to connect.")
+    collective_timeout_s: float = Field(
+        1800,
+        gt=0,
+        description="A collective between ranks that takes longer ends the ranks; none is pending while they wait for "
+        "the controller.",
+    )
+    max_restarts: int = Field(
+        3,
+        ge=0,
+        description="Restarts of a failed trainer allowed within an hour; each resumes from the last checkpoint.",
+    )
+
+
+class CheckpointConfig(Section):
+    interval: int = Field(5, ge=0, description="Steps between checkpoints; 0 = only at the end.")
+    keep: int = Field(2, ge=1, description="Newest checkpoints kept.")
+    export_hf: bool = Field(True, description="Export an HF folder at the end of the run.")
