@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron_fleet.algorithms.datum import Datum
-from megatron_fleet.storage.fingerprint import fingerprint
+from megatron_fleet.storage.local import fingerprint
 from megatron_fleet.trainer.base import (
     PARTS,
     AdamParams,

@@ -28,8 +28,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "convert": {"models", "storage", "weights"},
     "config": set(),
     "data": {"storage"},
-    "debug": {"algorithms", "checkpoint", "trainer"},
-    "embedded_fleet": {"data.task", "envs.base", "envs.openenv_client", "envs.openenv_tools"},
+    "debug": {"algorithms", "checkpoint", "storage", "trainer"},
+    "embedded_fleet": {"data.task", "envs.base", "envs.openenv_client", "envs.openenv_tools", "storage"},
     "envs": {"data.task", "embedded_fleet.fleet"},
     "evaluation": {"agents", "algorithms", "data", "envs", "rollout", "storage", "telemetry", "weights"},
     "loop": {
@@ -168,6 +168,25 @@ def test_what_is_printed_is_escaped():
 
 EXCHANGES = {
     "platform.communicator",
+RENAMES = {
+    *("storage.local", "storage.staging"),
+    "loop.start",  # moves the records of an earlier run aside
+}
+
+
+def test_files_and_folders_are_made_whole_in_storage():
+    """Others use `write_atomically`, `begin_folder` with `commit_folder`, and `open_staging`."""
+    found = {
+        module.removeprefix("megatron_fleet.")
+        for module, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and (node.func.attr == "rename" or ast.unparse(node.func) == "os.replace")
+    }
+    assert found == RENAMES
+
+
     "platform.megatron.patches",  # versions of Megatron's own exchanges
     *("weight_sync.broadcast.groups", "weight_sync.broadcast.rendezvous"),  # between trainer and engines
 }

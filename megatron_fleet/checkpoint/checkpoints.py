@@ -20,12 +20,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_fleet.checkpoint.hashing import check_hashes
-from megatron_fleet.checkpoint.manifest import MANIFEST, read_manifest, sync_folder, write_json
+from megatron_fleet.checkpoint.manifest import MANIFEST, check_hashes, read_manifest
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import read_object
 from megatron_fleet.platform.waiting import finish_in_thread
-from megatron_fleet.storage.fingerprint import fingerprint, list_files
+from megatron_fleet.storage.local import (
+    begin_folder,
+    commit_folder,
+    fingerprint,
+    list_files,
+    remove_folder,
+    write_atomically,
+)
 from megatron_fleet.trainer.base import Files
 
 log = logging.getLogger(__name__)
@@ -109,7 +115,7 @@ class Checkpoints:
 
         async def write(partial: Path) -> Files:
             files = await write_state(partial)
-            write_json(partial / TRAINER_STATE, trainer_state)
+            write_atomically(partial / TRAINER_STATE, json.dumps(trainer_state, indent=1).encode())
             return files
 
         await finish_in_thread(self._prepare)
@@ -184,7 +190,7 @@ class Checkpoints:
 
     def _prune(self) -> None:
         for old in self._committed()[self._keep :]:
-            _remove(old.path)
+            remove_folder(old.path)
 
 
 async def save_folder(final: Path, step: int, write: Write) -> None:
@@ -201,10 +207,8 @@ async def save_folder(final: Path, step: int, write: Write) -> None:
         UserError: a file that ``write`` returned is missing or differs in size.
         Exception: whatever ``write`` raised.
     """
-    partial = final.with_name(f".{final.name}.partial")
+    partial = begin_folder(final)
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
         files = await write(partial)
         await finish_in_thread(_commit, partial, final, step, files)
     except Exception:
@@ -224,18 +228,7 @@ def _commit(partial: Path, final: Path, step: int, written: Files) -> None:
     for file in list_files(partial):
         if (name := file.relative_to(partial).as_posix()) not in files:
             files[name] = fingerprint(file, flush=True)
-    write_json(partial / MANIFEST, {"format": 1, "step": step, "files": dict(sorted(files.items()))})
-    for folder in (partial, *(d for d in partial.rglob("*") if d.is_dir())):
-        sync_folder(folder)
-    if final.exists():
-        # The caller found that it fails its manifest: it is unreadable.
-        _remove(final)
-    os.rename(partial, final)
-    sync_folder(final.parent)
-
-
-def _remove(path: Path) -> None:
-    """Remove a checkpoint; hide it first, so that a half-removed one never looks like a checkpoint."""
-    hidden = path.with_name(f".{path.name}.removed")
-    os.rename(path, hidden)
-    shutil.rmtree(hidden)
+    manifest = {"format": 1, "step": step, "files": dict(sorted(files.items()))}
+    write_atomically(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
+    # In place of an older one only where the caller found that it fails its manifest: it is unreadable.
+    commit_folder(partial, final)

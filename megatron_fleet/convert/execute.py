@@ -82,7 +82,7 @@ def execute(plan: Plan, out: str, workers: int, share: Share, progress: Progress
             if not finishing:
                 raise
             time.sleep(0.1 * attempt)
-    staging.publish(plan.marker_data)
+    staging.commit(plan.marker_data)
     return True
 
 
@@ -109,7 +109,7 @@ def _execute(staging: Staging, plan: Plan, workers: int, share: Share, progress:
         claim(staging, plan)
         for name, data in plan.small.items():
             staging.folder.write(name, data)
-    staging.publish(plan.marker_data)
+    staging.commit(plan.marker_data)
     return True
 
 

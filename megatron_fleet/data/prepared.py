@@ -44,7 +44,7 @@ def write(out: str | Path, train: Sequence[Task], held_out: Sequence[Task], mani
         return False
     for name, data in files.items():
         staging.folder.write(name, data)
-    staging.publish(marker)
+    staging.commit(marker)
     return True
 
 

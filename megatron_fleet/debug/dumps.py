@@ -8,6 +8,7 @@ all (`checkpoint.checkpoints.save_folder`).
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,13 +16,13 @@ from pathlib import Path
 
 from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.checkpoint.checkpoints import Checkpoint, Write, save_folder
-from megatron_fleet.checkpoint.manifest import write_json
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import read_object
 from megatron_fleet.config.load import dump_resolved
 from megatron_fleet.config.schema import Config
 from megatron_fleet.debug.data_file import load_data, save_data
 from megatron_fleet.debug.record import Record, Verdict
+from megatron_fleet.storage.local import write_atomically
 from megatron_fleet.trainer.base import Files
 
 CONFIG, MODEL, RECORD, DATA, STATE = "config.json", "model", "record.json", "data.npz", "state"
@@ -112,4 +113,4 @@ def _write_head(partial: Path, config: Config, data: Sequence[Datum], record: Re
     (partial / MODEL).mkdir()
     shutil.copyfile(Path(config.model.path) / "config.json", partial / MODEL / "config.json")
     save_data(partial / DATA, data)
-    write_json(partial / RECORD, record.to_json())
+    write_atomically(partial / RECORD, json.dumps(record.to_json(), indent=1).encode())

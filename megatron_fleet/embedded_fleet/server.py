@@ -22,6 +22,7 @@ from megatron_fleet.embedded_fleet.faults import FaultSource, RandomFaults
 from megatron_fleet.embedded_fleet.fleet import TOKEN
 from megatron_fleet.embedded_fleet.verifier_client import OPTIONAL_LAYERS, Limits, VerifierClient, check_sandbox
 from megatron_fleet.envs.openenv_client import import_openenv
+from megatron_fleet.storage.local import write_atomically
 
 MAX_SESSIONS = 1024
 PARENT_CHECK_S = 0.5
@@ -90,9 +91,7 @@ async def _watch(server: uvicorn.Server, listener: socket.socket, ready_file: Pa
     while not server.started:
         await asyncio.sleep(0.01)
     if ready_file is not None:
-        partial = ready_file.with_name(ready_file.name + ".partial")
-        partial.write_text(json.dumps({"port": listener.getsockname()[1], "pid": os.getpid()}))
-        partial.replace(ready_file)
+        write_atomically(ready_file, json.dumps({"port": listener.getsockname()[1], "pid": os.getpid()}).encode())
     while parent is None or os.getppid() == parent:
         await asyncio.sleep(PARENT_CHECK_S)
     signal.raise_signal(signal.SIGTERM)

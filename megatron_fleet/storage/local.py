@@ -1,4 +1,4 @@
-"""A folder on a file system that this machine sees."""
+"""A folder on a file system that this machine sees; files and folders in it that appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import errno
 import fcntl
 import functools
 import glob
+import hashlib
 import os
 import secrets
+import shutil
 import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.storage.direct import BLOCK, InputFile, address, allocate, new_scratch, set_direct, write_blocks
@@ -41,7 +43,7 @@ class LocalFolder:
 
     def sizes(self) -> dict[str, int]:
         found = {}
-        with told(self.path, "listed"):
+        with os_errors_as_user_error(self.path, "listed"):
             if self.path.exists() and not self.path.is_dir():
                 raise UserError(f"{self.url}: is a file; give the folder that it is in.")
             for folder, folders, names in os.walk(self.path, onerror=_raise):
@@ -54,7 +56,7 @@ class LocalFolder:
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
         path = self._path(name)
-        with told(path, "read"), open_regular(path) as f:
+        with os_errors_as_user_error(path, "read"), open_regular(path) as f:
             f.seek(offset)
             data = f.read() if length is None else f.read(length)
             if length is not None and len(data) < length:
@@ -65,7 +67,7 @@ class LocalFolder:
         path = self._path(name)
         if not hasattr(self._thread, "scratch"):
             self._thread.scratch = new_scratch()
-        with told(path, "read"):
+        with os_errors_as_user_error(path, "read"):
             view = buffer.cast("B")
             try:
                 self._files(path).read_into(offset, view, self._thread.scratch)
@@ -74,20 +76,20 @@ class LocalFolder:
 
     def write(self, name: str, data: bytes) -> None:
         path = self._path(name)
-        with told(path, "written", len(data)):
+        with os_errors_as_user_error(path, "written", len(data)):
             make_folders(path.parent)
             write_atomically(path, data)
         self._files.cache_clear()
 
     def create(self, name: str, size: int) -> LocalWriter:
         path = self._path(name)
-        with told(path, "created", size):
+        with os_errors_as_user_error(path, "created", size):
             make_folders(path.parent)
             return LocalWriter(path, size, self._files.cache_clear)
 
     def delete(self, name: str) -> None:
         path = self._path(name)
-        with told(path, "removed"):
+        with os_errors_as_user_error(path, "removed"):
             path.unlink(missing_ok=True)
         self._files.cache_clear()
 
@@ -121,7 +123,7 @@ class LocalWriter:
         if address(view) % BLOCK:
             raise ValueError(f"{self._path}: the buffer is not page-aligned; make it with aligned_buffer")
         direct = self._direct
-        with told(self._path, "written", self._size):
+        with os_errors_as_user_error(self._path, "written", self._size):
             try:
                 write_blocks(self._fd, offset, view, direct)
             except OSError as e:
@@ -133,7 +135,7 @@ class LocalWriter:
 
     def commit(self) -> None:
         self._parts.require_all()
-        with told(self._path, "written", self._size):
+        with os_errors_as_user_error(self._path, "written", self._size):
             os.ftruncate(self._fd, self._size)
             os.fsync(self._fd)
             os.replace(self._temporary, self._path)
@@ -169,7 +171,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 @contextmanager
-def told(path: Path, done: str, size: int | None = None) -> Iterator[None]:
+def os_errors_as_user_error(path: Path, done: str, size: int | None = None) -> Iterator[None]:
     """Convert errors of the operating system to UserError.
 
     Args:
@@ -201,6 +203,56 @@ def write_atomically(path: Path, data: bytes, beside: Path | None = None) -> Non
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def begin_folder(final: Path) -> Path:
+    """Create an empty hidden folder next to ``final`` to write its files to, for `commit_folder`; what an earlier
+    attempt left there is removed.
+    """
+    partial = final.with_name(f".{final.name}{UNFINISHED}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def commit_folder(partial: Path, final: Path) -> None:
+    """Give a folder from `begin_folder` its name, durably, in place of an older one of that name.
+
+    The caller has flushed the files in it.
+    """
+    for folder in (partial, *(path for path in partial.rglob("*") if path.is_dir() and not path.is_symlink())):
+        sync_folder(folder)
+    old = _hide(final) if final.exists() else None
+    os.rename(partial, final)
+    sync_folder(final.parent)
+    if old is not None:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder; it is hidden first, so that a half-removed one never looks whole."""
+    shutil.rmtree(_hide(path))
+
+
+def _hide(path: Path) -> Path:
+    hidden = path.with_name(f".{path.name}.removed")
+    shutil.rmtree(hidden, ignore_errors=True)
+    os.rename(path, hidden)
+    return hidden
+
+
+def list_files(folder: Path) -> list[Path]:
+    """List every file below a folder, in an order that is equal on all ranks."""
+    return sorted(file for file in folder.rglob("*") if file.is_file())
+
+
+def fingerprint(file: Path, flush: bool = False) -> dict[str, Any]:
+    """``bytes`` and ``sha256`` of a file; with ``flush`` it is on disk when this returns."""
+    with file.open("rb") as f:
+        if flush:
+            os.fsync(f.fileno())
+        digest = hashlib.file_digest(f, "sha256").hexdigest()
+        return {"bytes": f.tell(), "sha256": digest}
 
 
 def sync_folder(path: Path) -> None:

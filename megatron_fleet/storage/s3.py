@@ -2,6 +2,9 @@
 
 Requests are made individually, ranged GETs and parts of multipart uploads: ``docs.aws.amazon.com/AmazonS3`` (API
 Reference). boto3's transfer manager is not used because, with the CRT installed, it may ignore the endpoint.
+
+Endpoint, region and credentials come from boto3's own chain: ``AWS_ENDPOINT_URL``, ``AWS_PROFILE``, ``~/.aws``, the
+machine's role… Messages never contain credentials. This is the only module that imports boto3.
 """
 
 from __future__ import annotations
@@ -10,14 +13,42 @@ import base64
 import random
 import time
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import urllib3.exceptions
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.storage import s3_client
 from megatron_fleet.storage.folder import PART, Parts, check_name
-from megatron_fleet.storage.s3_client import error_code, exceptions, told
+
+try:
+    import boto3
+    from botocore import exceptions
+    from botocore.config import Config
+except ImportError:
+    raise UserError("s3:// addresses need boto3, which this Python environment lacks; pip install boto3.") from None
+
+CONNECTIONS = 64
+"""Maximum number of concurrent transfers; one more would wait for a connection."""
+ATTEMPTS = 8
+"""Attempts at one request, with boto3's exponential back-off between them."""
+NO_CREDENTIALS = (
+    exceptions.NoCredentialsError,
+    exceptions.PartialCredentialsError,
+    exceptions.CredentialRetrievalError,
+    exceptions.ProfileNotFound,
+    exceptions.TokenRetrievalError,
+    exceptions.SSOError,
+)
+WRONG_CREDENTIALS = {
+    "InvalidAccessKeyId",
+    "SignatureDoesNotMatch",
+    "ExpiredToken",
+    "InvalidToken",
+    "AuthorizationHeaderMalformed",
+    "RequestTimeTooSkewed",
+}
 
 MOST_PARTS = 10_000
 """Maximum number of parts of one upload, by the protocol."""
@@ -26,6 +57,64 @@ BODY_ATTEMPTS = 6
 BROKEN = (exceptions.HTTPClientError, exceptions.IncompleteReadError, urllib3.exceptions.HTTPError, OSError)
 PIECE = 1 << 20
 """Bytes received per read from a connection."""
+
+
+def connect() -> Any:
+    """Create a client whose methods may be called from many threads. Raises UserError when its configuration is
+    unusable.
+    """
+    config = Config(
+        connect_timeout=10,
+        read_timeout=60,
+        max_pool_connections=CONNECTIONS,
+        retries={"mode": "adaptive", "total_max_attempts": ATTEMPTS},
+        tcp_keepalive=True,
+    )
+    try:
+        return boto3.session.Session().client("s3", config=config)
+    except NO_CREDENTIALS as e:
+        raise UserError(f"s3: {e}; set up the credentials.") from None
+    except (exceptions.BotoCoreError, ValueError) as e:
+        raise UserError(f"s3: {e}; check AWS_ENDPOINT_URL, AWS_REGION and the AWS configuration file.") from None
+
+
+@contextmanager
+def store_errors_as_user_error(url: str) -> Iterator[None]:
+    """Convert the store's errors for an address to UserError."""
+    try:
+        yield
+    except NO_CREDENTIALS:
+        raise UserError(
+            f"{url}: no credentials for the store; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE."
+        ) from None
+    except exceptions.ClientError as e:
+        raise UserError(f"{url}: {_meaning(e)}") from None
+    except exceptions.ParamValidationError as e:
+        raise UserError(f"{url}: {' '.join(str(e).split())}; correct the address.") from None
+    except (exceptions.HTTPClientError, exceptions.BotoCoreError) as e:
+        raise UserError(f"{url}: the store does not answer ({e}); check AWS_ENDPOINT_URL and the network.") from None
+
+
+def error_code(error: exceptions.ClientError) -> str:
+    """Error code of the store; the HTTP status, as text, where it sends none."""
+    return str(error.response.get("Error", {}).get("Code", ""))
+
+
+def _meaning(error: exceptions.ClientError) -> str:
+    code = error_code(error)
+    status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    if code == "NoSuchBucket":
+        return "the bucket does not exist; create it or correct the address."
+    if code == "NoSuchUpload":
+        return "the unfinished upload was removed, by another process or the store's own rules; write the file again."
+    if code in ("NoSuchKey", "404"):
+        return "there is no such file; check the address."
+    if code in WRONG_CREDENTIALS:
+        return f"the store refuses the credentials ({code}); check key, secret, session token and clock."
+    if status == 403:
+        return f"the store denies the access ({code}); give this identity the permission or use another one."
+    message = error.response.get("Error", {}).get("Message", "")
+    return f"the store refuses the {error.operation_name} request ({code}, HTTP {status}: {message})."
 
 
 class S3Folder:
@@ -40,14 +129,14 @@ class S3Folder:
         self._bucket = bucket
         self._prefix = f"{prefix}/" if prefix else ""
         self.url = f"s3://{bucket}/{prefix}"
-        self._client = s3_client.connect()
+        self._client = connect()
 
     def join(self, name: str) -> str:
         return f"s3://{self._bucket}/{self._prefix}{check_name(name)}"
 
     def sizes(self) -> dict[str, int]:
         found = {}
-        with told(self.url):
+        with store_errors_as_user_error(self.url):
             for page in self._client.get_paginator("list_objects_v2").paginate(
                 Bucket=self._bucket, Prefix=self._prefix
             ):
@@ -59,7 +148,7 @@ class S3Folder:
 
     def size(self, name: str) -> int | None:
         """Bytes of a file, ``None`` when there is none."""
-        with told(self.join(name)):
+        with store_errors_as_user_error(self.join(name)):
             try:
                 return int(self._client.head_object(**self._at(name))["ContentLength"])
             except exceptions.ClientError as e:
@@ -98,19 +187,19 @@ class S3Folder:
             )
 
     def write(self, name: str, data: bytes) -> None:
-        with told(self.join(name)):
+        with store_errors_as_user_error(self.join(name)):
             self._client.put_object(**self._at(name), Body=data, ChecksumCRC32=_crc32(data))
 
     def create(self, name: str, size: int) -> S3Writer:
         return S3Writer(self, self._client, self._at(name), name, size)
 
     def delete(self, name: str) -> None:
-        with told(self.join(name)):
+        with store_errors_as_user_error(self.join(name)):
             self._client.delete_object(**self._at(name))
 
     def abort_uploads(self) -> None:
         """Abort every unfinished upload below the folder: those of killed writers, but also of living ones."""
-        with told(self.url):
+        with store_errors_as_user_error(self.url):
             pages = self._client.get_paginator("list_multipart_uploads").paginate(
                 Bucket=self._bucket, Prefix=self._prefix
             )
@@ -126,7 +215,7 @@ class S3Folder:
         given.
         """
         span = f"bytes={offset}-{offset + length - 1}"
-        with told(self.join(name)):
+        with store_errors_as_user_error(self.join(name)):
             try:
                 response = self._client.get_object(
                     **self._at(name), Range=span, **({"IfMatch": etag} if etag is not None else {})
@@ -159,7 +248,7 @@ class S3Writer:
         self._parts = Parts(self._url, size, self.part)
         self._sent: dict[int, dict[str, Any]] = {}
         self._open = True
-        with told(self._url):
+        with store_errors_as_user_error(self._url):
             created = client.create_multipart_upload(**at, ChecksumAlgorithm="CRC32")
         self._upload = {**at, "UploadId": created["UploadId"]}
 
@@ -168,7 +257,7 @@ class S3Writer:
         index = self._parts.index(offset, len(view))
         data = bytes(view)
         checksum = _crc32(data)
-        with told(self._url):
+        with store_errors_as_user_error(self._url):
             answer = self._client.upload_part(**self._upload, PartNumber=index + 1, Body=data, ChecksumCRC32=checksum)
         self._sent[index] = {"PartNumber": index + 1, "ETag": answer["ETag"], "ChecksumCRC32": checksum}
         self._parts.wrote(index)
@@ -180,7 +269,7 @@ class S3Writer:
             self.abort()
             self._folder.write(self._name, b"")
             return
-        with told(self._url):
+        with store_errors_as_user_error(self._url):
             self._client.complete_multipart_upload(
                 **self._upload, MultipartUpload={"Parts": [self._sent[index] for index in sorted(self._sent)]}
             )
@@ -192,7 +281,7 @@ class S3Writer:
 
     def abort(self) -> None:
         if self._open:
-            with told(self._url):
+            with store_errors_as_user_error(self._url):
                 _abort(self._client, self._upload)
             self._open = False
 

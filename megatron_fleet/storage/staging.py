@@ -18,9 +18,9 @@ from megatron_fleet.storage.local import (
     UNFINISHED,
     LocalFolder,
     is_unfinished,
+    os_errors_as_user_error,
     remove_unfinished,
     sync_folder,
-    told,
     write_atomically,
 )
 
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class Staging(Protocol):
-    """Folder under construction. Several processes may fill it; the last one publishes, or all of them do.
+    """Folder under construction. Several processes may fill it; the last one commits it, or all of them do.
 
     After a crash at any moment a new ``Staging`` of the same address finds either ``exists()`` or, in
     ``folder.sizes()``, the files that had been finished.
@@ -47,11 +47,11 @@ class Staging(Protocol):
         """Whether the finished folder exists. Raises UserError when something else is in its place."""
         ...
 
-    def publish(self, data: bytes) -> None:
+    def commit(self, data: bytes) -> None:
         """Write the marker file and make the folder visible, durably; remove what killed writers left in it.
 
         All other files must be finished. When the folder already exists with the same marker, because another process
-        has published it, nothing else happens.
+        has committed it, nothing else happens.
 
         Raises:
             UserError: something else is at the address; it stays as it is.
@@ -72,7 +72,7 @@ class LocalStaging:
         self.folder: Folder = LocalFolder(self._partial)
 
     def exists(self) -> bool:
-        with told(self._final, "listed"):
+        with os_errors_as_user_error(self._final, "listed"):
             taken = self._final.exists() and not (self._final.is_dir() and next(self._final.iterdir(), None) is None)
             # After the look at the folder: another process may rename its own, which has the marker, to here meanwhile.
             if (self._final / self._marker).is_file():
@@ -81,20 +81,20 @@ class LocalStaging:
                 raise self._foreign()
         return False
 
-    def publish(self, data: bytes) -> None:
-        with told(self._final, "published", len(data)):
+    def commit(self, data: bytes) -> None:
+        with os_errors_as_user_error(self._final, "committed", len(data)):
             try:
-                self._publish(data)
+                self._commit(data)
             except OSError:
                 # The other process may rename at any moment: the current state matters more than the error.
                 if not self._final.exists():
                     raise
-        self._check_published(data)
+        self._check_committed(data)
         # Another process may have begun a file between the sweep and the rename.
         _sweep(self._final)
         shutil.rmtree(self._partial, ignore_errors=True)
 
-    def _publish(self, data: bytes) -> None:
+    def _commit(self, data: bytes) -> None:
         parent = self._final.parent
         _sweep(self._partial)
         # Not in the folder, which another process may sweep or rename concurrently.
@@ -104,9 +104,9 @@ class LocalStaging:
         self._partial.rename(self._final)
         sync_folder(parent)
 
-    def _check_published(self, data: bytes) -> None:
+    def _check_committed(self, data: bytes) -> None:
         found = self._final / self._marker
-        with told(found, "read"):
+        with os_errors_as_user_error(found, "read"):
             if not found.is_file() or found.read_bytes() != data:
                 raise self._foreign()
 
@@ -133,7 +133,7 @@ class S3Staging:
     def exists(self) -> bool:
         return self._folder.size(self._marker) is not None
 
-    def publish(self, data: bytes) -> None:
+    def commit(self, data: bytes) -> None:
         if not self.exists():
             self._folder.write(self._marker, data)
         elif self._folder.read(self._marker) != data:
@@ -141,5 +141,5 @@ class S3Staging:
         try:
             self._folder.abort_uploads()
         except UserError as e:
-            # Some identities may not list uploads; the folder is published all the same.
+            # Some identities may not list uploads; the folder is committed all the same.
             log.warning("unfinished uploads, if any, stay in the store: %s", e)

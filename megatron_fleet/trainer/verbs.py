@@ -19,7 +19,7 @@ from megatron_fleet.cluster.rank_identity import controller_address
 from megatron_fleet.config.schema import AlgorithmConfig, Config
 from megatron_fleet.platform import device as devices
 from megatron_fleet.platform.communicator import TorchCommunicator, join_at
-from megatron_fleet.storage.fingerprint import fingerprint, list_files
+from megatron_fleet.storage.local import fingerprint, list_files
 from megatron_fleet.trainer.base import PARTS, AdamParams, Part, as_plain
 from megatron_fleet.trainer.megatron.faults import find_faults
 from megatron_fleet.trainer.megatron.memory import RankMemory

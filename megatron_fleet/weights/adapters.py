@@ -18,6 +18,7 @@ from torch import nn
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.platform.communicator import Communicator, together
+from megatron_fleet.storage.local import is_unfinished, write_atomically
 from megatron_fleet.weights.hf_folder import safetensors_header
 from megatron_fleet.weights.mapping import Span, check_tiling
 from megatron_fleet.weights.shards import LocalTensor
@@ -25,8 +26,6 @@ from megatron_fleet.weights.source import Box, MegatronWeightSource, ParamMeta, 
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 """File names that ``peft`` and vLLM expect in an adapter folder."""
-_PARTIAL = f"{CONFIG}.partial"
-_FILES = (WEIGHTS, CONFIG, _PARTIAL)
 _NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 View = Callable[[torch.Tensor, Span], torch.Tensor]
@@ -186,7 +185,9 @@ def export_adapters(
 
 
 def _make_room(out: Path) -> None:
-    if out.is_file() or (out.is_dir() and any(p.name not in _FILES for p in out.iterdir())):
+    if out.is_file() or (
+        out.is_dir() and any(p.name not in (WEIGHTS, CONFIG) and not is_unfinished(p.name) for p in out.iterdir())
+    ):
         raise UserError(f"{out}: exists and is no folder of adapters; choose another place for the export.")
     out.mkdir(parents=True, exist_ok=True)
     (out / CONFIG).unlink(missing_ok=True)
@@ -239,6 +240,4 @@ def _write_config(out: Path, base: str, rank: int, alpha: float, modules: list[s
         "inference_mode": True,
         "target_modules": modules,
     }
-    partial = out / _PARTIAL
-    partial.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    partial.rename(out / CONFIG)
+    write_atomically(out / CONFIG, (json.dumps(config, indent=2) + "\n").encode())

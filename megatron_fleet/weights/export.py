@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from safetensors.torch import save_file
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.platform.communicator import Communicator, together
+from megatron_fleet.storage.local import begin_folder, commit_folder
 from megatron_fleet.weights.hf_folder import INDEX, SINGLE, read_config
 from megatron_fleet.weights.source import MegatronWeightSource, ParamMeta
 
@@ -63,9 +63,7 @@ def _start(template: Path, out: Path, dtype: torch.dtype) -> Path:
     config = read_config(template)
     if out.exists() and not (out / "config.json").exists() and (out.is_file() or any(out.iterdir())):
         raise UserError(f"{out}: exists and is no HF folder; choose another place for the export.")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(f".{out.name}.{secrets.token_hex(4)}.partial")
-    partial.mkdir()
+    partial = begin_folder(out)
     for file in sorted(template.iterdir()):
         if file.is_file() and file.suffix in COMPANIONS and not file.name.endswith(".safetensors.index.json"):
             shutil.copyfile(file, partial / file.name)
@@ -130,9 +128,4 @@ def _finish(partial: Path, out: Path) -> None:
         file.chmod(partial.stat().st_mode & 0o666)  # safetensors creates files that only their owner can read
         with file.open("rb") as f:
             os.fsync(f.fileno())
-    old = out.with_name(f".{out.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if out.exists():
-        out.rename(old)
-    partial.rename(out)
-    shutil.rmtree(old, ignore_errors=True)
+    commit_folder(partial, out)

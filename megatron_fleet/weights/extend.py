@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.models.hf_config import architecture_of, read_model
-from megatron_fleet.storage.local import told
+from megatron_fleet.storage.local import begin_folder, commit_folder, os_errors_as_user_error, write_atomically
 from megatron_fleet.weights.hf_folder import read_config
 
 CONFIG = "config.json"
@@ -37,15 +37,14 @@ def extend(source: Path, target: Path, factor: float, original: int) -> int:
     Raises:
         UserError: the model's context cannot be extended this way, or ``target`` exists.
     """
-    with told(target, "made"):
+    with os_errors_as_user_error(target, "made"):
         if os.path.lexists(target):
             raise UserError(f"{target}: exists already; name another folder or remove it.")
         raw = extended(read_config(source), factor, original)
-        partial = target.with_name(f".{target.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
+        partial = begin_folder(target)
         try:
             _write(partial, source, raw)
-            os.rename(partial, target)
+            commit_folder(partial, target)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -53,11 +52,10 @@ def extend(source: Path, target: Path, factor: float, original: int) -> int:
 
 
 def _write(partial: Path, source: Path, raw: Mapping[str, Any]) -> None:
-    partial.mkdir(parents=True)
     for path in sorted(source.resolve().iterdir()):
         if path.name != CONFIG:
             (partial / path.name).symlink_to(path)
-    (partial / CONFIG).write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+    write_atomically(partial / CONFIG, (json.dumps(raw, indent=2) + "\n").encode())
 
 
 def extended(raw: Mapping[str, Any], factor: float, original: int) -> dict[str, Any]:

@@ -115,13 +115,13 @@ def read_header(folder: Folder, name: str, size: int) -> dict[str, StoredTensor]
         UserError: the file is truncated or malformed.
     """
     header = read_header_bytes(folder, name, size)
-    with _told(folder, name):
+    with _format_errors_as_user_error(folder, name):
         return _check_header(name, _parse_header(header), len(header), size)
 
 
 def read_header_bytes(folder: Folder, name: str, size: int) -> bytes:
     """Read the header's length and JSON, i.e. the bytes before the data. Raises UserError if it is not safetensors."""
-    with _told(folder, name):
+    with _format_errors_as_user_error(folder, name):
         if size < 8:
             raise ValueError(f"it has only {size} bytes")
         head = folder.read(name, 0, 8)
@@ -154,7 +154,7 @@ def _parse_header(header: bytes) -> dict[str, Any]:
 
 
 @contextmanager
-def _told(folder: Folder, name: str) -> Iterator[None]:
+def _format_errors_as_user_error(folder: Folder, name: str) -> Iterator[None]:
     """Convert any error of a malformed header to UserError."""
     try:
         yield

@@ -25,7 +25,7 @@ from waiting import HANG_S
 
 from megatron_fleet.checkpoint.checkpoints import Checkpoint, Checkpoints
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.storage.fingerprint import fingerprint, list_files
+from megatron_fleet.storage.local import fingerprint, list_files
 from megatron_fleet.trainer.base import Files, TrainerLost
 
 
@@ -256,18 +256,18 @@ def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 folder, stage = Path(sys.argv[1]), sys.argv[2]
-original_write, original_rename = module.write_json, os.rename
-def write_json(file, value):
+original_write, original_rename = module.write_atomically, os.rename
+def write_atomically(file, data):
     if stage == file.name:
         file.write_text('{"form')
         die()
-    original_write(file, value)
+    original_write(file, data)
 def rename(a, b):
     if stage == "before rename" and ".partial" in str(a): die()
     original_rename(a, b)
     if stage == "after rename" and ".partial" in str(a): die()
     if stage == "removal" and ".removed" in str(b): die()
-module.write_json, os.rename = write_json, rename
+module.write_atomically, os.rename = write_atomically, rename
 
 async def write_state(path):
     (path / "a").write_bytes(os.urandom(1000))

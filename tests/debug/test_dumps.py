@@ -97,12 +97,12 @@ from megatron_fleet.checkpoint import checkpoints
 from megatron_fleet.debug.dumps import Dumps
 from megatron_fleet.debug.record import Record
 
-def torn(file, value):
+def torn(file, data):
     file.write_text('{"form')
     os.kill(os.getpid(), signal.SIGKILL)
 
 async def main():
-    checkpoints.write_json = torn
+    checkpoints.write_atomically = torn
     folder = Path(sys.argv[1])
     record = Record(1, 0, "spike", "cpu", 1e-3, 0.0, 1.0, 0.1, [], [], [], 1)
     config = make_config(write_config(folder / "model"))

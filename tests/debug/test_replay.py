@@ -19,7 +19,7 @@ from megatron_fleet.debug import replay as module
 from megatron_fleet.debug.dumps import Dumps, open_dump
 from megatron_fleet.debug.record import Record, Verdict
 from megatron_fleet.debug.report import to_json, to_text
-from megatron_fleet.storage.fingerprint import fingerprint
+from megatron_fleet.storage.local import fingerprint
 from megatron_fleet.trainer.base import LossSpec, TrainerLost
 
 VOCABULARY = 511

@@ -26,11 +26,11 @@ def folder(s3_url):
 @pytest.fixture
 def module(s3, monkeypatch):
     """The module, with small parts and no long waits."""
-    from megatron_fleet.storage import s3, s3_client
+    from megatron_fleet.storage import s3
 
     monkeypatch.setattr(s3, "PART", LEAST_PART)
     monkeypatch.setattr(s3.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(s3_client, "ATTEMPTS", 2)
+    monkeypatch.setattr(s3, "ATTEMPTS", 2)
     return s3
 
 

@@ -40,27 +40,27 @@ def test_the_folder_appears_with_its_marker(url):
     assert not staging.exists()
     assert visible(url) == {}
     assert open_staging(url, MARKER).folder.sizes() == {"a": 2, "sub/b": 5000}
-    staging.publish(b"{}")
+    staging.commit(b"{}")
     assert visible(url) == {"a": 2, MARKER: 2, "sub/b": 5000}
     assert staging.exists()
     assert open_staging(url, MARKER).exists()
 
 
-def test_processes_that_publish_the_same_at_once_all_succeed(url):
+def test_processes_that_commit_the_same_at_once_all_succeed(url):
     for round_ in range(20 if "://" not in url else 1):
         address = f"{url}/{round_}"
         stagings = [open_staging(address, MARKER) for _ in range(4)]
         stagings[0].folder.write("a", b"12")
         barrier = Barrier(len(stagings))
 
-        def publish(staging, barrier=barrier):
+        def commit(staging, barrier=barrier):
             barrier.wait()
-            staging.publish(b"{}")
+            staging.commit(b"{}")
 
         with ThreadPoolExecutor(len(stagings)) as pool:
-            list(pool.map(publish, stagings))
+            list(pool.map(commit, stagings))
         assert visible(address) == {"a": 2, MARKER: 2}
-        stagings[0].publish(b"{}")
+        stagings[0].commit(b"{}")
         if "://" not in url:
             assert sorted(os.listdir(address)) == ["a", MARKER]
     if "://" not in url:
@@ -72,7 +72,7 @@ def test_what_is_there_already_stays(url):
     staging = open_staging(url, MARKER)
     assert staging.exists()
     with pytest.raises(UserError, match="something else is there already"):
-        staging.publish(b"{}")
+        staging.commit(b"{}")
     assert open_folder(url).read(MARKER) == b"other"
     assert open_folder(url).sizes() == {MARKER: 5}
 
@@ -85,19 +85,19 @@ def test_a_foreign_folder_or_file_is_refused_before_the_work(tmp_path):
             staging.exists()
         staging.folder.write("a", b"12")
         with pytest.raises(UserError, match="something else is there already"):
-            staging.publish(b"{}")
+            staging.commit(b"{}")
         assert path.read_bytes() == b"precious"
     (tmp_path / "empty").mkdir()
     staging = open_staging(tmp_path / "empty", MARKER)
     assert not staging.exists()
     staging.folder.write("a", b"12")
-    staging.publish(b"{}")
+    staging.commit(b"{}")
     assert visible(str(tmp_path / "empty")) == {"a": 2, MARKER: 2}
 
 
-def test_publishing_nothing_is_refused(tmp_path):
+def test_committing_nothing_is_refused(tmp_path):
     with pytest.raises(UserError, match="out: was removed or renamed while being written"):
-        open_staging(tmp_path / "out", MARKER).publish(b"{}")
+        open_staging(tmp_path / "out", MARKER).commit(b"{}")
     assert os.listdir(tmp_path) == []
 
 
@@ -125,7 +125,7 @@ if moment == "before the rename":
     Path.rename = die
 if moment == "after the rename":
     module.sync_folder = die
-staging.publish(b"{}")
+staging.commit(b"{}")
 """
 
 
@@ -145,12 +145,12 @@ def test_after_a_kill_at_any_moment_the_work_goes_on(tmp_path, moment):
     url = str(tmp_path / "out")
     killed(url, moment)
     staging = open_staging(url, MARKER)
-    published = moment == "after the rename"
-    assert staging.exists() == published
-    if not published:
+    committed = moment == "after the rename"
+    assert staging.exists() == committed
+    if not committed:
         assert visible(url) == {}
         assert staging.folder.sizes()["a"] == 2
-        staging.publish(b"{}")
+        staging.commit(b"{}")
     assert visible(url) == {"a": 2, MARKER: 2}
     assert sorted(os.listdir(tmp_path)) == ["out"]
     assert sorted(p.name for p in Path(url).rglob("*")) == ["a", MARKER]
@@ -168,19 +168,19 @@ def test_after_a_kill_the_unfinished_upload_is_invisible_and_goes_with_publishin
     assert not staging.exists()
     assert staging.folder.sizes() == {"a": 2}
     assert uploads() == 1
-    staging.publish(b"{}")
+    staging.commit(b"{}")
     assert uploads() == 0
     assert visible(s3_url) == {"a": 2, MARKER: 2}
 
 
-def test_a_store_that_does_not_list_uploads_is_published_to_all_the_same(s3_url, monkeypatch, caplog):
+def test_a_store_that_does_not_list_uploads_is_committed_to_all_the_same(s3_url, monkeypatch, caplog):
     staging = open_staging(s3_url, MARKER)
 
     def denied():
         raise UserError("the store denies the access (AccessDenied)")
 
     monkeypatch.setattr(staging.folder, "abort_uploads", denied)
-    staging.publish(b"{}")
+    staging.commit(b"{}")
     assert staging.exists()
     assert "uploads, if any, stay in the store: the store denies the access" in caplog.text
 
@@ -195,12 +195,12 @@ def test_what_another_process_began_meanwhile_does_not_stay(tmp_path, monkeypatc
         write(path, data, beside)
 
     monkeypatch.setattr(staging_module, "write_atomically", late)
-    staging.publish(b"done")
+    staging.commit(b"done")
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["a", "marker"]
 
 
 @pytest.mark.parametrize("look", range(4))
-def test_a_folder_that_another_process_publishes_during_any_look_is_the_finished_one(tmp_path, monkeypatch, look):
+def test_a_folder_that_another_process_commits_during_any_look_is_the_finished_one(tmp_path, monkeypatch, look):
     """Whatever the check looks at before the rename, it finds either nothing or the marker, nothing foreign."""
     here, there = (open_staging(str(tmp_path / "out"), "done") for _ in range(2))
     there.folder.write("a.bin", b"a")
@@ -211,7 +211,7 @@ def test_a_folder_that_another_process_publishes_during_any_look_is_the_finished
             nonlocal looks
             looks += 1
             if looks == look + 1:
-                there.publish(b"whole")
+                there.commit(b"whole")
             return method(path, *arguments)
 
         return looked

@@ -38,7 +38,7 @@ class DiskSender:
                 staging = open_staging(options["path"], MANIFEST)
         with together(self._world):
             if staging is not None:
-                staging.publish(write_manifest(version, self._write(staging.folder)))
+                staging.commit(write_manifest(version, self._write(staging.folder)))
             elif self._source.place.replica == 0:
                 stream_buckets(self._source, self._form, self._buckets, None)
 
