@@ -16,9 +16,23 @@ from megatron_fleet.algorithms.loss_inputs import LossInputs
 from megatron_fleet.algorithms.loss_metrics import finalize_metrics
 from megatron_fleet.algorithms.losses import make_loss
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.interfaces import INTERFACES
 from megatron_fleet.config.schema import AlgorithmConfig
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+README = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_table_has_every_interface():
+    def code(text: str) -> str:
+        return f"`{text}`".replace("|", "\\|")
+
+    rows = [line.split(" | ") for line in README.splitlines() if line.startswith("| ")][1:]
+    for row, (key, interface) in zip(rows, INTERFACES.items(), strict=True):
+        arguments = ", ".join(code(f"{name}: {kind}") for name, kind in interface.arguments.items()) or "nothing"
+        result = "awaitable " * interface.is_async + code(interface.result)
+        part = f"| {interface.part}", code(key)
+        assert (*row[:2], *row[3:]) == (*part, arguments, result, f"{interface.runs_in} |"), key
 
 
 @pytest.fixture(autouse=True)

@@ -5,42 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
-from megatron_fleet.agents.engine import Engine
 from megatron_fleet.agents.settings import EpisodeSettings
 from megatron_fleet.agents.token_conversation import run_episode
 from megatron_fleet.agents.trajectory import Trajectory
 from megatron_fleet.config.extension import is_path, load
-from megatron_fleet.data.task import Task
-from megatron_fleet.envs.base import Environment
-from megatron_fleet.models.chat.renderer import Renderer
-
-ARGUMENTS = ("task", "group", "sample", "env", "engine", "renderer", "settings", "seed", "session")
-
-
-class Agent(Protocol):
-    async def __call__(
-        self,
-        task: Task,
-        group: int,
-        sample: int,
-        env: Environment,
-        engine: Engine,
-        renderer: Renderer,
-        settings: EpisodeSettings,
-        seed: int | None,
-        session: str,
-        /,
-    ) -> Trajectory:
-        """Play ``task`` once; see `agents.token_conversation.run_episode` for the arguments.
-
-        The trajectory holds every token that the engine was given or sampled (`TrajectoryBuilder` collects them), an
-        outcome, and the verifier's reward or ``None``. The caller closes the environment. Any exception ends the
-        episode as ``aborted``, with an unknown reward.
-        """
-        ...
-
+from megatron_fleet.config.interfaces import INTERFACES, Agent
 
 AGENTS: Mapping[str, Agent] = MappingProxyType({"tools": run_episode})
 """Agents by value of ``agent.kind``."""
@@ -52,10 +23,11 @@ def make_agent(name: str) -> Agent:
 
 
 def _own(path: str) -> Agent:
-    agent: Agent = load("agent.kind", path, ARGUMENTS)
+    agent: Agent = load("agent.kind", path)
+    settings_at = list(INTERFACES["agent.kind"].arguments).index("settings")
 
     async def play(*arguments: Any) -> Trajectory:
-        settings: EpisodeSettings = arguments[ARGUMENTS.index("settings")]
+        settings: EpisodeSettings = arguments[settings_at]
         limit = settings.episode_timeout_s + settings.verify_timeout_s
         try:
             async with asyncio.timeout(limit) as deadline:

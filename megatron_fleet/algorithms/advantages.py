@@ -6,18 +6,15 @@ An unknown reward (``None`` or a non-finite number) enters no statistic and gets
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypeGuard
 
 import numpy as np
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.extension import load
+from megatron_fleet.config.interfaces import AdvantageEstimator
 
-AdvantageFn = Callable[[np.ndarray], np.ndarray]
-"""Function from the known rewards of one group, float64 ``[K]`` with K ≥ 2, to advantages, float64 ``[K]``."""
-
-ARGUMENTS = ("rewards",)
 STD_EPS = 1e-6
 MIN_KNOWN = 2
 """A group with fewer known rewards has nothing to compare and is left out."""
@@ -57,7 +54,7 @@ def leave_one_out(rewards: np.ndarray) -> np.ndarray:
     return _centred(rewards) * (n / (n - 1))  # r_i − (S − r_i)/(n−1) = n/(n−1) · (r_i − S/n)
 
 
-ADVANTAGES: dict[str, AdvantageFn] = {"grpo": grpo, "grpo_no_std": grpo_no_std, "leave_one_out": leave_one_out}
+ADVANTAGES: dict[str, AdvantageEstimator] = {"grpo": grpo, "grpo_no_std": grpo_no_std, "leave_one_out": leave_one_out}
 
 
 def group_advantages(rewards: Sequence[float | None], name: str) -> list[float | None] | None:
@@ -68,7 +65,7 @@ def group_advantages(rewards: Sequence[float | None], name: str) -> list[float |
     Raises:
         UserError: ``name`` is neither built in nor loadable, or its function does not return valid advantages.
     """
-    advantage = ADVANTAGES.get(name) or load("algorithm.advantage", name, ARGUMENTS)
+    advantage = ADVANTAGES.get(name) or load("algorithm.advantage", name)
     known = [i for i, r in enumerate(rewards) if is_known(r)]
     if len(known) < MIN_KNOWN:
         return None

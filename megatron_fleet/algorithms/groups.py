@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,19 +10,11 @@ import numpy as np
 from megatron_fleet.algorithms.advantages import has_signal, is_known
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.extension import load
+from megatron_fleet.config.interfaces import GroupFilter, RewardShaping
 from megatron_fleet.config.schema import AlgorithmConfig
 
 if TYPE_CHECKING:
     from megatron_fleet.agents.trajectory import Group
-
-RewardShaping = Callable[["Group", AlgorithmConfig], Sequence[float | None]]
-"""Function from a group to the rewards used for advantages, aligned with its trajectories. Results for unknown rewards
-are ignored.
-"""
-SHAPING_ARGUMENTS = ("group", "algorithm")
-GroupFilter = Callable[["Group", Sequence[float | None]], bool]
-"""Function from a group and its shaped rewards to whether it is trained on. Unknown rewards are ``None``."""
-FILTER_ARGUMENTS = ("group", "rewards")
 
 
 def unshaped(group: Group, algorithm: AlgorithmConfig) -> list[float | None]:
@@ -67,7 +59,7 @@ def shaped_rewards(group: Group, algorithm: AlgorithmConfig) -> list[float | Non
             reward.
     """
     name = algorithm.reward_shaping
-    given = (SHAPINGS.get(name) or load("algorithm.reward_shaping", name, SHAPING_ARGUMENTS))(group, algorithm)
+    given = (SHAPINGS.get(name) or load("algorithm.reward_shaping", name))(group, algorithm)
     known = [is_known(t.reward) for t in group.trajectories]
     try:
         values = [float(value) if own else None for value, own in zip(given, known, strict=True)]  # type: ignore[arg-type]
@@ -88,7 +80,7 @@ def learnt_from(group: Group, rewards: Sequence[float | None], algorithm: Algori
         UserError: the filter is neither built in nor loadable, or does not return a truth value.
     """
     name = algorithm.group_filter
-    kept = (FILTERS.get(name) or load("algorithm.group_filter", name, FILTER_ARGUMENTS))(group, rewards)
+    kept = (FILTERS.get(name) or load("algorithm.group_filter", name))(group, rewards)
     if not isinstance(kept, bool | np.bool_):
         raise UserError(f"algorithm.group_filter={name}: gave {kept!r:.200}; it must give True or False.")
     return bool(kept)

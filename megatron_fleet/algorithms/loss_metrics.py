@@ -13,8 +13,6 @@ NORMALISED = ("policy_loss", "kl_loss", "entropy_loss")
 
 OWN = "own/"
 """Prefix of the sums of a user-defined loss."""
-TERM_ARGUMENTS = ("inputs", "algorithm")
-"""Arguments of a policy term: a `LossInputs` and the ``algorithm`` section of the configuration."""
 
 WITHOUT_PROXIMAL = frozenset({"reinforce", "importance_weighted"})
 """Losses without π_old."""

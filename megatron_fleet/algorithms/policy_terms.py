@@ -19,19 +19,15 @@ On the first update (π = π_old = μ) the gradient of every term is that of REI
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 
 from megatron_fleet.algorithms.loss_inputs import LossInputs, bounded_log_ratio, count
+from megatron_fleet.config.interfaces import PolicyTerm
 from megatron_fleet.config.schema import CLIP_BOUNDS, AlgorithmConfig
 
 TermResult = tuple[torch.Tensor, dict[str, torch.Tensor]]
 """J_t ``[A]`` with gradient, and named metric sums (0-d, no gradient)."""
-
-
-PolicyTerm = Callable[[LossInputs, AlgorithmConfig], TermResult]
-"""Named part of the loss: returns J_t of a micro-batch."""
 
 
 def clip_bounds(algo: AlgorithmConfig) -> tuple[float, float]:

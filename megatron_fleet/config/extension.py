@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_fleet.config.errors import UserError, say
+from megatron_fleet.config.interfaces import INTERFACES, Interface
 from megatron_fleet.config.secrets import without_secrets
 
 _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
@@ -51,16 +52,16 @@ def is_path(name: str) -> bool:
 
 
 @functools.cache
-def load(key: str, path: str, arguments: tuple[str, ...]) -> Callable[..., Any]:
+def load(key: str, path: str) -> Callable[..., Any]:
     """Import the callable that a key names. Modules are looked up on ``sys.path`` and in the current folder.
 
     Args:
-        key: configuration key, for messages.
-        arguments: names of the positional arguments it will be called with.
+        key: configuration key, one of `INTERFACES`.
 
     Raises:
-        UserError: it cannot be imported, or does not take these arguments.
+        UserError: it cannot be imported, or does not have the key's interface.
     """
+    interface = INTERFACES[key]
     if not is_path(path):
         raise UserError(f"{key}={path} is neither one of ours nor package.module:name.")
     module_name, _, name = path.partition(":")
@@ -78,17 +79,33 @@ def load(key: str, path: str, arguments: tuple[str, ...]) -> Callable[..., Any]:
     found = getattr(module, name, None)
     if not callable(found):
         what = f"{module_name} has no {name}" if found is None else f"{name} is no function"
-        raise UserError(f"{key}={path}: {what}; name a function of ({', '.join(arguments)}).")
-    try:
-        inspect.signature(found).bind(*arguments)
-    except TypeError as error:
-        raise UserError(f"{key}={path}: must take ({', '.join(arguments)}): {error}.") from None
-    except ValueError:  # some builtins have no signature
-        pass
+        raise UserError(f"{key}={path}: {what}; name a function of {interface.spelt}.")
+    _check_interface(f"{key}={path}", found, interface)
     return found
 
 
-def check(key: str, path: str, arguments: tuple[str, ...], python: str = sys.executable) -> None:
+def _check_interface(where: str, found: Callable[..., Any], interface: Interface) -> None:
+    try:
+        inspect.signature(found).bind(*interface.arguments)
+    except TypeError as error:
+        raise UserError(f"{where}: must take {interface.spelt}: {error}.") from None
+    except ValueError:  # some builtins have no signature
+        pass
+    if _is_async(found) != interface.is_async:
+        must = "must be an async function" if interface.is_async else "must not be an async function"
+        raise UserError(f"{where}: {must}, as it is {'' if interface.is_async else 'not '}awaited; correct it.")
+    for name in interface.awaited if isinstance(found, type) else ():
+        if not _is_async(getattr(found, name, None)):
+            raise UserError(f"{where}: has no async method {name}; add it.")
+
+
+def _is_async(found: Any) -> bool:
+    """Return whether calling ``found`` gives a coroutine, as far as its definition tells."""
+    called = type(found).__call__ if callable(found) else None
+    return inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(called)
+
+
+def check(key: str, path: str, python: str = sys.executable) -> None:
     """Run `load` in a subprocess, so that the imports of a user's module, such as torch, stay out of this process.
     It gets no variable that looks like a secret; a component that needs one reads it when it is called.
 
@@ -98,7 +115,7 @@ def check(key: str, path: str, arguments: tuple[str, ...], python: str = sys.exe
     Raises:
         UserError: as for `load`, or the subprocess crashes or takes longer than ``CHECK_TIMEOUT_S``.
     """
-    command = [python, "-m", "megatron_fleet.config.extension", key, path, *arguments]
+    command = [python, "-m", "megatron_fleet.config.extension", key, path]
     try:
         done = subprocess.run(
             command,
@@ -117,10 +134,10 @@ def check(key: str, path: str, arguments: tuple[str, ...], python: str = sys.exe
         raise UserError(f"{key}={path}: importing it ends Python with status {done.returncode}: {done.stderr[-300:]}")
 
 
-def main(key: str, path: str, *arguments: str) -> int:
+def main(key: str, path: str) -> int:
     """Run `load` and return the exit status: `REFUSED`, with the reason on stderr, when it fails."""
     try:
-        load(key, path, arguments)
+        load(key, path)
     except UserError as error:
         say(str(error), sys.stderr)
         return REFUSED

@@ -25,9 +25,6 @@ from megatron_fleet.envs.fleet import FleetEnvironment
 from megatron_fleet.envs.openenv import OpenEnvEnvironment
 from megatron_fleet.envs.openenv_tools import FINISH_TOOL
 
-OWN_ARGUMENTS = ("config", "episode")
-"""Arguments of a user's class: the configuration section ``env`` and the name of the episode."""
-
 
 @dataclass(frozen=True, slots=True)
 class Start:
@@ -112,7 +109,7 @@ def _kind(name: str) -> Kind:
 
 
 def _own(path: str, config: EnvConfig, url: str, episode: str | None, token: str) -> Environment:
-    environment: Environment = load("env.kind", path, OWN_ARGUMENTS)(config, episode)
+    environment: Environment = load("env.kind", path)(config, episode)
     return environment
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import sys
 from collections.abc import Sequence
@@ -11,19 +12,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megatron_fleet.algorithms.advantages import ARGUMENTS as ADVANTAGE_ARGUMENTS
-from megatron_fleet.algorithms.groups import FILTER_ARGUMENTS, SHAPING_ARGUMENTS
-from megatron_fleet.algorithms.loss_metrics import TERM_ARGUMENTS
 from megatron_fleet.cluster.inventory import local_inventory
 from megatron_fleet.cluster.placement import Wanted, place
 from megatron_fleet.cluster.rank_identity import rank_identity
 from megatron_fleet.config import extension, validate
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import read_object
+from megatron_fleet.config.interfaces import INTERFACES
 from megatron_fleet.config.schema import Config
 from megatron_fleet.data.task import Task
-from megatron_fleet.telemetry.sinks import LOGGER_ARGUMENTS
-from megatron_fleet.weight_sync.registry import OWN_ARGUMENTS as TRANSPORT_ARGUMENTS
 
 ANSWER_S = 10.0
 """Time for a server that the run uses to answer."""
@@ -120,28 +117,15 @@ def _out(config: Config) -> None:
 
 def _own_parts(config: Config) -> None:
     """Refuse user-defined components that cannot be loaded."""
-    from megatron_fleet.agents.kinds import ARGUMENTS as AGENT_ARGUMENTS
-    from megatron_fleet.envs.registry import OWN_ARGUMENTS as ENVIRONMENT_ARGUMENTS
-    from megatron_fleet.models.chat.detection import OWN_ARGUMENTS as RENDERER_ARGUMENTS
     from megatron_fleet.rollout.service import episode_python
 
-    for_controller: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-        ("algorithm.advantage", config.algorithm.advantage, ADVANTAGE_ARGUMENTS),
-        ("algorithm.loss", config.algorithm.loss, TERM_ARGUMENTS),
-        ("algorithm.reward_shaping", config.algorithm.reward_shaping, SHAPING_ARGUMENTS),
-        ("algorithm.group_filter", config.algorithm.group_filter, FILTER_ARGUMENTS),
-        ("rollout.engine.transport", config.rollout.engine.transport, TRANSPORT_ARGUMENTS),
-        *(("logging.own", path, LOGGER_ARGUMENTS) for path in config.logging.own),
-    )
-    for_workers: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-        ("env.kind", config.env.kind, ENVIRONMENT_ARGUMENTS),
-        ("agent.kind", config.agent.kind, AGENT_ARGUMENTS),
-        ("rollout.renderer", config.rollout.renderer, RENDERER_ARGUMENTS),
-    )
-    for python, parts in ((sys.executable, for_controller), (str(episode_python()), for_workers)):
-        for key, path, arguments in parts:
-            if extension.is_path(path):
-                extension.check(key, path, arguments, python)
+    pythons = {"engine": sys.executable, "episode": str(episode_python())}
+    for key, interface in INTERFACES.items():
+        value = operator.attrgetter(key)(config)
+        for path in value if isinstance(value, tuple) else (value,):
+            if path is not None and extension.is_path(path):
+                for environment in interface.environments:
+                    extension.check(key, path, pythons[environment])
 
 
 def _model(config: Config) -> dict[str, Any]:

@@ -45,10 +45,6 @@ class HistogramSink(Protocol):
     def draw(self, step: int, distributions: Mapping[str, np.ndarray]) -> None: ...
 
 
-LOGGER_ARGUMENTS = ("config", "resumed_step", "started")
-"""Arguments of the factory of a user's logger, see `OwnSink`; it returns a `MetricSink`."""
-
-
 class OwnSink:
     """User-supplied logger. After its first failure it logs a warning and is disabled, so that the run continues."""
 
@@ -63,7 +59,7 @@ class OwnSink:
         Raises:
             UserError: it cannot be imported or created.
         """
-        make = load("logging.own", path, LOGGER_ARGUMENTS)
+        make = load("logging.own", path)
         self._path = path
         try:
             self._sink: MetricSink | None = make(config, resumed_step, started)

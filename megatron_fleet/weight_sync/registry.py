@@ -49,10 +49,6 @@ TRANSPORTS: dict[str, Halves] = {
 }
 
 
-OWN_ARGUMENTS: tuple[str, ...] = ()
-"""Arguments of a user-defined transport that returns its `Halves`."""
-
-
 def make_transport(name: str, options: Mapping[str, Any] | None = None) -> Transport:
     """Build the controller side of a transport.
 
@@ -105,7 +101,7 @@ def halves(name: str) -> Halves:
         UserError: there is no such transport.
     """
     if is_path(name):
-        own = load("rollout.engine.transport", name, OWN_ARGUMENTS)()
+        own = load("rollout.engine.transport", name)()
         if not isinstance(own, Halves):
             raise UserError(f"rollout.engine.transport={name}: gave {type(own).__name__}; it must give Halves.")
         return own

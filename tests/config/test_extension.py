@@ -13,6 +13,7 @@ from megatron_fleet.algorithms.policy_terms import POLICY_TERMS
 from megatron_fleet.config import extension
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.extension import check, is_path, load
+from megatron_fleet.config.interfaces import INTERFACES
 from megatron_fleet.config.keys import leaves
 from megatron_fleet.config.load import load as load_config
 from megatron_fleet.envs.registry import KINDS
@@ -26,6 +27,10 @@ def two(a, b): return a + b
 def one(a): return a
 def more(a, b, *rest, named=1): return a
 number = 5
+async def later(a, b): return a
+class Lazy:
+    async def __call__(self, a, b): return a
+Later = Lazy()
 class Kept:
     def __init__(self, a, b): self.a = a
 """
@@ -35,7 +40,7 @@ BROKEN = {
     "needs_more": "import no_such_package_anywhere",
     "no_python": "def f(:",
 }
-ARGUMENTS = ("a", "b")
+KEY = "algorithm.group_filter"
 
 
 @pytest.fixture
@@ -50,14 +55,19 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["two", "more", "Kept"])
 def test_what_takes_the_arguments_is_loaded(folder, name):
-    assert load("some.key", f"mine_to_load:{name}", ARGUMENTS).__name__ == name
+    assert load(KEY, f"mine_to_load:{name}").__name__ == name
 
 
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("mine_to_load:one", r"must take \(a, b\): too many positional arguments"),
-        ("mine_to_load:number", r"number is no function; name a function of \(a, b\)"),
+        (
+            "mine_to_load:one",
+            r"must take \(group: Group, rewards: .*\): too many positional arguments",
+        ),
+        ("mine_to_load:number", r"number is no function; name a function of \(group: Group"),
+        ("mine_to_load:later", r"must not be an async function, as it is not awaited; correct it\.$"),
+        ("mine_to_load:Later", "must not be an async function"),
         ("mine_to_load:nothing", "mine_to_load has no nothing"),
         ("not_there:f", "there is no module not_there in the current folder or on PYTHONPATH; add it"),
         ("not_there.at.all:f", "there is no module not_there "),
@@ -69,24 +79,42 @@ def test_what_takes_the_arguments_is_loaded(folder, name):
     ],
 )
 def test_what_cannot_be_used_is_one_sentence(folder, path, words):
-    with pytest.raises(UserError, match=f"^some.key={path}: .*({words})"):
-        load("some.key", path, ARGUMENTS)
-    with pytest.raises(UserError, match=f"^some.key={path}: .*({words})") as refusal:
-        check("some.key", path, ARGUMENTS)
+    with pytest.raises(UserError, match=f"^{KEY}={path}: .*({words})"):
+        load(KEY, path)
+    with pytest.raises(UserError, match=f"^{KEY}={path}: .*({words})") as refusal:
+        check(KEY, path)
     assert str(refusal.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("key", "code", "words"),
+    [
+        ("agent.kind", "def own(a, b, c, d, e, f, g, h, i): ...", r"must be an async function, as it is awaited"),
+        (
+            "env.kind",
+            "class own:\n  def __init__(self, a, b): ...\n  async def reset(self, t): ...",
+            "no async method step",
+        ),
+    ],
+)
+def test_what_is_awaited_must_be_async(folder, key, code, words):
+    name = key.replace(".", "_")
+    (folder / f"{name}.py").write_text(code)
+    with pytest.raises(UserError, match=f"^{key}={name}:own: .*{words}"):
+        load(key, f"{name}:own")
 
 
 def test_a_module_that_ends_python_is_refused(folder):
     (folder / "ends_python.py").write_text("import os; os._exit(2)")
-    with pytest.raises(UserError, match=r"^some.key=ends_python:f: importing it ends Python with status 2"):
-        check("some.key", "ends_python:f", ARGUMENTS)
+    with pytest.raises(UserError, match=rf"^{KEY}=ends_python:f: importing it ends Python with status 2"):
+        check(KEY, "ends_python:f")
 
 
 def test_a_module_that_never_ends_is_refused(folder, monkeypatch):
     (folder / "never_ends.py").write_text("while True: pass")
     monkeypatch.setattr(extension, "CHECK_TIMEOUT_S", 2.0)
-    with pytest.raises(UserError, match=r"^some.key=never_ends:f: importing it takes more than 2 s"):
-        check("some.key", "never_ends:f", ARGUMENTS)
+    with pytest.raises(UserError, match=rf"^{KEY}=never_ends:f: importing it takes more than 2 s"):
+        check(KEY, "never_ends:f")
 
 
 @pytest.mark.parametrize("path", ["a:b", "a.b_c.d1:e", "_a:_b"])
@@ -129,6 +157,7 @@ def test_the_configuration_names_what_there_is():
     listed = {name: text.removesuffix("package.module:name").removesuffix(" or ") for name, text in offered.items()}
     listed = {name: text.removeprefix("one of ").removeprefix("list of ") for name, text in listed.items()}
     assert {name: set(text.split(", ")) - {""} for name, text in listed.items()} == there_are
+    assert offered.keys() == INTERFACES.keys()
 
 
 def test_a_list_of_own_parts_takes_paths_only():

@@ -91,7 +91,7 @@ def test_short_children_and_the_janitor_get_none(monkeypatch, tmp_path, start):
         python.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(python))
         if start == "extension":
-            check("env.kind", "some.module:name", (), str(python))
+            check("env.kind", "some.module:name", str(python))
         elif start == "fleet's package":
             serve(Start(EnvConfig(kind="fleet"), tmp_path / "log", str(python), seed=0))
         elif start == "nvidia-smi":

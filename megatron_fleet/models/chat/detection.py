@@ -18,9 +18,6 @@ from megatron_fleet.models.images import Vision, read_vision
 from megatron_fleet.models.registry import family_modules
 
 AUTO = "auto"
-OWN_ARGUMENTS = ("folder", "thinking")
-"""Arguments of a user-defined chat format that returns a ``Renderer``: the model's folder (`Path`) and
-rollout.thinking."""
 
 FORMATS: Mapping[str, NamedFormat] = MappingProxyType(
     {name: chat for module in family_modules("chat") for name, chat in module.FORMATS.items()}
@@ -40,7 +37,7 @@ def make_renderer(folder: str | Path, thinking: bool, name: str = AUTO) -> Rende
             not support this ``thinking``, or the model sees images and its files do not say how.
     """
     if is_path(name):
-        own: Renderer = load("rollout.renderer", name, OWN_ARGUMENTS)(Path(folder), thinking)
+        own: Renderer = load("rollout.renderer", name)(Path(folder), thinking)
         return own
     tokenizer = Tokenizer(folder)
     chat, vision = make_format(folder, tokenizer, thinking, name), read_vision(folder)
