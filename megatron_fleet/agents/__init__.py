@@ -8,7 +8,7 @@ instead, for evaluations. The result is a ``Trajectory``: ids, action mask, beha
 or *unknown*, and the ``Outcome``. Nothing here imports torch or vLLM.
 
 ``prompts.yaml`` holds the texts shown to the policy, ``local_tools.py`` the tools that the agent answers itself: the
-final answer as a call, pages of long results (``outputs.py``), context management. When a prompt does not extend the
+final answer as a call, pages of long results, context management. When a prompt does not extend the
 previous one, because turns were removed or the thinking of earlier turns is omitted (``history.py``), a new *segment*
 of the trajectory begins, which training treats as a separate sequence.
 """

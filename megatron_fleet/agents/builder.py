@@ -134,15 +134,15 @@ class TrajectoryBuilder:
         self._routing.append((len(self._before) + self.routed, routing))
         self.routed += len(routing)
         if self.routed > fed:
-            raise ValueError(f"the engine tells experts of {self.routed} tokens, but only {fed} were fed")
+            raise ValueError(f"the engine reports experts of {self.routed} tokens, but only {fed} were fed")
 
     def _all_routing(self, total: int) -> np.ndarray | None:
         if not self._routing:
             return None
         _, some = self._routing[0]
         routing = np.zeros((total, *some.shape[1:]), some.dtype)
-        for start, told in self._routing:
-            routing[start : start + len(told)] = told
+        for start, reported in self._routing:
+            routing[start : start + len(reported)] = reported
         return routing
 
     def _append(self, kind: str, ids: Sequence[int], turn: int, images: Sequence[PlacedImage]) -> None:

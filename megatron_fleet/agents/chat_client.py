@@ -27,7 +27,7 @@ PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
 """Initial and maximum pause before a retry, unless the endpoint names one; doubled each time, with jitter."""
 MAX_ASKED_S = 600.0
 """Upper bound on a pause named by the endpoint."""
-TOLD_CHARS = 300
+ERROR_CHARS = 300
 """Characters kept of an endpoint's error message."""
 _AGAIN = {408, 409, 425, 429}
 _NO_KEY = "none"
@@ -51,7 +51,7 @@ class Unanswered(Exception):
         self.wait_s = wait_s
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """The endpoint understood the request and refused it: the same request would fail again.
 
     Attributes:
@@ -160,7 +160,7 @@ class ChatClient:
             except Unanswered as failure:
                 reason = str(failure)
                 pause = failure.wait_s
-            except Refused as refusal:
+            except RequestRefused as refusal:
                 raise self._given_up(refusal) from None
             else:
                 self._answered += 1
@@ -176,7 +176,7 @@ class ChatClient:
     async def ask(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], params: ChatParams
     ) -> Answer:
-        """Make one attempt. Raises Unanswered or Refused."""
+        """Make one attempt. Raises Unanswered or RequestRefused."""
         body: dict[str, Any] = {"model": self.endpoint.model, "messages": list(messages)}
         body |= {"temperature": params.temperature, self.dialect.limit: params.max_tokens}
         if tools:
@@ -191,11 +191,11 @@ class ChatClient:
         except openai.APITimeoutError:
             raise Unanswered(f"no answer within {self._timeout_s:g} s") from None
         except openai.APIConnectionError as error:
-            raise Unanswered(self._told(error.__cause__ or error)) from None
+            raise Unanswered(self._safe_text(error.__cause__ or error)) from None
         except openai.APIStatusError as error:
             raise self._status(error) from None
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise Unanswered(f"an answer that is no chat completion ({self._told(error)})") from None
+            raise Unanswered(f"an answer that is no chat completion ({self._safe_text(error)})") from None
 
     async def models(self) -> list[str]:
         """Return the names of the endpoint's models; empty when it does not list them."""
@@ -207,17 +207,17 @@ class ChatClient:
     async def close(self) -> None:
         await self._client.close()
 
-    def _status(self, error: openai.APIStatusError) -> Unanswered | Refused:
+    def _status(self, error: openai.APIStatusError) -> Unanswered | RequestRefused:
         content: Any = error.body if isinstance(error.body, dict) else {}
         content = content["error"] if isinstance(content.get("error"), dict) else content
-        message = self._told(content.get("message") or error.message)
+        message = self._safe_text(content.get("message") or error.message)
         code = _word(content.get("code") or content.get("type"))
         status = error.status_code
         if (status in _AGAIN or status >= 500) and code != "insufficient_quota":
             return Unanswered(f"{status}: {message}", _asked_pause(error.response.headers))
-        return Refused(status, message, _word(content.get("param")), code)
+        return RequestRefused(status, message, _word(content.get("param")), code)
 
-    def _given_up(self, refusal: Refused) -> EngineLost | PromptTooLong:
+    def _given_up(self, refusal: RequestRefused) -> EngineLost | PromptTooLong:
         if refusal.status in (400, 413, 422) and _TOO_LONG.search(f"{refusal.code} {refusal}"):
             return PromptTooLong(str(refusal))
         reason = f"the endpoint refuses ({refusal.status}): {refusal}"
@@ -225,12 +225,12 @@ class ChatClient:
             self.dead = reason
         return EngineLost(reason)
 
-    def _told(self, what: object) -> str:
+    def _safe_text(self, what: object) -> str:
         try:
             text = " ".join(str(what).split()) or type(what).__name__
         except RecursionError:
             text = type(what).__name__
-        return (text.replace(self._key, "***") if self._key else text)[:TOLD_CHARS]
+        return (text.replace(self._key, "***") if self._key else text)[:ERROR_CHARS]
 
 
 def _pause(number: int) -> float:
@@ -288,12 +288,12 @@ def _read(completion: Any) -> Answer:
     return Answer(choice["message"], _word(choice.get("finish_reason")) or "stop", _usage(completion.get("usage")))
 
 
-def _usage(told: Any) -> Usage | None:
-    if not isinstance(told, dict) or not all(_is_count(told.get(f"{n}_tokens")) for n in ("prompt", "completion")):
+def _usage(counts: Any) -> Usage | None:
+    if not isinstance(counts, dict) or not all(_is_count(counts.get(f"{n}_tokens")) for n in ("prompt", "completion")):
         return None
-    details = told.get("completion_tokens_details")
+    details = counts.get("completion_tokens_details")
     reasoning = details.get("reasoning_tokens") if isinstance(details, dict) else None
-    return Usage(told["prompt_tokens"], told["completion_tokens"], reasoning if _is_count(reasoning) else 0)
+    return Usage(counts["prompt_tokens"], counts["completion_tokens"], reasoning if _is_count(reasoning) else 0)
 
 
 def _is_count(value: Any) -> TypeGuard[int]:

@@ -9,12 +9,11 @@ from typing import Any
 
 from megatron_fleet.agents.builder import TrajectoryBuilder, timed
 from megatron_fleet.agents.chat_client import Answer, ChatClient, ChatParams, PromptTooLong, Usage
-from megatron_fleet.agents.chat_history import ChatHistory, answers, reminder
-from megatron_fleet.agents.chat_turn import ChatTurn, read_turn
-from megatron_fleet.agents.ending import Ending
-from megatron_fleet.agents.episode import MIN_TURN_TOKENS, play
+from megatron_fleet.agents.chat_turn import ChatTurn, answers, read_turn, reminder
+from megatron_fleet.agents.episode import Ending, play
+from megatron_fleet.agents.history import ChatHistory
+from megatron_fleet.agents.images import View, Viewer, view_all, view_images
 from megatron_fleet.agents.settings import EpisodeSettings, stable_seed
-from megatron_fleet.agents.sight import Look, Seen, see, show_all
 from megatron_fleet.agents.trajectory import Outcome, Trajectory
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.base import Environment
@@ -68,20 +67,20 @@ class ChatConversation:
         self.history: ChatHistory
         self.trouble = ""
         unseen = settings.prompts.unseen
-        self.look: Look = show_all if client.endpoint.images else partial(see, vision=None, sentence=unseen)
+        self.viewer: Viewer = view_all if client.endpoint.images else partial(view_images, vision=None, sentence=unseen)
 
-    async def begin(self, system: str, tools: tuple[dict[str, Any], ...], user: str, seen: Seen) -> Ending | None:
+    async def begin(self, system: str, tools: tuple[dict[str, Any], ...], user: str, view: View) -> Ending | None:
         """See `Conversation`. The prompt's length is known only from the endpoint's answer."""
         self._tools = tools
-        self.history = ChatHistory(system, user, seen.images, self._settings.prompts.removed)
+        self.history = ChatHistory(system, user, view.images, self._settings.prompts.removed)
         return None
 
     async def turn(self, number: int, deadline: asyncio.Timeout) -> ParsedTurn | Ending:
         """See `Conversation`."""
-        longest = self._settings.max_tokens_per_turn
-        max_tokens = min(longest, self._room())
-        if max_tokens < min(MIN_TURN_TOKENS, longest):
+        used = 0 if self.history.changed else self._used()
+        if not self._settings.fits(used):
             return Ending(Outcome.CONTEXT_OVERFLOW)
+        max_tokens = self._settings.turn_tokens(used)
         try:
             answer = await self._generate(number, max_tokens, deadline)
         except PromptTooLong as e:
@@ -104,8 +103,7 @@ class ChatConversation:
 
     def status(self, tokens: int = 0) -> str:
         """See `Conversation`; uses the endpoint's token counts."""
-        used, limit = (str(self._used()) if self._usages else "unknown"), self._settings.max_context
-        return f"Context: {used}/{limit} tokens, turn {self._builder.turns}/{self._settings.max_turns}"
+        return self._settings.status(self._used() if self._usages else None, self._builder.turns)
 
     def tokens(self) -> dict[str, float]:
         """Return the endpoint's token counts; empty unless it reported them for every turn."""
@@ -124,7 +122,7 @@ class ChatConversation:
         failed = partial(self._failed, deadline)
         with timed(self._builder, "generate_s"):
             answer = await self._client.complete(self.history.messages(), self._tools, params, failed)
-        self.trouble, self.history.shortened = "", False
+        self.trouble, self.history.changed = "", False
         self._builder.turns += 1
         if answer.usage is not None:
             self._usages.append(answer.usage)
@@ -142,19 +140,13 @@ class ChatConversation:
 
     def _beyond_limit(self, answer: Answer, max_tokens: int) -> Ending | None:
         """Return the ending if this turn exceeded a limit."""
-        if self._usages and self._room() < 0:
+        if self._usages and self._used() > self._settings.max_context:
             first = self._builder.turns == 1 and self._usages[-1].prompt >= self._settings.max_context
             return Ending(Outcome.PROMPT_TOO_LONG if first else Outcome.CONTEXT_OVERFLOW)
-        if answer.finish_reason != "length":
-            return None
-        shrunk = max_tokens < self._settings.max_tokens_per_turn
-        return Ending(Outcome.CONTEXT_OVERFLOW if shrunk else Outcome.GENERATION_TRUNCATED)
-
-    def _room(self) -> int:
-        """Return the context tokens left after the newest turn, as far as known."""
-        return self._settings.max_context - (0 if self.history.shortened else self._used())
+        return Ending(self._settings.truncated(max_tokens)) if answer.finish_reason == "length" else None
 
     def _used(self) -> int:
+        """Return the context tokens used up to the newest turn, as far as known."""
         if not self._usages:
             return 0
         last = self._usages[-1]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_fleet.agents.chat_client import ChatClient, ChatParams, Dialect, Refused, Unanswered
+from megatron_fleet.agents.chat_client import ChatClient, ChatParams, Dialect, RequestRefused, Unanswered
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.sections.evaluation import EndpointConfig
 
@@ -55,14 +55,14 @@ async def _agree(client: ChatClient, params: ChatParams) -> None:
                     f"server up and the address complete, as https://host/v1?"
                 ) from None
             await asyncio.sleep(pause)
-        except Refused as refusal:
+        except RequestRefused as refusal:
             other = _other(client.dialect, refusal)
             if other is None:
                 raise UserError(await _sentence(client, params, refusal)) from None
             client.dialect = other
 
 
-def _other(dialect: Dialect, refusal: Refused) -> Dialect | None:
+def _other(dialect: Dialect, refusal: RequestRefused) -> Dialect | None:
     """Return a dialect without the refused parameter; ``None`` when something else was refused."""
     if dialect.seed and _names(refusal, "seed"):
         return replace(dialect, seed=False)
@@ -71,14 +71,14 @@ def _other(dialect: Dialect, refusal: Refused) -> Dialect | None:
     return None
 
 
-def _names(refusal: Refused, parameter: str) -> bool:
+def _names(refusal: RequestRefused, parameter: str) -> bool:
     """Return whether the endpoint objects to this request parameter."""
     if refusal.status not in (400, 422):
         return False
     return refusal.about == parameter or re.search(rf"\b{parameter}\b", str(refusal)) is not None
 
 
-async def _sentence(client: ChatClient, params: ChatParams, refusal: Refused) -> str:
+async def _sentence(client: ChatClient, params: ChatParams, refusal: RequestRefused) -> str:
     url, model, key = client.endpoint.url, client.endpoint.model, client.endpoint.api_key_env
     said = f"({refusal.status}: {str(refusal).rstrip('.')})"
     if refusal.status in (401, 403):

@@ -1,17 +1,18 @@
-"""Parser for turns from an OpenAI-compatible endpoint. Total: any message is accepted.
+"""Messages of an OpenAI-compatible endpoint: any turn is parsed, and replies are built.
 
 The format: OpenAI, API reference, "Chat completions"; reasoning under the field names of vLLM and others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import base64
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_fleet.envs.base import ToolCall
+from megatron_fleet.envs.base import Image, ToolCall
 from megatron_fleet.models.chat.parser import MAX_CALLS, BadCall, ParsedTurn, Syntax, Tools, WrittenCall, parse_turn
-from megatron_fleet.models.chat.renderer import to_json
+from megatron_fleet.models.chat.renderer import ToolResult, to_json
 from megatron_fleet.models.chat.strict_json import check_text, read_arguments
 
 REASONING = ("reasoning_content", "reasoning")
@@ -46,7 +47,7 @@ def read_turn(message: Mapping[str, Any], turn: int, return_reasoning: bool) -> 
     field = next((name for name in REASONING if _text(message.get(name))), "")
     reasoning = _text(message.get(field)).strip()
     said = parse_turn(content, _NO_CALLS)
-    calls, errors, told, written = _Ids(turn), [], [], []
+    calls, errors, repeated, written = _Ids(turn), [], [], []
     read: list[tuple[ToolCall, str]] = []
     given = message.get("tool_calls")
     for place, entry in enumerate(given if isinstance(given, list) else []):
@@ -65,10 +66,10 @@ def read_turn(message: Mapping[str, Any], turn: int, return_reasoning: bool) -> 
             arguments = call.arguments
             written.append(to_json({"name": call.name, "arguments": arguments}))
         known = {"name": str(name or "unknown"), "arguments": to_json(arguments)}
-        told.append({"id": call_id, "type": "function", "function": known})
+        repeated.append({"id": call_id, "type": "function", "function": known})
     later: dict[str, Any] = {"role": "assistant", "content": content}
-    if told:
-        later |= {"content": content or None, "tool_calls": told}
+    if repeated:
+        later |= {"content": content or None, "tool_calls": repeated}
     if return_reasoning and field:
         later[field] = message[field]
     parsed = replace(
@@ -77,12 +78,47 @@ def read_turn(message: Mapping[str, Any], turn: int, return_reasoning: bool) -> 
         tool_calls=tuple(call for call, _ in read),
         call_ids=tuple(call_id for _, call_id in read),
         errors=tuple(error for error, _ in errors),
-        final_answer=None if told else said.final_answer,
+        final_answer=None if repeated else said.final_answer,
     )
     parts = [f"<think>\n{reasoning}\n</think>"] if reasoning else []
     parts += [content] if content else []
     parts += [f"<tool_call>\n{line}\n</tool_call>" for line in written]
     return ChatTurn(parsed, tuple(call_id for _, call_id in errors), later, "\n".join(parts))
+
+
+def answers(turn: ChatTurn, results: Sequence[ToolResult], note: str) -> list[dict[str, Any]]:
+    """Build the replies to a turn's calls: a message of role ``tool`` for each, even for an invalid call.
+
+    The role takes text only, so images follow in a user message, each after its label in the results.
+
+    Args:
+        note: last line of the results; empty for none.
+    """
+    ids = iter(turn.error_ids)
+    replies = [_tool(result.text, result.call_id or next(ids)) for result in results]
+    replies[-1]["content"] += f"\n{note}" if note else ""
+    shown = [
+        (f"{result.name}: [image {number}]", [image])
+        for result in results
+        for number, image in enumerate(result.images, 1)
+    ]
+    return [*replies, user_message(shown)] if shown else replies
+
+
+def reminder(text: str) -> dict[str, Any]:
+    """Build the reply to a turn without calls."""
+    return user_message([(text, ())])
+
+
+def user_message(said: Sequence[tuple[str, Sequence[Image]]]) -> dict[str, Any]:
+    """Build a user message of texts, each followed by its images; plain text when there are no images."""
+    if not any(images for _, images in said):
+        return {"role": "user", "content": "\n".join(text for text, _ in said)}
+    parts: list[dict[str, Any]] = []
+    for text, images in said:
+        parts.append({"type": "text", "text": text})
+        parts += [{"type": "image_url", "image_url": {"url": _url(image)}} for image in images]
+    return {"role": "user", "content": parts}
 
 
 class _Ids:
@@ -129,3 +165,12 @@ def _unread(text: str, start: int, tools: Tools) -> WrittenCall:
 
 _NO_CALLS = Syntax("\uffff", "\uffff", _unread)
 """Syntax of text without calls, which arrive in a separate field; U+FFFF is a noncharacter (Unicode 23.7)."""
+
+
+def _tool(text: str, call_id: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call_id, "content": text}
+
+
+def _url(image: Image) -> str:
+    """Encode an image as a data URL (RFC 2397)."""
+    return f"data:{image.media_type};base64,{base64.b64encode(image.data).decode()}"

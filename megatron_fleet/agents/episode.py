@@ -7,49 +7,62 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from megatron_fleet.agents import ending
 from megatron_fleet.agents.builder import TrajectoryBuilder, timed
-from megatron_fleet.agents.ending import Ending
 from megatron_fleet.agents.engine import EngineLost
-from megatron_fleet.agents.local_tools import LocalTools, Rewritable, offered
-from megatron_fleet.agents.outputs import ToolOutputs
+from megatron_fleet.agents.history import History
+from megatron_fleet.agents.images import View, Viewer
+from megatron_fleet.agents.local_tools import LocalTools, ToolOutputs, offered
 from megatron_fleet.agents.settings import EpisodeSettings
-from megatron_fleet.agents.sight import Look, Seen
 from megatron_fleet.agents.toolbox import Toolbox, reset
-from megatron_fleet.agents.trajectory import Outcome, Trajectory
+from megatron_fleet.agents.trajectory import CAUSES, Cause, Outcome, Trajectory
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.base import Environment, EnvLost, Observation
 from megatron_fleet.models.chat.parser import ParsedTurn
 from megatron_fleet.models.chat.renderer import ToolResult
 
-MIN_TURN_TOKENS = 16
-"""A turn starts only if at least this many tokens (or a full turn, if shorter) still fit into the context."""
 MAX_CHARS_PER_TOKEN = 16
 """A first prompt with more characters per token of the context is too long; it is neither encoded nor sent."""
+VERIFY_GRACE_S = 2.0
+"""Margin above the environment's own deadline for verify, which should fire first because it knows the reason."""
+CLOSE_GRACE_S = 5.0
+"""The same margin for close."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """End of an episode's turns. ``reason``: explanation of an unknown reward, or the verifier's own."""
+
+    outcome: Outcome
+    reason: str = ""
+    final_answer: str | None = None
 
 
 class Conversation(Protocol):
     """The policy's side of an episode. It records messages in the builder that it was created with.
 
     Attributes:
-        look: converts an observation to what the policy sees of its images.
+        viewer: converts an observation to what the policy sees of its images.
         trouble: why the pending request has no answer yet, if an attempt failed; empty otherwise.
     """
 
-    look: Look
+    viewer: Viewer
     trouble: str
 
-    async def begin(self, system: str, tools: tuple[dict[str, Any], ...], user: str, seen: Seen) -> Ending | None:
+    async def begin(self, system: str, tools: tuple[dict[str, Any], ...], user: str, view: View) -> Ending | None:
         """Set up the first prompt; return an ending when it leaves no room for a turn."""
         ...
 
     @property
-    def history(self) -> Rewritable:
+    def history(self) -> History[Any]:
         """History from which the agent's own tools can remove earlier turns; available after `begin`."""
         ...
 
@@ -90,17 +103,17 @@ async def play(
     """
     began = time.perf_counter()
     try:
-        end = await _Play(task, env, conversation, settings, builder).until_deadline()
+        end = await _Turns(task, env, conversation, settings, builder).until_deadline()
         with timed(builder, "verify_s"):
-            end, reward = await ending.score(end, env, builder.messages, settings.verify_timeout_s)
+            end, reward = await score(end, env, builder.messages, settings.verify_timeout_s)
     finally:
-        await ending.close(env, settings.close_timeout_s)
+        await close(env, settings.close_timeout_s)
     builder.metrics["seconds"] = time.perf_counter() - began
     return builder.build(task, group, sample, end.outcome, reward, end.reason, end.final_answer)
 
 
 @dataclass(slots=True)
-class _Play:
+class _Turns:
     """The turns of one episode."""
 
     task: Task
@@ -154,10 +167,10 @@ class _Play:
     async def _begin(self, first: Observation) -> Ending | None:
         agent, prompts, talk = self.settings.agent, self.settings.prompts, self.conversation
         system = prompts.system_text(self.task.env_key, agent.finish)
-        seen = await talk.look(first.content, first.images)
-        if seen.unseen:
-            self.builder.count("images_unseen", seen.unseen)
-        user = prompts.user_text(self.task, seen.text)
+        view = await talk.viewer(first.content, first.images)
+        if view.unseen:
+            self.builder.count("images_unseen", view.unseen)
+        user = prompts.user_text(self.task, view.text)
         own = offered(agent)
         names = {tool["function"]["name"] for tool in own}
         tools = (*(tool for tool in first.tools if tool["function"]["name"] not in names), *own)
@@ -166,14 +179,57 @@ class _Play:
         if len(system) + len(user) + len(json.dumps(tools)) > limit:
             self.builder.say("user", user[:limit])
             return Ending(Outcome.PROMPT_TOO_LONG, f"the first prompt has more than {limit} characters")
-        self.builder.say("user", user, seen.images)
-        end = await talk.begin(system, tools, user, seen)
+        self.builder.say("user", user, view.images)
+        end = await talk.begin(system, tools, user, view)
         outputs = ToolOutputs(agent.max_tool_output_chars, agent.paging)
         self.local = LocalTools(agent, outputs, talk.history, self.builder, talk.status)
-        self.toolbox = Toolbox(self.env, self.settings, self.builder, outputs, self.local, talk.look)
+        self.toolbox = Toolbox(self.env, self.settings, self.builder, outputs, self.local, talk.viewer)
         return end
 
     def _final_answer(self, parsed: ParsedTurn) -> str | None:
         if self.settings.agent.finish == "done_tag":
             return parsed.final_answer
         return None if parsed.errors else self.local.final_answer(parsed.tool_calls)
+
+
+async def score(
+    ending: Ending, env: Environment, conversation: list[dict[str, Any]], verify_timeout_s: float
+) -> tuple[Ending, float | None]:
+    """Run the verifier if there is anything to verify; an unknown reward comes with a reason."""
+    if CAUSES[ending.outcome] is not Cause.POLICY:
+        return ending, None
+    limit = verify_timeout_s + VERIFY_GRACE_S
+    try:
+        async with asyncio.timeout(limit):
+            reward = await env.verify(ending.final_answer, conversation)
+        value, reason = reward.value, reward.reason
+    except TimeoutError:
+        value, reason = None, f"the verifier gave no answer within {limit:g} s"
+    except EnvLost as e:
+        value, reason = None, f"environment lost before it could verify: {e}"
+    if value is not None and not math.isfinite(value):
+        value, reason = None, f"the verifier returned {value}"
+    timed_out = ending.outcome is Outcome.TIMEOUT
+    outcome = Outcome.VERIFIER_FAILED if value is None and not timed_out else ending.outcome
+    return Ending(outcome, reason, ending.final_answer), value
+
+
+async def close(env: Environment, close_timeout_s: float) -> None:
+    """Close within the deadline, even if cancelled (repeatedly); the cancellation is re-raised afterwards."""
+    closing = asyncio.create_task(env.close())
+    loop = asyncio.get_running_loop()
+    limit = close_timeout_s + CLOSE_GRACE_S
+    end = loop.time() + limit
+    cancelled: asyncio.CancelledError | None = None
+    while not closing.done() and loop.time() < end:
+        try:
+            await asyncio.wait({closing}, timeout=end - loop.time())
+        except asyncio.CancelledError as e:
+            cancelled = e
+    if not closing.done():
+        closing.cancel()
+        log.warning("an environment did not close within %g s", limit)
+    elif not closing.cancelled() and (error := closing.exception()):
+        log.warning("an environment failed to close: %r", error)
+    if cancelled is not None:
+        raise cancelled

@@ -6,7 +6,11 @@ import hashlib
 from dataclasses import dataclass
 
 from megatron_fleet.agents.prompts import Prompts, load_prompts
+from megatron_fleet.agents.trajectory import Outcome
 from megatron_fleet.config.schema import AgentConfig, EnvConfig, RolloutConfig
+
+MIN_TURN_TOKENS = 16
+"""A turn starts only if at least this many tokens (or a full turn, if shorter) still fit into the context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,23 @@ class EpisodeSettings:
             prompts=load_prompts(agent.prompts),
             routing=rollout.engine.routing_replay,
         )
+
+    def fits(self, used: int) -> bool:
+        """Return whether a turn fits into the context after ``used`` tokens."""
+        return self.max_context - used >= min(MIN_TURN_TOKENS, self.max_tokens_per_turn)
+
+    def turn_tokens(self, used: int) -> int:
+        """Return the most tokens of a turn after ``used`` tokens."""
+        return min(self.max_tokens_per_turn, self.max_context - used)
+
+    def truncated(self, turn_tokens: int) -> Outcome:
+        """Return the outcome of an episode whose turn was cut off after ``turn_tokens``."""
+        return Outcome.CONTEXT_OVERFLOW if turn_tokens < self.max_tokens_per_turn else Outcome.GENERATION_TRUNCATED
+
+    def status(self, used: int | None, turns: int) -> str:
+        """Describe the use of context and turns to the policy. ``used``: tokens; ``None``: unknown."""
+        known = "unknown" if used is None else used
+        return f"Context: {known}/{self.max_context} tokens, turn {turns}/{self.max_turns}"
 
 
 def stable_seed(*parts: int | str) -> int:

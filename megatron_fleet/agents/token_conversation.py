@@ -11,13 +11,11 @@ from typing import Any
 import numpy as np
 
 from megatron_fleet.agents.builder import TrajectoryBuilder, timed
-from megatron_fleet.agents.ending import Ending
 from megatron_fleet.agents.engine import Engine, EngineLost, Generation, SamplingParams
-from megatron_fleet.agents.episode import MIN_TURN_TOKENS, play
-from megatron_fleet.agents.history import Exchange, History
+from megatron_fleet.agents.episode import Ending, play
+from megatron_fleet.agents.history import Exchange, Thinking, TokenHistory
+from megatron_fleet.agents.images import View, Viewer, view_images
 from megatron_fleet.agents.settings import EpisodeSettings, stable_seed
-from megatron_fleet.agents.sight import Look, Seen, see
-from megatron_fleet.agents.thinking import Thinking
 from megatron_fleet.agents.trajectory import Outcome, Trajectory
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.base import Environment
@@ -74,27 +72,26 @@ class TokenConversation:
         self._tools: tuple[dict[str, Any], ...] = ()
         self._first_chars = 0  # length of the first prompt
         self._sampled: tuple[int, ...] = ()  # the newest turn
-        self.history: History
+        self.history: TokenHistory
         vision = renderer.vision if settings.images else None
-        self.look: Look = partial(see, vision=vision, sentence=settings.prompts.unseen)
+        self.viewer: Viewer = partial(view_images, vision=vision, sentence=settings.prompts.unseen)
 
-    async def begin(self, system: str, tools: tuple[dict[str, Any], ...], user: str, seen: Seen) -> Ending | None:
+    async def begin(self, system: str, tools: tuple[dict[str, Any], ...], user: str, view: View) -> Ending | None:
         """See `Conversation`."""
         step_wise, removed = self._settings.agent.step_wise, self._settings.prompts.removed
         self._tools = tools
         self._thinking = Thinking(self._renderer, tools)
-        self.history = History(self._renderer, system, tools, user, removed, step_wise, seen.images)
+        self.history = TokenHistory(self._renderer, system, tools, user, removed, step_wise, view.images)
         self._first_chars = len(system) + len(user) + len(json.dumps(tools))
         ids = await _encoded(self._first_chars, self.history.render)
-        if not self._fits(ids):
+        if not self._settings.fits(len(ids)):
             return Ending(Outcome.PROMPT_TOO_LONG, f"the first prompt leaves no room in {self._settings.max_context}")
         self._builder.begin(ids, place(ids, self.history.images(), self._renderer.vision))
         return None
 
     async def turn(self, number: int, deadline: asyncio.Timeout) -> ParsedTurn | Ending:
         """See `Conversation`."""
-        longest = self._settings.max_tokens_per_turn
-        max_tokens = min(longest, self._settings.max_context - len(self._builder.ids))
+        max_tokens = self._settings.turn_tokens(len(self._builder.ids))
         generation = await self._generate(number, max_tokens)
         if generation.finish_reason == "abort":
             return Ending(Outcome.ABORTED, "the engine aborted the turn")
@@ -102,7 +99,7 @@ class TokenConversation:
             self._builder.count("turns_past_deadline", 1)
             return Ending(Outcome.GENERATION_TRUNCATED)
         if generation.finish_reason == "length":
-            return Ending(Outcome.CONTEXT_OVERFLOW if max_tokens < longest else Outcome.GENERATION_TRUNCATED)
+            return Ending(self._settings.truncated(max_tokens))
         if np.isin(generation.token_ids, self._unspoken()).any():
             return Ending(Outcome.WROTE_IMAGE)
         return self._renderer.parse(self._builder.messages[-1]["content"], self._tools)
@@ -115,7 +112,7 @@ class TokenConversation:
         if self._settings.agent.context_status:
             exchange = exchange.with_note(f"[{self.status(len(prompt))}]")
             prompt = await self._prompt_after(exchange)
-        if not self._fits(prompt):
+        if not self._settings.fits(len(prompt)):
             return Ending(Outcome.CONTEXT_OVERFLOW)
         if not results:
             self._builder.say("user", exchange.message)
@@ -130,8 +127,7 @@ class TokenConversation:
 
     def status(self, tokens: int) -> str:
         """See `Conversation`."""
-        limit, turns = self._settings.max_context, self._settings.max_turns
-        return f"Context: {tokens}/{limit} tokens, turn {self._builder.turns}/{turns}"
+        return self._settings.status(tokens, self._builder.turns)
 
     async def _generate(self, number: int, max_tokens: int) -> Generation:
         seed = None if self._seed is None else stable_seed(self._seed, number)
@@ -159,10 +155,6 @@ class TokenConversation:
 
     def _unspoken(self) -> tuple[int, ...]:
         return self._renderer.vision.unspoken_ids if self._renderer.vision else ()
-
-    def _fits(self, prompt: list[int]) -> bool:
-        room = self._settings.max_context - len(prompt)
-        return room >= min(MIN_TURN_TOKENS, self._settings.max_tokens_per_turn)
 
 
 async def _encoded(chars: int, encode: Callable[[], list[int]]) -> list[int]:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from dataclasses import replace
 
 from megatron_fleet.agents.builder import TrajectoryBuilder, timed
-from megatron_fleet.agents.local_tools import LocalTools
-from megatron_fleet.agents.outputs import ToolOutputs
-from megatron_fleet.agents.repetition import Repetition
+from megatron_fleet.agents.images import View, Viewer
+from megatron_fleet.agents.local_tools import LocalTools, ToolOutputs
 from megatron_fleet.agents.settings import EpisodeSettings
-from megatron_fleet.agents.sight import Look, Seen
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.base import EnvBusy, Environment, Observation, ToolCall
 from megatron_fleet.models.chat.parser import ParsedTurn
@@ -42,11 +41,11 @@ class Toolbox:
         builder: TrajectoryBuilder,
         outputs: ToolOutputs,
         local: LocalTools,
-        look: Look,
+        viewer: Viewer,
     ) -> None:
-        """``look``: converts a result to what the policy sees of its images."""
+        """``viewer``: converts a result to what the policy sees of its images."""
         self._env, self._settings, self._builder = env, settings, builder
-        self._outputs, self._local, self._look = outputs, local, look
+        self._outputs, self._local, self._viewer = outputs, local, viewer
         self._repetition = Repetition()
         self._answered = 0
 
@@ -55,20 +54,20 @@ class Toolbox:
         results: list[ToolResult] = []
         for call, call_id in zip(parsed.tool_calls, parsed.call_ids, strict=True):
             if self._local.has(call.name):
-                seen, done = Seen(self._local.answer(call)), False
+                view, done = View(self._local.answer(call)), False
             else:
-                seen, done = await self._call(call)
-            results.append(self._answer(call.name, seen, call_id))
+                view, done = await self._call(call)
+            results.append(self._answer(call.name, view, call_id))
             if done:
                 return results, True
         if parsed.errors:
             self._builder.count("parse_errors")
         elif not parsed.tool_calls:
             self._builder.count("no_action_turns")
-        results.extend(self._answer("", Seen(error)) for error in parsed.errors)
+        results.extend(self._answer("", View(error)) for error in parsed.errors)
         return results, False
 
-    async def _call(self, call: ToolCall) -> tuple[Seen, bool]:
+    async def _call(self, call: ToolCall) -> tuple[View, bool]:
         """Run one call of the environment. Returns the result to show and whether the environment is done."""
         with timed(self._builder, "env_s"):
             observation = await self._env.step(call)
@@ -78,19 +77,41 @@ class Toolbox:
         self._builder.metrics["max_repeat"] = max(self._builder.metrics.get("max_repeat", 0), run)
         if observation.error is not None:
             self._builder.count("tool_errors")
-            seen = Seen(f"Error ({observation.error.kind}): {observation.error.message}")
+            view = View(f"Error ({observation.error.kind}): {observation.error.message}")
         else:
-            seen = await self._look(observation.content, observation.images)
-            if seen.unseen:
-                self._builder.count("images_unseen", seen.unseen)
-        text, cut = self._outputs.cut(seen.text)
+            view = await self._viewer(observation.content, observation.images)
+            if view.unseen:
+                self._builder.count("images_unseen", view.unseen)
+        text, cut = self._outputs.cut(view.text)
         self._builder.count("truncated_outputs", cut)
         least = self._settings.agent.repeat_feedback
         if least is not None and run >= least:
             text = self._settings.prompts.repeated.replace("{times}", str(run)) + "\n" + text
-        return replace(seen, text=text), observation.done
+        return replace(view, text=text), observation.done
 
-    def _answer(self, name: str, seen: Seen, call_id: str = "") -> ToolResult:
-        self._builder.say("tool", seen.text, seen.images)
+    def _answer(self, name: str, view: View, call_id: str = "") -> ToolResult:
+        self._builder.say("tool", view.text, view.images)
         self._answered += 1
-        return ToolResult(name, seen.text, self._answered - 1, call_id, seen.images)
+        return ToolResult(name, view.text, self._answered - 1, call_id, view.images)
+
+
+class Repetition:
+    """Compares calls by name and arguments, ignoring the order of the arguments.
+
+    Attributes:
+        run: number of consecutive equal calls, the newest included.
+    """
+
+    def __init__(self) -> None:
+        self.run = 0
+        self._last = ""
+        self._seen: set[str] = set()
+
+    def note(self, call: ToolCall) -> bool:
+        """Record a call; return whether it was made before in the episode."""
+        written = json.dumps([call.name, call.arguments], sort_keys=True)
+        known = written in self._seen
+        self.run = self.run + 1 if written == self._last else 1
+        self._last = written
+        self._seen.add(written)
+        return known

@@ -235,7 +235,7 @@ async def test_a_failing_tool_is_shown(play, server):
 
 
 @pytest.mark.parametrize("seen", [True, False])
-async def test_pictures_are_shown_where_the_model_takes_them(play, server, seen):
+async def test_images_are_shown_where_the_model_takes_them(play, server, seen):
     env = ScriptedEnvironment(
         reset_script=[Observation("Look: [image 1]", TOOLS, images=(PICTURE,))],
         step_script=[Observation("now [image 1]", images=(PICTURE,))],

@@ -10,8 +10,8 @@ pytest.importorskip("openai")
 
 from chat_server import call, check_history
 
-from megatron_fleet.agents.chat_history import ChatHistory, answers
-from megatron_fleet.agents.chat_turn import read_turn
+from megatron_fleet.agents.chat_turn import answers, read_turn
+from megatron_fleet.agents.history import ChatHistory
 from megatron_fleet.envs.base import Image, ToolCall
 from megatron_fleet.models.chat.parser import MAX_CALLS
 from megatron_fleet.models.chat.renderer import ToolResult
@@ -123,7 +123,7 @@ def test_reasoning_is_recorded_and_goes_back_only_where_asked_for(field):
         )
 
 
-def test_pictures_follow_the_results_under_their_names():
+def test_images_follow_the_results_under_their_names():
     turn = read_turn({"tool_calls": [call("shot", {}, "x"), call("look", {}, "y")]}, 0, False)
     results = [
         ToolResult("shot", "here: [image 1]", 0, "x", (Image("image/png", b"\x01\x02"),)),
@@ -145,7 +145,7 @@ def test_removed_turns_leave_the_task_and_a_note():
     history = ChatHistory("system", "task", (), "[{turns} removed]")
     for i in range(3):
         history.add([{"role": "assistant", "content": f"a{i}"}, {"role": "user", "content": f"u{i}"}])
-    assert not history.shortened and history.remove_before(5) == 0
-    assert not history.shortened and history.remove_before(1) == 2
-    assert history.shortened and history.remove_before(1) == 0
+    assert not history.changed and history.remove_before(5) == 0
+    assert not history.changed and history.remove_before(1) == 2
+    assert history.changed and history.remove_before(1) == 0
     assert [m["content"] for m in history.messages()] == ["system", "task\n\n[2 removed]", "a2", "u2"]

@@ -7,7 +7,7 @@ from family_tokenizers import make_folder
 from record_dropped import DIGESTS, talks
 from talks import digest
 
-from megatron_fleet.agents.history import Exchange, History
+from megatron_fleet.agents.history import Exchange, TokenHistory
 from megatron_fleet.models.chat.chat_renderer import ChatRenderer
 from megatron_fleet.models.chat.detection import FORMATS
 from megatron_fleet.models.chat.format import Spoken
@@ -32,7 +32,7 @@ def exchange(renderer: ChatRenderer, chat, round_: Round) -> Exchange:
 
 def prompts(renderer: ChatRenderer, chat, talk: Conversation) -> list[str]:
     """The first prompt, and the one after each round."""
-    history = History(renderer, talk.system, talk.tools, talk.user, "", drop_thinking=True)
+    history = TokenHistory(renderer, talk.system, talk.tools, talk.user, "", drop_thinking=True)
     found = [history.render()]
     for round_ in talk.rounds:
         newest = exchange(renderer, chat, round_)
@@ -70,7 +70,7 @@ def test_thinking_that_was_never_closed_is_left_out_to_the_end(family, tmp_path)
     chat = FORMATS[family].make(True, None)
     renderer = ChatRenderer(tokenizer, chat)
     opened = "" if chat.opens_thinking else "<think>"
-    history = History(renderer, "s", (), "u", "", drop_thinking=True)
+    history = TokenHistory(renderer, "s", (), "u", "", drop_thinking=True)
     text = tokenizer.decode(history.render(Exchange(tuple(tokenizer.encode(opened + "on and on")), (), "Go on.")))
     unthought, close = "".join(chat.unthought.opening), "".join(chat.close)
     assert "on and on" not in text

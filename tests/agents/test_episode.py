@@ -11,11 +11,11 @@ from agent_doubles import CALL, PROMPTS, SETTINGS, TASK, TOOLS, ScriptedEngine, 
 from waiting import LOOP_TIME, in_simulated_time
 
 from megatron_fleet.agents import builder as builder_module
-from megatron_fleet.agents import ending as ending_module
+from megatron_fleet.agents import episode as episode_module
 from megatron_fleet.agents import token_conversation
 from megatron_fleet.agents import toolbox as toolbox_module
 from megatron_fleet.agents.engine import EngineLost
-from megatron_fleet.agents.history import History
+from megatron_fleet.agents.history import TokenHistory
 from megatron_fleet.agents.settings import stable_seed
 from megatron_fleet.agents.token_conversation import run_episode
 from megatron_fleet.agents.trajectory import Outcome
@@ -194,7 +194,7 @@ async def test_context_limits_shrink_the_turn_then_end_the_episode(play, rendere
 async def test_a_first_observation_that_cannot_fit_is_never_encoded(play, monkeypatch):
     """Encoding it would stop all episodes of the worker for minutes."""
     encoded = []
-    monkeypatch.setattr(History, "render", encoded.append)
+    monkeypatch.setattr(TokenHistory, "render", encoded.append)
     env = ScriptedEnvironment(reset_script=[Observation("a " * 5_000_000)])
     t, _, _ = await play([ANSWER], env, max_context=65_536)
     assert (t.outcome, t.reward) == (Outcome.PROMPT_TOO_LONG, None) and not encoded
@@ -229,7 +229,7 @@ async def test_timeout_is_still_scored(play, monkeypatch, stuck):
 @pytest.mark.parametrize("timed_out", [False, True])
 @in_simulated_time
 async def test_unknown_verdict_is_never_zero(play, monkeypatch, verdict, timed_out):
-    monkeypatch.setattr(ending_module, "VERIFY_GRACE_S", 0.0)
+    monkeypatch.setattr(episode_module, "VERIFY_GRACE_S", 0.0)
     env = ScriptedEnvironment(verify_script=[verdict])
     t, _, _ = await play([30.0] if timed_out else [ANSWER], env, verify_timeout_s=0.1, episode_timeout_s=0.2)
     assert t.reward is None and t.reward_reason
@@ -322,7 +322,7 @@ async def test_cancelling_again_while_closing_does_not_leave_the_environment_ope
 
 @in_simulated_time
 async def test_a_close_that_hangs_does_not_hold_the_episode(tokenizer, renderer, monkeypatch, caplog):
-    monkeypatch.setattr(ending_module, "CLOSE_GRACE_S", 0.0)
+    monkeypatch.setattr(episode_module, "CLOSE_GRACE_S", 0.0)
     hanging = ScriptedEnvironment(close_action=forever)
     running = await start(tokenizer, renderer, [ANSWER], hanging, close_timeout_s=0.1)
     assert (await running).outcome is Outcome.COMPLETED and "did not close" in caplog.text

@@ -9,7 +9,7 @@ import pytest
 from agent_doubles import SETTINGS, TASK, TOOLS, ScriptedEnvironment
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from picture_doubles import picture, vision_folder
+from image_doubles import make_image, vision_folder
 from test_exactness import HonestEngine, Said, agents, requests_of, turns
 
 from megatron_fleet.agents.token_conversation import run_episode
@@ -43,9 +43,9 @@ def renderers(tmp_path_factory) -> dict[bool, ChatRenderer]:
     return {thinking: make_renderer(folder, thinking) for thinking in SPEAKERS}
 
 
-pictures = st.lists(
+image_lists = st.lists(
     st.one_of(
-        st.builds(picture, st.integers(1, 300), st.integers(2, 200), st.sampled_from(["red", "blue"])),
+        st.builds(make_image, st.integers(1, 300), st.integers(2, 200), st.sampled_from(["red", "blue"])),
         st.just(BROKEN),
     ),
     max_size=3,
@@ -55,7 +55,7 @@ pictures = st.lists(
 @st.composite
 def observations(draw) -> Observation:
     """Text with the places of its images, some of them missing; long texts lose their end."""
-    images = draw(pictures)
+    images = draw(image_lists)
     words = st.sampled_from(["a page\n", "", "<|image_pad|>", "[image 9]", "row é " * 40])
     places = [f"{draw(words)}[image {n}]" for n in range(1, draw(st.integers(0, len(images))) + 1)]
     return Observation("".join(places) + draw(words), images=tuple(images))
@@ -70,7 +70,7 @@ def observations(draw) -> Observation:
     agent=agents,
     room=st.sampled_from([1500, 2500, 6000]),
 )
-def test_pictures_stand_where_the_engine_was_told(renderers, thinking, script, first, results, agent, room):
+def test_images_stand_where_the_engine_was_told(renderers, thinking, script, first, results, agent, room):
     renderer = renderers[thinking]
     engine = SeeingEngine(renderer, SPEAKERS[thinking], list(script))
     opening = dataclasses.replace(first, content=first.content + TASK.prompt, tools=TOOLS)
@@ -136,7 +136,7 @@ def test_a_policy_that_writes_a_placeholder_ends_its_episode(renderers):
             return dataclasses.replace(generation, token_ids=ids)
 
     engine = Writer(renderer, SPEAKERS[False], [Said(Spoken(content="look "))] * 3)
-    opening = Observation("Look at [image 1].", TOOLS, images=(picture(60, 60),))
+    opening = Observation("Look at [image 1].", TOOLS, images=(make_image(60, 60),))
     env = ScriptedEnvironment(reset_script=[opening])
     trajectory = asyncio.run(run_episode(TASK, 0, 0, env, engine, renderer, SETTINGS, None, "s"))
     trajectory.check()

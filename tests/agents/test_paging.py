@@ -7,8 +7,8 @@ from agent_doubles import CALL, SETTINGS, TASK, ScriptedEngine, ScriptedEnvironm
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fleet.agents import outputs as outputs_module
-from megatron_fleet.agents.outputs import ToolOutputs, matches
+from megatron_fleet.agents import local_tools as local_tools_module
+from megatron_fleet.agents.local_tools import ToolOutputs, matches
 from megatron_fleet.agents.token_conversation import run_episode
 from megatron_fleet.config.schema import AgentConfig
 from megatron_fleet.envs.base import Observation
@@ -61,18 +61,18 @@ def test_a_search_names_outputs_and_pages_and_ends():
     assert outputs.search("haystack", None) == "No match."
     outputs.cut("ha" * 5000)
     lines = outputs.search("ha", 3).split("\n")
-    assert len(lines) == outputs_module.MAX_MATCHES + 1 and lines[-1].startswith("[more matches")
+    assert len(lines) == local_tools_module.MAX_MATCHES + 1 and lines[-1].startswith("[more matches")
 
 
 def test_what_is_kept_of_a_result_is_bounded(monkeypatch):
-    monkeypatch.setattr(outputs_module, "MAX_KEPT_CHARS", 250)
+    monkeypatch.setattr(local_tools_module, "MAX_KEPT_CHARS", 250)
     outputs = ToolOutputs(100, paging=True)
     shown, _ = outputs.cut("x" * 1000)
     assert "page 1 of 3" in shown and outputs.page(1, 3).endswith("\n" + "x" * 50)
 
 
 def test_what_is_kept_of_an_episode_is_bounded(monkeypatch):
-    monkeypatch.setattr(outputs_module, "MAX_EPISODE_CHARS", 500)
+    monkeypatch.setattr(local_tools_module, "MAX_EPISODE_CHARS", 500)
     outputs = ToolOutputs(100, paging=True)
     for letter in "abc":
         outputs.cut(letter * 200)

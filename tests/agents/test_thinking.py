@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizer_fixtures import CORPUS
 
-from megatron_fleet.agents.thinking import Thinking
+from megatron_fleet.agents.history import Thinking
 from megatron_fleet.envs.base import ToolCall
 from megatron_fleet.models.chat.chat_renderer import ChatRenderer
 from megatron_fleet.models.chat.detection import FORMATS

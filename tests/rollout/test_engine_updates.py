@@ -287,7 +287,7 @@ class FakeImages:
 
 
 @pytest.mark.parametrize(("failures", "attempts"), [(0, 1), (1, 2), (2, 2)])
-async def test_a_request_whose_pictures_vllm_lost_is_made_once_more(actor, monkeypatch, failures, attempts):
+async def test_a_request_whose_images_vllm_lost_is_made_once_more(actor, monkeypatch, failures, attempts):
     outputs = [FakeOutput("error")] * failures + [FakeOutput("length")]
 
     async def run(name, request, params):
@@ -304,13 +304,13 @@ async def test_a_request_whose_pictures_vllm_lost_is_made_once_more(actor, monke
     assert actor._images.made == attempts
 
 
-async def test_a_model_that_sees_nothing_is_given_no_pictures(actor):
+async def test_a_model_that_sees_nothing_is_given_no_images(actor):
     with pytest.raises(ValueError, match="sees no images"):
         await actor._generate([9], SamplingParams(1.0, 1, ()), "s", [PICTURE])
     assert actor._llm.calls == []
 
 
-async def test_sequences_with_pictures_are_not_scored(actor):
+async def test_sequences_with_images_are_not_scored(actor):
     actor._vision = SimpleNamespace(placeholder_id=9)
     with pytest.raises(ValueError, match="cannot be scored"):
         await actor.score([np.array([1, 2], np.int32), np.array([1, 9], np.int32)])

@@ -72,8 +72,8 @@ def test_screenshots_reach_the_model_the_records_and_the_report(tmp_path, url):
         np.testing.assert_array_equal(np.flatnonzero(episode.token_ids == vision.placeholder_id), holders)
         assert not episode.action_mask[holders].any()
         for span in spans:
-            (picture,) = (out / "images").glob(f"{span.digest}.*")
-            assert sha256(picture.read_bytes()).hexdigest() == span.digest
+            (file,) = (out / "images").glob(f"{span.digest}.*")
+            assert sha256(file.read_bytes()).hexdigest() == span.digest
 
     assert main(["report", str(out)]) == 0
     page = next(path for path in out.rglob("*.html")).read_text()

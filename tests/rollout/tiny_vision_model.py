@@ -75,7 +75,7 @@ def noise(width: int, height: int, seed: int, kind: str = "PNG") -> Image:
     return Image(f"image/{kind.lower()}", file.getvalue())
 
 
-def with_pictures(parts: Sequence[Sequence[int] | Image], vision) -> tuple[list[int], list[PlacedImage]]:
+def with_images(parts: Sequence[Sequence[int] | Image], vision) -> tuple[list[int], list[PlacedImage]]:
     """A prompt of token ids and images in order."""
     from megatron_fleet.models.images import size_of
 

@@ -17,7 +17,7 @@ import openai
 from fuzz.engine import Surface
 from fuzz.trees import bytes_of, received, value_of
 
-from megatron_fleet.agents.chat_client import ChatClient, ChatParams, Refused, Unanswered
+from megatron_fleet.agents.chat_client import ChatClient, ChatParams, RequestRefused, Unanswered
 from megatron_fleet.agents.chat_turn import read_turn
 from megatron_fleet.config.sections.evaluation import EndpointConfig
 
@@ -84,7 +84,7 @@ async def _asked(response: httpx.Response, messages: list[dict[str, Any]], tools
         assert requests, f"nothing was sent: {failure}"
         assert str(failure) and (failure.wait_s is None or 0 <= failure.wait_s <= 3600), failure.wait_s
         return True
-    except Refused as refusal:
+    except RequestRefused as refusal:
         assert str(refusal) and isinstance(refusal.ends_everything, bool)
         return True
     assert isinstance(told.finish_reason, str)

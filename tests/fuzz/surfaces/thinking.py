@@ -10,7 +10,7 @@ from fuzz import models
 from fuzz.engine import Surface
 from fuzz.trees import value_of
 
-from megatron_fleet.agents.thinking import Thinking
+from megatron_fleet.agents.history import Thinking
 from megatron_fleet.models.chat.detection import make_renderer
 from megatron_fleet.models.chat.renderer import Renderer, ToolResult
 

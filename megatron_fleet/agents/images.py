@@ -1,4 +1,4 @@
-"""The policy's view of an observation: images in their places, or a sentence instead of each unseen image."""
+"""Images of an observation as the policy sees them: in their places, or a sentence instead of each unseen image."""
 
 from __future__ import annotations
 
@@ -13,30 +13,33 @@ UNREADABLE = "[an image that could not be read]"
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """Text with ``images`` at the markers ``[image n]``, n from 1; ``unseen``: number of images left out."""
+class View:
+    """Observation as the policy sees it: text with ``images`` at the markers ``[image n]``, n from 1.
+
+    ``unseen``: number of images left out.
+    """
 
     text: str
     images: tuple[Image, ...] = ()
     unseen: int = 0
 
 
-Look = Callable[[str, Sequence[Image]], Awaitable[Seen]]
+Viewer = Callable[[str, Sequence[Image]], Awaitable[View]]
 """Maps an environment's text and images to what the policy sees."""
 
 
-async def show_all(text: str, images: Sequence[Image]) -> Seen:
+async def view_all(text: str, images: Sequence[Image]) -> View:
     """Keep all images, for a policy behind an external API that reads them itself."""
-    return Seen(text, tuple(images))
+    return View(text, tuple(images))
 
 
-async def see(text: str, images: Sequence[Image], vision: Vision | None, sentence: str) -> Seen:
+async def view_images(text: str, images: Sequence[Image], vision: Vision | None, sentence: str) -> View:
     """Convert ``text`` and its ``images`` to what the policy is shown.
 
     A sentence replaces an unreadable file; for a model without ``vision``, ``sentence`` replaces every image.
     """
     if not images:
-        return Seen(text)
+        return View(text)
     if vision is None:
         return _chosen(text, images, [sentence] * len(images))
     # Decoding a screenshot takes milliseconds and would block every other episode of the process.
@@ -44,7 +47,7 @@ async def see(text: str, images: Sequence[Image], vision: Vision | None, sentenc
     return _chosen(text, images, [None if good else UNREADABLE for good in whole])
 
 
-def _chosen(text: str, images: Sequence[Image], instead: Sequence[str | None]) -> Seen:
+def _chosen(text: str, images: Sequence[Image], instead: Sequence[str | None]) -> View:
     """Keep the images without a replacement in ``instead``, and renumber them."""
     first, *rest = around(text, len(images))
     kept: list[Image] = []
@@ -52,4 +55,4 @@ def _chosen(text: str, images: Sequence[Image], instead: Sequence[str | None]) -
         if other is None:
             kept.append(image)
         first += (f"[image {len(kept)}]" if other is None else other) + part
-    return Seen(first, tuple(kept), len(images) - len(kept))
+    return View(first, tuple(kept), len(images) - len(kept))

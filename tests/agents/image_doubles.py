@@ -18,7 +18,7 @@ PROCESSOR = {"patch_size": 14, "merge_size": 2, "size": {"shortest_edge": 28 * 2
 
 
 @cache
-def picture(width: int, height: int, colour: str = "red") -> Image:
+def make_image(width: int, height: int, colour: str = "red") -> Image:
     out = io.BytesIO()
     PIL.Image.new("RGB", (width, height), colour).save(out, "PNG")
     return Image("image/png", out.getvalue())

@@ -21,7 +21,7 @@ TOKEN = "secret"
 PARAMS = SamplingParams(1.0, 4, (3,), seed=1)
 
 
-def picture(content: bytes, start: int = 0) -> PlacedImage:
+def make_image(content: bytes, start: int = 0) -> PlacedImage:
     image = Image("image/png", content)
     return PlacedImage(start, start + 2, image, digest(image))
 
@@ -55,7 +55,7 @@ async def serving(store: Recording):
 
 
 async def test_a_file_travels_once_and_every_request_has_it():
-    store, a, b = Recording(), picture(b"a" * 100), picture(b"b" * 3_000_000, 2)
+    store, a, b = Recording(), make_image(b"a" * 100), make_image(b"b" * 3_000_000, 2)
     store._max_bytes = 1 << 30
     async with serving(store) as (endpoint, seen):
         engine = connect([endpoint], TOKEN, HANG_S)
@@ -65,8 +65,8 @@ async def test_a_file_travels_once_and_every_request_has_it():
     assert seen == [[a], [a, b], [a, b], []]
 
 
-async def test_concurrent_requests_send_a_shared_picture_once():
-    store, shared = Recording(), picture(b"s" * 1000)
+async def test_concurrent_requests_send_a_shared_image_once():
+    store, shared = Recording(), make_image(b"s" * 1000)
     async with serving(store) as (endpoint, seen):
         engine = connect([endpoint], TOKEN, HANG_S)
         await asyncio.gather(*(engine.generate([9], PARAMS, str(i), [shared]) for i in range(20)))
@@ -75,7 +75,7 @@ async def test_concurrent_requests_send_a_shared_picture_once():
 
 async def test_what_the_engine_forgot_is_sent_again():
     store = Recording(max_bytes=250)
-    first, second, third = (picture(bytes([i]) * 100) for i in range(3))
+    first, second, third = (make_image(bytes([i]) * 100) for i in range(3))
     async with serving(store) as (endpoint, seen):
         engine = connect([endpoint], TOKEN, HANG_S)
         for images in ([first], [first, second], [third], [first, second]):
@@ -84,18 +84,18 @@ async def test_what_the_engine_forgot_is_sent_again():
     assert store.came == [p.image.data for p in (first, second, third, first, second)]
 
 
-async def test_more_pictures_than_an_engine_keeps_are_refused_and_others_are_not():
+async def test_more_images_than_an_engine_keeps_are_refused_and_others_are_not():
     store = Recording(max_bytes=150)
     async with serving(store) as (endpoint, seen):
         engine = connect([endpoint], TOKEN, HANG_S)
         with pytest.raises(ValueError, match="more than an engine keeps at once"):
-            await engine.generate([9], PARAMS, "s", [picture(b"a" * 100), picture(b"b" * 100, 2)])
-        await engine.generate([9], PARAMS, "s", [picture(b"a" * 100)])
-    assert seen == [[picture(b"a" * 100)]]
+            await engine.generate([9], PARAMS, "s", [make_image(b"a" * 100), make_image(b"b" * 100, 2)])
+        await engine.generate([9], PARAMS, "s", [make_image(b"a" * 100)])
+    assert seen == [[make_image(b"a" * 100)]]
 
 
 async def test_an_engine_that_came_back_is_sent_everything_again():
-    placed, fresh = picture(b"a" * 100), Recording()
+    placed, fresh = make_image(b"a" * 100), Recording()
     async with serving(Recording()) as (before, _):
         engine = connect([before], TOKEN, HANG_S)
         await engine.generate([9], PARAMS, "s", [placed])
@@ -113,7 +113,7 @@ def test_the_store_keeps_what_was_used_last(operations, max_bytes):
     """Against a plain list, the newest last."""
     store, kept = ImageStore(max_bytes), []
     for is_put, size in operations:
-        placed = picture(b"x" * size)
+        placed = make_image(b"x" * size)
         if is_put:
             store.put(placed.image)
             if placed not in kept:
