@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from megatron_fleet.data.loader import load_tasks
+from megatron_fleet.data.dataset import load_tasks
 from megatron_fleet.data.task import Task
 from megatron_fleet.embedded_fleet.tasks import SHIPPED_TASKS
 

@@ -34,7 +34,7 @@ from roles import Role, children, cpu_seconds
 
 from megatron_fleet.cluster.janitor import marked
 from megatron_fleet.config.schema import Config
-from megatron_fleet.data.loader import load_tasks
+from megatron_fleet.data.dataset import load_tasks
 from megatron_fleet.embedded_fleet.fleet import EmbeddedFleet
 from megatron_fleet.embedded_fleet.tasks import SHIPPED_TASKS
 from megatron_fleet.models.chat.tokenizer import train_tokenizer

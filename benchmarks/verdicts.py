@@ -27,8 +27,7 @@ import time
 
 from machine import describe
 
-from megatron_fleet.embedded_fleet.session import EmbeddedSession
-from megatron_fleet.embedded_fleet.tasks import generate
+from megatron_fleet.embedded_fleet.tasks import EmbeddedSession, generate
 from megatron_fleet.embedded_fleet.verifier_client import VerifierClient, check_sandbox
 from megatron_fleet.embedded_fleet.verify import run_verifier
 

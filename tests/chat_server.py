@@ -25,7 +25,7 @@ from starlette.routing import Route
 from megatron_fleet.agents.prompts import load_prompts
 from megatron_fleet.data.task import Task
 from megatron_fleet.embedded_fleet.solver import solve
-from megatron_fleet.embedded_fleet.tasktype import Answer
+from megatron_fleet.embedded_fleet.tasktype import FinalAnswer
 from megatron_fleet.envs.base import Observation, ToolCall, ToolError
 
 MODEL = "org/model"
@@ -173,7 +173,7 @@ class Oracle:
         for message in body["messages"]:
             if message["role"] == "tool":
                 turn = agent.send(seen(message["content"]))
-        if isinstance(turn, Answer):
+        if isinstance(turn, FinalAnswer):
             return {"content": f"{turn.text} <done>"}
         assert isinstance(turn, ToolCall)
         assert turn.name in {tool["function"]["name"] for tool in body["tools"]}

@@ -13,7 +13,7 @@ from megatron_fleet.analysis.episodes import FILE_NAME, Episode, number_of, read
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import read_object
 from megatron_fleet.config.sections.evaluation import EvalConfig
-from megatron_fleet.data.manifest import NAME as SPLIT_MANIFEST
+from megatron_fleet.data.split import MANIFEST as SPLIT_MANIFEST
 from megatron_fleet.telemetry.charts import resumed_at
 from megatron_fleet.telemetry.sinks import read_metrics
 

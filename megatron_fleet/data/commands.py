@@ -52,27 +52,28 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _prepare(args: argparse.Namespace) -> int:
-    from megatron_fleet.data import prepared
     from megatron_fleet.data.dataset import build
-    from megatron_fleet.data.table import as_text, environments
+    from megatron_fleet.data.inspection import as_text, environments
+    from megatron_fleet.data.source import write_prepared
 
     previous = [f"data.split_manifest={args.previous}"] if args.previous else []
     dataset = build(_data(args.source, [*args.overrides, *previous]), say=_progress)
     say("\n".join([as_text(environments(dataset)), *dataset.split.notes]))
     _progress(f"writing {args.out}")
-    written = prepared.write(args.out, dataset.split.train, dataset.split.held_out, dataset.manifest)
+    written = write_prepared(args.out, dataset.split.train, dataset.split.held_out, dataset.manifest)
     say(f"{args.out}: {'written' if written else 'is there already, with the same content'}; data.tasks={args.out}")
     return 0
 
 
 def _export(args: argparse.Namespace) -> int:
-    from megatron_fleet.data.source import EMBEDDED, read_bytes, read_source
+    from megatron_fleet.data.dataset import load_tasks
+    from megatron_fleet.data.source import EMBEDDED, read_bytes
 
     if args.file.exists():
         raise UserError(f"{args.file}: exists already; name another file or remove it.")
     args.file.parent.mkdir(parents=True, exist_ok=True)
     args.file.write_bytes(read_bytes(EMBEDDED))
-    say(f"{args.file}: {len(read_source(args.file).rows)} tasks")
+    say(f"{args.file}: {len(load_tasks(args.file))} tasks")
     return 0
 
 

@@ -21,7 +21,7 @@ MIN_KNOWN = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class SignalEstimate:
     """Running estimate for one environment.
 
     Attributes:
@@ -45,7 +45,7 @@ def has_signal(rewards: Sequence[float]) -> bool:
     return measurable(rewards) and min(rewards) != max(rewards)
 
 
-def measured(estimate: Estimate, rewards: Sequence[float], half_life: float) -> Estimate:
+def measured(estimate: SignalEstimate, rewards: Sequence[float], half_life: float) -> SignalEstimate:
     """Return the estimate after one more group with these known rewards.
 
     ``s ← s + α (x − s)`` with x = 1 when the group has a signal and 0 otherwise, α = 1 − 2^(−1 / half_life); the same
@@ -56,7 +56,7 @@ def measured(estimate: Estimate, rewards: Sequence[float], half_life: float) -> 
     alpha = 1.0 - 2.0 ** (-1.0 / half_life)
     mean = sum(rewards) / len(rewards)
     before = mean if estimate.reward is None else estimate.reward
-    return Estimate(
+    return SignalEstimate(
         signal=estimate.signal + alpha * (float(has_signal(rewards)) - estimate.signal),
         reward=before + alpha * (mean - before),
         groups=estimate.groups + 1,

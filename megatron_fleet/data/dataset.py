@@ -9,12 +9,11 @@ from pathlib import Path
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
 from megatron_fleet.config.sections.data import DataConfig
-from megatron_fleet.data.loader import checked
-from megatron_fleet.data.manifest import NAME, SplitManifest
-from megatron_fleet.data.rows import Parsed, parse
+from megatron_fleet.data.mixture import check_mixture
+from megatron_fleet.data.rows import Parsed, checked, parse
 from megatron_fleet.data.selection import excluded_tasks, select
-from megatron_fleet.data.source import Source, read_bytes, read_source
-from megatron_fleet.data.split import Split, split
+from megatron_fleet.data.source import TaskSource, read_bytes, read_source
+from megatron_fleet.data.split import MANIFEST, Split, SplitManifest, split
 from megatron_fleet.data.task import Task
 from megatron_fleet.storage.local import LocalFolder
 
@@ -55,6 +54,16 @@ class Dataset:
     manifest: SplitManifest
 
 
+def load_tasks(address: str | Path) -> list[Task]:
+    """Load all tasks of a file (a path, ``s3://…json``, ``embedded``) or of a prepared folder, in order.
+
+    Raises:
+        UserError: it cannot be read, or a row is invalid or a duplicate; names row (from 1), field, expectation.
+    """
+    source = read_source(address)
+    return checked(parse(source.rows), source.address, keep_first=False).tasks
+
+
 def build(
     data: DataConfig, previous: SplitManifest | None = None, say: Callable[[str], None] = lambda _: None
 ) -> Dataset:
@@ -75,7 +84,7 @@ def build(
     return divide(source, parsed, data, previous)
 
 
-def divide(source: Source, parsed: Parsed, data: DataConfig, previous: SplitManifest | None = None) -> Dataset:
+def divide(source: TaskSource, parsed: Parsed, data: DataConfig, previous: SplitManifest | None = None) -> Dataset:
     """Select and split the valid rows of a source; arguments and errors as for ``build``."""
     if previous is None:
         previous = _previous(data, source)
@@ -93,7 +102,7 @@ def divide(source: Source, parsed: Parsed, data: DataConfig, previous: SplitMani
     return Dataset(result, removed, _record(result, source.address, source.sha256, rules, previous))
 
 
-def _previous(data: DataConfig, source: Source) -> SplitManifest | None:
+def _previous(data: DataConfig, source: TaskSource) -> SplitManifest | None:
     if data.split_manifest is None:
         return source.manifest
     if source.manifest is not None:
@@ -122,14 +131,27 @@ def run_dataset(config: Config) -> Dataset:
     """Build the dataset of a run. A run with a checkpoint to resume from keeps its original split.
 
     Raises:
-        UserError: as for ``build`` and ``check_verifiers``.
+        UserError: as for ``build``, ``check_verifiers`` and ``check_mixture``, or one of the two sets is too small for
+            the configuration.
     """
     out = Path(config.run.out)
-    kept, previous = out / NAME, None
+    kept, previous = out / MANIFEST, None
     if kept.is_file() and any((out / "checkpoints").glob("step_*")):
         previous = SplitManifest.parse(kept.read_bytes(), str(kept))
     dataset = build(config.data, previous)
-    check_verifiers([*dataset.split.train, *dataset.split.held_out], config)
+    train, held_out = dataset.split.train, dataset.split.held_out
+    check_verifiers([*train, *held_out], config)
+    for name, tasks, least in (
+        ("training", train, config.rollout.prompts_per_step),
+        ("held-out", held_out, int(config.eval.in_training)),
+    ):
+        if len(tasks) < least:
+            raise UserError(
+                f"data.tasks={config.data.tasks}: only {len(tasks)} {name} tasks with "
+                f"data.eval_fraction={config.data.eval_fraction:g}, at least {least} are needed; use more tasks, "
+                f"or change the fraction."
+            )
+    check_mixture(train, config.rollout.prompts_per_step, config.data.mixture)
     return dataset
 
 
@@ -146,4 +168,4 @@ def check_verifiers(tasks: Iterable[Task], config: Config) -> None:
 
 def save_manifest(dataset: Dataset, out: Path) -> None:
     """Write ``split.json`` into a run's outputs, for resuming it and for other runs."""
-    LocalFolder(out).write(NAME, dataset.manifest.dump())
+    LocalFolder(out).write(MANIFEST, dataset.manifest.dump())

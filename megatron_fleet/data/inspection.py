@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,16 +11,16 @@ import numpy as np
 
 from megatron_fleet.config.sections.data import DataConfig
 from megatron_fleet.data.dataset import Dataset, divide
-from megatron_fleet.data.loader import faults
 from megatron_fleet.data.near import THRESHOLD, near_duplicates
-from megatron_fleet.data.rows import KNOWN, Problem, parse
+from megatron_fleet.data.rows import KNOWN, Problem, faults, parse
 from megatron_fleet.data.selection import excluded_tasks
-from megatron_fleet.data.source import Source, read_source
-from megatron_fleet.data.table import as_text, environments
+from megatron_fleet.data.source import TaskSource, read_source
 from megatron_fleet.data.task import Task
 
 SHOWN = 20
 """Maximum lines of one kind in the text report; the JSON report has all of them."""
+ALL = "all"
+"""Name of the last row, the totals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Inspection:
         dataset: dataset that the keys of ``data`` make of the valid rows; ``None`` if there are none.
     """
 
-    source: Source
+    source: TaskSource
     tasks: list[Task]
     problems: list[Problem]
     repeated: Counter[str]
@@ -168,3 +168,50 @@ def _shortened(lines: list[str]) -> list[str]:
 def _quote(text: str) -> str:
     line = " ".join(text.split())
     return line if len(line) <= 60 else line[:59] + "…"
+
+
+def environments(dataset: Dataset) -> dict[str, dict[str, float]]:
+    """Map environment → column → number, ``all`` last.
+
+    Columns: ``total``; each reason for which tasks were removed; ``unused`` and ``retired`` if there are any; ``train``
+    and ``eval``; ``eval_share`` of the environment's train + eval, and ``mix``, its share of all training tasks.
+    """
+    split = dataset.split
+    fates = {"unused": split.unused, "retired": split.retired, "train": split.train, "eval": split.held_out}
+    counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for task, reason in dataset.removed:
+        counts[task.env_key][reason] += 1
+    for fate, tasks in fates.items():
+        for task in tasks:
+            counts[task.env_key][fate] += 1
+    total = sum((counts[env_key] for env_key in sorted(counts)), Counter[str]())
+    names = list(dict.fromkeys(reason for _, reason in dataset.removed))
+    names += [fate for fate in fates if total[fate] or fate in ("train", "eval")]
+    return {
+        env_key: {
+            "total": row.total(),
+            **{name: row[name] for name in names},
+            "eval_share": row["eval"] / max(row["train"] + row["eval"], 1),
+            "mix": row["train"] / max(total["train"], 1),
+        }
+        for env_key, row in [*sorted(counts.items()), (ALL, total)]
+    }
+
+
+def as_text(rows: dict[str, dict[str, float]]) -> str:
+    """Format the table; shares in per cent, omitted for environments without remaining tasks."""
+    columns = list(next(iter(rows.values())))
+    cells = [["environment", *(name.replace("_", " ") for name in columns)]]
+    for env_key, row in rows.items():
+        cells.append([env_key, *(_cell(name, row[name]) for name in columns)])
+    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
+    return "\n".join(
+        "  ".join(
+            [line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))]
+        )
+        for line in cells
+    )
+
+
+def _cell(name: str, value: float) -> str:
+    return f"{value:.1%}" if name in ("eval_share", "mix") else str(int(value))

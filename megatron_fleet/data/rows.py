@@ -1,13 +1,14 @@
-"""Parse rows of a task file into tasks, accepting every spelling of a field and reporting all problems of each row."""
+"""Rows of a task file as ``Task``: every spelling of a field is accepted, all problems of each row are reported."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import environment_name
 from megatron_fleet.data.task import Task
 
@@ -180,3 +181,33 @@ def _kind(value: Any) -> str:
 def _quote(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def checked(parsed: Parsed, address: str, keep_first: bool, excluded: Collection[str] = ()) -> Parsed:
+    """Return ``parsed`` if it has no problems; arguments as for ``faults``.
+
+    Raises:
+        UserError: the first problem, and the number of others.
+    """
+    problems = faults(parsed, keep_first, excluded)
+    if not problems:
+        return parsed
+    first, others = problems[0], len(problems) - 1
+    advice = " Correct it, or name it in a list of data.exclusions." if first.key is not None else ""
+    count = "is 1 more problem" if others == 1 else f"are {others} more problems"
+    more = f" There {count}; list all with `mfleet data inspect {address}`." if others else ""
+    raise UserError(f"{address}: {first}{advice}{more}")
+
+
+def faults(parsed: Parsed, keep_first: bool, excluded: Collection[str]) -> list[Problem]:
+    """Return the problems that prevent using ``parsed``.
+
+    Args:
+        keep_first: ignore duplicate keys.
+        excluded: keys of rows that are left out, whose problems do not matter.
+    """
+    return [
+        problem
+        for problem in parsed.problems
+        if not (keep_first and problem.kind == "duplicate key") and problem.key not in excluded
+    ]

@@ -12,9 +12,8 @@ import numpy as np
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.sections.data import MixtureConfig
 from megatron_fleet.data import curriculum
-from megatron_fleet.data.curriculum import Estimate
+from megatron_fleet.data.curriculum import SignalEstimate
 from megatron_fleet.data.mixture import check_mixture, env_shares, env_sizes, quotas, with_minimum
-from megatron_fleet.data.passes import Passes
 from megatron_fleet.data.task import Task
 
 Results = Iterable[tuple[str, Sequence[float]]]
@@ -144,7 +143,7 @@ class MixtureSampler:
         self._passes = {env: Passes(env, [t for t in tasks if t.env_key == env], seed) for env in self._shares}
         self._env_of = {task.key: task.env_key for task in tasks if task.env_key in self._shares}
         self._fingerprint = _digest(sorted(f"{task.key}\t{task.env_key}" for task in tasks))
-        self._estimates = {env: Estimate(mixture.curriculum.prior) for env in self._shares}
+        self._estimates = {env: SignalEstimate(mixture.curriculum.prior) for env in self._shares}
         self._streaks: Counter[str] = Counter()
         self._credit = np.zeros(len(self._shares))
         self._batches = 0
@@ -218,7 +217,7 @@ class MixtureSampler:
         self._credit = np.array([float(own[env]["credit"]) for env in self._shares])
         for env, passes in self._passes.items():
             passes.load_state_dict(own[env])
-            self._estimates[env] = Estimate(own[env]["signal"], own[env]["reward"], own[env]["groups"])
+            self._estimates[env] = SignalEstimate(own[env]["signal"], own[env]["reward"], own[env]["groups"])
 
     def _weights(self) -> dict[str, float]:
         """Map environment → share of the next batch: configured, weighted by signal, raised to the minimum."""
@@ -267,3 +266,76 @@ def _check_mixture_state(saved: MixtureConfig, present: MixtureConfig) -> None:
 def _settings(mixture: MixtureConfig) -> dict[str, Any]:
     own = mixture.model_dump()
     return own | {f"curriculum.{key}": value for key, value in own.pop("curriculum").items()}
+
+
+@final
+class Passes:
+    """Sequence of tasks in which no task repeats within a pass.
+
+    The order of a pass depends only on seed, environment and pass number. A deferred task is left out of the following
+    passes; a pass in which all tasks are deferred includes all of them.
+    """
+
+    def __init__(self, env_key: str, tasks: Sequence[Task], seed: int) -> None:
+        # Sorted by key, so that the order of rows in the file does not matter.
+        self._tasks = sorted(tasks, key=lambda task: task.key)
+        self._seed = [seed, int.from_bytes(hashlib.blake2b(env_key.encode(), digest_size=8).digest(), "big")]
+        self._deferred: dict[str, int] = {}
+        self._drawn = 0
+        self._begin(0, frozenset())
+
+    @property
+    def drawn(self) -> int:
+        """Number of tasks drawn so far."""
+        return self._drawn
+
+    @property
+    def epoch(self) -> float:
+        """Number of earlier passes, plus the completed fraction of this one."""
+        return self._number + self._position / len(self._order)
+
+    @property
+    def left_out(self) -> int:
+        """Number of tasks that this pass leaves out."""
+        return len(self._left_out)
+
+    def take(self, count: int) -> list[Task]:
+        """Draw the next ``count`` tasks."""
+        taken: list[Task] = []
+        while len(taken) < count:
+            if self._position == len(self._order):
+                self._begin(self._number + 1, self._due(self._number + 1))
+            taken.append(self._order[self._position])
+            self._position += 1
+        self._drawn += count
+        return taken
+
+    def defer(self, key: str, passes: int) -> None:
+        """Leave a task out of the next ``passes`` passes; the current one is unchanged."""
+        self._deferred[key] = self._number + passes
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a JSON-serialisable state."""
+        return {
+            "drawn": self._drawn,
+            "pass": self._number,
+            "position": self._position,
+            "left_out": sorted(self._left_out),
+            "deferred": self._deferred,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from ``state``, with the same tasks and seed."""
+        self._begin(int(state["pass"]), frozenset(state["left_out"]))
+        self._position, self._drawn = int(state["position"]), int(state["drawn"])
+        self._deferred = {str(key): int(last) for key, last in state["deferred"].items()}
+
+    def _begin(self, number: int, left_out: frozenset[str]) -> None:
+        order = np.random.default_rng([*self._seed, number]).permutation(len(self._tasks))
+        self._number, self._position, self._left_out = number, 0, left_out
+        self._order = [self._tasks[i] for i in order if self._tasks[i].key not in left_out]
+
+    def _due(self, number: int) -> frozenset[str]:
+        """Return the tasks that pass ``number`` leaves out."""
+        self._deferred = {key: last for key, last in self._deferred.items() if last >= number}
+        return frozenset(self._deferred) if len(self._deferred) < len(self._tasks) else frozenset()

@@ -1,24 +1,38 @@
-"""Task sources: a file on a disk or on S3, the embedded fleet, or a folder written by `mfleet data prepare`."""
+"""Task sources: a file on a disk or on S3, the embedded fleet, or a folder written by `mfleet data prepare`.
+
+A prepared folder has ``train.parquet``, ``eval.parquet`` and ``split.json``, on a disk or on S3. The first four columns
+are those of Fleet's own preparation (``prompt`` as a list of one user message, ``env_class``, ``task_key``,
+``data_source``), so that its tools read the files; the rest are the other fields of a task. ``env_variables`` is JSON
+text, because its keys differ from task to task. The manifest has the files' checksums and is written last.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import megatron_fleet
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import parse_json, read_file, user_path
-from megatron_fleet.data import prepared
-from megatron_fleet.data.manifest import SplitManifest
+from megatron_fleet.data.rows import ALIASES
+from megatron_fleet.data.split import MANIFEST, SplitManifest
+from megatron_fleet.data.task import Task
+from megatron_fleet.storage.open import open_folder, open_staging
 
 EMBEDDED = "embedded"
 """Name that stands for the embedded fleet's own task file in place of a path."""
+TRAIN, EVAL = "train.parquet", "eval.parquet"
+ENV_CLASS = "fleet_task"
+"""Name of the only kind of environment in Fleet's trainer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TaskSource:
     """Contents of a task source.
 
     Attributes:
@@ -35,7 +49,7 @@ class Source:
     manifest: SplitManifest | None = None
 
 
-def read_source(address: str | Path) -> Source:
+def read_source(address: str | Path) -> TaskSource:
     """Read the rows of a task file or of a prepared folder.
 
     Raises:
@@ -43,10 +57,10 @@ def read_source(address: str | Path) -> Source:
     """
     address = str(address)
     if is_prepared(address):
-        data, rows = prepared.read(address)
-        return Source(address, hashlib.sha256(data).hexdigest(), rows, SplitManifest.parse(data, address))
+        data, rows = _read_prepared(address)
+        return TaskSource(address, hashlib.sha256(data).hexdigest(), rows, SplitManifest.parse(data, address))
     data = read_bytes(address)
-    return Source(address, hashlib.sha256(data).hexdigest(), _rows(data, address))
+    return TaskSource(address, hashlib.sha256(data).hexdigest(), _task_list(data, address))
 
 
 def is_prepared(address: str) -> bool:
@@ -79,7 +93,7 @@ def read_bytes(address: str, key: str = "data.tasks") -> bytes:
     return read_file(file, f"correct {key}")
 
 
-def _rows(data: bytes, file: str) -> list[Any]:
+def _task_list(data: bytes, file: str) -> list[Any]:
     content = parse_json(data, file)
     rows = content.get("tasks") if isinstance(content, dict) else content
     if not isinstance(rows, list):
@@ -87,3 +101,98 @@ def _rows(data: bytes, file: str) -> list[Any]:
     if not rows:
         raise UserError(f"{file}: holds no task.")
     return rows
+
+
+def write_prepared(out: str | Path, train: Sequence[Task], held_out: Sequence[Task], manifest: SplitManifest) -> bool:
+    """Write the folder atomically. Return ``False`` if it exists already with the same content.
+
+    Raises:
+        UserError: something else is there, or it cannot be written.
+    """
+    files = {TRAIN: _to_parquet(train), EVAL: _to_parquet(held_out)}
+    hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+    marker = replace(manifest, files=hashes).dump()
+    staging = open_staging(out, MANIFEST)
+    if staging.exists():
+        if open_folder(out).read(MANIFEST) != marker:
+            raise UserError(f"{out}: another prepared folder is there already; name a new one or remove it.")
+        return False
+    for name, data in files.items():
+        staging.folder.write(name, data)
+    staging.commit(marker)
+    return True
+
+
+def _read_prepared(address: str) -> tuple[bytes, list[dict[str, Any]]]:
+    """Return the manifest's bytes and the rows of both files, training first.
+
+    Raises:
+        UserError: the folder is not a prepared one, or a file does not match its checksum in the manifest.
+    """
+    folder = open_folder(address if "://" in address else user_path(address))
+    sizes = folder.sizes()
+    missing = [name for name in (MANIFEST, TRAIN, EVAL) if name not in sizes]
+    if missing:
+        raise UserError(
+            f"data.tasks={address}: {missing[0]} is missing there; give a task file or a folder of `mfleet data "
+            f"prepare`."
+        )
+    data = folder.read(MANIFEST)
+    files = SplitManifest.parse(data, folder.join(MANIFEST)).files
+    rows: list[dict[str, Any]] = []
+    for name in (TRAIN, EVAL):
+        content = folder.read(name)
+        if hashlib.sha256(content).hexdigest() != files.get(name):
+            raise UserError(
+                f"{folder.join(name)}: is not the file that {MANIFEST} was written for; prepare the data again."
+            )
+        try:
+            rows += _from_parquet(content)
+        except (OSError, ValueError, TypeError, LookupError) as error:  # covers all that pyarrow and json raise
+            problem = type(error).__name__
+            raise UserError(f"{folder.join(name)}: no table of tasks ({problem}); prepare the data again.") from None
+    return data, rows
+
+
+def _to_parquet(tasks: Sequence[Task]) -> bytes:
+    pa, parquet = _pyarrow()
+    text = pa.string()
+    message = pa.struct([("role", text), ("content", text)])
+    types = {"prompt": pa.list_(message), "difficulty": pa.int8()}
+    rows = [_row(task) for task in tasks]
+    names = ["prompt", "env_class", "task_key", "data_source"]
+    names += [aliases[0] for aliases in ALIASES.values() if aliases[0] not in names]
+    schema = pa.schema([(name, types.get(name, text)) for name in names])
+    out = io.BytesIO()
+    parquet.write_table(pa.Table.from_pylist(rows, schema=schema), out, compression="zstd")
+    return out.getvalue()
+
+
+def _row(task: Task) -> dict[str, Any]:
+    fields = asdict(task)
+    return {
+        **{names[0]: fields[field] for field, names in ALIASES.items()},
+        "prompt": [{"role": "user", "content": task.prompt}],
+        "env_class": ENV_CLASS,
+        "data_source": task.env_key,
+        "env_variables": json.dumps(task.env_variables, ensure_ascii=False),
+    }
+
+
+def _from_parquet(data: bytes) -> list[dict[str, Any]]:
+    pa, parquet = _pyarrow()
+    names = [names[0] for names in ALIASES.values()]
+    rows = parquet.read_table(pa.BufferReader(data), columns=names).to_pylist()
+    for row in rows:
+        row["prompt"] = row["prompt"][0]["content"]
+        row["env_variables"] = json.loads(row["env_variables"])
+    return rows
+
+
+def _pyarrow() -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise UserError("prepared folders need pyarrow, which this Python environment lacks; run ./setup.sh.") from None
+    return pyarrow, parquet

@@ -1,4 +1,4 @@
-"""Task: one row of a Fleet task file, normalised. The loader is in ``megatron_fleet.data.loader``."""
+"""Task: one row of a Fleet task file, normalised. ``dataset.load_tasks`` reads a whole file."""
 
 from __future__ import annotations
 

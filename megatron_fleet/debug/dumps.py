@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
+from enum import StrEnum
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.checkpoint.checkpoints import Checkpoint, Write, save_folder
@@ -20,11 +25,11 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import read_object
 from megatron_fleet.config.load import dump_resolved
 from megatron_fleet.config.schema import Config
-from megatron_fleet.debug.data_file import load_data, save_data
-from megatron_fleet.debug.record import Record, Verdict
 from megatron_fleet.storage.local import write_atomically
-from megatron_fleet.trainer.base import Files
+from megatron_fleet.trainer.base import Files, MicroBatchLoss
 
+SHOWN_NAMES = 3
+"""Maximum length of a list of names."""
 CONFIG, MODEL, RECORD, DATA, STATE = "config.json", "model", "record.json", "data.npz", "state"
 
 
@@ -114,3 +119,117 @@ def _write_head(partial: Path, config: Config, data: Sequence[Datum], record: Re
     shutil.copyfile(Path(config.model.path) / "config.json", partial / MODEL / "config.json")
     save_data(partial / DATA, data)
     write_atomically(partial / RECORD, json.dumps(record.to_json(), indent=1).encode())
+
+
+def save_data(path: Path, data: Sequence[Datum]) -> None:
+    """Write ``data`` bit for bit.
+
+    Layout: ``sequences`` int64 is the number of sequences. A field of Datum is one array: those of all sequences,
+    concatenated along their first axis; ``<field>.lengths`` int64 ``[sequences]`` has the length of each, −1 for
+    ``None``. A field that is ``None`` everywhere is absent.
+
+    Raises:
+        TypeError: a Datum holds something other than arrays.
+    """
+    content = {"sequences": np.array(len(data), np.int64)}
+    for field in fields(Datum):
+        values = [getattr(datum, field.name) for datum in data]
+        arrays = [value for value in values if value is not None]
+        if wrong := next((a for a in arrays if not isinstance(a, np.ndarray) or a.ndim == 0), None):
+            raise TypeError(f"Datum.{field.name} is a {type(wrong).__name__}, not an array")
+        if arrays:
+            content[field.name] = np.concatenate(arrays)
+            lengths = [-1 if value is None else len(value) for value in values]
+            content[f"{field.name}.lengths"] = np.array(lengths, np.int64)
+    with path.open("wb") as file:
+        np.savez_compressed(file, allow_pickle=False, **content)
+
+
+def load_data(path: Path) -> list[Datum]:
+    """Read a file written by `save_data`. Raises UserError when it is damaged, or holds objects."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            content = dict(file)
+        columns: dict[str, list[Any]] = {}
+        for field in fields(Datum):
+            if field.name in content:
+                columns[field.name] = _split(content[field.name], content[f"{field.name}.lengths"])
+        count = int(content["sequences"])
+        return [Datum(**{name: values[i] for name, values in columns.items()}) for i in range(count)]
+    except Exception as error:  # zipfile, zlib and numpy raise anything for a damaged archive
+        raise UserError(
+            f"{path}: cannot be read ({type(error).__name__}); it is damaged, or holds something other than arrays."
+        ) from None
+
+
+def _split(joined: np.ndarray, lengths: np.ndarray) -> list[np.ndarray | None]:
+    ends = np.cumsum(np.maximum(lengths, 0))
+    return [None if n < 0 else joined[end - n : end] for n, end in zip(lengths, ends, strict=True)]
+
+
+class Verdict(StrEnum):
+    """A judgement of an optimizer step."""
+
+    FINE = "fine"
+    SPIKE = "spike"
+    """Finite, but far above the median of the preceding norms. The step is taken."""
+    NOT_FINITE = "not_finite"
+    """The step is skipped. A loss can be NaN while the gradient is finite: a clamp stops it in the backward pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Findings of one optimizer step.
+
+    Attributes:
+        step: training step, from 1, as in the metrics.
+        part: index of the update in that step, from 0.
+        verdict: a `Verdict`.
+        device: ``cpu`` or ``cuda``.
+        loss: of the whole update.
+        grad_norm: before clipping.
+        median: of the gradient norms before this one.
+        micro_batches, weights, gradients, parameters: see `trainer.base.Examination`.
+    """
+
+    step: int
+    part: int
+    verdict: str
+    device: str
+    lr: float
+    loss: float
+    grad_norm: float
+    median: float
+    micro_batches: list[MicroBatchLoss]
+    weights: list[str]
+    gradients: list[str]
+    parameters: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; a non-finite number becomes text, since JSON cannot represent it."""
+        return json_number(asdict(self))
+
+    @staticmethod
+    def from_json(values: dict[str, Any]) -> Record:
+        """Inverse of `to_json`. Raises ValueError, KeyError or TypeError for anything else."""
+        try:
+            numbers = {name: float(values[name]) for name in ("lr", "loss", "grad_norm", "median")}
+            losses = [MicroBatchLoss(list(m["sequences"]), float(m["loss"])) for m in values["micro_batches"]]
+        except OverflowError as error:  # an integer of hundreds of digits
+            raise ValueError(str(error)) from error
+        return Record(**{**values, **numbers, "micro_batches": losses})
+
+
+def json_number(value: Any) -> Any:
+    """Return ``value`` with every non-finite float, at any depth, as text: nan, inf or -inf."""
+    if isinstance(value, dict):
+        return {key: json_number(v) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_number(v) for v in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def shorten(names: Sequence[str]) -> str:
+    """Join the first names, followed by the number of the others."""
+    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+    return ", ".join(names[:SHOWN_NAMES]) + more

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from megatron_fleet.embedded_fleet.tasktype import DONE, Choices, Goal, Row, Steps, TaskType
 from megatron_fleet.embedded_fleet.world import PEOPLE, TEXT, ToolFailure, World, fresh_ids, table, tool
+from megatron_fleet.envs.base import ToolCall
 
 CITIES = ("Oslo", "Rome", "Paris", "Lima", "Cairo", "Delhi", "Seoul", "Quito")
 KINDS = ("quiet", "garden", "studio", "lab", "hall", "lounge")
 SEATS = (4, 6, 8, 12, 20)
 SLOTS = ("morning", "noon", "evening")
 DAYS = ("monday", "tuesday", "wednesday", "thursday", "friday")
+Fields = dict[str, Any] | None
 
 
 class Booking(World):
@@ -81,3 +84,205 @@ class Booking(World):
             raise ToolFailure(f"{id} belongs to {booking['guest']}")
         self.db.execute("DELETE FROM bookings WHERE id = ?", (id,))
         return f"cancelled {id}"
+
+
+def _room(world: World, rng: random.Random) -> dict[str, Any]:
+    """Pick a random room and day; return its description, id, guests by slot and free slots."""
+    id, city, kind, seats = rng.choice(world.query("SELECT id, city, kind, seats FROM rooms"))
+    (day,) = rng.choice(world.query("SELECT DISTINCT day FROM bookings"))
+    guests = dict(world.query("SELECT slot, guest FROM bookings WHERE room = ? AND day = ?", id, day))
+    free = [slot for slot in SLOTS if slot not in guests]
+    return {"id": id, "city": city, "kind": kind, "seats": seats, "day": day, "guests": guests, "free": free}
+
+
+def _told(room: dict[str, Any], *names: str, **more: str) -> dict[str, Any]:
+    return {name: room[name] for name in ("city", "kind", *names)} | more
+
+
+def _find(c: Choices, city: str, kind: str) -> Steps[Row]:
+    rows = yield from c.look("find_rooms", city=city)
+    return c.row(rows, kind=kind)
+
+
+def make_seats(world: World, rng: random.Random, goal: Goal) -> Fields:
+    room = _room(world, rng)
+    goal.answer = str(room["seats"])
+    return _told(room)
+
+
+def solve_seats(c: Choices, city: str, kind: str) -> Steps[str]:
+    room = yield from _find(c, city, kind)
+    return c.value(room["seats"], [room["id"]])
+
+
+def make_book(world: World, rng: random.Random, goal: Goal) -> Fields:
+    room = _room(world, rng)
+    slot = rng.choice(room["free"])
+    goal.insert("bookings", room["id"], room["day"], slot, world.variables["LOGGED_IN_USER"])
+    return _told(room, "day", slot=slot)
+
+
+def solve_book(c: Choices, city: str, kind: str, day: str, slot: str) -> Steps[str]:
+    rows = yield from c.look("find_rooms", city=city)
+    if not c.forgets():
+        yield from c.act_on(
+            rows, {"kind": kind}, lambda r: ToolCall("book_room", {"room": r["id"], "day": day, "slot": slot})
+        )
+    return DONE
+
+
+def make_guest(world: World, rng: random.Random, goal: Goal) -> Fields:
+    room = _room(world, rng)
+    slot = rng.choice(sorted(room["guests"]))
+    goal.answer = room["guests"][slot]
+    return _told(room, "day", slot=slot)
+
+
+def solve_guest(c: Choices, city: str, kind: str, day: str, slot: str) -> Steps[str]:
+    room = yield from _find(c, city, kind)
+    slots = yield from c.look("room_slots", room=room["id"], day=day)
+    return c.row(slots, slot=slot)["guest"]
+
+
+def make_book_free(world: World, rng: random.Random, goal: Goal) -> Fields:
+    room = _room(world, rng)
+    if len(room["free"]) != 1:
+        return None
+    goal.insert("bookings", room["id"], room["day"], room["free"][0], world.variables["LOGGED_IN_USER"])
+    goal.answer = room["free"][0]
+    return _told(room, "day")
+
+
+def solve_book_free(c: Choices, city: str, kind: str, day: str) -> Steps[str]:
+    room = yield from _find(c, city, kind)
+    slots = yield from c.look("room_slots", room=room["id"], day=day)
+    booked = yield from c.act_on(
+        slots,
+        {"guest": "free"},
+        lambda r: ToolCall("book_room", {"room": room["id"], "day": day, "slot": r["slot"]}),
+    )
+    return c.value(booked["slot"], [r["slot"] for r in slots if r is not booked])
+
+
+def make_fallback(world: World, rng: random.Random, goal: Goal) -> Fields:
+    room = _room(world, rng)
+    if rng.random() < 0.5:
+        first, second = rng.choice(sorted(room["guests"])), rng.choice(room["free"])
+        slot = second
+    else:
+        slot = first = rng.choice(room["free"])
+        second = rng.choice([s for s in SLOTS if s != first])
+    goal.insert("bookings", room["id"], room["day"], slot, world.variables["LOGGED_IN_USER"])
+    return _told(room, "day", slot=first, other=second)
+
+
+def solve_fallback(c: Choices, city: str, kind: str, day: str, slot: str, other: str) -> Steps[str]:
+    room = yield from _find(c, city, kind)
+    slots = yield from c.look("room_slots", room=room["id"], day=day)
+    free = c.row(slots, slot=slot)["guest"] == "free"
+    yield from c.act("book_room", room=room["id"], day=day, slot=slot if c.holds(free) else other)
+    return DONE
+
+
+def _own_booking(world: World, rng: random.Random) -> tuple[str, str, str]:
+    """Return id, room and day of a random booking of the user; the day identifies it."""
+    user = world.variables["LOGGED_IN_USER"]
+    return rng.choice(world.query("SELECT id, room, day FROM bookings WHERE guest = ?", user))
+
+
+def make_cancel(world: World, rng: random.Random, goal: Goal) -> Fields:
+    id, _, day = _own_booking(world, rng)
+    goal.delete("bookings", id)
+    return {"day": day}
+
+
+def solve_cancel(c: Choices, day: str) -> Steps[str]:
+    rows = yield from c.look("my_bookings")
+    booking = c.row(rows, day=day)
+    yield from c.act("cancel_booking", id=booking["id"])
+    return DONE
+
+
+def make_move(world: World, rng: random.Random, goal: Goal) -> Fields:
+    id, room, day = _own_booking(world, rng)
+    taken = {slot for (slot,) in world.query("SELECT slot FROM bookings WHERE room = ? AND day = ?", room, day)}
+    slot = rng.choice([s for s in SLOTS if s not in taken])
+    goal.delete("bookings", id)
+    goal.insert("bookings", room, day, slot, world.variables["LOGGED_IN_USER"])
+    return {"day": day, "slot": slot}
+
+
+def solve_move(c: Choices, day: str, slot: str) -> Steps[str]:
+    rows = yield from c.look("my_bookings")
+    booking = c.row(rows, day=day)
+    yield from c.do("cancel_booking", id=booking["id"])
+    yield from c.act("book_room", room=booking["room"], day=booking["day"], slot=slot)
+    return DONE
+
+
+TYPES = (
+    TaskType(
+        "seats",
+        1,
+        (
+            "How many seats does the {kind} room in {city} have? Answer with the number.",
+            "Answer with the number of seats of the {kind} room in {city}.",
+        ),
+        make_seats,
+        solve_seats,
+    ),
+    TaskType(
+        "book",
+        1,
+        ("Book the {kind} room in {city} for {day} {slot}.", "I need the {kind} room in {city} on {day} {slot}."),
+        make_book,
+        solve_book,
+    ),
+    TaskType(
+        "cancel",
+        1,
+        ("Cancel my booking of {day}.", "I can not come on {day}, cancel my booking."),
+        make_cancel,
+        solve_cancel,
+    ),
+    TaskType(
+        "guest",
+        2,
+        (
+            "Who has the {kind} room in {city} on {day} {slot}? Answer with the name.",
+            "Answer with the name of the guest who has the {kind} room in {city} on {day} {slot}.",
+        ),
+        make_guest,
+        solve_guest,
+    ),
+    TaskType(
+        "move",
+        2,
+        (
+            "Move my booking of {day} to the {slot}, same room.",
+            "My booking of {day} must be in the {slot}, same room.",
+        ),
+        make_move,
+        solve_move,
+    ),
+    TaskType(
+        "fallback",
+        3,
+        (
+            "Book the {kind} room in {city} for {day} {slot}. If that is taken, book the {other}.",
+            "I need the {kind} room in {city} on {day} {slot}, or {other} if that is taken.",
+        ),
+        make_fallback,
+        solve_fallback,
+    ),
+    TaskType(
+        "book_free",
+        3,
+        (
+            "Book the {kind} room in {city} on {day} when it is free. Answer with the slot.",
+            "I need the {kind} room in {city} on {day}, whenever it is free. Answer with the slot.",
+        ),
+        make_book_free,
+        solve_book_free,
+    ),
+)

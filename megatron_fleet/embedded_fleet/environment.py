@@ -7,8 +7,8 @@ from typing import Any
 
 from megatron_fleet.data.task import Task
 from megatron_fleet.embedded_fleet.connections import connection
-from megatron_fleet.embedded_fleet.faults import Fault, Faults, FaultSource
-from megatron_fleet.embedded_fleet.session import EmbeddedSession
+from megatron_fleet.embedded_fleet.faults import Fault, FaultSource, ToolFaults
+from megatron_fleet.embedded_fleet.tasks import EmbeddedSession
 from megatron_fleet.embedded_fleet.verifier_client import VerifierClient
 from megatron_fleet.envs.base import ToolCall, ToolError
 from megatron_fleet.envs.openenv_client import import_openenv
@@ -28,10 +28,10 @@ from openenv.core.env_server import (  # noqa: E402
 )
 from openenv.core.env_server import ToolError as WireError  # noqa: E402
 
-NO_FAULTS = Faults()
+NO_FAULTS = ToolFaults()
 
 
-class FleetEnvironment(Environment):
+class EmbeddedEnvironment(Environment):
     """One session. ``reset`` takes the fields of a Task; tool calls run on the server's event loop (microseconds).
 
     Connection faults require the session to be served through ``Connections``.

@@ -47,7 +47,7 @@ class FaultSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Faults:
+class ToolFaults:
     """Faults by tool name, for tests."""
 
     delay_s: tuple[tuple[str, float], ...] = ()

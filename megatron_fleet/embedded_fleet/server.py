@@ -17,7 +17,7 @@ import uvicorn
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.sections.env import FaultRatesConfig
 from megatron_fleet.embedded_fleet.connections import Connections, Guard
-from megatron_fleet.embedded_fleet.environment import ACTION, NO_FAULTS, OBSERVATION, FleetEnvironment
+from megatron_fleet.embedded_fleet.environment import ACTION, NO_FAULTS, OBSERVATION, EmbeddedEnvironment
 from megatron_fleet.embedded_fleet.faults import FaultSource, RandomFaults
 from megatron_fleet.embedded_fleet.fleet import TOKEN
 from megatron_fleet.embedded_fleet.verifier_client import OPTIONAL_LAYERS, Limits, VerifierClient, check_sandbox
@@ -58,7 +58,7 @@ async def serve(
     listener.listen(max_sessions)
     verifier = VerifierClient(limits, may_lack)
     app = core.create_app(
-        lambda: FleetEnvironment(verifier, faults),
+        lambda: EmbeddedEnvironment(verifier, faults),
         ACTION,
         OBSERVATION,
         "embedded_fleet",

@@ -6,9 +6,8 @@ import random
 from dataclasses import dataclass
 
 from megatron_fleet.data.task import Task
-from megatron_fleet.embedded_fleet.session import EmbeddedSession
-from megatron_fleet.embedded_fleet.tasks import TYPES
-from megatron_fleet.embedded_fleet.tasktype import DONE, Answer, Choices, GaveUp, TaskType, Turn, Turns
+from megatron_fleet.embedded_fleet.tasks import TYPES, EmbeddedSession
+from megatron_fleet.embedded_fleet.tasktype import DONE, Choices, FinalAnswer, GaveUp, TaskType, Turn, Turns
 from megatron_fleet.envs.base import Observation
 
 
@@ -36,7 +35,7 @@ def recognise(task: Task) -> tuple[TaskType, dict[str, str]]:
 
 
 def solve(task: Task, mistakes: float = 0.0, rng: random.Random | None = None, notes: list[str] | None = None) -> Turns:
-    """Run a scripted agent for this task: send it each Observation, it yields tool calls and finally an Answer.
+    """Run a scripted agent for this task: send it each Observation, it yields tool calls and finally a FinalAnswer.
 
     It knows only the prompt, the logged-in user and the tools' results. Each of its choices is wrong with probability
     ``mistakes``. ``notes``, if given, receives its decisions (rows and conditions, see ``Choices``) before the turn
@@ -49,7 +48,7 @@ def solve(task: Task, mistakes: float = 0.0, rng: random.Random | None = None, n
         answer = yield from kind.solve(choices, **fields)
     except GaveUp:
         answer = DONE
-    yield Answer(answer)
+    yield FinalAnswer(answer)
 
 
 def demonstrate(task: Task, mistakes: float = 0.0, rng: random.Random | None = None) -> Demonstration:
@@ -59,7 +58,7 @@ def demonstrate(task: Task, mistakes: float = 0.0, rng: random.Random | None = N
         agent = solve(task, mistakes, rng)
         turns: list[tuple[Turn, Observation | None]] = []
         turn = next(agent)
-        while not isinstance(turn, Answer):
+        while not isinstance(turn, FinalAnswer):
             observation = session.call(turn)
             turns.append((turn, observation))
             turn = agent.send(observation)

@@ -21,13 +21,13 @@ Row = dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class FinalAnswer:
     """The last turn of an episode."""
 
     text: str
 
 
-Turn = ToolCall | Answer
+Turn = ToolCall | FinalAnswer
 Turns = Generator[Turn, Observation, None]
 """A scripted agent: yields turns, receives observations."""
 Steps = Generator[ToolCall, Observation, T]

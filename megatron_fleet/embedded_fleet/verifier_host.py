@@ -63,7 +63,7 @@ class Running:
     said: bytes = b""
 
 
-class Host:
+class VerifierHost:
     """Serves concurrent verifications until the parent process dies."""
 
     def __init__(
@@ -227,4 +227,4 @@ def _describe(error: BaseException) -> str:
 
 if __name__ == "__main__":
     _, descriptor, parent, limits, may_lack = sys.argv
-    Host(socket.socket(fileno=int(descriptor)), json.loads(limits), int(parent), json.loads(may_lack)).serve()
+    VerifierHost(socket.socket(fileno=int(descriptor)), json.loads(limits), int(parent), json.loads(may_lack)).serve()

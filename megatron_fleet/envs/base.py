@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -10,6 +11,17 @@ from megatron_fleet.data.task import Task
 
 MAX_REASON_CHARS = 500
 """Limit of a reason, which servers word and which goes into every log and record; a frame may hold 100 MiB."""
+_MARKS = (
+    "capacity_reached",
+    "instance limit",
+    "rate limit",
+    "too many in-flight",
+    "temporarily unavailable",
+    '"retryable": true',
+    '"retryable":true',
+    "'retryable': true",
+)
+"""Lower-case markers of transient refusals by OpenEnv's and Fleet's servers."""
 
 
 class EnvBusy(Exception):
@@ -136,3 +148,19 @@ def clean_json(value: Any) -> Any:
     if clean is written and "NaN" not in written and "Infinity" not in written:
         return value
     return json.loads(clean, parse_constant=lambda _: None)
+
+
+def is_busy(error: BaseException) -> bool:
+    """Return whether ``error`` or one of its causes says that the server currently has no capacity."""
+    return any(mark in f"{type(e).__name__} {e}".lower() for e in _chain(error) for mark in (*_MARKS, "instancelimit"))
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        if isinstance(error, BaseExceptionGroup):
+            for part in error.exceptions:
+                yield from _chain(part)
+        error = error.__cause__ or error.__context__

@@ -20,8 +20,7 @@ from typing import Any, TypeVar
 
 from megatron_fleet.config.sections.env import EnvConfig
 from megatron_fleet.data.task import Task
-from megatron_fleet.envs.base import EnvBusy, EnvLost, Observation, Reward, ToolCall, ToolError
-from megatron_fleet.envs.busy import is_busy
+from megatron_fleet.envs.base import EnvBusy, EnvLost, Observation, Reward, ToolCall, ToolError, is_busy
 from megatron_fleet.envs.content import read_content, score_of
 from megatron_fleet.envs.fleet_package import give_threads, load_fleet_task_env
 from megatron_fleet.envs.openenv_tools import FINISH_TOOL

@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 
 from megatron_fleet.config.sections.env import EnvConfig, OpenEnvConfig
 from megatron_fleet.data.task import Task
-from megatron_fleet.envs.base import EnvBusy, EnvLost, Observation, Reward, ToolCall, ToolError, cut_reason
-from megatron_fleet.envs.busy import is_busy
+from megatron_fleet.envs.base import EnvBusy, EnvLost, Observation, Reward, ToolCall, ToolError, cut_reason, is_busy
 from megatron_fleet.envs.explanation import UNEXPLAINED, explain
 from megatron_fleet.envs.openenv_client import action_schema, one_socket_client
 from megatron_fleet.envs.openenv_replies import (
@@ -26,6 +25,7 @@ from megatron_fleet.envs.openenv_replies import (
     raised,
     tool_error,
     tool_result,
+    verdict,
     visible,
 )
 from megatron_fleet.envs.openenv_tools import (
@@ -37,13 +37,12 @@ from megatron_fleet.envs.openenv_tools import (
     mcp_tools,
     reset_arguments,
 )
-from megatron_fleet.envs.verdict import verdict
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-class Refused(Exception):
+class InvalidAction(Exception):
     """The server rejected the request's format; nothing happened and the session continues."""
 
 
@@ -117,7 +116,7 @@ class OpenEnvEnvironment:
             return Observation("", error=ToolError("tool_not_found", f"no tool {call.name}"))
         try:
             result = await self._call(call.name, call.arguments, self._config.step_timeout_s)
-        except Refused:
+        except InvalidAction:
             tool = self._tools.get(call.name)
             message = explain(tool, call.arguments) if tool else UNEXPLAINED
             return Observation("", error=ToolError("invalid_args", message))
@@ -201,7 +200,7 @@ class OpenEnvEnvironment:
         return f"{prompt}\n\n{json.dumps(told, ensure_ascii=False)}" if told else prompt
 
     async def _call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> Any:
-        """Call a tool or send an action. Raises EnvLost, Refused or Raised."""
+        """Call a tool or send an action. Raises EnvLost, InvalidAction or Raised."""
         action = arguments
         if self._action is None:
             action = {"type": "call_tool", "tool_name": name, "arguments": arguments}
@@ -237,7 +236,7 @@ class OpenEnvEnvironment:
             arguments = self._final_arguments(name, self._task, final_answer, conversation)
             try:
                 last = await self._call(name, arguments, self._config.verify_timeout_s)
-            except Refused:
+            except InvalidAction:
                 return Reward(None, f"the environment does not take {name} with {sorted(arguments)}")
             except Raised as failure:
                 return Reward(None, f"the environment failed at {name}: {failure}")
@@ -276,7 +275,7 @@ class OpenEnvEnvironment:
                 raise EnvBusy(self._lost) from error
             if not starting and is_refusal(error):
                 self._lost = None
-                raise Refused(str(error)) from error
+                raise InvalidAction(str(error)) from error
             # Tools can report failures; an environment that takes an action can only raise, and the policy's own
             # mistakes must not lead to an unknown reward.
             if not starting and self._action is not None and (message := raised(error)) is not None:

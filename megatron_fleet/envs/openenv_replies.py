@@ -6,10 +6,12 @@ A reply is the ``StepResult`` of OpenEnv's untyped client: ``observation``, ``re
 from __future__ import annotations
 
 import json
-from typing import Any
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
 
-from megatron_fleet.envs.base import Image, ToolError
-from megatron_fleet.envs.content import error_text, read_content
+from megatron_fleet.envs.base import Image, Reward, ToolError
+from megatron_fleet.envs.content import error_text, known_number, read_content, score_of
 from megatron_fleet.envs.openenv_tools import mcp_tools
 
 TOOL_ERROR_KINDS = frozenset({"tool_not_found", "invalid_args", "execution_error", "timeout", "transport_error"})
@@ -82,3 +84,32 @@ def raised(error: Exception) -> str | None:
     """Return the message of an exception raised by the environment that the session survives, else ``None``."""
     said, mark, _ = str(error).partition(" (code: EXECUTION_ERROR)")
     return said.removeprefix("Server error: ") if mark and isinstance(error, RuntimeError) else None
+
+
+def verdict(
+    source: Literal["finish", "last", "sum"], given: Sequence[Any], last: Any, scored: bool, unfinished: float | None
+) -> Reward:
+    """Return the episode's reward: the environment's, or ``unfinished`` if the policy stopped early; else unknown.
+
+    Args:
+        source: origin of the reward, see ``env.openenv.reward``.
+        given: reward of every step, in order; ``None`` for a step without one.
+        last: the step that ended or scored the episode, ``None`` when there was none.
+        scored: ``last`` is the reply of a scoring tool, whose result may then hold the score.
+        unfinished: reward of a policy that did nothing, or stopped before the end.
+    """
+    if not given and last is None:
+        return Reward(unfinished, "the policy did not act")
+    if source != "finish" and not scored:
+        known = [value for value in map(known_number, given) if value is not None]
+        if not known:
+            return Reward(None, "no step gave a reward")
+        return Reward(known[-1] if source == "last" else math.fsum(known), f"{source} of {len(known)} rewards")
+    if last is None:
+        return Reward(unfinished, "the policy stopped before the environment ended the episode")
+    result = last.observation.get("result")
+    value = known_number(last.reward)
+    if value is None and scored:
+        value = score_of(result)
+    reason = str(result.get("reason", "")) if isinstance(result, dict) else ""
+    return Reward(value, reason or ("" if value is not None else "the environment gave no reward"))

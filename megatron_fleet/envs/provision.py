@@ -8,13 +8,11 @@ import random
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from megatron_fleet.config.sections.env import ProvisioningConfig
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.base import EnvBusy, Environment, EnvLost, Observation, Reward, ToolCall, cut_reason
-from megatron_fleet.envs.breaker import Breaker
-from megatron_fleet.envs.limiter import Limiter, Result
 
 PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
 """Upper bound of the pause after the first busy answer, doubled with each further one, and its maximum. The pause is
@@ -22,6 +20,15 @@ uniform below it ("full jitter": Brooker 2015, Exponential Backoff And Jitter, A
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+MAX_PAUSE = 32
+"""Longest pause, in units of the first."""
+ALPHA, BETA = 3.0, 6.0
+"""Estimated starts queued at the server: the limit grows below the first, shrinks above the second."""
+CUT = 0.5
+"""Factor by which a refused start reduces the limit."""
+
+Result = Literal["started", "refused", "dropped"]
+"""``refused``: no capacity, an error or a missed deadline. ``dropped``: cancelled by us, so without information."""
 
 
 class Quarantined(Exception):
@@ -211,3 +218,123 @@ class Provisioner:
             config = self._config
             self._breakers[env_key] = Breaker(config.breaker_window, config.breaker_threshold, config.breaker_pause_s)
         return self._breakers[env_key]
+
+
+class Breaker:
+    """Circuit breaker over the newest ``window`` episodes of one environment (Nygard 2007, Release It!, §5.2).
+
+    *Closed*: every episode is admitted. When ``window`` episodes are known and at least a share ``threshold`` of them
+    failed, it opens. *Open*: none is admitted for ``pause_s``. *Half-open*: one is admitted as a probe. If it fails,
+    the breaker opens again, for twice as long; if not, it closes and clears its history.
+
+    An episode other than the probe that ends while the breaker is not closed was admitted earlier and is ignored.
+    """
+
+    def __init__(self, window: int, threshold: float, pause_s: float) -> None:
+        self._failures: deque[bool] = deque(maxlen=window)
+        self._threshold = threshold
+        self._pause_s = pause_s
+        self._pauses = 1
+        self._open_until: float | None = None
+        self._probe: int | None = None
+        self._admitted = 0
+
+    @property
+    def open(self) -> bool:
+        """Whether the breaker is open or half-open."""
+        return self._open_until is not None
+
+    def admit(self, now: float) -> int | None:
+        """Admit one episode; return its ticket for ``ended``, or ``None`` while episodes are refused."""
+        if self._open_until is not None:
+            if now < self._open_until or self._probe is not None:
+                return None
+            self._probe = self._admitted
+        self._admitted += 1
+        return self._admitted - 1
+
+    def ended(self, ticket: int, now: float, failed: bool | None) -> None:
+        """Record the end of an admitted episode.
+
+        ``failed`` is ``None`` if it says nothing about the environment, e.g. because the engine died.
+        """
+        if self._open_until is not None:
+            if ticket == self._probe:
+                self._probed(now, failed)
+        elif failed is not None:
+            self._failures.append(failed)
+            full = len(self._failures) == self._failures.maxlen
+            if full and sum(self._failures) >= self._threshold * len(self._failures):
+                self._open(now)
+
+    def seconds_left(self, now: float) -> float:
+        """Return the seconds until the next probe; 0 when it may begin or is running, or the breaker is closed."""
+        return 0.0 if self._open_until is None else max(0.0, self._open_until - now)
+
+    def _probed(self, now: float, failed: bool | None) -> None:
+        self._probe = None
+        if failed:
+            self._pauses = min(2 * self._pauses, MAX_PAUSE)
+            self._open(now)
+        elif failed is not None:
+            self._open_until, self._pauses = None, 1
+
+    def _open(self, now: float) -> None:
+        self._open_until = now + self._pause_s * self._pauses
+        self._failures.clear()
+
+
+class Limiter:
+    """Adapts ``limit`` to the server's capacity.
+
+    * A refused start halves the limit, once per round: starts that began before the cut were sent under the old limit
+      and cannot cut again. Otherwise it grows by 1 per round (AIMD: Chiu and Jain 1989, Computer Networks 17(1)).
+    * It grows only while fewer than ``ALPHA`` starts queue at the server, and shrinks by 1 per round above ``BETA``.
+      With L starts in flight, the fastest taking b and this one t seconds, L (1 − b / t) of them wait
+      (TCP Vegas: Brakmo and Peterson 1995, IEEE JSAC 13(8); used for services by Netflix's concurrency-limits).
+    * Until the first sign of a queue it doubles per round (TCP slow start).
+
+    A control plane that creates instances one at a time therefore sees a handful of requests, never hundreds.
+    """
+
+    def __init__(self, first: int, most: int, quick_s: float) -> None:
+        """``quick_s``: starts faster than this are no sign of a queue, regardless of the fastest."""
+        self.limit = float(first)
+        self.under_way = 0
+        self._most = float(most)
+        self._quick_s = quick_s
+        self._fastest = float("inf")
+        self._cut_at = float("-inf")
+        self._doubling = True
+
+    def begin(self) -> bool:
+        """Return whether one more may start now. If so, it is in flight until ``end``."""
+        if self.under_way >= int(self.limit):
+            return False
+        self.under_way += 1
+        return True
+
+    def end(self, began: float, now: float, result: Result) -> None:
+        """Record the end of a start. ``began``, ``now``: seconds on the same clock."""
+        full = self.under_way >= int(self.limit)
+        self.under_way -= 1
+        if result == "refused":
+            self._refused(began, now)
+        elif result == "started":
+            self._started(now - began, full)
+
+    def _refused(self, began: float, now: float) -> None:
+        self._doubling = False
+        if began >= self._cut_at:
+            self.limit = max(1.0, self.limit * CUT)
+            self._cut_at = now
+
+    def _started(self, seconds: float, full: bool) -> None:
+        self._fastest = min(self._fastest, seconds)
+        queued = self.limit * (1 - self._fastest / seconds) if seconds > self._quick_s else 0.0
+        if queued > ALPHA:
+            self._doubling = False
+        if queued > BETA:
+            self.limit = max(1.0, self.limit - 1 / self.limit)
+        elif queued <= ALPHA and full:  # an unused limit says nothing about a higher one
+            self.limit = min(self._most, self.limit + (1.0 if self._doubling else 1 / self.limit))

@@ -74,7 +74,7 @@ class Attempt:
 
         Args:
             more: further metrics.
-            difference: between engines and trainer, see `loop.probe.compare`; ``None`` = not compared.
+            difference: between engines and trainer, see `loop.weights.compare`; ``None`` = not compared.
         """
         losses, optims = [r[0] for r in reports], [r[1] for r in reports]
         seconds = {**batch.seconds, **seconds}

@@ -72,7 +72,7 @@ class StepBatch:
 
 
 @dataclass(slots=True)
-class _Play:
+class _BatchPlay:
     """Episodes of one step, running or finished."""
 
     step: int
@@ -90,7 +90,7 @@ class Batches:
         self._config, self._rollout = config, rollout
         self._sampler = make_sampler(tasks, config.rollout.prompts_per_step, config.run.seed, config.data.mixture)
         self._by_key = {task.key: task for task in tasks}
-        self._plays: deque[_Play] = deque()
+        self._plays: deque[_BatchPlay] = deque()
         self._again: deque[list[Task]] = deque()
         self._idle_since: float | None = None
         self._idle_s = 0.0
@@ -157,7 +157,7 @@ class Batches:
         while len(self._plays) <= last - step:
             number = step + len(self._plays)
             tasks = self._again.popleft() if self._again else self._sampler.next()
-            play = _Play(number, tasks, asyncio.create_task(self._collect(number, tasks, self._advance(number))))
+            play = _BatchPlay(number, tasks, asyncio.create_task(self._collect(number, tasks, self._advance(number))))
             play.work.add_done_callback(self._ended)
             self._plays.append(play)
             if self._idle_since is not None:
@@ -197,7 +197,7 @@ class Batches:
         )
         return await self._rollout.collect(request, on_progress=advance)
 
-    async def _known(self, play: _Play, result: CollectResult, show: ShowProgress) -> CollectResult:
+    async def _known(self, play: _BatchPlay, result: CollectResult, show: ShowProgress) -> CollectResult:
         """Return ``result``, replayed until at least one reward is known.
 
         Raises:
@@ -228,7 +228,7 @@ class Batches:
                 return pause
             log.warning("step %d: waiting for the environment: %s", step + 1, problem)
 
-    async def _fresh(self, play: _Play, result: CollectResult, version: int) -> tuple[list[Group], Accounting]:
+    async def _fresh(self, play: _BatchPlay, result: CollectResult, version: int) -> tuple[list[Group], Accounting]:
         """Return the groups, replaying those that are too stale.
 
         Raises:
@@ -284,7 +284,7 @@ def _nothing_known(result: CollectResult) -> str | None:
 
 
 @asynccontextmanager
-async def _shown(play: _Play, show: ShowProgress, interval_s: float = 0.5) -> AsyncIterator[None]:
+async def _shown(play: _BatchPlay, show: ShowProgress, interval_s: float = 0.5) -> AsyncIterator[None]:
     """Show the progress of ``play`` inside."""
 
     async def watch() -> None:

@@ -47,7 +47,7 @@ class WrongPhase(RuntimeError):
     """A transition that the current phase does not allow."""
 
 
-class Engines(Protocol):
+class SleepingEngines(Protocol):
     """All engines of a rollout at once; each method returns when all engines are done."""
 
     async def sleep(self) -> str | None:
@@ -63,7 +63,7 @@ class Engines(Protocol):
 class Colocation:
     """State machine for the phases of a run. `restart` and `open_colocation` begin in phase ``train``."""
 
-    def __init__(self, trainer: Trainer, engines: Engines, budget: MemoryBudget, colocated: bool) -> None:
+    def __init__(self, trainer: Trainer, engines: SleepingEngines, budget: MemoryBudget, colocated: bool) -> None:
         """Args: ``colocated``: trainer and engines share devices; the engines are asleep now."""
         self._trainer, self._engines, self._budget, self._colocated = trainer, engines, budget, colocated
         self._phase: Phase | None = None
@@ -198,7 +198,7 @@ def limits(sizes: Mapping[str, int], residual: int) -> Limits:
     }
 
 
-async def open_colocation(config: Config, trainer: Trainer, engines: Engines) -> Colocation:
+async def open_colocation(config: Config, trainer: Trainer, engines: SleepingEngines) -> Colocation:
     """Open the `Colocation` of a run in phase ``train``. Colocated engines are already asleep.
 
     Args:

@@ -16,8 +16,7 @@ from megatron_fleet.config.errors import UserError, say
 from megatron_fleet.config.load import dump_resolved, load, load_resolved
 from megatron_fleet.config.schema import Config
 from megatron_fleet.data.dataset import build, check_verifiers
-from megatron_fleet.data.manifest import NAME as MANIFEST
-from megatron_fleet.data.manifest import SplitManifest
+from megatron_fleet.data.split import MANIFEST, SplitManifest
 from megatron_fleet.data.task import Task
 from megatron_fleet.evaluation.dumps import Decode, EvalDumps
 from megatron_fleet.evaluation.evaluator import Evaluation, Evaluator
@@ -102,7 +101,7 @@ async def evaluate_model(config: Config, run: Path | None, side: Side) -> int:
     preflight.check_evaluation(config)
     held_out = tasks_of(config, run, side)
     tasks = chosen_tasks(config, held_out)
-    preflight.check_sight(config, tasks)
+    preflight.check_images(config, tasks)
     store = open_store(config, fingerprint(Path(config.model.path)), tasks)
     async with AsyncExitStack() as stack:
         services: list[RolloutService] = []

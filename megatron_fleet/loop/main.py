@@ -20,15 +20,14 @@ from megatron_fleet.config.schema import Config
 from megatron_fleet.loop.attempt import open_attempts
 from megatron_fleet.loop.colocation import Colocation, open_colocation
 from megatron_fleet.loop.hosts import open_hosts
-from megatron_fleet.loop.resume import find_start
-from megatron_fleet.loop.tasks import load_data
+from megatron_fleet.loop.start import find_start, load_data
 from megatron_fleet.loop.train import Training
 from megatron_fleet.loop.weights import EngineWeights
 from megatron_fleet.rollout.service import Ground, RolloutService, episode_python
 from megatron_fleet.storage.local import write_atomically
 from megatron_fleet.trainer.base import TrainerLost
 from megatron_fleet.trainer.group import TrainerGroup
-from megatron_fleet.trainer.start import run_token, start_trainer
+from megatron_fleet.trainer.group import run_token, start_trainer
 from megatron_fleet.weight_sync.registry import make_transport
 
 STOP_DEADLINE_S = 120.0

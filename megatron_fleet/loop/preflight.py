@@ -171,7 +171,7 @@ def _renderer(config: Config) -> None:
 
 def _layout(config: Config, hf_config: dict[str, Any]) -> None:
     from megatron_fleet.models.hf_config import read_model
-    from megatron_fleet.trainer.layout import check_micro_batch_tokens
+    from megatron_fleet.trainer.validate import check_micro_batch_tokens
     from megatron_fleet.trainer.precision import check_precision
     from megatron_fleet.trainer.validate import validate as validate_layout
 

@@ -17,7 +17,7 @@ from megatron_fleet.evaluation.evaluator import Evaluation
 from megatron_fleet.evaluation.uploads import Uploads, unique_name
 from megatron_fleet.models.chat.tokenizer import Tokenizer
 from megatron_fleet.telemetry.charts import write_learning_curve
-from megatron_fleet.telemetry.console import Progress
+from megatron_fleet.telemetry.console import RunProgress
 from megatron_fleet.telemetry.sinks import (
     HistogramSink,
     MetricSink,
@@ -54,7 +54,7 @@ class Records:
         decode, turns = Tokenizer(config.model.path).decode, config.rollout.sampling.max_turns
         self._dumps = EvalDumps(self._out / "dumped_evals", decode, turns, resumed_step)
         self._uploads = None if config.eval.upload is None else Uploads(config.eval.upload)
-        self._progress = Progress(config.run.name, config.run.steps, resumed_step or 0)
+        self._progress = RunProgress(config.run.name, config.run.steps, resumed_step or 0)
 
     @contextmanager
     def phase(self, name: str, total: int = 0) -> Iterator[Callable[[int], None]]:

@@ -47,7 +47,7 @@ class Training:
         """Train to the end. A trainer that dies is restarted and resumes from the last checkpoint.
 
         Args:
-            found: checkpoint to start from, see `loop.resume.find_start`.
+            found: checkpoint to start from, see `loop.start.find_start`.
 
         Raises:
             UserError: a problem that the user can fix; the run can be resumed.

@@ -1,7 +1,8 @@
-"""Optimizer steps of one batch."""
+"""Optimizer steps of one batch, and their learning rate."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,9 +11,8 @@ import numpy as np
 
 from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.algorithms.loss_metrics import needs_proximal
-from megatron_fleet.config.schema import Config
+from megatron_fleet.config.schema import Config, OptimizerConfig
 from megatron_fleet.loop.guard import StepGuard, Update
-from megatron_fleet.loop.schedule import lr_at
 from megatron_fleet.trainer.base import LossReport, LossSpec, OptimReport, Trainer
 
 Reports = list[tuple[LossReport, OptimReport]]
@@ -45,3 +45,19 @@ def with_logprobs(data: Sequence[Datum], name: str, values: Sequence[np.ndarray]
     """Return ``data`` with field ``name`` of every Datum filled in."""
     changes: list[dict[str, Any]] = [{name: value} for value in values]
     return [replace(datum, **change) for datum, change in zip(data, changes, strict=True)]
+
+
+def lr_at(step: int, optimizer: OptimizerConfig, total_steps: int) -> float:
+    """Return the learning rate of optimizer step ``step`` (from 0) of ``total_steps``.
+
+    Linear warm-up to ``lr`` over ``warmup_steps`` (the rate of step 0 is above 0), then ``schedule`` down to
+    ``min_lr``, reached one step after the last, as in transformers: with a ``min_lr`` of 0 the last step still learns.
+    """
+    if step < optimizer.warmup_steps:
+        return optimizer.lr * (step + 1) / optimizer.warmup_steps
+    if optimizer.schedule == "constant":
+        return optimizer.lr
+    span = max(1, total_steps - optimizer.warmup_steps)
+    progress = min(1.0, (step - optimizer.warmup_steps) / span)
+    left = 1 - progress if optimizer.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return optimizer.min_lr + (optimizer.lr - optimizer.min_lr) * left

@@ -52,7 +52,7 @@ def step_text(metrics: Mapping[str, float]) -> str:
     return " · ".join(f"{label} {form.format(metrics[name])}" for label, name, form in SHOWN if name in metrics)
 
 
-class Progress:
+class RunProgress:
     """Display of the run's current phase and latest metrics. Used by one thread; a context manager."""
 
     def __init__(self, name: str, steps: int, done: int = 0, stream: TextIO | None = None) -> None:
@@ -73,7 +73,7 @@ class Progress:
             self._live = Live(get_renderable=self._render, console=console, refresh_per_second=4)
             self._live.start()
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> RunProgress:
         return self
 
     def __exit__(self, *exc: object) -> None:

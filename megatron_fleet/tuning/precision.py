@@ -28,7 +28,7 @@ MICRO_BATCH_UNIT = 128
 
 
 @dataclass(slots=True)
-class Row:
+class Candidate:
     """Candidate and its measurements.
 
     Attributes:
@@ -53,13 +53,13 @@ class Row:
     def median(self) -> float:
         return statistics.median(self.seconds)
 
-    def clearly_below(self, other: Row) -> bool:
+    def clearly_below(self, other: Candidate) -> bool:
         """Whether it is faster beyond the noise: each median lies outside the other's range."""
         return self.median < min(other.seconds) and max(self.seconds) < other.median
 
 
 @dataclass(slots=True)
-class Report:
+class PrecisionReport:
     """Results of all candidates.
 
     Attributes:
@@ -71,10 +71,10 @@ class Report:
     layers: int
     tokens: int
     weights: bool
-    rows: list[Row]
+    rows: list[Candidate]
 
     @property
-    def reference(self) -> Row:
+    def reference(self) -> Candidate:
         return self.rows[0]
 
     def recommendation(self) -> str:
@@ -94,7 +94,7 @@ class Report:
         return f"{told} and moves log-probs by {best.mean:.4f} nats on average in {self.layers} layers."
 
 
-def candidates(config: Config, machine: Machine) -> list[tuple[Row, Config]]:
+def candidates(config: Config, machine: Machine) -> list[tuple[Candidate, Config]]:
     """List all candidates, the reference first: float32 on a CPU, bfloat16 on a GPU. Unsupported ones have a reason."""
     plain = ["float32"] if machine.capability is None else []
     out = [_candidate(config, dtype, "model_dtype") for dtype in (*plain, "bfloat16")]
@@ -104,7 +104,7 @@ def candidates(config: Config, machine: Machine) -> list[tuple[Row, Config]]:
     return out
 
 
-def _candidate(config: Config, dtype: str, recipe: str) -> tuple[Row, Config]:
+def _candidate(config: Config, dtype: str, recipe: str) -> tuple[Candidate, Config]:
     fp8 = recipe != "model_dtype"
     settings = [f"model.dtype={dtype}", *([f"precision.recipe={recipe}"] if fp8 else [])]
     tree = config.model_dump()
@@ -113,10 +113,10 @@ def _candidate(config: Config, dtype: str, recipe: str) -> tuple[Row, Config]:
     tree["parallel"] = ParallelConfig().model_dump()
     tree["policy"]["optimizer"] |= {"moments": "float32", "offload_fraction": 0.0}
     tree["policy"]["micro_batch_tokens"] = -(-config.policy.micro_batch_tokens // MICRO_BATCH_UNIT) * MICRO_BATCH_UNIT
-    return Row(recipe if fp8 else dtype, tuple(settings)), Config.model_validate(tree)
+    return Candidate(recipe if fp8 else dtype, tuple(settings)), Config.model_validate(tree)
 
 
-def tune(config: Config, layers: int, repeats: int, advance: Callable[[], None]) -> Report:
+def tune(config: Config, layers: int, repeats: int, advance: Callable[[], None]) -> PrecisionReport:
     """Measure all candidates, one process after the other on one device.
 
     Args:
@@ -132,7 +132,7 @@ def tune(config: Config, layers: int, repeats: int, advance: Callable[[], None])
     from megatron_fleet.weights.hf_folder import read_config
 
     found = candidates(config, this_machine())
-    report = Report("", layers, found[0][1].policy.micro_batch_tokens, False, [row for row, _ in found])
+    report = PrecisionReport("", layers, found[0][1].policy.micro_batch_tokens, False, [row for row, _ in found])
     with tempfile.TemporaryDirectory(prefix="mfleet-tune-") as scratch:
         model = Path(scratch, "model")
         model.mkdir()
@@ -157,7 +157,12 @@ def trials(config: Config) -> int:
 
 
 def _trial(
-    scratch: Path, row: Row, config: Config, report: Report, repeats: int, logprobs: dict[str, np.ndarray]
+    scratch: Path,
+    row: Candidate,
+    config: Config,
+    report: PrecisionReport,
+    repeats: int,
+    logprobs: dict[str, np.ndarray],
 ) -> None:
     folder = Path(tempfile.mkdtemp(dir=scratch))
     init = "hf" if report.weights else "random"
@@ -179,21 +184,21 @@ def _trial(
         logprobs.setdefault(row.name, np.load(folder / "logprobs.npy"))
 
 
-def _compare(row: Row, values: np.ndarray, reference: np.ndarray) -> None:
+def _compare(row: Candidate, values: np.ndarray, reference: np.ndarray) -> None:
     difference = values.astype(np.float64) - reference
     row.mean, row.most = float(np.abs(difference).mean()), float(np.abs(difference).max())
     row.kl = float((np.expm1(difference) - difference).mean())
 
 
-def to_json(report: Report) -> str:
-    """Report as one JSON object."""
+def to_json(report: PrecisionReport) -> str:
+    """Return the report as one JSON object."""
     rows = [asdict(row) | {"median": row.median if row.seconds else None} for row in report.rows]
     content = asdict(report) | {"rows": rows, "reference": report.reference.name}
     return json.dumps(content | {"recommendation": report.recommendation()}, indent=2)
 
 
-def to_text(report: Report) -> str:
-    """Report as a table of the candidates, with explanatory sentences."""
+def to_text(report: PrecisionReport) -> str:
+    """Return the report as a table of the candidates, with explanatory sentences."""
     from rich.console import Console
     from rich.table import Table
 
@@ -214,7 +219,7 @@ def to_text(report: Report) -> str:
     )
 
 
-def _cells(row: Row, report: Report) -> Sequence[str]:
+def _cells(row: Candidate, report: PrecisionReport) -> Sequence[str]:
     def nats(value: float | None) -> str:
         return "" if value is None else f"{value:.2g}"
 

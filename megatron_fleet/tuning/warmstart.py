@@ -37,10 +37,9 @@ from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.algorithms.losses import sft_loss
 from megatron_fleet.config.load import ROOT, load
 from megatron_fleet.data.task import Task
-from megatron_fleet.embedded_fleet.session import EmbeddedSession
 from megatron_fleet.embedded_fleet.solver import demonstrate, solve
-from megatron_fleet.embedded_fleet.tasks import SHIPPED_SEED, generate
-from megatron_fleet.embedded_fleet.tasktype import Answer
+from megatron_fleet.embedded_fleet.tasks import SHIPPED_SEED, EmbeddedSession, generate
+from megatron_fleet.embedded_fleet.tasktype import FinalAnswer
 from megatron_fleet.envs.base import Observation, Reward, ToolCall
 from megatron_fleet.models.chat.chat_renderer import ChatRenderer
 from megatron_fleet.models.chat.renderer import Renderer, to_json
@@ -131,13 +130,13 @@ class Demonstrator:
         return Generation(ids, np.zeros(len(ids), np.float32), "stop", ((0, 0, len(ids)),))
 
 
-def turn_text(turn: ToolCall | Answer, notes: Sequence[str]) -> str:
+def turn_text(turn: ToolCall | FinalAnswer, notes: Sequence[str]) -> str:
     """Text of a turn as the policy writes it: the relevant table rows and conditions as thinking, then the call or
     answer.
 
     Writing a row down first turns a lookup into continuing a text, which a small model learns early.
     """
-    if isinstance(turn, Answer):
+    if isinstance(turn, FinalAnswer):
         return f"{thinking(notes)}\n\n{turn.text} <done>"
     call = json.dumps({"name": turn.name, "arguments": turn.arguments})
     return f"{thinking(notes)}\n\n<tool_call>\n{call}\n</tool_call>"

@@ -24,8 +24,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from megatron_fleet import cli
 from megatron_fleet.checkpoint.checkpoints import Checkpoint, Checkpoints
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.debug.dumps import Dumps
-from megatron_fleet.debug.record import Record
+from megatron_fleet.debug.dumps import Dumps, Record
 from megatron_fleet.storage.local import fingerprint, list_files
 from megatron_fleet.trainer.megatron import extra_state
 from megatron_fleet.trainer.megatron.policy import MegatronPolicy

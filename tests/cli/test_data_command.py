@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("hydra")
 
 from megatron_fleet import cli
-from megatron_fleet.data.loader import load_tasks
+from megatron_fleet.data.dataset import load_tasks
 
 ROW = {"prompt": "Do it.", "env_key": "github", "verifier_code": "v"}
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_fleet.config.sections.data import CurriculumConfig, MixtureConfig
-from megatron_fleet.data.curriculum import Estimate, has_signal, measured, signal_weights, streak_after
+from megatron_fleet.data.curriculum import SignalEstimate, has_signal, measured, signal_weights, streak_after
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from mixture import Policy, World, run
@@ -37,7 +37,7 @@ def test_signal(rewards, wanted):
 @settings(deadline=None, max_examples=60)
 def test_estimates_are_weighted_means(groups, half_life, prior):
     """Unrolled: the newest of m measurements weighs α, the one before it α(1−α) …, the prior what is left."""
-    estimate = Estimate(prior)
+    estimate = SignalEstimate(prior)
     for group in groups:
         estimate = measured(estimate, group, half_life)
     known = [group for group in groups if len(group) >= 2]
@@ -51,11 +51,11 @@ def test_estimates_are_weighted_means(groups, half_life, prior):
         reward = sum(w * float(np.mean(g)) for w, g in zip(weights, known, strict=True))
         assert estimate.reward == pytest.approx(reward)
     else:
-        assert estimate == Estimate(prior)
+        assert estimate == SignalEstimate(prior)
 
 
 def test_a_measurement_counts_half_after_the_half_life():
-    estimate = Estimate(1.0)
+    estimate = SignalEstimate(1.0)
     for _ in range(16):
         estimate = measured(estimate, [0.0, 0.0], half_life=16)
     assert estimate.signal == pytest.approx(0.5)

@@ -11,9 +11,8 @@ from s3_server import BUCKET, found_by_boto3
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.sections.data import DataConfig
-from megatron_fleet.data import prepared
-from megatron_fleet.data.dataset import build
-from megatron_fleet.data.loader import load_tasks
+from megatron_fleet.data import source
+from megatron_fleet.data.dataset import build, load_tasks
 from megatron_fleet.storage.open import open_folder
 
 ROWS = [{"key": f"t{i}", "prompt": "Do it.", "env_id": "github", "verifier_func": "v"} for i in range(60)]
@@ -46,9 +45,9 @@ def test_a_prepared_folder_is_written_once_and_read(s3_data):
     content = (made.split.train, made.split.held_out, made.manifest)
     with pytest.raises(UserError, match=r"split\.json is missing"):
         load_tasks(out)
-    assert prepared.write(out, *content) and not prepared.write(out, *content)
+    assert source.write_prepared(out, *content) and not source.write_prepared(out, *content)
     with pytest.raises(UserError, match="another prepared folder"):
-        prepared.write(out, made.split.train[1:], made.split.held_out, made.manifest)
+        source.write_prepared(out, made.split.train[1:], made.split.held_out, made.manifest)
     assert load_tasks(out) == made.split.train + made.split.held_out
     follow = build(DataConfig(tasks=f"{s3_data}/all_tool_use.json", split_manifest=f"{out}/split.json")).split
     assert follow.held_out == made.split.held_out and len(follow.held_out) == 5

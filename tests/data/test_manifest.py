@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.data.manifest import SplitManifest
+from megatron_fleet.data.split import SplitManifest
 
 MANIFEST = SplitManifest("tasks.json", "ab", {"eval_fraction": 0.2}, ["é"], ["b", "c"], ["d"], {"x": "y"})
 

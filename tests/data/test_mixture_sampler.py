@@ -8,11 +8,10 @@ from math import ceil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron_fleet.data.passes import Passes
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.sections.data import CurriculumConfig, MixtureConfig
-from megatron_fleet.data.sampler import MixtureSampler, PromptSampler, make_sampler
+from megatron_fleet.data.sampler import MixtureSampler, Passes, PromptSampler, make_sampler
 from megatron_fleet.data.task import Task
 
 ADAPTIVE = CurriculumConfig(signal_weights=True, floor=0.25, half_life=4, defer_after=2, defer_passes=2)

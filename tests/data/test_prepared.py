@@ -13,10 +13,9 @@ from pyarrow import parquet
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.sections.data import DataConfig
-from megatron_fleet.data import prepared
-from megatron_fleet.data.dataset import build
-from megatron_fleet.data.loader import load_tasks
-from megatron_fleet.data.manifest import SplitManifest
+from megatron_fleet.data import source
+from megatron_fleet.data.dataset import build, load_tasks
+from megatron_fleet.data.split import SplitManifest
 from megatron_fleet.data.task import Task
 
 FULL = Task(
@@ -44,17 +43,17 @@ def tasks_file(tmp_path):
 
 def make(out, data, previous=None):
     made = build(data, previous)
-    return made, prepared.write(out, made.split.train, made.split.held_out, made.manifest)
+    return made, source.write_prepared(out, made.split.train, made.split.held_out, made.manifest)
 
 
 def test_every_field_comes_back(tmp_path):
     assert all(getattr(FULL, f.name) != f.default for f in dataclasses.fields(Task)), "give the new field a value here"
-    prepared.write(tmp_path / "p", [FULL], [BARE], MANIFEST)
+    source.write_prepared(tmp_path / "p", [FULL], [BARE], MANIFEST)
     assert load_tasks(tmp_path / "p") == [FULL, BARE]
 
 
 def test_fleets_columns_come_first(tmp_path):
-    prepared.write(tmp_path / "p", [FULL], [BARE], MANIFEST)
+    source.write_prepared(tmp_path / "p", [FULL], [BARE], MANIFEST)
     table = parquet.read_table(tmp_path / "p" / "train.parquet")
     assert table.column_names[:4] == ["prompt", "env_class", "task_key", "data_source"]
     (row,) = table.to_pylist()
@@ -79,14 +78,14 @@ def test_the_same_content_again_changes_nothing_and_another_is_refused(tmp_path,
 
 def test_a_failed_write_leaves_no_folder_and_the_next_one_works(tmp_path, tasks_file, monkeypatch):
     data = DataConfig(tasks=tasks_file({"a": 50}))
-    original = prepared._to_parquet
+    original = source._to_parquet
     calls = []
 
     def fail_second(tasks):
         calls.append(tasks)
         return original(tasks) if len(calls) != 2 else 1 / 0
 
-    monkeypatch.setattr(prepared, "_to_parquet", fail_second)
+    monkeypatch.setattr(source, "_to_parquet", fail_second)
     with pytest.raises(ZeroDivisionError):
         make(tmp_path / "p", data)
     assert not (tmp_path / "p").exists()
@@ -98,7 +97,7 @@ def test_a_failed_write_leaves_no_folder_and_the_next_one_works(tmp_path, tasks_
 
 @pytest.mark.parametrize("name", ["train.parquet", "eval.parquet", "split.json"])
 def test_a_damaged_folder_is_refused(tmp_path, name):
-    prepared.write(tmp_path / "p", [FULL], [BARE], MANIFEST)
+    source.write_prepared(tmp_path / "p", [FULL], [BARE], MANIFEST)
     file = tmp_path / "p" / name
     content = file.read_bytes()
     file.write_bytes(content[:-2])
@@ -112,7 +111,7 @@ def test_a_damaged_folder_is_refused(tmp_path, name):
 @pytest.mark.parametrize("content", [b"", b"PAR1", None])
 def test_a_table_that_cannot_be_read_is_refused(tmp_path, content):
     """Though it is the one that the manifest names."""
-    prepared.write(tmp_path / "p", [FULL], [BARE], MANIFEST)
+    source.write_prepared(tmp_path / "p", [FULL], [BARE], MANIFEST)
     file, manifest = tmp_path / "p" / "train.parquet", tmp_path / "p" / "split.json"
     before = file.read_bytes()
     file.write_bytes(before[: len(before) // 2] if content is None else content)

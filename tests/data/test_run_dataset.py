@@ -9,11 +9,10 @@ pytest.importorskip("hydra")
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
-from megatron_fleet.data.dataset import run_dataset, save_manifest
-from megatron_fleet.data.loader import load_tasks
-from megatron_fleet.data.manifest import SplitManifest
+from megatron_fleet.data.dataset import load_tasks, run_dataset, save_manifest
+from megatron_fleet.data.split import SplitManifest
 from megatron_fleet.loop.evaluate import chosen_tasks
-from megatron_fleet.loop.tasks import load_data
+from megatron_fleet.loop.start import load_data
 
 
 @pytest.fixture

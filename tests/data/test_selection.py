@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.sections.data import DataConfig
-from megatron_fleet.data.exclusion import read_exclusion
-from megatron_fleet.data.selection import choose, select
+from megatron_fleet.data.selection import choose, read_exclusion, select
 from megatron_fleet.data.split import split
 from megatron_fleet.data.task import Task
 

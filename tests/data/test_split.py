@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_fleet.config.sections.data import DataConfig
-from megatron_fleet.data.manifest import SplitManifest
-from megatron_fleet.data.split import key_hash, most_per_environment, split
+from megatron_fleet.data.split import SplitManifest, key_hash, most_per_environment, split
 from megatron_fleet.data.task import Task
 
 quick = settings(deadline=None, max_examples=60)

@@ -15,8 +15,7 @@ from fake_trainer import FakeTrainer
 from policy_fixtures import make_batch, make_config, write_config
 
 from megatron_fleet import cli
-from megatron_fleet.debug.dumps import Dumps, open_dump
-from megatron_fleet.debug.record import Record, Verdict
+from megatron_fleet.debug.dumps import Dumps, Record, Verdict, open_dump
 from megatron_fleet.trainer.base import MicroBatchLoss
 
 RECORD = Record(1, 0, "spike", "cpu", 1e-3, 0.0, 1.0, 0.1, [MicroBatchLoss([0, 1], 0.0)], [], [], 35)
@@ -95,7 +94,7 @@ from fake_trainer import FakeTrainer
 from policy_fixtures import make_batch, make_config, write_config
 from megatron_fleet.checkpoint import checkpoints
 from megatron_fleet.debug.dumps import Dumps
-from megatron_fleet.debug.record import Record
+from megatron_fleet.debug.dumps import Record
 
 def torn(file, data):
     file.write_text('{"form')

@@ -16,9 +16,8 @@ from policy_fixtures import make_batch, make_config, write_config
 from megatron_fleet import cli
 from megatron_fleet.config.schema import ParallelConfig
 from megatron_fleet.debug import replay as module
-from megatron_fleet.debug.dumps import Dumps, open_dump
-from megatron_fleet.debug.record import Record, Verdict
-from megatron_fleet.debug.report import to_json, to_text
+from megatron_fleet.debug.dumps import Dumps, Record, Verdict, open_dump
+from megatron_fleet.debug.replay import to_json, to_text
 from megatron_fleet.storage.local import fingerprint
 from megatron_fleet.trainer.base import LossSpec, TrainerLost
 

@@ -15,7 +15,7 @@ from planted import PLANTED, found_in, watched
 from score_rollouts import assert_all_agree
 from whole_runs import RUN_TIMEOUT_S, Run, wait_for
 
-from megatron_fleet.data.loader import load_tasks
+from megatron_fleet.data.dataset import load_tasks
 from megatron_fleet.embedded_fleet.tasks import SHIPPED_TASKS
 
 pytestmark = pytest.mark.slow

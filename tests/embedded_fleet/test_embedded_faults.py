@@ -14,15 +14,13 @@ from waiting import HANG_S, until, wait_until
 
 pytest.importorskip("openenv")
 
-from megatron_fleet.embedded_fleet.session import EmbeddedSession
-
 from megatron_fleet.config.schema import EnvConfig
 from megatron_fleet.config.sections.env import FaultRatesConfig
 from megatron_fleet.embedded_fleet.faults import DAMAGES, FATAL_CALLS, RandomFaults
 from megatron_fleet.embedded_fleet.fleet import EmbeddedFleet
 from megatron_fleet.embedded_fleet.solver import solve
-from megatron_fleet.embedded_fleet.tasks import generate
-from megatron_fleet.embedded_fleet.tasktype import Answer
+from megatron_fleet.embedded_fleet.tasks import EmbeddedSession, generate
+from megatron_fleet.embedded_fleet.tasktype import FinalAnswer
 from megatron_fleet.envs.base import EnvLost, ToolCall
 from megatron_fleet.envs.provision import Provisioner
 from megatron_fleet.envs.registry import make_environment
@@ -226,7 +224,7 @@ async def play(task, config, url, episode):
         await environment.reset(task)
         agent = solve(task)
         turn = next(agent)
-        while not isinstance(turn, Answer):
+        while not isinstance(turn, FinalAnswer):
             turn = _next(agent, await environment.step(turn))
         return (await environment.verify(turn.text, [])).value
     except EnvLost:
@@ -239,7 +237,7 @@ def _next(agent, shown):
     try:
         return agent.send(shown)
     except (ValueError, IndexError):  # a damaged result is nonsense to the solver
-        return Answer("none")
+        return FinalAnswer("none")
 
 
 @pytest.mark.slow

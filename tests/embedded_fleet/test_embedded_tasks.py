@@ -6,11 +6,18 @@ from collections import Counter
 
 import pytest
 
-from megatron_fleet.data.loader import load_tasks
-from megatron_fleet.embedded_fleet.session import EmbeddedSession
+from megatron_fleet.data.dataset import load_tasks
 from megatron_fleet.embedded_fleet.solver import demonstrate, recognise
-from megatron_fleet.embedded_fleet.tasks import SHIPPED_TASKS, TYPES, WORLDS, generate, generate_rows, write_tasks
-from megatron_fleet.embedded_fleet.tasktype import Answer
+from megatron_fleet.embedded_fleet.tasks import (
+    SHIPPED_TASKS,
+    TYPES,
+    WORLDS,
+    EmbeddedSession,
+    generate,
+    generate_rows,
+    write_tasks,
+)
+from megatron_fleet.embedded_fleet.tasktype import FinalAnswer
 from megatron_fleet.envs.base import ToolCall
 
 TASKS = generate()
@@ -98,7 +105,7 @@ def test_demonstrations_are_deterministic_and_mistakes_are_choices():
         assert [t for t, _ in again.turns] == [t for t, _ in demonstrate(task, 0.3, random.Random(5)).turns]
         words = _words(task.prompt) | set(task.env_variables.values())
         for turn, shown in again.turns:
-            text = turn.text if isinstance(turn, Answer) else " ".join(map(str, turn.arguments.values()))
+            text = turn.text if isinstance(turn, FinalAnswer) else " ".join(map(str, turn.arguments.values()))
             assert _words(text) <= words | {"done", "status", "agent", "closed", "pending"}
             words |= _words(shown.content) if shown else set()
         assert right.reward == 1

@@ -2,8 +2,7 @@
 
 import pytest
 
-from megatron_fleet.embedded_fleet.session import EmbeddedSession
-from megatron_fleet.embedded_fleet.tasks import WORLDS, generate
+from megatron_fleet.embedded_fleet.tasks import WORLDS, EmbeddedSession, generate
 from megatron_fleet.envs.base import ToolCall
 
 TASKS = {t.env_key: t for t in generate(seed=11, per_env=4)}

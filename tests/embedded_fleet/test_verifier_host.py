@@ -7,8 +7,7 @@ import pytest
 from waiting import HANG_S
 
 from megatron_fleet.embedded_fleet import verifier_client
-from megatron_fleet.embedded_fleet.session import EmbeddedSession
-from megatron_fleet.embedded_fleet.tasks import generate
+from megatron_fleet.embedded_fleet.tasks import EmbeddedSession, generate
 from megatron_fleet.embedded_fleet.verifier_client import Limits, VerifierClient
 
 SESSION = EmbeddedSession(generate(seed=2, per_env=2)[1])

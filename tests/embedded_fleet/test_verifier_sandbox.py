@@ -18,8 +18,7 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import EnvConfig
 from megatron_fleet.embedded_fleet import verifier_client
 from megatron_fleet.embedded_fleet.fleet import EmbeddedFleet
-from megatron_fleet.embedded_fleet.session import EmbeddedSession
-from megatron_fleet.embedded_fleet.tasks import generate
+from megatron_fleet.embedded_fleet.tasks import EmbeddedSession, generate
 from megatron_fleet.embedded_fleet.verifier_client import OPTIONAL_LAYERS, Limits, VerifierClient
 
 HERE = Path(__file__).parent

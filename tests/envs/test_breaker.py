@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fleet.envs.breaker import MAX_PAUSE, Breaker
+from megatron_fleet.envs.provision import MAX_PAUSE, Breaker
 
 
 def fill(breaker, failures, now=0.0):

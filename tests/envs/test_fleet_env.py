@@ -1,4 +1,4 @@
-"""Episodes in Fleet's environments, against its wire emulated; with the real FleetTaskEnv where it is importable.
+"""Episodes in Fleet's environments, against its emulated servers; with the real FleetTaskEnv where it is importable.
 
 ``PYTHONPATH=FOLDER`` with fleet-ai/OpenEnv and what it needs in it makes all of this run through the real one.
 """
@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("openenv")
 
-from fleet_wire import NEVER_S, PNG, FleetWire, Script
+from fleet_emulation import NEVER_S, PNG, FleetEmulation, Script
 from waiting import HANG_S, until
 
 from megatron_fleet.config.errors import UserError
@@ -44,14 +44,14 @@ CLOSE = ToolCall("close_ticket", {"ticket": 7})
 
 @pytest.fixture(scope="module")
 def server():
-    server = FleetWire()
+    server = FleetEmulation()
     yield server
     server.stop()
 
 
 @pytest.fixture
-def wire(server, monkeypatch):
-    """The script of the wire, new for each test; Fleet's client talks to it."""
+def emulated(server, monkeypatch):
+    """The script of the emulated servers, new for each test; Fleet's client talks to it."""
     monkeypatch.setenv("FLEET_BASE_URL", server.url)
     monkeypatch.setenv("FLEET_API_KEY", "key")
     server.script = Script()
@@ -62,7 +62,7 @@ def impatient(**timeouts):
     return CONFIG.model_copy(update=timeouts)
 
 
-async def test_an_episode(wire):
+async def test_an_episode(emulated):
     environment = make_environment(CONFIG, "")
     shown = await environment.reset(TASK)
     assert shown.content == TASK.prompt
@@ -76,12 +76,12 @@ async def test_an_episode(wire):
     assert await environment.verify("43", []) == reward
     await environment.close()
     await environment.close()
-    (made,) = wire.made
+    (made,) = emulated.made
     assert made["env_key"] == "tickets" and made["ttl_seconds"] == 700
     assert made["env_variables"] == {"LOGGED_IN_USER": "u1"}
     assert (made["data_key"], made["data_version"]) == ("seed", "v2")
-    assert wire.executed == [{"final_answer": "42"}]
-    assert len(wire.deleted) == 1 and wire.live == {}
+    assert emulated.executed == [{"final_answer": "42"}]
+    assert len(emulated.deleted) == 1 and emulated.live == {}
 
 
 @pytest.mark.parametrize(
@@ -94,13 +94,13 @@ async def test_an_episode(wire):
         ("def verify(env, **said):\n    return 'final_answer conversation'", "42", {"final_answer"}),
     ],
 )
-async def test_a_verifier_is_called_with_what_it_takes(wire, code, answer, passed):
+async def test_a_verifier_is_called_with_what_it_takes(emulated, code, answer, passed):
     environment = make_environment(CONFIG, "")
     await environment.reset(replace(TASK, verifier_code=code))
     conversation = [{"role": "user", "content": "é"}]
     assert (await environment.verify(answer, conversation)).value == 0.0
     await environment.close()
-    (given,) = wire.executed
+    (given,) = emulated.executed
     if REAL or "**" not in code:  # the stand-in looks for the word only
         assert set(given) == passed
     if "conversation" in passed:
@@ -121,8 +121,8 @@ UNREADABLE = {"success": True, "result": {"score": 0}}
         ([UNREADABLE, {"success": True, "result": {"score": 1}, "stdout": "JUDGE ERROR: x"}], None, "judge"),
     ],
 )
-async def test_results_that_are_no_numbers(wire, answers, value, reason):
-    wire.verify = answers
+async def test_results_that_are_no_numbers(emulated, answers, value, reason):
+    emulated.verify = answers
     environment = make_environment(CONFIG, "")
     await environment.reset(TASK)
     reward = await environment.verify("42", [])
@@ -135,8 +135,8 @@ async def test_results_that_are_no_numbers(wire, answers, value, reason):
     ("answer", "reason"),
     [({"success": False}, "Verifier failed"), ({"success": True, "result": 0, "stdout": "a\nJUDGE ERROR: b"}, "judge")],
 )
-async def test_a_verifier_or_judge_that_fails_is_unknown(wire, answer, reason):
-    wire.verify = [answer]
+async def test_a_verifier_or_judge_that_fails_is_unknown(emulated, answer, reason):
+    emulated.verify = [answer]
     environment = make_environment(CONFIG, "")
     await environment.reset(TASK)
     reward = await environment.verify("42", [])
@@ -144,25 +144,25 @@ async def test_a_verifier_or_judge_that_fails_is_unknown(wire, answer, reason):
     assert reward.value is None and reason in reward.reason
 
 
-async def test_a_verifier_that_does_not_answer_is_unknown(wire):
-    wire.verify_s = NEVER_S
+async def test_a_verifier_that_does_not_answer_is_unknown(emulated):
+    emulated.verify_s = NEVER_S
     environment = make_environment(impatient(verify_timeout_s=0.5), "")
     await environment.reset(TASK)
     reward = await environment.verify("42", [])
     assert reward.value is None and "0.5 s" in reward.reason
     await environment.close()
-    assert len(wire.deleted) == 1
+    assert len(emulated.deleted) == 1
 
 
-async def test_a_task_without_a_verifier_never_starts(wire):
+async def test_a_task_without_a_verifier_never_starts(emulated):
     environment = make_environment(CONFIG, "")
     with pytest.raises(EnvLost, match="no verifier"):
         await environment.reset(replace(TASK, verifier_code=" "))
     await environment.close()
-    assert wire.made == []
+    assert emulated.made == []
 
 
-async def test_bad_calls_never_reach_fleet(wire):
+async def test_bad_calls_never_reach_fleet(emulated):
     environment = make_environment(CONFIG, "")
     await environment.reset(replace(TASK, prompt="Use submit_final_answer."))
     for call, kind in (
@@ -171,13 +171,13 @@ async def test_bad_calls_never_reach_fleet(wire):
         (ToolCall("submit_final_answer", {"answer": "1"}), "tool_not_found"),
     ):
         assert (await environment.step(call)).error.kind == kind
-    assert wire.called == [] and wire.executed == []
+    assert emulated.called == [] and emulated.executed == []
     shown = await environment.step(ToolCall("boom", {}))
     assert (shown.error.kind, shown.error.message, shown.content) == ("execution_error", "kaboom", "")
     await environment.close()
 
 
-async def test_a_screen_is_an_image(wire):
+async def test_a_screen_is_an_image(emulated):
     environment = make_environment(CONFIG, "")
     shown = await environment.reset(replace(TASK, modality="computer_use"))
     assert [t["function"]["name"] for t in shown.tools] == ["computer"]
@@ -197,83 +197,83 @@ async def test_a_screen_is_an_image(wire):
     ],
     ids=["limit", "retryable", "rate"],
 )
-async def test_no_room_now_is_busy_and_the_next_try_starts(wire, refusal):
-    wire.make = [refusal]
+async def test_no_room_now_is_busy_and_the_next_try_starts(emulated, refusal):
+    emulated.make = [refusal]
     environment = make_environment(CONFIG, "")
     with pytest.raises(EnvBusy):
         await environment.reset(TASK)
     assert (await environment.reset(TASK)).content == TASK.prompt
     await environment.close()
-    assert len(wire.made) == len(wire.deleted) == 1
+    assert len(emulated.made) == len(emulated.deleted) == 1
 
 
-async def test_a_make_that_cannot_succeed_is_lost(wire):
-    wire.make = [(400, {"detail": "no such environment"})]
+async def test_a_make_that_cannot_succeed_is_lost(emulated):
+    emulated.make = [(400, {"detail": "no such environment"})]
     environment = make_environment(CONFIG, "")
     with pytest.raises(EnvLost, match="no such environment"):
         await environment.reset(TASK)
     await environment.close()
 
 
-async def test_a_late_make_ends_in_time_and_a_late_answer_leaves_nothing(wire):
-    wire.make_s = NEVER_S
+async def test_a_late_make_ends_in_time_and_a_late_answer_leaves_nothing(emulated):
+    emulated.make_s = NEVER_S
     environment = make_environment(impatient(make_timeout_s=0.2), "")
     with pytest.raises(EnvLost, match="make took more than"):
         await environment.reset(TASK)
     await environment.close()
 
 
-async def test_deadlines_hold_although_cancellations_are_swallowed(wire):
-    wire.list_s = NEVER_S
+async def test_deadlines_hold_although_cancellations_are_swallowed(emulated):
+    emulated.list_s = NEVER_S
     environment = make_environment(impatient(reset_timeout_s=0.3), "")
     with pytest.raises(EnvLost, match="reset took more than"):
         await environment.reset(TASK)
     with pytest.raises(EnvLost):
         await environment.step(CLOSE)
     await environment.close()
-    assert len(wire.deleted) == 1
+    assert len(emulated.deleted) == 1
 
 
-async def test_a_tool_that_hangs_costs_the_session_and_the_instance_goes(wire):
+async def test_a_tool_that_hangs_costs_the_session_and_the_instance_goes(emulated):
     environment = make_environment(impatient(step_timeout_s=0.4), "")
     await environment.reset(TASK)
-    wire.call_s = NEVER_S
+    emulated.call_s = NEVER_S
     with pytest.raises(EnvLost, match="close_ticket took more than"):
         await environment.step(CLOSE)
     assert (await environment.verify("1", [])).value is None
     await environment.close()
-    assert len(wire.deleted) == 1 and wire.executed == []
+    assert len(emulated.deleted) == 1 and emulated.executed == []
 
 
 @stand_in_only
-async def test_a_tool_server_that_fails_is_an_error_of_the_tool(wire, monkeypatch):
+async def test_a_tool_server_that_fails_is_an_error_of_the_tool(emulated, monkeypatch):
     monkeypatch.setattr(fleet_module, "CALL_MARGIN_S", HANG_S)  # it stops retrying long before the call's deadline
     environment = make_environment(CONFIG, "")
     await environment.reset(TASK)
-    wire.call_status = 500
+    emulated.call_status = 500
     shown = await environment.step(CLOSE)
     assert shown.error.kind == "transport_error" and "close_ticket" in shown.error.message
-    wire.call_status = 200
+    emulated.call_status = 200
     assert (await environment.step(CLOSE)).error is None
     await environment.close()
 
 
-async def test_a_cancelled_episode_gives_its_instance_back_unverified(wire):
+async def test_a_cancelled_episode_gives_its_instance_back_unverified(emulated):
     environment = make_environment(CONFIG, "")
     await environment.reset(TASK)
-    wire.call_s = NEVER_S
+    emulated.call_s = NEVER_S
     step = asyncio.create_task(environment.step(CLOSE))
-    await until(lambda: wire.called)
+    await until(lambda: emulated.called)
     step.cancel()
     with pytest.raises(asyncio.CancelledError):
         await step
     await environment.close()
-    assert len(wire.deleted) == 1 and wire.executed == []
+    assert len(emulated.deleted) == 1 and emulated.executed == []
     with pytest.raises(EnvLost):
         await environment.step(CLOSE)
 
 
-async def test_a_long_episode_ends_when_the_policy_ends_it(wire):
+async def test_a_long_episode_ends_when_the_policy_ends_it(emulated):
     environment = make_environment(CONFIG, "")
     await environment.reset(TASK)
     for _ in range(52):  # FleetTaskEnv's own limit is 50
@@ -282,7 +282,7 @@ async def test_a_long_episode_ends_when_the_policy_ends_it(wire):
     await environment.close()
 
 
-async def test_many_at_once_leave_nothing(wire):
+async def test_many_at_once_leave_nothing(emulated):
     async def one(number):
         environment = make_environment(CONFIG, "")
         await environment.reset(TASK)
@@ -293,11 +293,11 @@ async def test_many_at_once_leave_nothing(wire):
         return reward.value
 
     assert await asyncio.gather(*map(one, range(12))) == [float(n % 2) for n in range(12)]
-    assert len(wire.made) == len(wire.deleted) == 12
+    assert len(emulated.made) == len(emulated.deleted) == 12
 
 
 @pytest.mark.parametrize(("settle_s", "left"), [(0.0, 0.0), (0.05, 0.0), (0.3, 0.2)])
-async def test_the_instance_is_left_alone_no_longer_than_needed(wire, monkeypatch, settle_s, left):
+async def test_the_instance_is_left_alone_no_longer_than_needed(emulated, monkeypatch, settle_s, left):
     monkeypatch.setattr(fleet_module, "_now", iter([100.0, 100.1]).__next__)  # when it was made, and a little later
     fleet = FLEET.model_copy(update={"settle_s": settle_s})
     environment = make_environment(CONFIG.model_copy(update={"fleet": fleet}), "")

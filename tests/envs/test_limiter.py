@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fleet.envs.limiter import Limiter
+from megatron_fleet.envs.provision import Limiter
 
 EVENTS = st.lists(
     st.tuples(st.sampled_from(["begin", "started", "refused", "dropped"]), st.floats(0.001, 100)), max_size=200

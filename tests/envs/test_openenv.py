@@ -19,10 +19,9 @@ from waiting import HANG_S, wait_until
 
 from megatron_fleet.config.schema import EnvConfig
 from megatron_fleet.embedded_fleet.fleet import EmbeddedFleet
-from megatron_fleet.embedded_fleet.session import EmbeddedSession
 from megatron_fleet.embedded_fleet.solver import demonstrate, solve
-from megatron_fleet.embedded_fleet.tasks import generate
-from megatron_fleet.embedded_fleet.tasktype import Answer
+from megatron_fleet.embedded_fleet.tasks import EmbeddedSession, generate
+from megatron_fleet.embedded_fleet.tasktype import FinalAnswer
 from megatron_fleet.envs.base import EnvBusy, EnvLost, ToolCall
 from megatron_fleet.envs.registry import make_environment
 
@@ -37,9 +36,9 @@ HASTY = CONFIG.model_copy(update={"step_timeout_s": 0.5})
 SERVE = """
 import asyncio, os, sys
 from pathlib import Path
-from megatron_fleet.embedded_fleet.environment import Faults
+from megatron_fleet.embedded_fleet.environment import ToolFaults
 from megatron_fleet.embedded_fleet.server import serve
-faults = Faults(delay_s=(("list_accounts", float(sys.argv[2])),), dies=("list_invoices",))
+faults = ToolFaults(delay_s=(("list_accounts", float(sys.argv[2])),), dies=("list_invoices",))
 port, most = int(sys.argv[3]), int(sys.argv[4])
 asyncio.run(serve(port, Path(sys.argv[1]), parent=os.getppid(), faults=faults, max_sessions=most))
 """
@@ -100,7 +99,7 @@ async def play(task, url, config=CONFIG):
         seen = []
         agent = solve(task)
         turn = next(agent)
-        while not isinstance(turn, Answer):
+        while not isinstance(turn, FinalAnswer):
             seen.append(await environment.step(turn))
             turn = agent.send(seen[-1])
         return seen, await environment.verify(turn.text, [])
@@ -268,7 +267,7 @@ async def test_256_sessions_at_once(url):
         await everyone_in.wait()
         agent = solve(task)
         turn = next(agent)
-        while not isinstance(turn, Answer):
+        while not isinstance(turn, FinalAnswer):
             turn = agent.send(await environment.step(turn))
         reward = await environment.verify(turn.text if number % 2 else "wrong", [])
         await environment.close()

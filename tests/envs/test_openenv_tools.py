@@ -3,10 +3,10 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from megatron_fleet.envs.busy import is_busy
 
 from megatron_fleet.config.sections.env import OpenEnvConfig
 from megatron_fleet.data.task import Task
+from megatron_fleet.envs.base import is_busy
 from megatron_fleet.envs.openenv_tools import (
     action_tool,
     calls_tools,

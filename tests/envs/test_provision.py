@@ -3,14 +3,13 @@
 import asyncio
 
 import pytest
-from megatron_fleet.envs.limiter import Limiter
 from waiting import LOOP_TIME, in_simulated_time
 
 from megatron_fleet.config.sections.env import ProvisioningConfig
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs import provision as module
 from megatron_fleet.envs.base import EnvBusy, EnvLost, Observation, Reward, ToolCall
-from megatron_fleet.envs.provision import Gate, Provisioner, Quarantined
+from megatron_fleet.envs.provision import Gate, Limiter, Provisioner, Quarantined
 
 TASK = Task("t", "p", "desk", "")
 

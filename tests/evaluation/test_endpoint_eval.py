@@ -17,7 +17,7 @@ from chat_server import MODEL, ChatServer, Oracle, error, serving
 from waiting import HANG_S, wait_until
 
 from megatron_fleet.cli import main
-from megatron_fleet.data.loader import load_tasks
+from megatron_fleet.data.dataset import load_tasks
 from megatron_fleet.embedded_fleet.tasks import SHIPPED_TASKS
 from megatron_fleet.loop.evaluate import read_config
 

@@ -17,7 +17,7 @@ from megatron_fleet.config.schema import Config, ParallelConfig
 from megatron_fleet.loop.colocation import Colocation, open_colocation
 from megatron_fleet.loop.memory_budget import GIB
 from megatron_fleet.trainer.base import AdamParams, LossSpec, Trainer
-from megatron_fleet.trainer.start import open_trainer
+from megatron_fleet.trainer.group import open_trainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 

@@ -13,10 +13,8 @@ from policy_fixtures import make_batch, make_config, write_config
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
-from megatron_fleet.debug.dumps import open_dump
-from megatron_fleet.debug.record import Record
-from megatron_fleet.loop.guard import StepGuard, Update, describe
-from megatron_fleet.loop.safety import FEWEST
+from megatron_fleet.debug.dumps import Record, open_dump
+from megatron_fleet.loop.guard import FEWEST, StepGuard, Update, describe
 from megatron_fleet.trainer.base import AdamParams, LossSpec, MicroBatchLoss, OptimReport, TrainerLost
 
 DUMP = ["examine", "save_state"]

@@ -25,12 +25,10 @@ from tiny_models import make
 from megatron_fleet import cli
 from megatron_fleet.config.schema import Config, ParallelConfig
 from megatron_fleet.debug.dumps import Dump, open_dump
-from megatron_fleet.debug.replay import replay
-from megatron_fleet.debug.report import Found
-from megatron_fleet.loop.guard import StepGuard, Update
-from megatron_fleet.loop.safety import FEWEST
+from megatron_fleet.debug.replay import Found, replay
+from megatron_fleet.loop.guard import FEWEST, StepGuard, Update
 from megatron_fleet.trainer.base import AdamParams, LossSpec, OptimReport, Trainer
-from megatron_fleet.trainer.start import open_trainer
+from megatron_fleet.trainer.group import open_trainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 

@@ -14,7 +14,7 @@ from megatron_fleet import cli
 from megatron_fleet.checkpoint.checkpoints import Checkpoint, Checkpoints
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
-from megatron_fleet.loop.resume import find_start
+from megatron_fleet.loop.start import find_start
 from megatron_fleet.trainer.base import TrainerLost
 
 

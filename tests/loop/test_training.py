@@ -17,8 +17,7 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
 from megatron_fleet.loop.attempt import open_attempts
 from megatron_fleet.loop.colocation import open_colocation
-from megatron_fleet.loop.resume import find_start
-from megatron_fleet.loop.tasks import load_data
+from megatron_fleet.loop.start import find_start, load_data
 from megatron_fleet.loop.train import Training, until_lost
 from megatron_fleet.loop.weights import EngineWeights
 from megatron_fleet.rollout.requests import EnvironmentFailed, RolloutFailed

@@ -15,7 +15,7 @@ from megatron_fleet.config.schema import Config
 from megatron_fleet.loop.guard import StepGuard
 from megatron_fleet.loop.update import update, with_logprobs
 from megatron_fleet.trainer.base import AdamParams, LossSpec
-from megatron_fleet.trainer.start import open_trainer
+from megatron_fleet.trainer.group import open_trainer
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from local_sender import FolderWeights, LocalSender
 
 from megatron_fleet.agents.engine import Engine, Generation, SamplingParams
 from megatron_fleet.config.schema import Config
-from megatron_fleet.data.loader import load_tasks
+from megatron_fleet.data.dataset import load_tasks
 from megatron_fleet.embedded_fleet.tasks import SHIPPED_TASKS
 from megatron_fleet.rollout.engine_client import connect
 from megatron_fleet.rollout.requests import CollectRequest, CollectResult

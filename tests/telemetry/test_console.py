@@ -1,10 +1,10 @@
-"""Progress: plain lines without a terminal, a live image with one."""
+"""RunProgress: plain lines without a terminal, a live image with one."""
 
 import io
 
 import pytest
 
-from megatron_fleet.telemetry.console import Progress, duration, sparkline, step_text
+from megatron_fleet.telemetry.console import RunProgress, duration, sparkline, step_text
 
 pytest.importorskip("rich")
 
@@ -18,7 +18,7 @@ class Terminal(io.StringIO):
 
 def test_without_a_terminal_there_is_one_plain_line_per_step():
     stream = io.StringIO()
-    with Progress("run", steps=3, done=1, stream=stream) as progress:
+    with RunProgress("run", steps=3, done=1, stream=stream) as progress:
         progress.evaluated({"eval/all/pass_at_1": 0.125})
         for _ in range(2):
             progress.phase("generate", total=64)
@@ -34,7 +34,7 @@ def test_without_a_terminal_there_is_one_plain_line_per_step():
 
 def test_an_evaluation_stays_on_the_terminal_and_a_step_does_not():
     stream = Terminal()
-    progress = Progress("my-run", steps=5, stream=stream)
+    progress = RunProgress("my-run", steps=5, stream=stream)
     progress.evaluated({"eval/all/pass_at_1": 0.125})
     progress.step_done({"reward/pass_at_1": 0.75})
     progress.step_done({"reward/avg_raw_reward": 0.5})
@@ -47,7 +47,7 @@ def test_an_evaluation_stays_on_the_terminal_and_a_step_does_not():
 
 def test_with_a_terminal_it_shows_phase_counts_and_rewards():
     stream = Terminal()
-    progress = Progress("my-run", steps=5, stream=stream)
+    progress = RunProgress("my-run", steps=5, stream=stream)
     progress.step_done({"reward/avg_raw_reward": 0.0})
     progress.step_done({"reward/avg_raw_reward": 1.0})
     progress.phase("generate", total=64)

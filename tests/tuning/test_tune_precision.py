@@ -17,7 +17,7 @@ from megatron_fleet.cli import main
 from megatron_fleet.config.load import ROOT, load
 from megatron_fleet.trainer.precision import Machine
 from megatron_fleet.tuning import precision
-from megatron_fleet.tuning.precision import Report, Row, candidates
+from megatron_fleet.tuning.precision import Candidate, PrecisionReport, candidates
 from megatron_fleet.tuning.trial import random_micro_batch
 from megatron_fleet.tuning.truncate import truncate, truncated_config
 from megatron_fleet.weights.hf_model import open_model
@@ -90,9 +90,10 @@ def test_micro_batches_are_full_and_weigh_one(tokens, longest):
 def report(weights=True, **seconds):
     """A report with these step times; ``None`` = did not run."""
     rows = [
-        Row(n, (f"model.dtype={n}",), None if s else "broken", [s or 0.0] * 3, mean=0.01) for n, s in seconds.items()
+        Candidate(n, (f"model.dtype={n}",), None if s else "broken", [s or 0.0] * 3, mean=0.01)
+        for n, s in seconds.items()
     ]
-    return Report("a machine", 2, 128, weights, rows)
+    return PrecisionReport("a machine", 2, 128, weights, rows)
 
 
 @pytest.mark.parametrize(
@@ -115,16 +116,16 @@ def test_what_is_recommended(found, told):
 
 
 def test_noise_is_not_taken_for_speed():
-    slow, fast = Row("slow", (), None, [1.0, 1.1, 1.4]), Row("fast", (), None, [0.8, 0.9, 1.0])
+    slow, fast = Candidate("slow", (), None, [1.0, 1.1, 1.4]), Candidate("fast", (), None, [0.8, 0.9, 1.0])
     assert fast.clearly_below(slow) and not slow.clearly_below(fast)
-    assert not Row("", (), None, [0.8, 0.9, 1.2]).clearly_below(slow)
-    assert not Row("", (), None, [0.8, 1.05, 1.06]).clearly_below(slow)
-    found = Report("", 2, 128, True, [slow, Row("fast", (), None, [0.8, 0.9, 1.2])])
+    assert not Candidate("", (), None, [0.8, 0.9, 1.2]).clearly_below(slow)
+    assert not Candidate("", (), None, [0.8, 1.05, 1.06]).clearly_below(slow)
+    found = PrecisionReport("", 2, 128, True, [slow, Candidate("fast", (), None, [0.8, 0.9, 1.2])])
     assert "Stay with slow" in found.recommendation()
 
 
 def test_the_comparison_is_that_of_log_probs():
-    row = Row("bfloat16", ())
+    row = Candidate("bfloat16", ())
     precision._compare(row, np.array([-1.0, -2.5], np.float32), np.array([-1.5, -2.5], np.float32))
     assert (row.mean, row.most) == (0.25, 0.5)
     assert row.kl == pytest.approx((np.exp(0.5) - 1.5) / 2)

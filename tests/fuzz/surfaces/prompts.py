@@ -10,7 +10,7 @@ from fuzz.engine import Surface
 from fuzz.outcomes import refusal_of
 
 from megatron_fleet.agents.prompts import SHIPPED, load_prompts
-from megatron_fleet.data.exclusion import read_exclusion
+from megatron_fleet.data.selection import read_exclusion
 from megatron_fleet.data.task import Task
 
 TASK = Task("t", "find it", "shop", env_variables={"CURRENT_DATE": "2025-01-01"})

@@ -14,7 +14,7 @@ from fuzz.engine import Surface
 from fuzz.outcomes import refusal_of
 
 from megatron_fleet.config.sections.data import DataConfig
-from megatron_fleet.data import prepared
+from megatron_fleet.data import source
 from megatron_fleet.data.dataset import build
 from megatron_fleet.data.inspection import as_json, describe, inspect
 from megatron_fleet.data.rows import ALIASES
@@ -36,7 +36,7 @@ def seeds() -> list[Any]:
     with TemporaryDirectory() as place:
         Path(place, "tasks.json").write_text(json.dumps(rows))
         dataset = build(DataConfig(tasks=f"{place}/tasks.json"))
-        prepared.write(f"{place}/made", dataset.split.train, dataset.split.held_out, dataset.manifest)
+        source.write_prepared(f"{place}/made", dataset.split.train, dataset.split.held_out, dataset.manifest)
         made = {f"made/{name}": data for name, data in folders.read(Path(place, "made")).items()}
     split = json.loads(made["made/split.json"]) | {"files": {}}
     return [

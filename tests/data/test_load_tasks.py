@@ -6,7 +6,7 @@ import json
 import pytest
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.data.loader import load_tasks
+from megatron_fleet.data.dataset import load_tasks
 from megatron_fleet.data.source import read_source
 
 ROW = {"task_key": "t1", "prompt": "Do it.", "env_key": "github", "verifier_code": "def verify(env): return 1"}

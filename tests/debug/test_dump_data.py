@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_fleet.algorithms.datum import Datum
-from megatron_fleet.debug.data_file import load_data, save_data
+from megatron_fleet.debug.dumps import load_data, save_data
 
 
 def full_datum(tokens: int, seed: int) -> Datum:

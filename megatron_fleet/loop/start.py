@@ -1,4 +1,4 @@
-"""Start of a run: from its newest good checkpoint, or from scratch with an earlier run's records moved aside."""
+"""Start of a run: its tasks, and its newest good checkpoint or an earlier run's records moved aside."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from typing import Any
 from megatron_fleet.checkpoint.checkpoints import Checkpoint, Checkpoints
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
+from megatron_fleet.data.dataset import run_dataset, save_manifest
+from megatron_fleet.data.task import Task
+from megatron_fleet.evaluation.plan import choose, notes
 
 log = logging.getLogger(__name__)
 
@@ -68,3 +71,20 @@ def _paths(values: Any) -> Iterator[str]:
             yield from _paths(value)
     elif isinstance(values, str) and values and os.path.exists(values):
         yield values
+
+
+def load_data(config: Config) -> tuple[list[Task], list[Task]]:
+    """Load the training and held-out tasks; the split is written to the run's outputs.
+
+    Raises:
+        UserError: as for `run_dataset`.
+    """
+    dataset = run_dataset(config)
+    train, held_out = dataset.split.train, dataset.split.held_out
+    warnings = list(dataset.split.notes)
+    if config.eval.in_training:
+        warnings += notes(choose(held_out, config.eval.tasks), held_out)
+    for warning in warnings:
+        log.warning("%s", warning)
+    save_manifest(dataset, Path(config.run.out))
+    return train, held_out

@@ -8,8 +8,8 @@ import math
 import pytest
 
 from megatron_fleet.config.schema import SafetyConfig
-from megatron_fleet.debug.record import Verdict
-from megatron_fleet.loop.safety import FEWEST, WINDOW, StepJudge
+from megatron_fleet.debug.dumps import Verdict
+from megatron_fleet.loop.guard import FEWEST, WINDOW, StepJudge
 
 
 def judge_after(*norms: float, factor: float | None = 10.0) -> StepJudge:

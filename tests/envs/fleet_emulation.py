@@ -1,4 +1,4 @@
-"""Fleet's side of the wire, emulated: the control plane's HTTP, and each instance's manager and MCP endpoints.
+"""Emulation of Fleet's servers: the control plane's HTTP, and each instance's manager and MCP endpoints.
 
 The shapes are those that fleet-python and FleetTaskEnv send and read. Verifiers are not run: an episode scores 1 when
 ticket 7 was closed, unless ``script`` says what the next executions answer.
@@ -62,7 +62,7 @@ class Script:
     """Instance → the tickets closed in it."""
 
 
-class FleetWire:
+class FleetEmulation:
     """The server, in a thread. ``url`` is what FLEET_BASE_URL must be."""
 
     def __init__(self) -> None:
@@ -148,7 +148,7 @@ class FleetWire:
     async def _rpc(self, instance: str, method: str, params: dict[str, Any]) -> dict[str, Any] | int:
         if method == "initialize":
             version = params["protocolVersion"]
-            server = {"name": "wire", "version": "1"}
+            server = {"name": "emulated", "version": "1"}
             return {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": server}
         if method == "tools/list":
             await asyncio.sleep(self.script.list_s)

@@ -40,12 +40,12 @@ def config(folder: Path, *overrides: str):
 def test_a_model_that_sees_nothing_is_refused_tasks_on_a_screen(blind, modality):
     said = rf"^model.path={blind}: .* sees no images .* task buy-1 of data.tasks=.* is a {modality} task; choose .*$"
     with pytest.raises(UserError, match=said):
-        preflight.check_sight(config(blind), [READ, replace(CLICK, modality=modality)])
-    preflight.check_sight(config(blind), [READ])
+        preflight.check_images(config(blind), [READ, replace(CLICK, modality=modality)])
+    preflight.check_images(config(blind), [READ])
 
 
 def test_a_model_that_sees_may_be_evaluated_on_them(seeing):
-    preflight.check_sight(config(seeing), [READ, CLICK])
+    preflight.check_images(config(seeing), [READ, CLICK])
 
 
 def test_training_on_a_screen_is_refused(seeing, monkeypatch, tmp_path):

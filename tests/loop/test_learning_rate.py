@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fleet.config.schema import OptimizerConfig
-from megatron_fleet.loop.schedule import lr_at
+from megatron_fleet.loop.update import lr_at
 
 
 def rates(total, **settings):
