@@ -19,7 +19,7 @@ from megatron_fleet import __version__
 from megatron_fleet.config.errors import UserError, printable, say
 from megatron_fleet.convert.commands import add_commands as add_convert_commands
 from megatron_fleet.data.commands import add_commands as add_data_commands
-from megatron_fleet.platform.private_files import private_files
+from megatron_fleet.platform.processes import private_files
 
 if TYPE_CHECKING:
     from megatron_fleet.config.schema import Config

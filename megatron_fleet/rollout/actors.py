@@ -17,7 +17,7 @@ from megatron_fleet.cluster.logs import write_output_to
 from megatron_fleet.config.schema import Config
 from megatron_fleet.config.secrets import STORE, of_environments, secrets
 from megatron_fleet.envs.registry import environment_token
-from megatron_fleet.platform.priority import take_normal_priority
+from megatron_fleet.platform.processes import take_normal_priority
 from megatron_fleet.rollout import engine_actor
 from megatron_fleet.rollout.components import ComponentLost
 from megatron_fleet.rollout.policy import EndpointAccess, EngineAccess

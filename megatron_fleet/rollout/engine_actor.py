@@ -18,14 +18,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from megatron_fleet.agents.engine import EngineLost, Generation, SamplingParams
-from megatron_fleet.cluster.logs import write_output_to
+from megatron_fleet.cluster.launcher import write_output_to
 from megatron_fleet.config.schema import Config
 from megatron_fleet.models.images import PlacedImage, read_vision
 from megatron_fleet.models.model import Mixer
 from megatron_fleet.models.registry import ARCHITECTURES
-from megatron_fleet.platform import stacks
-from megatron_fleet.platform.children import killed_children_told
-from megatron_fleet.platform.priority import take_normal_priority
+from megatron_fleet.platform.processes import killed_children_raise, stacks_written_after, take_normal_priority
 from megatron_fleet.rollout.deadline import Deadline
 from megatron_fleet.rollout.engine_images import ImageRequests, find_torchvision
 from megatron_fleet.rollout.engine_server import EngineServer
@@ -113,7 +111,7 @@ class EngineActor:
             ChildKilled: the engine's core process was killed meanwhile.
         """
         limit = self._config.rollout.engine.start_timeout_s
-        with killed_children_told(), stacks.written_after(STACKS_AFTER * limit):
+        with killed_children_raise(), stacks_written_after(STACKS_AFTER * limit):
             self._start()
         await self._llm.update_weight_version("0")
 
@@ -311,7 +309,7 @@ class EngineActor:
             raise RuntimeError(self._unusable)
         limit = self._config.rollout.engine.update_timeout_s
         try:
-            with stacks.written_after(STACKS_AFTER * limit):
+            with stacks_written_after(STACKS_AFTER * limit):
                 async with asyncio.timeout(limit):
                     yield
         except BaseException as error:

@@ -28,7 +28,7 @@ from megatron_fleet.cluster.inventory import cuda_is_installed, nvidia_devices
 from megatron_fleet.cluster.logs import write_output_to
 from megatron_fleet.cluster.rank_identity import controller_address, rank_identity
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.platform.private_files import ONLY_OWNER
+from megatron_fleet.platform.processes import ONLY_OWNER
 from megatron_fleet.trainer.messages import OTHER, SYSTEM, USER, Identity, datum_from_plain
 
 if TYPE_CHECKING:

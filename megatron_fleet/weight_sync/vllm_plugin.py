@@ -16,7 +16,7 @@ import threading
 from tqdm import tqdm
 
 from megatron_fleet.config.extension import is_path
-from megatron_fleet.platform import stacks
+from megatron_fleet.platform.processes import write_stacks_on_signal
 from megatron_fleet.weight_sync.registry import TRANSPORTS, engine_backend, halves
 
 DIE_WITH_PARENT = "MEGATRON_FLEET_DIE_WITH_PARENT"
@@ -37,7 +37,7 @@ def register() -> None:
     """
     if DIE_WITH_PARENT in os.environ and multiprocessing.parent_process() is not None:
         _die_with_parent()
-        stacks.write_on_signal()
+        write_stacks_on_signal()
         # tqdm's default lock is a semaphore in /dev/shm, which leaks when the process is killed.
         tqdm.set_lock(threading.RLock())
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory

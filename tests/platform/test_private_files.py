@@ -16,7 +16,7 @@ from waiting import HANG_S
 from megatron_fleet import cli
 from megatron_fleet.loop import evaluate, preflight
 from megatron_fleet.loop import main as training
-from megatron_fleet.platform.private_files import private_files
+from megatron_fleet.platform.processes import private_files
 from megatron_fleet.storage.local import write_atomically
 
 

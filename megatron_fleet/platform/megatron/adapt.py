@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megatron_fleet.platform.megatron import hybrid, patches
+from megatron_fleet.platform.megatron import patches
 
 _PACKAGE = "megatron.core"
 _FACTORIES = (
@@ -195,7 +195,7 @@ def _patch_rotary(module: Any) -> None:
 _EVERYWHERE: dict[str, Callable[[Any], None]] = {
     "megatron.core.optimizer.distrib_optimizer": patches.patch_distributed_optimizer,
     "megatron.core.transformer.moe.router": patches.patch_router,
-    "megatron.core.optimizer.cpu_offloading.hybrid_optimizer": hybrid.patch_hybrid_optimizer,
+    "megatron.core.optimizer.cpu_offloading.hybrid_optimizer": patches.patch_hybrid_optimizer,
 }
 _OPTIMIZER: dict[str, Callable[[Any], None]] = {
     "megatron.core.optimizer": _patch_optimizer_package,
@@ -217,7 +217,7 @@ _WITHOUT_CUDA: dict[str, Callable[[Any], None]] = {
     "megatron.core.tensor_parallel.mappings": patches.patch_mappings,
     "megatron.core.transformer.moe.moe_utils": patches.patch_moe_utils_for_cpu,
     "megatron.core.optimizer.optimizer": _patch_optimizer,
-    "megatron.core.optimizer.cpu_offloading.hybrid_optimizer": hybrid.patch_hybrid_optimizer_for_cpu,
+    "megatron.core.optimizer.cpu_offloading.hybrid_optimizer": patches.patch_hybrid_optimizer_for_cpu,
     "megatron.core.optimizer.clip_grads": _patch_clip,
     "megatron.core.models.common.language_module.language_module": _patch_language_module,
 }

@@ -1,8 +1,12 @@
-"""Causal attention over one packed micro-batch, for hosts without Transformer Engine."""
+"""A packed micro-batch over context-parallel ranks, and causal attention over it for hosts without Transformer Engine.
+
+Every sequence is cut into 2 × ranks parts; rank r gets part r and its mirror image, part 2 × ranks − 1 − r. Under a
+causal mask this balances the number of attended keys over the ranks. Transformer Engine uses the same layout.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,8 +19,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import nn
 
-from megatron_fleet.platform.zigzag import local_parts, local_tokens
-
 Attend = Callable[..., torch.Tensor]
 
 
@@ -27,12 +29,38 @@ class MicroBatchParams(PackedSeqParams):
     Attributes:
         lengths: tokens of each sequence, in order, over all context-parallel ranks.
         filler: tokens after them that belong to no sequence.
-        routing: layer number → experts ``[n, k]`` to replay (`policy.megatron.routing`); ``None``: routers choose.
+        routing: layer number → experts ``[n, k]`` to replay (`trainer.megatron.routing`); ``None``: routers choose.
     """
 
     lengths: tuple[int, ...] = ()
     filler: int = 0
     routing: Mapping[int, torch.Tensor] | None = None
+
+
+def local_parts(lengths: Sequence[int], ranks: int, rank: int) -> list[tuple[int, int, int]]:
+    """Parts of a rank as ``(start of their sequence, first token, end)``, indices into the micro-batch, in local order.
+
+    Args:
+        lengths: tokens of each sequence of the micro-batch, multiples of 2 × ``ranks``.
+
+    Raises:
+        ValueError: a length is not such a multiple.
+    """
+    parts, start = [], 0
+    for length in lengths:
+        if length % (2 * ranks):
+            raise ValueError(f"a sequence of {length} tokens cannot be cut into {2 * ranks} parts")
+        size = length // (2 * ranks)
+        for part in (rank, 2 * ranks - 1 - rank):
+            parts.append((start, start + part * size, start + (part + 1) * size))
+        start += length
+    return parts
+
+
+def local_tokens(lengths: Sequence[int], ranks: int, rank: int) -> np.ndarray:
+    """Indices into the micro-batch of a rank's tokens, in local order: int64 ``[P / ranks]``."""
+    pieces = [np.arange(first, end) for _, first, end in local_parts(lengths, ranks, rank)]
+    return np.concatenate(pieces) if pieces else np.zeros(0, np.int64)
 
 
 class PackedAttention(nn.Module):
@@ -58,7 +86,7 @@ class PackedAttention(nn.Module):
     ) -> torch.Tensor:
         """Map local query ``[P, heads, d]``, key ``[P, groups, d]`` and value ``[P, groups, v]`` to ``[P, heads × v]``.
 
-        With context parallelism ``P`` counts this rank's tokens, in the layout of `platform.zigzag`.
+        With context parallelism ``P`` counts this rank's tokens, in the layout of `local_parts`.
         """
         attend = partial(F.scaled_dot_product_attention, scale=self.scale, enable_gqa=query.shape[1] != key.shape[1])
         if self.ranks == 1:

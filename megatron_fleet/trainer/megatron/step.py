@@ -15,8 +15,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_fleet.algorithms.losses import LossFn, LossInputs
 from megatron_fleet.platform.communicator import TorchCommunicator
 from megatron_fleet.platform.device import device
-from megatron_fleet.platform.megatron.attention import MicroBatchParams
-from megatron_fleet.platform.zigzag import local_tokens
+from megatron_fleet.platform.megatron.attention import MicroBatchParams, local_tokens
 from megatron_fleet.trainer.megatron.model import LogprobQuery
 from megatron_fleet.trainer.megatron.routing import micro_batch_experts
 from megatron_fleet.trainer.packing.pack import PackedMicroBatch

@@ -15,9 +15,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import nn
 
 from megatron_fleet.models.qwen3_5.modules.delta_rule import kernels, unit_length
-from megatron_fleet.platform.megatron.attention import MicroBatchParams
+from megatron_fleet.platform.megatron.attention import MicroBatchParams, local_tokens
 from megatron_fleet.platform.megatron.spec import MixerLayer
-from megatron_fleet.platform.zigzag import local_tokens
 
 _MEGATRON = "megatron.core.ssm.gated_delta_net"
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_fleet.platform.zigzag import local_parts, local_tokens
+pytest.importorskip("megatron_fleet.platform.megatron")
+
+from megatron_fleet.platform.megatron.attention import local_parts, local_tokens
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])

@@ -1,0 +1,89 @@
+"""What processes do about hanging children, and about a low priority that something else started them at."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from waiting import HANG_S, wait_until
+
+STACKS = """
+import subprocess, sys, time
+from megatron_fleet.platform.processes import stacks_written_after, write_stacks_on_signal
+
+def child_hangs():
+    write_stacks_on_signal()
+    print("ready", flush=True)
+    time.sleep(3600)
+
+def parent_hangs():
+    sys.stdin.readline()
+
+if sys.argv[1:] == ["child"]:
+    child_hangs()
+able = subprocess.Popen([sys.executable, __file__, "child"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+unable = subprocess.Popen(["sleep", "3600"], stdin=subprocess.DEVNULL)
+able.stdout.readline()
+with stacks_written_after(3600):
+    pass
+with stacks_written_after(0.01):
+    parent_hangs()
+print([child.poll() for child in (able, unable)])
+able.kill(), unable.kill()
+"""
+PRIORITY = """
+import os, sys
+from megatron_fleet.platform.processes import take_normal_priority
+os.setpriority(os.PRIO_PROCESS, 0, int(sys.argv[1]))
+if len(sys.argv) > 2:
+    os.setresgid(*[int(sys.argv[2])] * 3)
+    os.setresuid(*[int(sys.argv[2])] * 3)
+take_normal_priority()
+print(os.getpriority(os.PRIO_PROCESS, 0))
+"""
+NOBODY = "65534"
+
+as_root = pytest.mark.skipif(os.getuid() != 0, reason="priorities are root's to raise")
+
+
+def test_stacks_of_a_process_and_of_its_children(tmp_path):
+    script, told = tmp_path / "script.py", tmp_path / "told"
+    script.write_text(STACKS)
+    with told.open("w") as errors:
+        run = subprocess.Popen(
+            [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+    # It hangs until both are there.
+    wait_until(
+        lambda: all(name in told.read_text() for name in ("in parent_hangs", "in child_hangs")),
+        lambda: run.poll() is None,
+    )
+    out, _ = run.communicate("\n", timeout=HANG_S)
+    assert run.returncode == 0 and out == "[None, None]\n", told.read_text()
+    assert told.read_text().count("in parent_hangs") == told.read_text().count("in child_hangs") == 1
+
+
+def at(nice: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", PRIORITY, str(nice), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=True)
+
+
+@as_root
+def test_a_low_priority_is_raised():
+    done = at(15)
+    assert (done.stdout, done.stderr) == ("0\n", "")
+
+
+@as_root
+def test_who_may_not_says_so():
+    done = at(15, NOBODY)
+    assert done.stdout == "15\n"
+    assert "runs at nice 15 and may not change that" in done.stderr and "RAY_worker_niceness=0" in done.stderr
+
+
+@as_root
+def test_nothing_is_done_at_normal_priority():
+    done = at(0, NOBODY)
+    assert (done.stdout, done.stderr) == ("0\n", "")
