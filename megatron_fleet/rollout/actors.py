@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_fleet.agents.trajectory import Trajectory
 from megatron_fleet.cluster.inventory import LOOPBACK, Inventory
-from megatron_fleet.cluster.logs import write_output_to
+from megatron_fleet.cluster.launcher import write_output_to
 from megatron_fleet.config.schema import Config
 from megatron_fleet.config.secrets import STORE, of_environments, secrets
 from megatron_fleet.envs.registry import environment_token

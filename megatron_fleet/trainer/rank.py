@@ -25,7 +25,7 @@ from megatron_fleet.cluster import frames
 from megatron_fleet.cluster.frames import FrameSocket
 from megatron_fleet.cluster.handshake import Dialler, NotOfThisRun
 from megatron_fleet.cluster.inventory import cuda_is_installed, nvidia_devices
-from megatron_fleet.cluster.logs import write_output_to
+from megatron_fleet.cluster.launcher import write_output_to
 from megatron_fleet.cluster.rank_identity import controller_address, rank_identity
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.platform.processes import ONLY_OWNER

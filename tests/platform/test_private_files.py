@@ -52,7 +52,7 @@ def test_folders_and_files_of_a_run_and_of_its_children(tmp_path, shared):
 
 def test_logs_follow_the_mask(tmp_path):
     program = (
-        "import sys; from pathlib import Path; from megatron_fleet.cluster.logs import write_output_to; "
+        "import sys; from pathlib import Path; from megatron_fleet.cluster.launcher import write_output_to; "
         "write_output_to(Path(sys.argv[1]))"
     )
     subprocess.run([sys.executable, "-c", program, tmp_path / "log"], check=True, timeout=HANG_S, umask=0o077)
