@@ -25,7 +25,7 @@ from megatron_fleet.envs.base import ToolCall
 from megatron_fleet.envs.openenv_client import import_openenv
 from megatron_fleet.models.chat.tokenizer import Tokenizer
 from megatron_fleet.models.images import PlacedImage
-from megatron_fleet.models.qwen3.tokens import IM_END
+from megatron_fleet.models.qwen3.chat import IM_END
 from megatron_fleet.rollout.policy import EngineAccess
 from megatron_fleet.rollout.requests import EpisodeSpec
 from megatron_fleet.rollout.worker import EpisodeWorker, LoopLag

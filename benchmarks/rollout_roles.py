@@ -21,7 +21,7 @@ from megatron_fleet.embedded_fleet.solver import demonstrate
 from megatron_fleet.envs.base import ToolCall
 from megatron_fleet.models.chat.tokenizer import Tokenizer
 from megatron_fleet.models.images import PlacedImage
-from megatron_fleet.models.qwen3.tokens import IM_END
+from megatron_fleet.models.qwen3.chat import IM_END
 from megatron_fleet.rollout.engine_actor import EngineActor
 
 TOKEN = "benchmark"

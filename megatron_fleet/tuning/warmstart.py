@@ -45,8 +45,7 @@ from megatron_fleet.models.chat.chat_renderer import ChatRenderer
 from megatron_fleet.models.chat.renderer import Renderer, to_json
 from megatron_fleet.models.chat.tokenizer import Tokenizer, train_tokenizer
 from megatron_fleet.models.images import PlacedImage
-from megatron_fleet.models.qwen3.chat import Qwen
-from megatron_fleet.models.qwen3.tokens import IM_START, QWEN3_TOKENS
+from megatron_fleet.models.qwen3.chat import IM_START, QWEN3_TOKENS, Qwen
 from megatron_fleet.trainer.megatron.policy import MegatronPolicy
 
 MISTAKES = 0.3

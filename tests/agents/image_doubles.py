@@ -12,7 +12,7 @@ from tokenizer_fixtures import CORPUS
 
 from megatron_fleet.envs.base import Image
 from megatron_fleet.models.chat.tokenizer import train_tokenizer
-from megatron_fleet.models.qwen3.tokens import QWEN_VL_TOKENS
+from megatron_fleet.models.qwen3.chat import QWEN_VL_TOKENS
 
 PROCESSOR = {"patch_size": 14, "merge_size": 2, "size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 40}}
 

@@ -18,13 +18,13 @@ from talks import PLAIN, Talks
 
 from megatron_fleet.models.chat.detection import FORMATS
 from megatron_fleet.models.chat.format import Spoken
-from megatron_fleet.models.chat.template_check import Conversation, Round, render_template
+from megatron_fleet.models.chat.template_check import Dialogue, Round, render_template
 
 DIGESTS = Path(__file__).with_name("dropped_digests.json")
 COUNT, SEED = 40, 6
 
 
-def talks() -> Iterator[Conversation]:
+def talks() -> Iterator[Dialogue]:
     """They end with the first turn without a call, and a question: before it no template keeps what was thought."""
     asked = Round(Spoken("I think again", "What now?"), ("Go on.",))
     for talk in Talks(SEED, PLAIN).conversations(COUNT, thinking=True):

@@ -12,7 +12,7 @@ from megatron_fleet.models.chat.chat_renderer import ChatRenderer
 from megatron_fleet.models.chat.detection import FORMATS
 from megatron_fleet.models.chat.format import Spoken
 from megatron_fleet.models.chat.renderer import ToolResult
-from megatron_fleet.models.chat.template_check import Conversation, Round
+from megatron_fleet.models.chat.template_check import Dialogue, Round
 from megatron_fleet.models.chat.tokenizer import Tokenizer
 
 RECORDED = json.loads(DIGESTS.read_text(encoding="utf-8"))["templates"]
@@ -30,7 +30,7 @@ def exchange(renderer: ChatRenderer, chat, round_: Round) -> Exchange:
     return Exchange(action, results if said.calls else (), "" if said.calls else round_.shown[0])
 
 
-def prompts(renderer: ChatRenderer, chat, talk: Conversation) -> list[str]:
+def prompts(renderer: ChatRenderer, chat, talk: Dialogue) -> list[str]:
     """The first prompt, and the one after each round."""
     history = TokenHistory(renderer, talk.system, talk.tools, talk.user, "", drop_thinking=True)
     found = [history.render()]
@@ -57,7 +57,7 @@ def test_kimi_k2_5_shows_an_empty_block(tmp_path):
     tokenizer = Tokenizer(make_folder("kimi-k2.5", tmp_path))
     chat = FORMATS["kimi-k2.5"].make(True, None)
     rounds = (Round(Spoken("I think", "Well."), ("Go on.",)),)
-    text = prompts(ChatRenderer(tokenizer, chat), chat, Conversation("s", (), "u", rounds))[-1]
+    text = prompts(ChatRenderer(tokenizer, chat), chat, Dialogue("s", (), "u", rounds))[-1]
     turn = "<|im_assistant|>assistant<|im_middle|>"
     assert text.endswith(
         f"{turn}<think></think>Well.<|im_end|><|im_user|>user<|im_middle|>Go on.<|im_end|>{turn}<think>"

@@ -14,7 +14,7 @@ from megatron_fleet.envs.base import Observation, ToolCall
 from megatron_fleet.models.chat.chat_renderer import ChatRenderer
 from megatron_fleet.models.chat.detection import FORMATS, make_format
 from megatron_fleet.models.chat.format import Spoken
-from megatron_fleet.models.chat.template_check import Conversation, Round, written
+from megatron_fleet.models.chat.template_check import Dialogue, Round, written
 from megatron_fleet.models.chat.tokenizer import Tokenizer
 
 MODES = [(family, thinking) for family in FORMATS for thinking in FORMATS[family].thinking]
@@ -54,7 +54,7 @@ async def test_an_episode_reads_as_the_template_writes_it(family, thinking, tmp_
     t.check()
     assert (t.outcome, t.final_answer, env.calls) == (Outcome.COMPLETED, "There are 3.", [find, count, count])
     chat.past_opening = chat.opening  # Qwen 3 without thinking: what the policy saw stays
-    talk = Conversation(t.messages[0]["content"], TOOLS, t.messages[1]["content"], rounds)
+    talk = Dialogue(t.messages[0]["content"], TOOLS, t.messages[1]["content"], rounds)
     assert tokenizer.decode(t.token_ids.tolist()) == written(chat, talk) + answer + chat.stops[0]
     sampled = [i for g in engine.generations for i in g.token_ids.tolist()]
     assert t.token_ids[t.action_mask].tolist() == sampled

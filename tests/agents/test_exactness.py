@@ -26,8 +26,7 @@ from megatron_fleet.models.glm4 import chat as glm
 from megatron_fleet.models.glm4.chat import Glm
 from megatron_fleet.models.kimi import chat as kimi
 from megatron_fleet.models.kimi.chat import Kimi
-from megatron_fleet.models.qwen3.chat import Qwen
-from megatron_fleet.models.qwen3.tokens import QWEN3_TOKENS
+from megatron_fleet.models.qwen3.chat import QWEN3_TOKENS, Qwen
 from megatron_fleet.models.qwen3_5 import chat as qwen3_5
 from megatron_fleet.models.qwen3_5.chat import Qwen35
 

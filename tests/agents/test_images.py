@@ -24,7 +24,7 @@ from megatron_fleet.envs.base import Image, Observation
 from megatron_fleet.models.chat.detection import make_renderer
 from megatron_fleet.models.chat.tokenizer import train_tokenizer
 from megatron_fleet.models.images import MAX_PIXELS, ImageSpan, digest, place, read_vision, readable, size_of
-from megatron_fleet.models.qwen3.tokens import QWEN3_TOKENS
+from megatron_fleet.models.qwen3.chat import QWEN3_TOKENS
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from megatron_fleet.data.task import Task
 from megatron_fleet.envs import provision
 from megatron_fleet.envs.base import EnvLost, Observation, Reward
 from megatron_fleet.models.chat.tokenizer import Tokenizer, train_tokenizer
-from megatron_fleet.models.qwen3.tokens import QWEN3_TOKENS
+from megatron_fleet.models.qwen3.chat import QWEN3_TOKENS
 from megatron_fleet.rollout import policy as policy_module
 from megatron_fleet.rollout import worker as worker_module
 from megatron_fleet.rollout.policy import EngineAccess

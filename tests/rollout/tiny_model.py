@@ -14,7 +14,7 @@ def write_tiny_model(folder: Path, seed: int, tied: bool = True, context: int = 
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from megatron_fleet.models.chat.tokenizer import train_tokenizer
-    from megatron_fleet.models.qwen3.tokens import QWEN3_TOKENS
+    from megatron_fleet.models.qwen3.chat import QWEN3_TOKENS
 
     torch.manual_seed(seed)
     config = Qwen3Config(

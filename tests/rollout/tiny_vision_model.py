@@ -16,7 +16,7 @@ import PIL.Image
 from megatron_fleet.envs.base import Image
 from megatron_fleet.models.chat.tokenizer import Tokenizer, train_tokenizer
 from megatron_fleet.models.images import PlacedImage, digest
-from megatron_fleet.models.qwen3.tokens import QWEN_VL_TOKENS
+from megatron_fleet.models.qwen3.chat import QWEN_VL_TOKENS
 
 VOCABULARY = 320
 SIDE = 32

@@ -10,10 +10,13 @@ transformers = pytest.importorskip("transformers")
 
 from megatron_fleet.config.load import ROOT  # noqa: E402
 from megatron_fleet.embedded_fleet.tasktype import Choices  # noqa: E402
-from megatron_fleet.models.chat.hermes import HERMES  # noqa: E402
 from megatron_fleet.models.chat.parser import parse_turn  # noqa: E402
 from megatron_fleet.models.chat.tokenizer import train_tokenizer  # noqa: E402
-from megatron_fleet.models.qwen3.tokens import IM_END, QWEN3_TOKENS  # noqa: E402
+from megatron_fleet.models.qwen3.chat import (  # noqa: E402
+    HERMES,
+    IM_END,
+    QWEN3_TOKENS,
+)
 from megatron_fleet.tuning import warmstart  # noqa: E402
 
 

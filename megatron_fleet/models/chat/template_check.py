@@ -34,7 +34,7 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class Dialogue:
     """Everything before a turn to be sampled. ``images``: the positions ``[image n]`` have images."""
 
     system: str
@@ -79,7 +79,7 @@ def difference(ours: str, theirs: str) -> str:
     )
 
 
-def written(chat: ChatFormat, talk: Conversation) -> str:
+def written(chat: ChatFormat, talk: Dialogue) -> str:
     """Render ``talk`` with our renderer, assuming the policy follows the template."""
     pieces = [*chat.head(talk.system, talk.tools), *chat.user(talk.user, _images(talk, talk.user))]
     asked = max((i for i, round_ in enumerate(talk.rounds) if not round_.spoken.calls), default=-1)
@@ -102,7 +102,7 @@ def written(chat: ChatFormat, talk: Conversation) -> str:
     return "".join([*pieces, *chat.opening])
 
 
-def messages(talk: Conversation) -> Iterator[dict[str, Any]]:
+def messages(talk: Dialogue) -> Iterator[dict[str, Any]]:
     """Convert ``talk`` to the OpenAI chat format."""
     yield {"role": "system", "content": talk.system}
     yield {"role": "user", "content": _content(talk, talk.user)}
@@ -121,11 +121,11 @@ def messages(talk: Conversation) -> Iterator[dict[str, Any]]:
             yield {"role": "tool", "name": call.name, "tool_call_id": call_id, "content": _content(talk, text)}
 
 
-def _images(talk: Conversation, text: str) -> tuple[Image, ...]:
+def _images(talk: Dialogue, text: str) -> tuple[Image, ...]:
     return (Image("image/png", b""),) * (text.count("[image ") if talk.has_images else 0)
 
 
-def _content(talk: Conversation, text: str) -> str | list[dict[str, str]]:
+def _content(talk: Dialogue, text: str) -> str | list[dict[str, str]]:
     """Convert ``text`` to the form that templates accept: a list of parts if there are images."""
     if not talk.has_images:
         return text
@@ -136,13 +136,13 @@ def _content(talk: Conversation, text: str) -> str | list[dict[str, str]]:
     return [part for part in parts if part.get("text") != ""]
 
 
-def render_template(template: str, chat: ChatFormat, talks: Sequence[Conversation]) -> list[str]:
+def render_template(template: str, chat: ChatFormat, talks: Sequence[Dialogue]) -> list[str]:
     """Render each of ``talks`` with a Jinja chat template. Raises ValueError as `template_process.render` does."""
     shared = {"add_generation_prompt": True, **chat.template_arguments}
     return render(template, [{"messages": list(messages(t)), **shared, **chat.template_tools(t.tools)} for t in talks])
 
 
-def _examples(thinking: bool, sees: bool) -> Iterator[Conversation]:
+def _examples(thinking: bool, sees: bool) -> Iterator[Dialogue]:
     properties = {
         "query": {"type": "string", "description": "Words – «any» language", "minLength": 1},
         "filters": {
@@ -160,13 +160,13 @@ def _examples(thinking: bool, sees: bool) -> Iterator[Conversation]:
     find = ToolCall("search", {"query": 'größe "x" </b>', "filters": {"status": ["open"]}, "limit": 3})
     one = Round(Spoken(thought, "Let me look.", (find,)), ("2 tickets:\n- a\n- ä",))
     two = Round(Spoken(thought, "", (ToolCall("now", {}), find), 1), ("noon", '{"rows": []}'))
-    yield Conversation("You are an agent.", tools, "How many tickets are open?", ())
-    yield Conversation("You are an agent.", (), "How many tickets are open?", ())
-    yield Conversation("You are an agent.", tools, "How many tickets are open?", (one,))
-    yield Conversation("You are an agent.", tools, "How many tickets are open?", (one, two))
+    yield Dialogue("You are an agent.", tools, "How many tickets are open?", ())
+    yield Dialogue("You are an agent.", (), "How many tickets are open?", ())
+    yield Dialogue("You are an agent.", tools, "How many tickets are open?", (one,))
+    yield Dialogue("You are an agent.", tools, "How many tickets are open?", (one, two))
     if sees:
         screen = Round(Spoken(thought, "", (find,)), ("[image 1]\na page[image 2]",))
-        yield Conversation("You are an agent.", tools, "See [image 1] and click.", (screen,), has_images=True)
+        yield Dialogue("You are an agent.", tools, "See [image 1] and click.", (screen,), has_images=True)
     if not thinking:  # a question after a turn makes templates drop the thinking before it
         asked = Round(Spoken("", "Which tickets?"), ("Call one tool, or finish.",))
-        yield Conversation("You are an agent.", tools, "How many tickets are open?", (asked, one))
+        yield Dialogue("You are an agent.", tools, "How many tickets are open?", (asked, one))

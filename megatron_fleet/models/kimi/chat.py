@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from megatron_fleet.envs.base import Image
+from megatron_fleet.envs.base import Image, ToolCall
+from megatron_fleet.models.chat.arguments import check_text, read_arguments, read_value
 from megatron_fleet.models.chat.format import ModelFolder, NamedFormat, Pieces, Spoken, Unthought, marker
-from megatron_fleet.models.chat.parser import Tools
+from megatron_fleet.models.chat.parser import BadCall, Syntax, Tools, WrittenCall
 from megatron_fleet.models.chat.renderer import ToolResult, to_json
 from megatron_fleet.models.chat.tokenizer import AddedTokens
-from megatron_fleet.models.kimi.calls import ARGUMENTS_BEGIN, CALL_BEGIN, CALL_END, KIMI, SECTION_BEGIN, SECTION_END
 from megatron_fleet.models.kimi.tool_types import declare, sorted_keys
 
+SECTION_BEGIN, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+CALL_BEGIN, ARGUMENTS_BEGIN, CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 TOKENS = AddedTokens(
     control=("[BOS]", "[EOS]", "<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>"),
     tags=(SECTION_BEGIN, SECTION_END, CALL_BEGIN, ARGUMENTS_BEGIN, CALL_END, "<think>", "</think>"),
@@ -22,6 +25,30 @@ TOKENS = AddedTokens(
 )
 Version = Literal["k2", "k2-thinking", "k2.5"]
 _mark = marker(TOKENS.control + TOKENS.tags)
+_HEAD = re.compile(r"([^<]*)" + re.escape(ARGUMENTS_BEGIN))
+_CLOSE = re.compile(re.escape(CALL_END) + rf"|(?={re.escape(SECTION_END)})|\Z")
+_ID = re.compile(r"(?:functions\.)?(.*?)(?::\d+)?", re.DOTALL)
+
+
+def _read(text: str, start: int, tools: Tools) -> WrittenCall:
+    """Read an id that contains the tool's name, then its arguments as JSON, between control tokens."""
+    head = _HEAD.match(text, start)
+    if head is None:
+        raise BadCall(f"{ARGUMENTS_BEGIN} must follow the call's id")
+    call_id = head[1].strip()
+    name = _ID.fullmatch(call_id)[1].strip()  # type: ignore[index]  # the pattern matches any text
+    if not name:
+        raise BadCall("the call's id must be functions.NAME:NUMBER")
+    value, end = read_value(text, head.end())
+    close = _CLOSE.match(text, end)
+    if close is None:
+        raise BadCall(f"there is text between the JSON object and {CALL_END}")
+    arguments = read_arguments(value)
+    check_text(call_id, arguments)
+    return WrittenCall(ToolCall(name, arguments), call_id, close.end())
+
+
+KIMI = Syntax(CALL_BEGIN, CALL_END, _read, around=(SECTION_BEGIN, SECTION_END))
 
 
 class Kimi:

@@ -1,8 +1,7 @@
 """Chat format of Qwen 2.5: Qwen 3's without thinking."""
 
 from megatron_fleet.models.chat.format import ModelFolder, NamedFormat
-from megatron_fleet.models.qwen3.chat import Qwen, announces_json_calls
-from megatron_fleet.models.qwen3.tokens import QWEN3_TOKENS
+from megatron_fleet.models.qwen3.chat import QWEN3_TOKENS, Qwen, announces_json_calls
 
 FORMATS = {"qwen2.5": NamedFormat(QWEN3_TOKENS, (False,), lambda thinking, template: Qwen(False, thinking))}
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_fleet.envs.base import Image
+from megatron_fleet.envs.base import Image, ToolCall
+from megatron_fleet.models.chat.arguments import check_text, declared_properties, read_argument
 from megatron_fleet.models.chat.format import (
     ImageMark,
     Mark,
@@ -19,10 +20,9 @@ from megatron_fleet.models.chat.format import (
     illustrated,
     marker,
 )
-from megatron_fleet.models.chat.parser import Tools
+from megatron_fleet.models.chat.parser import BadCall, Syntax, Tools, WrittenCall
 from megatron_fleet.models.chat.renderer import ToolResult, to_json
-from megatron_fleet.models.qwen3.tokens import IMAGE_PAD, QWEN3_TOKENS, VISION_TOKENS
-from megatron_fleet.models.qwen3_5.calls import QWEN3_5
+from megatron_fleet.models.qwen3.chat import IMAGE_PAD, QWEN3_TOKENS, VISION_TOKENS
 
 TOKENS = replace(QWEN3_TOKENS, chat_template=None)
 _mark = marker(TOKENS.control + VISION_TOKENS + TOKENS.tags)
@@ -44,6 +44,42 @@ _TOOLS_TAIL = (
     "tell the user about function calls\n</IMPORTANT>"
 )
 EMPTY_THINKING = "<think>\n\n</think>\n\n"
+_FUNCTION = re.compile(r"\s*<function=([^<>\n]+)>\s*")
+_PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?")
+_VALUE_END = "</parameter>"
+_SPACE = re.compile(r"\s*")
+_CLOSE = re.compile(r"</function>\s*(?:</tool_call>|\Z)")
+
+
+def _read(text: str, start: int, tools: Tools) -> WrittenCall:
+    """Read one element for the function and one per parameter, values as text."""
+    function = _FUNCTION.match(text, start)
+    name = function[1].strip() if function else ""
+    if function is None or not name:
+        raise BadCall("<function=NAME> must follow <tool_call>")
+    properties = declared_properties(name, tools)
+    arguments: dict[str, Any] = {}
+    end = function.end()
+    while parameter := _PARAMETER.match(text, end):
+        key = parameter[1].strip()
+        close = text.find(_VALUE_END, parameter.end())
+        written = text[parameter.end() : close].removesuffix("\n")
+        if close < 0 or "<parameter=" in written:
+            raise BadCall(f"the parameter {key!r} is not closed with {_VALUE_END}")
+        if key in arguments:
+            raise BadCall(f"the parameter {key!r} appears twice")
+        arguments[key] = read_argument(written, properties.get(key), python_words=True)
+        end = _SPACE.match(text, close + len(_VALUE_END)).end()  # type: ignore[union-attr]  # matches the empty string
+    closing = _CLOSE.match(text, end)
+    if closing is None:
+        raise BadCall(
+            "each argument must be <parameter=NAME>VALUE</parameter>, and </function></tool_call> must follow"
+        )
+    check_text(name, arguments)
+    return WrittenCall(ToolCall(name, arguments), "", closing.end())
+
+
+QWEN3_5 = Syntax("<tool_call>", "</tool_call>", _read)
 
 
 class Qwen35:

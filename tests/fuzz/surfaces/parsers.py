@@ -10,11 +10,11 @@ from fuzz.engine import Surface
 from fuzz.trees import received
 
 from megatron_fleet.agents.chat_turn import read_turn
-from megatron_fleet.models.chat.hermes import HERMES
 from megatron_fleet.models.chat.parser import MAX_CALLS, ParsedTurn, parse_turn
-from megatron_fleet.models.glm4.calls import GLM
-from megatron_fleet.models.kimi.calls import KIMI
-from megatron_fleet.models.qwen3_5.calls import QWEN3_5
+from megatron_fleet.models.glm4.chat import GLM
+from megatron_fleet.models.kimi.chat import KIMI
+from megatron_fleet.models.qwen3.chat import HERMES
+from megatron_fleet.models.qwen3_5.chat import QWEN3_5
 
 SYNTAXES = {"hermes": HERMES, "glm": GLM, "kimi": KIMI, "qwen3.5": QWEN3_5}
 SCHEMA = {"type": "object", "properties": {"q": {"type": "string"}, "n": {"type": ["integer", "null"]}}}

@@ -18,7 +18,7 @@ from megatron_fleet.models.chat.template_check import check_template
 from megatron_fleet.models.chat.tokenizer import train_tokenizer
 from megatron_fleet.models.images import read_vision
 from megatron_fleet.models.kimi.chat import TOKENS
-from megatron_fleet.models.qwen3.tokens import QWEN3_TOKENS, QWEN_VL_TOKENS
+from megatron_fleet.models.qwen3.chat import QWEN3_TOKENS, QWEN_VL_TOKENS
 
 PROCESSOR = {"patch_size": 14, "merge_size": 2, "size": {"shortest_edge": 3136, "longest_edge": 100_000}}
 

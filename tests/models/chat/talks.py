@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_fleet.envs.base import ToolCall
 from megatron_fleet.models.chat.format import Spoken
-from megatron_fleet.models.chat.template_check import Conversation, Round
+from megatron_fleet.models.chat.template_check import Dialogue, Round
 
 WORDS = (
     *(
@@ -43,7 +43,7 @@ class Talks:
         self._rng = random.Random(seed)
         self._words = words
 
-    def conversations(self, count: int, thinking: bool) -> Iterator[Conversation]:
+    def conversations(self, count: int, thinking: bool) -> Iterator[Dialogue]:
         """``count`` conversations.
 
         A thinking policy's have no question after a turn: there the templates drop what it thought, and an append-only
@@ -54,7 +54,7 @@ class Talks:
             for _ in range(self._rng.randrange(4)):
                 rounds.append(self._round(thinking, sum(len(r.spoken.calls) for r in rounds)))
             tools = tuple(self.tool() for _ in range(self._rng.randrange(4)))
-            yield Conversation(self.text(), tools, self.text(), tuple(rounds))
+            yield Dialogue(self.text(), tools, self.text(), tuple(rounds))
 
     def text(self) -> str:
         """Some words, perhaps none; never in ``<tool_response>`` as a whole."""
@@ -137,7 +137,7 @@ class Talks:
         )
 
 
-def pictured(talk: Conversation) -> Conversation:
+def pictured(talk: Dialogue) -> Dialogue:
     """The same with images in what is shown."""
     rounds = tuple(replace(r, shown=tuple(f"[image 1]{text}[image 2]\n" for text in r.shown)) for r in talk.rounds)
     return replace(talk, user=f"{talk.user}[image 1]", rounds=rounds, has_images=True)

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from megatron_fleet.envs.base import ToolCall
 from megatron_fleet.models.chat import parser
-from megatron_fleet.models.chat.hermes import HERMES
 from megatron_fleet.models.chat.parser import MAX_CALLS, ParsedTurn
+from megatron_fleet.models.qwen3.chat import HERMES
 
 A = '<tool_call>\n{"name": "a", "arguments": {}}\n</tool_call>'
 CALL_A = ToolCall("a", {})

@@ -10,9 +10,9 @@ from megatron_fleet.envs.base import ToolCall
 from megatron_fleet.models.chat.detection import FORMATS
 from megatron_fleet.models.chat.format import Spoken
 from megatron_fleet.models.chat.parser import MAX_CALLS, parse_turn
-from megatron_fleet.models.glm4.calls import GLM
-from megatron_fleet.models.kimi.calls import KIMI
-from megatron_fleet.models.qwen3_5.calls import QWEN3_5
+from megatron_fleet.models.glm4.chat import GLM
+from megatron_fleet.models.kimi.chat import KIMI
+from megatron_fleet.models.qwen3_5.chat import QWEN3_5
 
 PLAIN = {"q": "open"}
 

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.models.chat.template_check import check_template
-from megatron_fleet.models.qwen3.chat_template import QWEN3_CHAT_TEMPLATE
+from megatron_fleet.models.qwen3.chat import QWEN3_CHAT_TEMPLATE
 
 
 @pytest.fixture

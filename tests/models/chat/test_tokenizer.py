@@ -10,7 +10,7 @@ from tokenizer_fixtures import CORPUS
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.models.chat.tokenizer import LONG_CHARS, Tokenizer, train_tokenizer
-from megatron_fleet.models.qwen3.tokens import QWEN3_TOKENS
+from megatron_fleet.models.qwen3.chat import QWEN3_TOKENS
 
 
 def test_round_trip_of_nfc_text(tokenizer):

@@ -6,9 +6,7 @@ import pytest
 
 from megatron_fleet.models.chat.chat_renderer import ChatRenderer
 from megatron_fleet.models.chat.tokenizer import Tokenizer, train_tokenizer
-from megatron_fleet.models.qwen3.chat import Qwen
-from megatron_fleet.models.qwen3.chat_template import QWEN3_CHAT_TEMPLATE
-from megatron_fleet.models.qwen3.tokens import QWEN3_TOKENS
+from megatron_fleet.models.qwen3.chat import QWEN3_CHAT_TEMPLATE, QWEN3_TOKENS, Qwen
 
 CORPUS = [
     QWEN3_CHAT_TEMPLATE,
