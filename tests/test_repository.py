@@ -54,7 +54,7 @@ NOT_IN_EPISODE_ENVIRONMENT = {"torch", "vllm", "transformers", "megatron", "hydr
 EPISODE_SIDE = ("data", "envs", "agents", "models", "rollout.worker")
 WITH_TORCH = re.compile(r"megatron_fleet\.models\.\w+\.modules(\.|$)")
 """Modules of a model family for Megatron and vLLM, imported where a model is built."""
-LIGHT = ("cli", "cluster", "config", "data", "loop.preflight", "trainer.base", "trainer.layout", "trainer.precision")
+LIGHT = ("cli", "cluster", "config", "data", "loop.preflight", "trainer.base", "trainer.validate", "trainer.precision")
 """Modules whose import must stay quick."""
 
 
@@ -105,7 +105,7 @@ def test_the_episode_side_needs_nothing_of_the_engine_environment():
 
 def test_the_controller_needs_no_torch():
     """What importing it imports, directly or through our own modules; not what its functions import when called."""
-    reached = closure("cli", "loop", "cluster", "models", "trainer.group", "trainer.start")
+    reached = closure("cli", "loop", "cluster", "models", "trainer.group")
     wrong = [f"{who} imports {m}" for m, who in reached.items() if m.split(".")[0] in ("torch", "vllm", "megatron")]
     assert wrong == []
 
@@ -190,7 +190,7 @@ def test_files_and_folders_are_made_whole_in_storage():
 
 
     "platform.megatron.patches",  # versions of Megatron's own exchanges
-    *("weight_sync.broadcast.groups", "weight_sync.broadcast.rendezvous"),  # between trainer and engines
+    "weight_sync.broadcast.group",  # between trainer and engines
 }
 
 

@@ -6,26 +6,29 @@ import hmac
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import psutil
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_fleet.algorithms.datum import Datum
+from megatron_fleet.algorithms.loss_inputs import LossFn, LossInputs, LossResult
 from megatron_fleet.algorithms.losses import make_loss
 from megatron_fleet.cluster.rank_identity import controller_address
 from megatron_fleet.config.schema import AlgorithmConfig, Config
+from megatron_fleet.models.registry import use_family
 from megatron_fleet.platform import device as devices
 from megatron_fleet.platform.communicator import TorchCommunicator, join_at
 from megatron_fleet.storage.local import fingerprint, list_files
-from megatron_fleet.trainer.base import PARTS, AdamParams, Part, as_plain
+from megatron_fleet.trainer.base import PARTS, AdamParams, MicroBatches, Part, as_plain
 from megatron_fleet.trainer.megatron.faults import find_faults
 from megatron_fleet.trainer.megatron.memory import RankMemory
 from megatron_fleet.trainer.megatron.policy import MegatronPolicy
 from megatron_fleet.trainer.messages import Identity, RankReady, results_to_plain
-from megatron_fleet.trainer.recorded_losses import RecordedLosses
 from megatron_fleet.weight_sync.base import Outbox, Sender
 from megatron_fleet.weight_sync.registry import make_sender
 
@@ -82,6 +85,7 @@ class RankVerbs:
             UserError: configuration, model and machine do not fit each other.
         """
         self._config = Config.model_validate_json(config)
+        use_family(self._config.model.family)
         self._policy = MegatronPolicy(self._config, init)
         self._world = TorchCommunicator()
         colocated = self._config.rollout.engine.colocated
@@ -200,3 +204,50 @@ class RankVerbs:
         if self._sender is not None:
             self._sender.close()
             self._sender = None
+
+
+class RecordedLosses:
+    """Loss function that records its values, to find the non-finite ones.
+
+    It is called once for each micro-batch, in order, on the last pipeline stage; elsewhere it records nothing.
+    """
+
+    def __init__(self, loss: LossFn, micro_batches: MicroBatches, per_sequence: bool) -> None:
+        """Wrap ``loss``.
+
+        Args:
+            micro_batches: of this rank. Calls beyond them are for empty ones that the layout needs.
+            per_sequence: evaluate each sequence alone too; costs a second evaluation of the loss and a device
+                synchronisation.
+        """
+        self._loss, self._micro_batches = loss, micro_batches
+        self._totals: list[torch.Tensor] = []
+        self._sequences: list[list[float]] | None = [] if per_sequence else None
+
+    def __call__(self, x: LossInputs) -> LossResult:
+        number = len(self._totals)
+        if self._sequences is not None and number < len(self._micro_batches):
+            counts = [int(np.count_nonzero(datum.loss_mask)) for datum in self._micro_batches[number]]
+            ends = np.cumsum(counts)
+            with torch.no_grad():
+                parts = [self._loss(_cut(x, end - n, end))[0] for n, end in zip(counts, ends, strict=True)]
+            self._sequences.append([float(part) for part in parts])
+        result = self._loss(x)
+        # Left on the device: most steps never ask for the values.
+        self._totals.append(result[0].detach())
+        return result
+
+    def micro_batches(self) -> list[float]:
+        """Loss of each micro-batch. Synchronises with the device."""
+        return torch.stack(self._totals).tolist()[: len(self._micro_batches)] if self._totals else []
+
+    def sequences(self) -> list[list[float]] | None:
+        """Loss of each sequence, by micro-batch; ``None`` when not requested."""
+        return self._sequences
+
+
+def _cut(x: LossInputs, start: int, end: int) -> LossInputs:
+    """Slice the inputs to positions ``[start, end)``, all of one sequence."""
+    values = {f.name: getattr(x, f.name) for f in fields(x)}
+    cut: dict[str, Any] = {name: v[start:end] for name, v in values.items() if isinstance(v, torch.Tensor)}
+    return replace(x, **cut)

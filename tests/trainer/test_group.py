@@ -26,9 +26,8 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
 from megatron_fleet.models.flops import SequenceCost
 from megatron_fleet.trainer.base import AdamParams, LossSpec, TrainerLost
-from megatron_fleet.trainer.group import TrainerGroup
+from megatron_fleet.trainer.group import TrainerGroup, open_trainer, run_token
 from megatron_fleet.trainer.links import RankListener
-from megatron_fleet.trainer.start import open_trainer, run_token
 
 TOKEN = "the run's token"
 

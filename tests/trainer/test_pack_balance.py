@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_fleet.trainer.packing.balance import GOOD_ENOUGH, balance, exchange, karmarkar_karp, multifit
+from megatron_fleet.trainer.packing.pack_plan import GOOD_ENOUGH, balance, exchange, karmarkar_karp, multifit
 
 costs_of_items = st.lists(st.floats(0.01, 1e15), max_size=40)
 

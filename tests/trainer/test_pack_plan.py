@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.trainer.packing.balance import balance
-from megatron_fleet.trainer.packing.pack_plan import plan_micro_batches, round_up
+from megatron_fleet.trainer.packing.pack_plan import balance, plan_micro_batches, round_up
 
 
 def flops(lengths):

@@ -12,8 +12,13 @@ from tiny_configs import raw_config
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import ParallelConfig, PrecisionConfig
-from megatron_fleet.trainer.layout import layers_of_stages, micro_batch_alignment, padded_vocab_size, sequence_alignment
-from megatron_fleet.trainer.validate import validate
+from megatron_fleet.trainer.validate import (
+    layers_of_stages,
+    micro_batch_alignment,
+    padded_vocab_size,
+    sequence_alignment,
+    validate,
+)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from policy_fixtures import make_batch
 from megatron_fleet.algorithms.loss_inputs import LossInputs
 from megatron_fleet.algorithms.losses import make_loss
 from megatron_fleet.config.schema import AlgorithmConfig
-from megatron_fleet.trainer.recorded_losses import RecordedLosses
+from megatron_fleet.trainer.verbs import RecordedLosses
 
 MICRO_BATCHES = [make_batch(count=3), [], make_batch(count=2, seed=1)]
 

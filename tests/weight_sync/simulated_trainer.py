@@ -15,7 +15,7 @@ from megatron_fleet.trainer.base import Deliver
 from megatron_fleet.weight_sync.base import Sender
 from megatron_fleet.weight_sync.buckets import checksum
 from megatron_fleet.weight_sync.shm.board import SUMMED
-from megatron_fleet.weight_sync.shm.layout import map_memory, parse_layout
+from megatron_fleet.weight_sync.shm.sender import map_memory, parse_layout
 
 MakeSender = Callable[[ThreadCommunicator], Sender]
 

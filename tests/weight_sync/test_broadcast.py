@@ -13,9 +13,9 @@ from local_sender import FolderWeights, LocalSender  # noqa: E402
 from waiting import HANG_S  # noqa: E402
 from weight_fixtures import random_tensors, tiny_config, write_folder  # noqa: E402
 
-from megatron_fleet.weight_sync.broadcast import rendezvous  # noqa: E402
+from megatron_fleet.weight_sync.broadcast import group as update_group  # noqa: E402
 from megatron_fleet.weight_sync.broadcast.controller import ATTEMPTS  # noqa: E402
-from megatron_fleet.weight_sync.broadcast.rendezvous import GroupBroken, Membership, Rendezvous  # noqa: E402
+from megatron_fleet.weight_sync.broadcast.group import GroupBroken, Membership, Rendezvous  # noqa: E402
 from megatron_fleet.weight_sync.registry import make_transport  # noqa: E402
 
 
@@ -58,7 +58,7 @@ def impatient(monkeypatch):
 
     def meet_now(self):
         with monkeypatch.context() as patch:
-            patch.setattr(rendezvous, "JOIN_S", 0.2)
+            patch.setattr(update_group, "JOIN_S", 0.2)
             return meet(self)
 
     monkeypatch.setattr(Rendezvous, "meet", meet_now)
@@ -94,7 +94,7 @@ def test_members_meet_only_those_who_know_the_secret(monkeypatch):
     meeting = Rendezvous("127.0.0.1", "the layout")
     member = Membership(**meeting.init_info)
     assert (member.layout, member.own_address) == ("the layout", "127.0.0.1")
-    monkeypatch.setattr(rendezvous, "JOIN_S", 0.5)
+    monkeypatch.setattr(update_group, "JOIN_S", 0.5)
     with pytest.raises(RuntimeError, match=r"(?i)timeout|timed out"):
         Membership(**meeting.init_info | {"secret": "another"})
     member.register()
@@ -103,7 +103,7 @@ def test_members_meet_only_those_who_know_the_secret(monkeypatch):
 
 
 def test_a_member_notices_at_once_that_rank_0_is_gone(monkeypatch):
-    monkeypatch.setattr(rendezvous, "OPEN_S", HANG_S)
+    monkeypatch.setattr(update_group, "OPEN_S", HANG_S)
     meeting = Rendezvous("127.0.0.1", "the layout")
     member = Membership(**meeting.init_info)
     member.register()

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from waiting import wait_until  # noqa: E402
 
 from megatron_fleet.config.errors import UserError  # noqa: E402
-from megatron_fleet.weight_sync.broadcast.packing import DamagedBucket, pack, unpack  # noqa: E402
+from megatron_fleet.weight_sync.broadcast.group import DamagedBucket, pack, unpack  # noqa: E402
 from megatron_fleet.weight_sync.buckets import (  # noqa: E402
     BucketLayout,
     checksum,
@@ -22,7 +22,7 @@ from megatron_fleet.weight_sync.buckets import (  # noqa: E402
 )
 from megatron_fleet.weight_sync.engine_format import EngineFormat  # noqa: E402
 from megatron_fleet.weight_sync.shm.board import Board  # noqa: E402
-from megatron_fleet.weight_sync.shm.layout import SharedLayout, parse_layout  # noqa: E402
+from megatron_fleet.weight_sync.shm.sender import SharedLayout, parse_layout  # noqa: E402
 from megatron_fleet.weights.source import ParamMeta  # noqa: E402
 
 METAS = [

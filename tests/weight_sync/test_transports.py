@@ -21,7 +21,7 @@ from waiting import HANG_S  # noqa: E402
 from weight_fixtures import tiny_config  # noqa: E402
 
 from megatron_fleet.config.errors import UserError  # noqa: E402
-from megatron_fleet.weight_sync.broadcast import groups  # noqa: E402
+from megatron_fleet.weight_sync.broadcast import group as update_group  # noqa: E402
 from megatron_fleet.weight_sync.registry import make_transport  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -161,7 +161,7 @@ async def test_engines_that_are_left_get_the_version_when_one_is_killed_in_a_bro
     models, served, engine, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("megatron_fleet.weight_sync.buckets.BUCKET_BYTES", 1)
-    monkeypatch.setattr(groups, "STALL_S", NEVER_S)
+    monkeypatch.setattr(update_group, "STALL_S", NEVER_S)
     engine.ask("transport", "gloo")
     doomed = EngineProcess(served, tmp_path / "doomed.log", transport="gloo")
     doomed.ask("generate", PROMPTS, 1)

@@ -88,10 +88,10 @@ def main(folder: str, descriptor: str, dtype: str, transport: str, more: str) ->
         os.environ[MIXER] = mixer.engine
     from vllm import LLM
 
-    from megatron_fleet.weight_sync.broadcast import groups
+    from megatron_fleet.weight_sync.broadcast import group as update_group
     from megatron_fleet.weight_sync.registry import engine_backend
 
-    groups.STALL_S = NEVER_S
+    update_group.STALL_S = NEVER_S
     arguments: dict[str, Any] = {
         "dtype": dtype,
         "enforce_eager": True,

@@ -19,7 +19,7 @@ from megatron_fleet.trainer.megatron import parallel
 from megatron_fleet.trainer.megatron.build import build_chunks
 from megatron_fleet.weight_sync.registry import make_sender
 from megatron_fleet.weight_sync.shm.controller import HeldMemory
-from megatron_fleet.weight_sync.shm.layout import map_memory, parse_layout
+from megatron_fleet.weight_sync.shm.sender import map_memory, parse_layout
 from megatron_fleet.weights.export import export_hf
 from megatron_fleet.weights.shards import load_hf
 from megatron_fleet.weights.source import MegatronWeightSource, megatron_place

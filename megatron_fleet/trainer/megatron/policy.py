@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -11,13 +12,13 @@ from typing import Literal
 import numpy as np
 import torch
 from megatron.core import parallel_state
+from torch import nn
 
 from megatron_fleet.algorithms.losses import LossFn
 from megatron_fleet.config.schema import Config
 from megatron_fleet.models.hf_config import read_model
 from megatron_fleet.platform import device
 from megatron_fleet.platform.communicator import TorchCommunicator
-from megatron_fleet.trainer import layout
 from megatron_fleet.trainer.base import AdamParams, LossReport, MicroBatches, OptimReport
 from megatron_fleet.trainer.megatron import build, lora, optimizer, parallel, routing, state, step
 from megatron_fleet.trainer.megatron.build import fill_random
@@ -25,10 +26,14 @@ from megatron_fleet.trainer.megatron.fake_quant import quantise_experts
 from megatron_fleet.trainer.megatron.gradients import GradientProbe
 from megatron_fleet.trainer.megatron.offload import TrainState
 from megatron_fleet.trainer.megatron.precision import filled_in_full, precision_arguments
-from megatron_fleet.trainer.megatron.reference import BaseReference, Reference
 from megatron_fleet.trainer.packing.pack import PackedMicroBatch, micro_batch_width, pack_micro_batch, unpack_trained
 from megatron_fleet.trainer.precision import check_machine, check_precision
-from megatron_fleet.trainer.validate import validate
+from megatron_fleet.trainer.validate import (
+    check_micro_batch_tokens,
+    micro_batch_alignment,
+    sequence_alignment,
+    validate,
+)
 from megatron_fleet.weights import export
 from megatron_fleet.weights.adapters import AdapterSource, ViewedWeightSource, export_adapters
 from megatron_fleet.weights.hf_folder import read_config
@@ -60,7 +65,7 @@ class MegatronPolicy:
         self.hf_config = read_config(config.model.path)
         self._model = read_model(self.hf_config)
         self.vocab_size = self._model.vocab
-        self._align = layout.micro_batch_alignment(config.parallel, config.precision)
+        self._align = micro_batch_alignment(config.parallel, config.precision)
         self._check()
         device.prepare(config.policy.threads, config.run.seed)
         parallel.initialise(config.parallel, config.run.seed)
@@ -77,7 +82,7 @@ class MegatronPolicy:
     def _check(self) -> None:
         """Refuse configurations that cannot be trained here."""
         config = self._config
-        layout.check_micro_batch_tokens(config.policy.micro_batch_tokens, config.parallel, config.precision)
+        check_micro_batch_tokens(config.policy.micro_batch_tokens, config.parallel, config.precision)
         validate(self.hf_config, config.parallel, config.policy.recompute, config.policy.lora.rank)
         check_precision(self._model, config.parallel, config.precision)
         check_machine(config)
@@ -116,7 +121,7 @@ class MegatronPolicy:
         # Interleaved stages need a number of micro-batches that is a multiple of the pipeline size.
         missing = -len(micro_batches) % p.pipeline if p.virtual > 1 else 0
         filled = [*micro_batches, *([[]] * missing)]
-        align = layout.sequence_alignment(p)
+        align = sequence_alignment(p)
         widths = [micro_batch_width([*map(len, micro_batch)], align, self._align) for micro_batch in filled]
         if p.pipeline > 1:
             # Activations sent between stages have one shape per pass.
@@ -230,3 +235,51 @@ class MegatronPolicy:
     def close(self) -> None:
         """Leave the process groups."""
         parallel.shutdown()
+
+
+class BaseReference:
+    """Reference policy of a model with adapters: its base model. It already exists: nothing is kept."""
+
+    def __init__(self, adapters: Sequence[lora.Adapters]) -> None:
+        self._adapters = adapters
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Disable the adapters inside."""
+        with lora.without(self._adapters):
+            yield
+
+
+class Reference:
+    """Reference policy: a copy in host memory of the parameters, and the biases of routers, of this rank's chunks at
+    construction.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module]) -> None:
+        self._parameters: list[torch.Tensor] = [p for chunk in chunks for p in chunk.parameters()]
+        for chunk in chunks:
+            self._parameters += [b for name, b in chunk.named_buffers() if name.endswith("expert_bias")]
+        self._kept = _host_copy(self._parameters)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Swap in the kept values inside; on exit, even after an exception, the model has its own again,
+        bit for bit.
+        """
+        current = _host_copy(self._parameters)
+        try:
+            _fill_in_place(self._parameters, self._kept)
+            yield
+        finally:
+            _fill_in_place(self._parameters, current)
+
+
+def _host_copy(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [p.detach().to("cpu", copy=True) for p in parameters]
+
+
+@torch.no_grad()
+def _fill_in_place(parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    # In place: the parameters are views into Megatron's buffers and must stay there.
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.copy_(value)

@@ -11,9 +11,15 @@ from typing import ClassVar
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from megatron_fleet.weight_sync.broadcast.groups import GlooGroup, Group, NcclGroup
-from megatron_fleet.weight_sync.broadcast.packing import packed_bytes, unpack
-from megatron_fleet.weight_sync.broadcast.rendezvous import GroupBroken, Membership
+from megatron_fleet.weight_sync.broadcast.group import (
+    GlooGroup,
+    Group,
+    GroupBroken,
+    Membership,
+    NcclGroup,
+    packed_bytes,
+    unpack,
+)
 from megatron_fleet.weight_sync.buckets import BucketLayout, parse_buckets, prefetch
 from megatron_fleet.weight_sync.reloading import ReloadingEngine, begin_reload, check_names
 

@@ -11,9 +11,7 @@ import torch
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.platform.communicator import Communicator, together
 from megatron_fleet.weight_sync.base import Outbox
-from megatron_fleet.weight_sync.broadcast.groups import GlooGroup, Group, NcclGroup
-from megatron_fleet.weight_sync.broadcast.packing import pack
-from megatron_fleet.weight_sync.broadcast.rendezvous import GroupBroken, Rendezvous
+from megatron_fleet.weight_sync.broadcast.group import GlooGroup, Group, GroupBroken, NcclGroup, Rendezvous, pack
 from megatron_fleet.weight_sync.buckets import BucketLayout, make_buckets, source_groups, stored_parts, stream_buckets
 from megatron_fleet.weight_sync.engine_format import EngineFormat, Source
 

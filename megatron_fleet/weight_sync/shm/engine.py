@@ -10,7 +10,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 from megatron_fleet.weight_sync.buckets import checksum, prefetch
 from megatron_fleet.weight_sync.reloading import ReloadingEngine, check_names
 from megatron_fleet.weight_sync.shm.board import SUMMED
-from megatron_fleet.weight_sync.shm.layout import map_memory, parse_layout
+from megatron_fleet.weight_sync.shm.sender import map_memory, parse_layout
 
 
 @dataclass
