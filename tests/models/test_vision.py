@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from megatron_fleet.models.images import MAX_ASPECT, QwenVision
+from megatron_fleet.models.images import MAX_ASPECT
+from megatron_fleet.models.qwen3.vision import QwenVision
 
 sides = st.one_of(st.integers(1, 120), st.integers(1, 5000))
 shapes = st.sampled_from([(14, 2), (16, 2), (8, 1)])
