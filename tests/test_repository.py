@@ -168,8 +168,6 @@ def test_what_is_printed_is_escaped():
     assert found == set()
 
 
-EXCHANGES = {
-    "platform.communicator",
 RENAMES = {
     *("storage.local", "storage.staging"),
     "loop.start",  # moves the records of an earlier run aside
@@ -189,6 +187,8 @@ def test_files_and_folders_are_made_whole_in_storage():
     assert found == RENAMES
 
 
+EXCHANGES = {
+    "platform.communicator",
     "platform.megatron.patches",  # versions of Megatron's own exchanges
     "weight_sync.broadcast.group",  # between trainer and engines
 }
