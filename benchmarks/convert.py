@@ -276,7 +276,7 @@ def kimi_tensors() -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def kernels() -> dict[str, Any]:
-    """What benchmarks/quant_kernels.py says."""
+    """Output of benchmarks/quant_kernels.py."""
     script = Path(__file__).with_name("quant_kernels.py")
     done = subprocess.run([sys.executable, str(script)], check=True, capture_output=True, text=True)
     return json.loads(done.stdout)["kernels"]

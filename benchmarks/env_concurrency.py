@@ -70,7 +70,7 @@ class Pair:
         return self.worker.ask(how, episodes=episodes) | {"server_cpu_seconds": self.server.cpu_seconds() - before}
 
     def held(self) -> dict[str, dict[str, float]]:
-        """What the processes hold at rest."""
+        """Memory of the processes at rest."""
         time.sleep(SETTLE_S)
         return {"server": self.server.ask("resources"), "worker": self.worker.ask("resources")}
 

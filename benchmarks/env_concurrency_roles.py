@@ -35,7 +35,7 @@ PATIENCE_S = 300.0
 
 
 def resources() -> dict[str, float]:
-    """What this process holds; ``children`` counts all generations."""
+    """Memory of this process; ``children`` counts all generations."""
     gc.collect()
     own = Path("/proc/self")
     return {

@@ -1,4 +1,4 @@
-"""What a benchmark's figures were measured on."""
+"""Machine on which a benchmark's figures were measured."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def of_node(node: ast.expr | ast.stmt) -> Iterator[tuple[int, int, str]]:
 
 
 def compiles(lines: list[str], number: int, after: str) -> bool:
-    """Whether the file is still Python; a replaced operator may have stood beside a parenthesis."""
+    """Return whether the file is still Python; a replaced operator may have stood beside a parenthesis."""
     try:
         ast.parse("\n".join([*lines[: number - 1], after, *lines[number:]]))
     except SyntaxError:

@@ -160,7 +160,7 @@ def worst(figures: Sequence[dict[str, Any]], name: str) -> float | None:
 
 
 def milliseconds(count: int, dp: int, capacity: int, cost: SequenceCost, repeats: int = 9) -> list[float]:
-    """Of a plan and the costs it needs: median and fastest."""
+    """Median and fastest time of a plan and the costs it needs."""
     lengths = fleet_lengths(count, 0)
     trained, seconds = [n // TRAINED for n in lengths], []
     for _ in range(repeats):

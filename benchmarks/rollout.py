@@ -1,4 +1,4 @@
-"""What the agent loop costs beyond raw vLLM.
+"""Cost of the agent loop beyond raw vLLM.
 
     python benchmarks/rollout.py            # in the engine environment; about a quarter of an hour
 

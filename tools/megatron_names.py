@@ -175,7 +175,7 @@ def is_moe(config: Config) -> bool:
 
 
 def megatron_arguments(model: str, variant: str) -> dict[str, Any]:
-    """What a (MLA) ``TransformerConfig`` is told about a model of `MODELS`."""
+    """Arguments of a (MLA) ``TransformerConfig`` for a model of `MODELS`."""
     hf = MODELS[model]
     arguments = {
         "num_layers": hf["num_hidden_layers"],

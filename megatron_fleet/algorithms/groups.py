@@ -74,7 +74,7 @@ def shaped_rewards(group: Group, algorithm: AlgorithmConfig) -> list[float | Non
 
 
 def learnt_from(group: Group, rewards: Sequence[float | None], algorithm: AlgorithmConfig) -> bool:
-    """Whether ``algorithm.group_filter`` keeps ``group``.
+    """Return whether ``algorithm.group_filter`` keeps ``group``.
 
     Raises:
         UserError: the filter is neither built in nor loadable, or does not return a truth value.

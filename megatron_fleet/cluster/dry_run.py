@@ -112,7 +112,7 @@ def outputs(config: Config) -> list[str]:
         ("config.json", "this configuration, for `mfleet train --resolved`", True),
         ("metrics.jsonl", "one line per step and evaluation (docs/reference/metrics.md)", True),
         ("memory.json", "who held how much memory at most, in each phase", True),
-        ("summary.json", "first and last evaluation, best step, totals", True),
+        ("summary.json", "first and last evaluation, totals", True),
         ("curve.svg", "the learning curve", c.logging.plot),
         ("tensorboard/", "the same metrics as TensorBoard events", c.logging.tensorboard),
         ("trajectories/", "every conversation with its reward", True),

@@ -173,11 +173,11 @@ class Node:
         self._attempt = _Attempt(attempt, started, asyncio.create_task(self._watch(attempt, started)))
 
     async def _watch(self, attempt: int, ranks: LocalRanks) -> None:
-        told: set[int] = set()
+        reported: set[int] = set()
         while True:
             for rank, words in ranks.ended().items():
-                if rank not in told:
-                    told.add(rank)
+                if rank not in reported:
+                    reported.add(rank)
                     self._tell("ended", attempt, rank, f"{words}, on host {self._host.name}")
             await asyncio.sleep(POLL_S)
 

@@ -106,7 +106,7 @@ def listen_at(environ: Mapping[str, str]) -> ListenAt:
     """Read the listen address for the controller of a run with external ranks or several hosts.
 
     Raises:
-        UserError: as `controller_address`; or the port is 0 without a file to publish the chosen one.
+        UserError: as `controller_address`; or the port is 0 without a file to write the chosen one to.
     """
     file = environ.get("MFLEET_CONTROLLER_FILE", "").strip()
     address, _ = _address(environ, lowest_port=0 if file else 1), _token(environ)

@@ -92,7 +92,7 @@ def with_minimum(shares: np.ndarray, least: float) -> np.ndarray:
 
 
 def quotas(shares: np.ndarray, credit: np.ndarray, batch: int, least: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the whole prompts per environment for one step, and the credit carried to the next.
+    """Return the whole prompts per environment for one step, and the credit left for the next.
 
     Every environment gets ``least``; the rest is assigned one at a time by the quota method of apportionment (Balinski
     and Young 1975, Amer. Math. Monthly 82:701-730): of the environments with credit above 0, to the one whose credit

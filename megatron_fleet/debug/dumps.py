@@ -84,7 +84,7 @@ class Dumps:
             shutil.rmtree(stale)
 
     def has_place(self, verdict: Verdict) -> bool:
-        """Whether one more may be written. Spikes leave one place for a non-finite step, which stops learning."""
+        """Return whether one more fits. Spikes leave one place for a non-finite step, which stops learning."""
         kept = [open_dump(path).record.verdict for path in self._folder.glob("step-*")]
         return len(kept) < self._most and (verdict != Verdict.SPIKE or kept.count(verdict) < self._most - 1)
 

@@ -208,7 +208,7 @@ class Found:
 
 
 def _agree(then: float, now: float, difference: float) -> bool:
-    """Whether both are finite and close, or neither is finite: NaN or inf may depend on the order of a sum."""
+    """Return whether both are finite and close, or neither is finite: NaN or inf may depend on the order of a sum."""
     if math.isfinite(then) and math.isfinite(now):
         return abs(then - now) <= difference
     return math.isfinite(then) == math.isfinite(now)

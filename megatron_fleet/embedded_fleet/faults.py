@@ -28,7 +28,7 @@ class Fault:
         hangs: the call never answers.
         dies: the session's socket closes.
         breaks: the call raises outside of the tool protocol, as a broken environment does.
-        damage: applied to the answer on the wire.
+        damage: applied to the bytes of the answer.
         no_verdict: a verification reports no reward.
     """
 

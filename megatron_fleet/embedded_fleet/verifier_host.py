@@ -7,7 +7,7 @@ environment server; see ``sandbox.py``.
 It is started as a script in the interpreter's isolated mode and loads only the standard library: a small process forks
 in well under a millisecond.
 
-Wire format over a Unix socket: a JSON line (the request), then the two databases; the reply is one JSON line
+Protocol over a Unix socket: a JSON line (the request), then the two databases; the reply is one JSON line
 ``{"value": float | null, "reason": str}``.
 """
 

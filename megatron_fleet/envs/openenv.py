@@ -196,8 +196,8 @@ class OpenEnvEnvironment:
                     f"has {_names(hidden)}, and shown without this key are {_names(observation)}"
                 )
             observation[name] = hidden[name]
-        told = {name: value for name, value in observation.items() if value not in (None, "", [], {}, prompt)}
-        return f"{prompt}\n\n{json.dumps(told, ensure_ascii=False)}" if told else prompt
+        fields = {name: value for name, value in observation.items() if value not in (None, "", [], {}, prompt)}
+        return f"{prompt}\n\n{json.dumps(fields, ensure_ascii=False)}" if fields else prompt
 
     async def _call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> Any:
         """Call a tool or send an action. Raises EnvLost, InvalidAction or Raised."""

@@ -70,9 +70,9 @@ def tool_result(reply: Any) -> tuple[str, tuple[Image, ...]]:
     """Return a successful tool's result as text and images; an observation without ``result`` as JSON."""
     if "result" in reply.observation:
         return read_content(reply.observation["result"])
-    told = {name: value for name, value in visible(reply).items() if name not in ("tool_name", "error")}
-    told = {name: value for name, value in told.items() if value is not None}
-    return json.dumps(told, ensure_ascii=False) if told else "", ()
+    fields = {name: value for name, value in visible(reply).items() if name not in ("tool_name", "error")}
+    fields = {name: value for name, value in fields.items() if value is not None}
+    return json.dumps(fields, ensure_ascii=False) if fields else "", ()
 
 
 def is_refusal(error: Exception) -> bool:

@@ -56,7 +56,7 @@ class StepBatch:
 
     Attributes:
         groups: all groups that were played, in the order of their tasks.
-        updates: data of each optimizer step; empty when no group carried a signal.
+        updates: data of each optimizer step; empty when no group had a signal.
         staleness: int64 ``[N]``: for each sampled span of tokens, weight versions between its sampling and now.
         seconds: durations by name, for ``timing/``.
         waits: shares of the time since the batch before, for ``async/``.

@@ -26,8 +26,7 @@ from megatron_fleet.loop.weights import EngineWeights
 from megatron_fleet.rollout.service import Ground, RolloutService, episode_python
 from megatron_fleet.storage.local import write_atomically
 from megatron_fleet.trainer.base import TrainerLost
-from megatron_fleet.trainer.group import TrainerGroup
-from megatron_fleet.trainer.group import run_token, start_trainer
+from megatron_fleet.trainer.group import TrainerGroup, run_token, start_trainer
 from megatron_fleet.weight_sync.registry import make_transport
 
 STOP_DEADLINE_S = 120.0

@@ -83,7 +83,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     if batch.data:
         lengths = np.array([np.count_nonzero(d.loss_mask) for d in batch.data])
         advantages = np.array(batch.advantages)
-        trained = {origin.trajectory for origin in batch.origin}  # each may have several rows
+        trained = {origin.trajectory for origin in batch.origin}  # each may have several Data
         rewards = [batch.rewards[group][sample] for group, sample in sorted(trained)]
         out["loss/avg_final_rewards"] = float(np.mean(np.array(rewards, dtype=np.float64)))
         out["loss/avg_raw_advantages"] = float(np.average(advantages, weights=lengths))
@@ -102,7 +102,7 @@ def policy_metrics(reports: Sequence[LossReport], optims: Sequence[OptimReport])
             sums[name] += value
     for key in NORMALISED:
         if key in sums:
-            sums[key] /= len(reports)  # each update's loss is already normalised over its own rows
+            sums[key] /= len(reports)  # each update's loss is already normalised over its own sequences
     out = finalize_metrics(sums)
     # Later updates of a batch move π away from μ by design; only the first one compares equal weights.
     first = finalize_metrics(reports[0].metrics)

@@ -227,7 +227,7 @@ _POLICY = {
     "skipped_steps_total": "The same over the run, resumed parts included.",
     "grad_norm_spikes": "Optimizer steps whose gradient norm was above policy.safety.spike_factor × the median of the "
     "last 32; they were taken.",
-    "weight_version": "Weight version published at the end of the step.",
+    "weight_version": "Weight version synced at the end of the step.",
     **_GRADIENT,
 }
 

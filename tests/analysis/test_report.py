@@ -23,9 +23,9 @@ def table_row(text: str, *start: str) -> list[str]:
 
 def test_the_report_of_a_run(simple_run, capsys):
     assert main(["report", str(simple_run)]) == 0
-    told = capsys.readouterr().out
-    assert "0.000 → 0.500" in told and "bank: Too hard" in told and str(simple_run / "report.html") in told
-    assert len(told.splitlines()) <= 12
+    printed = capsys.readouterr().out
+    assert "0.000 → 0.500" in printed and "bank: Too hard" in printed and str(simple_run / "report.html") in printed
+    assert len(printed.splitlines()) <= 12
     page, text = ((simple_run / f"report.{kind}").read_text() for kind in ("html", "md"))
     rates = [r"0.000 \[0.000, 0.000\]", r"1.000 \[1.000, 1.000\]", r"+1.000 \[+1.000, +1.000\]"]
     assert table_row(text, "shop") == ["shop", "6", *rates, "0 → 0", "improved"]
@@ -55,9 +55,9 @@ def test_the_terminal_tells_first_of_environments_that_need_a_look(make_run: Run
 
     make_run.evaluate(0, collected(False)).evaluate(3, collected(True))
     assert main(["report", str(make_run.folder)]) == 0
-    told = capsys.readouterr().out.splitlines()
-    names = [line.split(":")[0] for line in told if " → " in line][1:]
-    assert len(told) == 12 and names[:2] == ["worse", "better"] and names[2:] == sorted(names[2:])
+    printed = capsys.readouterr().out.splitlines()
+    names = [line.split(":")[0] for line in printed if " → " in line][1:]
+    assert len(printed) == 12 and names[:2] == ["worse", "better"] and names[2:] == sorted(names[2:])
 
 
 @pytest.mark.parametrize(

@@ -79,5 +79,5 @@ def test_what_cannot_be_evaluated_is_refused_in_one_sentence(tmp_path, capsys, a
     out = () if "--out" in arguments else ("--out", str(tmp_path / "out"))
     given = [argument.format(tmp=tmp_path) for argument in arguments]
     assert main(["eval", *overrides, *out, *given]) == 2
-    told = capsys.readouterr().err
-    assert words in told and told.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert words in printed and printed.count("\n") == 1

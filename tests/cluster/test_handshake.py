@@ -14,7 +14,7 @@ from megatron_fleet.cluster import frames, handshake
 TOKEN = "the run's token"
 
 
-class Wire:
+class Pipe:
     """Keeps what is written, and lets another side read it."""
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Wire:
 
 
 @contextlib.asynccontextmanager
-async def listener(token: str, to_listener: Wire, to_dialler: Wire) -> AsyncIterator[asyncio.Task]:
+async def listener(token: str, to_listener: Pipe, to_dialler: Pipe) -> AsyncIterator[asyncio.Task]:
     task = asyncio.create_task(handshake.admit(to_listener.reader, to_dialler, token))
     yield task
     to_listener.reader.feed_eof()
@@ -34,7 +34,7 @@ async def listener(token: str, to_listener: Wire, to_dialler: Wire) -> AsyncIter
 
 
 async def test_both_know_the_token():
-    there, back = Wire(), Wire()
+    there, back = Pipe(), Pipe()
     async with listener(TOKEN, there, back) as admitted:
         proof = await handshake.dial(back.reader, there, TOKEN)
         there.write(frames.pack("rank", proof, {"rank": 0}))
@@ -43,7 +43,7 @@ async def test_both_know_the_token():
 
 
 async def test_a_listener_without_the_token_is_not_believed_and_learns_nothing():
-    there, back = Wire(), Wire()
+    there, back = Pipe(), Pipe()
     async with listener("a guess", there, back):
         with pytest.raises(handshake.NotOfThisRun, match="does not know this run's token"):
             await handshake.dial(back.reader, there, TOKEN)
@@ -61,11 +61,11 @@ async def test_a_listener_cannot_answer_with_what_it_was_sent():
 
 @pytest.mark.parametrize("how", ["another token", "replayed", "no proof", "no hello", "short nonce", "silent"])
 async def test_a_dialler_without_the_token_is_not_admitted(how, monkeypatch):
-    there, back = Wire(), Wire()
+    there, back = Pipe(), Pipe()
     async with listener(TOKEN, there, back):
         there.write(frames.pack("rank", await handshake.dial(back.reader, there, TOKEN), 5))
     recorded = there.sent
-    there, back = Wire(), Wire()
+    there, back = Pipe(), Pipe()
     monkeypatch.setattr(handshake, "TIMEOUT_S", 0.1 if how == "silent" else HANG_S)
     async with listener(TOKEN, there, back) as admitted:
         if how == "another token":

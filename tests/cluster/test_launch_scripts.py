@@ -1,4 +1,4 @@
-"""launch/ on real torchrun and Slurm: the controller runs once, every rank reaches it, and the run's status is told."""
+"""launch/ on real torchrun and Slurm: the controller runs once, every rank reaches it, and its status is the run's."""
 
 import json
 import os

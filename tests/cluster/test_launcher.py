@@ -1,4 +1,4 @@
-"""Ranks as processes of one host: each learns its place, its end is told, and nothing of it stays."""
+"""Ranks as processes of one host: each learns its place, its end is reported, and nothing of it stays."""
 
 from __future__ import annotations
 

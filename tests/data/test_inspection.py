@@ -34,8 +34,8 @@ def test_all_problems_of_all_rows_are_told(report):
         {**ROW, "key": 5},
     ]
     found, text = report(rows)
-    told = [(p["row"], p["key"], p["field"], p["kind"]) for p in found["problems"]]
-    assert told == [
+    problems = [(p["row"], p["key"], p["field"], p["kind"]) for p in found["problems"]]
+    assert problems == [
         (2, None, "", "not an object"),
         (3, "b", "prompt", "wrong value"),
         (3, "b", "env_id", "conflict"),

@@ -1,4 +1,4 @@
-"""Task files: every spelling is read, every fault is told with file, row, field and expectation."""
+"""Task files: every spelling is read, every fault is named with file, row, field and expectation."""
 
 import hashlib
 import json

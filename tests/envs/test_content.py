@@ -14,7 +14,7 @@ from megatron_fleet.envs.content import error_text, known_number, read_content, 
 PIXELS = b"\x89PNG"
 DATA = base64.b64encode(PIXELS).decode()
 TEXT = {"type": "text", "text": "a"}
-PICTURE = {"type": "image", "data": DATA, "mimeType": "image/jpeg"}
+IMAGE = {"type": "image", "data": DATA, "mimeType": "image/jpeg"}
 PART = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{DATA}"}}
 
 
@@ -53,8 +53,8 @@ def test_text(result, text):
 @pytest.mark.parametrize(
     ("result", "text", "kinds"),
     [
-        ([TEXT, PICTURE, TEXT, PART], "a\n[image 1]\na\n[image 2]", ["image/jpeg", "image/png"]),
-        ({"content": [PICTURE], "data": {"raw": 1}, "structured_content": {"raw": 1}}, "[image 1]", ["image/jpeg"]),
+        ([TEXT, IMAGE, TEXT, PART], "a\n[image 1]\na\n[image 2]", ["image/jpeg", "image/png"]),
+        ({"content": [IMAGE], "data": {"raw": 1}, "structured_content": {"raw": 1}}, "[image 1]", ["image/jpeg"]),
         ([{"type": "image_url", "image_url": f"data:;base64,{DATA}"}], "[image 1]", ["image/png"]),
     ],
 )  # fmt: skip

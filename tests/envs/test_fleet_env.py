@@ -181,10 +181,10 @@ async def test_a_screen_is_an_image(emulated):
     environment = make_environment(CONFIG, "")
     shown = await environment.reset(replace(TASK, modality="computer_use"))
     assert [t["function"]["name"] for t in shown.tools] == ["computer"]
-    picture = Image("image/png", b"\x89PNG a screen")
-    assert (shown.content, shown.images) == ("Close ticket 7.\n\n[image 1]", (picture,))
+    image = Image("image/png", b"\x89PNG a screen")
+    assert (shown.content, shown.images) == ("Close ticket 7.\n\n[image 1]", (image,))
     shown = await environment.step(ToolCall("computer", {"action": "click"}))
-    assert (shown.content, shown.images) == ("[image 1]", (picture,)) and PNG not in shown.content
+    assert (shown.content, shown.images) == ("[image 1]", (image,)) and PNG not in shown.content
     await environment.close()
 
 

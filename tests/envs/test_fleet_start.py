@@ -1,4 +1,4 @@
-"""Failures to start the embedded fleet are told in one sentence; nothing stays behind."""
+"""Failures to start the embedded fleet are one sentence; nothing stays behind."""
 
 import pytest
 

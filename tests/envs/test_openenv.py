@@ -1,4 +1,4 @@
-"""Episodes over OpenEnv's wire: equal to in-process ones, and lost, never wrong, when anything breaks."""
+"""Episodes over OpenEnv's protocol: equal to in-process ones, and lost, never wrong, when anything breaks."""
 
 import asyncio
 import os
@@ -92,7 +92,7 @@ def faulty(tmp_path):
 
 
 async def play(task, url, config=CONFIG):
-    """The scripted solver over the wire: what it saw, and the reward."""
+    """The scripted solver over OpenEnv: what it saw, and the reward."""
     environment = make_environment(config, url)
     try:
         await environment.reset(task)

@@ -143,8 +143,8 @@ async def test_an_action_is_the_one_tool(urls):
     assert list(tool["function"]["parameters"]["properties"]) == ["guess"]
     assert tool["function"]["parameters"]["required"] == ["guess"]
     assert shown.content == 'Reach three.\n\n{"hint": "between 1 and 9"}'
-    told = await session.step(ToolCall("Guess", {"guess": 3}))
-    assert (told.content, told.done) == ('{"hint": "no"}', False)
+    observed = await session.step(ToolCall("Guess", {"guess": 3}))
+    assert (observed.content, observed.done) == ('{"hint": "no"}', False)
     refused = {"guess: 'a lot' is not": {"guess": "a lot"}, "'guess' is a required": {}}
     refused["'x' was unexpected"] = {"guess": 1, "x": 2}
     for message, arguments in refused.items():
@@ -176,8 +176,8 @@ async def test_an_environment_of_openenvs_own_hand(urls):
     for _ in range(2):
         with pytest.raises(EnvBusy):  # it has one place
             await other.reset(TASK)
-    told = await session.step(ToolCall("FirstAction", {"message": "hello"}))
-    assert told.content == '{"echoed_message": "hello", "message_length": 5}'
+    observed = await session.step(ToolCall("FirstAction", {"message": "hello"}))
+    assert observed.content == '{"echoed_message": "hello", "message_length": 5}'
     assert (await finished(session)).value == 0.5
     await other.close()
 

@@ -82,8 +82,8 @@ async def test_the_policy_ends_it_itself_and_sees_nothing_of_the_solution(urls):
     assert [tool["function"]["name"] for tool in shown.tools] == ["look_up", "submit_answer"]
     assert shown.content == "Answer."
     assert (await session.step(ToolCall("look_up", {}))).error is not None
-    told = await session.step(ToolCall("submit_answer", {"answer": "12"}))
-    assert (told.content, told.done, told.error) == ("", True, None)
+    observed = await session.step(ToolCall("submit_answer", {"answer": "12"}))
+    assert (observed.content, observed.done, observed.error) == ("", True, None)
     assert (await finished(session)).value == 1.0
 
 

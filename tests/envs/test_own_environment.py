@@ -30,9 +30,9 @@ async def play(first: int, last: int) -> tuple[float | None, int]:
     guesses, done = 0, False
     while not done:
         middle = (first + last) // 2
-        told = await environment.step(ToolCall("guess", {"number": middle}))
-        first, last = (middle + 1, last) if told.content == "higher" else (first, middle - 1)
-        guesses, done = guesses + 1, told.done
+        observed = await environment.step(ToolCall("guess", {"number": middle}))
+        first, last = (middle + 1, last) if observed.content == "higher" else (first, middle - 1)
+        guesses, done = guesses + 1, observed.done
     reward = await environment.verify(None, [])
     await environment.close()
     return reward.value, guesses

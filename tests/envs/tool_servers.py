@@ -184,7 +184,7 @@ class Guess(Action):
     guess: int
 
 
-class Told(Observation):
+class Hint(Observation):
     hint: str = ""
 
 
@@ -193,12 +193,12 @@ class Guessing(Environment):
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 
-    def reset(self, seed: int | None = None, episode_id: str | None = None, **_: Any) -> Told:
-        return Told(hint="between 1 and 9", metadata={"solution": 7})
+    def reset(self, seed: int | None = None, episode_id: str | None = None, **_: Any) -> Hint:
+        return Hint(hint="between 1 and 9", metadata={"solution": 7})
 
-    def step(self, action: Guess, timeout_s: float | None = None, **_: Any) -> Told:
+    def step(self, action: Guess, timeout_s: float | None = None, **_: Any) -> Hint:
         right = action.guess == 7
-        return Told(hint="yes" if right else "no", reward=1.0 if right else 0.1, done=right, metadata={"solution": 7})
+        return Hint(hint="yes" if right else "no", reward=1.0 if right else 0.1, done=right, metadata={"solution": 7})
 
     @property
     def state(self) -> State:
@@ -206,7 +206,7 @@ class Guessing(Environment):
 
 
 def guessing_app(places: int = 8) -> Any:
-    return core.create_app(Guessing, Guess, Told, "guessing", max_concurrent_envs=places)
+    return core.create_app(Guessing, Guess, Hint, "guessing", max_concurrent_envs=places)
 
 
 def template_app(folder: Path) -> Any:

@@ -75,9 +75,9 @@ async def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_left_alone
     flip(run.out, 2)
     damaged, before = flip(run.out, 4), records(run.out)
     assert await asyncio.to_thread(cli.main, ["train", *OVERRIDES, f"run.out={run.out}"]) == 2
-    told = capsys.readouterr().err
-    assert f"error: {damaged}: is damaged, its SHA-256 is not that of the manifest.json, and" in told
-    assert "choose another run.out, or start over with run.resume=never" in told
+    printed = capsys.readouterr().err
+    assert f"error: {damaged}: is damaged, its SHA-256 is not that of the manifest.json, and" in printed
+    assert "choose another run.out, or start over with run.resume=never" in printed
     assert records(run.out) == before
 
 

@@ -76,8 +76,8 @@ def test_a_last_line_that_a_killed_process_left_unfinished_is_left_out(tmp_path,
     log.write(2, {"a": 2.0})
     log.close()
     assert [(row["step"], row["a"]) for row in read_metrics(path)] == [(1, 1.0), (2, 2.0)]
-    told = "line 2: line 1, column 22: not JSON (Expecting ',' delimiter); it is left out"
-    assert (told in caplog.text) == torn.endswith(b"\n")
+    message = "line 2: line 1, column 22: not JSON (Expecting ',' delimiter); it is left out"
+    assert (message in caplog.text) == torn.endswith(b"\n")
 
 
 def test_an_evaluation_completes_the_line_of_its_step(tmp_path):
@@ -199,8 +199,8 @@ def test_a_logger_that_fails_is_left_out_and_said_so_once(own, tmp_path, caplog)
     log.write(1, {"a": 1.0})
     log.write(2, {"a": 1.0})
     log.close()
-    (told,) = caplog.messages
-    assert told.startswith("logging.own=failing:Log: write raises KeyError: 'missing'. It gets nothing more;")
+    (message,) = caplog.messages
+    assert message.startswith("logging.own=failing:Log: write raises KeyError: 'missing'. It gets nothing more;")
 
 
 def test_a_logger_that_cannot_be_made_ends_the_start(own, tmp_path):

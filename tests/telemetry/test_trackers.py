@@ -1,4 +1,4 @@
-"""W&B and MLflow are told every number once, at its step; attempts are runs of one group."""
+"""W&B and MLflow get every number once, at its step; attempts are runs of one group."""
 
 import json
 import struct

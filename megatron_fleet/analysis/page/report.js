@@ -109,8 +109,8 @@ function tokens(record) {
         const logprob = record.logprobs[sampledBefore++];
         const shade = [-0.1, -0.7, -2, -5].filter((limit) => logprob < limit).length;
         const place = at, version = record.versions.findLast(([start]) => start <= place);
-        const told = `id ${id} · log-prob ${logprob} · p ${Math.exp(logprob).toPrecision(3)}` + (version ? ` · weight version ${version[1]}` : "");
-        box.append(make("span", shade ? `s s${shade}` : "s", shown, told));
+        const details = `id ${id} · log-prob ${logprob} · p ${Math.exp(logprob).toPrecision(3)}` + (version ? ` · weight version ${version[1]}` : "");
+        box.append(make("span", shade ? `s s${shade}` : "s", shown, details));
       }
     }
   });
