@@ -25,14 +25,20 @@ REFUSED = 2
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Annotation of a text field: one of ``names``, or the ``package.module:name`` of a user's object."""
+    """Annotation of a text field: one of ``names``, or the ``package.module:name`` of a user's object.
+
+    Attributes:
+        more: further names, in words; the registry that knows them refuses others before a run starts.
+    """
 
     names: tuple[str, ...]
+    more: str | None = None
 
     @property
     def spelt(self) -> str:
         """Accepted values, in words."""
-        ours = f"one of {', '.join(self.names)} or " if self.names else ""
+        names = [*self.names, *([] if self.more is None else [self.more])]
+        ours = f"one of {', '.join(names)} or " if names else ""
         return f"{ours}package.module:name"
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
@@ -41,7 +47,7 @@ class Open:
         return core_schema.no_info_after_validator_function(self._checked, handler(source))
 
     def _checked(self, value: str) -> str:
-        if value not in self.names and not is_path(value):
+        if self.more is None and value not in self.names and not is_path(value):
             raise ValueError(f"not {self.spelt}")
         return value
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from megatron_fleet.data.task import Task
     from megatron_fleet.envs.base import Environment
     from megatron_fleet.models.chat.renderer import Renderer
+    from megatron_fleet.models.registry import Family
     from megatron_fleet.telemetry.sinks import MetricSink
     from megatron_fleet.weight_sync.registry import Halves
 
@@ -89,6 +90,12 @@ class Agent(Protocol):
 class RendererFactory(Protocol):
     def __call__(self, folder: Path, thinking: bool, /) -> Renderer:
         """Return the renderer for the model in ``folder``. ``thinking``: rollout.thinking."""
+        ...
+
+
+class FamilyFactory(Protocol):
+    def __call__(self, /) -> Family:
+        """Return what a folder in ``models/`` provides: the architectures, and chat formats if they are its own."""
         ...
 
 
@@ -164,6 +171,9 @@ INTERFACES: Mapping[str, Interface] = MappingProxyType(
         ),
         "agent.kind": Interface("agent: the whole episode", Agent, "episode workers", ("episode",)),
         "rollout.renderer": Interface("chat format", RendererFactory, "episode workers", ("episode",)),
+        "model.family": Interface(
+            "model family", FamilyFactory, "every process that reads a model", ("engine", "episode")
+        ),
         "rollout.engine.transport": Interface(
             "weight sync transport", TransportFactory, "controller, trainer ranks, engines"
         ),

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING
 from megatron_fleet.config.errors import UserError, say
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from megatron_fleet.convert.inspect import Contents, Row
+    from megatron_fleet.convert.inspect import Contents, TensorLine
     from megatron_fleet.convert.plan import Plan
 
-TOLD_ARGS = (
+SHOWN_ARGS = (
     *("num_layers", "hidden_size", "num_attention_heads", "num_experts"),
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
 )
 """Arguments of the writer's command line that `inspect` prints; its JSON output has all of them."""
-TOLD_DIFFERENCES = 10
+SHOWN_DIFFERENCES = 10
 EPILOG = "Folders are local paths or s3://bucket/prefix. docs/run/convert.md shows each command at work."
 
 
@@ -78,9 +78,19 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     _add_template_and_workers(verify)
 
 
-def _command(commands: argparse._SubParsersAction, name: str, text: str, run: object) -> argparse.ArgumentParser:
+def _command(
+    commands: argparse._SubParsersAction, name: str, text: str, run: Callable[[argparse.Namespace], int]
+) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=EPILOG)
-    parser.set_defaults(run=run)
+    parser.add_argument("--family", metavar="MODULE:NAME", help="model family of your own, as for model.family")
+
+    def run_with_family(args: argparse.Namespace) -> int:
+        from megatron_fleet.models.registry import use_family
+
+        use_family(args.family)
+        return run(args)
+
+    parser.set_defaults(run=run_with_family)
     return parser
 
 
@@ -183,12 +193,12 @@ def _print_tree(contents: Contents) -> None:
     say(f"{contents.url}: {', '.join(facts)}")
     written = contents.common.get("args")
     known = written if isinstance(written, dict) else {}
-    told = ", ".join(f"{name}={known[name]!r:.100}" for name in TOLD_ARGS if name in known)
-    if told:
-        say(f"written by Megatron-LM with {told}")
+    shown = ", ".join(f"{name}={known[name]!r:.100}" for name in SHOWN_ARGS if name in known)
+    if shown:
+        say(f"written by Megatron-LM with {shown}")
 
 
-def _print_rows(rows: Sequence[Row]) -> None:
+def _print_rows(rows: Sequence[TensorLine]) -> None:
     from megatron_fleet.convert.inspect import tree
 
     lines = list(tree(rows))
@@ -248,7 +258,7 @@ def _verify(args: argparse.Namespace) -> int:
             b = open_side(args.b, args.template)
             progress.start(args.a, a.nbytes)
             differences = compare(a, b, args.tolerance, args.workers, progress.advance)
-    for difference in differences[:TOLD_DIFFERENCES]:
+    for difference in differences[:SHOWN_DIFFERENCES]:
         say(str(difference))
     if differences:
         say(f"{len(differences)} of {len(a.names)} tensors differ between {args.a} and {args.b}")

@@ -26,6 +26,7 @@ from megatron_fleet.evaluation.terminal import show, table
 from megatron_fleet.evaluation.uploads import Uploads, unique_name
 from megatron_fleet.loop import preflight
 from megatron_fleet.models.chat.tokenizer import Tokenizer
+from megatron_fleet.models.registry import use_family
 from megatron_fleet.rollout.collection import Collection
 from megatron_fleet.rollout.requests import CollectRequest, CollectResult, Progress
 from megatron_fleet.rollout.service import RolloutService, episode_python
@@ -90,6 +91,7 @@ def main(config: Config, checkpoint: str | None, run: Path | None, side: Side) -
         return asyncio.run(evaluate_endpoint(config, run, side))
     out = Path(config.run.out)
     if checkpoint is not None:
+        use_family(config.model.family)
         path = hf_folder(newest(checkpoint), out / "model")
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(path)})})
     return asyncio.run(evaluate_model(config, run, side))

@@ -21,6 +21,8 @@ from megatron_fleet.config.files import read_object
 from megatron_fleet.config.interfaces import INTERFACES
 from megatron_fleet.config.schema import Config
 from megatron_fleet.data.task import Task
+from megatron_fleet.models.registry import use_family
+from megatron_fleet.weight_sync.registry import halves
 
 ANSWER_S = 10.0
 """Time for a server that the run uses to answer."""
@@ -116,7 +118,7 @@ def _out(config: Config) -> None:
 
 
 def _own_parts(config: Config) -> None:
-    """Refuse user-defined components that cannot be loaded."""
+    """Refuse user-defined components that cannot be loaded, and an unknown transport; add the user's model family."""
     from megatron_fleet.rollout.service import episode_python
 
     pythons = {"engine": sys.executable, "episode": str(episode_python())}
@@ -126,6 +128,9 @@ def _own_parts(config: Config) -> None:
             if path is not None and extension.is_path(path):
                 for environment in interface.environments:
                     extension.check(key, path, pythons[environment])
+    use_family(config.model.family)
+    if config.rollout.engine.transport != "auto":
+        halves(config.rollout.engine.transport)
 
 
 def _model(config: Config) -> dict[str, Any]:

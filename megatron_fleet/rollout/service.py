@@ -22,6 +22,7 @@ from megatron_fleet.cluster.nodes import Nodes, RayHead
 from megatron_fleet.cluster.placement import Placement, Wanted, place
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
+from megatron_fleet.models.registry import family_environment
 from megatron_fleet.rollout import ray_local
 from megatron_fleet.rollout.requests import CollectRequest, CollectResult, RolloutFailed
 from megatron_fleet.weight_sync.base import WeightReceiver
@@ -244,7 +245,7 @@ class RolloutService:
             logs=logs,
             episode_python=self._episode_python,
             token=self._ground.token,
-            env_vars=marks(self.run_id) | temporary,
+            env_vars=marks(self.run_id) | temporary | family_environment(self._config.model.family),
             engines=self._ground.placement.engines,
             transport=self._ground.placement.transport,
             inventory=self._ground.inventory,

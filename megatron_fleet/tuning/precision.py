@@ -128,9 +128,11 @@ def tune(config: Config, layers: int, repeats: int, advance: Callable[[], None])
         UserError: the model cannot be read.
     """
     from megatron_fleet.models.hf_config import read_model
+    from megatron_fleet.models.registry import use_family
     from megatron_fleet.tuning.truncate import truncate
     from megatron_fleet.weights.hf_folder import read_config
 
+    use_family(config.model.family)
     found = candidates(config, this_machine())
     report = PrecisionReport("", layers, found[0][1].policy.micro_batch_tokens, False, [row for row, _ in found])
     with tempfile.TemporaryDirectory(prefix="mfleet-tune-") as scratch:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from megatron_fleet.platform.communicator import Communicator
-    from megatron_fleet.weight_sync.engine_format import Source
+    from megatron_fleet.weight_sync.engine_format import WeightSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def make_transport(name: str, options: Mapping[str, Any] | None = None) -> Trans
 
 def make_sender(
     name: str,
-    source: Source,
+    source: WeightSource,
     world: Communicator,
     device: torch.device,
     engine_model: Path | str | None,
@@ -107,7 +107,7 @@ def halves(name: str) -> Halves:
         return own
     if name not in TRANSPORTS:
         raise UserError(
-            f"rollout.engine.transport={name}: there is no such transport; choose {', '.join(TRANSPORTS)}, or "
+            f"rollout.engine.transport={name}: there is no such transport; choose auto, {', '.join(TRANSPORTS)} or "
             f"package.module:name."
         )
     return TRANSPORTS[name]

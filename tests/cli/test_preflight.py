@@ -16,6 +16,9 @@ from megatron_fleet import cli
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
 from megatron_fleet.loop import preflight
+from megatron_fleet.models import registry
+from megatron_fleet.models.chat.detection import FORMATS
+from megatron_fleet.weight_sync.registry import TRANSPORTS
 
 HF_CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -211,14 +214,39 @@ def test_dry_run_prints_a_configuration_that_yaml_reads(model, tmp_path, capsys)
     assert yaml.safe_load(capsys.readouterr().out) == load(overrides).model_dump(mode="json")
 
 
+def test_a_model_of_the_users_own_family(model, monkeypatch):
+    known, families = dict(registry._ARCHITECTURES), registry.OWN_FAMILIES.copy()
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES), prepend=":")
+    monkeypatch.setenv(registry.FAMILY, "")  # restored afterwards
+    (model / "config.json").write_text(json.dumps(HF_CONFIG | {"model_type": "mistral", "sliding_window": None}))
+    try:
+        assert "model_type='mistral'" in refusal(model)
+        assert "must take ()" in refusal(model, "model.family=my_loss:asymmetric_clip")
+        check(model, "model.family=my_family:mistral")
+    finally:
+        registry._ARCHITECTURES.clear()
+        registry._ARCHITECTURES.update(known)
+        registry.OWN_FAMILIES.clear()
+        registry.OWN_FAMILIES.update(families)
+
+
+def test_an_unknown_chat_format_or_transport_is_refused_with_the_names_there_are(model):
+    formats, transports = refusal(model, "rollout.renderer=qwen9"), refusal(model, "rollout.engine.transport=rdma")
+    assert formats.startswith("rollout.renderer=qwen9: there is no such chat format; choose auto, ")
+    assert transports.startswith("rollout.engine.transport=rdma: there is no such transport; choose auto, ")
+    assert set(FORMATS) <= set(formats.replace(" or ", ", ").split(", "))
+    assert set(TRANSPORTS) <= set(transports.replace(" or ", ", ").split(", "))
+
+
 def test_parts_of_the_users_own_are_imported_elsewhere_first(model, monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
     monkeypatch.setenv("PYTHONPATH", str(EXAMPLES), prepend=":")
     monkeypatch.delitem(sys.modules, "my_loss", raising=False)
     check(model, "algorithm.loss=my_loss:asymmetric_clip", "algorithm.advantage=my_advantage:ranks")
     check(model, "agent.kind=my_agent:one_call_at_a_time", "rollout.renderer=my_renderer:make")
-    assert "must take (folder, thinking)" in refusal(model, "rollout.renderer=my_renderer:read")
+    assert "must take (folder: Path, thinking: bool)" in refusal(model, "rollout.renderer=my_renderer:read")
     assert "my_logger has no Other" in refusal(model, "logging.own=[my_logger:Csv,my_logger:Other]")
     assert "my_loss" not in sys.modules  # it imports torch, which the controller has no use for
     assert "my_loss has no missing" in refusal(model, "algorithm.loss=my_loss:missing")
-    assert "must take (rewards)" in refusal(model, "algorithm.advantage=my_loss:asymmetric_clip")
+    assert "must take (rewards: np.ndarray)" in refusal(model, "algorithm.advantage=my_loss:asymmetric_clip")

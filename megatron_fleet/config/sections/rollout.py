@@ -7,20 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from megatron_fleet.config.extension import Open
+from megatron_fleet.config.extension import Open, is_path
 from megatron_fleet.config.sections.base import MAX_TOKENS, Rule, Section
 
 if TYPE_CHECKING:
     from megatron_fleet.config.schema import Config
 
 
-CHAT_FORMAT_NAMES = (
-    *("auto", "qwen2.5", "qwen3", "qwen3-instruct", "qwen3.5", "glm-4.5", "glm-4.7"),
-    *("kimi-k2", "kimi-k2-thinking", "kimi-k2.5"),
-)
-
-
-TRANSPORT_NAMES = ("auto", "shm", "cuda_ipc", "nccl", "gloo", "disk")
 MAX_EPISODES = 100_000
 """Largest number of episodes, or of groups, that are planned or played at once."""
 
@@ -50,7 +43,7 @@ class EngineConfig(Section):
         description="Engines share the trainer's devices: they sleep while it trains, and it is offloaded while they "
         "play; none: on GPUs yes, on CPUs no.",
     )
-    transport: Annotated[str, Open(TRANSPORT_NAMES)] = Field(
+    transport: Annotated[str, Open(("auto",), "a package of megatron_fleet/weight_sync")] = Field(
         "auto",
         description="How weights reach the engines; auto: shared memory on one host without GPUs, cuda_ipc on the "
         "trainer's GPUs, nccl on other GPUs, gloo on other hosts without GPUs. disk: a folder that all hosts see.",
@@ -87,9 +80,10 @@ class RolloutConfig(Section):
     thinking: bool = Field(
         False, description="Let the policy think, written as its chat format has it; some models only do or never."
     )
-    renderer: Annotated[str, Open(CHAT_FORMAT_NAMES)] = Field(
+    renderer: Annotated[str, Open(("auto",), "a chat format of a family in megatron_fleet/models")] = Field(
         "auto",
-        description="The model's chat format; auto: from its files, and refused where its own chat template differs.",
+        description="The model's chat format, such as qwen3; auto: from its files, and refused where its own chat "
+        "template differs.",
     )
     workers: int = Field(1, ge=1, description="Episode worker processes.")
     episodes_in_flight: int = Field(
@@ -188,7 +182,7 @@ def _weights_url(c: Config) -> str | None:
     url, transport = c.rollout.engine.weights_url, c.rollout.engine.transport
     if url is None:
         return None
-    if transport != "disk" and transport in TRANSPORT_NAMES:
+    if transport != "disk" and not is_path(transport):
         return (
             f"rollout.engine.weights_url requires rollout.engine.transport=disk, but the transport is {transport}; "
             f"set it to disk, or leave the address out."

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
+from megatron_fleet.config.extension import Open
 from megatron_fleet.config.sections.base import MAX_TOKENS, Rule, Section
 
 if TYPE_CHECKING:
@@ -16,6 +17,11 @@ class ModelConfig(Section):
     path: str = Field(description="HF folder: config.json, tokenizer.json, safetensors.")
     dtype: Literal["float32", "bfloat16"] = Field(
         "bfloat16", description="Of the forward pass and of the engines; float32 on CPU."
+    )
+    family: Annotated[str, Open(())] | None = Field(
+        None,
+        description="Model family of your own (examples/my_family.py); null: one of megatron_fleet/models, by the "
+        "model_type of config.json.",
     )
 
 

@@ -15,14 +15,19 @@ from megatron_fleet.models.chat.format import ChatFormat, ModelFolder, NamedForm
 from megatron_fleet.models.chat.renderer import Renderer
 from megatron_fleet.models.chat.tokenizer import Tokenizer
 from megatron_fleet.models.images import Vision, read_vision
-from megatron_fleet.models.registry import family_modules
+from megatron_fleet.models.registry import OWN_FAMILIES, family_modules
 
 AUTO = "auto"
 
 FORMATS: Mapping[str, NamedFormat] = MappingProxyType(
     {name: chat for module in family_modules("chat") for name, chat in module.FORMATS.items()}
 )
-"""Formats by the names that rollout.renderer accepts."""
+"""Formats of the families here, by the names that rollout.renderer accepts."""
+
+
+def _formats() -> dict[str, NamedFormat]:
+    """Return `FORMATS` and those of the user's families."""
+    return dict(FORMATS) | {name: chat for family in OWN_FAMILIES.values() for name, chat in family.formats.items()}
 
 
 def make_renderer(folder: str | Path, thinking: bool, name: str = AUTO) -> Renderer:
@@ -59,7 +64,11 @@ def make_format(folder: str | Path, tokenizer: Tokenizer, thinking: bool, name: 
     """Build the chat format only; see ``make_renderer``."""
     template = read_template(folder)
     found = detect(folder, tokenizer, template) if name == AUTO else name
-    named = FORMATS[found]
+    if (named := _formats().get(found)) is None:
+        raise UserError(
+            f"rollout.renderer={name}: there is no such chat format; choose {AUTO}, {', '.join(_formats())} or "
+            f"package.module:name."
+        )
     missing = [t for t in named.tokens.control if t not in tokenizer.special]
     if missing:
         raise UserError(
@@ -81,10 +90,12 @@ def detect(folder: str | Path, tokenizer: Tokenizer, template: str | None) -> st
     """
     model_type = str(_json(Path(folder) / "config.json").get("model_type"))
     asked = ModelFolder(model_type, template, tokenizer.special.__contains__)
-    found = next((name for module in family_modules("chat") if (name := module.recognise(asked)) is not None), None)
+    recognisers = [family.recognise for family in OWN_FAMILIES.values()]
+    recognisers += [module.recognise for module in family_modules("chat")]
+    found = next((name for recognise in recognisers if (name := recognise(asked)) is not None), None)
     if found is None:
         raise UserError(
-            f"{folder}: its tokenizer and chat template are of none of the formats {', '.join(FORMATS)}; set "
+            f"{folder}: its tokenizer and chat template are of none of the formats {', '.join(_formats())}; set "
             f"rollout.renderer to the format that the model was trained with, or choose another model."
         )
     return found
