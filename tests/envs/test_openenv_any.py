@@ -2,39 +2,31 @@
 
 import asyncio
 import json
+from functools import partial
 
 import pytest
 
 pytest.importorskip("openenv")
 
-from tool_servers import PIXELS, Served, counter_app, fast_counter_app, guessing_app, template_app
+import tool_servers
+from tool_servers import PIXELS, counter_app, environment, fast_counter_app, guessing_app, serving, template_app
 
-from megatron_fleet.config.sections.env import EnvConfig, OpenEnvConfig
+from megatron_fleet.config.sections.env import EnvConfig
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.base import EnvBusy, EnvLost, Image, ToolCall
 from megatron_fleet.envs.registry import make_environment
 
 TASK = Task("k1", "Reach three.", "sums", "scored by the environment", data_key="hard", env_variables={"GOAL": 3})
 ADD = ToolCall("add", {"by": 3})
+opened = partial(tool_servers.opened, task=TASK)
 
 
 @pytest.fixture(scope="module")
 def urls(tmp_path_factory):
     apps = {"counter": counter_app(), "fast": fast_counter_app(), "guessing": guessing_app()}
     apps["template"] = template_app(tmp_path_factory.mktemp("template"))
-    servers = {name: Served(app) for name, app in apps.items()}
-    yield {name: server.url for name, server in servers.items()}
-    for server in servers.values():
-        server.stop()
-
-
-def environment(url, **openenv):
-    return make_environment(EnvConfig(kind="openenv", url=url, openenv=OpenEnvConfig(**openenv)), url)
-
-
-async def opened(url, task=TASK, **openenv):
-    session = environment(url, **openenv)
-    return session, await session.reset(task)
+    with serving(apps) as urls:
+        yield urls
 
 
 def names(shown):

@@ -2,24 +2,25 @@
 
 import json
 import logging
+from functools import partial
 
 import pytest
 
 pytest.importorskip("openenv")
 
+import tool_servers
 from collection_servers import http_only_app, quiz_app, sums_app, unlistable_app, walking_app
-from tool_servers import Served, guessing_app
+from tool_servers import Served, environment, guessing_app, serving
 
-from megatron_fleet.config.sections.env import EnvConfig, OpenEnvConfig
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.base import EnvBusy, EnvLost, ToolCall
 from megatron_fleet.envs.openenv import _warn_of_a_full_server
-from megatron_fleet.envs.registry import make_environment
 
 TASK = Task("k1", "Answer.", "quiz", "scored by the environment", env_variables={"MODE": "strict"})
 VERIFY = {"verify": {"mode": "task:env_variables.MODE", "text": "episode:final_answer"}}
 SUMS = {"verify_tool": "verify", "final_calls": VERIFY, "reset_kwargs": {"world": "sums"}}
 EVALUATE = {"evaluate": {"evaluate": True, "answer": "episode:final_answer"}}
+opened = partial(tool_servers.opened, task=TASK)
 
 
 @pytest.fixture(scope="module")
@@ -32,19 +33,8 @@ def urls():
         "http only": http_only_app(),
         "guessing": guessing_app(),
     }
-    servers = {name: Served(app) for name, app in apps.items()}
-    yield {name: server.url for name, server in servers.items()}
-    for server in servers.values():
-        server.stop()
-
-
-def environment(url, **openenv):
-    return make_environment(EnvConfig(kind="openenv", url=url, openenv=OpenEnvConfig(**openenv)), url)
-
-
-async def opened(url, task=TASK, **openenv):
-    session = environment(url, **openenv)
-    return session, await session.reset(task)
+    with serving(apps) as urls:
+        yield urls
 
 
 async def finished(session, answer=None):

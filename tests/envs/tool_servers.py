@@ -6,6 +6,8 @@ import base64
 import socket
 import sys
 import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,11 @@ import uvicorn
 from fastmcp import FastMCP
 from fastmcp.utilities.types import Image
 
+from megatron_fleet.config.sections.env import EnvConfig, OpenEnvConfig
+from megatron_fleet.data.task import Task
+from megatron_fleet.envs import base
 from megatron_fleet.envs.openenv_client import import_openenv
+from megatron_fleet.envs.registry import make_environment
 
 core = import_openenv()
 
@@ -49,6 +55,26 @@ class Served:
     def stop(self) -> None:
         self._server.should_exit = True
         self._thread.join()
+
+
+@contextmanager
+def serving(apps: Mapping[str, Any]) -> Iterator[dict[str, str]]:
+    """Serve ``apps``; give the address of each."""
+    servers = {name: Served(app) for name, app in apps.items()}
+    yield {name: server.url for name, server in servers.items()}
+    for server in servers.values():
+        server.stop()
+
+
+def environment(url: str, **openenv: Any) -> base.Environment:
+    """Return an environment of the server at ``url``; ``openenv``: keys of ``env.openenv``."""
+    return make_environment(EnvConfig(kind="openenv", url=url, openenv=OpenEnvConfig(**openenv)), url)
+
+
+async def opened(url: str, task: Task, **openenv: Any) -> tuple[base.Environment, base.Observation]:
+    """Return an environment and what its reset to ``task`` shows."""
+    session = environment(url, **openenv)
+    return session, await session.reset(task)
 
 
 class Counter(Environment):
