@@ -10,8 +10,7 @@ import numpy as np
 
 from megatron_fleet.agents.settings import stable_seed
 from megatron_fleet.agents.trajectory import Group, Outcome, Span, Trajectory
-from megatron_fleet.rollout.accounting import Accounting
-from megatron_fleet.rollout.requests import CollectRequest, CollectResult, Progress
+from megatron_fleet.rollout.requests import Accounting, CollectRequest, CollectResult, Progress
 from megatron_fleet.weight_sync.base import WeightReceiver, WeightSender
 
 TOKENS = 6

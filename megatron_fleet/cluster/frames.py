@@ -139,6 +139,14 @@ def array_from_plain(value: list[Any]) -> np.ndarray:
         raise ValueError("a value that is no array") from error
 
 
+def vector_from_plain(value: list[Any], dtype: type[np.generic]) -> np.ndarray:
+    """Invert `array_to_plain` for an array ``[N]`` of ``dtype``; writable. Raises ValueError for anything else."""
+    array = array_from_plain(value)
+    if array.ndim != 1 or array.dtype != dtype:
+        raise ValueError(f"an array {array.dtype} {list(array.shape)}; expected {np.dtype(dtype)} [N]")
+    return array.copy()
+
+
 def _checked(length: int, limit: int = MAX_FRAME) -> int:
     if length > limit:
         raise ValueError(f"frame of {length} bytes; the limit is {limit}")

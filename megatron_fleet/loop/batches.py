@@ -25,8 +25,7 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
 from megatron_fleet.data.sampler import make_sampler
 from megatron_fleet.data.task import Task
-from megatron_fleet.rollout.accounting import Accounting
-from megatron_fleet.rollout.requests import CollectRequest, CollectResult, Progress, RolloutFailed
+from megatron_fleet.rollout.requests import Accounting, CollectRequest, CollectResult, Progress, RolloutFailed
 from megatron_fleet.telemetry.episodes import why_nothing_is_known
 
 log = logging.getLogger(__name__)

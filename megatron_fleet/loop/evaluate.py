@@ -19,8 +19,7 @@ from megatron_fleet.data.dataset import build, check_verifiers
 from megatron_fleet.data.split import MANIFEST, SplitManifest
 from megatron_fleet.data.task import Task
 from megatron_fleet.evaluation.dumps import Decode, EvalDumps
-from megatron_fleet.evaluation.evaluator import Evaluation, Evaluator
-from megatron_fleet.evaluation.plan import choose, notes
+from megatron_fleet.evaluation.evaluator import Evaluation, Evaluator, choose, notes
 from megatron_fleet.evaluation.store import EpisodeStore, identity
 from megatron_fleet.evaluation.terminal import show, table
 from megatron_fleet.evaluation.uploads import Uploads, unique_name

@@ -14,7 +14,7 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
 from megatron_fleet.data.dataset import run_dataset, save_manifest
 from megatron_fleet.data.task import Task
-from megatron_fleet.evaluation.plan import choose, notes
+from megatron_fleet.evaluation.evaluator import choose, notes
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_fleet.agents.trajectory import Group, Outcome, Trajectory
-from megatron_fleet.rollout.accounting import Accounting
-from megatron_fleet.rollout.requests import CollectRequest, CollectResult, EpisodeSpec, Progress
+from megatron_fleet.rollout.requests import Accounting, CollectRequest, CollectResult, EpisodeSpec, Progress
 
 MAX_LOSSES = 3
 """An episode that is lost with a component this often is given up, because it may be the cause. Must not exceed the

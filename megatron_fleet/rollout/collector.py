@@ -6,12 +6,12 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 
 from megatron_fleet.agents.trajectory import Outcome, Trajectory
 from megatron_fleet.config.schema import Config
-from megatron_fleet.rollout.budget import budget
 from megatron_fleet.rollout.collection import Collection
 from megatron_fleet.rollout.components import ComponentLost, EnvironmentSlot, WorkerSlot
 from megatron_fleet.rollout.engine_slot import EngineSlot
@@ -26,8 +26,8 @@ OnProgress = Callable[[Progress], None]
 OnEpisodes = Callable[[list[Trajectory]], None]
 
 
-class _Play:
-    """A running collection.
+class _Running:
+    """Running collection.
 
     Attributes:
         batch: most episodes that a worker gets at once.
@@ -70,7 +70,7 @@ class Collector:
         self._places = sum(self._free.values())
         self._numbers = itertools.count()
         self.dead: str | None = None
-        self._plays: list[_Play] = []
+        self._plays: list[_Running] = []
         self._changed = asyncio.Event()
         self._handing_out: asyncio.Task[None] | None = None
         self._batches: set[asyncio.Task[None]] = set()
@@ -81,14 +81,14 @@ class Collector:
         """Play every episode of ``request``, see `RolloutService.collect`."""
         started = time.monotonic()
         collection = Collection(request, self._max_retries, next(self._numbers))
-        play = _Play(collection, self._batch_size(collection))
+        play = _Running(collection, self._batch_size(collection))
         if self.dead is not None:
             collection.stop(self.dead)
         self._plays.append(play)
         self._hand_out_from_now_on()
         play.look()
         try:
-            async with budget(request.budget_s, partial(self._stop, play)):
+            async with _budget(request.budget_s, partial(self._stop, play)):
                 await _reported(play, on_progress, on_episodes)
             return collection.result(time.monotonic() - started)
         finally:
@@ -128,10 +128,10 @@ class Collector:
             for play in self._plays:
                 play.fail(error)
 
-    def _waiting(self) -> _Play | None:
+    def _waiting(self) -> _Running | None:
         return next((play for play in self._plays if play.collection.waiting), None)
 
-    def _give_place(self, play: _Play) -> None:
+    def _give_place(self, play: _Running) -> None:
         worker = max(self._free, key=lambda one: self._free[one])
         specs = play.collection.take(min(play.batch, self._free[worker]))
         self._free[worker] -= len(specs)
@@ -139,7 +139,7 @@ class Collector:
         self._batches.add(task)
         task.add_done_callback(self._batches.discard)
 
-    async def _batch(self, play: _Play, worker: WorkerSlot, specs: Sequence[EpisodeSpec]) -> None:
+    async def _batch(self, play: _Running, worker: WorkerSlot, specs: Sequence[EpisodeSpec]) -> None:
         try:
             await self._played(play.collection, worker, specs)
             play.look()
@@ -174,7 +174,7 @@ class Collector:
             self.dead = reason
             await asyncio.gather(*(self._stop(play, reason) for play in self._plays))
 
-    async def _stop(self, play: _Play, reason: str) -> None:
+    async def _stop(self, play: _Running, reason: str) -> None:
         play.collection.stop(reason)
         play.look()
         await self._abort(play.collection)
@@ -183,7 +183,7 @@ class Collector:
         await asyncio.gather(*(worker.abort(collection.number) for worker in self._workers))
 
 
-async def _reported(play: _Play, on_progress: OnProgress | None, on_episodes: OnEpisodes | None) -> None:
+async def _reported(play: _Running, on_progress: OnProgress | None, on_episodes: OnEpisodes | None) -> None:
     """Wait until ``play`` is over, calling the callbacks periodically and at the end. Raises its failure."""
     reported = 0
     while True:
@@ -197,3 +197,21 @@ async def _reported(play: _Play, on_progress: OnProgress | None, on_episodes: On
             on_episodes(ended)
         if over:
             return
+
+
+@asynccontextmanager
+async def _budget(seconds: float | None, stop: Callable[[str], Awaitable[None]]) -> AsyncIterator[None]:
+    """Await ``stop`` with the reason if the block takes longer than ``seconds``; ``None``: no limit."""
+    if seconds is None:
+        yield
+        return
+
+    async def later() -> None:
+        await asyncio.sleep(seconds)
+        await stop(f"the budget of {seconds:g} s was over")
+
+    stopping = asyncio.create_task(later())
+    try:
+        yield
+    finally:
+        stopping.cancel()

@@ -24,7 +24,6 @@ from megatron_fleet.models.images import PlacedImage, read_vision
 from megatron_fleet.models.model import Mixer
 from megatron_fleet.models.registry import ARCHITECTURES
 from megatron_fleet.platform.processes import killed_children_raise, stacks_written_after, take_normal_priority
-from megatron_fleet.rollout.deadline import Deadline
 from megatron_fleet.rollout.engine_images import ImageRequests, find_torchvision
 from megatron_fleet.rollout.engine_server import EngineServer
 from megatron_fleet.rollout.prefix_sharing import BLOCK, AttentionTiles, PrefixSharing
@@ -171,7 +170,7 @@ class EngineActor:
     ) -> Generation:
         salt = self._sharing.salt(session, len(prompt)) if self._sharing is not None else None
         name, limit = str(next(self._numbers)), self._config.rollout.engine.request_timeout_s
-        with Deadline(self._llm, name, limit) as deadline:
+        with _TurnDeadline(self._llm, name, limit) as deadline:
             output = await self._sampled(name, prompt, images, _vllm_params(params, len(prompt)), salt)
         completion = output.outputs[0]
         if deadline.passed and not completion.token_ids:
@@ -339,6 +338,28 @@ class EngineActor:
         self._server.close()
         if self._llm is not None:
             self._llm.shutdown(timeout=0)
+
+
+class _TurnDeadline:
+    """Abort a turn at its deadline; vLLM then answers it with the tokens sampled so far."""
+
+    def __init__(self, llm: Any, name: str, seconds: float) -> None:
+        self._llm, self._name, self._seconds = llm, name, seconds
+        self._abort: asyncio.Task[None] | None = None
+
+    @property
+    def passed(self) -> bool:
+        return self._abort is not None
+
+    def __enter__(self) -> _TurnDeadline:
+        self._timer = asyncio.get_running_loop().call_later(self._seconds, self._pass)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+
+    def _pass(self) -> None:
+        self._abort = asyncio.ensure_future(self._llm.abort(self._name))
 
 
 def _cpu_args(context: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Client side of the engine protocol. Imports neither vLLM nor torch."""
+"""Client of the engine protocol, see ``engine_server.py``. Imports neither vLLM nor torch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from megatron_fleet.agents.engine import EngineLost, Generation, SamplingParams
 from megatron_fleet.cluster import frames, handshake
 from megatron_fleet.models.images import PlacedImage
-from megatron_fleet.rollout import wire
 
 MAX_SESSIONS = 65_536
 """Remembered session-to-replica assignments; forgetting one only costs a prefix-cache miss."""
@@ -106,7 +107,7 @@ class _Replica:
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, session: str, images: Sequence[PlacedImage]
     ) -> Generation:
-        ids = wire.ids_to_bytes(prompt_ids)
+        ids = np.asarray(prompt_ids, np.int32)
         sampling = (params.temperature, params.max_tokens, params.stop_token_ids, params.seed, params.routing_start)
         places = [(placed.start, placed.end, placed.digest) for placed in images]
         request = (session, ids, *sampling, places)
@@ -189,7 +190,7 @@ class _Replica:
         if kind == "done":
             ids, logprobs, reason, versions, routing = rest
             spans = tuple((int(v), int(start), int(end)) for v, start, end in versions)
-            arrays = wire.bytes_to_ids(ids), wire.bytes_to_floats(logprobs)
+            arrays = frames.vector_from_plain(ids, np.int32), frames.vector_from_plain(logprobs, np.float32)
             experts = None if routing is None else frames.array_from_plain(routing)
             answer.set_result(Generation(*arrays, reason, spans, experts))
         elif kind == "lost":

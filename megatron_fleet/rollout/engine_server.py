@@ -1,4 +1,23 @@
-"""TCP server for one engine's ``generate`` (frames: ``wire``)."""
+"""Server of one engine's ``generate`` over persistent TCP connections, in frames of ``cluster.frames``.
+
+Frames are lists whose first item is the kind. Client to engine, after the hello of ``cluster.handshake``::
+
+    ["client", proof]
+    ["image", media type, file]     later requests refer to it by its digest
+    ["generate", id, session, prompt ids, temperature, max_tokens, stop ids, seed, routing_start,
+     [[start, end, digest], ...]]   the last: the images in the prompt, each over its placeholders
+    ["cancel", id]
+
+Engine to client, in any order of ``id``::
+
+    ["done", id, token ids, logprobs, finish_reason, [[version, start, end], ...], routing]
+    ["missing", id]             the engine does not hold all images of the request: send images and request again
+    ["refused", id, reason]     the request can never be served
+    ["lost", id, reason]        the engine cannot serve any more
+
+Prompt and token ids are int32 ``[N]``, log-probs float32 ``[N]``, routing uint8 or int16 ``[R, layers, k]`` or nil; all
+are arrays of a frame. Every later prompt of an episode contains its images, so each file is sent once.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +27,12 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from megatron_fleet.agents.engine import EngineLost, Generation, SamplingParams
 from megatron_fleet.cluster import frames, handshake
 from megatron_fleet.envs.base import Image
 from megatron_fleet.models.images import PlacedImage, digest
-from megatron_fleet.rollout import wire
 
 Request = tuple[list[int], SamplingParams, str, Sequence[PlacedImage]]
 Generate = Callable[[list[int], SamplingParams, str, Sequence[PlacedImage]], Awaitable[Generation]]
@@ -98,13 +118,13 @@ class EngineServer:
         match frame:
             case ["image", str(media_type), bytes(data)]:
                 self._images.put(Image(media_type, data))
-            case ["generate", int(number), str(session), bytes(prompt), temperature, max_tokens, stop, seed, start, at]:
+            case ["generate", int(number), str(session), prompt, temperature, max_tokens, stop, seed, start, at]:
                 images = self._images.placed(at)
                 if images is None:
                     writer.write(frames.pack("missing", number))
                     return
                 params = SamplingParams(temperature, max_tokens, tuple(stop), seed, start)
-                request = (wire.bytes_to_ids(prompt).tolist(), params, session, images)
+                request = (frames.vector_from_plain(prompt, np.int32).tolist(), params, session, images)
                 task = asyncio.create_task(self._answer(number, request, writer))
                 running[number] = task
                 task.add_done_callback(lambda _: running.pop(number, None))
@@ -118,9 +138,8 @@ class EngineServer:
         try:
             await self._open.wait()
             result = await self._generate(*request)
-            arrays = wire.ids_to_bytes(result.token_ids), wire.floats_to_bytes(result.logprobs)
             end = (result.finish_reason, result.versions, result.routing)
-            writer.write(frames.pack("done", number, *arrays, *end))
+            writer.write(frames.pack("done", number, result.token_ids, result.logprobs, *end))
         except ValueError as error:
             writer.write(frames.pack("refused", number, str(error)))
         except Exception as error:  # any error must reach the client, which would otherwise wait for its deadline

@@ -1,4 +1,4 @@
-"""Engines as components that are watched, replaced when they die, and receive weights."""
+"""EngineGroup as components that are watched, replaced when they die, and receive weights."""
 
 from __future__ import annotations
 
@@ -394,7 +394,7 @@ class _StartedEngine:
         self.version = version
 
 
-class Engines:
+class EngineGroup:
     """All engines of a rollout as one WeightReceiver."""
 
     def __init__(self, slots: Sequence[EngineSlot], ready: Callable[[], Awaitable[None]]) -> None:

@@ -194,13 +194,13 @@ class RolloutService:
             head = self._start_ray(folder, logs)
         self._cleanup.callback(_leave_ray)
         self._cleanup.callback(janitor.look)
-        from megatron_fleet.rollout.engine_slot import Engines
+        from megatron_fleet.rollout.engine_slot import EngineGroup
         from megatron_fleet.rollout.pool import Pool
 
         # Leftovers of a killed server are removed with the run's folder.
         variables = inherited | {"TMPDIR": str(folder)}
         self._pool = Pool(self._config, self._actor_settings(logs, head), variables, lambda: self.resend)
-        self.engines = Engines(self._pool.engines, self.wait_ready)
+        self.engines = EngineGroup(self._pool.engines, self.wait_ready)
         self._cleanup.push_async_callback(self._pool.close)
         serving = asyncio.create_task(self._pool.environment.start())
         self._starting = asyncio.create_task(self._start_pool(serving, head))

@@ -11,7 +11,7 @@ from megatron_fleet.agents.trajectory import Group, Outcome, Span, Trajectory
 from megatron_fleet.config.load import load
 from megatron_fleet.evaluation.evaluator import Evaluation
 from megatron_fleet.loop.records import Records
-from megatron_fleet.rollout.accounting import Accounting
+from megatron_fleet.rollout.requests import Accounting
 
 
 def evaluation(reward: float) -> Evaluation:

@@ -19,11 +19,9 @@ from megatron_fleet.config import validate
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
 from megatron_fleet.data.task import Task
-from megatron_fleet.evaluation.evaluator import Evaluator
-from megatron_fleet.evaluation.plan import FEW_TASKS, choose, notes
-from megatron_fleet.rollout.accounting import Accounting
+from megatron_fleet.evaluation.evaluator import FEW_TASKS, Evaluator, choose, notes
 from megatron_fleet.rollout.collection import Collection
-from megatron_fleet.rollout.requests import CollectRequest, EpisodeSpec
+from megatron_fleet.rollout.requests import Accounting, CollectRequest, EpisodeSpec
 
 TINY = ("experiment=quickstart",)
 

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from megatron_fleet.agents.trajectory import Outcome, Span, Trajectory
 from megatron_fleet.data.task import Task
-from megatron_fleet.rollout.accounting import Accounting
 from megatron_fleet.rollout.collection import MAX_LOSSES, Collection
-from megatron_fleet.rollout.requests import CollectRequest, EpisodeSpec
+from megatron_fleet.rollout.requests import Accounting, CollectRequest, EpisodeSpec
 
 
 def request(tasks: int = 2, samples: int = 3, seed: int | None = 5, step: int = 1, purpose: str = "train"):

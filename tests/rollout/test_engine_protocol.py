@@ -112,8 +112,10 @@ async def test_a_foreign_peer_is_disconnected(raw):
 @pytest.mark.parametrize(
     "request_",
     [
-        ("generate", 0, "s", b"", 1.0, 1, None, 0, None, []),
-        ("generate", 0, "s", b"", 1.0, 1, [], 0, None, 5),
+        ("generate", 0, "s", np.zeros(1, np.int32), 1.0, 1, None, 0, None, []),
+        ("generate", 0, "s", np.zeros(1, np.int32), 1.0, 1, [], 0, None, 5),
+        ("generate", 0, "s", np.zeros(1, np.int64), 1.0, 1, [], 0, None, []),
+        ("generate", 0, "s", np.zeros((1, 1), np.int32), 1.0, 1, [], 0, None, []),
         (["generate"],),
     ],
 )

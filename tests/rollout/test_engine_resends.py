@@ -1,4 +1,4 @@
-"""Engines that are lost under a transport that cannot give them their version again without the trainer.
+"""EngineGroup that are lost under a transport that cannot give them their version again without the trainer.
 
 Real slot, colocation and transport; the trainer and the actor below the slot are in memory.
 """
@@ -20,7 +20,7 @@ from waiting import HANG_S, until
 from megatron_fleet.config.load import load
 from megatron_fleet.loop.colocation import open_colocation
 from megatron_fleet.loop.weights import EngineWeights
-from megatron_fleet.rollout.engine_slot import Engines
+from megatron_fleet.rollout.engine_slot import EngineGroup
 from megatron_fleet.trainer.base import AdamParams, TrainerLost
 from megatron_fleet.weight_sync.cuda_ipc.controller import CudaIpcTransport
 
@@ -31,7 +31,7 @@ class OneEngine:
     resend = None
 
     def __init__(self, slot):
-        self.slot, self.engines = slot, Engines([slot], self.wait_ready)
+        self.slot, self.engines = slot, EngineGroup([slot], self.wait_ready)
         self.sleep, self.wake = slot.sleep, slot.wake
 
     async def wait_ready(self):

@@ -14,12 +14,11 @@ from fuzz.trees import Deep, Many, Raw, Special, value_of
 
 from megatron_fleet.agents.engine import EngineLost, Generation, SamplingParams
 from megatron_fleet.cluster import frames, handshake
-from megatron_fleet.rollout import wire
 from megatron_fleet.rollout.engine_client import EnginePool, _Replica
 from megatron_fleet.rollout.engine_server import EngineServer
 
-IDS = wire.ids_to_bytes([1, 2, 3])
-LOGPROBS = wire.floats_to_bytes([-0.5, -1.0, -2.0])
+IDS = frames.array_to_plain(np.array([1, 2, 3], np.int32))
+LOGPROBS = frames.array_to_plain(np.array([-0.5, -1.0, -2.0], np.float32))
 ROUTING = frames.array_to_plain(np.zeros((2, 1, 2), np.uint8))
 DONE = ["done", 0, IDS, LOGPROBS, "stop", [[0, 0, 3]], ROUTING]
 ASKED = ["generate", 0, "session", IDS, 1.0, 5, [7], 3, None, []]
