@@ -1,4 +1,14 @@
-"""Preflight: check a configuration against files, model, tasks and launch environment before anything is started."""
+"""Preflight: check a configuration against files, model, tasks and launch environment before anything is started.
+
+Each check exists once and is called from here:
+
+* values and their combinations, of the configuration alone: the rules of its sections, in `config.validate`;
+* model against layout, micro-batches and precision: `trainer.validate` and `trainer.precision`;
+* ranks and engines against the devices of the hosts: `cluster.placement`, called again once remote hosts are known;
+* tasks against filters, split, mixture and verifiers: `data.dataset.run_dataset`;
+* user-supplied parts: `config.extension`; the chat format: `models.chat`; verifiers' sandbox: `embedded_fleet`;
+* the rest, which compares a key with a file, the model or a server: here.
+"""
 
 from __future__ import annotations
 
@@ -45,10 +55,7 @@ def check(config: Config) -> None:
     _routing(config, hf_config)
     _mixer(hf_config)
     _renderer(config)
-    _prompts(config)
-    _verifiers(config)
-    _environment_server(config)
-    _fleet_key(config)
+    _environment(config)
     _wandb_key(config)
     _mlflow_server(config)
     _tasks(config)
@@ -66,10 +73,7 @@ def check_evaluation(config: Config) -> None:
     _own_parts(config)
     _engine(config, _model(config))
     _renderer(config)
-    _prompts(config)
-    _verifiers(config)
-    _environment_server(config)
-    _fleet_key(config)
+    _environment(config)
 
 
 def check_endpoint(config: Config) -> None:
@@ -81,10 +85,7 @@ def check_endpoint(config: Config) -> None:
     validate.check(config)
     _out(config)
     _own_parts(config)
-    _prompts(config)
-    _verifiers(config)
-    _environment_server(config)
-    _fleet_key(config)
+    _environment(config)
     if extension.is_path(config.agent.kind):
         raise UserError(
             f"agent.kind={config.agent.kind} plays token by token, and an endpoint takes messages; set it to tools."
@@ -176,8 +177,8 @@ def _renderer(config: Config) -> None:
 
 def _layout(config: Config, hf_config: dict[str, Any]) -> None:
     from megatron_fleet.models.hf_config import read_model
-    from megatron_fleet.trainer.validate import check_micro_batch_tokens
     from megatron_fleet.trainer.precision import check_precision
+    from megatron_fleet.trainer.validate import check_micro_batch_tokens
     from megatron_fleet.trainer.validate import validate as validate_layout
 
     validate_layout(hf_config, config.parallel, config.policy.recompute, config.policy.lora.rank)
@@ -242,35 +243,20 @@ def _mixer(hf_config: dict[str, Any]) -> None:
         log.warning("model.path: %s", advice)
 
 
-def _prompts(config: Config) -> None:
+def _environment(config: Config) -> None:
+    """Check the prompts, and that environments of this kind can be reached; none is started before the first reset."""
     from megatron_fleet.agents.prompts import load_prompts
+    from megatron_fleet.embedded_fleet.verifier_client import check_sandbox
+    from megatron_fleet.envs.fleet_package import check_key
+    from megatron_fleet.envs.registry import no_answer
 
     load_prompts(config.agent.prompts)
-
-
-def _verifiers(config: Config) -> None:
-    from megatron_fleet.embedded_fleet.verifier_client import check_sandbox
-
     if config.env.kind == "embedded":
         _, note = check_sandbox(config.env.sandbox)
         if note:
             log.warning("%s", note)
-
-
-def _environment_server(config: Config) -> None:
-    """Check that a server answers at ``env.url``, which an environment of the user's own may use too.
-
-    Its environment is not checked before the first reset.
-    """
-    from megatron_fleet.envs.registry import no_answer
-
-    if config.env.url and (reason := no_answer(config.env.url, ANSWER_S)):
+    if config.env.url and (reason := no_answer(config.env.url, ANSWER_S)):  # one of the user's own may use it too
         raise UserError(f"env.url={reason}; start the server, or correct the address.")
-
-
-def _fleet_key(config: Config) -> None:
-    from megatron_fleet.envs.fleet_package import check_key
-
     if config.env.kind == "fleet":
         check_key()
 
@@ -306,16 +292,11 @@ def _mlflow_server(config: Config) -> None:
 
 
 def _tasks(config: Config) -> None:
+    """Check the tasks of the run, and refuse to train on those that need screenshots."""
     from megatron_fleet.data.dataset import run_dataset
 
     split = run_dataset(config).split
-    _screens(config, [*split.train, *split.held_out])
-
-
-def _screens(config: Config, tasks: Sequence[Task]) -> None:
-    """Refuse to train on tasks that need screenshots."""
-    check_images(config, tasks)
-    if screen := _on_screen(tasks):
+    if screen := _on_screen([*split.train, *split.held_out]):
         raise UserError(
             f"data.tasks={config.data.tasks}: task {screen.key} is a {screen.modality} task, and training on images "
             f"is not possible yet; set data.modality=tool_use, or evaluate with mfleet eval."
@@ -323,7 +304,7 @@ def _screens(config: Config, tasks: Sequence[Task]) -> None:
 
 
 def check_images(config: Config, tasks: Sequence[Task]) -> None:
-    """Refuse tasks that need screenshots when the model takes no images.
+    """Refuse to evaluate tasks that need screenshots with a model that takes no images.
 
     Raises:
         UserError: there is such a task.
@@ -333,7 +314,7 @@ def check_images(config: Config, tasks: Sequence[Task]) -> None:
     screen = _on_screen(tasks)
     if screen is not None and read_vision(config.model.path) is None:
         raise UserError(
-            f"model.path={config.model.path}: the model sees no images (or not in a way that is supported), and task "
+            f"model.path={config.model.path}: the model takes no images (or not in a way that is supported), and task "
             f"{screen.key} of data.tasks={config.data.tasks} is a {screen.modality} task; choose a Qwen3-VL model, or "
             f"set data.modality=tool_use."
         )

@@ -54,7 +54,7 @@ class Candidate:
         return statistics.median(self.seconds)
 
     def clearly_below(self, other: Candidate) -> bool:
-        """Whether it is faster beyond the noise: each median lies outside the other's range."""
+        """Return whether it is faster beyond the noise: each median lies outside the other's range."""
         return self.median < min(other.seconds) and max(self.seconds) < other.median
 
 
@@ -88,10 +88,10 @@ class PrecisionReport:
         gain = self.reference.median / best.median
         if best is self.reference or not best.clearly_below(self.reference):
             return f"Stay with {self.reference.name}: nothing else is faster beyond the spread of the steps."
-        told = f"{best.name} is {gain:.2f} times as fast as {self.reference.name} ({' '.join(best.settings)})"
+        speed = f"{best.name} is {gain:.2f} times as fast as {self.reference.name} ({' '.join(best.settings)})"
         if not self.weights:
-            return f"{told}; how far it moves log-probs, random weights do not tell: name a model.path with weights."
-        return f"{told} and moves log-probs by {best.mean:.4f} nats on average in {self.layers} layers."
+            return f"{speed}; what it does to log-probs needs a model.path with weights, as these are random."
+        return f"{speed} and moves log-probs by {best.mean:.4f} nats on average in {self.layers} layers."
 
 
 def candidates(config: Config, machine: Machine) -> list[tuple[Candidate, Config]]:

@@ -37,14 +37,14 @@ def config(folder: Path, *overrides: str):
 
 
 @pytest.mark.parametrize("modality", ["computer_use", "browser_use"])
-def test_a_model_that_sees_nothing_is_refused_tasks_on_a_screen(blind, modality):
-    said = rf"^model.path={blind}: .* sees no images .* task buy-1 of data.tasks=.* is a {modality} task; choose .*$"
+def test_a_model_without_vision_is_refused_tasks_on_a_screen(blind, modality):
+    said = rf"^model.path={blind}: .* takes no images .* task buy-1 of data.tasks=.* is a {modality} task; choose .*$"
     with pytest.raises(UserError, match=said):
         preflight.check_images(config(blind), [READ, replace(CLICK, modality=modality)])
     preflight.check_images(config(blind), [READ])
 
 
-def test_a_model_that_sees_may_be_evaluated_on_them(seeing):
+def test_a_vision_model_may_be_evaluated_on_them(seeing):
     preflight.check_images(config(seeing), [READ, CLICK])
 
 
