@@ -349,7 +349,7 @@ DIAGRAMS = {
         },
         (
             Arrow("config", "model", "weights.py"),
-            Arrow("model", "table", "layers.py"),
+            Arrow("model", "table", "table.py"),
             Arrow("model", "arguments"),
             Arrow("table", "uses"),
             Arrow("chat", "ids"),

@@ -1,11 +1,12 @@
 """Model families, one folder each, and the code they share.
 
-A family's ``weights.py`` lists its ``ARCHITECTURES``: the fields of its ``config.json`` and its differences from the
-shared layers. Its ``chat.py`` lists its ``FORMATS``: the syntax of conversations and tool calls. `registry` finds both;
-no other code has to name a family.
+A family's folder has everything that makes it a family. ``weights.py`` lists its ``ARCHITECTURES``: the fields of its
+``config.json``, what they compute, and its differences from the shared layers; ``chat.py`` its ``FORMATS``: the syntax
+of conversations and tool calls; ``vision.py``, where its models see images, how many tokens one has. A layer of its own
+in the place of attention is a `model.Mixer`. `registry` finds all of them; no other code has to name a family.
 
-Shared code: ``model.py`` describes a model's architecture, ``fields.py`` and ``hf_config.py`` read it from
-``config.json``, ``megatron_config.py`` translates it to Megatron, ``rules.py`` and ``layers.py`` form the weight table,
-``flops.py`` counts operations, ``images.py`` counts image tokens; ``chat/`` converts conversations to token ids and
-back. Nothing here imports torch.
+Shared code: ``architecture.py`` is the interface of a family, ``model.py`` describes a model, ``hf_config.py`` reads it
+from ``config.json``, ``megatron_config.py`` translates it to Megatron, ``table.py`` forms the weight table,
+``flops.py`` counts operations, ``images.py`` places images; ``chat/`` converts conversations to token ids and back.
+Nothing here imports torch, but for ``FAMILY/modules/``: layers for Megatron and vLLM, imported where a model is built.
 """

@@ -1,4 +1,4 @@
-"""What Megatron is told to compute, for every family; and the way back from the arguments in its checkpoints."""
+"""Megatron's arguments for every family, and the way back from the arguments in its checkpoints."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def test_tokens_are_those_of_the_models_image_processor(width, height, shape, le
 
 
 @pytest.mark.parametrize(("width", "height"), [(1280, 720), (31, 200), (5, 3)])
-def test_a_picture_really_gives_so_many(width, height):
+def test_an_image_really_gives_so_many(width, height):
     size = {"shortest_edge": 4 * 32 * 32, "longest_edge": 100 * 32 * 32}
     processor = Qwen2VLImageProcessorPil(patch_size=16, merge_size=2, size=size)
     grid = processor(PIL.Image.new("RGB", (width, height)), return_tensors="np")["image_grid_thw"][0]

@@ -58,22 +58,22 @@ def loss(x: LossInputs) -> LossResult:
     return objective(x.logprobs, x.entropy, x.loss_scale, x.scaled_advantages), {}
 
 
-def rows_of(policy: MegatronPolicy) -> list[list[Datum]]:
-    """Both sequences in one row; ranks that share the data have one each."""
+def micro_batches_of(policy: MegatronPolicy) -> list[list[Datum]]:
+    """Both sequences in one micro-batch; ranks that share the data have one each."""
     return [batch()] if policy.dp_size == 1 else [[batch()[policy.dp_rank]]]
 
 
 def train(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
     """Parameters of the whole model by HF names after `STEPS` steps."""
     for _ in range(STEPS):
-        policy.forward_backward(rows_of(policy), loss)
+        policy.forward_backward(micro_batches_of(policy), loss)
         policy.optim_step(LR)
     return {name: tensor.clone() for name, tensor in policy.weight_source()}
 
 
 def gradients(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
     """Gradients of the whole model by HF names; the parameters are lost."""
-    policy.forward_backward(rows_of(policy), loss)
+    policy.forward_backward(micro_batches_of(policy), loss)
     optimizer.reduce_gradients(policy._wrapped, policy._optimizer)
     for chunk in policy._wrapped:
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):

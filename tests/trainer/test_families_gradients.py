@@ -1,4 +1,4 @@
-"""Gradients of a packed row are those of ``transformers`` in every layout, and training is that of one process."""
+"""Gradients of a packed micro-batch are those of ``transformers`` in every layout, training that of one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Families in training: log-probs of packed rows are those of transformers, a step raises the objective."""
+"""Families in training: log-probs of packed micro-batches are those of transformers, a step raises the objective."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_family_is_trained_as_it_is(tmp_path, family):
     batch = make_batch(count=4, vocab_size=vocab)
     policy = MegatronPolicy(make_config(folder))
     try:
-        got = [x for row in policy.forward([batch[:2], batch[2:]]) for x in row]
+        got = [x for values in policy.forward([batch[:2], batch[2:]]) for x in values]
         for datum, logprobs in zip(batch, got, strict=True):
             ids = torch.from_numpy(datum.token_ids).long()[None]
             logp = (reference_logits(folder, ids)[0] / 0.8).log_softmax(-1)
@@ -53,7 +53,7 @@ def test_a_family_is_trained_as_it_is(tmp_path, family):
         before = objective(batch, got)
         policy.forward_backward([batch[:2], batch[2:]], make_loss(AlgorithmConfig()))
         assert policy.optim_step(1e-3).grad_norm > 0
-        assert objective(batch, [x for row in policy.forward([batch[:2], batch[2:]]) for x in row]) > before
+        assert objective(batch, [x for values in policy.forward([batch[:2], batch[2:]]) for x in values]) > before
     finally:
         policy.close()
 
@@ -82,11 +82,11 @@ def objective(batch, logprobs) -> float:
 def test_float32_parameters_of_a_bfloat16_model_keep_their_state(tmp_path):
     """Rates of decay are float32 between bfloat16 layers; their master weights and moments are saved as theirs."""
     folder = make("qwen3_5_moe", tmp_path / "model")
-    rows = [make_batch(count=4, vocab_size=515)]
+    micro_batches = [make_batch(count=4, vocab_size=515)]
     policy = MegatronPolicy(make_config(folder, dtype="bfloat16"))
 
     def step() -> dict[str, torch.Tensor]:
-        policy.forward_backward(rows, make_loss(AlgorithmConfig()))
+        policy.forward_backward(micro_batches, make_loss(AlgorithmConfig()))
         policy.optim_step(1e-3)
         return {name: tensor.clone() for name, tensor in policy.weight_source()}
 

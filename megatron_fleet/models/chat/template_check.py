@@ -142,7 +142,7 @@ def render_template(template: str, chat: ChatFormat, talks: Sequence[Dialogue]) 
     return render(template, [{"messages": list(messages(t)), **shared, **chat.template_tools(t.tools)} for t in talks])
 
 
-def _examples(thinking: bool, sees: bool) -> Iterator[Dialogue]:
+def _examples(thinking: bool, images: bool) -> Iterator[Dialogue]:
     properties = {
         "query": {"type": "string", "description": "Words – «any» language", "minLength": 1},
         "filters": {
@@ -164,7 +164,7 @@ def _examples(thinking: bool, sees: bool) -> Iterator[Dialogue]:
     yield Dialogue("You are an agent.", (), "How many tickets are open?", ())
     yield Dialogue("You are an agent.", tools, "How many tickets are open?", (one,))
     yield Dialogue("You are an agent.", tools, "How many tickets are open?", (one, two))
-    if sees:
+    if images:
         screen = Round(Spoken(thought, "", (find,)), ("[image 1]\na page[image 2]",))
         yield Dialogue("You are an agent.", tools, "See [image 1] and click.", (screen,), has_images=True)
     if not thinking:  # a question after a turn makes templates drop the thinking before it

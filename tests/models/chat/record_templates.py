@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from talks import Talks, digest, pictured
+from talks import Talks, digest, with_images
 
 from megatron_fleet.models.chat.detection import FORMATS
 from megatron_fleet.models.chat.template_check import difference, render_template, written
@@ -37,16 +37,16 @@ TEMPLATES = {
     "Kimi-K2-Instruct.jinja": ("kimi-k2", "moonshotai/Kimi-K2-Instruct, from llama_cpp_python 0.3.36"),
     "Kimi-K2-Thinking.jinja": ("kimi-k2-thinking", "moonshotai/Kimi-K2-Thinking, from llama_cpp_python 0.3.36"),
 }
-PICTURES = ("trl_qwen3_vl.jinja", "qwen3-instruct", "Qwen/Qwen3-VL, from the wheel trl 1.16.0")
+WITH_IMAGES = ("trl_qwen3_vl.jinja", "qwen3-instruct", "Qwen/Qwen3-VL, from the wheel trl 1.16.0")
 DECLARATIONS = ("tool_declaration_ts.py", "moonshotai/Kimi-K2.5, as copied in the wheel tinker_cookbook 0.6.1")
 
 
-def recorded_pictures(folder: Path, compare: bool) -> dict[str, Any]:
+def recorded_with_images(folder: Path, compare: bool) -> dict[str, Any]:
     """The conversations with images, by a template that knows them."""
-    name, family, origin = PICTURES
+    name, family, origin = WITH_IMAGES
     source = (folder / name).read_bytes()
     chat = FORMATS[family].make(False, source.decode())
-    talks = [pictured(talk) for talk in Talks(SEED).conversations(COUNT, False)]
+    talks = [with_images(talk) for talk in Talks(SEED).conversations(COUNT, False)]
     theirs = render_template(source.decode(), chat, talks)
     if compare:
         show(name, [written(chat, talk) for talk in talks], theirs)
@@ -67,7 +67,7 @@ def main(folder: Path, compare: bool) -> None:
             recorded[-1]["spaced"] = spaced
             if compare:
                 show(f"{name}, thinking {thinking}", [written(chat, talk) for talk in talks], theirs)
-    recorded.append(recorded_pictures(folder, compare))
+    recorded.append(recorded_with_images(folder, compare))
     name, origin = DECLARATIONS
     original = load(folder / name)
     tools = [[Talks(seed).tool(references=seed % 3 == 0) for _ in range(2)] for seed in range(COUNT)]

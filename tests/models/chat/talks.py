@@ -137,7 +137,7 @@ class Talks:
         )
 
 
-def pictured(talk: Dialogue) -> Dialogue:
+def with_images(talk: Dialogue) -> Dialogue:
     """The same with images in what is shown."""
     rounds = tuple(replace(r, shown=tuple(f"[image 1]{text}[image 2]\n" for text in r.shown)) for r in talk.rounds)
     return replace(talk, user=f"{talk.user}[image 1]", rounds=rounds, has_images=True)

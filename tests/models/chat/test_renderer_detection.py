@@ -1,4 +1,4 @@
-"""Which format a model folder speaks: told from its tokenizer and template, refused in one sentence otherwise."""
+"""Detection of a model folder's format from its tokenizer and template; refused in one sentence otherwise."""
 
 import json
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from talks import Talks, digest, pictured
+from talks import Talks, digest, with_images
 
 from megatron_fleet.models.chat.detection import FORMATS
 from megatron_fleet.models.chat.template_check import written
@@ -17,7 +17,7 @@ RECORDED = json.loads(Path(__file__).with_name("template_digests.json").read_tex
 def test_conversations_read_as_the_models_own_template_writes_them(entry):
     chat = FORMATS[entry["family"]].make(entry["thinking"], "" if entry["spaced"] else "separators")
     talks = Talks(RECORDED["seed"]).conversations(RECORDED["count"], entry["thinking"])
-    ours = [digest(written(chat, pictured(t) if entry.get("images") else t)) for t in talks]
+    ours = [digest(written(chat, with_images(t) if entry.get("images") else t)) for t in talks]
     assert ours == entry["digests"].split()
 
 
