@@ -32,12 +32,12 @@ from megatron_fleet.analysis.episodes import Episode
 from megatron_fleet.analysis.failures import CATEGORIES
 from megatron_fleet.analysis.selection import Pair
 from megatron_fleet.analysis.transcripts import Transcripts
-from megatron_fleet.telemetry.charts import STYLE, draw
+from megatron_fleet.telemetry.charts import STYLE, draw, sparkline
 
 _ESCAPES = {ord("<"): "\\u003c", ord(">"): "\\u003e", ord("&"): "\\u0026"}
 MARKDOWN_PAIRS = 6
 EXCERPT = 400
-_BARS = "▁▂▃▄▅▆▇█"
+SPARK_WIDTH = 24
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~&])")
 
 
@@ -97,15 +97,6 @@ def escape(text: str) -> str:
     return _SPECIAL.sub(r"\\\1", " ".join(text.split()))
 
 
-def sparkline(values: Sequence[float], width: int = 24) -> str:
-    """Draw values as at most ``width`` bars, scaled from the lowest to the highest."""
-    if len(values) > width:
-        values = [values[round(i * (len(values) - 1) / (width - 1))] for i in range(width)]
-    low, high = min(values), max(values)
-    span = high - low
-    return "".join(_BARS[int((v - low) / span * (len(_BARS) - 1) + 0.5)] if span else _BARS[0] for v in values)
-
-
 def _block(block: Block) -> list[str]:
     match block:
         case Text():
@@ -136,7 +127,14 @@ def _charts(block: Charts) -> list[str]:
         for series in chart.series:
             values = [value for _, value in series.points]
             figures = (values[0], values[-1], min(values), max(values))
-            rows.append((escape(chart.title), escape(series.label), *(f"{v:.4g}" for v in figures), sparkline(values)))
+            rows.append(
+                (
+                    escape(chart.title),
+                    escape(series.label),
+                    *(f"{v:.4g}" for v in figures),
+                    sparkline(values, SPARK_WIDTH),
+                )
+            )
     return _table(("curve", "line", "first", "last", "lowest", "highest", ""), rows, frozenset({2, 3, 4, 5}))
 
 

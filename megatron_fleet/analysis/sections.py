@@ -37,7 +37,6 @@ from megatron_fleet.analysis.statistics import (
     NOTHING,
     RESAMPLES,
     Estimate,
-    duration,
     interval,
     number,
     percent,
@@ -45,6 +44,7 @@ from megatron_fleet.analysis.statistics import (
     value,
 )
 from megatron_fleet.telemetry.charts import charts, resumed_at
+from megatron_fleet.telemetry.console import duration
 from megatron_fleet.telemetry.summary import seconds_total
 
 EXAMPLES = 3

@@ -101,15 +101,6 @@ def _fixed(number: float, form: str) -> str:
     return format(round(number, 3) + 0.0, form)
 
 
-def duration(seconds: float) -> str:
-    """Format the two largest units: ``7 min 41 s``, ``3 h 12 min``, ``2 d 4 h``."""
-    whole = round(seconds)
-    for name, size, smaller, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
-        if whole >= size:
-            return f"{whole // size} {name} {whole % size // part} {smaller}"
-    return f"{whole} s"
-
-
 def percent(share: float | None) -> str:
     return NOTHING if share is None else f"{100 * share:.0f} %"
 

@@ -57,6 +57,7 @@ MAX_LINES = 8
 first to last value, are kept, and the title says so."""
 ENV = "{env}"
 _SPARSE = "eval/"
+_BARS = "▁▂▃▄▅▆▇█"
 
 # Title, whether the values are shares, metric name → label; `{env}` in a name stands for one line per environment.
 CHARTS: tuple[tuple[str, bool, Mapping[str, str]], ...] = (
@@ -258,6 +259,15 @@ def _plot(chart: Chart, width: int = WIDTH, height: int = HEIGHT) -> ElementTree
 
 def _write(root: ElementTree.Element, name: str, x: int, y: int, text: str) -> None:
     ElementTree.SubElement(root, "text", {"class": name, "x": str(x), "y": str(y)}).text = text
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Draw values as at most ``width`` bars of text, scaled from the lowest to the highest; equal ones are low."""
+    if len(values) > width:
+        values = [values[round(i * (len(values) - 1) / (width - 1))] for i in range(width)]
+    low, high = min(values), max(values)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((value - low) * scale)] for value in values)
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:

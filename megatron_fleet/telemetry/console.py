@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, TextIO
 
 from megatron_fleet.config.errors import say
+from megatron_fleet.telemetry.charts import sparkline
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -23,28 +24,18 @@ SHOWN = (
     ("grad norm", "policy/grad_norm", "{:.3g}"),
     ("mismatch KL", "policy/mismatch_kl", "{:.1e}"),
 )
-SPARK_LEVELS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 32
 ETA_STEPS = 10
 """Number of latest steps whose mean duration gives the estimate of the remaining time."""
 
 
-def sparkline(values: list[float]) -> str:
-    """Draw one character per value, scaled from the lowest to the highest; constant values are drawn low."""
-    if not values:
-        return ""
-    low, high = min(values), max(values)
-    scale = (len(SPARK_LEVELS) - 1) / (high - low) if high > low else 0.0
-    return "".join(SPARK_LEVELS[round((v - low) * scale)] for v in values)
-
-
 def duration(seconds: float) -> str:
-    """Format seconds as ``42s``, ``3m07s``, ``2h05m``."""
-    minutes, s = divmod(round(seconds), 60)
-    hours, m = divmod(minutes, 60)
-    if hours:
-        return f"{hours}h{m:02d}m"
-    return f"{m}m{s:02d}s" if m else f"{s}s"
+    """Format the two largest units: ``7 min 41 s``, ``3 h 12 min``, ``2 d 4 h``."""
+    whole = round(seconds)
+    for name, size, smaller, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+        if whole >= size:
+            return f"{whole // size} {name} {whole % size // part} {smaller}"
+    return f"{whole} s"
 
 
 def step_text(metrics: Mapping[str, float]) -> str:
@@ -143,5 +134,5 @@ class RunProgress:
         if self._last:
             parts.append(Text(step_text(self._last), style="cyan"))
         if self._rewards:
-            parts.append(Text.assemble(("reward ", "dim"), (sparkline(list(self._rewards)), "green")))
+            parts.append(Text.assemble(("reward ", "dim"), (sparkline(list(self._rewards), SPARK_WIDTH), "green")))
         return Group(*parts)

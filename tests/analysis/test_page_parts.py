@@ -149,4 +149,3 @@ def test_markdown_escapes_what_trajectories_say():
     text = render.markdown(Document("t", "s", (ReportSection("a", "A", (table,)),)))
     (row,) = [line for line in text.splitlines() if "img" in line]
     assert row == r"| a\|b \<img src=x\> \# head \[x\](javascript:y) \`c\` |"
-    assert render.sparkline([1, 2, 3]) == "▁▅█" and render.sparkline([2, 2]) == "▁▁"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.telemetry import charts as charts_module
-from megatron_fleet.telemetry.charts import Chart, Series, charts, thin, write_learning_curve
+from megatron_fleet.telemetry.charts import Chart, Series, charts, sparkline, thin, write_learning_curve
 from megatron_fleet.telemetry.sinks import MetricsLog
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -77,6 +77,13 @@ def test_thinned_points_keep_the_mean():
     few = thin(points, 100)
     assert len(few) == 100 and np.mean([y for _, y in few]) == pytest.approx(np.mean([y for _, y in points]))
     assert thin(points[:5], 100) == tuple(points[:5])
+
+
+@pytest.mark.parametrize(
+    ("values", "line"), [([0.5, 0.5], "▁▁"), (range(64), "▁▂▃▄▅▆▇█"), ([0, 0.5, 1], "▁▅█"), ([-1, -3, -2], "█▁▅")]
+)
+def test_sparkline(values, line):
+    assert sparkline(values, 8) == line
 
 
 @pytest.mark.parametrize(

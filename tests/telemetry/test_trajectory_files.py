@@ -143,28 +143,19 @@ def test_trajectories_come_back(tmp_path):
 def test_trajectories_of_lost_steps_go(tmp_path):
     log = TrajectoryLog(tmp_path, None)
     for step in range(3):
-        log.write(step, [])
-        log.write(step, [], kind="eval")
+        for kind in ("step", "eval", "greedy"):
+            log.write(step, [], kind)
     (tmp_path / "step_000002.jsonl.part").write_text("cut off")
-    (tmp_path / "notes.txt").write_text("mine")
+    others = {"notes.txt", "a.b_000009.txt", "mine_000009.txt"}
+    for name in others:
+        (tmp_path / name).write_text("mine")
     TrajectoryLog(tmp_path, resumed_step=1)
-    names = {f"{kind}_{step:06d}.{end}" for kind in ("step", "eval") for step in (0, 1) for end in ("jsonl", "npz")}
-    assert {p.name for p in tmp_path.iterdir()} == names | {"notes.txt"}
+    names = {
+        f"{kind}_{step:06d}.{end}" for kind in ("step", "eval", "greedy") for step in (0, 1) for end in ("jsonl", "npz")
+    }
+    assert {p.name for p in tmp_path.iterdir()} == names | others
     TrajectoryLog(tmp_path, None)
-    assert {p.name for p in tmp_path.iterdir()} == {"notes.txt"}
-
-
-def test_files_of_other_names_beside_trajectories_are_left_alone(tmp_path):
-    for name in (
-        "a.b_000009.txt",
-        "step_000009.jsonl",
-        "greedy_000009.npz",
-        "step_000001.jsonl",
-        "mine_000009.txt",
-    ):
-        (tmp_path / name).write_text("")
-    TrajectoryLog(tmp_path, resumed_step=1)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.b_000009.txt", "mine_000009.txt", "step_000001.jsonl"]
+    assert {p.name for p in tmp_path.iterdir()} == others
 
 
 def prompted(env: str, first: int, started: bool = True) -> Trajectory:
