@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command")
 
     _add_run_commands(commands)
-    evaluate = commands.add_parser("eval", help="evaluate a model without training; goes on where it was cut off")
+    evaluate = commands.add_parser("eval", help="evaluate a model without training; resumes an interrupted evaluation")
     evaluate.add_argument("--out", type=Path, metavar="DIR", help="folder of the outputs (default: runs/eval)")
     evaluate.add_argument("--checkpoint", metavar="PATH", help="a run's folder, or a checkpoint, instead of model.path")
     evaluate.add_argument("--endpoint", metavar="URL", help="an OpenAI-compatible server, as https://host/v1")
@@ -109,28 +109,28 @@ def _parser() -> argparse.ArgumentParser:
     config.add_argument("overrides", nargs="*", help=OVERRIDES_HELP)
     config.set_defaults(run=_config)
 
-    data = commands.add_parser("data", help="task files: look at them, select and split them")
+    data = commands.add_parser("data", help="task files: inspect, select and split them")
     add_data_commands(data)
 
     convert = commands.add_parser("convert", help="checkpoints: HF folders to Megatron's format and back")
     add_convert_commands(convert)
 
-    report = commands.add_parser("report", help="make one page of what a run did, and Markdown of the same content")
+    report = commands.add_parser("report", help="write a report of a run as one HTML page and as Markdown")
     report.add_argument("folder", type=Path, metavar="RUN", help="the folder a run wrote to (run.out)")
     report.add_argument("--out", dest="page", type=Path, metavar="FILE", help="the page (default: RUN/report.html)")
     report.add_argument("--markdown", type=Path, metavar="FILE", help="the Markdown (default: RUN/report.md)")
     report.set_defaults(run=_report)
 
-    debug = commands.add_parser("debug", help="what went wrong").add_subparsers(required=True, metavar="command")
-    replay = debug.add_parser("replay", help="run a dumped optimizer step again, alone; 0 when it comes out the same")
+    debug = commands.add_parser("debug", help="examine failures").add_subparsers(required=True, metavar="command")
+    replay = debug.add_parser("replay", help="replay a dumped optimizer step in isolation; status 0 if reproduced")
     replay.add_argument("--json", action="store_true", help="print everything as JSON")
     replay.add_argument("dump", type=Path, help="a folder below dumps/ of a run's outputs")
     replay.add_argument("overrides", nargs="*", help="section.key=value, as parallel.tensor=2 under torchrun")
     replay.set_defaults(run=_replay)
 
-    measured = commands.add_parser("tune", help="measure choices on this machine")
+    measured = commands.add_parser("tune", help="measure settings on this machine")
     tune = measured.add_subparsers(required=True, metavar="command")
-    precision = tune.add_parser("precision", help="which precision is fastest here, and how far it moves log-probs")
+    precision = tune.add_parser("precision", help="measure speed and accuracy of each precision")
     precision.add_argument("--layers", type=int, default=2, help="layers of the model to build (default: %(default)s)")
     precision.add_argument("--repeats", type=int, default=5, help="timed steps per turn (default: %(default)s)")
     precision.add_argument("--json", action="store_true", help="print everything as JSON")
@@ -151,9 +151,9 @@ def _add_run_commands(commands: Any) -> None:
     train.add_argument("--resolved", type=Path, metavar="FILE", help="the config.json of a run, instead of overrides")
     train.add_argument("overrides", nargs="*", help=OVERRIDES_HELP)
     train.set_defaults(run=_train)
-    rank = commands.add_parser("rank", help="be one rank of a trainer, under torchrun or srun; see docs/run/cluster.md")
+    rank = commands.add_parser("rank", help="run one rank, under torchrun or srun; see docs/run/cluster.md")
     rank.set_defaults(run=_rank)
-    node = commands.add_parser("node", help="be one host of a run with cluster.nodes; see docs/run/cluster.md")
+    node = commands.add_parser("node", help="run one host of a run with cluster.nodes; see docs/run/cluster.md")
     node.set_defaults(run=_node)
 
 

@@ -92,7 +92,7 @@ class Run:
         return episodes
 
     def arrays(self, kind: str, step: int) -> dict[str, np.ndarray] | None:
-        """Read the arrays of a step (shapes: telemetry/sinks.py); ``None`` when they cannot be read."""
+        """Read the arrays of a step (shapes: telemetry/trajectories.py); ``None`` when they cannot be read."""
         path = self.folder / "trajectories" / f"{kind}_{step:06d}.npz"
         try:
             if not path.is_file():

@@ -202,7 +202,7 @@ class Provisioner:
         before = breaker.open, breaker.seconds_left(now)
         breaker.ended(ticket, now, failed)
         if before[0] and not breaker.open:
-            log.warning("environment %s is well again", env_key)
+            log.warning("environment %s has recovered", env_key)
         elif breaker.seconds_left(now) > before[1]:
             pause_s = breaker.seconds_left(now)
             log.warning("environment %s goes into quarantine for %.0f s; last failure: %s", env_key, pause_s, reason)

@@ -210,5 +210,5 @@ async def test_quarantine_is_of_one_environment_and_ends(caplog):
     assert owner.gauges("bad")["breaker_open"] == 0
     assert [r.getMessage() for r in caplog.records] == [
         "environment bad goes into quarantine for 50 s; last failure: reset took more than 9 s",
-        "environment bad is well again",
+        "environment bad has recovered",
     ]
