@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +14,8 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
+from waiting import HANG_S
+from weight_fixtures import random_tensors, tiny_config, write_folder
 
 from megatron_fleet.algorithms.advantages import group_advantages
 from megatron_fleet.algorithms.loss_inputs import LossInputs
@@ -21,6 +27,8 @@ from megatron_fleet.config.schema import AlgorithmConfig
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 README = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"^    (\.\./.*)$", README.replace("\\\n", " "), re.MULTILINE)
+LLAMA = tiny_config(model_type="llama")
 
 
 def test_the_table_has_every_interface():
@@ -33,6 +41,28 @@ def test_the_table_has_every_interface():
         result = "awaitable " * interface.is_async + code(interface.result)
         part = f"| {interface.part}", code(key)
         assert (*row[:2], *row[3:]) == (*part, arguments, result, f"{interface.runs_in} |"), key
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_run_as_written(command, tmp_path):
+    """Training as a dry run; whole runs with parts of a user's own are in tests/e2e."""
+    shutil.copytree(EXAMPLES, tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__", "runs"))
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / "engine").symlink_to(sys.prefix)
+    if "mfleet train " in command:
+        command += " --dry-run"
+    else:
+        mistral = LLAMA | {"model_type": "mistral", "sliding_window": None}
+        command = command.replace("HF_DIR", str(write_folder(tmp_path / "hf", mistral, random_tensors(LLAMA))))
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path / "examples", capture_output=True, text=True, timeout=HANG_S
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_all_parts_are_in_the_commands():
+    assert len(COMMANDS) > 5
+    assert [key for key in INTERFACES if key != "model.family" and f" {key}=" not in " ".join(COMMANDS)] == []
 
 
 @pytest.fixture(autouse=True)

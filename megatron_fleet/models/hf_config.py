@@ -74,7 +74,10 @@ def architecture_of(raw: Mapping[str, Any]) -> Architecture:
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
-        raise UserError(f"config.json: model_type={model_type!r} is not supported; use one of {known}.")
+        raise UserError(
+            f"config.json: model_type={model_type!r} is not supported; use one of {known}, or a family of your own "
+            f"(model.family)."
+        )
     return ARCHITECTURES[model_type]
 
 
