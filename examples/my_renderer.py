@@ -9,10 +9,9 @@ from typing import Any, ClassVar
 
 from megatron_fleet.envs.base import Image, ToolCall
 from megatron_fleet.models.chat.arguments import check_text, read_arguments, read_value
-from megatron_fleet.models.chat.chat_renderer import ChatRenderer
 from megatron_fleet.models.chat.format import Pieces, Spoken, Unthought, marker
 from megatron_fleet.models.chat.parser import BadCall, Syntax, Tools, WrittenCall
-from megatron_fleet.models.chat.renderer import Renderer, ToolResult, to_json
+from megatron_fleet.models.chat.renderer import ChatRenderer, Renderer, ToolResult, to_json
 from megatron_fleet.models.chat.tokenizer import Tokenizer
 
 NAME = re.compile(r"\s*([\w.-]+)\s*")

@@ -25,7 +25,7 @@ ALL = ("pyproject.toml", "setup.sh", "test", "tests/conftest.py", "requirements/
 ALWAYS = "tests/test_repository.py"
 SITE, SITE_TESTS = ("docs/", "mkdocs.yml", "CONTRIBUTING.md", "SECURITY.md"), "tests/docs_site/conftest.py"
 """Sources of the documentation besides the examples, and the file that all its tests depend on."""
-FOUND_BY_FOLDER = {"megatron_fleet.models.registry": ("weights", "chat", "vision")}
+FOUND_BY_FOLDER = {"megatron_fleet.models.registry": ("weights", "chat", "vision", "codec")}
 """Modules that import others by what is in a folder: names of those."""
 
 

@@ -136,10 +136,10 @@ def _own_parts(config: Config) -> None:
 
 def _model(config: Config) -> dict[str, Any]:
     """Return the model's config.json, after checking that the model folder is complete."""
-    from megatron_fleet.models.chat.tokenizer import TOKENIZER_FILES
+    from megatron_fleet.models.chat.tokenizer import tokenizer_files
 
     folder = Path(config.model.path)
-    for names in (("config.json",), TOKENIZER_FILES):
+    for names in (("config.json",), tokenizer_files()):
         if not any((folder / name).is_file() for name in names):
             missing = " or ".join(names)
             raise UserError(f"model.path={folder}: {missing} is missing; name a complete Hugging Face model folder.")

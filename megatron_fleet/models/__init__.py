@@ -2,8 +2,9 @@
 
 A family's folder has everything that makes it a family. ``weights.py`` lists its ``ARCHITECTURES``: the fields of its
 ``config.json``, what they compute, and its differences from the shared layers; ``chat.py`` its ``FORMATS``: the syntax
-of conversations and tool calls; ``vision.py``, where its models see images, how many tokens one has. A layer of its own
-in the place of attention is a `model.Mixer`. `registry` finds all of them; no other code has to name a family.
+of conversations and tool calls; ``vision.py``, where its models see images, how many tokens one has; ``codec.py``
+the reader of a tokenizer file of its own. A layer of its own in the place of attention is a `model.Mixer`. `registry`
+finds all of them; no other code has to name a family.
 
 Shared code: ``architecture.py`` is the interface of a family, ``model.py`` describes a model, ``hf_config.py`` reads it
 from ``config.json``, ``megatron_config.py`` translates it to Megatron, ``table.py`` forms the weight table,

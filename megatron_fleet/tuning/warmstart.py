@@ -41,8 +41,7 @@ from megatron_fleet.embedded_fleet.solver import demonstrate, solve
 from megatron_fleet.embedded_fleet.tasks import SHIPPED_SEED, EmbeddedSession, generate
 from megatron_fleet.embedded_fleet.tasktype import FinalAnswer
 from megatron_fleet.envs.base import Observation, Reward, ToolCall
-from megatron_fleet.models.chat.chat_renderer import ChatRenderer
-from megatron_fleet.models.chat.renderer import Renderer, to_json
+from megatron_fleet.models.chat.renderer import ChatRenderer, Renderer, to_json
 from megatron_fleet.models.chat.tokenizer import Tokenizer, train_tokenizer
 from megatron_fleet.models.images import PlacedImage
 from megatron_fleet.models.qwen3.chat import IM_START, QWEN3_TOKENS, Qwen

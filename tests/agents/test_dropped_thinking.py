@@ -8,10 +8,9 @@ from record_dropped import DIGESTS, talks
 from talks import digest
 
 from megatron_fleet.agents.history import Exchange, TokenHistory
-from megatron_fleet.models.chat.chat_renderer import ChatRenderer
 from megatron_fleet.models.chat.detection import FORMATS
 from megatron_fleet.models.chat.format import Spoken
-from megatron_fleet.models.chat.renderer import ToolResult
+from megatron_fleet.models.chat.renderer import ChatRenderer, ToolResult
 from megatron_fleet.models.chat.template_check import Dialogue, Round
 from megatron_fleet.models.chat.tokenizer import Tokenizer
 

@@ -11,9 +11,9 @@ from megatron_fleet.agents.token_conversation import run_episode
 from megatron_fleet.agents.trajectory import Outcome
 from megatron_fleet.config.schema import AgentConfig
 from megatron_fleet.envs.base import Observation, ToolCall
-from megatron_fleet.models.chat.chat_renderer import ChatRenderer
 from megatron_fleet.models.chat.detection import FORMATS, make_format
 from megatron_fleet.models.chat.format import Spoken
+from megatron_fleet.models.chat.renderer import ChatRenderer
 from megatron_fleet.models.chat.template_check import Dialogue, Round, written
 from megatron_fleet.models.chat.tokenizer import Tokenizer
 

@@ -19,8 +19,8 @@ from megatron_fleet.agents.trajectory import Group, Outcome, Trajectory
 from megatron_fleet.algorithms.batch import build_data
 from megatron_fleet.config.schema import AgentConfig, AlgorithmConfig
 from megatron_fleet.envs.base import Observation, ToolCall, ToolError
-from megatron_fleet.models.chat.chat_renderer import ChatRenderer
 from megatron_fleet.models.chat.format import Spoken
+from megatron_fleet.models.chat.renderer import ChatRenderer
 from megatron_fleet.models.chat.tokenizer import Tokenizer, train_tokenizer
 from megatron_fleet.models.glm4 import chat as glm
 from megatron_fleet.models.glm4.chat import Glm

@@ -15,9 +15,9 @@ from test_exactness import HonestEngine, Said, agents, requests_of, turns
 from megatron_fleet.agents.token_conversation import run_episode
 from megatron_fleet.agents.trajectory import Outcome, Trajectory
 from megatron_fleet.envs.base import Image, Observation
-from megatron_fleet.models.chat.chat_renderer import ChatRenderer
 from megatron_fleet.models.chat.detection import make_renderer
 from megatron_fleet.models.chat.format import Spoken
+from megatron_fleet.models.chat.renderer import ChatRenderer
 from megatron_fleet.models.images import digest
 from megatron_fleet.models.qwen3.chat import Qwen
 

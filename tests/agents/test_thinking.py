@@ -8,9 +8,9 @@ from tokenizer_fixtures import CORPUS
 
 from megatron_fleet.agents.history import Thinking
 from megatron_fleet.envs.base import ToolCall
-from megatron_fleet.models.chat.chat_renderer import ChatRenderer
 from megatron_fleet.models.chat.detection import FORMATS
 from megatron_fleet.models.chat.format import Spoken
+from megatron_fleet.models.chat.renderer import ChatRenderer
 from megatron_fleet.models.chat.tokenizer import Tokenizer, train_tokenizer
 from megatron_fleet.models.kimi import chat as kimi
 from megatron_fleet.models.kimi.chat import Kimi

@@ -10,9 +10,8 @@ from typing import Any
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.extension import is_path, load
 from megatron_fleet.config.files import read_file, read_object
-from megatron_fleet.models.chat.chat_renderer import ChatRenderer
 from megatron_fleet.models.chat.format import ChatFormat, ModelFolder, NamedFormat
-from megatron_fleet.models.chat.renderer import Renderer
+from megatron_fleet.models.chat.renderer import ChatRenderer, Renderer
 from megatron_fleet.models.chat.tokenizer import Tokenizer
 from megatron_fleet.models.images import Vision, read_vision
 from megatron_fleet.models.registry import OWN_FAMILIES, family_modules

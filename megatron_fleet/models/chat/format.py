@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_fleet.envs.base import Image, ToolCall
 from megatron_fleet.models.chat.parser import Syntax, Tools
-from megatron_fleet.models.chat.renderer import ToolResult
 from megatron_fleet.models.chat.tokenizer import AddedTokens, Tokenizer
 from megatron_fleet.models.images import Vision, around, size_of
+
+if TYPE_CHECKING:
+    from megatron_fleet.models.chat.renderer import ToolResult
 
 TOOLS_HEAD = (
     "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"

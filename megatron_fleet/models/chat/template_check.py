@@ -2,7 +2,7 @@
 
 A few fixed conversations are rendered both ways and compared as text. An almost correct renderer silently costs reward,
 so any difference aborts the run. The conversations avoid the cases where an append-only sequence has to differ (listed
-in ``chat_renderer.py``).
+in ``renderer.py``).
 """
 
 from __future__ import annotations

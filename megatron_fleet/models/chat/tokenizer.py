@@ -13,9 +13,14 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import read_file
+from megatron_fleet.models.registry import family_modules
 
-TOKENIZER_FILES = ("tokenizer.json", "tiktoken.model")
-"""Supported tokenizer files; the first one found is used. Kimi uses the second."""
+_JSON = "tokenizer.json"
+
+
+def tokenizer_files() -> tuple[str, ...]:
+    """Return the names of supported tokenizer files: the usual one and those of families (``FAMILY/codec.py``)."""
+    return (_JSON, *(module.FILE for module in family_modules("codec")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,20 +79,12 @@ class Tokenizer:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        """Load ``folder/tokenizer.json`` or, if absent, ``folder/tiktoken.model``.
+        """Load ``folder/tokenizer.json`` or, if absent, the file of a family that has its own.
 
         Raises:
-            UserError: both are missing, or the file is broken.
+            UserError: all are missing, or the file is broken.
         """
-        json_file, tiktoken_file = (Path(folder) / name for name in TOKENIZER_FILES)
-        if json_file.is_file():
-            self._codec: Codec = JsonCodec(json_file)
-        elif tiktoken_file.is_file():
-            from megatron_fleet.models.chat.tiktoken_codec import TiktokenCodec
-
-            self._codec = TiktokenCodec(tiktoken_file)
-        else:
-            raise UserError(f"{json_file}: no such file; model.path must be an HF folder that holds tokenizer.json.")
+        self._codec = _open(Path(folder))
         self.special: Mapping[str, int] = self._codec.special
         self.vocab_size = self._codec.vocab_size
 
@@ -102,6 +99,17 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ``ids``, including control tokens; incomplete UTF-8 becomes U+FFFD."""
         return self._codec.decode(ids)
+
+
+def _open(folder: Path) -> Codec:
+    path = folder / _JSON
+    if path.is_file():
+        return JsonCodec(path)
+    for module in family_modules("codec"):
+        if (folder / module.FILE).is_file():
+            own: Codec = module.open_codec(folder / module.FILE)
+            return own
+    raise UserError(f"{path}: no such file; model.path must be an HF folder that holds {_JSON}.")
 
 
 class JsonCodec:

@@ -10,9 +10,9 @@ from pathlib import Path
 import tokenizers
 
 from megatron_fleet.models.chat.detection import FORMATS
-from megatron_fleet.models.chat.tiktoken_codec import SPLIT
 from megatron_fleet.models.chat.tokenizer import train_tokenizer
 from megatron_fleet.models.kimi.chat import TOKENS as KIMI_TOKENS
+from megatron_fleet.models.kimi.codec import SPLIT
 
 CORPUS = ["open tickets of the system, search for them with the tool and tell the user"] * 3
 MERGES = (b"th", b"the", b" t", b" the", b"to", b"ool", b"oo", b"ss", b"\n\n", b"im", b"_e", b"|>")

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from talks import PLAIN, Talks
 
 from megatron_fleet.envs.base import ToolCall
-from megatron_fleet.models.chat.chat_renderer import ChatRenderer
 from megatron_fleet.models.chat.detection import FORMATS, make_format
 from megatron_fleet.models.chat.format import Spoken, Unthought
-from megatron_fleet.models.chat.renderer import ToolResult
+from megatron_fleet.models.chat.renderer import ChatRenderer, ToolResult
 from megatron_fleet.models.chat.template_check import Round, written
 from megatron_fleet.models.chat.tokenizer import Tokenizer
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fleet.models.chat.chat_renderer import ChatRenderer
+from megatron_fleet.models.chat.renderer import ChatRenderer
 from megatron_fleet.models.chat.tokenizer import Tokenizer, train_tokenizer
 from megatron_fleet.models.qwen3.chat import QWEN3_CHAT_TEMPLATE, QWEN3_TOKENS, Qwen
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.models.chat.tiktoken_codec import SPLIT, split_runs
 from megatron_fleet.models.chat.tokenizer import Tokenizer
 from megatron_fleet.models.kimi.chat import TOKENS
+from megatron_fleet.models.kimi.codec import SPLIT, split_runs
 
 
 @pytest.fixture(scope="module")

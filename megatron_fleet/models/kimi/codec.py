@@ -10,6 +10,7 @@ from pathlib import Path
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import read_file, read_object
 
+FILE = "tiktoken.model"
 CONFIG = "tokenizer_config.json"
 REMEDY = "copy the model's own file again"
 _WORD = r"[^\r\n\p{L}\p{N}]?"
@@ -109,3 +110,7 @@ def _read_added(path: Path) -> dict[int, tuple[str, bool]]:
         return {int(i): (str(token["content"]), bool(token.get("special"))) for i, token in tokens.items()}
     except (ValueError, KeyError, AttributeError, TypeError) as e:
         raise UserError(f"{path}: added_tokens_decoder cannot be read ({e}); {REMEDY}.") from e
+
+
+open_codec = TiktokenCodec
+"""Interface of a family's tokenizer: takes the path of ``FILE``, gives a ``Codec``."""
