@@ -18,7 +18,7 @@ from megatron_fleet.weights.floats import cast
 from megatron_fleet.weights.hf_folder import ITEM_BYTES
 from megatron_fleet.weights.hf_model import BLOCK, GROUP
 from megatron_fleet.weights.hf_rows import Fp8Weights, Int4Weights, PerThread, RowReader
-from megatron_fleet.weights.mapping import Span
+from megatron_fleet.weights.mapping import Interval
 from megatron_fleet.weights.quant import fp8, int4
 
 STEP_BYTES = 4 << 20
@@ -38,7 +38,7 @@ class FileRange:
         self.folder.read_into(self.file, self.offset + start, out)
 
 
-class Rows(ABC):
+class ProducedRows(ABC):
     """Rows produced one block at a time by `make`, which subclasses define."""
 
     __slots__ = ("_count", "_granule", "_row_bytes")
@@ -52,7 +52,7 @@ class Rows(ABC):
         return self._count * self._row_bytes
 
     @abstractmethod
-    def make(self, rows: Span) -> npt.NDArray[Any]:
+    def make(self, rows: Interval) -> npt.NDArray[Any]:
         """Produce rows. ``rows`` begin at a multiple of the granule."""
 
     def source_row_bytes(self) -> int:
@@ -71,7 +71,7 @@ class Rows(ABC):
             row = last
 
 
-class TensorRows(Rows):
+class TensorRows(ProducedRows):
     """Rows of an HF tensor as floats of a given dtype."""
 
     __slots__ = ("_dtype", "_first", "_offset", "_readers", "_tensor")
@@ -80,7 +80,7 @@ class TensorRows(Rows):
         self,
         readers: PerThread[RowReader],
         tensor: str,
-        rows: Span,
+        rows: Interval,
         columns: int,
         dtype: str,
         offset: float = 0.0,
@@ -90,7 +90,7 @@ class TensorRows(Rows):
         self._readers, self._tensor, self._first, self._dtype = readers, tensor, rows[0], dtype
         self._offset = np.float32(offset)
 
-    def make(self, rows: Span) -> npt.NDArray[Any]:
+    def make(self, rows: Interval) -> npt.NDArray[Any]:
         reader = self._readers()
         values = reader.read_rows(self._tensor, (self._first + rows[0], self._first + rows[1]))
         source = reader.dtype(self._tensor)
@@ -118,7 +118,7 @@ class Joined:
             start, k = last, k + 1
 
 
-class Int4Codes(Rows):
+class Int4Codes(ProducedRows):
     """INT4 codes, stored as ``weight_packed``."""
 
     __slots__ = ("_weights",)
@@ -130,14 +130,14 @@ class Int4Codes(Rows):
     def source_row_bytes(self) -> int:
         return self._weights.shape[1] * 2
 
-    def make(self, rows: Span) -> npt.NDArray[Any]:
+    def make(self, rows: Interval) -> npt.NDArray[Any]:
         weights, scales = self._weights.quantise(rows)
         packed = np.empty((rows[1] - rows[0], self._weights.shape[1] // 8), np.int32)
         int4.quantize(weights, scales, packed)
         return packed
 
 
-class Int4Scales(Rows):
+class Int4Scales(ProducedRows):
     """INT4 scales, stored as ``weight_scale``."""
 
     __slots__ = ("_weights",)
@@ -149,11 +149,11 @@ class Int4Scales(Rows):
     def source_row_bytes(self) -> int:
         return self._weights.shape[1] * 2
 
-    def make(self, rows: Span) -> npt.NDArray[Any]:
+    def make(self, rows: Interval) -> npt.NDArray[Any]:
         return self._weights.quantise(rows)[1]
 
 
-class Fp8Codes(Rows):
+class Fp8Codes(ProducedRows):
     """E4M3 codes, stored as ``weight``."""
 
     __slots__ = ("_weights",)
@@ -165,14 +165,14 @@ class Fp8Codes(Rows):
     def source_row_bytes(self) -> int:
         return self._weights.shape[1] * 2
 
-    def make(self, rows: Span) -> npt.NDArray[Any]:
+    def make(self, rows: Interval) -> npt.NDArray[Any]:
         weights, scales = self._weights.quantise((rows[0] // BLOCK, -(-rows[1] // BLOCK)))
         codes = np.empty(weights.shape, np.uint8)
         fp8.quantize(weights, scales, codes)
         return codes
 
 
-class Fp8Scales(Rows):
+class Fp8Scales(ProducedRows):
     """FP8 scales, stored as ``weight_scale_inv``; each row is a row of blocks."""
 
     __slots__ = ("_weights",)
@@ -185,5 +185,5 @@ class Fp8Scales(Rows):
     def source_row_bytes(self) -> int:
         return self._weights.shape[1] * 2 * BLOCK
 
-    def make(self, rows: Span) -> npt.NDArray[Any]:
+    def make(self, rows: Interval) -> npt.NDArray[Any]:
         return self._weights.quantise(rows)[1]

@@ -24,7 +24,7 @@ ATTEMPTS = 5
 """Attempts to complete a folder that other processes are completing too."""
 
 
-class Progress(Protocol):
+class ByteProgress(Protocol):
     """Receives the current activity and its progress in bytes."""
 
     def start(self, what: str, total: int, done: int = 0) -> None: ...
@@ -49,7 +49,7 @@ class Share:
         return cls(index - 1, count)
 
 
-def execute(plan: Plan, out: str, workers: int, share: Share, progress: Progress) -> bool:
+def execute(plan: Plan, out: str, workers: int, share: Share, progress: ByteProgress) -> bool:
     """Write a plan's files to a folder that appears completely or not at all.
 
     Files finished by an earlier run of the same plan are not written again. The run that finds all files finished
@@ -91,7 +91,7 @@ def _all_finished(staging: Staging, plan: Plan) -> bool:
     return all(finished.get(file.name) == file.size for file in plan.files)
 
 
-def _execute(staging: Staging, plan: Plan, workers: int, share: Share, progress: Progress) -> bool:
+def _execute(staging: Staging, plan: Plan, workers: int, share: Share, progress: ByteProgress) -> bool:
     claim(staging, plan)
     check_sources(plan.checksums[share.index :: share.count], workers, progress)
     finished = staging.folder.sizes()
@@ -153,7 +153,7 @@ def claim(staging: Staging, plan: Plan) -> None:
         )
 
 
-def check_sources(checksums: Sequence[Checksum], workers: int, progress: Progress) -> None:
+def check_sources(checksums: Sequence[Checksum], workers: int, progress: ByteProgress) -> None:
     """Compare files with their SHA-256. Raises UserError for the first mismatch."""
     if not checksums:
         return
@@ -162,7 +162,7 @@ def check_sources(checksums: Sequence[Checksum], workers: int, progress: Progres
         list(pool.map(lambda c: _check_source(c, progress), checksums))
 
 
-def _check_source(expected: Checksum, progress: Progress) -> None:
+def _check_source(expected: Checksum, progress: ByteProgress) -> None:
     digest = hashlib.sha256()
     buffer = aligned_buffer(min(PART, expected.nbytes))
     for offset, length in windows(expected.nbytes, PART):
@@ -176,7 +176,7 @@ def _check_source(expected: Checksum, progress: Progress) -> None:
         )
 
 
-def write_file(folder: Folder, file: OutputFile, workers: int, progress: Progress) -> None:
+def write_file(folder: Folder, file: OutputFile, workers: int, progress: ByteProgress) -> None:
     """Write one file with several threads."""
     writer = folder.create(file.name, file.size)
     try:
@@ -187,7 +187,7 @@ def write_file(folder: Folder, file: OutputFile, workers: int, progress: Progres
         raise
 
 
-def _fill(writer: FileWriter, file: OutputFile, workers: int, progress: Progress) -> None:
+def _fill(writer: FileWriter, file: OutputFile, workers: int, progress: ByteProgress) -> None:
     todo: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
     parts = list(windows(file.size, writer.part))
     for window in parts:

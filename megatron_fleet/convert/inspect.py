@@ -15,10 +15,10 @@ from megatron_fleet.convert.plan import JOURNAL
 from megatron_fleet.convert.template import open_template
 from megatron_fleet.convert.to_hf import MARKER
 from megatron_fleet.storage.open import open_folder
-from megatron_fleet.weights.checkpoint_reader import Checkpoint
+from megatron_fleet.weights.checkpoint_reader import MegatronCheckpoint
 from megatron_fleet.weights.hf_folder import INDEX, SINGLE, read_headers
 from megatron_fleet.weights.torch_dist.dtypes import DTYPES
-from megatron_fleet.weights.torch_dist.index import StoredTensor
+from megatron_fleet.weights.torch_dist.index import ChunkedTensor
 from megatron_fleet.weights.torch_dist.pickle_reader import Opaque
 
 MOST_TOLD = 100_000
@@ -27,7 +27,7 @@ _MOST_BRANCHES = 50
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TensorLine:
     """One tensor, or several of equal shape and dtype whose names differ only in numbers.
 
     Attributes:
@@ -64,10 +64,10 @@ class Contents:
 
     url: str
     kind: str
-    rows: tuple[Row, ...]
+    rows: tuple[TensorLine, ...]
     objects: int = 0
     optimizer: int = 0
-    passthrough: tuple[Row, ...] = ()
+    passthrough: tuple[TensorLine, ...] = ()
     common: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -102,7 +102,7 @@ def inspect(url: str, every_tensor: bool = False) -> Contents:
         forms = _forms(stored)
         rows = ((name, t.dtype, t.shape, forms.get(name, "weight"), t.nbytes) for name, t in stored.items())
         return Contents(url, "hf", _rows(rows, every_tensor))
-    checkpoint = Checkpoint(folder)
+    checkpoint = MegatronCheckpoint(folder)
     index = checkpoint.index
     return Contents(
         url,
@@ -110,7 +110,7 @@ def inspect(url: str, every_tensor: bool = False) -> Contents:
         _rows(_checkpoint_rows(index.tensors), every_tensor),
         len(index.objects),
         len(index.optimizer),
-        _rows(_carried_rows(checkpoint), every_tensor),
+        _rows(_passthrough_rows(checkpoint), every_tensor),
         _plain(index.common, iter(range(MOST_TOLD))) or {},
     )
 
@@ -119,7 +119,7 @@ _Listed = tuple[str, str, tuple[int, ...], str, int]
 """Name, dtype, shape, form, bytes."""
 
 
-def _checkpoint_rows(tensors: Mapping[str, StoredTensor]) -> Iterator[_Listed]:
+def _checkpoint_rows(tensors: Mapping[str, ChunkedTensor]) -> Iterator[_Listed]:
     """Tensors by key; if several keys have the same chunks, the bytes are counted for the first."""
     first: dict[tuple[Any, ...], str] = {}
     for key, tensor in sorted(tensors.items()):
@@ -132,7 +132,7 @@ def _checkpoint_rows(tensors: Mapping[str, StoredTensor]) -> Iterator[_Listed]:
             yield key, tensor.dtype, tensor.shape, "weight", nbytes
 
 
-def _carried_rows(checkpoint: Checkpoint) -> Iterator[_Listed]:
+def _passthrough_rows(checkpoint: MegatronCheckpoint) -> Iterator[_Listed]:
     kept = kept_template(checkpoint)
     if kept is None:
         return
@@ -153,8 +153,8 @@ def _plain(value: Any, left: Iterator[int], depth: int = 0) -> Any:
     if isinstance(value, Opaque):
         return _plain(value.state, left, depth + 1) if value.name == "argparse.Namespace" else None
     if isinstance(value, dict):
-        told = {str(k): _plain(v, left, depth + 1) for k, v in value.items()}
-        return {k: plain for k, plain in told.items() if plain is not None}
+        members = {str(k): _plain(v, left, depth + 1) for k, v in value.items()}
+        return {k: plain for k, plain in members.items() if plain is not None}
     if isinstance(value, list | tuple):
         return [_plain(v, left, depth + 1) for v in value]
     if type(value) is int and abs(value) >= 1 << 64:
@@ -180,7 +180,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _DIGITS = re.compile("[0-9]{1,18}")
 
 
-def _rows(tensors: Iterable[_Listed], every: bool) -> tuple[Row, ...]:
+def _rows(tensors: Iterable[_Listed], every: bool) -> tuple[TensorLine, ...]:
     """Build rows in natural order of the names."""
     groups: dict[tuple[Any, ...], list[_Listed]] = {}
     for listed in sorted(tensors, key=lambda t: _natural(t[0])):
@@ -188,7 +188,9 @@ def _rows(tensors: Iterable[_Listed], every: bool) -> tuple[Row, ...]:
         key = (name, form) if every else (_NUMBER.sub("*", name), _NUMBER.sub("*", form))
         groups.setdefault((*key, dtype, shape), []).append(listed)
     return tuple(
-        Row(found[0][0], 1, *found[0][1:]) if len(found) == 1 else Row(name, len(found), dtype, shape, form, nbytes)
+        TensorLine(found[0][0], 1, *found[0][1:])
+        if len(found) == 1
+        else TensorLine(name, len(found), dtype, shape, form, nbytes)
         for (name, form, dtype, shape), found in groups.items()
         for nbytes in [sum(listed[-1] for listed in found)]
     )
@@ -198,7 +200,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if _DIGITS.fullmatch(part) else (-1, part) for part in name.split(".")]
 
 
-def tree(rows: Iterable[Row]) -> Iterator[tuple[int, str, Row | None]]:
+def tree(rows: Iterable[TensorLine]) -> Iterator[tuple[int, str, TensorLine | None]]:
     """(depth, label, row or ``None`` for a branch) in name order; unbranched paths are merged into one line."""
     root: dict[str | None, Any] = {}
     for row in rows:
@@ -209,7 +211,7 @@ def tree(rows: Iterable[Row]) -> Iterator[tuple[int, str, Row | None]]:
     yield from _walk(root, 0)
 
 
-def _walk(node: dict[str | None, Any], depth: int) -> Iterator[tuple[int, str, Row | None]]:
+def _walk(node: dict[str | None, Any], depth: int) -> Iterator[tuple[int, str, TensorLine | None]]:
     """Walk a node; its ``None`` entry has the rows that end in it."""
     for label, child in node.items():
         if label is None:

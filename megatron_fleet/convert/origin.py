@@ -17,7 +17,7 @@ from megatron_fleet.models.model import Model
 from megatron_fleet.models.registry import ARCHITECTURES
 from megatron_fleet.storage.folder import Folder
 from megatron_fleet.storage.open import open_folder
-from megatron_fleet.weights.checkpoint_reader import Checkpoint
+from megatron_fleet.weights.checkpoint_reader import MegatronCheckpoint
 from megatron_fleet.weights.hf_model import HfModel
 from megatron_fleet.weights.mapping import WeightTable
 from megatron_fleet.weights.torch_dist.pickle_reader import Opaque
@@ -35,7 +35,7 @@ def above(url: str, levels: int) -> str:
     return url
 
 
-def kept_template(checkpoint: Checkpoint) -> Folder | None:
+def kept_template(checkpoint: MegatronCheckpoint) -> Folder | None:
     """The ``hf/`` that a conversion stored next to a checkpoint's weights; ``None`` if there is none."""
     for url in (checkpoint.folder.url, above(checkpoint.folder.url, 1)):
         folder = open_folder(f"{url.rstrip('/')}/{KEPT}")
@@ -44,7 +44,7 @@ def kept_template(checkpoint: Checkpoint) -> Folder | None:
     return None
 
 
-def find_template(checkpoint: Checkpoint, given: Folder | Path | str | None) -> Template:
+def find_template(checkpoint: MegatronCheckpoint, given: Folder | Path | str | None) -> Template:
     """Find the template that identifies a checkpoint's model: ``given``, the one stored in the checkpoint, the model of
     its run, or the arguments of Megatron-LM.
 
@@ -73,7 +73,7 @@ def find_template(checkpoint: Checkpoint, given: Folder | Path | str | None) -> 
     )
 
 
-def template_from_arguments(checkpoint: Checkpoint) -> Template | None:
+def template_from_arguments(checkpoint: MegatronCheckpoint) -> Template | None:
     """Derive a template from a checkpoint's arguments; ``None`` if it stores none.
 
     It has a ``config.json``, but neither a tokenizer nor a layout of files.
@@ -103,7 +103,7 @@ def _config(model: Model, dtype: str) -> dict[str, Any]:
     raise UserError("the checkpoint's arguments are those of no model family at hand; give --template.")
 
 
-def _model_of_run(checkpoint: Checkpoint) -> str | None:
+def _model_of_run(checkpoint: MegatronCheckpoint) -> str | None:
     """``model.path`` of the resolved configuration two levels above a run's ``checkpoints/step_…``."""
     if MANIFEST not in checkpoint.sizes:
         return None
@@ -124,7 +124,7 @@ def _is_there(path: str) -> bool:
     return True
 
 
-def checksums(checkpoint: Checkpoint) -> tuple[Checksum, ...]:
+def checksums(checkpoint: MegatronCheckpoint) -> tuple[Checksum, ...]:
     """Checksums from the manifest of a run's checkpoint; empty if it has none.
 
     Raises:

@@ -45,7 +45,7 @@ from megatron_fleet.weights.hf_model import (
     open_model,
 )
 from megatron_fleet.weights.hf_rows import Hint
-from megatron_fleet.weights.mapping import Span
+from megatron_fleet.weights.mapping import Interval
 
 KEPT = "hf/"
 """Location of the template in a converted checkpoint."""
@@ -140,10 +140,10 @@ def _read_layout(folder: Folder) -> tuple[dict[str, bytes], list[str]]:
         raise UserError(f"{folder.url}/{LAYOUT}: malformed ({e}); copy the checkpoint again.") from None
 
 
-def originals(template: Template) -> dict[str, Callable[[Span], npt.NDArray[np.float32]]]:
+def originals(template: Template) -> dict[str, Callable[[Interval], npt.NDArray[np.float32]]]:
     """Readers of the original values of the tensors that Megatron holds with an offset."""
 
-    def read(tensor: str, rows: Span) -> npt.NDArray[np.float32]:
+    def read(tensor: str, rows: Interval) -> npt.NDArray[np.float32]:
         folder, stored = template.passthrough[tensor]
         values = Hint(folder, stored.file, stored.offset, stored.shape).rows(rows, numpy_type(stored.dtype))
         return cast(values, stored.dtype, "F32")

@@ -25,7 +25,7 @@ from megatron_fleet.convert.plan import Bytes, Content, OutputFile, Plan
 from megatron_fleet.convert.template import Template, originals
 from megatron_fleet.models.hf_config import architecture_of, text_config
 from megatron_fleet.storage.folder import Folder
-from megatron_fleet.weights.checkpoint_reader import Checkpoint, CheckpointReader, StoredMatrices
+from megatron_fleet.weights.checkpoint_reader import CheckpointReader, MegatronCheckpoint, StoredMatrices
 from megatron_fleet.weights.floats import widest
 from megatron_fleet.weights.hf_folder import INDEX, ITEM_BYTES, SINGLE, StoredTensor, parse_header, safetensors_header
 from megatron_fleet.weights.hf_model import Encoding, Int4, Plain
@@ -50,7 +50,7 @@ def plan_to_hf(place: Folder | Path | str, template: Folder | Path | str | None,
     Raises:
         UserError: checkpoint and template do not match, or there is no template.
     """
-    checkpoint = Checkpoint(place)
+    checkpoint = MegatronCheckpoint(place)
     found = find_template(checkpoint, template)
     matrices = StoredMatrices(checkpoint, found.model.table)
     kept = originals(found)
@@ -71,7 +71,7 @@ def plan_to_hf(place: Folder | Path | str, template: Folder | Path | str | None,
     return Plan(files, small, MARKER, config, identity, checkpoint.url, checksums(checkpoint))
 
 
-def _digest(checkpoint: Checkpoint, template: Template) -> str:
+def _digest(checkpoint: MegatronCheckpoint, template: Template) -> str:
     digest = hashlib.sha256()
     for key, tensor in sorted(checkpoint.index.tensors.items()):
         digest.update(f"{key} {tensor}\n".encode())

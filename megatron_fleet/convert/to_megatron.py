@@ -17,11 +17,11 @@ from megatron_fleet.weights.floats import widest
 from megatron_fleet.weights.hf_folder import ITEM_BYTES
 from megatron_fleet.weights.hf_model import HfModel, Plain
 from megatron_fleet.weights.hf_rows import HfReader, PerThread, RowReader
-from megatron_fleet.weights.mapping import Matrix, Piece, Span, prove_coverage, stack_key
+from megatron_fleet.weights.mapping import Interval, Matrix, Piece, prove_coverage, stack_key
 from megatron_fleet.weights.torch_dist import writer
 from megatron_fleet.weights.torch_dist.container import wrap
 from megatron_fleet.weights.torch_dist.folder import TRACKER
-from megatron_fleet.weights.torch_dist.index import COMMON, METADATA, METADATA_JSON, Blob, Chunk, StoredTensor
+from megatron_fleet.weights.torch_dist.index import COMMON, METADATA, METADATA_JSON, Blob, Chunk, ChunkedTensor
 
 FILE_BYTES = 1 << 30
 """Minimum data file size: the most that a killed conversion redoes, per machine."""
@@ -48,7 +48,7 @@ def plan_to_megatron(model: HfModel, numbered: bool | None = None) -> Plan:
     """
     prove_coverage(model.table)
     numbered = not model.table.model.uniform if numbered is None else numbered
-    builder = _Builder(model, numbered)
+    builder = _DataFiles(model, numbered)
     for matrix in sorted(model.table.matrices(), key=builder.position):
         builder.add(matrix)
     files, objects = builder.finish()
@@ -83,7 +83,7 @@ class _Entry:
     chunks: list[Chunk] = field(default_factory=list)
 
 
-class _Builder:
+class _DataFiles:
     """Lays out matrices in data files."""
 
     def __init__(self, model: HfModel, numbered: bool) -> None:
@@ -107,10 +107,10 @@ class _Builder:
         return stored.file, stored.offset
 
     @property
-    def tensors(self) -> dict[str, StoredTensor]:
+    def tensors(self) -> dict[str, ChunkedTensor]:
         """Key → tensor, once all matrices were added."""
         return {
-            key: StoredTensor(e.dtype, e.shape, tuple(sorted(e.chunks))) for key, e in sorted(self._entries.items())
+            key: ChunkedTensor(e.dtype, e.shape, tuple(sorted(e.chunks))) for key, e in sorted(self._entries.items())
         }
 
     def add(self, matrix: Matrix) -> None:
@@ -151,7 +151,7 @@ class _Builder:
     def _address(self, key: str, expert: int | None) -> Address:
         return address(self._model.table.model, key, expert, self._numbered)
 
-    def _contents(self, matrix: Matrix, rows: Span, dtype: str) -> Iterator[Content]:
+    def _contents(self, matrix: Matrix, rows: Interval, dtype: str) -> Iterator[Content]:
         for piece in matrix.restrict(rows):
             yield self._content(piece, math.prod(matrix.shape[1:]), dtype, matrix.rule.offset)
 

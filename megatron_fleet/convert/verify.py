@@ -18,17 +18,17 @@ from megatron_fleet.convert.origin import find_template
 from megatron_fleet.convert.template import originals
 from megatron_fleet.storage.folder import Folder
 from megatron_fleet.storage.open import open_folder
-from megatron_fleet.weights.checkpoint_reader import Checkpoint, CheckpointReader, StoredMatrices
+from megatron_fleet.weights.checkpoint_reader import CheckpointReader, MegatronCheckpoint, StoredMatrices
 from megatron_fleet.weights.floats import cast
 from megatron_fleet.weights.hf_folder import INDEX, ITEM_BYTES, SINGLE, StoredTensor
 from megatron_fleet.weights.hf_model import Plain, open_model
 from megatron_fleet.weights.hf_rows import HfReader, PerThread, RowReader
-from megatron_fleet.weights.mapping import Span
+from megatron_fleet.weights.mapping import Interval
 
 STEP_BYTES = 4 << 20
 """Bytes per side compared at once; their float32 copies and masks take ten times as much."""
 
-Place = tuple[Folder, StoredTensor]
+FolderTensor = tuple[Folder, StoredTensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Side:
     url: str
     tensors: Mapping[str, tuple[int, ...]]
     readers: PerThread[RowReader]
-    others: Mapping[str, Place]
+    others: Mapping[str, FolderTensor]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -62,7 +62,7 @@ class Side:
         """Dtype of a tensor's values."""
         return self.readers().dtype(tensor)
 
-    def blocks(self, tensor: str) -> Iterator[Span]:
+    def blocks(self, tensor: str) -> Iterator[Interval]:
         """Row blocks of a tensor."""
         shape = self.tensors[tensor]
         step = max(1, STEP_BYTES // max(1, math.prod(shape[1:]) * ITEM_BYTES[self.dtype(tensor)]))
@@ -80,7 +80,7 @@ class _Copies:
     def dtype(self, tensor: str) -> str:
         return self.reader.dtype(self.of.get(tensor, tensor))
 
-    def read_rows(self, tensor: str, rows: Span) -> npt.NDArray[Any]:
+    def read_rows(self, tensor: str, rows: Interval) -> npt.NDArray[Any]:
         return self.reader.read_rows(self.of.get(tensor, tensor), rows)
 
 
@@ -121,7 +121,7 @@ def open_side(url: str, template: str | None = None) -> Side:
         copies = {name: model.table.repeated[name] for name in stored_copies}
         others = {name: (folder, model.stored[name]) for name in model.passthrough}
         return Side(url, _shapes(model.table.tensors, copies), PerThread(lambda: HfReader(whole)), others)
-    checkpoint = Checkpoint(folder)
+    checkpoint = MegatronCheckpoint(folder)
     found = find_template(checkpoint, template)
     table = found.model.table
     matrices = StoredMatrices(checkpoint, table)
@@ -177,7 +177,7 @@ def _compare_bytes(a: Side, b: Side, name: str, progress: Callable[[int], None])
     return Difference(name, f"{count} of {at} bytes differ, {first}", count, at) if count else None
 
 
-def _bytes(place: Place) -> Iterator[bytes]:
+def _bytes(place: FolderTensor) -> Iterator[bytes]:
     """Bytes of a stored tensor, in blocks."""
     folder, stored = place
     for offset in range(0, stored.nbytes, STEP_BYTES):
@@ -212,7 +212,7 @@ def _compare_tensor(
     return Difference(name, reason, count, total, largest)
 
 
-def _same_type(a: Side, b: Side, name: str, rows: Span) -> tuple[Any, Any]:
+def _same_type(a: Side, b: Side, name: str, rows: Interval) -> tuple[Any, Any]:
     """Rows of both sides: bfloat16 bits if both are bfloat16, otherwise float32."""
     x, y = a.readers().read_rows(name, rows), b.readers().read_rows(name, rows)
     types = a.dtype(name), b.dtype(name)

@@ -17,7 +17,7 @@ BYTES_PER_WEIGHT = 2
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Matrix:
+class SampledMatrix:
     """Trained matrix of the whole, unsplit model.
 
     Attributes:
@@ -45,12 +45,12 @@ class Matrix:
         return rows, cols
 
 
-def choose(matrices: Sequence[Matrix], count: int) -> list[Matrix]:
+def choose(matrices: Sequence[SampledMatrix], count: int) -> list[SampledMatrix]:
     """Choose at most ``count`` matrices: equally many of each kind, spread evenly over the stack.
 
     Deterministic and independent of the order of ``matrices``.
     """
-    kinds: dict[str, list[Matrix]] = {}
+    kinds: dict[str, list[SampledMatrix]] = {}
     for matrix in sorted(matrices):
         kinds.setdefault(matrix.kind, []).append(matrix)
     shares, left = dict.fromkeys(kinds, 0), count
@@ -61,7 +61,7 @@ def choose(matrices: Sequence[Matrix], count: int) -> list[Matrix]:
     return [matrix for kind, share in shares.items() for matrix in _spread(kind, kinds[kind], share)]
 
 
-def _spread(kind: str, matrices: Sequence[Matrix], share: int) -> list[Matrix]:
+def _spread(kind: str, matrices: Sequence[SampledMatrix], share: int) -> list[SampledMatrix]:
     rng, size = random.Random(kind), len(matrices)
     return [matrices[rng.randrange(i * size // share, (i + 1) * size // share)] for i in range(share)]
 
@@ -129,7 +129,7 @@ def _entropy(weights: torch.Tensor) -> float:
     return float(torch.special.entr(p).sum())
 
 
-def megabytes_edited(edited: Mapping[Matrix, float], all_sizes: int) -> dict[str, float]:
+def megabytes_edited(edited: Mapping[SampledMatrix, float], all_sizes: int) -> dict[str, float]:
     """MiB of bfloat16 weights that an update changed.
 
     Args:

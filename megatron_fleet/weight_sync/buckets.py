@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from megatron_fleet.weight_sync.engine_format import EngineFormat, Source
+from megatron_fleet.weight_sync.engine_format import EngineFormat, WeightSource
 from megatron_fleet.weights.source import ParamMeta
 
 ALIGNMENT = 256
@@ -125,7 +125,7 @@ def make_buckets(groups: Sequence[Sequence[ParamMeta]]) -> list[list[ParamMeta]]
     return buckets
 
 
-def source_groups(source: Source) -> list[list[ParamMeta]]:
+def source_groups(source: WeightSource) -> list[list[ParamMeta]]:
     """Metadata of a source's tensors, by group."""
     metas = {meta.name: meta for meta in source.metadata()}
     return [[metas[name] for name in group] for group in source.groups()]
@@ -137,7 +137,7 @@ def stored_parts(buckets: Sequence[Sequence[ParamMeta]], form: EngineFormat) -> 
 
 
 def stream_buckets(
-    source: Source,
+    source: WeightSource,
     form: EngineFormat,
     buckets: Sequence[Sequence[ParamMeta]],
     consume: Callable[[int, list[torch.Tensor]], None] | None,

@@ -18,7 +18,7 @@ from megatron_fleet.models.hf_config import architecture_of, text_config
 from megatron_fleet.weights.hf_folder import StoredTensor
 from megatron_fleet.weights.hf_model import BLOCK, Fp8, HfModel, Int4, Plain
 from megatron_fleet.weights.hf_rows import Fp8Weights, Hint, Int4Weights, PerThread, RowReader
-from megatron_fleet.weights.mapping import Span
+from megatron_fleet.weights.mapping import Interval
 from megatron_fleet.weights.quant import fp8, int4, torch_ops
 from megatron_fleet.weights.source import ParamMeta, Place
 
@@ -33,7 +33,7 @@ _TORCH = {
 }
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """The trainer's weights as whole HF tensors, such as a `MegatronWeightSource`."""
 
     @property
@@ -117,7 +117,7 @@ class EngineFormat:
     def _hint(self, scales: StoredTensor) -> Hint:
         return Hint(self._folder, scales.file, scales.offset, scales.shape)
 
-    def _fp8(self, tensor: str, encoding: Fp8, values: torch.Tensor, rows: Span) -> tuple[torch.Tensor, ...]:
+    def _fp8(self, tensor: str, encoding: Fp8, values: torch.Tensor, rows: Interval) -> tuple[torch.Tensor, ...]:
         readers: PerThread[RowReader] = PerThread(lambda: _Values(values))
         hint = self._hint(encoding.scales)
         weights = Fp8Weights(readers, tensor, tuple(values.shape), hint, self._power_of_two)
@@ -126,14 +126,14 @@ class EngineFormat:
         fp8.quantize(bits, scales, codes)
         return torch.from_numpy(codes).view(torch.float8_e4m3fn), torch.from_numpy(scales)
 
-    def _fp8_torch(self, tensor: str, encoding: Fp8, values: torch.Tensor, rows: Span) -> tuple[torch.Tensor, ...]:
+    def _fp8_torch(self, tensor: str, encoding: Fp8, values: torch.Tensor, rows: Interval) -> tuple[torch.Tensor, ...]:
         hint = torch.from_numpy(self._hint(encoding.scales).rows(_blocks(rows), np.float32)).to(values.device)
         part = values[slice(*rows)]
         scales, _ = torch_ops.fp8_choose_scales(part, hint, power_of_two=self._power_of_two)
         _check_finite(tensor, scales)
         return torch_ops.fp8_quantize(part, scales), scales
 
-    def _int4(self, tensor: str, encoding: Int4, values: torch.Tensor, rows: Span) -> tuple[torch.Tensor, ...]:
+    def _int4(self, tensor: str, encoding: Int4, values: torch.Tensor, rows: Interval) -> tuple[torch.Tensor, ...]:
         readers: PerThread[RowReader] = PerThread(lambda: _Values(values))
         weights = Int4Weights(readers, tensor, tuple(values.shape), self._hint(encoding.scales))
         bits, scales = weights.quantise(rows)
@@ -141,7 +141,9 @@ class EngineFormat:
         int4.quantize(bits, scales, packed)
         return torch.from_numpy(packed), torch.from_numpy(scales.view(np.int16)).view(torch.bfloat16)
 
-    def _int4_torch(self, tensor: str, encoding: Int4, values: torch.Tensor, rows: Span) -> tuple[torch.Tensor, ...]:
+    def _int4_torch(
+        self, tensor: str, encoding: Int4, values: torch.Tensor, rows: Interval
+    ) -> tuple[torch.Tensor, ...]:
         bits = self._hint(encoding.scales).rows(rows, np.int16)
         hint = torch.from_numpy(bits).view(torch.bfloat16).to(values.device)
         part = values[slice(*rows)]
@@ -153,7 +155,7 @@ class EngineFormat:
 class FormattedSource:
     """A source's tensors in the engine's stored form, with the two methods that vLLM's trainer engines call."""
 
-    def __init__(self, source: Source, form: EngineFormat) -> None:
+    def __init__(self, source: WeightSource, form: EngineFormat) -> None:
         self._source, self._form = source, form
         self._parts = {meta.name: form.parts(meta) for meta in source.metadata()}
 
@@ -177,11 +179,11 @@ class _Values:
     def dtype(self, tensor: str) -> str:
         return "BF16"
 
-    def read_rows(self, tensor: str, rows: Span) -> npt.NDArray[Any]:
+    def read_rows(self, tensor: str, rows: Interval) -> npt.NDArray[Any]:
         return self._bits[slice(*rows)]
 
 
-def _blocks(rows: Span) -> Span:
+def _blocks(rows: Interval) -> Interval:
     return rows[0] // BLOCK, -(-rows[1] // BLOCK)
 
 

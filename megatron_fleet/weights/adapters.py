@@ -20,7 +20,7 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.platform.communicator import Communicator, together
 from megatron_fleet.storage.local import is_unfinished, write_atomically
 from megatron_fleet.weights.hf_folder import safetensors_header
-from megatron_fleet.weights.mapping import Span, check_tiling
+from megatron_fleet.weights.mapping import Interval, check_tiling
 from megatron_fleet.weights.shards import LocalTensor
 from megatron_fleet.weights.source import Box, MegatronWeightSource, ParamMeta, Place, _Part, layer_groups
 
@@ -28,7 +28,7 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 """File names that ``peft`` and vLLM expect in an adapter folder."""
 _NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
-View = Callable[[torch.Tensor, Span], torch.Tensor]
+View = Callable[[torch.Tensor, Interval], torch.Tensor]
 """Maps rows of a parameter ``[n, in]`` and their indices in it to the rows to export."""
 
 
@@ -45,7 +45,7 @@ class LowRank:
     b: torch.Tensor
     scale: float
 
-    def merged(self, values: torch.Tensor, rows: Span) -> torch.Tensor:
+    def merged(self, values: torch.Tensor, rows: Interval) -> torch.Tensor:
         """A `View` of ``weight`` with the adapter merged: float32, rounded only by the consumer."""
         product = self.b.detach()[slice(*rows)].float() @ self.a.detach().float()
         return product.mul_(self.scale).add_(values)
@@ -143,13 +143,13 @@ def adapted_tensor(name: str) -> str:
     return name.removeprefix(PREFIX).rsplit(".lora_", 1)[0] + ".weight"
 
 
-def _held(local: LocalTensor, number: int, rank: int) -> list[tuple[str, str, Box, int, Span]]:
+def _held(local: LocalTensor, number: int, rank: int) -> list[tuple[str, str, Box, int, Interval]]:
     """Adapter parts that this rank holds for a local tensor of the base weight.
 
     Each is (name, HF tensor, box, index of the local tensor, rows in it). A's index is ``number``, B's the next one.
     """
     first = local.first_row
-    out: list[tuple[str, str, Box, int, Span]] = []
+    out: list[tuple[str, str, Box, int, Interval]] = []
     for piece in local.matrix.restrict(local.rows):
         assert piece.tensor is not None  # linear layers have no padding
         module = PREFIX + piece.tensor.removesuffix(".weight")

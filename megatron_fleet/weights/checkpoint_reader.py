@@ -15,15 +15,15 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.storage.folder import Folder, aligned_buffer
 from megatron_fleet.weights.floats import FLOATS, cast, numpy_type, widest
 from megatron_fleet.weights.hf_folder import INDEX, ITEM_BYTES, SINGLE, as_folder
-from megatron_fleet.weights.mapping import Matrix, Piece, Span, WeightTable, stack_key
+from megatron_fleet.weights.mapping import Interval, Matrix, Piece, WeightTable, stack_key
 from megatron_fleet.weights.torch_dist.container import HEAD_BYTES, data_span
 from megatron_fleet.weights.torch_dist.folder import locate
-from megatron_fleet.weights.torch_dist.index import CheckpointIndex, Chunk, StoredTensor, read_index
+from megatron_fleet.weights.torch_dist.index import CheckpointIndex, Chunk, ChunkedTensor, read_index
 
 Lead = tuple[int, ...]
 
 
-class Checkpoint:
+class MegatronCheckpoint:
     """An opened checkpoint.
 
     Attributes:
@@ -53,7 +53,7 @@ class Checkpoint:
 class StoredMatrices:
     """Locations of a weight table's matrices in a checkpoint. Immutable, so reader threads can share it."""
 
-    def __init__(self, checkpoint: Checkpoint, table: WeightTable) -> None:
+    def __init__(self, checkpoint: MegatronCheckpoint, table: WeightTable) -> None:
         """Locate every matrix.
 
         Raises:
@@ -62,7 +62,7 @@ class StoredMatrices:
         """
         self.checkpoint, self.table = checkpoint, table
         self._by_lead: dict[str, dict[Lead, list[Chunk]]] = {}
-        self._tensors: dict[str, StoredTensor] = {}
+        self._tensors: dict[str, ChunkedTensor] = {}
         self._sources: dict[str, list[tuple[Matrix, Piece, str, Lead]]] = {name: [] for name in table.tensors}
         for matrix in table.matrices():
             key, lead = self._locate(matrix)
@@ -81,7 +81,7 @@ class StoredMatrices:
         """Dtype of Megatron's values in the checkpoint."""
         return widest([self._tensors[key].dtype for _, _, key, _ in self._sources[tensor]])
 
-    def pieces(self, tensor: str, rows: Span) -> list[tuple[Span, str, Lead, Span]]:
+    def pieces(self, tensor: str, rows: Interval) -> list[tuple[Interval, str, Lead, Interval]]:
         """Sources of an HF tensor's rows: (rows relative to the first; key; leading indices; rows of the matrix)."""
         out = []
         for _, piece, key, lead in self._sources[tensor]:
@@ -110,7 +110,7 @@ class StoredMatrices:
                     return key, lead
         raise UserError(f"{self.checkpoint.url}: tensor {matrix.key} is missing; config.json asks for it.")
 
-    def _check(self, key: str, stored: StoredTensor, matrix: Matrix, lead: Lead) -> None:
+    def _check(self, key: str, stored: ChunkedTensor, matrix: Matrix, lead: Lead) -> None:
         where, found = self.checkpoint.url, stored.shape[len(lead) :]
         experts = () if matrix.expert is None else (self.table.model.experts,)
         counts = (self.table.model.layers, *experts) if len(lead) > len(experts) else experts
@@ -161,7 +161,9 @@ class CheckpointReader:
     """Reads rows of HF tensors. Not thread-safe: it reuses its buffers."""
 
     def __init__(
-        self, matrices: StoredMatrices, originals: Mapping[str, Callable[[Span], npt.NDArray[np.float32]]] | None = None
+        self,
+        matrices: StoredMatrices,
+        originals: Mapping[str, Callable[[Interval], npt.NDArray[np.float32]]] | None = None,
     ) -> None:
         """``originals``: readers of tensors' values before an offset was added; used where they still agree."""
         self._matrices, self._originals = matrices, originals or {}
@@ -173,14 +175,14 @@ class CheckpointReader:
         """Dtype of the rows, as a safetensors name."""
         return self._matrices.dtype(tensor)
 
-    def read_rows(self, tensor: str, rows: Span) -> npt.NDArray[Any]:
+    def read_rows(self, tensor: str, rows: Interval) -> npt.NDArray[Any]:
         """Rows ``[n]`` or ``[n, columns]``: float32, or the bits of 16-bit floats. Valid until the next call."""
         shape = (rows[1] - rows[0], *self._matrices.table.tensors[tensor][1:])
         view = self._buffer("rows", math.prod(shape) * ITEM_BYTES[self.dtype(tensor)])
         self.read_into(tensor, rows, view)
         return np.frombuffer(view, numpy_type(self.dtype(tensor))).reshape(shape)
 
-    def read_into(self, tensor: str, rows: Span, view: memoryview) -> None:
+    def read_into(self, tensor: str, rows: Interval, view: memoryview) -> None:
         """Same as `read_rows`, into memory of exactly the right size."""
         dtype = self.dtype(tensor)
         shape = (rows[1] - rows[0], *self._matrices.table.tensors[tensor][1:])
@@ -193,7 +195,7 @@ class CheckpointReader:
         if offset:
             self._without_offset(out, tensor, rows, np.float32(offset))
 
-    def _without_offset(self, out: npt.NDArray[Any], tensor: str, rows: Span, offset: np.float32) -> None:
+    def _without_offset(self, out: npt.NDArray[Any], tensor: str, rows: Interval, offset: np.float32) -> None:
         """Subtract the offset, which may round; where the original value gives the same, it is that."""
         out -= offset
         if tensor not in self._originals:
@@ -202,7 +204,7 @@ class CheckpointReader:
         again = cast(cast(original + offset, "F32", written), written, "F32") - offset
         np.copyto(out, original, where=again == out)
 
-    def _copy(self, out: npt.NDArray[Any], dtype: str, chunk: Chunk, lead: Lead, rows: Span, stored: str) -> None:
+    def _copy(self, out: npt.NDArray[Any], dtype: str, chunk: Chunk, lead: Lead, rows: Interval, stored: str) -> None:
         """Copy the part of a matrix's rows that a chunk holds into ``out``, whose values are ``dtype``."""
         n = len(lead)
         top, height = chunk.offsets[n], chunk.sizes[n]

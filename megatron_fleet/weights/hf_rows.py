@@ -16,7 +16,7 @@ from megatron_fleet.storage.folder import Folder, aligned_buffer
 from megatron_fleet.weights.floats import cast, numpy_type
 from megatron_fleet.weights.hf_folder import StoredTensor
 from megatron_fleet.weights.hf_model import BLOCK, Fp8, HfModel, Int4, Plain
-from megatron_fleet.weights.mapping import Span
+from megatron_fleet.weights.mapping import Interval
 from megatron_fleet.weights.quant import fp8, int4
 
 
@@ -25,7 +25,7 @@ class RowReader(Protocol):
 
     def dtype(self, tensor: str) -> str: ...
 
-    def read_rows(self, tensor: str, rows: Span) -> npt.NDArray[Any]: ...
+    def read_rows(self, tensor: str, rows: Interval) -> npt.NDArray[Any]: ...
 
 
 _T = TypeVar("_T", covariant=True)
@@ -65,7 +65,7 @@ class HfReader:
         """Number of values in one row."""
         return math.prod(self._model.table.tensors[tensor][1:])
 
-    def read_rows(self, tensor: str, rows: Span) -> npt.NDArray[Any]:
+    def read_rows(self, tensor: str, rows: Interval) -> npt.NDArray[Any]:
         """Rows ``[n]`` or ``[n, columns]``: float32, or the bits of 16-bit floats. Valid until the next call."""
         encoding = self._model.encodings[tensor]
         if isinstance(encoding, Plain):
@@ -81,7 +81,7 @@ class HfReader:
             int4.dequantize(packed, self._read("scales", encoding.scales, rows), out)
         return out
 
-    def _read(self, buffer: str, stored: StoredTensor, rows: Span) -> npt.NDArray[Any]:
+    def _read(self, buffer: str, stored: StoredTensor, rows: Interval) -> npt.NDArray[Any]:
         row_bytes = stored.nbytes // stored.shape[0] if stored.shape[0] else 0
         view = self._buffer(buffer, (rows[1] - rows[0]) * row_bytes)
         self._model.folder.read_into(stored.file, stored.offset + rows[0] * row_bytes, view)
@@ -113,7 +113,7 @@ class Hint:
     offset: int
     shape: tuple[int, ...]
 
-    def rows(self, rows: Span, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    def rows(self, rows: Interval, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         row_bytes = math.prod(self.shape[1:]) * np.dtype(dtype).itemsize
         view = memoryview(bytearray((rows[1] - rows[0]) * row_bytes))
         self.folder.read_into(self.file, self.offset + rows[0] * row_bytes, view)
@@ -126,7 +126,7 @@ class Int4Weights:
     def __init__(self, readers: PerThread[RowReader], tensor: str, shape: tuple[int, ...], hint: Hint | None) -> None:
         self.readers, self.tensor, self.shape, self.hint = readers, tensor, shape, hint
 
-    def quantise(self, rows: Span) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint16]]:
+    def quantise(self, rows: Interval) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint16]]:
         """BF16 weights, and the scales to quantise them with. Raises UserError for a NaN or infinite weight."""
         weights = _bfloat16(self.readers, self.tensor, rows)
         hint = None if self.hint is None else self.hint.rows(rows, np.uint16)
@@ -145,7 +145,7 @@ class Fp8Weights:
         self.readers, self.tensor, self.shape, self.hint = readers, tensor, shape, hint
         self._power_of_two = power_of_two
 
-    def quantise(self, blocks: Span) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.float32]]:
+    def quantise(self, blocks: Interval) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.float32]]:
         """BF16 weights of some block rows, and their scales. Raises UserError for a NaN or infinite weight."""
         rows = blocks[0] * BLOCK, min(blocks[1] * BLOCK, self.shape[0])
         weights = _bfloat16(self.readers, self.tensor, rows)
@@ -159,7 +159,7 @@ class Fp8Weights:
         return weights, scales
 
 
-def _bfloat16(readers: PerThread[RowReader], tensor: str, rows: Span) -> npt.NDArray[np.uint16]:
+def _bfloat16(readers: PerThread[RowReader], tensor: str, rows: Interval) -> npt.NDArray[np.uint16]:
     reader = readers()
     return cast(reader.read_rows(tensor, rows), reader.dtype(tensor), "BF16")
 

@@ -20,7 +20,7 @@ from megatron_fleet.models.hf_config import architecture_of, read_model
 from megatron_fleet.models.model import Model
 from megatron_fleet.models.table import Leaf, Rows, Rule
 
-Span = tuple[int, int]
+Interval = tuple[int, int]
 """Half-open interval of indices."""
 
 
@@ -31,9 +31,9 @@ class Piece:
     ``tensor=None`` means zero-filled rows: padding of the vocabulary.
     """
 
-    rows: Span
+    rows: Interval
     tensor: str | None
-    tensor_rows: Span
+    tensor_rows: Interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Matrix:
     rule: Rule
     aliases: tuple[str, ...] = ()
 
-    def restrict(self, rows: Span) -> tuple[Piece, ...]:
+    def restrict(self, rows: Interval) -> tuple[Piece, ...]:
         """Pieces of a row range, with rows relative to its start; rows after the last one are padding.
 
         Raises UserError for padding of a tensor that has none.
@@ -105,7 +105,7 @@ class StackedRows:
 
     tensor: str
     shape: tuple[int, ...]
-    rows: Span
+    rows: Interval
 
 
 class WeightTable:
@@ -311,7 +311,7 @@ class WeightTable:
         return tuple(self._sizes[name] for name in leaf.shape)
 
 
-def _runs(rows: Rows, first: int, last: int) -> Iterator[Span]:
+def _runs(rows: Rows, first: int, last: int) -> Iterator[Interval]:
     """Runs of a tensor's rows that hold the chosen rows from number ``first`` to ``last``."""
     while first < last:
         run, inside = divmod(first, rows.length)
@@ -353,7 +353,7 @@ def sizes(model: Model) -> dict[str, int]:
     return out
 
 
-def check_tiling(tensor: str, shape: tuple[int, ...], boxes: Iterable[tuple[Span, Span | None]]) -> None:
+def check_tiling(tensor: str, shape: tuple[int, ...], boxes: Iterable[tuple[Interval, Interval | None]]) -> None:
     """Raise ValueError unless the distinct boxes (rows, columns) cover a tensor completely without overlap."""
     distinct = sorted(set(boxes), key=lambda box: (box[0], box[1] or (0, 0)))
     width = shape[1] if len(shape) == 2 else 1
@@ -375,7 +375,7 @@ def prove_coverage(table: WeightTable) -> None:
     Every row of every matrix is in exactly one piece, every row of every HF tensor is in exactly one matrix. Raises
     ValueError naming the first violation.
     """
-    held: dict[str, list[tuple[Span, Span | None]]] = {name: [] for name in table.tensors}
+    held: dict[str, list[tuple[Interval, Interval | None]]] = {name: [] for name in table.tensors}
     for matrix in table.matrices():
         row = 0
         for piece in matrix.pieces:

@@ -20,7 +20,7 @@ from megatron_fleet.storage.folder import Folder
 from megatron_fleet.storage.open import open_folder
 from megatron_fleet.weights.hf_model import open_model
 from megatron_fleet.weights.hf_rows import HfReader
-from megatron_fleet.weights.mapping import Matrix, Piece, Span, WeightTable
+from megatron_fleet.weights.mapping import Interval, Matrix, Piece, WeightTable
 
 BLOCK_VALUES = 8 << 20
 """Values in memory at once while loading."""
@@ -38,8 +38,8 @@ class LocalTensor:
     """
 
     matrix: Matrix
-    rows: Span
-    cols: Span | None
+    rows: Interval
+    cols: Interval | None
     parameter: torch.Tensor
     _geometry: tuple[tuple[int, ...], tuple[int, ...], int]
 
@@ -146,7 +146,7 @@ def load_hf(model_chunks: Sequence[nn.Module], hf_dir: Folder | Path | str) -> i
     return reader.bytes_read
 
 
-def _fill(out: torch.Tensor, piece: Piece, cols: Span | None, reader: HfReader) -> None:
+def _fill(out: torch.Tensor, piece: Piece, cols: Interval | None, reader: HfReader) -> None:
     """Copy a piece into ``out`` in blocks of rows. Reads whole rows even if only some columns are needed: a rank's part
     of a row is too short for a separate read."""
     assert piece.tensor is not None  # the caller skips padding

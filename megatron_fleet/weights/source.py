@@ -12,16 +12,16 @@ import torch
 from torch import nn
 
 from megatron_fleet.platform.communicator import Alone, Communicator
-from megatron_fleet.weights.mapping import Span, WeightTable, check_tiling
+from megatron_fleet.weights.mapping import Interval, WeightTable, check_tiling
 from megatron_fleet.weights.shards import LocalTensor, local_tensors
 
-Box = tuple[Span, Span | None]
+Box = tuple[Interval, Interval | None]
 """Rows and columns (``None`` = all) of an HF tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParamMeta:
-    """Name, wire dtype and full shape of one HF tensor (the fields that vLLM's weight-transfer protocol reads)."""
+    """Name, dtype as sent and full shape of one HF tensor (the fields that vLLM's weight-transfer protocol reads)."""
 
     name: str
     dtype: torch.dtype
@@ -58,7 +58,7 @@ class _Part:
     owner: int
     box: Box
     local: int
-    rows: Span
+    rows: Interval
 
     def shape(self, tensor_shape: tuple[int, ...]) -> tuple[int, ...]:
         rows, cols = self.box
@@ -168,7 +168,7 @@ class MegatronWeightSource:
         values, offset = local.view()[slice(*part.rows)], local.matrix.rule.offset
         return values.float() - offset if offset else values
 
-    def _assign(self, ranks: list[list[tuple[str, Box, int, Span]]]) -> dict[str, list[_Part]]:
+    def _assign(self, ranks: list[list[tuple[str, Box, int, Interval]]]) -> dict[str, list[_Part]]:
         """Assign every element to an owner, and check that the ranks hold the complete model."""
         parts: dict[str, dict[Box, _Part]] = {name: {} for name in self._table.tensors}
         for owner, held in enumerate(ranks):
@@ -179,7 +179,7 @@ class MegatronWeightSource:
         return {name: list(boxes.values()) for name, boxes in parts.items()}
 
 
-def _held(local: list[LocalTensor]) -> list[tuple[str, Box, int, Span]]:
+def _held(local: list[LocalTensor]) -> list[tuple[str, Box, int, Interval]]:
     """All parts that this rank holds: HF tensor, box in it, index of the local tensor, rows in that tensor."""
     return [
         (piece.tensor, (piece.tensor_rows, target.cols), k, piece.rows)

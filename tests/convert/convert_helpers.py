@@ -19,7 +19,7 @@ from torch_dist_files import Grid, save_with_torch
 from waiting import HANG_S
 
 from megatron_fleet.convert import content
-from megatron_fleet.convert.content import Rows
+from megatron_fleet.convert.content import ProducedRows
 from megatron_fleet.weights.hf_folder import read_config
 from megatron_fleet.weights.hf_model import make_table
 from megatron_fleet.weights.hf_rows import PerThread
@@ -180,7 +180,7 @@ class ArrayReader:
         return PerThread(lambda: self)
 
 
-class Made(Rows):
+class Made(ProducedRows):
     """Rows whose bytes are known; asks what it may be asked."""
 
     def __init__(self, count, row_bytes, granule, source_row_bytes):

@@ -14,7 +14,7 @@ from safetensors.torch import save_file  # noqa: E402
 from tiny_models import stored_tensors  # noqa: E402
 
 from megatron_fleet.convert.inspect import _checkpoint_rows  # noqa: E402
-from megatron_fleet.weights.torch_dist.index import StoredTensor  # noqa: E402
+from megatron_fleet.weights.torch_dist.index import ChunkedTensor  # noqa: E402
 
 
 def as_json(convert, *arguments):
@@ -129,7 +129,7 @@ def test_types_that_no_model_has(convert, tmp_path):
 
 
 def test_tensors_without_elements_are_no_aliases():
-    empty = {key: StoredTensor("F32", (0,), ()) for key in "ab"}
+    empty = {key: ChunkedTensor("F32", (0,), ()) for key in "ab"}
     assert [row[3] for row in _checkpoint_rows(empty)] == ["weight", "weight"]
 
 

@@ -17,7 +17,7 @@ from rank_groups import leave_groups
 
 from megatron_fleet.algorithms.losses import make_loss
 from megatron_fleet.config.schema import AlgorithmConfig, Config, ParallelConfig
-from megatron_fleet.trainer.gradient_metrics import Matrix, Sums
+from megatron_fleet.trainer.gradient_metrics import SampledMatrix, Sums
 from megatron_fleet.trainer.megatron import gradients, parallel
 from megatron_fleet.trainer.megatron.policy import MegatronPolicy
 
@@ -68,7 +68,7 @@ def measure(policy: MegatronPolicy, micro_batches: list[list[Any]], loss: Any = 
         report = policy.optim_step(1e-3)
     finally:
         gradients.gradient_metrics = plain
-    samples: list[Matrix] = policy._probe._samples  # type: ignore[union-attr]
+    samples: list[SampledMatrix] = policy._probe._samples  # type: ignore[union-attr]
     return report.gradient, dict(zip(samples, seen[0], strict=True)) if seen else {}
 
 

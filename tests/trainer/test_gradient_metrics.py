@@ -22,7 +22,7 @@ from megatron_fleet.telemetry.metrics import policy_metrics  # noqa: E402
 from megatron_fleet.telemetry.registry import METRICS  # noqa: E402
 from megatron_fleet.trainer.base import LossReport, OptimReport  # noqa: E402
 from megatron_fleet.trainer.gradient_metrics import (  # noqa: E402
-    Matrix,
+    SampledMatrix,
     Sums,
     choose,
     diversity,
@@ -93,14 +93,16 @@ def test_diversity_is_of_sizes_relative_to_the_largest():
 
 
 def test_megabytes_are_of_the_whole_model():
-    small, large = Matrix("a", (0,), (2**10, 2**10)), Matrix("b", (0,), (2**10, 3 * 2**10))
+    small, large = SampledMatrix("a", (0,), (2**10, 2**10)), SampledMatrix("b", (0,), (2**10, 3 * 2**10))
     # 1/2 of a quarter and 1/4 of the rest of 100 Mi weights.
     assert megabytes_edited({small: 0.5, large: 0.25}, 100 * 2**20)["megabytes_edited"] == pytest.approx(62.5)
 
 
 def test_samples_are_spread_over_kinds_and_the_stack():
-    matrices = [Matrix("qkv", (n,), (8, 8)) for n in range(40)] + [Matrix("router", (n,), (4, 8)) for n in range(2)]
-    matrices += [Matrix("fc1", (n, e), (8, 8)) for n in range(40) for e in range(6)]
+    matrices = [SampledMatrix("qkv", (n,), (8, 8)) for n in range(40)] + [
+        SampledMatrix("router", (n,), (4, 8)) for n in range(2)
+    ]
+    matrices += [SampledMatrix("fc1", (n, e), (8, 8)) for n in range(40) for e in range(6)]
     found = choose(matrices, 12)
     shuffled = random.Random(1).sample(matrices, len(matrices))
     assert choose(shuffled, 12) == found
@@ -113,10 +115,10 @@ def test_samples_are_spread_over_kinds_and_the_stack():
 
 
 def test_the_rows_and_columns_of_a_sample_are_all_over_the_matrix():
-    rows, cols = Matrix("a", (3,), (1000, 40)).lines()
+    rows, cols = SampledMatrix("a", (3,), (1000, 40)).lines()
     assert len(set(rows)) == 64 and rows == sorted(rows) and rows[0] < 100 and rows[-1] > 900
     assert cols == list(range(40))
-    assert Matrix("a", (4,), (1000, 40)).lines()[0] != rows
+    assert SampledMatrix("a", (4,), (1000, 40)).lines()[0] != rows
 
 
 @pytest.fixture

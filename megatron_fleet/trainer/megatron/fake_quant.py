@@ -22,7 +22,7 @@ from torch import nn
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import PolicyConfig
 from megatron_fleet.weights.adapters import View
-from megatron_fleet.weights.mapping import Span
+from megatron_fleet.weights.mapping import Interval
 from megatron_fleet.weights.quant import torch_ops
 
 
@@ -137,7 +137,7 @@ def quantise_experts(chunks: Sequence[MegatronModule], settings: PolicyConfig) -
     return views
 
 
-def _int4_view(values: torch.Tensor, _: Span) -> torch.Tensor:
+def _int4_view(values: torch.Tensor, _: Interval) -> torch.Tensor:
     return int4_values(values)
 
 

@@ -24,7 +24,14 @@ from torch import nn
 
 from megatron_fleet.config.sections.trainer import GradientMetricsConfig
 from megatron_fleet.platform.communicator import TorchCommunicator
-from megatron_fleet.trainer.gradient_metrics import SIDE, Matrix, Sums, choose, gradient_metrics, megabytes_edited
+from megatron_fleet.trainer.gradient_metrics import (
+    SIDE,
+    SampledMatrix,
+    Sums,
+    choose,
+    gradient_metrics,
+    megabytes_edited,
+)
 from megatron_fleet.trainer.megatron.build import parameter_shards
 
 _LAYER = re.compile(r"(?<=decoder\.layers)\.(\d+)(?=\.)")
@@ -39,7 +46,7 @@ class _Shard:
         is_main: this copy of the weights is the one that counts.
     """
 
-    matrix: Matrix
+    matrix: SampledMatrix
     parameter: nn.Parameter
     first: int
     rows: tuple[int, int]
@@ -77,7 +84,7 @@ class GradientProbe:
         """Choose the samples. ``chunks``: this rank's, unwrapped, with adapters if there are any."""
         shards = list(_shards(chunks))
         everywhere = TorchCommunicator().all_gather([shard.matrix for shard in shards])
-        matrices: set[Matrix] = {matrix for part in everywhere for matrix in part}
+        matrices: set[SampledMatrix] = {matrix for part in everywhere for matrix in part}
         self._all_sizes = sum(matrix.size for matrix in matrices)
         self._samples = choose(list(matrices), settings.parameters)
         numbers = {matrix: number for number, matrix in enumerate(self._samples)}
@@ -213,7 +220,7 @@ def _shard(shard: ShardedTensor, parameter: nn.Parameter) -> _Shard:
     height, width = shard.data.shape
     replica = shard.replica_id
     return _Shard(
-        matrix=Matrix(_LAYER.sub("", shard.key), place, (rows, cols)),
+        matrix=SampledMatrix(_LAYER.sub("", shard.key), place, (rows, cols)),
         parameter=parameter,
         first=offset // parameter.shape[1],
         rows=(row, row + height),

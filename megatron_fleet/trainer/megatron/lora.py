@@ -37,7 +37,7 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import LoraConfig
 from megatron_fleet.platform.communicator import ProcessGroup, TorchCommunicator
 from megatron_fleet.weights.adapters import LowRank, View
-from megatron_fleet.weights.mapping import Matrix, Span, WeightTable
+from megatron_fleet.weights.mapping import Interval, Matrix, WeightTable
 from megatron_fleet.weights.shards import local_tensors
 
 _ROW_PARALLEL = ("linear_proj", "linear_fc2")
@@ -51,7 +51,7 @@ class _Target:
     module: nn.Module
     weight: nn.Parameter
     matrix: Matrix
-    cols: Span
+    cols: Interval
     gated: bool
 
     @property

@@ -52,7 +52,7 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.platform.communicator import ProcessGroup
 from megatron_fleet.storage.local import LocalFolder
 from megatron_fleet.weights.torch_dist.dtypes import DTYPES
-from megatron_fleet.weights.torch_dist.index import COMMON, StoredTensor, read_places
+from megatron_fleet.weights.torch_dist.index import COMMON, ChunkedTensor, read_places
 
 
 def read_metadata(path: Path) -> Metadata:
@@ -74,7 +74,7 @@ def read_metadata(path: Path) -> Metadata:
     return Metadata(entries, storage_data=places)
 
 
-def _tensor_entry(stored: StoredTensor) -> TensorStorageMetadata:
+def _tensor_entry(stored: ChunkedTensor) -> TensorStorageMetadata:
     chunks = [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in stored.chunks]
     properties = TensorProperties(getattr(torch, DTYPES[stored.dtype].torch))
     return TensorStorageMetadata(properties, torch.Size(stored.shape), chunks)

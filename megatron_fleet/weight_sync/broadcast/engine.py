@@ -13,10 +13,10 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 
 from megatron_fleet.weight_sync.broadcast.group import (
     GlooGroup,
-    Group,
     GroupBroken,
     Membership,
     NcclGroup,
+    UpdateGroup,
     packed_bytes,
     unpack,
 )
@@ -45,7 +45,7 @@ class BroadcastEngine(ReloadingEngine):
 
     init_info_cls = BroadcastInitInfo
     update_info_cls = BroadcastUpdateInfo
-    group: ClassVar[type[Group]]
+    group: ClassVar[type[UpdateGroup]]
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -79,7 +79,7 @@ class BroadcastEngine(ReloadingEngine):
         if self._broken_off:
             begin_reload(self)
         membership, self._membership = self._membership, None
-        group: Group | None = None
+        group: UpdateGroup | None = None
         try:
             size = membership.meet()
             group = self.group(membership.store, membership.number, size, membership.own_address, self.device)
@@ -91,7 +91,7 @@ class BroadcastEngine(ReloadingEngine):
             if group is not None:
                 group.close()
 
-    def _received(self, group: Group, bucket: int) -> list[tuple[str, torch.Tensor]]:
+    def _received(self, group: UpdateGroup, bucket: int) -> list[tuple[str, torch.Tensor]]:
         memory = torch.empty(packed_bytes(self._layout, bucket), dtype=torch.uint8, device=self.device)
         group.broadcast(memory)
         return unpack(self._layout, bucket, memory)
@@ -102,7 +102,7 @@ class GlooEngine(BroadcastEngine):
 
     group = GlooGroup
 
-    def _received(self, group: Group, bucket: int) -> list[tuple[str, torch.Tensor]]:
+    def _received(self, group: UpdateGroup, bucket: int) -> list[tuple[str, torch.Tensor]]:
         memory = torch.empty(packed_bytes(self._layout, bucket), dtype=torch.uint8)
         group.broadcast(memory)
         return unpack(self._layout, bucket, memory)

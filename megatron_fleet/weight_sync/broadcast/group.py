@@ -92,7 +92,7 @@ class Membership:
     Attributes:
         number: rank in the group, from 1; 0 before `register`.
         own_address: this host's address on the route to rank 0.
-        layout: as published by rank 0.
+        layout: from rank 0.
     """
 
     def __init__(self, address: str, port: int, secret: str) -> None:
@@ -124,7 +124,7 @@ def _broken(what: str) -> Iterator[None]:
         raise GroupBroken(f"{what}: {e}") from e
 
 
-class Group(Protocol):
+class UpdateGroup(Protocol):
     """Connects when constructed; raises `GroupBroken` if that or a broadcast fails."""
 
     def __init__(self, store: Store, rank: int, size: int, own_address: str, device: torch.device) -> None: ...
@@ -139,7 +139,7 @@ class Group(Protocol):
 
 
 class GlooGroup:
-    """`Group` over gloo, for CPU memory.
+    """`UpdateGroup` over gloo, for CPU memory.
 
     The constructor blocks Python's other threads, so call it only when all members are ready.
     """
@@ -158,20 +158,20 @@ class GlooGroup:
         self._options.timeout = timedelta(seconds=STALL_S)
 
     def broadcast(self, memory: torch.Tensor) -> None:
-        """See `Group.broadcast`."""
+        """See `UpdateGroup.broadcast`."""
         try:
             self._group.broadcast([memory], self._options).wait()
         except RuntimeError as e:
             raise GroupBroken(str(e)) from e
 
     def close(self) -> None:
-        """See `Group.close`."""
+        """See `UpdateGroup.close`."""
         if hasattr(self, "_group"):
             del self._group
 
 
 class NcclGroup:
-    """`Group` over NCCL, for memory of one CUDA device."""
+    """`UpdateGroup` over NCCL, for memory of one CUDA device."""
 
     def __init__(self, store: Store, rank: int, size: int, own_address: str, device: torch.device) -> None:
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
@@ -192,7 +192,7 @@ class NcclGroup:
             raise RuntimeError("nccl: NCCL is not available; use another rollout.engine.transport")
 
     def broadcast(self, memory: torch.Tensor) -> None:
-        """See `Group.broadcast`."""
+        """See `UpdateGroup.broadcast`."""
         with torch.cuda.device(memory.device):
             stream, done = torch.cuda.current_stream(), torch.cuda.Event()
             self._communicator.broadcast(memory, src=0, stream=stream)
@@ -204,7 +204,7 @@ class NcclGroup:
             time.sleep(_POLL_S)
 
     def close(self) -> None:
-        """See `Group.close`. Aborts an unfinished broadcast."""
+        """See `UpdateGroup.close`. Aborts an unfinished broadcast."""
         self._communicator.destroy()
 
 

@@ -11,9 +11,9 @@ import torch
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.platform.communicator import Communicator, together
 from megatron_fleet.weight_sync.base import Outbox
-from megatron_fleet.weight_sync.broadcast.group import GlooGroup, Group, GroupBroken, NcclGroup, Rendezvous, pack
+from megatron_fleet.weight_sync.broadcast.group import GlooGroup, GroupBroken, NcclGroup, Rendezvous, UpdateGroup, pack
 from megatron_fleet.weight_sync.buckets import BucketLayout, make_buckets, source_groups, stored_parts, stream_buckets
-from megatron_fleet.weight_sync.engine_format import EngineFormat, Source
+from megatron_fleet.weight_sync.engine_format import EngineFormat, WeightSource
 
 
 class BroadcastSender:
@@ -23,14 +23,14 @@ class BroadcastSender:
     during an update; that is for the controller and not an error of the trainer.
     """
 
-    group: ClassVar[type[Group]]
+    group: ClassVar[type[UpdateGroup]]
 
-    def __init__(self, source: Source, world: Communicator, device: torch.device, form: EngineFormat) -> None:
+    def __init__(self, source: WeightSource, world: Communicator, device: torch.device, form: EngineFormat) -> None:
         self._source, self._world, self._device, self._form = source, world, device, form
         self._buckets = make_buckets(source_groups(source))
         self._layout = BucketLayout(stored_parts(self._buckets, form))
         self._rendezvous: Rendezvous | None = None
-        self._group: Group | None = None
+        self._group: UpdateGroup | None = None
 
     def prepare(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
         """Open a rendezvous; return its address for engines. Raises UserError if rank 0 cannot listen there."""
@@ -79,7 +79,7 @@ class GlooSender(BroadcastSender):
 
     group = GlooGroup
 
-    def __init__(self, source: Source, world: Communicator, device: torch.device, form: EngineFormat) -> None:
+    def __init__(self, source: WeightSource, world: Communicator, device: torch.device, form: EngineFormat) -> None:
         super().__init__(source, world, torch.device("cpu"), form)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from megatron_fleet.platform.communicator import Communicator, together
 from megatron_fleet.weight_sync.base import Outbox
-from megatron_fleet.weight_sync.engine_format import EngineFormat, FormattedSource, Source
+from megatron_fleet.weight_sync.engine_format import EngineFormat, FormattedSource, WeightSource
 
 BUFFER_BYTES = 1 << 30
 """Device memory per rank during an update; more if a tensor is larger."""
@@ -21,7 +21,7 @@ class CudaIpcSender:
     """`weight_sync.base.Sender`. vLLM gathers handles over the default process group, which must consist of the ranks
     that share GPUs with the engines."""
 
-    def __init__(self, source: Source, world: Communicator, device: torch.device, form: EngineFormat) -> None:
+    def __init__(self, source: WeightSource, world: Communicator, device: torch.device, form: EngineFormat) -> None:
         """Collective over ``world``."""
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo

@@ -15,13 +15,13 @@ from megatron_fleet.storage.staging import Staging
 from megatron_fleet.weight_sync.base import Outbox
 from megatron_fleet.weight_sync.buckets import checksum, make_buckets, source_groups, stored_parts, stream_buckets
 from megatron_fleet.weight_sync.disk.manifest import MANIFEST, BucketFile, write_manifest
-from megatron_fleet.weight_sync.engine_format import EngineFormat, Source
+from megatron_fleet.weight_sync.engine_format import EngineFormat, WeightSource
 
 
 class DiskSender:
     """`weight_sync.base.Sender`. Options of `send`: ``path`` of the folder to write, which must not exist yet."""
 
-    def __init__(self, source: Source, world: Communicator, device: torch.device, form: EngineFormat) -> None:
+    def __init__(self, source: WeightSource, world: Communicator, device: torch.device, form: EngineFormat) -> None:
         self._source, self._world, self._form = source, world, form
         self._buckets = make_buckets(source_groups(source))
         self._parts = stored_parts(self._buckets, form)

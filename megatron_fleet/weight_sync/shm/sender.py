@@ -26,7 +26,7 @@ from megatron_fleet.weight_sync.buckets import (
     stored_parts,
     view_in,
 )
-from megatron_fleet.weight_sync.engine_format import EngineFormat, Source
+from megatron_fleet.weight_sync.engine_format import EngineFormat, WeightSource
 from megatron_fleet.weight_sync.shm.board import ENCODED, SUMMED, WRITTEN, Board, RoundLost
 from megatron_fleet.weights.source import ParamMeta
 
@@ -78,7 +78,7 @@ class ShmSender:
     """`weight_sync.base.Sender`. Options of `prepare`: ``key`` and ``path`` of the controller's memory; of `send`:
     ``round``."""
 
-    def __init__(self, source: Source, world: Communicator, device: torch.device, form: EngineFormat) -> None:
+    def __init__(self, source: WeightSource, world: Communicator, device: torch.device, form: EngineFormat) -> None:
         """Collective over ``world``."""
         self._source, self._world, self._form = source, world, form
         self._writers = [rank for rank, replica in enumerate(world.all_gather(source.place.replica)) if replica == 0]

@@ -38,7 +38,7 @@ class Container:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ByteRange:
     """Bytes of a contiguous tensor inside a container: ``offset`` is relative to the container's start.
 
     ``dtype`` is a safetensors name (``BF16``).
@@ -68,7 +68,7 @@ def wrap_empty_in_list() -> bytes:
     return b"".join(archive.pack(emit.PROTO + content + emit.STOP, 0))
 
 
-def data_span(head: bytes, length: int, where: str) -> Span:
+def data_span(head: bytes, length: int, where: str) -> ByteRange:
     """Locate the tensor's bytes in a container written by torch 1.6 or later.
 
     Args:
@@ -85,7 +85,7 @@ def data_span(head: bytes, length: int, where: str) -> Span:
         raise UserError(f"{where}: {e}; save the checkpoint again with Megatron's torch_dist format.") from None
 
 
-def _data_span(head: bytes, length: int) -> Span:
+def _data_span(head: bytes, length: int) -> ByteRange:
     stored: _Stored | None = None
     for name, start, end in archive.records(head):
         if name == "data.pkl" and end is not None:
@@ -95,7 +95,7 @@ def _data_span(head: bytes, length: int) -> Span:
         elif stored is not None and name == f"data/{stored.record}":
             if start + stored.storage_bytes > length:
                 raise ValueError(f"is cut off: {stored.storage_bytes} bytes of data do not fit in {length}")
-            return Span(start + stored.skip, stored.nbytes, stored.dtype, stored.shape)
+            return ByteRange(start + stored.skip, stored.nbytes, stored.dtype, stored.shape)
     raise ValueError("does not reach its data within the bytes read" if len(head) < length else "holds no tensor data")
 
 

@@ -56,7 +56,7 @@ class Blob(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class ChunkedTensor:
     """A tensor tiled by its chunks. ``dtype`` is a safetensors name (``BF16``)."""
 
     dtype: str
@@ -76,7 +76,7 @@ class CheckpointIndex:
             ``Opaque``.
     """
 
-    tensors: dict[str, StoredTensor]
+    tensors: dict[str, ChunkedTensor]
     objects: dict[str, Blob]
     optimizer: tuple[str, ...]
     common: dict[str, Any]
@@ -99,7 +99,7 @@ def read_index(read: Read, sizes: Mapping[str, int], where: str) -> CheckpointIn
     return CheckpointIndex(tensors, objects, optimizer, common)
 
 
-def read_places(read: Read, sizes: Mapping[str, int], where: str) -> tuple[dict[str, StoredTensor], dict[str, Blob]]:
+def read_places(read: Read, sizes: Mapping[str, int], where: str) -> tuple[dict[str, ChunkedTensor], dict[str, Blob]]:
     """Read all tensors and objects of a checkpoint by key, including the optimizer's and the common state.
 
     Arguments and errors as for `read_index`. Reads only ``.metadata`` and ``metadata.json``.
@@ -110,7 +110,7 @@ def read_places(read: Read, sizes: Mapping[str, int], where: str) -> tuple[dict[
 
 def _read_metadata(
     read: Read, sizes: Mapping[str, int], where: str, left_out: Callable[[str], object]
-) -> tuple[dict[str, StoredTensor], dict[str, Blob], tuple[str, ...]]:
+) -> tuple[dict[str, ChunkedTensor], dict[str, Blob], tuple[str, ...]]:
     """Tensors, objects, and the keys that are ``left_out``."""
     _check_format(read, sizes, where)
     try:
@@ -200,7 +200,7 @@ class _Builder:
     def objects(self) -> dict[str, Blob]:
         return {key: self._place(key, None) for key, _ in self._of("BytesStorageMetadata")}
 
-    def tensors(self) -> dict[str, StoredTensor]:
+    def tensors(self) -> dict[str, ChunkedTensor]:
         return {key: self._tensor(key, entry) for key, entry in self._of("TensorStorageMetadata")}
 
     def _of(self, kind: str) -> Iterator[tuple[str, Opaque]]:
@@ -218,7 +218,7 @@ class _Builder:
             chunk = "" if offsets is None else f"its chunk at {list(offsets)}, "
             raise BadPickle(f"has no place in a file for {chunk}{key}") from None
 
-    def _tensor(self, key: str, entry: Opaque) -> StoredTensor:
+    def _tensor(self, key: str, entry: Opaque) -> ChunkedTensor:
         state = _state(entry, "TensorStorageMetadata")
         properties = _state(state.get("properties"), "TensorProperties", tuple)
         name = properties[0] if properties and isinstance(properties[0], str) else ""
@@ -241,7 +241,7 @@ class _Builder:
             chunks.append(Chunk(offsets, extent, *place))
         if fault := tiling_fault(shape, chunks):
             raise BadPickle(f"describes {key} wrongly: {fault}")
-        return StoredTensor(dtype.name, shape, tuple(chunks))
+        return ChunkedTensor(dtype.name, shape, tuple(chunks))
 
 
 _MODULE = "torch.distributed.checkpoint.metadata"

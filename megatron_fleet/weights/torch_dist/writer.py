@@ -10,14 +10,14 @@ from typing import Any
 from megatron_fleet.weights.torch_dist import archive, container
 from megatron_fleet.weights.torch_dist import pickle_writer as emit
 from megatron_fleet.weights.torch_dist.dtypes import DTYPES
-from megatron_fleet.weights.torch_dist.index import Blob, StoredTensor
+from megatron_fleet.weights.torch_dist.index import Blob, ChunkedTensor
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 
 
 def metadata_bytes(
-    tensors: Mapping[str, StoredTensor], aliases: Mapping[str, str], objects: Mapping[str, Blob]
+    tensors: Mapping[str, ChunkedTensor], aliases: Mapping[str, str], objects: Mapping[str, Blob]
 ) -> bytes:
     """``.metadata``: the pickle of ``torch.distributed.checkpoint.metadata.Metadata``, built from its names alone.
 
@@ -37,7 +37,7 @@ def metadata_bytes(
 class _Metadata:
     """Writes strings, classes and types once and refers to them by memo index."""
 
-    def __init__(self, tensors: Mapping[str, StoredTensor], objects: Mapping[str, Blob]) -> None:
+    def __init__(self, tensors: Mapping[str, ChunkedTensor], objects: Mapping[str, Blob]) -> None:
         self._tensors = tensors
         self._objects = objects
         self._out = bytearray(emit.PROTO)
@@ -88,7 +88,7 @@ class _Metadata:
     def _dims(self, values: tuple[int, ...]) -> bytes:
         return self._size + emit.integers(values) + emit.TUPLE_1 + emit.REDUCE
 
-    def _tensor_entry(self, tensor: StoredTensor) -> bytes:
+    def _tensor_entry(self, tensor: ChunkedTensor) -> bytes:
         properties, size, chunks = self._tensor
         offsets, sizes = self._chunk
         parts = [properties, self._dtypes[tensor.dtype], size, self._dims(tensor.shape), chunks]

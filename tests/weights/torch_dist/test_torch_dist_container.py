@@ -18,7 +18,7 @@ from megatron_fleet.weights.torch_dist.dtypes import BY_TORCH_NAME
 SHAPES = [(), (0,), (5,), (2, 3), (3, 0, 2), (4, 1, 70), (1, 2, 1, 3, 2)]
 
 
-def span_of(saved: bytes) -> container.Span:
+def span_of(saved: bytes) -> container.ByteRange:
     return container.data_span(saved[: container.HEAD_BYTES], len(saved), "file: key")
 
 

@@ -18,7 +18,7 @@ from torch_dist_files import ALL_DTYPES, Grid, random_tensor, raw_bytes, read_fo
 from waiting import HANG_S
 
 from megatron_fleet.weights.torch_dist import writer
-from megatron_fleet.weights.torch_dist.index import Blob, Chunk, StoredTensor
+from megatron_fleet.weights.torch_dist.index import Blob, Chunk, ChunkedTensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -67,7 +67,7 @@ def test_metadata_is_what_torch_would_have_pickled():
     for i in range(400):
         key, file = f"layer.{i}.{'é' * (i % 300)}", f"__0_{i % 270}.distcp"
         chunks = tuple(Chunk((start, 0), (1 << 15, 70_000), file, start * 2**32 + i, 300) for start in (0, 1 << 15))
-        tensors[key] = StoredTensor("BF16" if i % 2 else "F8_E4M3", (1 << 16, 70_000), chunks)
+        tensors[key] = ChunkedTensor("BF16" if i % 2 else "F8_E4M3", (1 << 16, 70_000), chunks)
     objects = {f"state/{i}": Blob("__0_1.distcp", 2**31 + i, 5) for i in range(3)}
     for key, tensor in tensors.items():
         dtype = torch.bfloat16 if tensor.dtype == "BF16" else torch.float8_e4m3fn
@@ -89,7 +89,7 @@ def test_metadata_is_what_torch_would_have_pickled():
 
 
 def test_keys_given_twice():
-    tensor = StoredTensor("F32", (1,), (Chunk((0,), (1,), "f", 0, 100),))
+    tensor = ChunkedTensor("F32", (1,), (Chunk((0,), (1,), "f", 0, 100),))
     for arguments in (
         ({"a": tensor}, {"a": "a"}, {}),
         ({"a": tensor}, {}, {"a": Blob("f", 0, 1)}),

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from megatron_fleet.weights.torch_dist import container, index, writer
 from megatron_fleet.weights.torch_dist.dtypes import BY_TORCH_NAME
-from megatron_fleet.weights.torch_dist.index import Blob, CheckpointIndex, Chunk, StoredTensor
+from megatron_fleet.weights.torch_dist.index import Blob, CheckpointIndex, Chunk, ChunkedTensor
 
 ALL_DTYPES = sorted(BY_TORCH_NAME)
 
@@ -95,7 +95,7 @@ def save_with_ours(
 ) -> None:
     """A checkpoint by our writer."""
     folder.mkdir()
-    stored: dict[str, StoredTensor] = {}
+    stored: dict[str, ChunkedTensor] = {}
     with (folder / "__0_0.distcp").open("wb") as f:
         for key, grid in tensors.items():
             dtype = BY_TORCH_NAME[str(grid.tensor.dtype)].name
@@ -107,7 +107,7 @@ def save_with_ours(
                 f.write(around.prefix + raw_bytes(part) + around.suffix)
                 assert f.tell() == start + around.length
                 chunks.append(Chunk(tuple(box.offsets), tuple(box.sizes), "__0_0.distcp", start, around.length))
-            stored[key] = StoredTensor(dtype, tuple(grid.tensor.shape), tuple(chunks))
+            stored[key] = ChunkedTensor(dtype, tuple(grid.tensor.shape), tuple(chunks))
         blob = Blob("__0_0.distcp", f.tell(), f.write(writer.extra_state_blob()))
     metadata = writer.metadata_bytes(stored, aliases or {}, dict.fromkeys(extra_states, blob))
     (folder / index.METADATA).write_bytes(metadata)
@@ -131,7 +131,7 @@ def read_folder(folder: Path) -> CheckpointIndex:
     return index.read_index(*reader(folder), where="run")
 
 
-def stored_parts(folder: Path, tensor: StoredTensor) -> Iterator[tuple[Chunk, bytes]]:
+def stored_parts(folder: Path, tensor: ChunkedTensor) -> Iterator[tuple[Chunk, bytes]]:
     """Every chunk with its raw bytes, taken from where ``data_span`` says they are."""
     read, _ = reader(folder)
     for chunk in tensor.chunks:
