@@ -23,7 +23,7 @@ COLUMNS = (
 )
 """Heading and metric of each column; k of ``pass@k`` is the number of samples."""
 COUNTS = {"tasks", "tasks_scored", "episodes"}
-TELL_EVERY = 0.1
+PRINT_EVERY = 0.1
 """Share of the episodes after which a progress line is printed if stdout is not a terminal."""
 
 
@@ -50,15 +50,15 @@ def show(name: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def _lines(name: str, total: int) -> Callable[[int], None]:
-    told = 0
+    printed = 0
 
-    def tell(done: int) -> None:
-        nonlocal told
-        if done - told >= max(TELL_EVERY * total, 1):
-            told = done
+    def report(done: int) -> None:
+        nonlocal printed
+        if done - printed >= max(PRINT_EVERY * total, 1):
+            printed = done
             say(f"{name}: {done}/{total} episodes")
 
-    return tell
+    return report
 
 
 def table(metrics: Mapping[str, float], samples: int) -> str:

@@ -38,7 +38,7 @@ class _Running:
         self.collection, self.batch = collection, batch
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def look(self) -> None:
+    def finish_if_done(self) -> None:
         """Set ``over`` if the collection is done."""
         if self.collection.done and not self.over.done():
             self.over.set_result(None)
@@ -70,7 +70,7 @@ class Collector:
         self._places = sum(self._free.values())
         self._numbers = itertools.count()
         self.dead: str | None = None
-        self._plays: list[_Running] = []
+        self._running: list[_Running] = []
         self._changed = asyncio.Event()
         self._handing_out: asyncio.Task[None] | None = None
         self._batches: set[asyncio.Task[None]] = set()
@@ -81,26 +81,26 @@ class Collector:
         """Play every episode of ``request``, see `RolloutService.collect`."""
         started = time.monotonic()
         collection = Collection(request, self._max_retries, next(self._numbers))
-        play = _Running(collection, self._batch_size(collection))
+        running = _Running(collection, self._batch_size(collection))
         if self.dead is not None:
             collection.stop(self.dead)
-        self._plays.append(play)
+        self._running.append(running)
         self._hand_out_from_now_on()
-        play.look()
+        running.finish_if_done()
         try:
-            async with _budget(request.budget_s, partial(self._stop, play)):
-                await _reported(play, on_progress, on_episodes)
+            async with _budget(request.budget_s, partial(self._stop, running)):
+                await _reported(running, on_progress, on_episodes)
             return collection.result(time.monotonic() - started)
         finally:
-            self._plays.remove(play)
+            self._running.remove(running)
             self._changed.set()
             if not collection.done:
                 await self._abort(collection)
 
     def close(self) -> None:
         """Fail the running collections."""
-        for play in self._plays:
-            play.fail(RolloutFailed("the rollout was closed"))
+        for running in self._running:
+            running.fail(RolloutFailed("the rollout was closed"))
         for task in (self._handing_out, *self._batches):
             if task is not None:
                 task.cancel()
@@ -117,34 +117,34 @@ class Collector:
     async def _hand_out(self) -> None:
         """Assign free slots to waiting episodes while there are collections."""
         try:
-            while self._plays:
+            while self._running:
                 self._changed.clear()
                 if self._waiting() is not None:
                     await asyncio.gather(*(engine.serving() for engine in self._engines), self._environment.serving())
-                    while (play := self._waiting()) is not None and max(self._free.values()) > 0:
-                        self._give_place(play)
+                    while (running := self._waiting()) is not None and max(self._free.values()) > 0:
+                        self._give_place(running)
                 await self._changed.wait()
         except Exception as error:
-            for play in self._plays:
-                play.fail(error)
+            for running in self._running:
+                running.fail(error)
 
     def _waiting(self) -> _Running | None:
-        return next((play for play in self._plays if play.collection.waiting), None)
+        return next((running for running in self._running if running.collection.waiting), None)
 
-    def _give_place(self, play: _Running) -> None:
+    def _give_place(self, running: _Running) -> None:
         worker = max(self._free, key=lambda one: self._free[one])
-        specs = play.collection.take(min(play.batch, self._free[worker]))
+        specs = running.collection.take(min(running.batch, self._free[worker]))
         self._free[worker] -= len(specs)
-        task = asyncio.create_task(self._batch(play, worker, specs))
+        task = asyncio.create_task(self._batch(running, worker, specs))
         self._batches.add(task)
         task.add_done_callback(self._batches.discard)
 
-    async def _batch(self, play: _Running, worker: WorkerSlot, specs: Sequence[EpisodeSpec]) -> None:
+    async def _batch(self, running: _Running, worker: WorkerSlot, specs: Sequence[EpisodeSpec]) -> None:
         try:
-            await self._played(play.collection, worker, specs)
-            play.look()
+            await self._played(running.collection, worker, specs)
+            running.finish_if_done()
         except Exception as error:
-            play.fail(error)
+            running.fail(error)
         finally:
             self._free[worker] += len(specs)
             self._changed.set()
@@ -172,27 +172,27 @@ class Collector:
     async def _check_policy(self, worker: WorkerSlot) -> None:
         if self.dead is None and (reason := await worker.policy_dead()) is not None:
             self.dead = reason
-            await asyncio.gather(*(self._stop(play, reason) for play in self._plays))
+            await asyncio.gather(*(self._stop(running, reason) for running in self._running))
 
-    async def _stop(self, play: _Running, reason: str) -> None:
-        play.collection.stop(reason)
-        play.look()
-        await self._abort(play.collection)
+    async def _stop(self, running: _Running, reason: str) -> None:
+        running.collection.stop(reason)
+        running.finish_if_done()
+        await self._abort(running.collection)
 
     async def _abort(self, collection: Collection) -> None:
         await asyncio.gather(*(worker.abort(collection.number) for worker in self._workers))
 
 
-async def _reported(play: _Running, on_progress: OnProgress | None, on_episodes: OnEpisodes | None) -> None:
-    """Wait until ``play`` is over, calling the callbacks periodically and at the end. Raises its failure."""
+async def _reported(running: _Running, on_progress: OnProgress | None, on_episodes: OnEpisodes | None) -> None:
+    """Wait until ``running`` is over, calling the callbacks periodically and at the end. Raises its failure."""
     reported = 0
     while True:
-        over = bool((await asyncio.wait({play.over}, timeout=PROGRESS_INTERVAL_S))[0])
+        over = bool((await asyncio.wait({running.over}, timeout=PROGRESS_INTERVAL_S))[0])
         if over:
-            play.over.result()
+            running.over.result()
         if on_progress is not None:
-            on_progress(play.collection.progress())
-        if on_episodes is not None and (ended := play.collection.kept(reported)):
+            on_progress(running.collection.progress())
+        if on_episodes is not None and (ended := running.collection.kept(reported)):
             reported += len(ended)
             on_episodes(ended)
         if over:

@@ -1,6 +1,6 @@
 """Engine actor: one vLLM replica behind a socket, controlled over Ray.
 
-Token ids are exchanged over the socket (``engine_server``); Ray carries only control: start, weight updates, scoring
+Token ids are exchanged over the socket (``engine_server``); Ray transports only control: start, weight updates, scoring
 and statistics. A Ray call per turn would cost more CPU than the model of a small run.
 """
 

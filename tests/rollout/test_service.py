@@ -279,24 +279,24 @@ def test_a_killed_worker_is_replaced_and_its_episodes_played_again(rollout):
 def test_a_killed_environment_server_is_replaced_and_its_episodes_played_again(rollout):
     undisturbed, before = rollout.collect(tasks=8, samples=8), rollout.restarts()
     assert rollout.run(rollout.service.environment_available()) is None
-    (server,) = processes(rollout, "embedded.server")
+    (server,) = processes(rollout, "embedded_fleet.server")
     (host,) = psutil.Process(server).children()
     result = killed_while_playing(rollout, server)
     assert result.accounting.known == 64 and result.accounting.aborted > 0 and result.accounting.retried == 0
     assert rollout.restarts() == before + 1
-    (again,) = processes(rollout, "embedded.server")
+    (again,) = processes(rollout, "embedded_fleet.server")
     assert again != server and not host.is_running() and psutil.Process(again).children()
     assert rollout.run(rollout.service.environment_available()) is None
     assert_equal(rollout.collect(tasks=8, samples=8), undisturbed)
 
 
 def test_an_environment_that_cannot_be_had_is_said_so(rollout):
-    (server,) = processes(rollout, "embedded.server")
+    (server,) = processes(rollout, "embedded_fleet.server")
     os.kill(server, signal.SIGKILL)
     reason = rollout.run(rollout.service.environment_available())
     assert reason is not None and reason.startswith(("the environment server is being restarted", "http://127"))
     assert rollout.collect().accounting.known == 16
-    (server,) = processes(rollout, "embedded.server")
+    (server,) = processes(rollout, "embedded_fleet.server")
     os.kill(server, signal.SIGSTOP)
     assert "gives no answer" in rollout.run(rollout.service.environment_available())
     os.kill(server, signal.SIGCONT)
@@ -306,8 +306,8 @@ def test_an_environment_that_cannot_be_had_is_said_so(rollout):
 def killed_while_playing(rollout, pid: int):
     """What 64 episodes give when a process is killed as soon as some of them have ended and others are played."""
     playing = rollout.begin(rollout.service.collect(request(tasks=8, samples=8)))
-    plays = rollout.service._pool.collector._plays
-    wait_until(lambda: plays and plays[0].collection.progress().done > 0)
+    running = rollout.service._pool.collector._running
+    wait_until(lambda: running and running[0].collection.progress().done > 0)
     os.kill(pid, signal.SIGKILL)
     return playing.result(TIMEOUT_S)
 
