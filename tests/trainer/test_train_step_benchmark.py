@@ -14,6 +14,7 @@ from waiting import HANG_S
 pytest.importorskip("megatron_fleet.trainer.megatron")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["dense", "moe"])
 def test_one_line_of_json(family):
     script = Path(__file__).parents[2] / "benchmarks" / "train_step.py"
