@@ -1,1 +1,1 @@
-"""Weight sync from the trainer to the engines: one transport per module."""
+"""Weight sync from the trainer to the engines: one package per transport."""

@@ -1,6 +1,6 @@
 """Interfaces of a weight transport: controller, trainer ranks and engines. Nothing here imports torch.
 
-A transport is one module (or sub-package) of this package with all three sides. `Transport` is the controller side: it
+A transport is a package in this one with all three sides. `Transport` is the controller side: it
 asks the trainer to send and the engines to receive at the same time. The trainer ranks run a `Sender`; an engine runs
 a ``WeightTransferEngine`` of vLLM, registered under the transport's name.
 """

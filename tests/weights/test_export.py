@@ -94,6 +94,8 @@ def test_an_earlier_export_is_replaced_and_nothing_else_remains(tmp_path):
     (folder / "README.md").write_text("the base model's card")
     source = make_source(folder, config)
     export_hf(source, folder, tmp_path / "out", world=Alone(), shard_bytes=40_000)
+    (tmp_path / ".out.partial").mkdir()
+    (tmp_path / ".out.partial" / "of-a-killed-export").touch()
     export_hf(source, folder, tmp_path / "out", world=Alone())
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "out"]
