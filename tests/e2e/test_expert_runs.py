@@ -1,10 +1,11 @@
-"""Whole runs of models with experts, with latent attention and with Gated DeltaNet layers, on real parts."""
+"""Whole runs, on real parts, of models with experts, latent attention, Gated DeltaNet layers, or of a user's family."""
 
 import json
 import random
 import shutil
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 
 import pytest
 import tiny_models
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from score_rollouts import assert_all_agree
 from served_models import served_config
 from test_whole_runs import WEIGHTS, convert
+from weight_fixtures import random_tensors, write_folder
 from whole_runs import Run
 
 from megatron_fleet.embedded_fleet.tasks import generate
@@ -22,6 +24,7 @@ from megatron_fleet.tuning.warmstart import corpus
 
 pytestmark = pytest.mark.slow
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 EXPERTS = 4
 ONE_STEP = ("run.steps=1", "eval=none", "rollout.engine.probe_interval=1")
 SHORT_TURNS = ("rollout.sampling.max_turns=2", "rollout.sampling.max_tokens_per_turn=32")
@@ -88,15 +91,33 @@ def test_other_layers_go_round_the_loop(tmp_path, monkeypatch, family, chat):
     model = tiny_models.make(family, tmp_path / "model", dtype=torch.float32)
     if chat != "qwen3":
         train_tokenizer(corpus(random.Random(0)), vocabulary, model, FORMATS[chat].tokens)
+    run = round_the_loop(tmp_path, model)
+    assert_all_agree(run, "step_000001", model, tmp_path)
+
+
+def test_a_family_of_the_users_own_goes_round_the_loop(tmp_path, monkeypatch):
+    """Trainer, engines and episode workers know its model by `model.family` alone."""
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES), prepend=":")
+    model = tmp_path / "model"
+    shutil.copytree(tiny_models.TOKENIZER, model)
+    tiny = json.loads((model / "config.json").read_text())
+    config = {name: value for name, value in tiny.items() if type(value) in (int, float)}
+    config |= {"hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "float32", "model_type": "llama"}
+    tensors = random_tensors(config)
+    mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
+    write_folder(model, config | mistral, tensors)
+    round_the_loop(tmp_path, model, "model.family=my_family:mistral")
+
+
+def round_the_loop(tmp_path: Path, model: Path, *overrides: str) -> Run:
+    """Train two steps; engines and trainer must compute the same before and after each update."""
     tasks = tmp_path / "tasks.json"
     tasks.write_text(json.dumps([asdict(task) | {"verifier_code": COIN} for task in generate(seed=3, per_env=8)]))
-    run = Run(
-        tmp_path / "run",
-        (f"model.path={model}", "data=file", f"data.tasks={tasks}", *ONE_STEP, "run.steps=2", *SHORT_TURNS, KEPT),
-    )
+    given = (f"model.path={model}", "data=file", f"data.tasks={tasks}", *overrides)
+    run = Run(tmp_path / "run", (*given, *ONE_STEP, "run.steps=2", *SHORT_TURNS, KEPT))
     run.finish()
     rows = run.metrics()
     assert [row["policy/ratio_mean"] for row in rows] == [1.0, 1.0]
     assert all(row["policy/grad_norm"] > 0 and row["policy/mismatch_kl"] < 1e-6 for row in rows)
     assert all(0 < row["policy/probe_difference"] < 1e-3 for row in rows)
-    assert_all_agree(run, "step_000001", model, tmp_path)
+    return run
