@@ -88,10 +88,8 @@ def main(folder: str, descriptor: str, dtype: str, transport: str, more: str) ->
         os.environ[MIXER] = mixer.engine
     from vllm import LLM
 
-    from megatron_fleet.weight_sync.broadcast import group as update_group
     from megatron_fleet.weight_sync.registry import engine_backend
 
-    update_group.STALL_S = NEVER_S
     arguments: dict[str, Any] = {
         "dtype": dtype,
         "enforce_eager": True,
@@ -105,6 +103,10 @@ def main(folder: str, descriptor: str, dtype: str, transport: str, more: str) ->
         **cpu_model_args(Path(folder)),
     } | json.loads(more)
     engine = LLM(folder, **arguments)
+    # After it has started: this imports numba, with which vLLM 0.32 cannot replace the Triton kernels of Qwen3.5.
+    from megatron_fleet.weight_sync.broadcast import group as update_group
+
+    update_group.STALL_S = NEVER_S
     with os.fdopen(int(descriptor), "w") as answers:
         for line in sys.stdin:
             command, *arguments = json.loads(line)
