@@ -18,7 +18,7 @@ from whole_runs import Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(4 * 3600)]
 
-KILLS_PER_RUN, KILLS, MOST_RUNS = 12, 30, 6
+KILLS_PER_RUN, KILLS, MOST_RUNS = 12, 40, 8
 LIMIT_S = 3600
 OVERRIDES = (
     "run.steps=4",
