@@ -17,7 +17,7 @@ from megatron_fleet.config.extension import check
 from megatron_fleet.config.secrets import STORE, only_secrets, secrets, without_secrets
 from megatron_fleet.config.sections.env import EnvConfig
 from megatron_fleet.envs.registry import Start, serve
-from megatron_fleet.tuning.precision import Row, _trial
+from megatron_fleet.tuning.precision import Candidate, _trial
 
 SECRETS = (
     *("WANDB_API_KEY", "WANDB_API_KEY_TOOL_USE", "AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID", "AWS_SESSION_TOKEN"),
@@ -97,7 +97,7 @@ def test_short_children_and_the_janitor_get_none(monkeypatch, tmp_path, start):
         elif start == "nvidia-smi":
             assert nvidia_devices(dict(os.environ) | {"PATH": str(tmp_path)}) == ()
         else:
-            row, config = Row("name", ()), SimpleNamespace(model_dump=lambda mode: {})
+            row, config = Candidate("name", ()), SimpleNamespace(model_dump=lambda mode: {})
             _trial(tmp_path, row, config, SimpleNamespace(weights=False), 1, {})
             assert "ended with status 0" in row.problem
     assert said.stat().st_size > 0 and b"planted" not in said.read_bytes()
