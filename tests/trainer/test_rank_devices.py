@@ -11,7 +11,7 @@ from policy_fixtures import make_config, write_config
 from megatron_fleet.cluster.inventory import Device, Host, Inventory
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
-from megatron_fleet.trainer import rank, start
+from megatron_fleet.trainer import group, rank
 
 GPUS = (Device(0, "GPU-slow", "L4", 24 << 30), Device(1, "GPU-fast", "H100", 80 << 30))
 """In nvidia-smi's order; CUDA by itself would begin with the faster one."""
@@ -68,9 +68,9 @@ async def test_ranks_of_this_machine_alone_are_given_their_devices(tmp_path, mon
 
     tree = make_config(write_config(tmp_path / "model")).model_dump()
     tree["parallel"] |= {"data": 2}
-    monkeypatch.setattr(start, "local_inventory", lambda environ: Inventory((Host("a", devices=devices),)))
-    monkeypatch.setattr(start, "LocalRanks", local_ranks)
+    monkeypatch.setattr(group, "local_inventory", lambda environ: Inventory((Host("a", devices=devices),)))
+    monkeypatch.setattr(group, "LocalRanks", local_ranks)
     with pytest.raises(Started):
-        async with start.open_trainer(Config.model_validate(tree)):
+        async with group.open_trainer(Config.model_validate(tree)):
             pass
     assert [(ranks.ranks, ranks.visible) for ranks in started] == [((0, 1), visible)]

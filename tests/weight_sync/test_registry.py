@@ -28,7 +28,7 @@ def test_a_transport_is_called_what_the_table_calls_it(name):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("tcp", r"rollout.engine.transport=tcp: there is no such transport; choose auto, shm, cuda_ipc, nccl, gloo, disk"),
+        ("tcp", r"rollout.engine.transport=tcp: there is no such transport; choose auto, shm, cuda_ipc, nccl"),
         ("gloo", r"transport=gloo: needs the address"),
         ("nccl", r"transport=nccl: needs the address"),
         ("disk", r"transport=disk: needs a folder"),
