@@ -189,7 +189,7 @@ _MOST_LAYERS = 1000
 """Upper bound, beyond any model's."""
 
 
-class Arguments:
+class StoredArguments:
     """Reader of the arguments that Megatron-LM stores in its checkpoints."""
 
     def __init__(self, args: Mapping[str, Any]) -> None:
@@ -266,7 +266,7 @@ def model_from_megatron(args: Mapping[str, Any]) -> Model:
     Raises:
         UserError: an argument is missing or has the wrong type, or the model belongs to no supported family.
     """
-    given = Arguments(args)
+    given = StoredArguments(args)
     for name, wanted in _ONLY.items():
         given.only(name, wanted)
     for name in _OFF:
@@ -306,7 +306,7 @@ def model_from_megatron(args: Mapping[str, Any]) -> Model:
     )
 
 
-def _experts_from_megatron(given: Arguments) -> dict[str, Any]:
+def _experts_from_megatron(given: StoredArguments) -> dict[str, Any]:
     pattern = given.pattern("moe_layer_freq", given.take("moe_layer_freq", 1), lambda i, n: i % n == 0)
     score = given.take("moe_router_score_function", "softmax")
     return {
@@ -325,7 +325,7 @@ def _experts_from_megatron(given: Arguments) -> dict[str, Any]:
     }
 
 
-def _rope_from_megatron(given: Arguments, latent: bool) -> Rope:
+def _rope_from_megatron(given: StoredArguments, latent: bool) -> Rope:
     theta = given.take("rotary_base", 10000)
     theta = float(theta) if isinstance(theta, int) else theta
     kind = given.only("position_embedding_type", "rope", "yarn")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 if TYPE_CHECKING:
     from megatron_fleet.models.architecture import Fields
-    from megatron_fleet.models.megatron_config import Arguments
+    from megatron_fleet.models.megatron_config import StoredArguments
     from megatron_fleet.models.table import Rule
     from megatron_fleet.platform.megatron.spec import MixerLayer
 
@@ -69,7 +69,7 @@ class Mixer(Protocol):
         ...
 
     @classmethod
-    def from_megatron(cls, given: Arguments) -> Mixer:
+    def from_megatron(cls, given: StoredArguments) -> Mixer:
         """Read it from the arguments of a Megatron checkpoint. Raises UserError."""
         ...
 

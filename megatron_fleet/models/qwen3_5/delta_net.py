@@ -11,7 +11,7 @@ from megatron_fleet.models.model import Model
 from megatron_fleet.models.table import ATTENTION, HF, Leaf, Rows, Rule
 
 if TYPE_CHECKING:
-    from megatron_fleet.models.megatron_config import Arguments
+    from megatron_fleet.models.megatron_config import StoredArguments
     from megatron_fleet.platform.megatron.spec import MixerLayer
 
 CHUNK = 64
@@ -71,7 +71,7 @@ class GatedDeltaNet:
         return {"layer_types": kinds, **{to: getattr(self, name) for name, to in _MEGATRON.items()}}
 
     @classmethod
-    def from_megatron(cls, given: Arguments) -> GatedDeltaNet:
+    def from_megatron(cls, given: StoredArguments) -> GatedDeltaNet:
         """See ``model.Mixer``."""
         sizes = {name: given.need(to) for name, to in _MEGATRON.items()}
         stride = given.need("linear_attention_freq")

@@ -24,7 +24,7 @@ def wrap(chunk: MegatronModule, more: Mapping[str, Any] | None = None) -> Distri
     """Give a chunk contiguous parameter and gradient buffers, initialised with the parameters' current values.
 
     Args:
-        more: further arguments of Megatron's configuration (`precision.Arguments.gradients`); gradients are float32
+        more: further arguments of Megatron's configuration (`PrecisionArguments.gradients`); gradients are float32
             without them.
     """
     arguments: dict[str, Any] = {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True, **(more or {})}
@@ -42,7 +42,7 @@ def build(
     Moments and step count exist from the start: a run may save before its first update.
 
     Args:
-        more: further arguments of Megatron's configuration (`precision.Arguments.optimizer`).
+        more: further arguments of Megatron's configuration (`PrecisionArguments.optimizer`).
     """
     arguments: dict[str, Any] = {
         "optimizer": "adam",

@@ -19,7 +19,7 @@ _FORMATS = {"fp8_tensorwise": "hybrid", "fp8_blockwise": "e4m3", "fp8_delayed": 
 """Blocks are narrow enough for e4m3 in the gradients too; per-tensor scales need e5m2's range for them."""
 
 
-class Arguments(NamedTuple):
+class PrecisionArguments(NamedTuple):
     """Further arguments of ``TransformerConfig``, ``DistributedDataParallelConfig`` and ``OptimizerConfig``."""
 
     transformer: dict[str, Any]
@@ -27,13 +27,13 @@ class Arguments(NamedTuple):
     optimizer: dict[str, Any]
 
 
-def precision_arguments(precision: PrecisionConfig, optimizer: OptimizerConfig, experts: bool) -> Arguments:
+def precision_arguments(precision: PrecisionConfig, optimizer: OptimizerConfig, experts: bool) -> PrecisionArguments:
     """Megatron's arguments beyond the model and the layout.
 
     Args:
         experts: the model has routed experts; FP8 then pads the tokens of each.
     """
-    return Arguments(
+    return PrecisionArguments(
         _transformer(precision, experts),
         {
             "grad_reduce_in_fp32": precision.gradients == "float32",
