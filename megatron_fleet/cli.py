@@ -146,7 +146,7 @@ def _add_run_commands(commands: Any) -> None:
     train = commands.add_parser(
         "train", help="train a policy; starts the trainer's ranks unless cluster.ranks=external"
     )
-    train.add_argument("--dry-run", action="store_true", help="check everything, print what would be started, stop")
+    train.add_argument("--dry-run", action="store_true", help="check everything, print the plan, then stop")
     train.add_argument("--out", type=Path, metavar="DIR", help="folder of the outputs (short for run.out=DIR)")
     train.add_argument("--resolved", type=Path, metavar="FILE", help="the config.json of a run, instead of overrides")
     train.add_argument("overrides", nargs="*", help=OVERRIDES_HELP)

@@ -3,7 +3,7 @@
 Usage: python tests/changed.py [COMMIT]        by default where this branch left origin/main, or the last commit
 
 A test is affected when it imports a changed module, directly or through others, when it names one in a text (a program
-that it starts), or when it names a changed file that is no Python, or its folder. What every test depends on affects
+that it starts), or when it names a changed file that is not Python, or its folder. What every test depends on affects
 all of them.
 """
 

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Any machine will do, however slow or busy: no example has a time limit.
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any machine")
+# Any machine will do, however slow or busy: no example has a time limit. Every run has the same examples, so that a
+# test that passed does not fail on another day; `--hypothesis-profile=random` looks for new ones.
+settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("repeatable", settings.get_profile("random"), derandomize=True)
+settings.load_profile("repeatable")
 
 MANY_THREADS = 80
 """More new ones since the last collection of garbage are those of Megatron's groups. A trained model has 16 groups of

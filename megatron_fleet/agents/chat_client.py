@@ -195,7 +195,7 @@ class ChatClient:
         except openai.APIStatusError as error:
             raise self._status(error) from None
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise Unanswered(f"an answer that is no chat completion ({self._safe_text(error)})") from None
+            raise Unanswered(f"an answer that is not a chat completion ({self._safe_text(error)})") from None
 
     async def models(self) -> list[str]:
         """Return the names of the endpoint's models; empty when it does not list them."""
@@ -284,7 +284,7 @@ def _read(completion: Any) -> Answer:
         raise ValueError(json.dumps(completion["error"]))
     choice = completion["choices"][0]
     if not isinstance(choice["message"], dict):
-        raise TypeError("its message is no object")
+        raise TypeError("its message is not an object")
     return Answer(choice["message"], _word(choice.get("finish_reason")) or "stop", _usage(completion.get("usage")))
 
 

@@ -28,7 +28,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """Read a checkpoint's manifest. Raises UserError when it is missing or not in this version's format."""
     file = folder / MANIFEST
     if not file.is_file():
-        raise UserError(f"{folder}: is no checkpoint, {MANIFEST} is missing (an interrupted save has none).")
+        raise UserError(f"{folder}: is not a checkpoint, {MANIFEST} is missing (an interrupted save has none).")
     try:
         manifest = read_object(file, "use another checkpoint")
         if manifest["format"] != 1:
@@ -41,7 +41,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             if type(entry["bytes"]) is not int or not isinstance(entry["sha256"], str):
                 raise ValueError(f"{name} has no size or checksum")
         if type(manifest["step"]) is not int:
-            raise ValueError("step is no integer")
+            raise ValueError("step is not an integer")
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise UserError(f"{file}: malformed ({type(e).__name__}: {e}); use another checkpoint.") from None
     return manifest

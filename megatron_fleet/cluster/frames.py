@@ -55,7 +55,7 @@ def unpack(body: bytes | bytearray) -> list[Any]:
     try:
         frame = msgpack.unpackb(body, strict_map_key=False, max_bin_len=MAX_FRAME)
     except (msgpack.UnpackException, ValueError, TypeError) as error:  # TypeError: a key that is a list
-        raise ValueError("bytes that are no msgpack") from error
+        raise ValueError("bytes that are not msgpack") from error
     if not isinstance(frame, list) or not frame:
         raise ValueError("a frame must be a non-empty list")
     return frame
@@ -135,8 +135,8 @@ def array_from_plain(value: list[Any]) -> np.ndarray:
     try:
         dtype, shape, data = value
         return np.frombuffer(data, np.dtype(dtype)).reshape(shape)
-    except (TypeError, OverflowError, SyntaxError) as error:  # SyntaxError: a string that is no dtype
-        raise ValueError("a value that is no array") from error
+    except (TypeError, OverflowError, SyntaxError) as error:  # SyntaxError: a string that is not a dtype
+        raise ValueError("a value that is not an array") from error
 
 
 def vector_from_plain(value: list[Any], dtype: type[np.generic]) -> np.ndarray:

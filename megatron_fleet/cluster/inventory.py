@@ -175,7 +175,7 @@ def host_address(environ: Mapping[str, str], alone: bool = True) -> str:
         alone: there are no other hosts; the address is loopback.
 
     Raises:
-        UserError: MFLEET_HOST_ADDRESS is no IP address, or there is no default route.
+        UserError: MFLEET_HOST_ADDRESS is not an IP address, or there is no default route.
     """
     given = environ.get("MFLEET_HOST_ADDRESS")
     if given:
@@ -183,7 +183,7 @@ def host_address(environ: Mapping[str, str], alone: bool = True) -> str:
             return str(ipaddress.ip_address(given))
         except ValueError:
             raise UserError(
-                f"MFLEET_HOST_ADDRESS={given} is no IP address; set the one by which other hosts reach this one."
+                f"MFLEET_HOST_ADDRESS={given} is not an IP address; set the one by which other hosts reach this one."
             ) from None
     if alone:
         return LOOPBACK
@@ -251,7 +251,8 @@ def _choose(devices: Sequence[tuple[Device, bool]], visible: str) -> list[tuple[
         found = [d for d in devices if name == str(d[0].index) or (name[:4] == "GPU-" and d[0].uuid.startswith(name))]
         if len(found) != 1 or found[0] in chosen:
             known = ", ".join(f"{device.index} ({device.uuid})" for device, _ in devices) or "none"
-            wrong = "names one GPU twice" if found and found[0] in chosen else f"names {name!r}, which is no GPU here"
+            twice = found and found[0] in chosen
+            wrong = "names one GPU twice" if twice else f"names {name!r}, which is not a GPU here"
             raise UserError(f"CUDA_VISIBLE_DEVICES={visible} {wrong}; there are: {known}.")
         chosen += found
     return chosen

@@ -124,7 +124,7 @@ def _address(environ: Mapping[str, str], lowest_port: int) -> str:
     match = re.fullmatch(r"[^:\[\]\s]+:([0-9]{1,5})", address)
     if match is None or not lowest_port <= int(match[1]) < 65536:
         raise UserError(
-            f"MFLEET_CONTROLLER={address} is no address; write it as host:port. Port 0, any free one, is for "
+            f"MFLEET_CONTROLLER={address} is not an address; write it as host:port. Port 0, any free one, is for "
             f"`mfleet train` with MFLEET_CONTROLLER_FILE, where it writes the address."
         )
     return address
@@ -205,7 +205,7 @@ def _tasks_per_node(text: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]{1,7})(?:\(x([0-9]{1,7})\))?", part)
         if match is None:
-            raise UserError(f"{_TASKS}={text} is no list of tasks per host, as 2(x3),1; leave it as srun set it.")
+            raise UserError(f"{_TASKS}={text} is not a list of tasks per host, as 2(x3),1; leave it as srun set it.")
         tasks += [int(match[1])] * int(match[2] or 1)
     return tasks
 
@@ -213,7 +213,7 @@ def _tasks_per_node(text: str) -> list[int]:
 def _integer(environ: Mapping[str, str], name: str) -> int:
     # int() would also accept "1_0" and non-ASCII digits.
     if re.fullmatch(r"[0-9]{1,7}", environ[name]) is None:
-        raise UserError(f"{name}={environ[name]} is no number of ranks; set it to an integer from 0 on.")
+        raise UserError(f"{name}={environ[name]} is not a number of ranks; set it to an integer from 0 on.")
     return int(environ[name])
 
 
@@ -249,7 +249,7 @@ def _nothing_found(environ: Mapping[str, str]) -> str:
         job, tasks = environ["SLURM_JOB_ID"], environ.get("SLURM_NTASKS", "not set")
         return (
             f"This process runs in the script of Slurm job {job} itself (SLURM_NTASKS={tasks}, SLURM_STEP_ID not set) "
-            f"and is no rank; start it with srun."
+            f"and is not a rank; start it with srun."
         )
     return (
         "Nothing in the environment says which rank this process is; start ranks with mfleet train, mfleet node, "

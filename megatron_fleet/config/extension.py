@@ -84,7 +84,7 @@ def load(key: str, path: str) -> Callable[..., Any]:
         raise UserError(f"{key}={path}: importing {module_name} raises {type(error).__name__}: {error}") from error
     found = getattr(module, name, None)
     if not callable(found):
-        what = f"{module_name} has no {name}" if found is None else f"{name} is no function"
+        what = f"{module_name} has no {name}" if found is None else f"{name} is not a function"
         raise UserError(f"{key}={path}: {what}; name a function of {interface.spelt}.")
     _check_interface(f"{key}={path}", found, interface)
     return found

@@ -45,7 +45,7 @@ def read_file(path: Path, remedy: str = "correct the path") -> bytes:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
-                raise UserError(f"{path}: is no regular file; {remedy}.")
+                raise UserError(f"{path}: is not a regular file; {remedy}.")
             if found.st_size > MAX_BYTES:
                 raise UserError(f"{path}: has {found.st_size} bytes, at most {MAX_BYTES} are read; {remedy}.")
             return file.read()

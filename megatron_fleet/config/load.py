@@ -127,7 +127,7 @@ def _compose(overrides: list[str], folder: Path) -> dict[str, Any]:
     except MissingMandatoryValue as error:
         raise UserError(f"{error.full_key} must be set; add {error.full_key}=… to the command line.") from error
     except YAMLError as error:
-        raise UserError(f"A file in {folder} is no valid YAML: {_one_line(error)}.") from error
+        raise UserError(f"A file in {folder} is not valid YAML: {_one_line(error)}.") from error
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(f"The configuration from {folder} cannot be composed: {_one_line(error)}.") from error
     assert isinstance(plain, dict)

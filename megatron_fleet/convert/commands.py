@@ -102,17 +102,19 @@ def _add_execution(parser: argparse.ArgumentParser) -> None:
         metavar="I/N",
         help="do part I of N, the others on other machines; whoever is last completes the folder",
     )
-    parser.add_argument("--plan", action="store_true", help="check everything, say what would be written, stop")
+    parser.add_argument("--plan", action="store_true", help="check everything, print what would be written, then stop")
 
 
 def _add_template_and_workers(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--template", metavar="HF_DIR", help="says which model a checkpoint is, where it does not")
+    parser.add_argument(
+        "--template", metavar="HF_DIR", help="the model's HF folder, for a checkpoint that does not name it"
+    )
     parser.add_argument("--workers", type=_positive, default=_cores(), metavar="N", help="threads (default: the cores)")
 
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return int(text)
 
 
@@ -122,7 +124,7 @@ def _distance(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on")
     return value
 
 

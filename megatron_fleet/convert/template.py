@@ -134,7 +134,7 @@ def _read_layout(folder: Folder) -> tuple[dict[str, bytes], list[str]]:
         files = list(layout["passthrough"])
         for name in (*headers, *files):
             if not isinstance(name, str) or "/" in name or not name.endswith(".safetensors"):
-                raise ValueError(f"{name!r:.100} is no safetensors file of a folder")
+                raise ValueError(f"{name!r:.100} is not a safetensors file of a folder")
         return headers, files
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise UserError(f"{folder.url}/{LAYOUT}: malformed ({e}); copy the checkpoint again.") from None

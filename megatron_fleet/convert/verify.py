@@ -265,7 +265,7 @@ def read_hashes(path: Path) -> dict[str, str]:
     remedy = "make one with `mfleet convert inspect PATH --hashes`"
     found = read_object(path, remedy).get("blake3")
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
-        raise UserError(f"{path}: is no file of hashes; {remedy}.")
+        raise UserError(f"{path}: is not a file of hashes; {remedy}.")
     return found
 
 

@@ -199,7 +199,7 @@ class SplitManifest:
             _check(manifest)
         except (ValueError, TypeError) as error:
             raise UserError(
-                f"{where}: is no split manifest ({error}); give the {MANIFEST} of a run or prepared folder."
+                f"{where}: is not a split manifest ({error}); give the {MANIFEST} of a run or prepared folder."
             ) from None
         return manifest
 
@@ -208,12 +208,12 @@ def _check(manifest: SplitManifest) -> None:
     seen: set[str] = set()
     for name, keys in (("eval", manifest.eval), ("train", manifest.train), ("retired", manifest.retired)):
         if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-            raise ValueError(f"{name} is no list of task keys")
+            raise ValueError(f"{name} is not a list of task keys")
         if twice := _first(key for key in keys if key in seen):
             raise ValueError(f"task {twice} is on two sides")
         seen.update(keys)
     if not isinstance(manifest.rules, dict) or not isinstance(manifest.files, dict):
-        raise ValueError("rules or files is no object")
+        raise ValueError("rules or files is not an object")
 
 
 def _first(keys: Iterable[str]) -> str | None:

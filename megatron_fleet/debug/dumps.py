@@ -66,7 +66,7 @@ def open_dump(path: Path) -> Dump:
         UserError: the folder is not a dump, or is damaged.
     """
     if not (path / RECORD).is_file():
-        raise UserError(f"{path}: is no dump, {RECORD} is missing; name a folder below dumps/ of a run's outputs.")
+        raise UserError(f"{path}: is not a dump, {RECORD} is missing; name a folder below dumps/ of a run's outputs.")
     Checkpoint.open(path)
     try:
         return Dump(path, Record.from_json(read_object(path / RECORD, "use another dump")))

@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--sandbox", choices=("full", "available"), default="available", help="as env.sandbox")
     parser.add_argument("--max-sessions", type=int, default=MAX_SESSIONS)
     parser.add_argument("--faults", help="rates of injected faults as JSON, with the keys of env.faults")
-    parser.add_argument("--seed", type=int, default=0, help="of the faults")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the faults")
     args = parser.parse_args()
     try:
         missing, note = check_sandbox(args.sandbox)

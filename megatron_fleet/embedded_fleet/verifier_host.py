@@ -181,7 +181,7 @@ class VerifierHost:
             value, reason = reply["value"], str(reply["reason"])[:MAX_REASON_CHARS]
             if value is None or (type(value) in (int, float) and abs(value) <= MAX_VERDICT):
                 return {"value": value, "reason": reason}
-            return {"value": None, "reason": f"verifier's verdict is no number of at most {MAX_VERDICT:g}"}
+            return {"value": None, "reason": f"verifier's verdict is not a number of at most {MAX_VERDICT:g}"}
         except (ValueError, TypeError, KeyError, RecursionError):
             pass
         # The kernel enforces the limit by counting ticks, and on busy cores it charges more of them than were used.

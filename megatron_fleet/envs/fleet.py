@@ -235,7 +235,7 @@ async def _structured(env: Any, task: Task, answer: dict[str, str], conversation
     if _JUDGE_ERROR.search(response.stdout or ""):
         return Reward(None, "the verifier's judge could not be asked", details)
     score = score_of(response.result)
-    return Reward(score, "verified" if score is not None else "the verifier returned no number", details)
+    return Reward(score, "verified" if score is not None else "the verifier did not return a number", details)
 
 
 def _instance(env: Any) -> Any:

@@ -20,7 +20,7 @@ TOOL_ERROR_KINDS = frozenset({"tool_not_found", "invalid_args", "execution_error
 def checked(reply: Any) -> Any:
     """Return ``reply``. Raises TypeError if its observation is not an object, as from a broken server or proxy."""
     if not isinstance(reply.observation, dict):
-        raise TypeError(f"the observation is no object but {reply.observation!r:.80}")
+        raise TypeError(f"the observation is not an object but {reply.observation!r:.80}")
     return reply
 
 

@@ -23,7 +23,7 @@ def openai_tool(name: str, description: str | None, parameters: Schema | None) -
     schema = parameters or {"type": "object", "properties": {}}
     properties = schema.get("properties") or {} if isinstance(schema, dict) else None
     if not isinstance(name, str) or not isinstance(properties, dict):
-        raise ValueError(f"tool {name!r:.60}: its name is no text, or its parameters are no schema of an object")
+        raise ValueError(f"tool {name!r:.60}: its name is not text, or its parameters are not a schema of an object")
     if not all(isinstance(inner, dict | bool) for inner in properties.values()):
         raise ValueError(f"tool {name:.60}: a parameter has no schema")
     return {"type": "function", "function": {"name": name, "description": description or "", "parameters": schema}}

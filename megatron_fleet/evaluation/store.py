@@ -142,14 +142,14 @@ def _check(t: Trajectory) -> None:
     if not all(isinstance(text, str) for text in texts):
         raise TypeError("a text is none")
     if type(t.sample) is not int or t.sample < 0:
-        raise TypeError("sample is no number")
+        raise TypeError("sample is not a number")
     numbers = (*t.metrics.values(), *(() if t.reward is None else (t.reward,)))
     if not all(isinstance(number, int | float) and abs(number) < LARGEST for number in numbers):
         raise TypeError("a number is none")
     places = [n for s in t.spans for n in (s.start, s.end, s.turn, s.weight_version)]
     places += [n for image in t.image_spans for n in (image.start, image.end)]
     if not all(type(n) is int for n in (*places, *t.segment_starts)):
-        raise TypeError("a place is no number")
+        raise TypeError("a place is not a number")
     for message in t.messages:
         if not isinstance(message["role"], str) or not isinstance(message["content"], str):
             raise TypeError("a message has no text")

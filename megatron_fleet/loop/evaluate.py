@@ -197,7 +197,7 @@ def hf_folder(checkpoint: str, out: Path) -> Path:
     """Return ``checkpoint`` as an HF folder: itself if it is one, else converted to ``out``, which may exist already.
 
     Raises:
-        UserError: it is no checkpoint, or it does not identify its model.
+        UserError: it is not a checkpoint, or it does not identify its model.
     """
     from megatron_fleet.convert.execute import Share, execute
     from megatron_fleet.convert.progress import ProgressLine

@@ -165,7 +165,7 @@ class StepJudge:
     def bound(self, loss: float) -> float:
         """Largest acceptable norm of the next step. It is finite, and negative when ``loss`` is not finite.
 
-        A median of 0 (nothing to learn) is no reference.
+        A median of 0 (nothing to learn) is not a reference.
         """
         if not math.isfinite(loss):
             return -1.0

@@ -152,7 +152,7 @@ def _model(config: Config) -> dict[str, Any]:
     limit = text_config.get("max_position_embeddings") if isinstance(text_config, dict) else None
     if limit is not None and not isinstance(limit, int):
         raise UserError(
-            f"{folder / 'config.json'}: max_position_embeddings={limit!r} is no number; fetch the model again."
+            f"{folder / 'config.json'}: max_position_embeddings={limit!r} is not a number; fetch the model again."
         )
     if limit and config.rollout.max_context > limit:
         raise UserError(

@@ -76,7 +76,7 @@ class Fields:
         """Return a field that is an object, empty where it is absent."""
         value = self.optional(name, {})
         if not isinstance(value, Mapping):
-            raise UserError(f"config.json: {name}={value!r} is no JSON object; correct the file.")
+            raise UserError(f"config.json: {name}={value!r} is not a JSON object; correct the file.")
         return value
 
     def integer(self, name: str, least: int, default: Any = REQUIRED, most: int = _MOST_OTHERWISE) -> int:

@@ -108,7 +108,7 @@ class EngineServer:
             while (frame := await frames.read(reader)) is not None:
                 self._dispatch(frame, writer, running)
         except (TypeError, LookupError, OverflowError) as error:
-            raise ValueError("a frame that is no request") from error
+            raise ValueError("a frame that is not a request") from error
         finally:
             # The client is gone: cancelling aborts its requests in vLLM.
             for task in running.values():

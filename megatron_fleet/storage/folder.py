@@ -100,7 +100,7 @@ def check_name(name: str) -> str:
     path = PurePosixPath(name)
     outside = str(path) != name or path.is_absolute() or ".." in path.parts or name in ("", ".")
     if outside or not is_path(name):
-        raise UserError(f"{name!r}: is no name of a file inside a folder; give a relative one like sub/file.")
+        raise UserError(f"{name!r}: is not the name of a file inside a folder; give a relative one like sub/file.")
     return name
 
 
@@ -127,7 +127,7 @@ class Parts:
         """Index of the part, from 0. Raises ValueError when the bytes are not exactly one part."""
         if offset % self._part or not 0 <= offset < self._size or length != min(self._part, self._size - offset):
             raise ValueError(
-                f"{self._url}: {length} bytes at {offset} are no part of {self._size} bytes cut every {self._part}"
+                f"{self._url}: {length} bytes at {offset} are not part of {self._size} bytes cut every {self._part}"
             )
         return offset // self._part
 

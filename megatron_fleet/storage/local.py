@@ -166,7 +166,7 @@ def open_regular(path: Path) -> BinaryIO:
         os.close(fd)
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        raise UserError(f"{path}: is no regular file; check the address.")
+        raise UserError(f"{path}: is not a regular file; check the address.")
     return os.fdopen(fd, "rb")
 
 

@@ -56,5 +56,5 @@ def _split_s3(url: str | Path) -> tuple[str, str] | None:
         return None
     bucket, _, prefix = rest.partition("/")
     if scheme != "s3" or not bucket:
-        raise UserError(f"{url}: is no address of a folder; give a path or s3://bucket/prefix.")
+        raise UserError(f"{url}: is not the address of a folder; give a path or s3://bucket/prefix.")
     return bucket, prefix.strip("/")

@@ -65,7 +65,7 @@ _ACTIVITY = {
     "avg_tool_calls": "Mean tool calls per episode, those of local tools left out.",
     "tool_calls_per_turn": "Tool calls divided by turns, over all episodes.",
     "avg_tool_errors": "Mean tool errors per episode: calls that the environment answered with an error, or that were "
-    "refused because there is no such tool or the arguments are no object.",
+    "refused because there is no such tool or the arguments are not an object.",
     "total_tool_errors": "Sum of tool errors.",
     "tool_error_rate": "Tool errors divided by tool calls, over all episodes; absent without tool calls.",
     "parse_error_rate": "Turns with a tool call that could not be parsed, divided by turns.",

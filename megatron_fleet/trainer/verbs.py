@@ -57,7 +57,7 @@ def join(config: str, who: Identity, rendezvous: str, address: str, listener: so
 
 def _prefix() -> str:
     """Prefix of the store's keys, derived from the run's token: what reaches the port without the token, such as a rank
-    of another run, does not take part. It is no authentication: a store lists its keys to every client that asks.
+    of another run, does not take part. It is not authentication: a store lists its keys to every client that asks.
     """
     _, token = controller_address(os.environ)
     return hmac.new(token.encode(), b"process group of the ranks", "sha256").hexdigest()

@@ -139,7 +139,7 @@ class StoredMatrices:
             known = self._by_lead.keys() & set(self._aliases_of(key))
             if not known:
                 raise UserError(
-                    f"{self.checkpoint.url}: tensor {key} is no part of the model that config.json describes; use the "
+                    f"{self.checkpoint.url}: tensor {key} is not part of the model that config.json describes; use the "
                     f"config.json that belongs to the checkpoint."
                 )
 

@@ -62,7 +62,7 @@ def _start(template: Path, out: Path, dtype: torch.dtype) -> Path:
     """A temporary folder next to ``out`` with everything but the weights."""
     config = read_config(template)
     if out.exists() and not (out / "config.json").exists() and (out.is_file() or any(out.iterdir())):
-        raise UserError(f"{out}: exists and is no HF folder; choose another place for the export.")
+        raise UserError(f"{out}: exists and is not an HF folder; choose another place for the export.")
     partial = begin_folder(out)
     for file in sorted(template.iterdir()):
         if file.is_file() and file.suffix in COMPANIONS and not file.name.endswith(".safetensors.index.json"):

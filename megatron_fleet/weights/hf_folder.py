@@ -100,7 +100,7 @@ def _read_weight_map(folder: Folder) -> dict[str, str]:
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or "/" in name or not name.endswith(".safetensors"):
             raise UserError(
-                f"{folder.url}/{INDEX}: {tensor} lies in {name!r}, which is no safetensors file of this folder; "
+                f"{folder.url}/{INDEX}: {tensor} lies in {name!r}, which is not a safetensors file of this folder; "
                 f"download the file again."
             )
     return weight_map
@@ -148,7 +148,7 @@ def safetensors_header(entries: Mapping[str, Any]) -> bytes:
 def _parse_header(header: bytes) -> dict[str, Any]:
     parsed = parse_json(header[8:])
     if not isinstance(parsed, dict):
-        raise ValueError("its header is no JSON object")
+        raise ValueError("its header is not a JSON object")
     parsed.pop("__metadata__", None)
     return parsed
 
@@ -193,7 +193,7 @@ def _check_entry(name: str, entry: Any) -> tuple[int, int]:
         raise ValueError(f"tensor {name} has the unknown type {dtype!r}")
     for what, numbers, most in (("shape", shape, _MAX_AXES), ("data_offsets", offsets, 2)):
         if not isinstance(numbers, list) or len(numbers) > most or not all(map(_is_size, numbers)):
-            raise ValueError(f"tensor {name} has {what} that are no list of up to {most} sizes")
+            raise ValueError(f"tensor {name} has {what} that are not a list of up to {most} sizes")
     if len(offsets) != 2:
         raise ValueError(f"tensor {name} has {len(offsets)} data_offsets and not 2")
     return offsets[0], offsets[1]

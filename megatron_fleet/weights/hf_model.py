@@ -128,7 +128,7 @@ def check_stored(
             passthrough.append(name)
         else:
             raise UserError(
-                f"{where}/{entry.file}: tensor {name} is no part of the model that config.json describes; use the "
+                f"{where}/{entry.file}: tensor {name} is not part of the model that config.json describes; use the "
                 f"config.json that belongs to the weights."
             )
     return HfModel(folder, config, table, stored, encodings, tuple(passthrough))
@@ -209,7 +209,7 @@ def check_quantization(folder: Folder, config: dict[str, Any]) -> None:
 
 def _check_declared(where: str, declared: Any) -> None:
     if not isinstance(declared, dict):
-        raise UserError(f"{where} is no JSON object; use the config.json that belongs to the weights.")
+        raise UserError(f"{where} is not a JSON object; use the config.json that belongs to the weights.")
     method = declared.get("quant_method")
     if method == "fp8":
         if declared.get("weight_block_size") != [BLOCK, BLOCK]:
@@ -221,7 +221,7 @@ def _check_declared(where: str, declared: Any) -> None:
         groups = declared.get("config_groups")
         if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
             raise UserError(
-                f"{where}.config_groups is no JSON object; use the config.json that belongs to the weights."
+                f"{where}.config_groups is not a JSON object; use the config.json that belongs to the weights."
             )
         wanted = {"num_bits": 4, "type": "int", "group_size": GROUP, "symmetric": True}
         for name, group in groups.items():

@@ -243,7 +243,7 @@ def checkpoint_once(tmp_path_factory):
 
 
 def test_a_folder_that_is_no_checkpoint_is_told(tmp_path):
-    with pytest.raises(UserError, match=r"no checkpoint, manifest.json is missing"):
+    with pytest.raises(UserError, match=r"not a checkpoint, manifest.json is missing"):
         Checkpoint.open(tmp_path / "nowhere")
 
 

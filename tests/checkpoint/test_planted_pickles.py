@@ -180,7 +180,7 @@ def test_an_object_that_megatron_does_not_save(made, checkpoint):
     torch.save({"no": "list"}, file)
     put(checkpoint, OBJECT, file.getvalue())
     agree(checkpoint)
-    with pytest.raises(UserError, match=f"{OBJECT} is no object that Megatron saves"):
+    with pytest.raises(UserError, match=f"{OBJECT} is not an object that Megatron saves"):
         resume(made[0], checkpoint.parent)
 
 

@@ -161,9 +161,9 @@ def test_a_message_quotes_nothing_that_a_terminal_obeys(monkeypatch, capsys, tmp
 
 
 def test_a_message_is_short_whatever_it_quotes(monkeypatch, capsys, tmp_path):
-    assert fail_with(monkeypatch, UserError(f"{'x' * 100_000} is no name; choose another."), tmp_path) == 2
+    assert fail_with(monkeypatch, UserError(f"{'x' * 100_000} is not a name; choose another."), tmp_path) == 2
     printed = capsys.readouterr().err
-    assert len(printed) < 2100 and "characters] x" in printed and printed.endswith("is no name; choose another.\n")
+    assert len(printed) < 2100 and "characters] x" in printed and printed.endswith("is not a name; choose another.\n")
 
 
 @pytest.mark.parametrize("argument", ["\x1b[31m", "\ud800", "--\x07"])

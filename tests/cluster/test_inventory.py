@@ -71,8 +71,8 @@ def test_visible_devices(machine, visible, expected):
 @pytest.mark.parametrize(
     ("visible", "words"),
     [
-        ("4", ["CUDA_VISIBLE_DEVICES=4", "'4', which is no GPU here", "0 (GPU-ab00-aaaa)"]),
-        ("GPU-ab", ["'GPU-ab', which is no GPU here"]),
+        ("4", ["CUDA_VISIBLE_DEVICES=4", "'4', which is not a GPU here", "0 (GPU-ab00-aaaa)"]),
+        ("GPU-ab", ["'GPU-ab', which is not a GPU here"]),
         ("GPU-x", ["'GPU-x'"]),
         ("0,", ["''"]),
         ("1,GPU-ab11", ["names one GPU twice"]),
@@ -139,7 +139,7 @@ def test_devices_count_only_where_torch_can_use_them(machine, monkeypatch):
 def test_address():
     assert host_address({}) == "127.0.0.1"
     assert host_address({"MFLEET_HOST_ADDRESS": "10.1.2.3"}, alone=False) == "10.1.2.3"
-    with pytest.raises(UserError, match="MFLEET_HOST_ADDRESS=node1 is no IP address"):
+    with pytest.raises(UserError, match="MFLEET_HOST_ADDRESS=node1 is not an IP address"):
         host_address({"MFLEET_HOST_ADDRESS": "node1"})
 
 

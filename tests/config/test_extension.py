@@ -63,7 +63,7 @@ def test_what_takes_the_arguments_is_loaded(folder, name):
             "mine_to_load:one",
             r"must take \(group: Group, rewards: .*\): too many positional arguments",
         ),
-        ("mine_to_load:number", r"number is no function; name a function of \(group: Group"),
+        ("mine_to_load:number", r"number is not a function; name a function of \(group: Group"),
         ("mine_to_load:later", r"must not be an async function, as it is not awaited; correct it\.$"),
         ("mine_to_load:Later", "must not be an async function"),
         ("mine_to_load:nothing", "mine_to_load has no nothing"),

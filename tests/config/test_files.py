@@ -96,9 +96,9 @@ def test_what_is_no_file_of_a_sensible_size_is_refused_at_once(tmp_path, monkeyp
     (tmp_path / "long").write_bytes(bytes(101))
     monkeypatch.setattr(files, "MAX_BYTES", 100)
     for path, said in (
-        (tmp_path / "pipe", "no regular file"),
-        (Path("/dev/zero"), "no regular file"),
-        (tmp_path, "no regular file|Is a directory"),
+        (tmp_path / "pipe", "not a regular file"),
+        (Path("/dev/zero"), "not a regular file"),
+        (tmp_path, "not a regular file|Is a directory"),
         (tmp_path / "long", "has 101 bytes, at most 100"),
         (tmp_path / "absent", "cannot be read .No such file or directory."),
         (Path("a\0b"), "cannot be the name of a file"),

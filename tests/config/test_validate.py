@@ -32,7 +32,7 @@ def test_quickstart_is_accepted():
         (["env.kind=openenv", "env.url=host:80", "data.tasks=x"], ["env.url=host:80", "http://"]),
         (["env.url=http://h"], ["env.url", "env.kind=openenv"]),
         *(
-            (["env=openenv", f"env.url='{url}'", "data.tasks=x"], ["env.url=", "no address of a server"])
+            (["env=openenv", f"env.url='{url}'", "data.tasks=x"], ["env.url=", "not the address of a server"])
             for url in ("http://[::1", "http://h:99999", "http://h:0", "http://", "ftp://h", "http://a b")
         ),
         (["env=openenv", "env.url='http://u:hidden@[::1'", "data.tasks=x"], ["holds a user or a password"]),
@@ -88,7 +88,7 @@ def test_quickstart_is_accepted():
             ["eval.endpoint.extra_body: its JSON is nested more than 200 levels deep"],
         ),
         (["eval.endpoint.api_key_env="], ["eval.endpoint.api_key_env=''", "OPENAI_API_KEY"]),
-        (["eval.endpoint.api_key_env=A-B"], ["eval.endpoint.api_key_env='A-B'", "no name of an environment variable"]),
+        (["eval.endpoint.api_key_env=A-B"], ["eval.endpoint.api_key_env='A-B'", "cannot name a variable"]),
         (["eval.endpoint.url=host/v1"], ["eval.endpoint.url=host/v1", "https://host:port"]),
         (["env.sandbox=full", "eval.upload=s3://key:hidden@bucket"], ["eval.upload holds an @"]),
         (["run.name=a\x07b"], ["run.name='a\\x07b'", "control characters"]),

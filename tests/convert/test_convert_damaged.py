@@ -90,7 +90,7 @@ DAMAGE = {
         lambda r: (r / "release" / "__0_0.distcp").unlink(),
         r"/release/\.metadata: wants .* from __0_0\.distcp, which is missing",
     ),
-    "a cut index": (lambda r: cut(r / "release" / ".metadata"), r"/release/\.metadata: is no whole pickle"),
+    "a cut index": (lambda r: cut(r / "release" / ".metadata"), r"/release/\.metadata: is not a whole pickle"),
     "a damaged index": (
         lambda r: (r / "release" / ".metadata").write_bytes(b"\x80\x04\xff" * 50),
         r"/release/\.metadata: ",
@@ -118,9 +118,9 @@ DAMAGE = {
     ),
     "a tensor of another model": (
         lambda r: edit_metadata(r, add("decoder.layers.cross_attention.weight")),
-        r"tensor decoder\.layers\.cross_attention\.weight is no part of the model",
+        r"tensor decoder\.layers\.cross_attention\.weight is not part of the model",
     ),
-    "a type that is no float": (
+    "a type that is not a float": (
         lambda r: edit_metadata(r, set_dtype(QKV, torch.int16)),
         rf"tensor {QKV} is stored as I16; only F32, BF16, F16 can be read",
     ),
@@ -212,7 +212,7 @@ def test_carried_tensors_that_are_lost(checkpoint, refused, tmp_path):
 
 
 WRONG_TEMPLATES = {
-    "qwen3_tied": "tensor output_layer.weight is no part of the model",
+    "qwen3_tied": "tensor output_layer.weight is not part of the model",
     "qwen2": "config.json asks for",
     "qwen3_moe": "is missing; config.json asks for it",
     "llama3": "config.json asks for",
@@ -243,7 +243,7 @@ def test_a_template_with_other_layers(layers, made, copied, refused, tmp_path):
     (template / "config.json").write_text(json.dumps(config))
     said = refused("to-hf", root, tmp_path / "out", "--template", template)
     assert ("decoder.layers.4." if layers == 5 else "decoder.layers.3.") in said
-    assert ("is missing" if layers == 5 else "is no part of the model") in said
+    assert ("is missing" if layers == 5 else "is not part of the model") in said
 
 
 def test_a_vocabulary_that_is_too_small(made, refused, tmp_path):

@@ -169,7 +169,7 @@ def test_hashes_stand_for_a_folder(family, made, copied, convert, refused, tmp_p
     assert f"{changed}: is missing in one of the two" in convert("verify", other, tmp_path / "hf.json")[1]
     assert "exists already" in refused("inspect", other, "--hashes", tmp_path / "hf.json")
     (tmp_path / "bad.json").write_text('{"blake3": {"x": 1}}')
-    assert "is no file of hashes" in refused("verify", other, tmp_path / "bad.json")
+    assert "is not a file of hashes" in refused("verify", other, tmp_path / "bad.json")
     assert "cannot be read" in refused("verify", other, tmp_path / "none.json")
     assert "cannot be written" in refused("inspect", other, "--hashes", tmp_path / "no" / "folder.json")
 

@@ -68,7 +68,7 @@ def flipped(file: Path) -> bytes:
     [
         (
             lambda dump: (dump / "record.json").unlink(),
-            "is no dump, record.json is missing; name a folder below dumps/",
+            "is not a dump, record.json is missing; name a folder below dumps/",
         ),
         (lambda dump: (dump / "manifest.json").unlink(), "manifest.json is missing"),
         (lambda dump: (dump / "data.npz").write_bytes(b"PK"), "data.npz: has 2 bytes"),

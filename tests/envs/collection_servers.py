@@ -36,7 +36,7 @@ class TextCall(CallToolAction):
 
 
 class Quiz(MCPEnvironment):
-    """Question and solution are in the metadata of the reset; the step that ends it is no tool's observation."""
+    """Question and solution are in the metadata of the reset; the step that ends it is not a tool's observation."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 
@@ -105,7 +105,7 @@ class NotedTools(ListToolsObservation):
 
 
 class Sums(Environment):
-    """Adds numbers. ``verify`` is no tool of the list: it pays half for the sum 3 and half for the answer "three"."""
+    """Adds numbers. ``verify`` is not a tool of the list: it pays half for the sum 3, half for the answer "three"."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 

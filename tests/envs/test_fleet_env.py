@@ -114,7 +114,7 @@ UNREADABLE = {"success": True, "result": {"score": 0}}
     ("answers", "value", "reason"),
     [
         ([{"success": True, "result": {"score": 0.5}}], 0.5, "verified"),
-        ([{"success": True, "result": {"passed": True}}], None, "no number"),
+        ([{"success": True, "result": {"passed": True}}], None, "not return a number"),
         ([{"success": True, "result": None}], 1.0, "verified"),
         ([{"success": True, "result": True}], 1.0, "verified"),
         ([UNREADABLE, {"success": False}], None, "verifier failed"),

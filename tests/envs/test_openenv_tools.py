@@ -43,7 +43,7 @@ def test_reset_is_told_the_task_and_what_is_configured():
 
 @given(st.none() | st.text() | st.sampled_from(["task:env_key", "episode:final_answer"]))
 def test_arguments_of_the_last_call_by_their_references(answer):
-    """What the policy says is no reference, whatever it says."""
+    """What the policy says is not a reference, whatever it says."""
     config = {"mode": "strict", "sure": True, "seed": "task:env_variables.SEED", "text": "episode:final_answer"}
     sent = {"mode": "strict", "sure": True, "seed": 7} | ({} if answer is None else {"text": answer})
     assert final_arguments(config, TASK, answer) == sent

@@ -100,7 +100,7 @@ def test_an_evaluation_that_knows_nothing_is_no_result(tmp_path, capfd):
     [
         (("--endpoint", "http://h/v1"), "--endpoint and --model go together; add --model NAME"),
         (("--model", "m"), "add --endpoint URL"),
-        (("--endpoint", "h/v1", "--model", "m"), "h/v1 is no address of a server"),
+        (("--endpoint", "h/v1", "--model", "m"), "h/v1 is not the address of a server"),
         (("--endpoint", "http://h/v1", "--model", "m", "--checkpoint", "c"), "--checkpoint name two models"),
         (("--endpoint", "http://h/v1", "--model", "m", "model.path=x"), "model.path name two models"),
         (("--endpoint", "http://u:hidden@h/v1", "--model", "m"), "eval.endpoint.url holds a user or a password"),

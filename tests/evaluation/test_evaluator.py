@@ -209,7 +209,7 @@ async def test_a_budget_covers_every_environment_and_is_shared_with_the_greedy_p
     assert (metrics["eval/all/tasks"], metrics["eval/all/tasks_scored"]) == (3, 3)
     assert metrics["eval/all/attempts_unstarted"] >= 3 * 90
     assert metrics["eval/all/outcome/aborted"] + metrics["eval/all/outcome/completed"] == metrics["eval/all/episodes"]
-    assert metrics["eval/all/pass_at_1"] == 0  # the samples numbered 0: what was not played is no zero and no one
+    assert metrics["eval/all/pass_at_1"] == 0  # the samples numbered 0: what was not played is not a zero and no one
     assert [r.budget_s for r in rollout.requests] == [99, 100]
 
 
@@ -268,8 +268,8 @@ async def test_a_failure_that_nobody_waited_for_does_not_disturb_the_end():
     ("overrides", "words"),
     [
         (["eval.overlap=true", "rollout.engine.colocated=true"], "engines sleep"),
-        (["eval.upload=/tmp/somewhere"], "no address in an object store"),
-        (["eval.upload=s3://"], "no address in an object store"),
+        (["eval.upload=/tmp/somewhere"], "not an address in an object store"),
+        (["eval.upload=s3://"], "not an address in an object store"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(overrides, words):

@@ -36,7 +36,7 @@ def refusal_of(*sources: object) -> Iterator[None]:
     except UserError as error:
         said = printable(str(error))
         assert any(printable(str(source)) in said for source in sources), f"{said!r} names none of {sources}"
-        assert " " in said and said[:2].strip(), f"{said!r} is no sentence"
+        assert " " in said and said[:2].strip(), f"{said!r} is not a sentence"
 
 
 @contextmanager

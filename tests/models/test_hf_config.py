@@ -251,7 +251,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ("qwen3", {"rope_scaling": YARN | {"low_freq_factor": 2.0}}, "low_freq_factor=2.0"),
         ("qwen3", {"rope_scaling": {"rope_type": "default", "factor": 4.0}}, "factor=4.0"),
         ("qwen3", {"rope_scaling": YARN | {"factor": "4"}}, "factor='4'"),
-        ("qwen3", {"rope_scaling": 4}, "rope_scaling=4 is no JSON object"),
+        ("qwen3", {"rope_scaling": 4}, "rope_scaling=4 is not a JSON object"),
         ("deepseek_v3", {"rope_scaling": YARN | {"mscale": 0.7}}, "only one of mscale and mscale_all_dim"),
         ("qwen3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported .*'qwen3'"),
         ("glm4_moe", {"partial_rotary_factor": None}, "partial_rotary_factor is missing"),
@@ -274,7 +274,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
         ("deepseek_v3", {"num_experts": 16}, "n_routed_experts .* different values"),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
-        ("qwen3_moe", {"mlp_only_layers": 3}, "mlp_only_layers=3 is no list"),
+        ("qwen3_moe", {"mlp_only_layers": 3}, "mlp_only_layers=3 is not a list"),
         ("qwen3_moe", {"mlp_only_layers": [0, 1, 2, 3]}, "none of the 4 layers has experts"),
         ("qwen3_moe", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size=64"),
         ("qwen3_5_text", {"layer_types": ["full_attention"] * 4}, "full_attention_interval=4 and layer_types="),
@@ -333,7 +333,7 @@ def test_nothing_but_a_model_or_a_clear_refusal_comes_out(data):
     raw = raw_config(*data.draw(st.sampled_from(EVERY)))
     part = data.draw(st.sampled_from([raw, language(raw)]))
     for name in data.draw(st.lists(st.sampled_from(sorted(part)), min_size=1, max_size=3)):
-        if name in ROPE and isinstance(part[name], dict) and data.draw(st.booleans()):
+        if name in ROPE and isinstance(part[name], dict) and part[name] and data.draw(st.booleans()):
             inner = data.draw(st.sampled_from(sorted(part[name])))
             part[name] = part[name] | {inner: data.draw(JSON_VALUES)}
         else:

@@ -147,7 +147,7 @@ def test_what_cannot_be_read_is_told(local_folder):
     with pytest.raises(UserError, match="file/x: cannot be created"):
         open_folder(local_folder.path / "file").create("x", 1)
     for name in ("../file", "/file", "", ".", "a/../file", "a//file", "./file"):
-        with pytest.raises(UserError, match="is no name of a file inside a folder"):
+        with pytest.raises(UserError, match="is not the name of a file inside a folder"):
             local_folder.read(name)
 
 

@@ -91,7 +91,7 @@ def test_a_write_that_is_no_part_is_refused(local_folder):
     writer = local_folder.create("file", writer_size := (16 << 20) + 10)
     buffer = aligned_buffer(16 << 20)
     for offset, length in ((1, 16 << 20), (0, 4096), (16 << 20, 11), (32 << 20, 0), (-(16 << 20), 16 << 20)):
-        with pytest.raises(ValueError, match=f"{length} bytes at {offset} are no part of {writer_size} bytes"):
+        with pytest.raises(ValueError, match=f"{length} bytes at {offset} are not part of {writer_size} bytes"):
             writer.write_at(offset, buffer[:length])
     with pytest.raises(ValueError, match="page-aligned"):
         writer.write_at(16 << 20, buffer[1:11])

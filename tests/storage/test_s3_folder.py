@@ -90,7 +90,7 @@ def test_a_folder_is_not_its_neighbour_whose_name_begins_alike(s3_url):
     assert neighbour.sizes() == {"x": 2}
     assert folder.join("b/c") == f"{s3_url}/a/b/c"
     assert open_folder(s3_url).sizes() == {"a/b/c": 1, "ab/x": 2}
-    with pytest.raises(UserError, match="is no name of a file inside a folder"):
+    with pytest.raises(UserError, match="is not the name of a file inside a folder"):
         folder.read("../ab/x")
 
 
@@ -251,7 +251,7 @@ def test_an_object_of_another_size_does_not_stay(module, folder, monkeypatch):
 def test_a_write_that_is_no_part_is_refused(module, folder):
     writer = folder.create("file", LEAST_PART + 10)
     for offset, length in ((1, LEAST_PART), (0, 4096), (LEAST_PART, 11)):
-        with pytest.raises(ValueError, match=f"{length} bytes at {offset} are no part"):
+        with pytest.raises(ValueError, match=f"{length} bytes at {offset} are not part"):
             writer.write_at(offset, memoryview(bytearray(length)))
     writer.abort()
 

@@ -267,7 +267,7 @@ def test_real_ranks_wait_longer_than_a_collective_may_take_and_are_replaced_when
                 np.testing.assert_array_equal(one, two)
             with pytest.raises(OSError, match="save_state"):
                 await trainer.save_state(Path("/proc/none"))
-            await trainer.forward(data)  # a failure of the file system is no loss
+            await trainer.forward(data)  # a failure of the file system is not a loss
             os.kill(trainer._starter.pids[1], signal.SIGKILL)
             reason = await asyncio.wait_for(trainer.lost(), HANG_S)
             assert "rank 1 was killed by SIGKILL" in str(reason)

@@ -182,7 +182,7 @@ def test_a_frozen_weight_costs_no_gradient():
 
 
 class Watch(TorchDispatchMode):
-    """Remembers the most elements of a result that is no view, of any dtype and of float32."""
+    """Remembers the most elements of a result that is not a view, of any dtype and of float32."""
 
     def __init__(self):
         super().__init__()

@@ -106,7 +106,7 @@ def test_a_foreign_folder_is_not_replaced(tmp_path):
     folder = write_folder(tmp_path / "hf", config, random_tensors(config))
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("precious")
-    with pytest.raises(UserError, match="no HF folder"):
+    with pytest.raises(UserError, match="not an HF folder"):
         export_hf(make_source(folder, config), folder, tmp_path / "out", world=Alone())
     assert (tmp_path / "out" / "thesis.tex").exists()
 

@@ -122,9 +122,9 @@ def packed(name, rows, columns):
             {NORM: torch.ones(96).to(torch.float8_e4m3fn), NORM + "_scale_inv": torch.ones(1)},
             "is stored as F8_E4M3",
         ),
-        ("qwen3", {f"{Q}.bias": torch.ones(128)}, rf"/{SINGLE}: tensor {Q}\.bias is no part of the model"),
+        ("qwen3", {f"{Q}.bias": torch.ones(128)}, rf"/{SINGLE}: tensor {Q}\.bias is not part of the model"),
         ("qwen3", {"model.layers.5.mlp.up_proj.weight": wide(112, 96)}, None),
-        ("qwen3", {"model.layers.44.mlp.up_proj.weight": wide(112, 96)}, "layers.44.* is no part of the model"),
+        ("qwen3", {"model.layers.44.mlp.up_proj.weight": wide(112, 96)}, "layers.44.* is not part of the model"),
         ("qwen3_tied", {"lm_head.weight": wide(514, 96)}, r"lm_head\.weight has shape \[514, 96\]"),
         ("qwen3_tied", {"lm_head.weight": wide(515, 96)}, None),
         (
@@ -136,7 +136,7 @@ def packed(name, rows, columns):
         (
             "deepseek_v3_fp8",
             {f"{LATENT}.weight": wide(288, 128)},
-            rf"{LATENT}\.weight_scale_inv is no part of the model",
+            rf"{LATENT}\.weight_scale_inv is not part of the model",
         ),
         (
             "deepseek_v3_fp8",
@@ -180,7 +180,7 @@ def packed(name, rows, columns):
             r"weight_shape has shape \[3\]",
         ),
         ("kimi_k2_thinking", {f"{EXPERT}.weight_shape": torch.ones(2)}, "weight_shape is stored as F32"),
-        ("kimi_k2_thinking", {f"{EXPERT}.weight_g_idx": torch.ones(96)}, r"weight_g_idx is no part of the model"),
+        ("kimi_k2_thinking", {f"{EXPERT}.weight_g_idx": torch.ones(96)}, r"weight_g_idx is not part of the model"),
         (
             "deepseek_v3",
             packed(LATENT, 288, 24),
@@ -193,7 +193,7 @@ def packed(name, rows, columns):
             r"layers\.4\.embed_tokens\.weight has shape",
         ),
         ("deepseek_v3_mtp", {"model.layers.4.embed_tokens.weight": None}, None),
-        ("kimi_k25", {"model.layers.0.input_layernorm.weight": torch.ones(96)}, "is no part of the model"),
+        ("kimi_k25", {"model.layers.0.input_layernorm.weight": torch.ones(96)}, "is not part of the model"),
         ("kimi_k25", {"vision_tower.new.weight": torch.ones(96)}, None),
     ],
 )
@@ -251,12 +251,12 @@ def int4(**weights):
         (int4(group_size=128), "weights.group_size=128"),
         (int4(symmetric=False), "weights.symmetric=False"),
         ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {}}}, "num_bits=None"),
-        ({"quant_method": "compressed-tensors"}, "config_groups is no JSON object"),
-        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": 3}}, "config_groups is no JSON object"),
+        ({"quant_method": "compressed-tensors"}, "config_groups is not a JSON object"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": 3}}, "config_groups is not a JSON object"),
         ({"quant_method": "gptq", "bits": 4}, "quant_method='gptq' is not supported, only 'fp8' and"),
         ({"quant_method": "modelopt"}, "quant_method='modelopt'"),
         ({"bits": 4}, "quant_method=None"),
-        ("fp8", "quantization_config is no JSON object"),
+        ("fp8", "quantization_config is not a JSON object"),
     ],
 )
 @pytest.mark.parametrize("where", ["qwen3", "kimi_k25", "text_config", "compression_config"])

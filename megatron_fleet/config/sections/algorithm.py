@@ -72,7 +72,7 @@ class OverlongConfig(Section):
         None, ge=1, description="Sampled tokens of an episode at which the whole penalty applies."
     )
     buffer: int = Field(4096, ge=1, description="Tokens before the limit over which the penalty grows from 0.")
-    penalty: float = Field(1.0, gt=0, description="Most that is subtracted from the reward.")
+    penalty: float = Field(1.0, gt=0, description="Maximum subtracted from the reward.")
 
 
 ADVANTAGE_NAMES = ("grpo", "grpo_no_std", "leave_one_out")
@@ -117,7 +117,7 @@ class AlgorithmConfig(Section):
     )
     group_filter: Annotated[str, Open(GROUP_FILTER_NAMES)] = Field(
         "with_signal",
-        description="Groups that are learnt from: those whose known rewards differ, or all (algorithms/groups.py).",
+        description="Groups to train on: those whose known rewards differ, or all (algorithms/groups.py).",
     )
     entropy_coef: float = Field(0.0, ge=0, description="Bonus on the entropy of the policy; 0 = off.")
     overlong: OverlongConfig = OverlongConfig()

@@ -46,7 +46,8 @@ def url_problem(
         usable = False
     if usable and not any(c.isspace() for c in url):
         return None
-    return f"{name}={url} is no address of a server; write {', '.join(f'{scheme}://host:port' for scheme in schemes)}."
+    accepted = ", ".join(f"{scheme}://host:port" for scheme in schemes)
+    return f"{name}={url} is not the address of a server; write {accepted}."
 
 
 def secret_parameter(url: str) -> str | None:

@@ -66,7 +66,9 @@ class DataConfig(Section):
         "own YAML or JSON files like them.",
     )
     max_tasks: int | None = Field(
-        None, ge=1, description="Most tasks to play, environments in proportion, chosen by a hash of the key."
+        None,
+        ge=1,
+        description="Maximum number of tasks to play, by environment in proportion, chosen by a hash of the key.",
     )
     eval_fraction: float = Field(
         0.2, gt=0, lt=1, description="Held-out share, by a fixed hash threshold of the task key."
@@ -84,12 +86,12 @@ class DataConfig(Section):
         "so that about this many of its tasks are held out.",
     )
     max_eval_per_env: int | None = Field(
-        None, ge=1, description="Most evaluation tasks of one environment; the others return to training."
+        None, ge=1, description="Maximum number of evaluation tasks of one environment; the others return to training."
     )
     max_eval: int | None = Field(
         None,
         ge=1,
-        description="Most evaluation tasks in all, taken from the environments in turn; the others return to training.",
+        description="Maximum number of evaluation tasks, taken from environments in turn; others return to training.",
     )
     held_out_environments: tuple[str, ...] = Field(
         (), description="Environments that are only evaluated on; at least one of them has to be there."

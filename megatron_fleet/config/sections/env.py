@@ -44,8 +44,8 @@ class OpenEnvConfig(Section):
     )
     unfinished_reward: float | None = Field(
         0.0,
-        description="Of an episode in which the policy did not act, or stopped before the environment ended it: the "
-        "environment's lowest. null: unknown, which lets a policy dodge a negative reward.",
+        description="Reward of an episode in which the policy did not act, or stopped before the environment ended it: "
+        "the environment's lowest. null: unknown, which lets a policy dodge a negative reward.",
     )
     reset_kwargs: dict[str, Value | dict[str, Value]] = Field(
         {},
@@ -94,13 +94,13 @@ class ProvisioningConfig(Section):
     starts_at_once: int = Field(
         8,
         ge=1,
-        description="Resets under way per environment key at first, over all workers; then what the server bears.",
+        description="Initial limit of concurrent resets per environment key, over all workers; adapts to the server.",
     )
-    max_starts_at_once: int = Field(256, ge=1, description="The most that may ever be under way, likewise.")
+    max_starts_at_once: int = Field(256, ge=1, description="Upper bound of that limit.")
     quick_s: float = Field(1.0, gt=0, description="Resets faster than this are no sign of a queue at the server.")
     wait_s: float = Field(600, gt=0, description="Longest wait for an environment: the queue, resets and retries.")
     breaker_window: int = Field(
-        20, ge=1, description="Newest episodes of an environment key that a worker's breaker looks at."
+        20, ge=1, description="Number of latest episodes per environment key that a circuit breaker considers."
     )
     breaker_threshold: float = Field(
         0.8,
@@ -133,8 +133,8 @@ class EnvConfig(Section):
     )
     sandbox: Literal["full", "available"] = Field(
         "available",
-        description="Of the verifiers of kind=embedded. full: refuse machines without user namespaces or Landlock; "
-        "available: warn of what is missing. Without seccomp none starts.",
+        description="Sandbox of the verifiers of kind=embedded. full: refuse machines without user namespaces or "
+        "Landlock; available: warn of what is missing. Without seccomp none starts.",
     )
     url: str | None = Field(
         None, description="Base URL of the OpenEnv server; for kind=openenv, and for a class of your own that reads it."

@@ -49,7 +49,7 @@ class EvalConfig(Section):
     pass_threshold: float = Field(
         1.0,
         gt=0,
-        description="Least reward of an episode that counts as solved, in pass@k of training and evaluation and in "
+        description="Minimum reward of an episode that counts as solved, in pass@k of training and evaluation and in "
         "reports; smaller ones, as env.fleet.partial_reward gives, count as not solved.",
     )
     budget_s: float | None = Field(
@@ -89,7 +89,7 @@ def _upload(c: Config) -> str | None:
         return "eval.upload holds an @, as an address with a key does, which would be written to files; leave it out."
     if c.eval.upload is None or re.fullmatch(r"s3://[^/]+(/.*)?", c.eval.upload):
         return None
-    return f"eval.upload={c.eval.upload} is no address in an object store; write s3://bucket or s3://bucket/prefix."
+    return f"eval.upload={c.eval.upload} is not an address in an object store; write s3://bucket or s3://bucket/prefix."
 
 
 def _endpoint_url(c: Config) -> str | None:
@@ -101,7 +101,7 @@ def _endpoint_key(c: Config) -> str | None:
     name = c.eval.endpoint.api_key_env
     if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
         return None
-    return f"eval.endpoint.api_key_env={name!r} is no name of an environment variable; write one, as OPENAI_API_KEY."
+    return f"eval.endpoint.api_key_env={name!r} cannot name a variable; write one such as OPENAI_API_KEY."
 
 
 def _endpoint_extra_body(c: Config) -> str | None:

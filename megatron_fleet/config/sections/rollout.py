@@ -20,8 +20,8 @@ MAX_EPISODES = 100_000
 
 class SamplingConfig(Section):
     temperature: float = Field(1.0, ge=0, description="Sampling temperature in training; log-probs are computed at it.")
-    max_tokens_per_turn: int = Field(ge=1, le=MAX_TOKENS, description="Most tokens generated in one turn.")
-    max_turns: int = Field(ge=1, le=100_000, description="Most turns per episode.")
+    max_tokens_per_turn: int = Field(ge=1, le=MAX_TOKENS, description="Maximum number of tokens generated in one turn.")
+    max_turns: int = Field(ge=1, le=100_000, description="Maximum number of turns per episode.")
 
 
 class EngineConfig(Section):
@@ -196,7 +196,7 @@ def _weights_url(c: Config) -> str | None:
         )
     if re.fullmatch(r"s3://[^/]+(/.*)?", url):
         return None
-    return f"rollout.engine.weights_url={url} is no address of a folder; write a path or s3://bucket/prefix."
+    return f"rollout.engine.weights_url={url} is not the address of a folder; write a path or s3://bucket/prefix."
 
 
 RULES: tuple[Rule, ...] = (

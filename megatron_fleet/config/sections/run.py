@@ -52,5 +52,5 @@ class ClusterConfig(Section):
 
 class CheckpointConfig(Section):
     interval: int = Field(5, ge=0, description="Steps between checkpoints; 0 = only at the end.")
-    keep: int = Field(2, ge=1, description="Newest checkpoints kept.")
+    keep: int = Field(2, ge=1, description="Number of newest checkpoints to keep.")
     export_hf: bool = Field(True, description="Export an HF folder at the end of the run.")

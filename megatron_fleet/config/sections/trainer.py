@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class ModelConfig(Section):
     path: str = Field(description="HF folder: config.json, tokenizer.json, safetensors.")
     dtype: Literal["float32", "bfloat16"] = Field(
-        "bfloat16", description="Of the forward pass and of the engines; float32 on CPU."
+        "bfloat16", description="Data type of the forward pass and of the engines; float32 on CPU."
     )
     family: Annotated[str, Open(())] | None = Field(
         None,
@@ -90,7 +90,7 @@ class OptimizerConfig(Section):
     )
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Shape after the warm-up.")
     warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up.")
-    weight_decay: float = Field(0.0, ge=0, description="Decoupled (AdamW).")
+    weight_decay: float = Field(0.0, ge=0, description="Weight decay, decoupled (AdamW).")
     betas: tuple[float, float] = Field((0.9, 0.999), description="Adam's decay rates of the two moments.")
     eps: float = Field(1e-8, gt=0, description="Adam's denominator offset.")
     clip_grad: float = Field(1.0, gt=0, description="Gradient clipping: a larger norm is scaled down to this one.")
@@ -165,7 +165,7 @@ class GradientMetricsConfig(Section):
 
 class PolicyConfig(Section):
     micro_batch_tokens: int = Field(
-        ge=64, le=MAX_TOKENS, description="Most tokens of a micro-batch; sequences are packed into it."
+        ge=64, le=MAX_TOKENS, description="Maximum number of tokens in a micro-batch; sequences are packed into it."
     )
     recompute: Recompute = Field(
         "none", description="Recompute activations instead of keeping them: none, full, or a list of parts."

@@ -36,7 +36,7 @@ class EveryNth:
         """See ``ExpertLayers``."""
         step, without = fields.integer("decoder_sparse_step", 1, default=1), fields.optional("mlp_only_layers", [])
         if not isinstance(without, list):
-            raise UserError(f"config.json: mlp_only_layers={without!r} is no list of layers; correct the file.")
+            raise UserError(f"config.json: mlp_only_layers={without!r} is not a list of layers; correct the file.")
         return tuple(i not in without and (i + 1) % step == 0 for i in range(values["layers"]))
 
     def write(self, model: Model) -> dict[str, Any]:

@@ -131,7 +131,9 @@ class _ShardedLoad(TorchDistLoadShardedStrategy):
         unwrapped = {key: _unwrap_pyt_sharded_tensor(value) for key, value in found.items()}
         for key, value in unwrapped.items():
             if not isinstance(value, list) or len(value) != len(names[key]):
-                raise UserError(f"{checkpoint_dir}: {key} is no object that Megatron saves; use another checkpoint.")
+                raise UserError(
+                    f"{checkpoint_dir}: {key} is not an object that Megatron saves; use another checkpoint."
+                )
         loaded = _replace_sharded_keys_with_state_dict_keys(unwrapped, structure, names)
         _restore_dict_types(loaded, sharded_state_dict)
         return loaded

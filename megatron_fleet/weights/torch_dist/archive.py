@@ -79,7 +79,7 @@ def records(head: bytes) -> Iterator[tuple[str, int, int | None]]:
     position = 0
     while head[position : position + 4] != b"PK\x01\x02":
         if len(head) - position < _LOCAL.size or not head.startswith(b"PK\x03\x04", position):
-            raise ValueError("is no file of torch.save, or lies elsewhere" if not position else "is cut off")
+            raise ValueError("is not a file of torch.save, or lies elsewhere" if not position else "is cut off")
         _, _, flags, method, _, _, _, size, _, name_bytes, extra_bytes = _LOCAL.unpack_from(head, position)
         if method or flags & 1:
             raise ValueError("is compressed or encrypted; torch.save does neither")

@@ -190,7 +190,7 @@ class _Builder:
         if not isinstance(self._entries, dict) or not isinstance(storage, dict):
             raise BadPickle("lists no places in data files")
         if not all(type(key) is str and key.isprintable() for key in self._entries):
-            raise BadPickle("has keys that are no text, or cannot be shown")
+            raise BadPickle("has keys that are not text, or cannot be shown")
         self._left_out = left_out
         self._places = dict(_places(storage, sizes, left_out))
 
@@ -271,7 +271,7 @@ def _places(
         at = _state(index, "MetadataIndex")
         key, offsets = at.get("fqn"), at.get("offset")
         if type(key) is not str:
-            raise BadPickle("has keys that are no text")
+            raise BadPickle("has keys that are not text")
         if left_out(key):
             continue
         place = info.state if isinstance(info, Opaque) and isinstance(info.state, dict) else {}

@@ -66,7 +66,7 @@ def unpickle(data: bytes, names: Collection[str]) -> Any:
     except BadPickle:
         raise
     except (IndexError, KeyError, TypeError, ValueError, struct.error) as e:
-        raise BadPickle(f"is no whole pickle ({type(e).__name__})") from None
+        raise BadPickle(f"is not a whole pickle ({type(e).__name__})") from None
 
 
 def _run(data: bytes, names: Collection[str]) -> Any:
@@ -119,7 +119,7 @@ def _run(data: bytes, names: Collection[str]) -> Any:
         elif op == 0x2E:  # STOP
             return stack.pop()
         else:
-            raise BadPickle(f"is no pickle that torch writes (opcode 0x{op:02x})")
+            raise BadPickle(f"is not a pickle that torch writes (opcode 0x{op:02x})")
 
 
 def _named(module: Any, name: Any, names: Collection[str]) -> Global:

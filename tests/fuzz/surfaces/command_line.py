@@ -67,7 +67,7 @@ def _files() -> TemporaryDirectory[str]:
 
 def check(tree: Any, folder: Path) -> bool:
     given = value_of(tree.get("arguments") if isinstance(tree, dict) else tree)
-    # A program's arguments hold no NUL, and what is no UTF-8 comes as halves of surrogate pairs.
+    # A program's arguments hold no NUL, and what is not UTF-8 comes as halves of surrogate pairs.
     arguments = [_argument(text) for text in given if isinstance(text, str)] if isinstance(given, list) else []
     place = folder / "a" / "b"
     shutil.copytree(_files().name, place / "in")

@@ -108,8 +108,8 @@ def test_broken_containers():
     for broken, said in [
         (saved[:4000], "is cut off: 4000 bytes of data"),
         (compressed.getvalue(), "compressed"),
-        (legacy.getvalue(), "no file of torch.save"),
-        (b"", "no file of torch.save"),
+        (legacy.getvalue(), "not a file of torch.save"),
+        (b"", "not a file of torch.save"),
         (torch_saved(torch.zeros(5)).replace(b"K\5tq", b"K\4tq"), "20 bytes in a storage of 16"),
         (saved.replace(b"little", b"big..."), "big-endian"),
     ]:

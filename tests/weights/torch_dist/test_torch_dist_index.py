@@ -186,15 +186,15 @@ def test_files_that_are_missing_or_cut_off(copy):
     ("name", "content", "said"),
     [
         (".metadata", None, "no save was finished"),
-        (".metadata", b"", r"\.metadata: is no whole pickle"),
-        (".metadata", b"{}", r"\.metadata: is no pickle that torch writes"),
+        (".metadata", b"", r"\.metadata: is not a whole pickle"),
+        (".metadata", b"{}", r"\.metadata: is not a pickle that torch writes"),
         (".metadata", pickle.dumps({"a": 1}), "lacks a Metadata"),
         ("metadata.json", None, "torch_dcp"),
         ("metadata.json", b"[" * 100_000, "names no sharded_backend"),
         ("metadata.json", b'{"sharded_backend": "zarr", "sharded_backend_version": 1}', "the format is 'zarr'"),
         ("metadata.json", b'{"sharded_backend": "torch_dist", "sharded_backend_version": 9}', "version 9"),
         ("common.pt", None, "lists no common_state"),
-        ("common.pt", b"PK", "common state is no file of torch.save"),
+        ("common.pt", b"PK", "common state is not a file of torch.save"),
         ("common.pt", torch_saved([1]), "holds no dict"),
     ],
 )
