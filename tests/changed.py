@@ -21,7 +21,7 @@ from pathlib import Path
 from import_graph import MODULES, ROOT, import_statements, imported
 
 ALL = ("pyproject.toml", "setup.sh", "test", "tests/conftest.py", "requirements/")
-"""What every test depends on."""
+"""Files that every test depends on."""
 ALWAYS = "tests/test_repository.py"
 SITE, SITE_TESTS = ("docs/", "mkdocs.yml", "CONTRIBUTING.md", "SECURITY.md"), "tests/docs_site/conftest.py"
 """Sources of the documentation besides the examples, and the file that all its tests depend on."""

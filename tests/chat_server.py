@@ -94,7 +94,7 @@ def prompt_tokens(body: dict[str, Any]) -> int:
 
 
 def check_history(messages: Sequence[dict[str, Any]]) -> None:
-    """What strict servers demand: every call is answered, at once, and its arguments are a JSON object."""
+    """Rules of strict servers: every call is answered, at once, and its arguments are a JSON object."""
     open_calls: list[str] = []
     for message in messages:
         if message["role"] == "tool":

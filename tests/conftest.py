@@ -1,4 +1,4 @@
-"""What holds for the tests of all folders."""
+"""Settings and fixtures for the tests of all folders."""
 
 import gc
 import os

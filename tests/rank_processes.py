@@ -20,7 +20,7 @@ LAST_WORDS_S = 10.0
 """For the other ranks, when one has failed: they wait for it and would not end by themselves."""
 
 IMPORTED = ["megatron_fleet.trainer.verbs", "pytest"]
-"""What every rank would import, for five seconds of CPU each. None of it starts a thread, so it can be forked."""
+"""Modules that every rank would import, for five seconds of CPU each. None starts a thread, so they can be forked."""
 
 
 def run_ranks(script: Path, world: int, folder: Path, *arguments: str, timeout_s: float = 600) -> list[str]:

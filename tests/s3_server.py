@@ -33,7 +33,7 @@ class S3Server:
     reader_secret: str
 
     def environment(self) -> dict[str, str]:
-        """What boto3 needs to find it, and nothing of the machine's own configuration."""
+        """Variables by which boto3 finds it, and nothing of the machine's own configuration."""
         return {
             "AWS_ENDPOINT_URL": self.endpoint,
             "AWS_ACCESS_KEY_ID": self.key,

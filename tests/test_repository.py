@@ -59,7 +59,7 @@ LIGHT = ("cli", "cluster", "config", "data", "loop.preflight", "trainer.base", "
 
 
 def package_of(module: str) -> str:
-    """Of a module; "" for the files of the root."""
+    """Package of a module; "" for the files of the root."""
     in_root = MODULES[module].parent == PACKAGE
     return "" if in_root else module.split(".")[1]
 
@@ -104,7 +104,7 @@ def test_the_episode_side_needs_nothing_of_the_engine_environment():
 
 
 def test_the_controller_needs_no_torch():
-    """What importing it imports, directly or through our own modules; not what its functions import when called."""
+    """Modules that importing it imports, directly or through our own; not those that its functions import."""
     reached = closure("cli", "loop", "cluster", "models", "trainer.group")
     wrong = [f"{who} imports {m}" for m, who in reached.items() if m.split(".")[0] in ("torch", "vllm", "megatron")]
     assert wrong == []
@@ -245,7 +245,7 @@ def test_nothing_belongs_to_one_machine():
 
 
 def test_every_test_runs_in_some_environment():
-    """What needs the episode environment is among the paths that ./test runs there; the other one runs everything."""
+    """Tests that need the episode environment are among the paths that ./test runs there."""
     (listed,) = re.findall(r"EPISODE_TESTS=\((.*)\)", (ROOT / "test").read_text(encoding="utf-8"))
     needing = {
         path.relative_to(ROOT).as_posix()

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 HANG_S = 300.0
-"""What takes seconds on a quiet machine and is not there after this long hangs. Every deadline of a test that must not
-pass is this one; no test asserts that something takes less."""
+"""Something that takes seconds on a quiet machine and is not there after this long hangs. Every deadline of a test that
+must not pass is this one; no test asserts that something takes less."""
 
 
 def wait_until(true: Callable[[], object], meanwhile: Callable[[], object] = lambda: True) -> None:

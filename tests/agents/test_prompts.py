@@ -1,4 +1,4 @@
-"""What the policy is told: order, stability, the user's own texts, and files that cannot be used."""
+"""Prompts of the policy: order, stability, the user's own texts, and files that cannot be used."""
 
 import dataclasses
 

@@ -28,7 +28,7 @@ SCRIPT = [Turn(f"<think>look</think>{CALL}"), Turn(CALL), Turn("3 <done>")]
 
 
 def experts(place: int) -> np.ndarray:
-    """Of the token at a place of the sequence, as one engine always tells them."""
+    """Choices for the token at a place of the sequence, as one engine always tells them."""
     first = np.arange(LAYERS) * 7 + place
     return np.stack([first % 16, (first + 1 + place % 5) % 16], axis=1).astype(np.uint8)
 
@@ -88,7 +88,7 @@ def play(tokenizer, renderer):
     ],
 )
 async def test_every_token_that_was_fed_has_its_experts(play, told):
-    """What one request does not tell, the next one is asked for: its prompt holds those tokens, cached or not."""
+    """Choices that one request does not report are asked of the next one: its prompt holds those tokens."""
     t, _ = await play(*told)
     assert t.routing.dtype == np.uint8 and t.routing.shape == (len(t.token_ids), LAYERS, CHOICES)
     for place in range(len(t.token_ids) - 1):

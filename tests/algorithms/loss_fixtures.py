@@ -56,7 +56,7 @@ def samples(
 
 
 def normalisers(batch: Sequence[Sample], reduction: str) -> list[float]:
-    """What ``mask`` holds at the trained positions of each sequence, when ``batch`` is the global batch."""
+    """Values of ``mask`` at the trained positions of each sequence, when ``batch`` is the global batch."""
     total = sum(len(s) for s in batch)
     by_name = {
         "token_mean": [1 / total for _ in batch],

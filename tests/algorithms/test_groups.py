@@ -1,4 +1,4 @@
-"""What is learnt from of a group: shaped rewards, filters, and parts of the user's own."""
+"""Groups to train on: shaped rewards, filters, and parts of the user's own."""
 
 from __future__ import annotations
 

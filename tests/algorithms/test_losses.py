@@ -1,4 +1,4 @@
-"""What surrounds the policy term: KL, entropy, the single-forward identity, cross-entropy, metrics."""
+"""Loss around the policy term: KL, entropy, the single-forward identity, cross-entropy, metrics."""
 
 import math
 from dataclasses import replace

@@ -91,7 +91,7 @@ SAID = {
         "The card is no longer available",
     ),
 }
-"""What validators, servers, databases and web services really say."""
+"""Real messages of validators, servers, databases and web services."""
 
 
 @pytest.mark.parametrize(("category", "message"), [(key, text) for key, texts in SAID.items() for text in texts])

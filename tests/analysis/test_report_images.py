@@ -1,4 +1,4 @@
-"""What the page shows of images: small copies drawn anew, as many as there is room for."""
+"""Images on the page: small copies drawn anew, as many as there is room for."""
 
 from __future__ import annotations
 

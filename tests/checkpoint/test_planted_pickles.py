@@ -106,7 +106,7 @@ def agree(folder: Path) -> None:
 
 
 def resume(policy: MegatronPolicy, checkpoints: Path) -> None:
-    """What a run reads, in its order."""
+    """Read everything that a run reads, in its order."""
     found = Checkpoints(checkpoints, 1).newest()
     found.trainer_state()
     policy.load_state(found.path)

@@ -268,7 +268,7 @@ def test_each_command_says_which_folder_it_wants(made, refused, tmp_path):
 
 
 def test_a_damaged_folder_is_not_converted(copied, refused, tmp_path):
-    """Of HF folders the reader's own tests know more."""
+    """Damaged HF folders; the reader's own tests have more."""
     source = copied("qwen3")
     cut(sorted(source.glob("*.safetensors"))[1])
     said = refused("to-megatron", source, tmp_path / "out")

@@ -1,4 +1,4 @@
-"""What `inspect` tells of folders of all kinds."""
+"""Output of `inspect` for folders of all kinds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much memory a conversion takes does not depend on the model's size."""
+"""The memory that a conversion takes does not depend on the model's size."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_fleet.weights.hf_folder import safetensors_header
 from megatron_fleet.weights.mapping import WeightTable
 
 BOUND_MB = 200
-"""Of two workers: their buffers, and what modules and compiled kernels take."""
+"""Memory of two workers: their buffers, and what modules and compiled kernels take."""
 MEASURE = """
 import mmap, sys, threading, tracemalloc
 from megatron_fleet import cli

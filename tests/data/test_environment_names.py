@@ -1,4 +1,4 @@
-"""What a task file may call an environment is a part of metric and file names as it is."""
+"""Names of environments in task files become parts of metric and file names unchanged."""
 
 import posixpath
 import re

@@ -14,7 +14,7 @@ from megatron_fleet.data.task import Task
 
 SIZES = {"big": 4096, "mid": 256, "one": 1}
 NOISE = 1e-6
-"""Of sums of floats over some hundred prompts."""
+"""Rounding of sums of floats over some hundred prompts."""
 SEVERAL = st.lists(st.integers(1, 5000), min_size=1, max_size=12)
 
 

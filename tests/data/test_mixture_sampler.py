@@ -27,7 +27,7 @@ def keys(batch):
 
 
 def rewards(key, step):
-    """Of a made-up policy: some environments always solved, some never, some now and then, some unknown."""
+    """Rewards of a made-up policy: some environments always solved, some never, some now and then, some unknown."""
     env = int(key.split("-")[0])
     rng = random.Random(f"{step}/{key}")
     return [float(rng.random() < (1.0, 0.0, 0.5, 0.1)[env % 4]) for _ in range(rng.randrange(5))]

@@ -108,7 +108,7 @@ async def test_what_differs_is_said(replays):
 
 
 async def test_losses_that_cancel_are_compared_at_the_scale_of_their_parts(replays):
-    """Of a micro-batch whose losses add up to almost nothing only rounding is left; it must not count."""
+    """Only rounding is left of a micro-batch whose losses add up to almost nothing; it must not count."""
     data = make_batch(count=2, seed=1)
     data[1] = replace(data[0], scaled_advantages=-data[0].scaled_advantages)
     dump = await replays.dump(data)

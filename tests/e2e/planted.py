@@ -17,7 +17,7 @@ NAMES = (
     *("OPENAI_API_KEY_ADMIN", "SLACK_BOT_TOKEN", "SOME_API_KEY", "PGPASSWORD", "GITHUB_PAT"),
 )
 MARKERS = {name: hashlib.sha1(name.encode()).hexdigest() for name in NAMES}
-"""What is looked for; as long as a key of W&B has to be."""
+"""Planted values; as long as a key of W&B has to be."""
 PLANTED = MARKERS | {"DATABASE_URL": f"postgresql://user:{hashlib.sha1(b'DATABASE_URL').hexdigest()}@host/db"}
 MARKERS["DATABASE_URL"] = hashlib.sha1(b"DATABASE_URL").hexdigest()
 LOOK_EVERY_S = 0.1

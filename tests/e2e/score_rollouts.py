@@ -1,4 +1,4 @@
-"""What transformers, Megatron and vLLM say of the same sampled tokens."""
+"""Log-probs by transformers, Megatron and vLLM of the same sampled tokens."""
 
 from __future__ import annotations
 

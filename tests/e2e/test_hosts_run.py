@@ -57,7 +57,7 @@ def alone(hosts, tmp_path_factory) -> float:
 
 
 def environ(hosts: Hosts, out: Path) -> dict[str, str]:
-    """Of everything that belongs to one run."""
+    """Environment variables of one run."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("MFLEET_", "RAY_"))}
     where = {"MFLEET_CONTROLLER": f"{hosts.addresses['n1']}:29600", "MFLEET_TOKEN": "only this run knows it"}
     return kept | where | {"OMP_NUM_THREADS": "1", "MFLEET_TEST_MARK": str(out)}

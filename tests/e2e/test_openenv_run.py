@@ -26,7 +26,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def url(tmp_path):
-    """What ``openenv init`` writes, as it is served: it has one place, and pays 0.1 for each character that it gets."""
+    """Server that ``openenv init`` writes: it has one place, and pays 0.1 for each character that it gets."""
     command = [EPISODE_PYTHON, "-c", SERVER, TESTS, tmp_path]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         yield server.stdout.readline().strip()

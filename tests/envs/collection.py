@@ -43,7 +43,7 @@ class Unplayable(Exception):
 
 @dataclass(frozen=True)
 class Episode:
-    """What one episode was: its interface (mcp or action), number of tools offered and of calls, reward."""
+    """One episode: its interface (mcp or action), number of tools offered and of calls, reward."""
 
     interface: str
     tools: int

@@ -1,4 +1,4 @@
-"""How servers of the public OpenEnv collection are played: for each its settings, a few calls, what they should pay."""
+"""Games with servers of the public OpenEnv collection: for each its settings, a few calls, what they should pay."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ TOOLS = [
 
 @dataclass
 class Script:
-    """What goes wrong, and what was seen."""
+    """Faults to inject, and the calls seen."""
 
     make: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     """Answers of the next makes (status, body); then they succeed."""

@@ -30,7 +30,7 @@ LEDGER = next(t for t in TASKS if t.env_key == "ledger")
 READ = ToolCall("list_accounts", {"owner": LEDGER.env_variables["LOGGED_IN_USER"]})
 CONFIG = EnvConfig(**{f"{verb}_timeout_s": HANG_S for verb in ("start", "make", "reset", "step", "verify")})
 SLOW_S = 4 * HANG_S
-"""What nobody must wait for."""
+"""Seconds that nothing may take."""
 LASTING = CONFIG.model_copy(update={"step_timeout_s": SLOW_S})
 HASTY = CONFIG.model_copy(update={"step_timeout_s": 0.5})
 SERVE = """

@@ -157,7 +157,7 @@ async def test_an_action_environment_that_was_not_ended(urls, reward, value):
 
 
 async def test_an_environment_of_openenvs_own_hand(urls):
-    """What ``openenv init`` writes: no line of it, or about it, is in this package."""
+    """Server that ``openenv init`` writes: no line of it, or about it, is in this package."""
     session, shown = await opened(urls["template"], reward="last")
     assert names(shown) == ["FirstAction"]
     assert shown.tools[0]["function"]["parameters"]["properties"]["message"]["type"] == "string"

@@ -1,4 +1,4 @@
-"""What servers of the public OpenEnv collection do otherwise than OpenEnv's own examples, one small server for each."""
+"""Differences of the public OpenEnv collection's servers from OpenEnv's own examples, one small server for each."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""What is sent to a server: arguments of reset and of the tool that ends an episode; which failures may pass."""
+"""Requests to a server: arguments of reset and of the tool that ends an episode; which failures may pass."""
 
 import pytest
 from hypothesis import given
@@ -43,7 +43,7 @@ def test_reset_is_told_the_task_and_what_is_configured():
 
 @given(st.none() | st.text() | st.sampled_from(["task:env_key", "episode:final_answer"]))
 def test_arguments_of_the_last_call_by_their_references(answer):
-    """What the policy says is not a reference, whatever it says."""
+    """A policy's text that is spelled like a reference is sent as text."""
     config = {"mode": "strict", "sure": True, "seed": "task:env_variables.SEED", "text": "episode:final_answer"}
     sent = {"mode": "strict", "sure": True, "seed": 7} | ({} if answer is None else {"text": answer})
     assert final_arguments(config, TASK, answer) == sent

@@ -1,4 +1,4 @@
-"""What a run keeps of its evaluations: every file, late ones in the line of their step, none made twice."""
+"""Records of a run's evaluations: every file, late ones in the line of their step, none made twice."""
 
 import json
 

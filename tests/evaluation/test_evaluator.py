@@ -169,7 +169,7 @@ class Rollout:
 
 
 class Shown:
-    """What the terminal shows."""
+    """Output of the terminal."""
 
     def __init__(self) -> None:
         self.phases: list[tuple[str, int, list[int]]] = []

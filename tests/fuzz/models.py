@@ -41,7 +41,7 @@ _SMALL = {
     "n_group": 1,
 }
 _WIDE = dict.fromkeys(("hidden_size", "moe_intermediate_size"), 32)
-"""What groups of 32 divide."""
+"""Sizes that groups of 32 divide."""
 
 
 def config(family: str) -> dict[str, Any]:

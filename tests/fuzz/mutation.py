@@ -11,9 +11,9 @@ from typing import Any
 from fuzz.trees import Deep, Many, Path, Raw, Special, nodes, replaced
 
 MOST_NODES = 5000
-"""Of a tree that grows no more."""
+"""Size of a tree that grows no more."""
 MOST_LENGTH = 300_000
-"""Of a text or of bytes that grow no more."""
+"""Size of a text or of bytes that grow no more."""
 
 TEXTS = (
     *(

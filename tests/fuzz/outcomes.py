@@ -1,4 +1,4 @@
-"""What may become of an input: a value, or one sentence."""
+"""Allowed outcomes of an input: a value, or one sentence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_fleet.config.errors import UserError, printable
 
 WAITING = 30
 SECONDS = 10
-"""Of one input. Nearly all take milliseconds; the check is for what never ends, not for what is slow."""
+"""Limit of one input. Nearly all take milliseconds; the check is for what never ends, not for what is slow."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
@@ -70,7 +70,7 @@ class Crashed(AssertionError):
 
 @dataclass(frozen=True)
 class Done:
-    """What a command left on the terminal."""
+    """Output of a command on the terminal."""
 
     status: int
     out: str

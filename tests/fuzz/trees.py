@@ -96,7 +96,7 @@ def value_of(tree: Any) -> Any:
 
 
 def received(tree: Any) -> Any:
-    """What a program has of a tree that came as JSON text; ``None`` when it is none."""
+    """Tree as a program reads it from JSON text; ``None`` if it is not one."""
     try:
         return json.loads(json_of(tree))
     except (ValueError, RecursionError):

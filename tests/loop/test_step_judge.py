@@ -1,4 +1,4 @@
-"""What counts as a spike of the gradient norm."""
+"""Spikes of the gradient norm."""
 
 from __future__ import annotations
 

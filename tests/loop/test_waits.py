@@ -1,4 +1,4 @@
-"""How long trainer and engines wait for each other."""
+"""Times that trainer and engines wait for each other."""
 
 from __future__ import annotations
 

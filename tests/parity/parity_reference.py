@@ -12,7 +12,7 @@ from tiny_models import reference_model, stored_tensors, unstacked
 
 
 def train_reference(folder: Path) -> dict[str, Any]:
-    """What `parity_ranks.train` leaves, but for parameters of a trained folder's names."""
+    """Results of `parity_ranks.train`, but for parameters of a trained folder's names."""
     model = reference_model(folder).train()
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]

@@ -217,7 +217,7 @@ def train_step(settings: TransformerConfig, chunks: list[GPTModel]) -> dict[str,
 
 
 def uneven(group: Any) -> dict[str, torch.Tensor]:
-    """What Megatron's collectives make of parts of different sizes, one of them empty."""
+    """Results of Megatron's collectives for parts of different sizes, one of them empty."""
     rank, sizes = dist.get_rank(), [3, 0, 1, 2]
     gathered = mappings._gather_along_first_dim(torch.full((sizes[rank], 2), float(rank)), group, sizes)
     terms = torch.arange(12.0).view(6, 2) * 10**rank

@@ -1,4 +1,4 @@
-"""How context-parallel ranks share a micro-batch."""
+"""Parts of a micro-batch on context-parallel ranks."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ Results = list[dict[Any, Any]]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> Results:
-    """What each rank measured; one launch, because imports dominate."""
+    """Measurements of each rank; one launch, because imports dominate."""
     folder = tmp_path_factory.mktemp("layers")
     run_ranks(Path(__file__).with_name("layer_ranks.py"), WORLD, folder)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(WORLD)]

@@ -1,4 +1,4 @@
-"""What processes do about hanging children, and about a low priority that something else started them at."""
+"""Stack traces of hanging children, and processes that were started with a low priority."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of whole rollouts share."""
+"""Fixtures for the tests of whole rollouts."""
 
 from __future__ import annotations
 

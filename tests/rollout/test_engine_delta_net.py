@@ -38,7 +38,7 @@ def normal(*shape: int) -> torch.Tensor:
 
 @pytest.fixture
 def layer() -> SimpleNamespace:
-    """What the core reads of vLLM's layer; its caches hold what an earlier request left."""
+    """Parts of vLLM's layer that the core reads; its caches hold what an earlier request left."""
     return SimpleNamespace(
         prefix="layer",
         kv_cache=(torch.full((4, WIDTH - 1, CHANNELS), 7.0), torch.full((4, VALUES, VALUE, KEY), 7.0)),

@@ -26,7 +26,7 @@ from megatron_fleet.weight_sync.cuda_ipc.controller import CudaIpcTransport
 
 
 class OneEngine:
-    """What `EngineWeights` uses of a rollout with one engine."""
+    """Parts that `EngineWeights` uses of a rollout with one engine."""
 
     resend = None
 

@@ -304,7 +304,7 @@ def test_an_environment_that_cannot_be_had_is_said_so(rollout):
 
 
 def killed_while_playing(rollout, pid: int):
-    """What 64 episodes give when a process is killed as soon as some of them have ended and others are played."""
+    """Results of 64 episodes when a process is killed as soon as some of them have ended and others are played."""
     playing = rollout.begin(rollout.service.collect(request(tasks=8, samples=8)))
     running = rollout.service._pool.collector._running
     wait_until(lambda: running and running[0].collection.progress().done > 0)

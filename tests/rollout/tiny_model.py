@@ -32,7 +32,7 @@ def write_tiny_model(folder: Path, seed: int, tied: bool = True, context: int = 
 
 
 def greedy_continuation(folder: Path, prompts: Sequence[list[int]], tokens: int) -> list[list[int]]:
-    """What transformers says, greedily, with the weights in ``folder``."""
+    """Greedy tokens by transformers, with the weights in ``folder``."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""What the tests of both kinds of folder share."""
+"""Helpers for the tests of both kinds of folder."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def fill(writer: FileWriter, data: bytes, threads: int = 1) -> None:
 
 
 def names_in(folder: LocalFolder) -> list[str]:
-    """What really lies in a local folder, unfinished files too."""
+    """Files that really lie in a local folder, unfinished files too."""
     return sorted(os.listdir(folder.path))
 
 

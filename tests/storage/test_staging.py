@@ -26,7 +26,7 @@ def url(request, tmp_path):
 
 
 def visible(url: str) -> dict[str, int]:
-    """What a reader who looks for the marker sees."""
+    """Files that a reader who looks for the marker sees."""
     sizes = open_folder(url).sizes()
     return sizes if MARKER in sizes else {}
 

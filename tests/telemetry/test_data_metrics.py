@@ -1,4 +1,4 @@
-"""What the sampler says of itself, as metrics: every name is registered."""
+"""Metrics of the sampler: every name is registered."""
 
 import pytest
 

@@ -21,7 +21,7 @@ def begin(folder, resumed=None, started=0.0, mode="offline"):
 
 
 def records(data):
-    """What an offline file holds: a head of 7 bytes, then a log of LevelDB's form, in blocks of 32 KiB."""
+    """Content of an offline file: a head of 7 bytes, then a log of LevelDB's form, in blocks of 32 KiB."""
     at, parts = 7, b""
     while at + 7 <= len(data):
         if 32768 - at % 32768 < 7:

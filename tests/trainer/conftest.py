@@ -1,4 +1,4 @@
-"""What the tests of the policy share."""
+"""Fixtures for the tests of the policy."""
 
 from __future__ import annotations
 

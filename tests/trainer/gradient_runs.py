@@ -24,7 +24,7 @@ from megatron_fleet.trainer.megatron.policy import MegatronPolicy
 SPARSE = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "norm_topk_prob": True}
 SPARSE |= {"num_experts_per_tok": 2, "moe_intermediate_size": 80, "intermediate_size": 96}
 MODELS: dict[str, dict[str, Any]] = {"dense": {}, "sparse": SPARSE}
-"""Of random weights; adapters stand beside stored ones."""
+"""Models of random weights; adapters stand beside stored ones."""
 LAYOUTS: dict[str, dict[str, int]] = {
     "single": {},
     "tp2": {"tensor": 2},

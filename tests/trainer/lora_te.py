@@ -25,7 +25,7 @@ from megatron_fleet.trainer.megatron import fake_quant, lora
 
 
 def add_compute() -> None:
-    """What Transformer Engine's layers do with their parameters and what they return."""
+    """Parameters and results of Transformer Engine's layers, imitated."""
 
     def linear(self: Any, x: torch.Tensor, **_: Any) -> torch.Tensor:
         return F.linear(x, self.weight)

@@ -31,7 +31,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def packed_and_back(weights: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """What an INT4 folder written from BF16 weights holds, and whether every group was representable."""
+    """Values in an INT4 folder written from BF16 weights, and whether every group was representable."""
     array = weights.contiguous().view(torch.uint16).numpy()
     scales, exact = int4.choose_scales(array)
     packed = np.empty((array.shape[0], array.shape[1] // 8), np.int32)

@@ -35,7 +35,7 @@ from megatron_fleet.trainer.megatron.policy import MegatronPolicy  # noqa: E402
 
 
 def sums(gradients):
-    """Of micro-batches' gradients ``[n, rows, columns]``."""
+    """Sums of micro-batches' gradients ``[n, rows, columns]``."""
     return Sums(gradients.sum(0).double(), float(gradients.double().square().sum()), len(gradients))
 
 

@@ -1,4 +1,4 @@
-"""What holds in every parallel layout, and checkpoints that move between them. Equality of training: tests/parity."""
+"""Properties of every parallel layout, and checkpoints that move between them. Equality of training: tests/parity."""
 
 from __future__ import annotations
 

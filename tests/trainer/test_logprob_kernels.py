@@ -21,7 +21,7 @@ from megatron_fleet.trainer.megatron import logprob, logprob_torch
 
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory):
-    """What the kernels gave on a CPU. The interpreter must be chosen before Triton is imported."""
+    """Results of the kernels on a CPU. The interpreter must be chosen before Triton is imported."""
     out = tmp_path_factory.mktemp("kernels") / "results.pt"
     program = [sys.executable, Path(__file__).parent / "logprob_kernel_runs.py", out]
     done = subprocess.run(program, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, timeout=4 * HANG_S)

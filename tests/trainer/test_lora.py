@@ -206,7 +206,7 @@ def test_every_target_is_adapted_and_nothing_else(results, folder):
 
 
 def logprobs(model: torch.nn.Module) -> np.ndarray:
-    """Of the trained positions of the ranks' batch at their temperature, by ``transformers``."""
+    """Log-probs of the trained positions of the ranks' batch at their temperature, by ``transformers``."""
     out = []
     for datum in make_batch(count=8, vocab_size=500, longest=30):
         ids = torch.from_numpy(datum.token_ids).long()[None]

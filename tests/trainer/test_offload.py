@@ -232,7 +232,7 @@ def test_copies_cross_the_borders_of_blocks(monkeypatch):
 
 
 def tensor_bytes() -> int:
-    """Of all tensors that the garbage collector knows."""
+    """Bytes of all tensors that the garbage collector knows."""
     storages = [made.untyped_storage() for made in gc.get_objects() if issubclass(type(made), torch.Tensor)]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 

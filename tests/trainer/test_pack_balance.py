@@ -18,7 +18,7 @@ def loads(partition, costs):
 
 
 def best_partition(costs, groups):
-    """Of all there are."""
+    """Best of all partitions."""
     return min(
         max(sum(c for c, g in zip(costs, chosen, strict=True) if g == group) for group in range(groups))
         for chosen in product(range(groups), repeat=len(costs))

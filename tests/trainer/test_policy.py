@@ -43,7 +43,7 @@ def parameters(policy):
 
 
 def gradients(policy, micro_batches, loss):
-    """What one `forward_backward` adds to the gradient buffers."""
+    """Gradients that one `forward_backward` adds to the buffers."""
     policy.forward_backward(micro_batches, loss)
     return {n: p.main_grad.clone() for n, p in policy.model_chunks[0].named_parameters()}
 

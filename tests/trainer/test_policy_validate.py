@@ -1,4 +1,4 @@
-"""What is refused before anything starts."""
+"""Settings that are refused before anything starts."""
 
 from __future__ import annotations
 

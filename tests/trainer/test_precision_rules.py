@@ -1,4 +1,4 @@
-"""What FP8 and the optimizer's variants ask of model, layout and machine."""
+"""Requirements of FP8 and of the optimizer's variants of model, layout and machine."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class Recorder:
 
 
 def recorded(policy: MegatronPolicy, data: list[Any]) -> list[np.ndarray]:
-    """What the policy's own routers choose for each sequence ``[T, layers, k]``."""
+    """Choices of the policy's own routers for each sequence ``[T, layers, k]``."""
     recorders = {}
     for layer in policy.model_chunks[0].decoder.layers:
         if isinstance(layer.mlp, MoELayer):

@@ -45,7 +45,7 @@ def train(source):
 
 
 def sent(folder, edit, ranks=2):
-    """What engines receive from two ranks."""
+    """Tensors that engines receive from two ranks."""
 
     def sender(comm):
         source = FolderSource(folder, comm.rank, comm.size)

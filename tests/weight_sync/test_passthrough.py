@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 
 class LanguageModel(FolderWeights):
-    """What Megatron holds of a model with vision."""
+    """Weights that Megatron holds of a model with vision."""
 
     def _tensors(self):
         passthrough = open_model(self.folder).passthrough

@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def groups():
-    """Of a world of one; `weight_fixtures` needs torch, which not every environment has."""
+    """Place of a world of one; `weight_fixtures` needs torch, which not every environment has."""
     from weight_fixtures import megatron_groups
 
     with megatron_groups():

@@ -67,7 +67,7 @@ def check(folder: Path, layout: ParallelConfig, tied: bool) -> None:
 
 
 def sent_by_shm(source: MegatronWeightSource, world: TorchCommunicator) -> dict[str, torch.Tensor]:
-    """What engines find in the memory, on rank 0."""
+    """Tensors that engines find in the memory, on rank 0."""
     sender = make_sender("shm", source, world, torch.device("cpu"), None)
     wanted = sender.prepare({})
     held = HeldMemory(**wanted) if world.rank == 0 else None
@@ -85,7 +85,7 @@ def sent_by_shm(source: MegatronWeightSource, world: TorchCommunicator) -> dict[
 
 
 def sent_by_disk(source: MegatronWeightSource, world: TorchCommunicator, path: Path) -> dict[str, torch.Tensor]:
-    """What engines find in the folder, on rank 0."""
+    """Tensors that engines find in the folder, on rank 0."""
     sender = make_sender("disk", source, world, torch.device("cpu"), None)
     sender.send(7, {"path": str(path)}, NO_OUTBOX)
     return {name: tensor for file in sorted(path.glob("*.safetensors")) for name, tensor in load_file(file).items()}

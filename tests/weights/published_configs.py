@@ -200,7 +200,7 @@ _SAVED_WHOLE = {
     "pad_token_id": 2,
     "dtype": "bfloat16",
 }
-"""What older releases of transformers write into the part of a file that describes a part of a model."""
+"""Fields that older releases of transformers write into the part of a file that describes a part of a model."""
 
 
 def _kimi_k25() -> Config:

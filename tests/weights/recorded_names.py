@@ -1,4 +1,4 @@
-"""What the releases of Megatron-Core call their weights: ``tools/megatron_names.py`` as a module.
+"""Names of weights in the releases of Megatron-Core: ``tools/megatron_names.py`` as a module.
 
 ``megatron_names.read("0.16.1")["qwen3", "te"].tensors`` are the tensors of a checkpoint, and so on.
 """

@@ -34,7 +34,7 @@ def checkpoint(names):
 
 
 def differences(one, other):
-    """What is in one of two mappings only, or not the same in both."""
+    """Entries that are in one of two mappings only, or differ."""
     return {key for key in one.keys() | other.keys() if one.get(key) != other.get(key)}
 
 
@@ -119,7 +119,7 @@ def test_grouped_and_single_experts_make_the_same_checkpoint(version):
 
 
 def other_name(key, model):
-    """What Transformer Engine's layers call a tensor of the local layers' checkpoint."""
+    """Name in Transformer Engine's layers of a tensor of the local layers' checkpoint."""
     expert_layer = ".layers.0." not in key or key.startswith("mtp.") or model.startswith("qwen3_moe")
     if model in MLA:
         key = re.sub(r"self_attention\.(q|kv)_layernorm\.", r"self_attention.linear_\1_up_proj.layer_norm_", key)

@@ -1,4 +1,4 @@
-"""What an OpenAI-compatible endpoint answers: status, headers, body; and the next request, which says it again.
+"""Answers of an OpenAI-compatible endpoint: status, headers, body; and the next request, which says it again.
 
 The first request holds what environments and task files gave.
 """

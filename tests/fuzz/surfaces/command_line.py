@@ -54,7 +54,7 @@ def seeds() -> list[Any]:
 
 @cache
 def _files() -> TemporaryDirectory[str]:
-    """What the arguments name."""
+    """Files and keys that the arguments name."""
     place = TemporaryDirectory(prefix="fuzz-files-")
     root = Path(place.name)
     models.written(root / "hf", models.folder("qwen3"))

@@ -43,7 +43,7 @@ def check(tree: Any, folder: Path) -> bool:
 
 @cache
 def names_of_sections() -> tuple[str, ...]:
-    """What a sentence about a configuration may name."""
+    """Names that a sentence about a configuration may contain."""
     return tuple(sorted({leaf.name.partition(".")[0] for leaf in keys.leaves()}))
 
 

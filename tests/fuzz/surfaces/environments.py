@@ -1,4 +1,4 @@
-"""What an environment's server replies: observations, tools, schemas, content blocks, rewards; and images."""
+"""Replies of an environment's server: observations, tools, schemas, content blocks, rewards; and images."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ async def _read(data: bytes) -> bool:
 
 
 class _Complaints:
-    """What an event loop would print of tasks that nobody waits for."""
+    """Errors that an event loop would print for tasks that nobody awaits."""
 
     def __init__(self) -> None:
         self.found: list[BaseException] = []
@@ -154,7 +154,7 @@ async def _listened(data: bytes) -> bool:
 
 
 class _Writer:
-    """Of a connection whose peer only sends."""
+    """Writer of a connection whose peer only sends."""
 
     def write(self, data: bytes) -> None: ...
 

@@ -1,4 +1,4 @@
-"""What a policy writes, in each syntax of tool calls, and what an endpoint's message says."""
+"""Texts of a policy in each syntax of tool calls, and messages of an endpoint."""
 
 from __future__ import annotations
 

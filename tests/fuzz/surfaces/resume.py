@@ -19,7 +19,7 @@ from megatron_fleet.telemetry.summary import write_summary
 from megatron_fleet.telemetry.trajectories import TrajectoryLog
 
 STEP = 1
-"""Of the checkpoint that the run resumes from."""
+"""Step of the checkpoint that the run resumes from."""
 DUMP = "dumped_evals/global_step_2_evals/all.jsonl"
 
 

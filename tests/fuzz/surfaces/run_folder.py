@@ -49,7 +49,7 @@ def check(tree: Any, folder: Path) -> bool:
 
 
 def _check_data(page: str) -> None:
-    """What the page's script reads is JSON, which JavaScript takes."""
+    """The data of the page's script is JSON that JavaScript accepts."""
 
     def refuse(name: str) -> None:
         raise AssertionError(f"{name} is in the page's data")

@@ -1,4 +1,4 @@
-"""What we write, torch's loader and Megatron's read back; what Megatron writes, we read."""
+"""torch's loader and Megatron's read back what we write, and we read what Megatron writes."""
 
 from __future__ import annotations
 

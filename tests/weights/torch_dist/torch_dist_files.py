@@ -116,7 +116,7 @@ def save_with_ours(
 
 
 def reader(folder: Path) -> tuple[index.Read, dict[str, int]]:
-    """What the index reads through: local files."""
+    """Reader of local files for the index."""
 
     def read(name: str, offset: int, length: int | None) -> bytes:
         with (folder / name).open("rb") as f:
