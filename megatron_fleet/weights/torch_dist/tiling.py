@@ -22,8 +22,9 @@ class Box(Protocol):
 def tiling_fault(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
     """Reason why ``boxes`` do not cover every element of ``shape`` exactly once; ``None`` if they do.
 
-    Boxes inside the shape whose volumes add up to its volume tile it exactly if no two overlap. On a grid, the usual
-    case, this takes linear time; otherwise the boxes are compared along a sweep.
+    Boxes inside the shape whose volumes add up to its volume tile it exactly if no two overlap. Where their intervals
+    along an axis are equal or disjoint, only boxes of one interval are looked at further, which takes linear time on a
+    grid; what remains is compared along a sweep.
     """
     volume = 0
     for box in boxes:
@@ -34,51 +35,62 @@ def tiling_fault(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
                 return f"the chunk at {list(box.offsets)} of size {list(box.sizes)} lies outside shape {list(shape)}"
         volume += prod(box.sizes)
     filled = [box for box in boxes if 0 not in box.sizes]
-    if not _on_grid(filled) and (fault := _sweep(filled)) is not None:
+    if (fault := _Overlap().find(filled, range(len(shape)))) is not None:
         return fault
     if volume != prod(shape):
         return f"its chunks hold {volume} of {prod(shape)} elements"
     return None
 
 
-def _on_grid(boxes: Sequence[Box]) -> bool:
-    """Whether the boxes are distinct cells of one grid of disjoint intervals per axis."""
-    if len({box.offsets for box in boxes}) < len(boxes):
-        return False
-    for axis in range(len(boxes[0].offsets) if boxes else 0):
-        ends: dict[int, int] = {}
-        for box in boxes:
+class _Overlap:
+    """Search for two boxes that overlap. Limits the comparisons in all."""
+
+    def __init__(self) -> None:
+        self._left = _MOST_COMPARISONS
+
+    def find(self, boxes: Sequence[Box], axes: Sequence[int]) -> str | None:
+        """Fault of boxes that are equal along every axis but ``axes``; ``None`` if none overlap."""
+        if len(boxes) < 2:
+            return None
+        for axis in axes:
+            groups = _groups(boxes, axis)
+            if groups is not None:
+                others = [other for other in axes if other != axis]
+                return next((fault for group in groups if (fault := self.find(group, others)) is not None), None)
+        return self._sweep(boxes, axes)
+
+    def _sweep(self, boxes: Sequence[Box], axes: Sequence[int]) -> str | None:
+        """The first overlap found in a sweep along the axis with the most distinct starts."""
+        if not axes:
+            return "its chunks overlap"
+        axis = max(axes, key=lambda a: len({box.offsets[a] for box in boxes}))
+        open_boxes: list[Box] = []
+        for box in sorted(boxes, key=lambda b: b.offsets[axis]):
             start = box.offsets[axis]
-            end = start + box.sizes[axis]
-            if ends.setdefault(start, end) != end:
-                return False
-        previous = 0
-        for start in sorted(ends):
-            if start < previous:
-                return False
-            previous = ends[start]
-    return True
+            open_boxes = [other for other in open_boxes if other.offsets[axis] + other.sizes[axis] > start]
+            self._left -= len(open_boxes)
+            if self._left < 0:
+                return "its chunks are laid out too irregularly to check"
+            for other in open_boxes:
+                if all(
+                    box.offsets[a] < other.offsets[a] + other.sizes[a]
+                    and other.offsets[a] < box.offsets[a] + box.sizes[a]
+                    for a in axes
+                ):
+                    return f"its chunks at {list(other.offsets)} and {list(box.offsets)} overlap"
+            open_boxes.append(box)
+        return None
 
 
-def _sweep(boxes: Sequence[Box]) -> str | None:
-    """The first overlap found in a sweep along the axis with the most distinct starts."""
-    rank = len(boxes[0].offsets)
-    if not rank:
-        return "its chunks overlap"
-    axis = max(range(rank), key=lambda a: len({box.offsets[a] for box in boxes}))
-    left = _MOST_COMPARISONS
-    open_boxes: list[Box] = []
-    for box in sorted(boxes, key=lambda b: b.offsets[axis]):
-        start = box.offsets[axis]
-        open_boxes = [other for other in open_boxes if other.offsets[axis] + other.sizes[axis] > start]
-        left -= len(open_boxes)
-        if left < 0:
-            return f"its {len(boxes)} chunks are laid out too irregularly to check"
-        for other in open_boxes:
-            if all(
-                a < b + m and b < a + n
-                for a, n, b, m in zip(box.offsets, box.sizes, other.offsets, other.sizes, strict=True)
-            ):
-                return f"its chunks at {list(other.offsets)} and {list(box.offsets)} overlap"
-        open_boxes.append(box)
-    return None
+def _groups(boxes: Sequence[Box], axis: int) -> list[list[Box]] | None:
+    """Boxes by their interval along an axis; ``None`` if two intervals overlap without being equal."""
+    groups: dict[int, list[Box]] = {}
+    for box in boxes:
+        groups.setdefault(box.offsets[axis], []).append(box)
+    previous = 0
+    for start in sorted(groups):
+        first, *others = groups[start]
+        if start < previous or any(box.sizes[axis] != first.sizes[axis] for box in others):
+            return None
+        previous = start + first.sizes[axis]
+    return list(groups.values())

@@ -289,6 +289,19 @@ def test_tiling():
     assert tiling_fault((4,), boxes(((0,), (0,)), ((0,), (4,)))) is None
 
 
+def test_tiling_of_many_matrices_one_of_which_is_cut_in_the_middle_of_rows():
+    """As optimizer state lies in a checkpoint of a mixture of experts, far more than could be compared in pairs."""
+    cut = [((0, 0), (1, 4)), ((1, 0), (1, 3)), ((1, 3), (1, 1)), ((2, 0), (2, 4))]
+    parts = [
+        ((layer, expert, *offsets), (1, 1, *sizes))
+        for layer in range(60)
+        for expert in range(384)
+        for offsets, sizes in (cut if (layer, expert) == (7, 9) else [((0, 0), (2, 4)), ((2, 0), (2, 4))])
+    ]
+    assert tiling_fault((60, 384, 4, 4), boxes(*parts)) is None
+    assert "overlap" in tiling_fault((60, 384, 4, 4), boxes(*parts, ((7, 9, 1, 2), (1, 1, 1, 1))))
+
+
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_tiling_agrees_with_counting(data):
