@@ -16,7 +16,7 @@ from megatron_fleet.storage.folder import Folder, aligned_buffer
 from megatron_fleet.weights.floats import FLOATS, cast, numpy_type, widest
 from megatron_fleet.weights.hf_folder import INDEX, ITEM_BYTES, SINGLE, as_folder
 from megatron_fleet.weights.mapping import Interval, Matrix, Piece, WeightTable, stack_key
-from megatron_fleet.weights.torch_dist.container import HEAD_BYTES, data_span
+from megatron_fleet.weights.torch_dist.container import HEAD_BYTES, data_start
 from megatron_fleet.weights.torch_dist.folder import locate
 from megatron_fleet.weights.torch_dist.index import CheckpointIndex, Chunk, ChunkedTensor, read_index
 
@@ -241,21 +241,10 @@ class CheckpointReader:
             where = f"{self._folder.url}/{name}"
             head = bytearray(min(HEAD_BYTES, chunk.length))
             self._folder.read_into(name, chunk.offset, memoryview(head))
-            span = data_span(bytes(head), chunk.length, where)
-            if span.dtype != dtype or _long_axes(span.shape) != _long_axes(chunk.sizes):
-                raise UserError(
-                    f"{where}: holds {span.dtype} {list(span.shape)} at byte {chunk.offset}, where .metadata promises "
-                    f"{dtype} {list(chunk.sizes)}; save or copy the checkpoint again."
-                )
-            self._starts[chunk] = chunk.offset + span.offset
+            self._starts[chunk] = data_start(bytes(head), chunk, dtype, where)
         return self._starts[chunk]
 
     def _buffer(self, name: str, nbytes: int) -> memoryview:
         if len(self._buffers.get(name, b"")) < nbytes:
             self._buffers[name] = aligned_buffer(nbytes)
         return self._buffers[name][:nbytes]
-
-
-def _long_axes(shape: tuple[int, ...]) -> list[int]:
-    """A shape without axes of length 1, which writers prepend for layers and experts."""
-    return [n for n in shape if n != 1]

@@ -11,6 +11,7 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.weights.torch_dist import archive
 from megatron_fleet.weights.torch_dist import pickle_writer as emit
 from megatron_fleet.weights.torch_dist.dtypes import BY_STORAGE, BY_TORCH_NAME, DTYPES, Dtype
+from megatron_fleet.weights.torch_dist.index import Chunk
 from megatron_fleet.weights.torch_dist.pickle_reader import Opaque, unpickle
 
 HEAD_BYTES = 4096
@@ -83,6 +84,31 @@ def data_span(head: bytes, length: int, where: str) -> ByteRange:
         return _data_span(head, length)
     except ValueError as e:
         raise UserError(f"{where}: {e}; save the checkpoint again with Megatron's torch_dist format.") from None
+
+
+def data_start(head: bytes, chunk: Chunk, dtype: str, where: str) -> int:
+    """Offset in its file of the data of a chunk that ``.metadata`` describes.
+
+    Args:
+        head: as for `data_span`.
+        dtype: of the tensor, as ``.metadata`` has it.
+        where: the file, for messages.
+
+    Raises:
+        UserError: the file holds something else there.
+    """
+    span = data_span(head, chunk.length, where)
+    if span.dtype != dtype or _long_axes(span.shape) != _long_axes(chunk.sizes):
+        raise UserError(
+            f"{where}: holds {span.dtype} {list(span.shape)} at byte {chunk.offset}, where .metadata promises {dtype} "
+            f"{list(chunk.sizes)}; save or copy the checkpoint again."
+        )
+    return chunk.offset + span.offset
+
+
+def _long_axes(shape: tuple[int, ...]) -> list[int]:
+    """A shape without axes of length 1, which writers prepend for layers and experts."""
+    return [n for n in shape if n != 1]
 
 
 def _data_span(head: bytes, length: int) -> ByteRange:
