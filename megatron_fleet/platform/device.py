@@ -33,3 +33,10 @@ def prepare(threads: int, seed: int) -> torch.device:
         torch.cuda.set_device(where)
         torch.cuda.manual_seed(seed)
     return where
+
+
+def to_device(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:
+    """Copy a CPU tensor to a device without waiting for the work that is queued there."""
+    if where.type != "cuda":
+        return tensor.to(where)
+    return tensor.pin_memory().to(where, non_blocking=True)

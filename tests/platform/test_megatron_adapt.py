@@ -65,6 +65,7 @@ def test_what_is_adapted_follows_the_host(monkeypatch):
     transformer, router = "megatron.core.transformer", "megatron.core.transformer.moe.router"
     hybrid = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer"
     everywhere = {router, hybrid, "megatron.core.optimizer.distrib_optimizer"}
+    everywhere |= {"megatron.core.models.common.embeddings.rope_utils"}
     modules = everywhere | {f"{transformer}.moe.moe_utils", f"{transformer}.multi_latent_attention"}
     modules |= {"megatron.core.tensor_parallel.random"}
     optimizer = {f"megatron.core.optimizer{part}" for part in ("", ".optimizer_config")}
@@ -151,6 +152,42 @@ def test_norm_and_its_gradients(shape, center):
     low = _RMSNorm.apply(x.bfloat16(), weight.bfloat16(), 1e-3, center)
     assert low.dtype == torch.bfloat16
     torch.testing.assert_close(low.float(), expected, rtol=0.03, atol=0.03)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "centered", "is_cuda", "fused"),
+    [
+        (torch.bfloat16, False, True, True),
+        (torch.bfloat16, False, False, False),
+        (torch.bfloat16, True, True, False),
+        (torch.float32, False, True, False),
+    ],
+)
+def test_on_cuda_the_norm_is_pytorchs_kernel_where_that_is_exact(dtype, centered, is_cuda, fused):
+    from megatron_fleet.platform.megatron.layers import RMSNorm
+
+    config = {"params_dtype": torch.bfloat16, "sequence_parallel": False, "layernorm_zero_centered_gamma": centered}
+    norm = RMSNorm(SimpleNamespace(**config), 12)
+    assert norm._has_kernel(SimpleNamespace(dtype=dtype, is_cuda=is_cuda)) is fused
+
+
+def test_both_norms_agree(monkeypatch):
+    from megatron_fleet.platform.megatron.layers import RMSNorm
+
+    config = {"params_dtype": torch.bfloat16, "sequence_parallel": False, "layernorm_zero_centered_gamma": False}
+    norm = RMSNorm(SimpleNamespace(**config), 64, eps=1e-5)
+    torch.manual_seed(0)
+    torch.nn.init.normal_(norm.weight)
+    x, factor = torch.randn(2, 9, 64).bfloat16().unbind()
+    x.requires_grad_()
+    results = []
+    for fused in (False, True):
+        monkeypatch.setattr(RMSNorm, "_has_kernel", lambda *_, fused=fused: fused)
+        out = norm(x)
+        results.append((out, *torch.autograd.grad((out * factor).sum(), (x, norm.weight))))
+    for ours, theirs in zip(*results, strict=True):
+        assert theirs.dtype == torch.bfloat16
+        torch.testing.assert_close(theirs, ours, rtol=0.02, atol=0.02)
 
 
 def test_swiglu_and_its_gradient():

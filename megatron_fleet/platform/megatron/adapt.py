@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megatron_fleet.platform.megatron import patches
+from megatron_fleet.platform.megatron import patches, rotary
 
 _PACKAGE = "megatron.core"
 _FACTORIES = (
@@ -189,10 +189,12 @@ def _patch_language_module(module: Any) -> None:
 
 
 def _patch_rotary(module: Any) -> None:
+    rotary.patch_packed_rotary(module)
     module.get_pos_emb_on_this_cp_rank = _answered(module.get_pos_emb_on_this_cp_rank)
 
 
 _EVERYWHERE: dict[str, Callable[[Any], None]] = {
+    "megatron.core.models.common.embeddings.rope_utils": rotary.patch_packed_rotary,
     "megatron.core.optimizer.distrib_optimizer": patches.patch_distributed_optimizer,
     "megatron.core.transformer.moe.router": patches.patch_router,
     "megatron.core.optimizer.cpu_offloading.hybrid_optimizer": patches.patch_hybrid_optimizer,

@@ -1,4 +1,4 @@
-"""A packed micro-batch over context-parallel ranks, and causal attention over it for hosts without Transformer Engine.
+"""A packed micro-batch over context-parallel ranks, and causal attention over it without Transformer Engine.
 
 Every sequence is cut into 2 × ranks parts; rank r gets part r and its mirror image, part 2 × ranks − 1 − r. Under a
 causal mask this balances the number of attended keys over the ranks. Transformer Engine uses the same layout.
@@ -6,9 +6,8 @@ causal mask this balances the number of attended keys over the ranks. Transforme
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,30 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import nn
+from torch.nn.attention.bias import causal_lower_right
 
-Attend = Callable[..., torch.Tensor]
+from megatron_fleet.platform.device import to_device
+
+_WIDEST_HEAD = 256
+"""Values of a head that flash attention takes at most; their number must be a multiple of 8."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionParts:
+    """Stretches of a rank's queries, each with the keys that its last query attends to: all up to that one.
+
+    Attributes:
+        queries, keys: tokens of each stretch.
+        query_ends, key_ends: int32 ``[N + 1]`` on the device, 0 and where each stretch ends.
+        rows: int64 ``[sum of keys]`` on the device, where these keys are among those gathered over the ranks; ``None``
+            with one rank, whose own keys they are.
+    """
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    query_ends: torch.Tensor
+    key_ends: torch.Tensor
+    rows: torch.Tensor | None
 
 
 @dataclass
@@ -30,11 +51,13 @@ class MicroBatchParams(PackedSeqParams):
         lengths: tokens of each sequence, in order, over all context-parallel ranks.
         filler: tokens after them that belong to no sequence.
         routing: layer number → experts ``[n, k]`` to replay (`trainer.megatron.routing`); ``None``: routers choose.
+        parts: attention's stretches, made by its first layer for all.
     """
 
     lengths: tuple[int, ...] = ()
     filler: int = 0
     routing: Mapping[int, torch.Tensor] | None = None
+    parts: AttentionParts | None = field(default=None, repr=False)
 
 
 def local_parts(lengths: Sequence[int], ranks: int, rank: int) -> list[tuple[int, int, int]]:
@@ -63,6 +86,26 @@ def local_tokens(lengths: Sequence[int], ranks: int, rank: int) -> np.ndarray:
     return np.concatenate(pieces) if pieces else np.zeros(0, np.int64)
 
 
+def attention_parts(params: MicroBatchParams, ranks: int, rank: int, device: torch.device) -> AttentionParts:
+    """Stretches of a context-parallel rank's tokens, filler left out."""
+    if ranks == 1:
+        ends = to_device(torch.tensor([0, *params.lengths]).cumsum(0).int(), device)
+        return AttentionParts(params.lengths, params.lengths, ends, ends, None)
+    pieces = [*params.lengths, *([params.filler] if params.filler else [])]
+    gathered = np.argsort(np.concatenate([local_tokens(pieces, ranks, r) for r in range(ranks)]))
+    parts = local_parts(params.lengths, ranks, rank)
+    queries, keys = tuple(end - first for _, first, end in parts), tuple(end - start for start, _, end in parts)
+    rows = np.concatenate([gathered[start:end] for start, _, end in parts]) if parts else np.zeros(0, np.int64)
+    query_ends, key_ends = (torch.tensor([0, *sizes]).cumsum(0).int() for sizes in (queries, keys))
+    return AttentionParts(
+        queries,
+        keys,
+        to_device(query_ends, device),
+        to_device(key_ends, device),
+        to_device(torch.from_numpy(rows), device),
+    )
+
+
 class PackedAttention(nn.Module):
     """Core attention through PyTorch's kernels: causal, and each sequence attends to itself alone.
 
@@ -88,39 +131,75 @@ class PackedAttention(nn.Module):
 
         With context parallelism ``P`` counts this rank's tokens, in the layout of `local_parts`.
         """
-        attend = partial(F.scaled_dot_product_attention, scale=self.scale, enable_gqa=query.shape[1] != key.shape[1])
-        if self.ranks == 1:
-            out = self._whole(query, key, value, packed_seq_params, attend)
-        else:
-            out = self._split(query, key, value, packed_seq_params, attend)
-        out.append(query.new_zeros(1, query.shape[1], packed_seq_params.filler // self.ranks, value.shape[2]))
-        return torch.cat(out, dim=2)[0].transpose(0, 1).reshape(query.shape[0], -1)
+        group = parallel_state.get_context_parallel_group() if self.ranks > 1 else None
+        if packed_seq_params.parts is None:
+            rank = group.rank() if group is not None else 0
+            packed_seq_params.parts = attention_parts(packed_seq_params, self.ranks, rank, query.device)
+        parts = packed_seq_params.parts
+        real = sum(parts.queries)
+        filler = query.new_zeros(len(query) - real, query.shape[1], value.shape[2])
+        out = [filler]
+        if real:
+            if parts.rows is None:
+                key, value = key[:real], value[:real]
+            else:
+                # Queries stay; keys and values are gathered, and their gradients summed in the backward pass.
+                both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=2), group=group)
+                key, value = both.index_select(0, parts.rows).split([key.shape[2], value.shape[2]], dim=2)
+            attend = attend_in_one_call if _takes_all_at_once(query, value) else attend_one_by_one
+            out = [attend(query[:real], key, value, parts, self.scale), filler]
+        return torch.cat(out).flatten(1)
 
-    def _whole(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: MicroBatchParams, attend: Attend
-    ) -> list[torch.Tensor]:
-        sizes = [*params.lengths, params.filler]
-        q, k, v = (x.transpose(0, 1).split(sizes, dim=1) for x in (query, key, value))
-        return [
-            attend(a[None], b[None], c[None], is_causal=True) for a, b, c in zip(q[:-1], k[:-1], v[:-1], strict=True)
-        ]
 
-    def _split(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: MicroBatchParams, attend: Attend
-    ) -> list[torch.Tensor]:
-        """Attend with context parallelism: queries stay local, keys and values are all-gathered (their gradients are
-        summed in the backward pass).
-        """
-        group, ranks = parallel_state.get_context_parallel_group(), self.ranks
-        both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=2), group=group)
-        pieces = [*params.lengths, *([params.filler] if params.filler else [])]
-        order = np.concatenate([local_tokens(pieces, ranks, r) for r in range(ranks)])
-        both = both.index_select(0, torch.from_numpy(np.argsort(order)).to(both.device)).transpose(0, 1)
-        k, v = both.split([key.shape[2], value.shape[2]], dim=2)
-        q, out, at = query.transpose(0, 1), [], 0
-        for start, first, end in local_parts(params.lengths, ranks, group.rank()):
-            mask = torch.ones(end - first, end - start, dtype=torch.bool, device=q.device).tril(first - start)
-            here = slice(at, at + end - first)
-            out.append(attend(q[None, :, here], k[None, :, start:end], v[None, :, start:end], attn_mask=mask))
-            at += end - first
-        return out
+def _takes_all_at_once(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether flash attention for sequences of different lengths takes these tensors."""
+    width = query.shape[2]
+    fits = width % 8 == 0 and value.shape[2] <= width <= _WIDEST_HEAD
+    return query.is_cuda and fits and query.dtype in (torch.bfloat16, torch.float16)
+
+
+def attend_in_one_call(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, parts: AttentionParts, scale: float | None
+) -> torch.Tensor:
+    """Attention ``[queries, heads, v]`` of all stretches in one kernel.
+
+    Flash attention aligns its causal mask with the ends of queries and keys (since version 2.1), which is what the
+    stretches of context-parallel ranks need.
+    """
+    from torch.nn.attention.varlen import varlen_attn  # imports torch's compiler, seconds that a CPU would waste
+
+    width = value.shape[2]
+    if width < query.shape[2]:
+        value = F.pad(value, (0, query.shape[2] - width))
+    out = varlen_attn(
+        query,
+        key,
+        value,
+        parts.query_ends,
+        parts.key_ends,
+        max(parts.queries),
+        max(parts.keys),
+        scale=scale,
+        window_size=(-1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return out[..., :width]
+
+
+def attend_one_by_one(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, parts: AttentionParts, scale: float | None
+) -> torch.Tensor:
+    """Attention ``[queries, heads, v]``, one call for each stretch."""
+    out = []
+    pieces = (
+        x.transpose(0, 1)[None].split(list(sizes), dim=2)
+        for x, sizes in ((query, parts.queries), (key, parts.keys), (value, parts.keys))
+    )
+    for q, k, v in zip(*pieces, strict=True):
+        same = q.shape[2] == k.shape[2]
+        mask = None if same else causal_lower_right(q.shape[2], k.shape[2])
+        grouped = q.shape[1] != k.shape[1]
+        out.append(
+            F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=same, scale=scale, enable_gqa=grouped)
+        )
+    return torch.cat(out, dim=2)[0].transpose(0, 1)

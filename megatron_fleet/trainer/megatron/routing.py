@@ -29,6 +29,7 @@ from torch import nn
 
 from megatron_fleet.config.schema import RouterConfig
 from megatron_fleet.platform.communicator import TorchCommunicator
+from megatron_fleet.platform.device import to_device
 from megatron_fleet.platform.megatron.spec import has_experts
 from megatron_fleet.trainer.packing.pack import PackedMicroBatch
 
@@ -191,7 +192,7 @@ def micro_batch_experts(
     if config.sequence_parallel:
         ranks = parallel_state.get_tensor_model_parallel_world_size()
         experts = experts.chunk(ranks, dim=1)[parallel_state.get_tensor_model_parallel_rank()]
-    return dict(zip(numbers, experts.contiguous().to(device), strict=True))
+    return dict(zip(numbers, to_device(experts.contiguous(), device), strict=True))
 
 
 def collect(chunks: Sequence[nn.Module], micro_batches: Sequence[PackedMicroBatch]) -> dict[str, float]:

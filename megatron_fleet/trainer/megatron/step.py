@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_fleet.algorithms.losses import LossFn, LossInputs
 from megatron_fleet.platform.communicator import TorchCommunicator
-from megatron_fleet.platform.device import device
+from megatron_fleet.platform.device import device, to_device
 from megatron_fleet.platform.megatron.attention import MicroBatchParams, local_tokens
 from megatron_fleet.trainer.megatron.model import LogprobQuery
 from megatron_fleet.trainer.megatron.routing import micro_batch_experts
@@ -37,7 +37,7 @@ def micro_batch_params(micro_batch: PackedMicroBatch, where: torch.device) -> Mi
     sequence attends to.
     """
     pieces = [*micro_batch.lengths, micro_batch.filler] if micro_batch.filler else list(micro_batch.lengths)
-    ends = torch.tensor([0, *pieces]).cumsum(0).to(where, torch.int32)
+    ends = to_device(torch.tensor([0, *pieces]).cumsum(0).int(), where)
     return MicroBatchParams(
         qkv_format="thd",
         cu_seqlens_q=ends,
@@ -82,7 +82,7 @@ def loss_inputs(micro_batch: PackedMicroBatch, outputs: Outputs) -> LossInputs:
     """Loss inputs of a micro-batch from its fields and ``outputs``, on the device of the latter."""
     where = outputs[0].device
     optional = {
-        name: None if field is None else field.to(where)
+        name: None if field is None else to_device(field, where)
         for name, field in (
             ("proximal", micro_batch.proximal),
             ("reference", micro_batch.reference),
@@ -92,10 +92,10 @@ def loss_inputs(micro_batch: PackedMicroBatch, outputs: Outputs) -> LossInputs:
     return LossInputs(
         logprobs=outputs[0],
         entropy=outputs[1],
-        loss_scale=micro_batch.loss_scale.to(where),
-        scaled_advantages=micro_batch.scaled_advantages.to(where),
-        behaviour=micro_batch.behaviour.to(where),
-        sequence=micro_batch.sequence.to(where),
+        loss_scale=to_device(micro_batch.loss_scale, where),
+        scaled_advantages=to_device(micro_batch.scaled_advantages, where),
+        behaviour=to_device(micro_batch.behaviour, where),
+        sequence=to_device(micro_batch.sequence, where),
         sequences=int(micro_batch.sequence[-1]) + 1 if len(micro_batch.sequence) else 0,
         **optional,
     )
@@ -145,18 +145,18 @@ def model_inputs(micro_batch: PackedMicroBatch, model: Any, settings: Settings, 
         tokens, position_ids, real = tokens[mine], position_ids[mine], real[mine]
     params.routing = micro_batch_experts(micro_batch, model, mine, where)
     return {
-        "input_ids": tokens[None].to(where),
-        "position_ids": position_ids[None].to(where),
+        "input_ids": to_device(tokens[None], where),
+        "position_ids": to_device(position_ids[None], where),
         "query": LogprobQuery(
-            positions=positions.to(where),
-            targets=micro_batch.targets[places].to(where),
-            places=places.to(where),
+            positions=to_device(positions, where),
+            targets=to_device(micro_batch.targets[places], where),
+            places=to_device(places, where),
             count=len(micro_batch.trained),
             temperature=settings.temperature,
             chunk=settings.chunk,
         ),
         "packed_seq_params": params,
-        "padding": ~real[None].to(where),
+        "padding": to_device(~real[None], where),
     }
 
 
@@ -165,7 +165,7 @@ def _three(
 ) -> tuple[torch.Tensor, torch.Tensor, Any]:
     """Loss in the schedule's form: it sums the token counts, but nothing is divided by them."""
     total, kept = finish(micro_batch, outputs)
-    return total, torch.tensor(0, dtype=torch.int32, device=total.device), kept
+    return total, torch.zeros((), dtype=torch.int32, device=total.device), kept
 
 
 def reduce_sums(per_micro_batch: Sequence[dict[str, torch.Tensor]], counts: dict[str, int]) -> dict[str, float]:

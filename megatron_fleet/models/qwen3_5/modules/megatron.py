@@ -15,6 +15,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import nn
 
 from megatron_fleet.models.qwen3_5.modules.delta_rule import kernels, unit_length
+from megatron_fleet.platform.device import to_device
 from megatron_fleet.platform.megatron.attention import MicroBatchParams, local_tokens
 from megatron_fleet.platform.megatron.spec import MixerLayer
 
@@ -77,8 +78,9 @@ class PackedGatedDeltaNet(GatedDeltaNet):
             pieces = [*lengths, *([packed_seq_params.filler] if packed_seq_params.filler else [])]
             order = [local_tokens(pieces, group.size(), rank) for rank in range(group.size())]
             packed = gather_from_sequence_parallel_region(packed, group=group)
-            packed = packed.index_select(0, torch.from_numpy(np.argsort(np.concatenate(order))).to(packed.device))
-            mine = torch.from_numpy(order[group.rank()]).to(packed.device)
+            places = torch.from_numpy(np.argsort(np.concatenate(order)))
+            packed = packed.index_select(0, to_device(places, packed.device))
+            mine = to_device(torch.from_numpy(order[group.rank()]), packed.device)
         keys, values, heads = (n // self.tp_size for n in (self.qk_dim, self.v_dim, self.num_value_heads))
         mixed, gate, b, a = packed.split([2 * keys + values, values, heads, heads], dim=-1)
         mixed = operators.convolve(mixed, self.conv1d.weight, lengths)
