@@ -20,6 +20,7 @@ MIB = 1 << 20
 NVIDIA_SMI_DEADLINE_S = 60.0
 """Without the persistence daemon, the first query on a host with eight devices takes about ten seconds."""
 _QUERY = "index,uuid,name,memory.total,mig.mode.current"
+_CAPABILITY = "compute_cap"
 _OUTSIDE = "192.0.2.1"
 """An unassigned address (RFC 5737), so that the route to it is the default route."""
 
@@ -168,6 +169,23 @@ def nvidia_devices(environ: Mapping[str, str]) -> tuple[Device, ...]:
     return tuple(device for device, _ in chosen)
 
 
+def compute_capability(environ: Mapping[str, str]) -> tuple[int, int] | None:
+    """Return the compute capability of this host's first GPU, (9, 0) for an H100, without starting CUDA in this process;
+    ``None`` without a GPU or nvidia-smi.
+
+    Raises:
+        UserError: nvidia-smi fails.
+    """
+    program = shutil.which("nvidia-smi", path=environ.get("PATH"))
+    lines = _ask(program, environ, _CAPABILITY).split() if program else []
+    if not lines:
+        return None
+    major, _, minor = lines[0].partition(".")
+    if not (major.isdigit() and minor.isdigit()):
+        raise _failed(f"it answered {lines[0]!r} to --query-gpu={_CAPABILITY}")
+    return int(major), int(minor)
+
+
 def host_address(environ: Mapping[str, str], alone: bool = True) -> str:
     """Return the address at which other hosts reach this one: MFLEET_HOST_ADDRESS, else that of the default route.
 
@@ -198,9 +216,9 @@ def host_address(environ: Mapping[str, str], alone: bool = True) -> str:
         return str(probe.getsockname()[0])
 
 
-def _ask(program: str, environ: Mapping[str, str]) -> str:
+def _ask(program: str, environ: Mapping[str, str], query: str = _QUERY) -> str:
     """Query nvidia-smi; returns one line per GPU, none without a GPU."""
-    command = [program, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
+    command = [program, f"--query-gpu={query}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(
             command,

@@ -4,6 +4,7 @@ torch by itself.
 
 from __future__ import annotations
 
+import importlib
 import re
 from dataclasses import dataclass
 from importlib import metadata
@@ -101,21 +102,25 @@ class Machine:
     Attributes:
         capability: of the CUDA device, (9, 0) for an H100; ``None`` without one.
         cuda: version that torch was built for.
-        engine: version of Transformer Engine; ``None`` where it is not installed.
+        engine: version of Transformer Engine; ``None`` where it cannot be used.
+        engine_fault: why it cannot.
     """
 
     capability: tuple[int, int] | None = None
     cuda: tuple[int, ...] = ()
     engine: tuple[int, ...] | None = None
+    engine_fault: str = "it is not installed"
 
 
 def machine_problem(config: Config, machine: Machine) -> str | None:
     """Reason why this machine cannot train with ``config``, with advice; ``None`` when it can."""
     recipe = config.precision.recipe
-    if "moe_act" in config.policy.recompute and machine.engine is None:
+    fault = "policy.kernels=torch leaves it out" if config.policy.kernels == "torch" else machine.engine_fault
+    engine = None if config.policy.kernels == "torch" else machine.engine
+    if "moe_act" in config.policy.recompute and engine is None:
         return (
-            "policy.recompute names moe_act, which needs the grouped experts of Transformer Engine, and it is not "
-            "installed; remove moe_act or name moe."
+            f"policy.recompute names moe_act, which needs the grouped experts of Transformer Engine, and {fault}; "
+            f"remove moe_act or name moe."
         )
     if config.precision.fp8:
         asked, oldest = f"precision.recipe={recipe}", _OLDEST_ENGINE[recipe]
@@ -133,10 +138,15 @@ def machine_problem(config: Config, machine: Machine) -> str | None:
             )
     elif config.policy.optimizer.moments != "float32" and machine.capability is not None:
         asked, oldest = f"policy.optimizer.moments={config.policy.optimizer.moments}", _PRECISION_AWARE_ENGINE
-    else:
+    elif machine.capability is None or engine is not None or config.policy.kernels == "torch":
         return None
-    if machine.engine is None or machine.engine < oldest:
-        here = "it is not installed" if machine.engine is None else f"here is {_dotted(machine.engine)}"
+    else:
+        return (
+            f"policy.kernels=auto needs Transformer Engine on a CUDA device, and {fault}; install it (./setup.sh "
+            f"--gpu), or set policy.kernels=torch for PyTorch's own kernels, which are slower and without FP8."
+        )
+    if engine is None or engine < oldest:
+        here = fault if engine is None else f"here is {_dotted(engine)}"
         return f"{asked} needs Transformer Engine {_dotted(oldest)} or newer, and {here}; install it or change the key."
     return None
 
@@ -151,18 +161,28 @@ def this_machine() -> Machine:
         engine = None
     if not torch.cuda.is_available():
         return Machine(engine=engine)
-    return Machine(torch.cuda.get_device_capability(), _numbers(torch.version.cuda or ""), engine)
+    device = torch.cuda.get_device_capability(), _numbers(torch.version.cuda or "")
+    if engine is not None and (fault := _import_fault()):
+        return Machine(*device, None, fault)
+    return Machine(*device, engine)
+
+
+def _import_fault() -> str | None:
+    """Reason why the installed Transformer Engine does not work, such as a missing part that is compiled for torch."""
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        return f"importing it failed: {first}"
+    return None
 
 
 def check_machine(config: Config) -> None:
-    """Refuse a precision or a recompute that cannot run here. Imports torch only if there is something to check.
+    """Refuse a configuration that cannot run here.
 
     Raises:
         UserError: the device, CUDA or Transformer Engine that it needs is missing.
     """
-    ordinary = config.policy.optimizer.moments == "float32" and "moe_act" not in config.policy.recompute
-    if ordinary and not config.precision.fp8:
-        return
     if problem := machine_problem(config, this_machine()):
         raise UserError(problem)
 

@@ -28,8 +28,10 @@ from megatron_fleet.cluster.inventory import cuda_is_installed, nvidia_devices
 from megatron_fleet.cluster.launcher import write_output_to
 from megatron_fleet.cluster.rank_identity import controller_address, rank_identity
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.schema import Config
 from megatron_fleet.platform.processes import ONLY_OWNER
 from megatron_fleet.trainer.messages import OTHER, SYSTEM, USER, Identity, datum_from_plain
+from megatron_fleet.trainer.process import prepare_process
 
 if TYPE_CHECKING:
     from megatron_fleet.algorithms.datum import Datum
@@ -70,6 +72,7 @@ def main(environ: Mapping[str, str]) -> int:
         if not run["shared"]:
             os.umask(ONLY_OWNER)
         write_output_to(Path(run["out"], "logs", f"rank_{me.rank}.log"))
+    prepare_process(Config.model_validate_json(answer[1]))
     return RankServer(link, who, answer[1], here).serve()
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
+from megatron_fleet.trainer.process import prepare_process
 
 WARM_UP = 2
 """Untimed steps before the timed ones, in which memory is allocated and kernels are selected."""
@@ -28,7 +29,9 @@ def main(folder: Path) -> int:
     """Run the trial. A failure with a known reason is a result too."""
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
     try:
-        result, logprobs = measure(Config.model_validate(request["config"]), request["init"], request["repeats"])
+        config = Config.model_validate(request["config"])
+        prepare_process(config)
+        result, logprobs = measure(config, request["init"], request["repeats"])
         np.save(folder / "logprobs.npy", logprobs)
     except UserError as error:
         result = {"problem": str(error)}

@@ -23,17 +23,18 @@ from megatron_fleet.config.errors import UserError
 
 LINE = "{}, GPU-{}-aaaa, NVIDIA H100 80GB HBM3, 81559, {}"
 EIGHTY = 81559 << 20
+LISTED = "index,uuid,name,memory.total,mig.mode.current"
 
 
 @pytest.fixture
 def machine(tmp_path):
     """Installs an nvidia-smi that gives this answer and status; the environment that finds it."""
 
-    def make(answer: str, status: int = 0, **environ: str) -> dict[str, str]:
+    def make(answer: str, status: int = 0, query: str = LISTED, **environ: str) -> dict[str, str]:
         program = tmp_path / "nvidia-smi"
         script = f"import sys\nsys.stdout.write({answer!r})\n"
         # It is asked as the real one must be asked.
-        script += "assert sys.argv[1:] == ['--query-gpu=index,uuid,name,memory.total,mig.mode.current',"
+        script += f"assert sys.argv[1:] == ['--query-gpu={query}',"
         script += f" '--format=csv,noheader,nounits']\nsys.exit({status})\n"
         program.write_text(f"#!{sys.executable}\n{script}")
         program.chmod(0o755)
@@ -115,6 +116,19 @@ def test_a_broken_driver_is_no_machine_without_gpus(machine, answer, status, wor
         nvidia_devices(machine(answer, status))
     assert words in str(caught.value)
     assert "CUDA_VISIBLE_DEVICES" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"), [("9.0\n9.0\n", (9, 0)), ("12.1\n", (12, 1)), ("No devices were found\n", None)]
+)
+def test_the_compute_capability_is_the_first_gpus(machine, answer, expected):
+    assert inventory.compute_capability(machine(answer, query="compute_cap")) == expected
+
+
+def test_a_compute_capability_that_is_no_number_is_told(machine, tmp_path):
+    with pytest.raises(UserError, match=r"'\[N/A\]' to --query-gpu=compute_cap"):
+        inventory.compute_capability(machine("[N/A]\n", query="compute_cap"))
+    assert inventory.compute_capability({"PATH": str(tmp_path / "none")}) is None
 
 
 def test_a_driver_that_hangs_is_told(tmp_path, monkeypatch):

@@ -11,11 +11,12 @@ transformers = pytest.importorskip("transformers")
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
 from policy_fixtures import make_batch, make_config, write_config  # noqa: E402
 
 from megatron_fleet.algorithms.losses import make_loss, sft_loss  # noqa: E402
 from megatron_fleet.config.errors import UserError  # noqa: E402
-from megatron_fleet.config.schema import AlgorithmConfig, LoraConfig, ParallelConfig  # noqa: E402
+from megatron_fleet.config.schema import AlgorithmConfig, ClusterConfig, LoraConfig, ParallelConfig  # noqa: E402
 from megatron_fleet.trainer.megatron.policy import MegatronPolicy  # noqa: E402
 
 
@@ -24,18 +25,25 @@ def make_policy(tmp_path):
     """Builds policies one after the other: the process groups are per process."""
     alive = []
 
-    def make(init="random", folder=None, lora=0, **settings):
+    def make(init="random", folder=None, lora=0, collective_timeout_s=1800.0, **settings):
         while alive:
             alive.pop().close()
         folder = folder or write_config(tmp_path / "model")
         config = make_config(folder, **settings)
         config = config.model_copy(update={"policy": config.policy.model_copy(update={"lora": LoraConfig(rank=lora)})})
+        config = config.model_copy(update={"cluster": ClusterConfig(collective_timeout_s=collective_timeout_s)})
         alive.append(MegatronPolicy(config, init=init))
         return alive[-1]
 
     yield make
     while alive:
         alive.pop().close()
+
+
+def test_megatrons_groups_have_the_configured_time_limit(make_policy):
+    make_policy(collective_timeout_s=77.0)
+    group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    assert group._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 77
 
 
 def parameters(policy):

@@ -7,13 +7,14 @@ import subprocess
 import sys
 
 import pytest
-from policy_fixtures import write_config
+from policy_fixtures import make_config, write_config
 from tiny_configs import raw_config
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.schema import ParallelConfig, PrecisionConfig
+from megatron_fleet.config.schema import ParallelConfig, PolicyConfig, PrecisionConfig
 from megatron_fleet.trainer.validate import (
     layers_of_stages,
+    logprob_chunk,
     micro_batch_alignment,
     padded_vocab_size,
     sequence_alignment,
@@ -24,6 +25,13 @@ from megatron_fleet.trainer.validate import (
 @pytest.fixture
 def qwen3(tmp_path):
     return json.loads((write_config(tmp_path) / "config.json").read_text())
+
+
+def test_the_chunk_of_log_probs_follows_the_device(tmp_path):
+    policy = make_config(tmp_path).policy
+    by_device = policy.model_copy(update={"logprob_chunk": PolicyConfig.model_fields["logprob_chunk"].default})
+    assert [logprob_chunk(by_device, cuda) for cuda in (False, True)] == [1024, 4096]
+    assert [logprob_chunk(policy, cuda) for cuda in (False, True)] == [50, 50]
 
 
 def test_fitting_layout(qwen3):

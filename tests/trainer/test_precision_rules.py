@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+
 import pytest
 
 pytest.importorskip("hydra")
@@ -37,6 +40,14 @@ def configured(*overrides):
         (["precision.bf16_layers_at_end=1"], ["precision.bf16_layers_at_end=1", "no effect"]),
         (["precision.fp8_param_gather=true"], ["precision.fp8_param_gather=True", "no effect"]),
         (["precision=fp8_tensorwise"], ["precision.recipe=fp8_tensorwise", "model.dtype=bfloat16"]),
+        (
+            ["precision=fp8_tensorwise", "policy.kernels=torch", *BF16],
+            ["precision.recipe=fp8_tensorwise", "policy.kernels=torch", "policy.kernels=auto"],
+        ),
+        (
+            ["policy.recompute=[moe_act]", "policy.kernels=torch"],
+            ["policy.recompute=[moe_act]", "policy.kernels=torch"],
+        ),
         (["precision=fp8_delayed", "precision.bf16_layers_at_start=1", *BF16], ["bf16_layers_at_start=0"]),
         (["precision=fp8_blockwise", "precision.fp8_param_gather=true", *BF16], ["fp8_param_gather", "fp8_tensorwise"]),
         (
@@ -177,22 +188,57 @@ def test_recompute_of_expert_activations_needs_transformer_engine():
     assert machine_problem(configured("policy.recompute=[moe]"), Machine()) is None
 
 
-def test_this_machine_is_asked_only_when_something_depends_on_it(monkeypatch):
-    asked = []
-    monkeypatch.setattr(rules, "this_machine", lambda: asked.append(1) or Machine())
-    rules.check_machine(configured())
-    assert not asked
-    with pytest.raises(UserError, match="needs a CUDA device"):
-        rules.check_machine(configured("precision=fp8_delayed", *BF16))
-    with pytest.raises(UserError, match="moe_act"):
-        rules.check_machine(configured("policy.recompute=[moe_act]"))
-    assert len(asked) == 2
+@pytest.mark.parametrize(
+    ("overrides", "machine", "told"),
+    [
+        ([], Machine(), None),
+        ([], H100, None),
+        (
+            [],
+            Machine((9, 0), (13, 0), None),
+            "policy.kernels=auto needs Transformer Engine on a CUDA device, and it is",
+        ),
+        ([], Machine((9, 0), (13, 0), None, "importing it failed: no x"), "and importing it failed: no x; install it"),
+        (["policy.kernels=torch"], Machine((9, 0), (13, 0), None), None),
+        (["policy.kernels=torch"], H100, None),
+        (
+            ["policy.kernels=torch", "policy.optimizer.moments=bfloat16", "policy.optimizer.betas=[0.9,0.95]"],
+            H100,
+            "policy.optimizer.moments=bfloat16 needs Transformer Engine 2.1 or newer, and policy.kernels=torch leaves",
+        ),
+    ],
+)
+def test_on_cuda_transformer_engine_is_needed_unless_it_is_left_out(overrides, machine, told):
+    problem = machine_problem(configured(*overrides, *BF16), machine)
+    assert problem is None if told is None else problem and told in problem, problem
 
 
-def test_versions_are_read_as_numbers(monkeypatch):
+def test_the_machine_of_this_process_is_checked(monkeypatch):
+    monkeypatch.setattr(rules, "this_machine", lambda: Machine((9, 0), (13, 0), None))
+    with pytest.raises(UserError, match=r"policy\.kernels=torch"):
+        rules.check_machine(configured())
+    rules.check_machine(configured("policy.kernels=torch"))
+
+
+@pytest.fixture
+def cuda(monkeypatch):
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(rules.metadata, "version", lambda name: {"transformer-engine": "2.10.0+abc"}[name])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.version, "cuda", "12.9")
+
+
+def test_versions_are_read_as_numbers(cuda, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", ModuleType("transformer_engine.pytorch"))
     assert rules.this_machine() == Machine((9, 0), (12, 9), (2, 10))
+
+
+def test_an_installation_that_cannot_be_imported_is_none(cuda, monkeypatch):
+    """Its compiled part for torch is a package of its own, and may be missing or made for another torch."""
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    machine = rules.this_machine()
+    assert machine.engine is None and machine.engine_fault.startswith("importing it failed: ")
+    problem = machine_problem(configured(), machine)
+    assert problem and machine.engine_fault in problem

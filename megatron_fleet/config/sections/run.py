@@ -14,7 +14,11 @@ class RunConfig(Section):
     out: str = Field(description="Folder of the run's outputs; made when missing.")
     seed: int = Field(0, ge=0, description="Seed of task order, sampling and initial state.")
     steps: int = Field(ge=0, description="Optimizer batches (rollout + update) to run in all, resumed ones included.")
-    deterministic: bool = Field(True, description="Seed every request, so that equal seeds give equal runs.")
+    deterministic: bool = Field(
+        True,
+        description="Seed every request. On CPUs equal seeds then give equal runs. On GPUs they do not: kernels of "
+        "engines round differently with the requests they batch, and attention's backward pass with every run.",
+    )
     resume: Literal["auto", "never"] = Field(
         "auto",
         description="auto: go on from the newest whole checkpoint in `out`. never: start anew; if `out` has the "

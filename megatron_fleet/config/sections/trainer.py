@@ -170,11 +170,21 @@ class PolicyConfig(Section):
     recompute: Recompute = Field(
         "none", description="Recompute activations instead of keeping them: none, full, or a list of parts."
     )
-    logprob_chunk: int = Field(1024, ge=1, le=MAX_TOKENS, description="Positions whose logits exist at one time.")
+    logprob_chunk: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_TOKENS,
+        description="Positions whose logits exist at one time; null: 4096 on CUDA devices, 1024 on CPUs.",
+    )
     updates_per_batch: int = Field(
         1, ge=1, description="Optimizer steps per rollout batch; above 1, π_old is computed by a pass of its own."
     )
     threads: int = Field(1, ge=1, le=1024, description="CPU threads of each rank.")
+    kernels: Literal["auto", "torch"] = Field(
+        "auto",
+        description="auto: layers of Transformer Engine on CUDA devices, where it must be installed, and PyTorch's on "
+        "CPUs. torch: PyTorch's everywhere; slower on CUDA devices, and without FP8.",
+    )
     optimizer: OptimizerConfig
     router: RouterConfig = RouterConfig()
     safety: SafetyConfig = SafetyConfig()
@@ -211,6 +221,21 @@ def _fp8(c: Config) -> str | None:
             f"{recipe} cannot leave layers out of FP8; set precision.bf16_layers_at_start=0 and "
             f"precision.bf16_layers_at_end=0, or choose another recipe."
         )
+    return None
+
+
+def _kernels(c: Config) -> str | None:
+    if c.policy.kernels != "torch":
+        return None
+    for key, value, plain in (
+        ("precision.recipe", c.precision.recipe, "model_dtype"),
+        ("policy.recompute", "[moe_act]" if "moe_act" in c.policy.recompute else "", ""),
+    ):
+        if value != plain:
+            return (
+                f"{key}={value} needs the layers of Transformer Engine, and policy.kernels=torch leaves them out; set "
+                f"policy.kernels=auto or change the other."
+            )
     return None
 
 
@@ -311,6 +336,7 @@ def _gradient_metrics(c: Config) -> str | None:
 RULES: tuple[Rule, ...] = (
     _optimizer,
     _fp8,
+    _kernels,
     _fp8_param_gather,
     _bfloat16_only,
     _moments,

@@ -190,12 +190,12 @@ class HostCopy:
     def store(self, storages: Storages) -> None:
         """Copy the storages, packed behind each other; asynchronously on a CUDA device."""
         self._reserve(sum(storage.nbytes() for storage in storages))
-        for ours, theirs in self._pieces(storages):
+        for ours, theirs in self.pieces(storages):
             ours.copy_(theirs, non_blocking=True)
 
     def load(self, storages: Storages) -> None:
         """Copy back into storages of the stored sizes, in the same order; asynchronously on a CUDA device."""
-        for ours, theirs in self._pieces(storages):
+        for ours, theirs in self.pieces(storages):
             theirs.copy_(ours, non_blocking=True)
 
     def _reserve(self, nbytes: int) -> None:
@@ -209,7 +209,7 @@ class HostCopy:
     def _block(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
 
-    def _pieces(self, storages: Storages) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def pieces(self, storages: Storages) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Pair equal stretches, uint8, of our blocks and of the storages, covering all storages."""
         position = 0
         for storage in storages:

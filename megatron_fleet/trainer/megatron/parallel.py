@@ -10,9 +10,12 @@ from megatron_fleet.config.schema import ParallelConfig
 from megatron_fleet.platform import communicator, device
 
 
-def initialise(parallel: ParallelConfig, seed: int) -> None:
+def initialise(parallel: ParallelConfig, seed: int, timeout_s: float = 1800.0) -> None:
     """Join the ranks (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them; a single rank without them)
     and build Megatron's groups.
+
+    Args:
+        timeout_s: of each collective in Megatron's groups, which do not take over that of all ranks.
 
     Raises:
         UserError: the world size is not tensor × pipeline × context × data.
@@ -33,6 +36,7 @@ def initialise(parallel: ParallelConfig, seed: int) -> None:
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor_size,
         create_gloo_process_groups=False,
+        distributed_timeout_minutes=timeout_s / 60,
     )
     model_parallel_cuda_manual_seed(seed)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -12,13 +11,13 @@ from typing import Literal
 import numpy as np
 import torch
 from megatron.core import parallel_state
-from torch import nn
 
 from megatron_fleet.algorithms.losses import LossFn
 from megatron_fleet.config.schema import Config
 from megatron_fleet.models.hf_config import read_model
 from megatron_fleet.platform import device
 from megatron_fleet.platform.communicator import TorchCommunicator
+from megatron_fleet.platform.megatron.spec import has_transformer_engine
 from megatron_fleet.trainer.base import AdamParams, LossReport, MicroBatches, OptimReport
 from megatron_fleet.trainer.megatron import build, lora, optimizer, parallel, routing, state, step
 from megatron_fleet.trainer.megatron.build import fill_random
@@ -26,10 +25,12 @@ from megatron_fleet.trainer.megatron.fake_quant import quantise_experts
 from megatron_fleet.trainer.megatron.gradients import GradientProbe
 from megatron_fleet.trainer.megatron.offload import TrainState
 from megatron_fleet.trainer.megatron.precision import filled_in_full, precision_arguments
+from megatron_fleet.trainer.megatron.reference import BaseReference, Reference
 from megatron_fleet.trainer.packing.pack import PackedMicroBatch, micro_batch_width, pack_micro_batch, unpack_trained
 from megatron_fleet.trainer.precision import check_machine, check_precision
 from megatron_fleet.trainer.validate import (
     check_micro_batch_tokens,
+    logprob_chunk,
     micro_batch_alignment,
     sequence_alignment,
     validate,
@@ -68,12 +69,13 @@ class MegatronPolicy:
         self._align = micro_batch_alignment(config.parallel, config.precision)
         self._check()
         device.prepare(config.policy.threads, config.run.seed)
-        parallel.initialise(config.parallel, config.run.seed)
+        parallel.initialise(config.parallel, config.run.seed, config.cluster.collective_timeout_s)
         self._dtype = getattr(torch, config.model.dtype)
         self._build(init)
         self.dp_rank = parallel_state.get_data_parallel_rank()
         self.dp_size = parallel_state.get_data_parallel_world_size()
-        self._settings = step.Settings(config.rollout.sampling.temperature, config.policy.logprob_chunk)
+        chunk = logprob_chunk(config.policy, cuda=device.device().type == "cuda")
+        self._settings = step.Settings(config.rollout.sampling.temperature, chunk)
         self._reference: Reference | BaseReference | None = None
         measured = config.policy.gradient_metrics
         self._probe = GradientProbe(self.model_chunks, measured) if measured.every else None
@@ -86,6 +88,8 @@ class MegatronPolicy:
         validate(self.hf_config, config.parallel, config.policy.recompute, config.policy.lora.rank)
         check_precision(self._model, config.parallel, config.precision)
         check_machine(config)
+        if config.policy.kernels == "torch" and has_transformer_engine():
+            raise RuntimeError("prepare_process() must come before the first import of Megatron")
 
     def _build(self, init: str) -> None:
         """Build this rank's chunks with their parameters, gradient buffers and optimizer."""
@@ -235,51 +239,3 @@ class MegatronPolicy:
     def close(self) -> None:
         """Leave the process groups."""
         parallel.shutdown()
-
-
-class BaseReference:
-    """Reference policy of a model with adapters: its base model. It already exists: nothing is kept."""
-
-    def __init__(self, adapters: Sequence[lora.Adapters]) -> None:
-        self._adapters = adapters
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Disable the adapters inside."""
-        with lora.without(self._adapters):
-            yield
-
-
-class Reference:
-    """Reference policy: a copy in host memory of the parameters, and the biases of routers, of this rank's chunks at
-    construction.
-    """
-
-    def __init__(self, chunks: Sequence[nn.Module]) -> None:
-        self._parameters: list[torch.Tensor] = [p for chunk in chunks for p in chunk.parameters()]
-        for chunk in chunks:
-            self._parameters += [b for name, b in chunk.named_buffers() if name.endswith("expert_bias")]
-        self._kept = _host_copy(self._parameters)
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Swap in the kept values inside; on exit, even after an exception, the model has its own again,
-        bit for bit.
-        """
-        current = _host_copy(self._parameters)
-        try:
-            _fill_in_place(self._parameters, self._kept)
-            yield
-        finally:
-            _fill_in_place(self._parameters, current)
-
-
-def _host_copy(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [p.detach().to("cpu", copy=True) for p in parameters]
-
-
-@torch.no_grad()
-def _fill_in_place(parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    # In place: the parameters are views into Megatron's buffers and must stay there.
-    for parameter, value in zip(parameters, values, strict=True):
-        parameter.copy_(value)
