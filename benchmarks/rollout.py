@@ -39,7 +39,7 @@ from megatron_fleet.embedded_fleet.fleet import EmbeddedFleet
 from megatron_fleet.embedded_fleet.tasks import SHIPPED_TASKS
 from megatron_fleet.models.chat.tokenizer import train_tokenizer
 from megatron_fleet.models.qwen3.chat import QWEN3_TOKENS
-from megatron_fleet.rollout.engine_actor import environment
+from megatron_fleet.rollout.engine_arguments import environment
 from megatron_fleet.rollout.requests import CollectRequest
 from megatron_fleet.rollout.service import RolloutService
 

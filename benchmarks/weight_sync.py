@@ -259,7 +259,7 @@ async def repeat(ranks: RanksOverPipes, engine: EngineOverPipe, repeats: int) ->
 
 def measure(folder: Path, repeats: int) -> list[dict[str, float]]:
     """Start everything, and `repeat`."""
-    from megatron_fleet.rollout.engine_actor import environment
+    from megatron_fleet.rollout.engine_arguments import environment
 
     spawn = multiprocessing.get_context("spawn")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

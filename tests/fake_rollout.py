@@ -122,6 +122,9 @@ class FakeRollout:
         self.calls.append("environment_available")
         return self.outages.pop(0) if self.outages else None
 
+    async def statistics(self) -> dict[str, float]:
+        return {"engine/preemptions": 0}
+
     async def score(self, sequences: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
         shifted = self.engines.weights - self.engines.weights.max()
         logprobs = shifted - np.log(np.exp(shifted).sum())

@@ -39,7 +39,8 @@ class Generation:
     Attributes:
         token_ids: int32 ``[A]``, the stop token included when one ended the turn.
         logprobs: float32 ``[A]``, log μ at the request's temperature.
-        finish_reason: ``stop``, ``length``, ``deadline`` (cut off at the turn's deadline) or ``abort``.
+        finish_reason: ``stop``, ``length``, ``deadline`` (cut off at the turn's deadline, maybe before the first token)
+            or ``abort``.
         versions: ``(weight version, start, end)`` over ``[0, A)``.
         routing: uint8 or int16 ``[R, layers, k]`` (see ``Trajectory.routing``), the experts of the tokens from
             ``routing_start`` on, in order. The last sampled token was never an input, so R ends before it, or earlier.
@@ -62,6 +63,6 @@ class Engine(Protocol):
         ``images`` are those of the prompt, in order; its ids contain all their placeholders.
 
         Raises:
-            EngineLost: no token within the turn's deadline, or the engine died.
+            EngineLost: the engine died, or does not answer.
         """
         ...

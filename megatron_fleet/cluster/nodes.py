@@ -43,6 +43,9 @@ RAY_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Ray's default niceness for workers is 15: on busy cores an engine would hardly run at all.
     "RAY_worker_niceness": "0",
+    # Ray's monitor kills actors when the host's memory is nearly full, which a checkpoint or an offloaded trainer, not
+    # the killed engine, may have filled, and counts what the kernel can free. The kernel's own limit remains.
+    "RAY_memory_monitor_refresh_ms": "0",
 }
 """Environment variables of Ray's processes on each host."""
 ANSWER_S = 15.0

@@ -137,7 +137,7 @@ async def evaluate_endpoint(config: Config, run: Path | None, side: Side) -> int
         async def collect(*args: Any) -> CollectResult:
             if not services:
                 temperatures = [sampling.temperature, *([0.0] if config.eval.greedy else [])]
-                timeout_s = config.rollout.engine.request_timeout_s
+                timeout_s = config.rollout.engine.turn_timeout_s(sampling.max_tokens_per_turn)
                 dialect = await probe(endpoint, timeout_s, temperatures, sampling.max_tokens_per_turn)
                 service = RolloutService(config, Path(config.run.out), episode_python(), dialect=dialect)
                 services.append(await stack.enter_async_context(service))

@@ -104,7 +104,8 @@ class Training:
         attempt.records.trajectories(self._step, batch.groups)
         if attempt.evaluations.due_after(self._step):
             evaluation = await attempt.evaluations.of_step(self._step)
-        attempt.finish_step(self._step, batch, reports, seconds, self._engines.memory() | evaluation, difference)
+        more = self._engines.memory() | await self._engines.statistics() | evaluation
+        attempt.finish_step(self._step, batch, reports, seconds, more, difference)
         if checkpoint_due(config, self._step) or self._guard.stuck:
             await self._save()
         self._guard.stop_if_stuck()

@@ -32,6 +32,8 @@ class EngineService(SleepingEngines, Protocol):
 
     async def score(self, sequences: Sequence[np.ndarray]) -> list[list[np.ndarray]]: ...
 
+    async def statistics(self) -> dict[str, float]: ...
+
 
 @final
 class EngineWeights:
@@ -129,6 +131,10 @@ class EngineWeights:
         """Hand the devices to the trainer inside; the engines continue with weight version ``version`` afterwards."""
         async with self.colocation.borrowed(partial(self._sync, version)):  # the weights do not change inside
             yield
+
+    async def statistics(self) -> dict[str, float]:
+        """See `RolloutService.statistics`."""
+        return await self._engines.statistics()
 
     def memory(self) -> dict[str, float]:
         """Metrics, see `MemoryBudget.metrics`."""

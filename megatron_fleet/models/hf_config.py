@@ -69,6 +69,13 @@ HARMLESS = frozenset(
 """``config.json`` fields of any model that do not affect the computation."""
 
 
+def is_quantized(config: Mapping[str, Any]) -> bool:
+    """Return whether a config.json says that the folder's weights are stored quantised."""
+    text = config.get("text_config")
+    parts = (config, text if isinstance(text, Mapping) else {})
+    return any(part.get(key) for part in parts for key in ("quantization_config", "compression_config"))
+
+
 def architecture_of(raw: Mapping[str, Any]) -> Architecture:
     """Family of a raw ``config.json``. Raises UserError if it is unknown."""
     model_type = raw.get("model_type")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
@@ -21,62 +20,29 @@ from megatron_fleet.agents.engine import EngineLost, Generation, SamplingParams
 from megatron_fleet.cluster.launcher import write_output_to
 from megatron_fleet.config.schema import Config
 from megatron_fleet.models.images import PlacedImage, read_vision
-from megatron_fleet.models.model import Mixer
-from megatron_fleet.models.registry import ARCHITECTURES
 from megatron_fleet.platform.processes import killed_children_raise, stacks_written_after, take_normal_priority
+from megatron_fleet.rollout.engine_arguments import engine_args, family_mixer
 from megatron_fleet.rollout.engine_images import ImageRequests, find_torchvision
 from megatron_fleet.rollout.engine_server import EngineServer
-from megatron_fleet.rollout.prefix_sharing import BLOCK, AttentionTiles, PrefixSharing
-from megatron_fleet.weight_sync.registry import engine_backend
-from megatron_fleet.weight_sync.vllm_plugin import DIE_WITH_PARENT, MIXER, TRANSPORT
+from megatron_fleet.rollout.engine_statistics import EngineStatistics
+from megatron_fleet.rollout.prefix_sharing import AttentionTiles, PrefixSharing
+from megatron_fleet.weight_sync.vllm_plugin import MIXER, TRANSPORT
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
     from vllm import SamplingParams as VllmParams
     from vllm.inputs.engine import EngineInput
 
-CPU_ENV = {
-    # Runs the worker inside the EngineCore process: saves one process, 7 s and 0.4 GB.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # The sampler would otherwise be compiled at the first request, which takes seconds and needs a C++ compiler.
-    "TORCH_COMPILE_DISABLE": "1",
-    # OpenMP threads spin while idle and starve a trainer on the same cores.
-    "OMP_NUM_THREADS": "1",
-    # Otherwise vLLM pins its threads to cores, and two replicas to the same one.
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # Keeps freed weight-sized blocks in the heap, so that an update does not fault every page again.
-    "MALLOC_MMAP_THRESHOLD_": str(2 << 30),
-    "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
-}
-COMMON_ENV = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    DIE_WITH_PARENT: "1",
-}
-CUDA_ENV = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-"""CUDA IPC handles contain class objects that vLLM's safe serialiser rejects; they never leave this host."""
+    from megatron_fleet.rollout.engine_logger import StatisticsLogger
 
-CPU_ATTENTION = {"backend_per_kind": {"mla_attention": "CPU_MLA"}}
-"""vLLM 0.32 selects AMX_MLA on CPUs with AMX, which does not support float32. A fixed backend also makes results
-independent of the CPU."""
-CPU_LATENT = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
-"""vLLM 0.32's rotary operator on CPU mishandles the three-dimensional queries of latent attention. Models with YaRN
-never call it."""
-CPU_KV_CACHE_BYTES = 1 << 30
-CPU_STEP_TOKENS = 4096
-"""Tokens of one scheduling step; a context longer than this raises the limit."""
 WATCH_INTERVAL_S = 0.25
+HEALTH_INTERVAL_S = 10.0
+"""Seconds between two questions to the core process whether it works."""
 STACKS_AFTER = 0.9
 """Fraction of a deadline after which the stacks of the engine's processes are written to its log."""
 IMAGE_ATTEMPTS = 2
 """vLLM's two image caches may differ, for example after a weight update. The first request affected fails with finish
 reason ``error``, which repairs the caches for the next one (``MultiModalCacheMissError`` in vLLM 0.32)."""
-
-
-def environment(cuda: bool) -> dict[str, str]:
-    """Return the environment variables that an engine process needs before it starts."""
-    return COMMON_ENV | (CUDA_ENV if cuda else CPU_ENV)
 
 
 class EngineActor:
@@ -95,6 +61,10 @@ class EngineActor:
         self._vision = read_vision(config.model.path)
         self._images: ImageRequests | None = None
         self._numbers = itertools.count()
+        self._statistics: StatisticsLogger | None = None
+        self._asking: asyncio.Task[None] | None = None
+        self._changes = 0
+        self._changing = False
         self._unusable: str | None = None
         self._asleep = False
         self._tokens = 0
@@ -120,10 +90,21 @@ class EngineActor:
             os.environ[MIXER] = mixer.engine
         if mixer is not None or self._vision is not None:
             find_torchvision()
+        from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.platforms import current_platform
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self._llm = AsyncLLM.from_engine_args(self._engine_args())
+        from megatron_fleet.rollout.engine_logger import StatisticsLogger
+
+        platform = {"cpu": current_platform.is_cpu(), "can_sleep": current_platform.is_sleep_mode_available()}
+        self._llm = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(**engine_args(self._config, self._transport, **platform)),
+            usage_context=UsageContext.LLM_CLASS,  # of its defaults, vLLM then takes those for throughput
+            stat_loggers=[StatisticsLogger],
+        )
+        loggers = self._llm.logger_manager.stat_loggers
+        (self._statistics,) = (logger for logger in loggers if isinstance(logger, StatisticsLogger))
         cached = self._llm.vllm_config.cache_config.enable_prefix_caching
         if cached and current_platform.is_cpu() and self._config.run.deterministic:
             self._sharing = PrefixSharing(AttentionTiles.of(self._llm.model_config))
@@ -133,54 +114,23 @@ class EngineActor:
     async def serve(self) -> None:
         """Begin to answer requests, with the current weights."""
         self._server.open()
-
-    def _engine_args(self) -> Any:
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.platforms import current_platform
-
-        engine, cpu = self._config.rollout.engine, current_platform.is_cpu()
-        device: dict[str, Any] = {"gpu_memory_utilization": engine.gpu_memory_utilization}
-        context = _longest_sequence(Path(self._config.model.path), self._config.rollout.max_context)
-        if cpu:
-            device = _cpu_args(context) | cpu_model_args(Path(self._config.model.path))
-        kv_cache = engine.kv_cache_bytes or (CPU_KV_CACHE_BYTES if cpu else None)
-        return AsyncEngineArgs(
-            **({"enforce_eager": engine.enforce_eager, "enable_prefix_caching": True} | device),
-            model=self._config.model.path,
-            dtype=self._config.model.dtype,
-            seed=self._config.run.seed,
-            # vLLM's image processors need a tokenizer to be constructed, although they get no text.
-            skip_tokenizer_init=self._vision is None,
-            language_model_only=self._vision is None,
-            limit_mm_per_prompt={} if self._vision is None else {"video": 0},
-            generation_config="vllm",
-            max_model_len=context,
-            max_num_seqs=engine.max_num_seqs,
-            tensor_parallel_size=engine.tensor_parallel,
-            kv_cache_memory_bytes=kv_cache,
-            logprobs_mode="processed_logprobs",
-            enable_return_routed_experts=engine.routing_replay,
-            weight_transfer_config={"backend": engine_backend(self._transport)},
-            enable_sleep_mode=bool(engine.colocated) and current_platform.is_sleep_mode_available(),
-            disable_log_stats=True,
-        )
+        if self._asking is None:
+            self._asking = asyncio.create_task(self._watch_core())
 
     async def _generate(
         self, prompt: list[int], params: SamplingParams, session: str, images: Sequence[PlacedImage]
     ) -> Generation:
         salt = self._sharing.salt(session, len(prompt)) if self._sharing is not None else None
-        name, limit = str(next(self._numbers)), self._config.rollout.engine.request_timeout_s
+        name, limit = str(next(self._numbers)), self._config.rollout.engine.turn_timeout_s(params.max_tokens)
         with _TurnDeadline(self._llm, name, limit) as deadline:
             output = await self._sampled(name, prompt, images, _vllm_params(params, len(prompt)), salt)
         completion = output.outputs[0]
-        if deadline.passed and not completion.token_ids:
-            raise EngineLost(f"the engine sampled no token within {limit:g} s (rollout.engine.request_timeout_s)")
         self._tokens += len(completion.token_ids)
         return Generation(
             np.asarray(completion.token_ids, np.int32),
-            np.asarray(completion.logprobs.logprobs, np.float32),
+            np.asarray(completion.logprobs.logprobs if completion.token_ids else (), np.float32),
             "deadline" if deadline.passed and completion.finish_reason == "abort" else completion.finish_reason,
-            tuple((int(span.version), span.start, span.end) for span in completion.weight_versions),
+            tuple((int(span.version), span.start, span.end) for span in completion.weight_versions or ()),
             None if params.routing_start is None else _routing(completion.routed_experts),
         )
 
@@ -211,6 +161,8 @@ class EngineActor:
 
         if self._unusable is not None:
             raise EngineLost(self._unusable)
+        if self._statistics is not None:
+            self._statistics.begin()
         try:
             async for output in self._llm.generate(request, params, name):
                 last = output
@@ -255,6 +207,8 @@ class EngineActor:
         """Stop scheduling and drop all caches of the old weights. Parameters are invalid until ``finish_update``."""
         async with self._updating():
             await self._llm.pause_generation(mode="keep", clear_cache=True)
+            if self._statistics is not None:
+                self._statistics.pause()
             if self._sharing is not None:
                 self._sharing.forget()
             await self._llm.start_weight_update()
@@ -307,6 +261,7 @@ class EngineActor:
         if self._unusable is not None:
             raise RuntimeError(self._unusable)
         limit = self._config.rollout.engine.update_timeout_s
+        self._changing, self._changes = True, self._changes + 1
         try:
             with stacks_written_after(STACKS_AFTER * limit):
                 async with asyncio.timeout(limit):
@@ -314,6 +269,8 @@ class EngineActor:
         except BaseException as error:
             self._unusable = f"{what} failed: {type(error).__name__}: {error}"
             raise RuntimeError(self._unusable) from error
+        finally:
+            self._changing = False
 
     async def usable(self) -> bool:
         return self._unusable is None and not self._llm.errored
@@ -323,6 +280,31 @@ class EngineActor:
         while await self.usable():
             await asyncio.sleep(WATCH_INTERVAL_S)
         return self._unusable or "the engine's core process died"
+
+    async def _watch_core(self) -> None:
+        while self._unusable is None:
+            await asyncio.sleep(HEALTH_INTERVAL_S)
+            await self._ask_core()
+
+    async def _ask_core(self) -> None:
+        """Ask the core process whether it works; mark the engine as unusable if it does not answer in time.
+
+        A core that is busy with an update is not expected to answer: the update has a deadline of its own.
+        """
+        if self._changing:
+            return
+        limit, changes = self._config.rollout.engine.health_timeout_s, self._changes
+        asking = asyncio.ensure_future(self._llm.is_paused())
+        with stacks_written_after(STACKS_AFTER * limit):
+            await asyncio.wait({asking}, timeout=limit)
+        if asking.done():
+            asking.exception()  # vLLM marks itself as failed when its core is dead, see `usable`
+        elif changes == self._changes:
+            self._unusable = f"its core process did not answer within {limit:g} s (rollout.engine.health_timeout_s)"
+
+    async def read_statistics(self) -> EngineStatistics:
+        """Return the engine's statistics since the last call."""
+        return EngineStatistics() if self._statistics is None else self._statistics.read()
 
     async def sampled_tokens(self) -> int:
         """Return the number of tokens sampled since the start."""
@@ -336,6 +318,8 @@ class EngineActor:
 
     async def shutdown(self) -> None:
         self._server.close()
+        if self._asking is not None:
+            self._asking.cancel()
         if self._llm is not None:
             self._llm.shutdown(timeout=0)
 
@@ -360,41 +344,6 @@ class _TurnDeadline:
 
     def _pass(self) -> None:
         self._abort = asyncio.ensure_future(self._llm.abort(self._name))
-
-
-def _cpu_args(context: int) -> dict[str, Any]:
-    """Return vLLM's arguments on CPU. Chunked prefill is off: after a prompt chunk of a seeded request, vLLM 0.32 on
-    CPU cannot rewind the request's generator (``gpu_model_runner._bookkeeping_sync``) and crashes."""
-    return {
-        "block_size": BLOCK,  # the smallest size on CPU, for the finest prefix cache
-        "enforce_eager": True,
-        "attention_config": CPU_ATTENTION,
-        "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(context, CPU_STEP_TOKENS),
-    }
-
-
-def cpu_model_args(model: Path) -> dict[str, Any]:
-    """Return the vLLM arguments that ``model`` needs for correct results on CPU."""
-    latent, mixer = _text_config(model).get("kv_lora_rank") is not None, family_mixer(model)
-    return (CPU_LATENT if latent else {}) | ({} if mixer is None else mixer.cpu_engine)
-
-
-def family_mixer(model: Path) -> type[Mixer] | None:
-    """Return the layer that the model's family has in the place of attention; ``None`` for attention alone."""
-    family = ARCHITECTURES.get(_config(model).get("model_type", ""))
-    return None if family is None else family.mixer
-
-
-def _config(model: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((model / "config.json").read_text())
-    return config
-
-
-def _text_config(model: Path) -> dict[str, Any]:
-    config = _config(model)
-    text: dict[str, Any] = config.get("text_config", config)
-    return text
 
 
 def _routing(experts: np.ndarray | None) -> np.ndarray | None:
@@ -426,10 +375,3 @@ def _prompt_logprobs(output: RequestOutput) -> np.ndarray:
     for t, token in enumerate(output.prompt_token_ids[1:], start=1):
         scores[t] = output.prompt_logprobs[t][token].logprob
     return scores
-
-
-def _longest_sequence(model: Path, max_context: int) -> int:
-    """Return one token more than an episode's maximum, so that a full episode can be scored (scoring generates a
-    token), capped at the model's max_position_embeddings."""
-    limit = _text_config(model).get("max_position_embeddings")
-    return min(max_context + 1, limit) if limit and limit >= max_context else max_context + 1

@@ -19,24 +19,25 @@ MAX_SESSIONS = 65_536
 """Remembered session-to-replica assignments; forgetting one only costs a prefix-cache miss."""
 FAR_REQUESTS = 8
 """Extra requests in flight counted for a replica on another host, if this host has replicas of its own."""
-DEADLINE_GRACE_S = 10.0
-"""Seconds past the deadline, at which engines end a turn themselves, before an engine without an answer is lost."""
+HEALTH_SHARE = 0.25
+"""Part of the time that an engine has to answer a health question after which the next one is asked."""
 MAX_SENT = 65_536
 """Remembered images that were sent to an engine; forgetting one only costs sending it again."""
 
 
-def connect(endpoints: Sequence[str], token: str, request_timeout_s: float, host: str = "") -> EnginePool:
+def connect(endpoints: Sequence[str], token: str, health_timeout_s: float, host: str = "") -> EnginePool:
     """Return an Engine over the replicas at ``endpoints`` (``host:port``). Connects on first use, from any event loop.
+
+    A request has no deadline here: the engine ends it at its own (`EngineConfig.turn_timeout_s`).
 
     Args:
         token: the run's secret; an engine closes the connection without it.
-        request_timeout_s: deadline of one ``generate``, at which the engine ends the turn.
+        health_timeout_s: an engine is lost when it does not answer a connection or a health question in this time.
         host: address of this host; its replicas, if any, are preferred.
     """
     near = [endpoint.rsplit(":", 1)[0] == host for endpoint in endpoints]
     handicaps = [FAR_REQUESTS if any(near) and not is_near else 0 for is_near in near]
-    replicas = [_Replica(*where, token) for where in zip(endpoints, handicaps, strict=True)]
-    return EnginePool(replicas, request_timeout_s)
+    return EnginePool([_Replica(*where, token, health_timeout_s) for where in zip(endpoints, handicaps, strict=True)])
 
 
 class EnginePool:
@@ -45,9 +46,8 @@ class EnginePool:
     A replica on another host counts as more loaded than it is, so it only gets the overflow of local replicas.
     """
 
-    def __init__(self, replicas: Sequence[_Replica], request_timeout_s: float):
+    def __init__(self, replicas: Sequence[_Replica]):
         self._replicas = list(replicas)
-        self._timeout_s = request_timeout_s
         self._sessions: OrderedDict[str, _Replica] = OrderedDict()
 
     async def generate(
@@ -56,21 +56,16 @@ class EnginePool:
         """Sample one turn (see ``agents.engine.Engine``).
 
         Raises:
-            EngineLost: no answer or no token in time, or the replica is gone.
+            EngineLost: the replica is gone, or does not answer a health question.
             ValueError: the engine refuses the request (for example a prompt beyond its context).
         """
-        replica = self._replica_of(session)
-        try:
-            async with asyncio.timeout(self._timeout_s + DEADLINE_GRACE_S):
-                return await replica.generate(prompt_ids, params, session, images)
-        except TimeoutError as error:
-            raise EngineLost(f"engine {replica.endpoint} gave no answer within {self._timeout_s:g} s") from error
+        return await self._replica_of(session).generate(prompt_ids, params, session, images)
 
     def moved(self, before: str, now: str) -> None:
         """Replace the endpoint of a replica that was lost and restarted."""
         for replica in self._replicas:
             if replica.endpoint == before:
-                replica.endpoint = now
+                replica.move(now)
 
     def _replica_of(self, session: str) -> _Replica:
         replica = self._sessions.pop(session, None)
@@ -90,19 +85,27 @@ class _ImagesMissing(ValueError):
 class _Replica:
     """One engine: one connection, reopened after a failure, with any number of concurrent requests."""
 
-    def __init__(self, endpoint: str, handicap: int, token: str):
+    def __init__(self, endpoint: str, handicap: int, token: str, health_timeout_s: float):
         self.endpoint, self.handicap = endpoint, handicap
-        self._token = token
+        self._token, self._health_timeout_s = token, health_timeout_s
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Generation]] = {}
         self._writer: asyncio.StreamWriter | None = None
-        self._reading: asyncio.Task[None] | None = None
+        self._tasks: tuple[asyncio.Task[None], ...] = ()
+        self._heard = asyncio.Event()
+        self._reason = ""
         self._connecting = asyncio.Lock()
         self._sent: OrderedDict[str, None] = OrderedDict()
 
     @property
     def in_flight(self) -> int:
         return len(self._waiting)
+
+    def move(self, endpoint: str) -> None:
+        """Connect to ``endpoint`` from now on. What waits for the old one, whose host may be gone silently, is lost."""
+        self.endpoint = endpoint
+        if self._writer is not None:
+            self._writer.transport.abort()
 
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, session: str, images: Sequence[PlacedImage]
@@ -147,11 +150,35 @@ class _Replica:
     async def _connected(self) -> asyncio.StreamWriter:
         async with self._connecting:
             if self._writer is None:
-                reader, writer = await self._dial()
-                self._writer = writer
+                try:
+                    async with asyncio.timeout(self._health_timeout_s):
+                        reader, writer = await self._dial()
+                except TimeoutError as error:
+                    raise EngineLost(f"engine {self.endpoint} {self._silent()}") from error
+                self._writer, self._reason = writer, "closed the connection"
                 self._sent.clear()
-                self._reading = asyncio.create_task(self._read(reader, writer))
+                watching = asyncio.create_task(self._watch(writer))
+                self._tasks = (watching, asyncio.create_task(self._read(reader, writer, watching)))
             return self._writer
+
+    def _silent(self) -> str:
+        return f"did not answer within {self._health_timeout_s:g} s (rollout.engine.health_timeout_s)"
+
+    async def _watch(self, writer: asyncio.StreamWriter) -> None:
+        """Cut a connection over which nothing comes while requests wait, not even the answer to a health question."""
+        while True:
+            await asyncio.sleep(HEALTH_SHARE * self._health_timeout_s)
+            if not self._waiting:
+                continue
+            self._heard.clear()
+            writer.write(frames.pack("health"))
+            try:
+                async with asyncio.timeout(self._health_timeout_s):
+                    await self._heard.wait()
+            except TimeoutError:
+                self._reason = self._silent()
+                writer.transport.abort()
+                return
 
     async def _dial(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         host, port = self.endpoint.rsplit(":", 1)
@@ -169,18 +196,24 @@ class _Replica:
             raise
         return reader, writer
 
-    async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _read(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, watching: asyncio.Task[None]
+    ) -> None:
+        endpoint = self.endpoint
         try:
             while (frame := await frames.read(reader)) is not None:
-                self._settle(frame)
+                self._heard.set()
+                if frame != ["healthy"]:
+                    self._settle(frame)
         except (ValueError, TypeError, LookupError, OverflowError):
             pass  # a malformed frame is handled like a lost connection
         finally:
             self._writer = None
+            watching.cancel()
             writer.close()
             for answer in self._waiting.values():
                 if not answer.done():
-                    answer.set_exception(EngineLost(f"engine {self.endpoint} closed the connection"))
+                    answer.set_exception(EngineLost(f"engine {endpoint} {self._reason}"))
 
     def _settle(self, frame: list) -> None:
         kind, number, *rest = frame

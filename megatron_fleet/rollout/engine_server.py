@@ -7,6 +7,7 @@ Frames are lists whose first item is the kind. Client to engine, after the hello
     ["generate", id, session, prompt ids, temperature, max_tokens, stop ids, seed, routing_start,
      [[start, end, digest], ...]]   the last: the images in the prompt, each over its placeholders
     ["cancel", id]
+    ["health"]                  are you there?
 
 Engine to client, in any order of ``id``::
 
@@ -14,6 +15,7 @@ Engine to client, in any order of ``id``::
     ["missing", id]             the engine does not hold all images of the request: send images and request again
     ["refused", id, reason]     the request can never be served
     ["lost", id, reason]        the engine cannot serve any more
+    ["healthy"]                 the answer to ["health"], whatever else is under way
 
 Prompt and token ids are int32 ``[N]``, log-probs float32 ``[N]``, routing uint8 or int16 ``[R, layers, k]`` or nil; all
 are arrays of a frame. Every later prompt of an episode contains its images, so each file is sent once.
@@ -131,6 +133,8 @@ class EngineServer:
             case ["cancel", int(number)]:
                 if number in running:
                     running[number].cancel()
+            case ["health"]:
+                writer.write(frames.pack("healthy"))
             case _:
                 raise ValueError(f"unknown frame {frame[0]!r}")
 

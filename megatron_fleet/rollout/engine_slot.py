@@ -13,6 +13,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from megatron_fleet.rollout.components import CALL_TIMEOUT_S, ComponentLost, WatchedComponent, brief, died, within
+from megatron_fleet.rollout.engine_statistics import EngineStatistics
 from megatron_fleet.rollout.requests import RolloutFailed
 from megatron_fleet.weight_sync.base import SingleReceiver
 
@@ -114,6 +115,14 @@ class EngineSlot(WatchedComponent):
     async def score(self, sequences: Sequence[np.ndarray], timeout_s: float) -> list[np.ndarray]:
         """See `EngineActor.score`."""
         return await self._repeat(lambda actor: actor.score.remote(list(sequences)), timeout_s)
+
+    async def statistics(self) -> EngineStatistics:
+        """Return what the engine counted since the last call; nothing of an engine that is lost."""
+        if self._serving.is_set():
+            with contextlib.suppress(RayError, TimeoutError):
+                counts: EngineStatistics = await within(self._actor.read_statistics.remote(), CALL_TIMEOUT_S)
+                return counts
+        return EngineStatistics()
 
     async def sampled_tokens(self) -> int:
         """See `EngineActor.sampled_tokens`."""

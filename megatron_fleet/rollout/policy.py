@@ -73,7 +73,8 @@ def make_policy(access: EngineAccess | EndpointAccess, rollout: RolloutConfig, s
     """
     if isinstance(access, EngineAccess):
         return EnginePolicy(access, rollout, settings)
-    return EndpointPolicy(access, rollout.engine.request_timeout_s, settings)
+    timeout_s = rollout.engine.turn_timeout_s(rollout.sampling.max_tokens_per_turn)
+    return EndpointPolicy(access, timeout_s, settings)
 
 
 class EnginePolicy:
@@ -84,7 +85,7 @@ class EnginePolicy:
     def __init__(self, access: EngineAccess, rollout: RolloutConfig, settings: EpisodeSettings) -> None:
         self._settings = settings
         self._renderer = make_renderer(access.tokenizer_folder, rollout.thinking, rollout.renderer)
-        self._engine = connect(access.addresses, access.token, rollout.engine.request_timeout_s, access.host)
+        self._engine = connect(access.addresses, access.token, rollout.engine.health_timeout_s, access.host)
         self._agent = make_agent(settings.agent.kind)
 
     def engine_moved(self, before: str, now: str) -> None:

@@ -24,6 +24,7 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
 from megatron_fleet.models.registry import family_environment
 from megatron_fleet.rollout import ray_local
+from megatron_fleet.rollout.engine_statistics import engine_metrics
 from megatron_fleet.rollout.requests import CollectRequest, CollectResult, RolloutFailed
 from megatron_fleet.weight_sync.base import WeightReceiver
 
@@ -158,6 +159,11 @@ class RolloutService:
         await self.wait_ready()
         timeout_s = self._config.rollout.engine.request_timeout_s
         return list(await asyncio.gather(*(engine.score(sequences, timeout_s) for engine in self._pool.engines)))
+
+    async def statistics(self) -> dict[str, float]:
+        """Return the metrics of the engines since the last call, see `engine_metrics`."""
+        await self.wait_ready()
+        return engine_metrics(await asyncio.gather(*(engine.statistics() for engine in self._pool.engines)))
 
     async def sleep(self) -> str | None:
         """Put all engines to sleep, which discards their weights; returns the reason if one freed no memory.

@@ -79,7 +79,8 @@ _ACTIVITY = {
     "avg_images": "Mean images per episode that the policy was shown.",
     "avg_image_tokens": "Mean tokens of images per episode, all segments together.",
     "total_images_unseen": "Images that were left out: the model sees none, or their file was broken.",
-    "total_turns_past_deadline": "Turns that were cut because they took rollout.engine.request_timeout_s.",
+    "total_turns_past_deadline": "Turns that were cut at their deadline: rollout.engine.request_timeout_s and the time "
+    "for their tokens at rollout.engine.min_tokens_per_s.",
     "false_completion_rate": "Episodes that ended as `completed` with a reward below eval.pass_threshold, divided by "
     "all that ended as `completed` with a known reward.",
     "think_token_share": "Tokens of thinking divided by tokens that the policy sampled.",
@@ -163,6 +164,24 @@ _ASYNC = {
     "staleness_violation_count": "Episodes that were too old and were played again.",
     "trainer_waits_share": "timing/rollout_wait divided by the time since the batch before was complete.",
     "engines_idle_share": "timing/engines_idle divided by the same time.",
+}
+
+_ENGINE = {
+    "running_mean": "Mean requests that an engine computed together, over the engine steps of all engines since the "
+    "step before; an evaluation in that time counts too.",
+    "running_max": "Most of them in one engine step.",
+    "waiting_mean": "Mean requests that an engine had no room to compute, over the same steps.",
+    "waiting_max": "Most of them after one engine step.",
+    "kv_cache_usage_mean": "Mean share of an engine's KV cache that running requests held, over the same steps.",
+    "kv_cache_usage_max": "Largest of these shares.",
+    "preemptions": "Times that a running request lost its KV cache to others and was computed again.",
+    "prompt_tokens": "Tokens of prompts that the engines computed, those found in the prefix cache left out.",
+    "generated_tokens": "Tokens that the engines sampled, those of aborted requests included.",
+    "tokens_per_second": "generated_tokens divided by the seconds in which an engine had requests, added up over the "
+    "engines: the mean speed of one engine at work.",
+    "prefix_cache_hit_rate": "Share of the tokens of prompts that were found in the prefix cache.",
+    "draft_acceptance_rate": "Share of the tokens proposed by the drafter that the model accepted (speculative).",
+    "tokens_per_draft": "Mean tokens that a request gained by one proposal: the accepted ones and one more.",
 }
 
 _LOSS = {
@@ -271,6 +290,7 @@ METRICS: tuple[Metric, ...] = (
     *_family(("loss/",), _LOSS),
     *_family(("policy/",), _POLICY),
     *_family(("async/",), _ASYNC),
+    *_family(("engine/",), _ENGINE),
     Metric(
         "timing/loop_lag_p99",
         "99th percentile of the seconds by which a worker's event loop wakes late; the worst worker's.",

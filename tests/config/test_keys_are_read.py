@@ -90,11 +90,30 @@ class Reads(ast.NodeVisitor):
         self.generic_visit(node)
 
 
+def read_by_methods(source: ast.AST) -> dict[tuple[type[BaseModel], str], set[str]]:
+    """(section class, method) → keys that the method reads from its section."""
+    classes = {model.__name__: model for model in sections().values()}
+    return {
+        (classes[node.name], method.name): {
+            read.attr
+            for read in ast.walk(method)
+            if isinstance(read, ast.Attribute) and last_name(read.value) == "self"
+        }
+        for node in ast.walk(source)
+        if isinstance(node, ast.ClassDef) and node.name in classes
+        for method in node.body
+        if isinstance(method, ast.FunctionDef)
+    }
+
+
 def test_every_key_is_read():
     found: set[tuple[type[BaseModel], str]] = set()
     for path in sorted(PACKAGE.rglob("*.py")):
         if path not in CHECKS_ONLY and PACKAGE / "config" not in path.parents:
             Reads(found).visit(ast.parse(path.read_text(encoding="utf-8")))
+    for path in sorted((PACKAGE / "config" / "sections").glob("*.py")):
+        methods = read_by_methods(ast.parse(path.read_text(encoding="utf-8")))
+        found |= {(method[0], key) for method, keys in methods.items() if method in found for key in keys}
     unread = [
         f"{name}.{key}"
         for name, model in sections().items()
@@ -114,3 +133,5 @@ def test_the_reader_sees_each_way_of_reading():
     kept = "class C:\n  def __init__(self, config: EnvConfig):\n    self._c = config\n  def f(self):\n    self._c.url"
     Reads(found).visit(ast.parse(kept))
     assert (schema.EnvConfig, "url") in found
+    method = "class EngineConfig(Section):\n  def f(self, n):\n    return self.replicas + n"
+    assert read_by_methods(ast.parse(method)) == {(schema.EngineConfig, "f"): {"replicas"}}

@@ -42,6 +42,23 @@ def test_quickstart_is_accepted():
         ),
         (["env=openenv", "env.url=http://h"], ["data.tasks", "mfleet data export"]),
         (["rollout.episode_timeout_s=60"], ["rollout.engine.request_timeout_s", "rollout.episode_timeout_s"]),
+        (
+            ["rollout.max_context=8192", "policy.micro_batch_tokens=8192", "rollout.sampling.max_tokens_per_turn=2000"],
+            ["rollout.sampling.max_tokens_per_turn / rollout.engine.min_tokens_per_s=320", "rollout.episode_timeout_s"],
+        ),
+        (
+            ["rollout.engine.expert_parallel=true"],
+            ["rollout.engine.expert_parallel=true", "rollout.engine.tensor_parallel=1"],
+        ),
+        (["rollout.engine.quantization=fp8"], ["rollout.engine.quantization=fp8", "model.dtype=float32"]),
+        (
+            ["rollout.engine.max_num_batched_tokens=100"],
+            ["rollout.engine.max_num_batched_tokens=100", "128 sequences", "rollout.engine.max_num_seqs"],
+        ),
+        (
+            ["rollout.engine.routing_replay=true", "rollout.engine.speculative.method=ngram"],
+            ["rollout.engine.routing_replay=true", "rollout.engine.speculative.method=ngram"],
+        ),
         (["env.verify_timeout_s=300"], ["env.verify_timeout_s", "rollout.episode_timeout_s"]),
         (["policy.updates_per_batch=17"], ["policy.updates_per_batch", "rollout.prompts_per_step"]),
         (["parallel.data=129"], ["128 trajectories", "parallel.data=129"]),

@@ -23,7 +23,8 @@ def rollout_config(model: Path, engine: Mapping[str, Any] | None = None, **rollo
                 "max_context": 2047,
                 "episodes_in_flight": 32,
                 "sampling": {"max_tokens_per_turn": 32, "max_turns": 3},
-                "engine": {"kv_cache_bytes": 256 << 20, "start_timeout_s": 1800} | dict(engine or {}),
+                "engine": {"kv_cache_bytes": 256 << 20, "max_num_seqs": 128, "start_timeout_s": 1800}
+                | dict(engine or {}),
             }
             | rollout,
         }

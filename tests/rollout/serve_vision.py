@@ -12,7 +12,8 @@ from pathlib import Path
 
 from rollout_config import rollout_config
 
-from megatron_fleet.rollout.engine_actor import EngineActor, environment
+from megatron_fleet.rollout.engine_actor import EngineActor
+from megatron_fleet.rollout.engine_arguments import environment
 
 
 async def main(model: Path, folder: Path, token: str) -> None:

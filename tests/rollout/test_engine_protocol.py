@@ -122,7 +122,7 @@ async def test_a_foreign_peer_is_disconnected(raw):
 async def test_a_client_that_asks_nonsense_is_disconnected(request_):
     engine = Echo()
     async with serving(engine) as (_, endpoint):
-        reader, writer = await _Replica(endpoint, 0, TOKEN)._dial()
+        reader, writer = await _Replica(endpoint, 0, TOKEN, HANG_S)._dial()
         writer.write(frames.pack(*request_))
         assert await asyncio.wait_for(reader.read(), HANG_S) == b""
         writer.close()
@@ -142,14 +142,52 @@ async def test_cancelling_the_caller_stops_the_request_at_the_engine():
         assert (await pool.generate([5], params(), "s")).token_ids.tolist() == [5]  # the connection lives on
 
 
-async def test_an_engine_that_is_silent_at_the_deadline_is_lost(monkeypatch):
+async def test_a_long_turn_of_an_engine_that_answers_health_questions_is_not_lost(monkeypatch):
+    monkeypatch.setattr(engine_client, "HEALTH_SHARE", 1e-5)
+    answers = []
+    heard = asyncio.Event.set
+    monkeypatch.setattr(asyncio.Event, "set", lambda event: (answers.append(event), heard(event))[1])
     engine = Echo()
     async with serving(engine) as (_, endpoint):
-        monkeypatch.setattr(engine_client, "DEADLINE_GRACE_S", 0.1)
-        while not engine.seen:  # on a machine that stalls, the deadline may pass before the request is sent
-            with pytest.raises(EngineLost, match=r"within 0\.2 s"):
-                await connect([endpoint], TOKEN, 0.2).generate([0], params(), "s")
-        await until(lambda: engine.cancelled == len(engine.seen))
+        pool = connect([endpoint], TOKEN, HANG_S)
+        call = asyncio.create_task(pool.generate([0], params(), "s"))
+        (replica,) = pool._replicas
+        await until(lambda: answers.count(replica._heard) > 5)
+        assert not call.done() and engine.cancelled == 0
+        call.cancel()
+
+
+async def test_an_engine_that_answers_no_health_question_is_lost():
+    async def serve(reader, writer):
+        assert await handshake.admit(reader, writer, TOKEN) == ["client"]
+        asked = [(await frames.read(reader))[0] for _ in range(2)]
+        assert asked == ["generate", "health"]
+        await reader.read()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        endpoint = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        lost = rf"^engine {endpoint} did not answer within 0\.2 s \(rollout\.engine\.health_timeout_s\)$"
+        with pytest.raises(EngineLost, match=lost):
+            await connect([endpoint], TOKEN, 0.2).generate([5], params(), "s")
+
+
+async def test_an_engine_that_takes_no_connection_is_lost():
+    async with await asyncio.start_server(lambda reader, writer: reader.read(), "127.0.0.1", 0) as server:
+        endpoint = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        with pytest.raises(EngineLost, match="did not answer within"):
+            await connect([endpoint], TOKEN, 0.1).generate([5], params(), "s")
+
+
+async def test_what_waits_for_an_engine_that_was_replaced_is_lost_though_its_connection_stays():
+    silent, second = Echo(1), Echo(2)
+    async with serving(silent) as (_, before), serving(second) as (_, now):
+        pool = connect([before], TOKEN, HANG_S)
+        call = asyncio.create_task(pool.generate([0], params(), "s"))
+        await until(lambda: silent.seen)
+        pool.moved(before, now)
+        with pytest.raises(EngineLost, match=f"engine {before} closed the connection"):
+            await call
+        assert (await pool.generate([5], params(), "s")).versions == ((2, 0, 1),)
 
 
 async def test_refused_and_lost_are_told_apart():

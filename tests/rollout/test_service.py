@@ -109,6 +109,27 @@ def test_equal_seeds_give_equal_samples_whatever_else_runs(rollout):
         np.testing.assert_array_equal(one.logprobs, three.logprobs)
 
 
+def test_engines_report_their_statistics_since_the_last_time(rollout):
+    rollout.run(rollout.service.statistics())
+    prompts = [[(5 * i + j) % 400 + 30 for j in range(70)] for i in range(4)]  # two whole blocks of the cache each
+    for _ in range(2):
+        rollout.generate(prompts, [sampled(tokens=8)] * 4)
+    metrics = rollout.run(rollout.service.statistics())
+    assert metrics["engine/generated_tokens"] == 2 * 4 * 8
+    assert metrics["engine/prompt_tokens"] == 4 * 70 + 4 * (70 - 64)  # the second time two blocks are found
+    assert metrics["engine/prefix_cache_hit_rate"] == 64 / (2 * 70)
+    assert 1 <= metrics["engine/running_mean"] <= metrics["engine/running_max"] <= 4
+    assert 0 < metrics["engine/kv_cache_usage_mean"] <= metrics["engine/kv_cache_usage_max"] < 1
+    assert metrics["engine/preemptions"] == metrics["engine/waiting_max"] == 0 < metrics["engine/tokens_per_second"]
+    assert rollout.run(rollout.service.statistics())["engine/generated_tokens"] == 0
+
+
+def test_rays_monitor_of_memory_kills_nothing(rollout):
+    """It would kill engines for memory that a checkpoint or an offloaded trainer takes."""
+    (log,) = Path(tempfile.gettempdir(), f"mf-{rollout.service.run_id}").glob("ray/session_2*/logs/raylet.out")
+    assert "`RAY_memory_monitor_refresh_ms` > 0 to enable the monitor" in log.read_text()
+
+
 def test_a_prompt_beyond_the_context_is_refused_and_the_engine_lives(rollout):
     with pytest.raises(ValueError, match=r"(?i)max|long|context"):
         rollout.generate([[5] * 3000], [sampled()])

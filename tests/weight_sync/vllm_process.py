@@ -79,7 +79,7 @@ def obey(engine: Any, command: str, arguments: list[Any]) -> Any:
 
 def main(folder: str, descriptor: str, dtype: str, transport: str, more: str) -> None:
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
-    from megatron_fleet.rollout.engine_actor import CPU_ATTENTION, cpu_model_args, family_mixer
+    from megatron_fleet.rollout.engine_arguments import CPU_ATTENTION, cpu_model_args, family_mixer
     from megatron_fleet.rollout.engine_images import find_torchvision
     from megatron_fleet.weight_sync.vllm_plugin import MIXER
 

@@ -209,7 +209,9 @@ def _embedded_tasks(c: Config) -> str | None:
 def _episode_outlives_its_parts(c: Config) -> str | None:
     episode = c.rollout.episode_timeout_s
     parts = {
-        "rollout.engine.request_timeout_s": c.rollout.engine.request_timeout_s,
+        "rollout.engine.request_timeout_s + rollout.sampling.max_tokens_per_turn / rollout.engine.min_tokens_per_s": (
+            c.rollout.engine.turn_timeout_s(c.rollout.sampling.max_tokens_per_turn)
+        ),
         "env.make_timeout_s": c.env.make_timeout_s,
         "env.reset_timeout_s": c.env.reset_timeout_s,
         "env.step_timeout_s": c.env.step_timeout_s,

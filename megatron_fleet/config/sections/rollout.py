@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 MAX_EPISODES = 100_000
 """Largest number of episodes, or of groups, that are planned or played at once."""
+MAX_SEQUENCES = 1024
+"""Sequences that an engine decodes together unless configured otherwise: vLLM's own default on Hopper."""
 
 
 class SamplingConfig(Section):
@@ -24,18 +26,79 @@ class SamplingConfig(Section):
     max_turns: int = Field(ge=1, le=100_000, description="Maximum number of turns per episode.")
 
 
+class SpeculativeConfig(Section):
+    """Speculative decoding: a drafter proposes tokens, which the model checks all at once. Samples keep the model's
+    distribution."""
+
+    method: Literal["none", "ngram", "mtp"] = Field(
+        "none",
+        description="Drafter. ngram: repeats what followed the newest tokens earlier in the sequence; mtp: the "
+        "multi-token prediction layers of model.path, which stay as they are while the model is trained.",
+    )
+    tokens: int = Field(3, ge=1, le=64, description="Tokens that the drafter proposes at once.")
+    ngram: int = Field(5, ge=1, le=64, description="ngram: number of newest tokens that it looks for in the sequence.")
+
+
 class EngineConfig(Section):
     replicas: int = Field(1, ge=1, description="Engines, each with its own copy of the weights.")
     tensor_parallel: int = Field(
         1, ge=1, description="Tensor-parallel size of an engine: devices that share its matrices."
     )
-    max_num_seqs: int = Field(128, ge=1, le=MAX_EPISODES, description="Sequences that one replica decodes together.")
-    kv_cache_bytes: int | None = Field(None, ge=1, description="KV memory per replica; none = vLLM decides (GPU).")
-    gpu_memory_utilization: float = Field(0.8, gt=0, le=1, description="Share of a GPU's memory that vLLM may take.")
+    expert_parallel: bool = Field(
+        False,
+        description="Mixtures of experts: each of an engine's tensor-parallel devices holds whole experts instead of a "
+        "slice of every expert.",
+    )
+    max_num_seqs: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_EPISODES,
+        description="Sequences that one replica decodes together; none: rollout.episodes_in_flight, at most 1024.",
+    )
+    max_num_batched_tokens: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_TOKENS,
+        description="Tokens, of prompts and samples, that one replica computes together; none = vLLM's choice for "
+        "throughput (16384 on an 80 GB GPU). On CPUs at least the longest sequence, and 4096 by default.",
+    )
     enforce_eager: bool = Field(False, description="Run vLLM without compiled graphs: slower, starts sooner.")
+    max_cuda_graph_size: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_EPISODES,
+        description="GPUs: largest number of tokens in a batch for which a CUDA graph is captured; none = vLLM's "
+        "choice (twice max_num_seqs, at most 512).",
+    )
+    prefix_caching: bool = Field(True, description="Keep the KV cache of a prompt for later turns and other samples.")
+    kv_cache_dtype: Literal["auto", "fp8"] = Field(
+        "auto", description="Data type of the KV cache; auto: model.dtype. fp8 holds twice the tokens of bfloat16."
+    )
+    kv_cache_bytes: int | None = Field(None, ge=1, description="KV memory per replica; none = vLLM decides (GPU).")
+    quantization: Literal["auto", "none", "fp8"] = Field(
+        "auto",
+        description="Linear layers of the engines: fp8 = the engine quantises each weight that it loads in blocks of "
+        "128 x 128 and computes in FP8; none = as stored in model.path; auto: fp8 with precision.recipe=fp8_blockwise.",
+    )
+    speculative: SpeculativeConfig = SpeculativeConfig()
+    gpu_memory_utilization: float = Field(0.8, gt=0, le=1, description="Share of a GPU's memory that vLLM may take.")
     start_timeout_s: float = Field(300, gt=0, description="Deadline of an engine's start.")
     request_timeout_s: float = Field(
-        120, gt=0, description="Deadline of one turn's generation; what was sampled until then is a truncated turn."
+        120,
+        gt=0,
+        description="Deadline of one request, besides the time for its tokens (min_tokens_per_s): for waiting, a "
+        "weight update and the prompt.",
+    )
+    min_tokens_per_s: float = Field(
+        10,
+        gt=0,
+        description="Slowest speed at which one sequence may grow. A turn has request_timeout_s and this time for its "
+        "most tokens; what was sampled until then is a truncated turn.",
+    )
+    health_timeout_s: float = Field(
+        120,
+        gt=0,
+        description="Time in which an engine must answer whether it works; one that does not is lost, and replaced.",
     )
     update_timeout_s: float = Field(120, gt=0, description="Deadline of a weight update.")
     colocated: bool | None = Field(
@@ -68,6 +131,18 @@ class EngineConfig(Section):
     probe_tolerance: float = Field(
         0.1, gt=0, description="Mean absolute difference of these log-probs, in nats, above which the run ends."
     )
+
+    def sequences(self, episodes_in_flight: int) -> int:
+        """Return how many sequences a replica decodes together."""
+        return self.max_num_seqs or min(episodes_in_flight, MAX_SEQUENCES)
+
+    def fp8(self, recipe: str) -> bool:
+        """Return whether engines are to quantise their weights. ``recipe``: `precision.recipe`."""
+        return self.quantization == "fp8" or (self.quantization == "auto" and recipe == "fp8_blockwise")
+
+    def turn_timeout_s(self, max_tokens: int) -> float:
+        """Return the deadline of a turn of up to ``max_tokens`` tokens, in seconds."""
+        return self.request_timeout_s + max_tokens / self.min_tokens_per_s
 
 
 class RolloutConfig(Section):
@@ -178,6 +253,46 @@ def _colocated_plays_no_steps_ahead(c: Config) -> str | None:
     )
 
 
+def _expert_parallel(c: Config) -> str | None:
+    engine = c.rollout.engine
+    if not engine.expert_parallel or engine.tensor_parallel > 1:
+        return None
+    return (
+        "rollout.engine.expert_parallel=true spreads experts over an engine's devices, and "
+        "rollout.engine.tensor_parallel=1 is one device; raise the second, or set the first to false."
+    )
+
+
+def _quantization(c: Config) -> str | None:
+    if c.rollout.engine.quantization != "fp8" or c.model.dtype == "bfloat16":
+        return None
+    return (
+        f"rollout.engine.quantization=fp8 quantises weights in bfloat16, and model.dtype={c.model.dtype}; set it to "
+        f"bfloat16, or the first to none."
+    )
+
+
+def _batched_tokens(c: Config) -> str | None:
+    engine = c.rollout.engine
+    tokens, sequences = engine.max_num_batched_tokens, engine.sequences(c.rollout.episodes_in_flight)
+    if tokens is None or tokens >= sequences:
+        return None
+    return (
+        f"rollout.engine.max_num_batched_tokens={tokens} has no room for a token of each of the {sequences} sequences "
+        f"(rollout.engine.max_num_seqs); raise the first or lower the second."
+    )
+
+
+def _speculative(c: Config) -> str | None:
+    engine = c.rollout.engine
+    if engine.speculative.method == "none" or not engine.routing_replay:
+        return None
+    return (
+        f"rollout.engine.routing_replay=true with rollout.engine.speculative.method={engine.speculative.method}: which "
+        f"experts an accepted draft token had is not recorded; set one of them to false or none."
+    )
+
+
 def _weights_url(c: Config) -> str | None:
     url, transport = c.rollout.engine.weights_url, c.rollout.engine.transport
     if url is None:
@@ -208,5 +323,9 @@ RULES: tuple[Rule, ...] = (
     _workers_are_busy,
     _colocated,
     _colocated_plays_no_steps_ahead,
+    _expert_parallel,
+    _quantization,
+    _batched_tokens,
+    _speculative,
     _weights_url,
 )

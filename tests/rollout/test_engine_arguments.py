@@ -1,0 +1,181 @@
+"""Each key of an engine reaches vLLM as the argument that it names, and vLLM takes it."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from rollout_config import rollout_config
+from tiny_model import write_tiny_model
+
+from megatron_fleet.config.schema import Config
+from megatron_fleet.rollout.engine_arguments import engine_args, environment
+
+H100_BYTES = 80 << 30
+NGRAM = {"method": "ngram", "tokens": 4, "ngram": 3}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("arguments") / "model", 1)
+
+
+def on_gpu(config: Config) -> dict:
+    return engine_args(config, "cuda_ipc", cpu=False, can_sleep=True)
+
+
+def on_cpu(config: Config) -> dict:
+    return engine_args(config, "shm", cpu=True, can_sleep=False)
+
+
+@pytest.mark.parametrize(
+    ("engine", "changed"),
+    [
+        ({"tensor_parallel": 2}, {"tensor_parallel_size": 2}),
+        ({"expert_parallel": True}, {"enable_expert_parallel": True}),
+        ({"max_num_seqs": 77}, {"max_num_seqs": 77}),
+        ({"max_num_batched_tokens": 9000}, {"max_num_batched_tokens": 9000}),
+        ({"enforce_eager": True}, {"enforce_eager": True}),
+        ({"max_cuda_graph_size": 256}, {"max_cudagraph_capture_size": 256}),
+        ({"prefix_caching": False}, {"enable_prefix_caching": False}),
+        ({"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "fp8"}),
+        ({"kv_cache_bytes": 1 << 34}, {"kv_cache_memory_bytes": 1 << 34}),
+        ({"quantization": "fp8"}, {"quantization": "fp8_per_block"}),
+        ({"gpu_memory_utilization": 0.9}, {"gpu_memory_utilization": 0.9}),
+        ({"routing_replay": True}, {"enable_return_routed_experts": True}),
+        ({"colocated": True}, {"enable_sleep_mode": True}),
+        (
+            {"speculative": NGRAM},
+            {
+                "speculative_config": {
+                    "method": "ngram_gpu",
+                    "num_speculative_tokens": 4,
+                    "prompt_lookup_min": 3,
+                    "prompt_lookup_max": 3,
+                }
+            },
+        ),
+        (
+            {"speculative": {"method": "mtp", "tokens": 1}},
+            {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}},
+        ),
+        (
+            {"speculative": {"method": "mtp", "tokens": 1}, "colocated": True},
+            {
+                "speculative_config": {"method": "mtp", "num_speculative_tokens": 1},
+                "enable_sleep_mode": True,
+                # No update sends the drafter's weights, which level-2 sleep would drop.
+                "sleep_preserve_parameter_names": ["draft.*"],
+            },
+        ),
+    ],
+)
+def test_a_key_changes_its_argument_and_no_other(model, engine, changed):
+    before, after = on_gpu(rollout_config(model, {"max_num_seqs": None})), on_gpu(rollout_config(model, engine))
+    if "max_num_seqs" not in engine:
+        after["max_num_seqs"] = before["max_num_seqs"]
+    if "kv_cache_bytes" not in engine:
+        after["kv_cache_memory_bytes"] = before["kv_cache_memory_bytes"]
+    assert {name: value for name, value in after.items() if value != before[name]} == changed
+
+
+def test_as_many_sequences_as_episodes_are_played_at_once(model):
+    for episodes, sequences in ((32, 32), (5000, 1024)):
+        config = rollout_config(model, {"max_num_seqs": None}, episodes_in_flight=episodes)
+        assert on_gpu(config)["max_num_seqs"] == on_cpu(config)["max_num_seqs"] == sequences
+
+
+def test_on_cpus_a_step_holds_the_longest_sequence_and_prompts_are_not_cut(model):
+    config = rollout_config(model, {"speculative": NGRAM})
+    arguments = on_cpu(config)
+    assert arguments["max_num_batched_tokens"] == 4096 and arguments["enable_chunked_prefill"] is False
+    assert arguments["speculative_config"]["method"] == "ngram" and arguments["enforce_eager"]
+    assert on_cpu(rollout_config(model, {"max_num_batched_tokens": 300}))["max_num_batched_tokens"] == 2048
+    assert on_cpu(rollout_config(model, {"max_num_batched_tokens": 9000}))["max_num_batched_tokens"] == 9000
+
+
+@pytest.mark.parametrize(
+    ("recipe", "quantization", "stored", "expected"),
+    [
+        ("model_dtype", "auto", False, None),
+        ("fp8_blockwise", "auto", False, "fp8_per_block"),
+        ("fp8_tensorwise", "auto", False, None),
+        ("fp8_blockwise", "none", False, None),
+        ("model_dtype", "fp8", False, "fp8_per_block"),
+        ("fp8_blockwise", "auto", True, None),  # such a folder's weights are loaded, and sent, as it stores them
+    ],
+)
+def test_engines_follow_the_trainers_precision(tmp_path, recipe, quantization, stored, expected):
+    declared = {"quantization_config": {"quant_method": "fp8"}} if stored else {}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"} | declared))
+    config = rollout_config(tmp_path, {"quantization": quantization})
+    config = config.model_copy(update={"precision": config.precision.model_copy(update={"recipe": recipe})})
+    assert on_gpu(config)["quantization"] == expected
+
+
+def test_vllm_takes_its_defaults_for_throughput(monkeypatch):
+    """Those of `EngineActor`'s usage context, on an H100; vLLM's default context would compute 2,048 tokens a step."""
+    from vllm.config import SchedulerConfig
+    from vllm.engine import arg_utils
+    from vllm.usage.usage_lib import UsageContext
+
+    class Hopper:
+        is_tpu = is_cpu = staticmethod(lambda: False)
+        get_device_total_memory = staticmethod(lambda: H100_BYTES)
+        get_device_name = staticmethod(lambda: "NVIDIA H100 80GB HBM3")
+
+    monkeypatch.setattr(arg_utils, "current_platform", Hopper)
+    tokens, sequences = arg_utils.AsyncEngineArgs.get_batch_defaults(1)
+    assert (tokens[UsageContext.LLM_CLASS], sequences[UsageContext.LLM_CLASS]) == (16384, 1024)
+    assert UsageContext.ENGINE_CONTEXT not in tokens and SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS == 2048
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {},
+        {"max_num_seqs": 16, "max_num_batched_tokens": 5000, "prefix_caching": False, "kv_cache_dtype": "fp8"},
+        {"speculative": NGRAM},
+        {"quantization": "fp8"},
+    ],
+)
+def test_vllm_accepts_the_arguments(model, monkeypatch, engine):
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    for name, value in environment(cuda=False).items():
+        monkeypatch.setenv(name, value)
+    config = rollout_config(model, engine)
+    if "quantization" in engine:
+        config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
+    made = AsyncEngineArgs(**on_cpu(config)).create_engine_config(UsageContext.LLM_CLASS)
+    arguments = on_cpu(config)
+    assert made.scheduler_config.max_num_seqs == arguments["max_num_seqs"]
+    assert made.scheduler_config.max_num_batched_tokens == arguments["max_num_batched_tokens"]
+    assert made.cache_config.cache_dtype == arguments["kv_cache_dtype"]
+    assert made.cache_config.enable_prefix_caching is arguments["enable_prefix_caching"]
+    assert made.model_config.quantization == arguments["quantization"]
+    if arguments["speculative_config"] is not None:
+        assert made.speculative_config.method == "ngram" and made.speculative_config.num_speculative_tokens == 4
+
+
+def test_the_arguments_of_gpus_are_vllms(model):
+    """Names that vLLM does not have are refused; its configuration objects for CUDA cannot be made without it."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    arguments = on_gpu(rollout_config(model, {"speculative": {"method": "mtp"}, "max_cuda_graph_size": 64}))
+    made = AsyncEngineArgs(**arguments)
+    assert {name: getattr(made, name) for name in arguments if name != "weight_transfer_config"} == {
+        name: value for name, value in arguments.items() if name != "weight_transfer_config"
+    }
+
+
+def test_engine_logs_tell_what_takes_memory_on_gpus():
+    assert environment(cuda=True)["VLLM_LOGGING_LEVEL"] == "INFO"
+    assert environment(cuda=False)["VLLM_LOGGING_LEVEL"] == "WARNING"
+    assert "VLLM_LOGGING_LEVEL" not in os.environ
