@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megatron_fleet.cluster.inventory import local_inventory
+from megatron_fleet.cluster.inventory import cuda_is_installed, local_inventory
 from megatron_fleet.cluster.placement import Wanted, place
 from megatron_fleet.cluster.rank_identity import rank_identity
 from megatron_fleet.config import extension, validate
@@ -31,7 +31,10 @@ from megatron_fleet.config.files import read_object
 from megatron_fleet.config.interfaces import INTERFACES
 from megatron_fleet.config.schema import Config
 from megatron_fleet.data.task import Task
+from megatron_fleet.models.hf_config import is_quantized
+from megatron_fleet.models.model import Model
 from megatron_fleet.models.registry import use_family
+from megatron_fleet.weight_sync.cuda_ipc.controller import check_allocator
 from megatron_fleet.weight_sync.registry import halves
 
 ANSWER_S = 10.0
@@ -68,7 +71,7 @@ def check_evaluation(config: Config) -> None:
         UserError: the first problem, cheapest checks first.
     """
     validate.check(config)
-    place(local_inventory(os.environ), Wanted.of_evaluation(config))
+    _place(Wanted.of_evaluation(config))
     _out(config)
     _own_parts(config)
     _engine(config, _model(config))
@@ -108,7 +111,19 @@ def _launch(config: Config) -> None:
                 f"controller of a run; start it once, with cluster.ranks=external, and `mfleet rank` as the ranks."
             )
     if config.cluster.ranks == "local" and not config.cluster.nodes:
-        place(local_inventory(os.environ), Wanted.of(config))
+        _place(Wanted.of(config))
+
+
+def _place(wanted: Wanted) -> None:
+    """Refuse what does not fit on this host, and to compute on its CPU because its GPUs are not seen."""
+    inventory, visible = local_inventory(os.environ), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if cuda_is_installed() and not inventory.hosts[0].devices and (visible is None or visible.strip()):
+        raise UserError(
+            "torch is installed for GPUs, but this host has none that nvidia-smi shows; mend the driver, or set "
+            "CUDA_VISIBLE_DEVICES to nothing to compute on the CPU."
+        )
+    if place(inventory, wanted).transport == "cuda_ipc":
+        check_allocator(os.environ)
 
 
 def _out(config: Config) -> None:
@@ -195,6 +210,7 @@ def _engine(config: Config, hf_config: dict[str, Any]) -> None:
             f"rollout.engine.tensor_parallel={engine.tensor_parallel} does not divide the model's {model.heads} "
             f"attention heads; choose a divisor."
         )
+    _engine_options(config, hf_config, model)
     if engine.kv_cache_bytes is None:
         return
     if model.kv_lora is not None and model.rotated is not None:
@@ -203,7 +219,8 @@ def _engine(config: Config, hf_config: dict[str, Any]) -> None:
         head = model.head or model.hidden // model.heads
         values = 2 * max(1, (model.groups or model.heads) // engine.tensor_parallel) * head
     mixers = sum(map(model.has_mixer, range(model.layers)))
-    per_token = (model.layers - mixers) * values * (4 if config.model.dtype == "float32" else 2)
+    per_value = 1 if engine.kv_cache_dtype == "fp8" else 4 if config.model.dtype == "float32" else 2
+    per_token = (model.layers - mixers) * values * per_value
     # A mixer keeps a state of fixed size instead.
     state = 0 if model.mixer is None else model.mixer.state_bytes
     needed = per_token * config.rollout.max_context + mixers * state // engine.tensor_parallel
@@ -211,6 +228,26 @@ def _engine(config: Config, hf_config: dict[str, Any]) -> None:
         raise UserError(
             f"rollout.engine.kv_cache_bytes={engine.kv_cache_bytes} is less than the {needed} bytes that one sequence "
             f"of rollout.max_context={config.rollout.max_context} tokens needs; raise it."
+        )
+
+
+def _engine_options(config: Config, hf_config: dict[str, Any], model: Model) -> None:
+    """Refuse options of engines that this model does not have."""
+    engine = config.rollout.engine
+    if engine.expert_parallel and not model.experts:
+        raise UserError(
+            "rollout.engine.expert_parallel=true spreads experts over an engine's devices, and this model has none; "
+            "set it to false."
+        )
+    if engine.speculative.method == "mtp" and not model.mtp:
+        raise UserError(
+            "rollout.engine.speculative.method=mtp: this model has no multi-token prediction layers; set it to ngram "
+            "or none."
+        )
+    if engine.quantization == "fp8" and is_quantized(hf_config):
+        raise UserError(
+            f"rollout.engine.quantization=fp8: the weights in model.path={config.model.path} are stored quantised, and "
+            f"engines load them so; set it to auto, or name a folder in BF16."
         )
 
 

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("hydra")
 
 from megatron_fleet import cli
+from megatron_fleet.cluster.inventory import Device, Host, Inventory
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
 from megatron_fleet.loop import preflight
@@ -110,6 +111,78 @@ def test_a_cache_that_holds_no_sequence_is_refused(model):
     needed = KV_BYTES_PER_TOKEN * 1024
     check(model, f"rollout.engine.kv_cache_bytes={needed}")
     assert f"{needed} bytes" in refusal(model, f"rollout.engine.kv_cache_bytes={needed - 1}")
+    check(model, f"rollout.engine.kv_cache_bytes={needed // 4}", "rollout.engine.kv_cache_dtype=fp8")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            ["rollout.engine.expert_parallel=true", "rollout.engine.tensor_parallel=2"],
+            "expert_parallel=true spreads experts over an engine's devices, and this model has none",
+        ),
+        (
+            ["rollout.engine.speculative.method=mtp"],
+            "speculative.method=mtp: this model has no multi-token prediction layers",
+        ),
+    ],
+)
+def test_options_that_the_model_does_not_have_are_refused(model, options, words):
+    assert words in refusal(model, *options)
+
+
+def test_weights_are_not_quantised_twice(model):
+    config = HF_CONFIG | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (model / "config.json").write_text(json.dumps(config))
+    check(model, "model.dtype=bfloat16")
+    said = refusal(model, "model.dtype=bfloat16", "rollout.engine.quantization=fp8")
+    assert "rollout.engine.quantization=fp8: the weights in" in said and "stored quantised" in said
+
+
+def gpus(count: int) -> Inventory:
+    devices = tuple(Device(index, f"GPU-{index}", "NVIDIA H100", 80 << 30) for index in range(count))
+    return Inventory((Host("node", devices=devices),))
+
+
+@pytest.fixture
+def host(monkeypatch):
+    """Makes preflight see a machine with torch for GPUs and this many GPUs."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(preflight, "cuda_is_installed", lambda: True)
+    return lambda count: monkeypatch.setattr(preflight, "local_inventory", lambda environ: gpus(count))
+
+
+@pytest.mark.parametrize(
+    ("there", "options", "words"),
+    [
+        (8, ["parallel.data=8", "rollout.engine.replicas=8"], None),
+        (4, ["parallel.data=8", "rollout.engine.replicas=4"], "= 8 ranks need a GPU each, but there are 4"),
+        (4, ["parallel.data=4", "rollout.engine.replicas=8"], "= 8 × 1 GPUs do not fit into the 4 that the ranks have"),
+        (0, [], "torch is installed for GPUs, but this host has none that nvidia-smi shows"),
+    ],
+)
+def test_fewer_gpus_than_asked_for_are_refused(model, host, there, options, words):
+    host(there)
+    if words is None:
+        check(model, *options)
+    else:
+        assert words in refusal(model, *options)
+
+
+def test_the_cpu_of_a_machine_for_gpus_is_used_when_its_gpus_are_hidden(model, host, monkeypatch):
+    host(0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    check(model)
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_memory_that_cannot_be_shared_with_engines_is_refused(model, host, monkeypatch, name):
+    host(1)
+    monkeypatch.setenv(name, "max_split_size_mb:512, expandable_segments:True")
+    assert f"{name}=max_split_size_mb:512, expandable_segments:True: memory in" in refusal(model)
+    check(model, "rollout.engine.transport=disk")
+    monkeypatch.setenv(name, "expandable_segments:False")
+    check(model)
 
 
 def test_missing_tasks_are_refused(model, tmp_path):

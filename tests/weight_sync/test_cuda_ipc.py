@@ -19,12 +19,20 @@ from tiny_models import make, stored_tensors  # noqa: E402
 from vllm.distributed.weight_transfer import ipc_engine  # noqa: E402
 from waiting import HANG_S  # noqa: E402
 
+from megatron_fleet.config.errors import UserError  # noqa: E402
 from megatron_fleet.platform.communicator import Alone  # noqa: E402
 from megatron_fleet.weight_sync.cuda_ipc import sender as cuda_ipc_sender  # noqa: E402
 from megatron_fleet.weight_sync.cuda_ipc.engine import CudaIpcEngine  # noqa: E402
 from megatron_fleet.weight_sync.engine_format import EngineFormat, FormattedSource  # noqa: E402
 from megatron_fleet.weight_sync.registry import make_transport  # noqa: E402
 from megatron_fleet.weights.source import MegatronWeightSource  # noqa: E402
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_a_rank_whose_memory_cannot_be_shared_says_so(monkeypatch, name):
+    monkeypatch.setenv(name, "expandable_segments:True")
+    with pytest.raises(UserError, match=rf"^{name}=expandable_segments:True: .*transport=disk\.$"):
+        cuda_ipc_sender.CudaIpcSender(None, Alone(), torch.device("cpu"), EngineFormat())
 
 
 class Engines:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 import pickle
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from megatron_fleet.platform.communicator import Communicator, together
 from megatron_fleet.weight_sync.base import Outbox
+from megatron_fleet.weight_sync.cuda_ipc.controller import check_allocator
 from megatron_fleet.weight_sync.engine_format import EngineFormat, FormattedSource, WeightSource
 
 BUFFER_BYTES = 1 << 30
@@ -22,7 +24,8 @@ class CudaIpcSender:
     that share GPUs with the engines."""
 
     def __init__(self, source: WeightSource, world: Communicator, device: torch.device, form: EngineFormat) -> None:
-        """Collective over ``world``."""
+        """Collective over ``world``. Raises UserError when torch's allocator here cannot share memory."""
+        check_allocator(os.environ)
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
