@@ -244,6 +244,15 @@ def test_layers_out_of_fp8_are_those_of_the_configuration(hf):
     assert out == [0, 1, 5]
 
 
+def test_interleaved_stages_do_not_batch_what_they_send(hf, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(build, "has_transformer_engine", lambda: False)
+    model = dataclasses.replace(read_model(hf), layers=4)
+    for layout, batched in ((ParallelConfig(pipeline=2), True), (ParallelConfig(pipeline=2, virtual=2), False)):
+        config = build.transformer_config(model, layout, BF16)
+        assert (config.batch_p2p_comm, config.overlap_p2p_comm) == (batched, False)
+
+
 def test_experts_are_padded_for_fp8_alone():
     asked = "moe_router_padding_for_quantization"
     for recipe, experts, padded in (

@@ -171,7 +171,7 @@ def attend_in_one_call(
     width = value.shape[2]
     if width < query.shape[2]:
         value = F.pad(value, (0, query.shape[2] - width))
-    out = varlen_attn(
+    out: Any = varlen_attn(
         query,
         key,
         value,

@@ -73,7 +73,9 @@ def transformer_config(
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
-        "batch_p2p_comm": torch.cuda.is_available(),
+        # With two interleaved stages a batch has two sends to the same rank, an activation and a gradient, and NCCL
+        # pairs them with that rank's receives by order alone: each would arrive as the other.
+        "batch_p2p_comm": torch.cuda.is_available() and parallel.virtual == 1,
     }
     if model.experts:
         settings |= {"moe_grouped_gemm": fused, "moe_token_dispatcher_type": "alltoall", "moe_permute_fusion": fused}
