@@ -1,205 +1,177 @@
-"""Reader of Megatron's ``torch_dist`` shards as data: nothing named in a file is imported or called.
+"""Reader of Megatron's ``torch_dist`` shards: each rank reads the parts that it needs, straight to where they belong.
 
-By default torch unpickles ``.metadata`` and the objects among the shards (``FileSystemReader.read_metadata``,
-``DefaultLoadPlanner.load_bytes``): anyone who can write into a checkpoint's folder could run code on every rank.
+Files are read as data: nothing named in a file is imported or called. By default torch unpickles ``.metadata`` and the
+objects among the shards (``FileSystemReader.read_metadata``, ``DefaultLoadPlanner.load_bytes``): anyone who can write
+into a checkpoint's folder could run code on every rank.
+
+Not a collective. Ranks with equal parts of the model read the same bytes, which the system keeps in memory for those of
+one machine. Megatron's own reader lets one rank read and send to the others, which then hold the model twice.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 from io import BytesIO
+from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
-from megatron.core.dist_checkpointing.mapping import (
-    ShardedBase,
-    ShardedObject,
-    ShardedStateDict,
-    ShardedTensor,
-    StateDict,
-    apply_factory_merges,
-)
-from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
-from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreLoadPlanner,
-    TorchDistLoadShardedStrategy,
-    _replace_sharded_keys_with_state_dict_keys,
-    _replace_state_dict_keys_with_sharded_keys,
-    _restore_dict_types,
-    _unwrap_pyt_sharded_tensor,
-    mcore_to_pyt_state_dict,
-)
-from megatron.core.dist_checkpointing.utils import extract_sharded_base, force_all_tensors_to_non_fp8
-from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
-from torch.distributed import checkpoint as torch_checkpoint
-from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.futures import Future
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.platform.communicator import ProcessGroup
 from megatron_fleet.storage.local import LocalFolder
+from megatron_fleet.weights.torch_dist.container import HEAD_BYTES, data_start
 from megatron_fleet.weights.torch_dist.dtypes import DTYPES
-from megatron_fleet.weights.torch_dist.index import COMMON, ChunkedTensor, read_places
+from megatron_fleet.weights.torch_dist.index import COMMON, COMMON_OBJECT, Chunk, ChunkedTensor, read_places
+
+BLOCK_VALUES = 8 << 20
+"""Values in host memory at a time."""
 
 
-def read_metadata(path: Path) -> Metadata:
-    """Read the location of each part of a checkpoint.
+class ShardReader:
+    """An opened checkpoint. Not thread-safe: it reuses its buffer.
 
-    Raises:
-        UserError: ``.metadata`` or ``metadata.json`` is damaged, or contains unexpected objects.
+    Attributes:
+        path: its folder.
     """
-    folder = LocalFolder(path)
-    tensors, objects = read_places(folder.read, folder.sizes(), str(path))
-    entries: dict[str, Any] = {key: _tensor_entry(stored) for key, stored in tensors.items()}
-    entries |= {key: BytesStorageMetadata() for key in objects}
-    places = {
-        MetadataIndex(key, chunk.offsets): _StorageInfo(chunk.file, chunk.offset, chunk.length)
-        for key, stored in tensors.items()
-        for chunk in stored.chunks
-    }
-    places |= {MetadataIndex(key): _StorageInfo(*blob) for key, blob in objects.items()}
-    return Metadata(entries, storage_data=places)
 
+    def __init__(self, path: Path) -> None:
+        """Read the location of each part.
 
-def _tensor_entry(stored: ChunkedTensor) -> TensorStorageMetadata:
-    chunks = [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in stored.chunks]
-    properties = TensorProperties(getattr(torch, DTYPES[stored.dtype].torch))
-    return TensorStorageMetadata(properties, torch.Size(stored.shape), chunks)
-
-
-def load(described: StateDict, path: Path, metadata: Metadata, group: ProcessGroup) -> StateDict:
-    """Fill in ``described``, each part read by one rank of ``group``; collective.
-
-    Follows `dist_checkpointing.load` of Megatron-Core 0.16 to 0.19, which accepts a custom strategy for the shards, but
-    not in all of these versions for the common state.
-
-    Raises:
-        UserError: the checkpoint lacks a part, or a file is damaged or holds code.
-    """
-    force_all_tensors_to_non_fp8(described)
-    state = _load_common(path, metadata)
-    described, own, factories = load_preprocess(described)
-    merge(state, own)
-    sharded, _ = extract_sharded_base(described)
-    validate_sharding_integrity(determine_global_metadata(sharded)[1])
-    merge(state, FullyParallelLoadStrategyWrapper(_ShardedLoad(metadata), group).load(sharded, path))
-    return apply_factory_merges(state, factories)
-
-
-class _ShardedLoad(TorchDistLoadShardedStrategy):
-    """Megatron's own strategy with another reader and planner."""
-
-    def __init__(self, metadata: Metadata) -> None:
-        super().__init__()
-        self._metadata = metadata
-
-    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path, *_: Any) -> StateDict:
-        """See `TorchDistLoadShardedStrategy.load`, whose steps these are. Since 0.17 it also receives the format of the
-        save.
+        Raises:
+            UserError: ``.metadata`` or ``metadata.json`` is damaged, or contains unexpected objects.
         """
-        tensors = [value for value in nested_values(sharded_state_dict) if isinstance(value, ShardedTensor)]
-        state, structure, names = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
-        for key, parts in state.items():
-            if not _fits(parts[0], self._metadata.state_dict_metadata.get(key)):
-                raise UserError(
-                    f"{checkpoint_dir}: holds no {key} as the model has it; train as this run began, or choose another "
-                    f"run.out."
-                )
-        found = mcore_to_pyt_state_dict(state, True)
-        torch_checkpoint.load(
-            found,
-            storage_reader=_Reader(checkpoint_dir, self._metadata),
-            planner=_Planner(
-                shapes_validation_sharded_tensors=[t for t in tensors if not t.allow_shape_mismatch],
-                allow_shape_mismatch_sharded_tensors={t.key: t for t in tensors if t.allow_shape_mismatch},
-            ),
+        self.path = path
+        self._folder = LocalFolder(path, cached=True)
+        self._tensors, self._objects = read_places(self._folder.read, self._folder.sizes(), str(path))
+        self._by_lead: dict[str, tuple[int, dict[tuple[int, ...], list[Chunk]]]] = {}
+        self._starts: dict[Chunk, int] = {}
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def names(self) -> set[str]:
+        """Keys of tensors and objects."""
+        return self._tensors.keys() | self._objects.keys()
+
+    def require_tensor(self, key: str, shape: tuple[int, ...], allow_shape_mismatch: bool = False) -> None:
+        """Raise UserError if the checkpoint has no such tensor, or one of another shape unless that is allowed."""
+        stored = self._tensors.get(key)
+        if stored is None or not (stored.shape == shape or allow_shape_mismatch):
+            self._lacks(key)
+
+    def require_object(self, key: str) -> None:
+        """Raise UserError if the checkpoint has no such object."""
+        if key not in self._objects:
+            self._lacks(key)
+
+    def _lacks(self, key: str) -> NoReturn:
+        raise UserError(
+            f"{self.path}: holds no {key} as the model has it; train as this run began, or choose another run.out."
         )
-        self.cached_global_metadata = self._metadata
-        unwrapped = {key: _unwrap_pyt_sharded_tensor(value) for key, value in found.items()}
-        for key, value in unwrapped.items():
-            if not isinstance(value, list) or len(value) != len(names[key]):
-                raise UserError(
-                    f"{checkpoint_dir}: {key} is not an object that Megatron saves; use another checkpoint."
-                )
-        loaded = _replace_sharded_keys_with_state_dict_keys(unwrapped, structure, names)
-        _restore_dict_types(loaded, sharded_state_dict)
-        return loaded
 
+    def read_box(self, key: str, offsets: Sequence[int], out: torch.Tensor) -> None:
+        """Fill ``out``, which is the part of a tensor at ``offsets``; outside the stored tensor it becomes zero.
 
-def _fits(wanted: ShardedBase, entry: TensorStorageMetadata | BytesStorageMetadata | None) -> bool:
-    if not isinstance(wanted, ShardedTensor):
-        return isinstance(entry, BytesStorageMetadata)
-    if not isinstance(entry, TensorStorageMetadata):
-        return False
-    return wanted.allow_shape_mismatch or tuple(entry.size) == tuple(wanted.global_shape)
+        Raises:
+            UserError: a file is damaged, or holds something other than a tensor there.
+        """
+        stored = self._tensors[key]
+        if any(a + n > limit for a, n, limit in zip(offsets, out.shape, stored.shape, strict=True)):
+            out.zero_()
+        for chunk in self._chunks(key, stored, offsets, out.shape):
+            self._copy(chunk, stored.dtype, offsets, out)
 
+    def _chunks(self, key: str, stored: ChunkedTensor, offsets: Sequence[int], sizes: Sequence[int]) -> list[Chunk]:
+        """The chunks that may meet a box: one of many layers and experts is found without looking at the others."""
+        if key not in self._by_lead:
+            axes = range(len(stored.shape))
+            lead = next((a for a in axes if any(chunk.sizes[a] != 1 for chunk in stored.chunks)), len(axes))
+            grouped: dict[tuple[int, ...], list[Chunk]] = {}
+            for chunk in stored.chunks:
+                grouped.setdefault(chunk.offsets[:lead], []).append(chunk)
+            self._by_lead[key] = lead, grouped
+        lead, grouped = self._by_lead[key]
+        indices = product(*(range(a, a + n) for a, n in zip(offsets[:lead], sizes[:lead], strict=True)))
+        return [chunk for index in indices for chunk in grouped.get(index, [])]
 
-def _load_common(path: Path, metadata: Metadata) -> StateDict:
-    """Read the state common to all ranks. Up to 0.18 it is a file; since 0.19 an object among the shards.
+    def _copy(self, chunk: Chunk, dtype: str, offsets: Sequence[int], out: torch.Tensor) -> None:
+        """Copy the part of a chunk that lies in the box ``out`` at ``offsets``."""
+        begin = [max(a, b) for a, b in zip(offsets, chunk.offsets, strict=True)]
+        end = [min(a + n, b + m) for a, n, b, m in zip(offsets, out.shape, chunk.offsets, chunk.sizes, strict=True)]
+        if any(a >= b for a, b in zip(begin, end, strict=True)):
+            return
+        part = out[tuple(slice(a - o, b - o) for a, b, o in zip(begin, end, offsets, strict=True))]
+        inside = [(a - o, b - o) for a, b, o in zip(begin, end, chunk.offsets, strict=True)]
+        # Entries along the first axis with several of them lie behind each other; where only a part of each is needed,
+        # the others' values are read too: a part of a row is too short for a separate read.
+        axis = next((i for i, (a, b) in enumerate(inside) if b - a > 1), len(inside) - 1)
+        if axis < 0:  # a tensor of one value without axes
+            part, inside, axis = part.view(1), [(0, 1)], 0
+        shape = chunk.sizes or (1,)
+        first = 0
+        for (a, _), size in zip(inside[: axis + 1], shape, strict=False):
+            first = first * size + a
+        row, rows = prod(shape[axis + 1 :]), inside[axis][1] - inside[axis][0]
+        step = max(1, BLOCK_VALUES // row)
+        into = part[(0,) * axis]
+        for done in range(0, rows, step):
+            count = min(step, rows - done)
+            values = self._values(chunk, dtype, (first + done) * row, count * row).view(count, *shape[axis + 1 :])
+            into[done : done + count].copy_(values[(slice(None), *(slice(*span) for span in inside[axis + 1 :]))])
 
-    Raises:
-        UserError: it cannot be read.
-    """
-    file = path / COMMON
-    if file.exists():
-        try:
-            # Explicit, because an environment variable turns torch's default into unpickling.
-            common = torch.load(file, map_location="cpu", weights_only=True)
-        except OSError:
-            raise
-        except Exception as error:
-            _refuse(file, error)
-    else:
-        place = ShardedObject("common_state", None, (1,), (0,))
-        common = _ShardedLoad(metadata).load({"common": place}, path)["common"]
-    if not isinstance(common, dict):
-        raise UserError(f"{file}: holds no dict; use another checkpoint.")
-    return common
+    def _values(self, chunk: Chunk, dtype: str, first: int, count: int) -> torch.Tensor:
+        """Values ``[count]`` of a chunk from ``first`` on; valid until the next call."""
+        nbytes = count * DTYPES[dtype].nbytes
+        if len(self._buffer) < nbytes:
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        start = self._start(chunk, dtype) + first * DTYPES[dtype].nbytes
+        self._folder.read_into(chunk.file, start, self._buffer.numpy().data[:nbytes])
+        return self._buffer[:nbytes].view(getattr(torch, DTYPES[dtype].torch))
 
-
-class _Reader(torch_checkpoint.FileSystemReader):
-    def __init__(self, path: Path, metadata: Metadata) -> None:
-        super().__init__(path)
-        self._metadata = metadata
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._metadata
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read file by file, so that an error can name the file."""
-        by_file: dict[str, list[ReadItem]] = {}
-        for item in plan.items:
-            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
-        for name, items in by_file.items():
+    def _start(self, chunk: Chunk, dtype: str) -> int:
+        if chunk not in self._starts:
+            head = self._folder.read(chunk.file, chunk.offset, min(HEAD_BYTES, chunk.length))
             try:
-                super().read_data(replace(plan, items=items), planner)
-            except OSError:
-                raise
-            except Exception as error:
-                _refuse(Path(self.path, name), error)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+                self._starts[chunk] = data_start(head, chunk, dtype, chunk.file)
+            except UserError as error:
+                _refuse(self.path / chunk.file, error)
+        return self._starts[chunk]
+
+    def read_objects(self, key: str, count: int) -> list[Any]:
+        """Read the ``count`` objects that a rank saved under one key, as tensors and plain values.
+
+        Raises:
+            UserError: it holds something else.
+        """
+        blob = self._objects[key]
+        found = _plain(self.path / blob.file, self._folder.read(*blob))
+        if not isinstance(found, list) or len(found) != count:
+            raise UserError(f"{self.path}: {key} is not an object that Megatron saves; use another checkpoint.")
+        return found
+
+    def common(self) -> dict[str, Any]:
+        """Read the state common to all ranks. Up to Megatron-Core 0.18 it is a file; since 0.19 an object.
+
+        Raises:
+            UserError: it cannot be read.
+        """
+        file = self.path / COMMON
+        if file.exists():
+            common = _plain(file, self._folder.read(COMMON))
+        else:
+            self.require_object(COMMON_OBJECT)
+            (common,) = self.read_objects(COMMON_OBJECT, 1)
+        if not isinstance(common, dict):
+            raise UserError(f"{file}: holds no dict; use another checkpoint.")
+        return common
 
 
-class _Planner(MCoreLoadPlanner):
-    def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
-        """See `DefaultLoadPlanner`, whose own method calls whatever the object names."""
-        path = self.mappings[read_item.dest_index.fqn]
-        set_element(self.original_state_dict, path, torch.load(value, map_location="cpu", weights_only=True))
+def _plain(file: Path, content: bytes) -> Any:
+    try:
+        # Explicit, because an environment variable turns torch's default into unpickling.
+        return torch.load(BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as error:
+        _refuse(file, error)
 
 
 def _refuse(file: Path, error: Exception) -> NoReturn:

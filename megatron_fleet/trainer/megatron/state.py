@@ -1,14 +1,21 @@
-"""Model and optimizer as Megatron's ``torch_dist`` checkpoint shards: written in one layout, read in any other."""
+"""Model and optimizer as Megatron's ``torch_dist`` checkpoint shards: written in one layout, read in any other.
+
+Each rank writes its own parameters and optimizer state and reads what it needs of both, part by part: besides them it
+holds one parameter and a few blocks, in host memory and on its device.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
@@ -20,35 +27,82 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.transformer.module import MegatronModule
 from torch.distributed import checkpoint as torch_checkpoint
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.platform.communicator import TorchCommunicator
+from megatron_fleet.platform.communicator import TorchCommunicator, together
 from megatron_fleet.platform.megatron.adapt import cuda_calls_answered
-from megatron_fleet.trainer.megatron import extra_state, shard_reader
+from megatron_fleet.trainer.megatron import extra_state, optimizer_shards
 from megatron_fleet.trainer.megatron.lora import Adapters
+from megatron_fleet.trainer.megatron.optimizer_shards import Box, parts
+from megatron_fleet.trainer.megatron.shard_reader import ShardReader
+from megatron_fleet.weights.torch_dist.tiling import tiling_fault
 
-# Optimizer state in model space: loads under other tensor, pipeline and data sizes.
-_CONTENT = {
-    "distrib_optim_sharding_type": "fully_reshardable",
+CONTENT = {
+    "distrib_optim_sharding_type": optimizer_shards.SHARDING,
     "distrib_optim_fully_reshardable_mem_efficient": False,
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
 }
+_BATCH_BYTES = 128 << 20
+"""Loaded parameters that are handed to a model at once: it looks through all of its modules each time."""
 
 
-class _ThreadedSave(TorchDistSaveShardedStrategy):
+class _Planner(MCoreSavePlanner):
+    """Megatron's own planner, for the model, and the boxes of the optimizer."""
+
+    def __init__(self, boxes: Sequence[Box]) -> None:
+        super().__init__(dedup_replicated_tensors=False, flatten_state_dict=False)
+        self._boxes = {MetadataIndex(box.key, box.offsets): box for box in boxes}
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        self.plan = replace(plan, items=[*plan.items, *(_write_item(*entry) for entry in self._boxes.items())])
+        return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """See `DefaultSavePlanner`, whose check compares all pairs of the matrices of a mixture of experts."""
+        self.global_plan, self.metadata = create_default_global_save_plan(all_plans)
+        for key, entry in self.metadata.state_dict_metadata.items():
+            if isinstance(entry, TensorStorageMetadata) and (fault := tiling_fault(tuple(entry.size), entry.chunks)):
+                raise ValueError(f"the ranks do not hold {key} once: {fault}")
+        return self.global_plan, self.metadata
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        box = self._boxes.get(write_item.index)
+        return super().resolve_data(write_item) if box is None else box.data
+
+
+def _write_item(index: MetadataIndex, box: Box) -> WriteItem:
+    chunk = ChunkStorageMetadata(torch.Size(box.offsets), box.data.shape)
+    tensor = TensorWriteData(chunk, TensorProperties(box.data.dtype), torch.Size(box.shape))
+    return WriteItem(index, WriteItemType.SHARD, tensor_data=tensor)
+
+
+class LocalSave(TorchDistSaveShardedStrategy):
     """Save in this process: Megatron's writer spawns a helper that imports everything again, which takes seconds each
     time.
     """
+
+    def __init__(self, boxes: Sequence[Box]) -> None:
+        """``boxes``: optimizer state that this rank saves besides its part of the model."""
+        super().__init__("torch_dist", 1)
+        self._boxes = boxes
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> None:
         state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
         torch_checkpoint.save(
             mcore_to_pyt_state_dict(state, False),
             storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+            planner=_Planner(self._boxes),
         )
 
 
@@ -56,98 +110,105 @@ def save(path: Path, chunks: Sequence[DistributedDataParallel], optimizer: Chain
     """Write this rank's part into ``path``; collective. The folder must be empty or not exist."""
     path.mkdir(parents=True, exist_ok=True)  # on every rank, so that all fail alike
     TorchCommunicator().barrier()
+    described = [_describe(chunk.module) for chunk in chunks]
+    boxes = [box for box in optimizer_shards.boxes(optimizer, described) if box.is_main]
+    state: dict[str, Any] = {f"model{index}": chunk for index, chunk in enumerate(described)}
+    state["optimizer"] = optimizer_shards.settings(optimizer)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     with cuda_calls_answered():
-        dist_checkpointing.save(
-            _describe(chunks, optimizer, is_loading=False),
-            str(path),
-            FullyParallelSaveStrategyWrapper(_ThreadedSave("torch_dist", 1), group),
-            content_metadata=dict(_CONTENT),
-        )
+        strategy = FullyParallelSaveStrategyWrapper(LocalSave(boxes), group)
+        dist_checkpointing.save(state, str(path), strategy, content_metadata=dict(CONTENT))
 
 
 def load(path: Path, chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer) -> None:
     """Read what `save` wrote, in this or another layout; collective.
 
     Raises:
-        UserError: only one of checkpoint and model has adapters; a file is damaged or holds code.
+        UserError: only one of checkpoint and model has adapters, or the checkpoint lacks a part, and nothing was
+            changed; or a file is damaged or holds code.
     """
-    metadata = shard_reader.read_metadata(path)
-    _check_kind(path, metadata, any(getattr(chunk.module, "adapters", None) is not None for chunk in chunks))
+    with together(TorchCommunicator()):
+        reader = ShardReader(path)
+        _check_kind(reader, any(getattr(chunk.module, "adapters", None) is not None for chunk in chunks))
+        described = [_describe(chunk.module) for chunk in chunks]
+        boxes = list(optimizer_shards.boxes(optimizer, described))
+        _check_parts(reader, described, boxes)
+        step = _step(reader)
+        with torch.no_grad():
+            for chunk, entries in zip(chunks, described, strict=True):
+                _load_model(reader, chunk.module, entries)
+            for box in boxes:
+                reader.read_box(box.key, box.offsets, box.data)
+        optimizer_shards.set_step(optimizer, step)
+
+
+def _describe(module: MegatronModule) -> ShardedStateDict:
+    """Describe the model, or its adapters alone: their base model is frozen and comes from ``model.path`` again."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    with cuda_calls_answered():
-        try:
-            state = shard_reader.load(_describe(chunks, optimizer, is_loading=True), path, metadata, group)
-        except CheckpointException as error:  # no Exception, upstream; raised on every rank
-            causes = [cause for cause, _ in error.failures.values()]
-            raise next((c for c in causes if isinstance(c, UserError)), RuntimeError(str(error))) from error
-    for index in range(len(chunks)):
-        _replace_extra_states(path, state[f"model{index}"])
-    with torch.no_grad():
-        for index, chunk in enumerate(chunks):
-            chunk.module.load_state_dict(state[f"model{index}"], strict=False)
-        optimizer.load_state_dict(_regroup(state["optimizer"], optimizer))
+    adapters: Adapters | None = getattr(module, "adapters", None)
+    if adapters is None:
+        return module.sharded_state_dict(metadata=dict(CONTENT, dp_cp_group=group))
+    return adapters.describe("adapters.", group)
 
 
-def _replace_extra_states(path: Path, model: dict[str, Any]) -> None:
-    """Replace the states that the modules would unpickle."""
-    for name in [name for name in model if "_extra_state" in name.rpartition(".")[2]]:
-        try:
-            state = extra_state.rebuild(model.pop(name))
-        except ValueError as error:
-            raise UserError(f"{path}: {name} {error}; use another checkpoint.") from None
-        if state is not None:
-            model[name] = state
-
-
-def _describe(
-    chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer, is_loading: bool
-) -> dict[str, Any]:
-    """Describe every local tensor with its place in the whole model."""
-    metadata = dict(_CONTENT, dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-    state: dict[str, Any] = {
-        f"model{index}": _describe_model(chunk.module, metadata) for index, chunk in enumerate(chunks)
-    }
-    state["optimizer"] = optimizer.sharded_state_dict(
-        state if len(chunks) > 1 else state["model0"], is_loading=is_loading, metadata=metadata
-    )
-    return state
-
-
-def _check_kind(path: Path, metadata: Metadata, adapters: bool) -> None:
-    if any(name.startswith("adapters.") for name in metadata.state_dict_metadata) != adapters:
+def _check_kind(reader: ShardReader, adapters: bool) -> None:
+    if any(name.startswith("adapters.") for name in reader.names()) != adapters:
         held, now = ("all parameters", "above 0") if adapters else ("adapters alone", "0")
         raise UserError(
-            f"{path}: holds {held} and policy.lora.rank is {now}; train as this run began, or choose another run.out."
+            f"{reader.path}: holds {held} and policy.lora.rank is {now}; train as this run began, or choose another "
+            f"run.out."
         )
 
 
-def _describe_model(module: MegatronModule, metadata: dict[str, Any]) -> ShardedStateDict:
-    """Describe the model, or its adapters alone: their base model is frozen and comes from ``model.path`` again."""
-    adapters: Adapters | None = getattr(module, "adapters", None)
-    if adapters is None:
-        return module.sharded_state_dict(metadata=metadata)
-    return adapters.describe("adapters.", metadata["dp_cp_group"])
+def _check_parts(reader: ShardReader, described: Sequence[ShardedStateDict], boxes: Sequence[Box]) -> None:
+    """Raise UserError unless the checkpoint has every part of the model and of the optimizer."""
+    for entry in (entry for chunk in described for entry in chunk.values()):
+        if isinstance(entry, ShardedObject):
+            reader.require_object(entry.unique_key)
+            continue
+        for shard, _ in parts(entry):
+            reader.require_tensor(shard.key, shard.global_shape, shard.allow_shape_mismatch)
+    for box in boxes:
+        reader.require_tensor(box.key, box.shape, box.allow_shape_mismatch)
 
 
-def _regroup(loaded: dict[Any, Any], optimizer: ChainedOptimizer) -> dict[Any, Any]:
-    """Convert an optimizer's state between layouts with a separate optimizer for experts (``{0: …, 1: …}``, whenever
-    expert > 1) and layouts without one.
+def _step(reader: ShardReader) -> int:
+    try:
+        return optimizer_shards.step_of(reader.common().get("optimizer"))
+    except ValueError as error:
+        raise UserError(f"{reader.path}: {error}; use another checkpoint.") from None
 
-    Tensors already have the form of this layout. The settings of parameter groups have the saved form.
-    """
-    parts, were_apart = optimizer.chained_optimizers, "optimizer" in loaded.get(0, {})
-    if were_apart == (len(parts) > 1):
-        return loaded
-    saved = loaded[0] if were_apart else loaded
-    (first, *_) = saved["optimizer"]["param_groups"]
-    moved = {key: first[key] for key in ("lr", "step") if key in first}
 
-    def settings(part: Any) -> dict[str, Any]:
-        groups = [{k: v for k, v in group.items() if k != "params"} | moved for group in part.optimizer.param_groups]
-        kind = "param_state_sharding_type"
-        return {"optimizer": {"param_groups": groups}, kind: saved[kind]}
+def _load_model(reader: ShardReader, module: MegatronModule, described: ShardedStateDict) -> None:
+    """Fill the parameters and buffers of a chunk; quantised ones take over what was read in full."""
+    batch: dict[str, Any] = {}
+    for name, entry in described.items():
+        if isinstance(entry, ShardedObject):
+            continue
+        values = batch[name] = torch.empty(entry.data.shape, dtype=entry.data.dtype, device=entry.data.device)
+        for shard, first in parts(entry):
+            shape = (1,) * shard.prepend_axis_num + tuple(shard.data.shape)
+            reader.read_box(shard.key, shard.global_offset, values.view(-1)[first : first + prod(shape)].view(shape))
+        if sum(values.nbytes for values in batch.values()) >= _BATCH_BYTES:
+            module.load_state_dict(batch, strict=False)
+            batch = {}
+    # All at once: a layer of several experts looks for the states of all of them.
+    module.load_state_dict(batch | _extra_states(reader, described), strict=False)
 
-    if were_apart:
-        return {key: value for key, value in loaded.items() if not isinstance(key, int)} | settings(parts[0])
-    return {index: loaded[index] | settings(part) for index, part in enumerate(parts)}
+
+def _extra_states(reader: ShardReader, described: ShardedStateDict) -> dict[str, torch.Tensor]:
+    """States of modules besides parameters, replaced by what the modules may unpickle."""
+    names: dict[str, list[str]] = defaultdict(list)
+    for name, entry in described.items():
+        if isinstance(entry, ShardedObject):
+            names[entry.unique_key].append(name)
+    found: dict[str, torch.Tensor] = {}
+    for key, several in names.items():
+        for name, saved in zip(several, reader.read_objects(key, len(several)), strict=True):
+            try:
+                state = extra_state.rebuild(saved)
+            except ValueError as error:
+                raise UserError(f"{reader.path}: {name} {error}; use another checkpoint.") from None
+            if state is not None:
+                found[name] = state
+    return found
