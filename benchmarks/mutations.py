@@ -3,11 +3,13 @@
     git clone . ../clone && (cd ../clone && ./setup.sh --dev)
     python benchmarks/mutations.py ../clone [--count 60] [--seed 0] [--out mutations.json]
 
-The clone is changed, one line at a time, and restored. For each mutation the tests of the same subject run first, then
-the other fast tests that the line can affect, until one fails: the mutation is *killed*. A mutation under which the
-tests take longer than ``--limit-s`` is killed, too. Prints a line for each mutation and one line of JSON; with
-``--out`` results are kept, and the same command continues after an interruption. Equal seeds and equal sources give
-equal mutations.
+The fast tests run once to record which test files execute which line (kept in ``.venv/mutations``). Then the clone is
+changed, one line at a time, and restored. For each mutation the test files that execute the line run, those of the
+same subject first, until a test fails: the mutation is *killed*. Lines that run on import or in a child process run in
+no test in particular: all test files that can depend on the source file are tried. A mutation under which the tests
+take longer than ``--limit-s`` is killed, too. Prints a line for each mutation and one line of JSON; with ``--out``
+results are kept, and the same command continues after an interruption. Equal seeds and equal sources give equal
+mutations.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,6 +36,7 @@ EPISODE = (
     "tests/rollout/test_worker.py",
 )  # fmt: skip
 """Tests that run in the episode environment; see ``./test``."""
+VARIABLES = {"OMP_NUM_THREADS": "1", "HYPOTHESIS_DATABASE_FILE": ""}
 COMPARISONS = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.Is: "is not",
     ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
@@ -57,6 +61,10 @@ class Verdict:
     mutation: Mutation
     killed_by: str | None
     seconds: float
+
+
+Execution = dict[tuple[str, int], set[str]]
+"""(file, line) → test files that execute it; ``""``: on import, or in a child process."""
 
 
 def mutations(checkout: Path) -> list[Mutation]:
@@ -126,7 +134,39 @@ def compiles(lines: list[str], number: int, after: str) -> bool:
     return after != lines[number - 1]
 
 
-def try_one(checkout: Path, mutation: Mutation, limit_s: float) -> Verdict:
+def record_execution(checkout: Path) -> Execution:
+    """Run the fast tests of both environments with coverage, unless an earlier call has.
+
+    Raises ``RuntimeError`` if nothing was recorded.
+    """
+    folder = checkout / ".venv" / "mutations"
+    folder.mkdir(exist_ok=True)
+    # patch = subprocess: child processes record, too; what they execute belongs to no test.
+    (folder / "coveragerc").write_text("[run]\nsource = megatron_fleet\npatch = subprocess\n", encoding="utf-8")
+    execution: Execution = defaultdict(set)
+    for environment in ("engine", "episode"):
+        python = checkout / ".venv" / environment / "bin" / "python"
+        report, data = folder / f"{environment}.json", folder / f"{environment}.coverage"
+        if not python.exists():
+            continue
+        if not report.exists():
+            cover = ["--cov", "--cov-context=test", "--cov-report=", f"--cov-config={folder / 'coveragerc'}"]
+            variables = os.environ | VARIABLES | {"PYTHONPATH": str(checkout), "COVERAGE_FILE": str(data)}
+            tests = [test for test in EPISODE if (checkout / test).exists()] if environment == "episode" else ["tests"]
+            command = [str(python), "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", *cover, *tests]
+            with (folder / f"{environment}.log").open("w", encoding="utf-8") as log:
+                subprocess.run(command, cwd=checkout, env=variables, stdout=log, stderr=subprocess.STDOUT, check=False)
+            command = [str(python), "-m", "coverage", "json", "-q", "--show-contexts", "-o", str(report)]
+            subprocess.run(command, cwd=checkout, env=variables, check=True)
+        for file, found in json.loads(report.read_text(encoding="utf-8"))["files"].items():
+            for line, contexts in found["contexts"].items():
+                execution[file, int(line)].update(context.partition("::")[0] for context in contexts)
+    if not execution:
+        raise RuntimeError(f"no line of megatron_fleet was executed by the tests; see the logs in {folder}")
+    return execution
+
+
+def try_one(checkout: Path, mutation: Mutation, tests: list[str], limit_s: float) -> Verdict:
     """Change the line, run the tests and restore the file."""
     path, began = checkout / mutation.file, time.monotonic()
     source = path.read_text(encoding="utf-8")
@@ -134,16 +174,15 @@ def try_one(checkout: Path, mutation: Mutation, limit_s: float) -> Verdict:
     lines[mutation.line - 1] = lines[mutation.line - 1].replace(mutation.before, mutation.after, 1)
     path.write_text("".join(lines), encoding="utf-8")
     try:
-        killed_by = run_tests(checkout, mutation.file, began + limit_s)
+        killed_by = run_tests(checkout, mutation.file, tests, began + limit_s)
     finally:
         path.write_text(source, encoding="utf-8")
     return Verdict(mutation, killed_by, round(time.monotonic() - began, 1))
 
 
-def run_tests(checkout: Path, file: str, end: float) -> str | None:
-    """The first failing test of those that ``file`` can affect, the nearest first; ``None``: all pass."""
+def run_tests(checkout: Path, file: str, tests: list[str], end: float) -> str | None:
+    """The first failing test of ``tests``, those of the subject of ``file`` first; ``None``: all pass."""
     near = Path("tests", *Path(file).parts[1:-1])
-    tests = affected(checkout, file)
     first = [test for test in tests if near != Path("tests") and Path(test).is_relative_to(near)]
     for part in (first, [test for test in tests if test not in first]):
         for environment in ("engine", "episode"):
@@ -151,6 +190,25 @@ def run_tests(checkout: Path, file: str, end: float) -> str | None:
             if chosen and (failed := first_failure(checkout, environment, chosen, end)):
                 return failed
     return None
+
+
+def statement(tree: ast.AST, line: int) -> range:
+    """Lines of the smallest statement that ``line`` is part of, without the statements inside it."""
+    found = range(line, line + 1)
+    for node in ast.walk(tree):  # the outer ones first
+        if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or 0):
+            inner = [child.lineno for child in ast.walk(node) if isinstance(child, ast.stmt) and child is not node]
+            found = range(node.lineno, min([number for number in inner if number > line], default=node.end_lineno + 1))
+    return found
+
+
+def candidates(checkout: Path, mutation: Mutation, execution: Execution) -> list[str]:
+    """Test files that can notice the mutation; none if no fast test executes the line."""
+    tree = ast.parse((checkout / mutation.file).read_text(encoding="utf-8"))
+    found = {test for line in statement(tree, mutation.line) for test in execution.get((mutation.file, line), ())}
+    if found - {""}:
+        return sorted(found - {""})
+    return affected(checkout, mutation.file) if found else []
 
 
 def affected(checkout: Path, file: str) -> list[str]:
@@ -171,7 +229,7 @@ def first_failure(checkout: Path, environment: str, tests: list[str], end: float
     """The first failing test, ``error`` if pytest names none, or ``time limit``; ``None``: all pass."""
     python = checkout / ".venv" / environment / "bin" / "python"
     command = [str(python), "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", *tests]
-    variables = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1", "HYPOTHESIS_DATABASE_FILE": ""}
+    variables = os.environ | VARIABLES | {"PYTHONPATH": str(checkout)}
     running = subprocess.Popen(
         command, cwd=checkout, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
@@ -215,8 +273,9 @@ def main() -> int:
         if (earlier["commit"], earlier["seed"]) != (commit, args.seed):
             parser.error(f"{args.out} holds results of another commit or seed; choose another file")
         result["verdicts"] = earlier["verdicts"][: len(drawn)]
+    execution = record_execution(checkout) if len(result["verdicts"]) < len(drawn) else {}
     for number, mutation in enumerate(drawn[len(result["verdicts"]) :], start=len(result["verdicts"]) + 1):
-        verdict = try_one(checkout, mutation, args.limit_s)
+        verdict = try_one(checkout, mutation, candidates(checkout, mutation, execution), args.limit_s)
         result["verdicts"].append(asdict(verdict))
         where = f"{mutation.file}:{mutation.line}: {mutation.before} → {mutation.after}"
         print(

@@ -4,6 +4,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -14,10 +15,25 @@ settings.register_profile("random", deadline=None, suppress_health_check=[Health
 settings.register_profile("repeatable", settings.get_profile("random"), derandomize=True)
 settings.load_profile("repeatable")
 
+LONGEST = (
+    "e2e/test_whole_runs.py", "e2e/test_hosts_run.py", "e2e/test_kills.py", "e2e/test_expert_runs.py",
+    "weight_sync/test_families_updated.py", "parity/test_parity.py", "loop/test_guard_ranks.py",
+    "rollout/test_start.py", "rollout/test_service.py", "loop/test_colocation_ranks.py", "rollout/test_owner.py",
+    "weights/test_families.py", "fuzz/test_fuzz.py", "e2e/test_faults_run.py", "trainer/test_group.py",
+    "weight_sync/test_passthrough.py",
+)  # fmt: skip
+"""These files run first, so that none of them is left for the end of a run in several processes."""
+
+TESTS = Path(__file__).parent
 MANY_THREADS = 80
 """More new ones since the last collection of garbage are those of Megatron's groups. A trained model has 16 groups of
 three threads, one of which wakes a hundred times a second; they belong to cycles of references when it is closed.
 Hundreds take a third of a core from all later tests."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    rank = {TESTS / file: number for number, file in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path, len(rank)))
 
 
 @pytest.fixture(scope="session")

@@ -332,3 +332,10 @@ def _short_deadline(node: ast.AST) -> bool:
     given += node.args[-1:] if WAITS[node.func.attr] == "asyncio" else []
     seconds = [value.value for value in given if isinstance(value, ast.Constant)]
     return any(isinstance(value, int | float) and 0 < value < HANG_S for value in seconds)
+
+
+def test_the_longest_test_files_exist():
+    """Else a renamed one is left for the end of a run."""
+    from conftest import LONGEST
+
+    assert {file for file in LONGEST if not (ROOT / "tests" / file).is_file()} == set()
