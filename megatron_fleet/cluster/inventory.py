@@ -170,7 +170,7 @@ def nvidia_devices(environ: Mapping[str, str]) -> tuple[Device, ...]:
 
 
 def compute_capability(environ: Mapping[str, str]) -> tuple[int, int] | None:
-    """Return the compute capability of this host's first GPU, (9, 0) for an H100, without starting CUDA in this process;
+    """Return the compute capability of this host's first GPU, (9, 0) for an H100, without starting CUDA here;
     ``None`` without a GPU or nvidia-smi.
 
     Raises:

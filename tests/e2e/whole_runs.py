@@ -27,7 +27,8 @@ SMALL = (
 )
 RUN_TIMEOUT_S = 1800
 CLOCK_METRICS = (
-    "time", "attempt", "timing/", "memory/", "generate/tokens_per_second", "async/trainer_waits", "async/engines_idle",
+    "time", "attempt", "timing/", "memory/", "engine/", "generate/tokens_per_second", "async/trainer_waits",
+    "async/engines_idle",
 )  # fmt: skip
 
 

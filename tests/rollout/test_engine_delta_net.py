@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from rollout_config import rollout_config
 from tiny_configs import raw_config
+from vllm.engine.arg_utils import AsyncEngineArgs
 
 from megatron_fleet.models.qwen3_5.modules import vllm as vllm_delta_net
 from megatron_fleet.models.qwen3_5.modules.delta_rule import convolve, packed_rule, unit_length
-from megatron_fleet.rollout import engine_actor
+from megatron_fleet.rollout.engine_arguments import engine_args
 
 KEYS, VALUES, KEY, VALUE, WIDTH = 2, 4, 8, 12, 4
 CHANNELS = 2 * KEYS * KEY + VALUES * VALUE
@@ -24,11 +25,9 @@ LENGTHS = (5, 70)
 
 
 @pytest.mark.parametrize(("family", "cached"), [("qwen3_5_moe", False), ("qwen3_5_text", False), ("qwen3", True)])
-def test_prefixes_are_cached_for_attention_alone(tmp_path, monkeypatch, family, cached):
+def test_prefixes_are_cached_for_attention_alone(tmp_path, family, cached):
     (tmp_path / "config.json").write_text(json.dumps(raw_config(family, "v4")))
-    monkeypatch.setattr(engine_actor, "write_output_to", lambda log: None)
-    actor = engine_actor.EngineActor(rollout_config(tmp_path), "", tmp_path / "log", "shm")
-    arguments = actor._engine_args()
+    arguments = AsyncEngineArgs(**engine_args(rollout_config(tmp_path), "shm", cpu=True, can_sleep=False))
     assert (arguments.enable_prefix_caching, arguments.enable_chunked_prefill) == (cached, False)
 
 

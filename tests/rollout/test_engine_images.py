@@ -101,7 +101,7 @@ async def test_an_engine_that_came_back_is_sent_everything_again():
         await engine.generate([9], PARAMS, "s", [placed])
         (replica,) = engine._replicas
         replica._writer.transport.abort()
-        await asyncio.gather(replica._reading, return_exceptions=True)
+        await asyncio.gather(*replica._tasks, return_exceptions=True)
     async with serving(fresh) as (now, seen):
         engine.moved(before, now)
         await engine.generate([9], PARAMS, "s", [placed])

@@ -167,14 +167,15 @@ class _Writer:
 async def _answered(data: bytes) -> bool:
     """An engine's client whose engine answers a request with this."""
     complaints = _Complaints()
-    replica = _Replica("127.0.0.1:1", 0, "token")
+    replica = _Replica("127.0.0.1:1", 0, "token", 60.0)
     reader = _reader(data)
-    pool = EnginePool([replica], 5.0)
+    pool = EnginePool([replica])
 
     async def connected() -> Any:
         writer = _Writer()
-        if replica._reading is None:
-            replica._reading = asyncio.create_task(replica._read(reader, writer))
+        if not replica._tasks:
+            watching = asyncio.create_task(asyncio.Event().wait())
+            replica._tasks = (asyncio.create_task(replica._read(reader, writer, watching)),)
         return writer
 
     replica._connected = connected  # type: ignore[method-assign]
@@ -183,7 +184,7 @@ async def _answered(data: bytes) -> bool:
         assert isinstance(generation.token_ids, np.ndarray) and isinstance(generation.logprobs, np.ndarray)
     except (EngineLost, ValueError) as error:
         assert isinstance(str(error), str)
-    await asyncio.gather(replica._reading, return_exceptions=False)
+    await asyncio.gather(*replica._tasks, return_exceptions=False)
     complaints.check()
     return True
 
