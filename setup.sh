@@ -93,7 +93,7 @@ check_gpu_machine() {
   [ "$driver" = yes ] || return 0
   command -v nvidia-smi >/dev/null ||
     die "nvidia-smi is missing: this machine has no NVIDIA driver; install driver $GPU_NEED_DRIVER or newer, or add --without-driver where an image is made."
-  version=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>&1 | awk 'NR == 1') || version=
+  version=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>&1 | awk 'NR == 1') || true
   case $version in
     [0-9]*.*) ;;
     *) die "nvidia-smi names no driver but says '$version'; mend the driver, or add --without-driver where an image is made." ;;
