@@ -272,7 +272,7 @@ def episode_python() -> Path:
         if given:
             raise UserError(f"MFLEET_EPISODE_PYTHON={given} is not a program; name the episode environment's python.")
         raise UserError(
-            f"{python}: the episode environment is missing; run ./setup.sh, or name its python in MFLEET_EPISODE_PYTHON."
+            f"{python}: the episode environment is missing; run ./setup.sh, or name it in MFLEET_EPISODE_PYTHON."
         )
     return python.absolute()
 

@@ -15,7 +15,7 @@ def test_it_is_the_one_named_in_the_environment(monkeypatch):
 
 def test_a_name_that_is_not_a_program_is_refused(monkeypatch, tmp_path):
     monkeypatch.setenv("MFLEET_EPISODE_PYTHON", str(tmp_path))
-    with pytest.raises(UserError, match="MFLEET_EPISODE_PYTHON=.* is not a program"):
+    with pytest.raises(UserError, match=r"MFLEET_EPISODE_PYTHON=.* is not a program"):
         episode_python()
 
 
