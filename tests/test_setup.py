@@ -1,15 +1,32 @@
 """setup.sh on machines that lack something: one sentence, and no harm done."""
 
 import os
+import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from waiting import HANG_S
 
 ROOT = Path(__file__).parents[1]
-TOOLS = ["bash", "dirname", "uname", "df", "awk", "flock", "lscpu", "mkdir", "cat", "sha256sum", "cut", "rm", "grep"]
+TOOLS = [
+    "bash",
+    "dirname",
+    "uname",
+    "df",
+    "awk",
+    "flock",
+    "lscpu",
+    "mkdir",
+    "cat",
+    "sha256sum",
+    "cut",
+    "rm",
+    "grep",
+    "sort",
+]
 AWK = shutil.which("awk")
 BROKEN_SHIM = "#!/bin/sh\necho 'pyenv: python3.11: command not found' >&2\nexit 127\n"
 
@@ -84,7 +101,7 @@ def test_too_little_room_is_told_before_anything_is_made(project, disk_kb, memor
 def test_unknown_arguments_are_refused(project):
     done = setup(project, "--fast")
     assert done.returncode == 1
-    assert "usage: ./setup.sh [--dev]" in done.stderr
+    assert "usage: ./setup.sh [--dev | --gpu [--without-driver]] [--bundle DIR]" in done.stderr
 
 
 def test_nothing_happens_when_nothing_changed():
@@ -96,3 +113,95 @@ def test_nothing_happens_when_nothing_changed():
     done = subprocess.run([str(ROOT / "setup.sh")], capture_output=True, text=True, timeout=HANG_S)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert [stamp.stat().st_mtime_ns for stamp in stamps] == before
+
+
+@pytest.fixture
+def gpu_machine(project) -> Path:
+    """The project on a machine that has all that --gpu asks for; Python fails when an environment would be made."""
+    program(project, "df", f"#!/bin/sh\necho head\necho /dev/x 0 0 {99 << 20} 1% /\n")
+    program(project, "awk", f'#!/bin/sh\ncase "$*" in *MemTotal*) echo {99 << 20} ;; *) exec {AWK} "$@" ;; esac\n')
+    program(project, "uname", '#!/bin/sh\n[ "$1" = -s ] && echo Linux || echo x86_64\n')
+    program(project, "getconf", "#!/bin/sh\necho glibc 2.35\n")
+    program(project, "g++", "#!/bin/sh\ncase $1 in -dumpversion) echo 12 ;; esac\n")
+    program(project, "nvidia-smi", "#!/bin/sh\necho 580.65.06\n")
+    (project.parent / "Python.h").touch()
+    answers = f"*sysconfig*) echo {project.parent} ;; *ensurepip*|*-VV*) ;; *version_info*) echo 3 12 ;; *) exit 9 ;;"
+    program(project, "python3.12", f'#!/bin/sh\ncase "$*" in {answers} esac\n')
+    return project
+
+
+def test_a_sound_gpu_machine_gets_as_far_as_its_environment(gpu_machine):
+    assert setup(gpu_machine, "--gpu").returncode == 9
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("nvidia-smi", "#!/bin/sh\necho 570.10.01\n", "the NVIDIA driver is 570.10.01; CUDA 13 needs 580 or newer."),
+        ("nvidia-smi", "#!/bin/sh\necho No devices were found\nexit 6\n", "says 'No devices were found'"),
+        ("g++", "#!/bin/sh\n[ $1 = -dumpversion ] && echo 8 || exit 1\n", "g++ 8 is too old"),
+        ("getconf", "#!/bin/sh\necho glibc 2.28\n", "older than glibc 2.31 (it is 'glibc 2.28')"),
+        ("uname", '#!/bin/sh\n[ "$1" = -s ] && echo Linux || echo aarch64\n', "is for x86_64, not aarch64"),
+    ],
+)
+def test_what_a_gpu_machine_lacks_is_one_sentence(gpu_machine, name, text, said):
+    program(gpu_machine, name, text)
+    done = setup(gpu_machine, "--gpu")
+    assert done.returncode == 1
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (gpu_machine / ".venv" / "engine").exists()
+
+
+def test_an_image_is_made_without_a_driver(gpu_machine):
+    (gpu_machine.parent / "bin" / "nvidia-smi").unlink()
+    assert "no NVIDIA driver" in setup(gpu_machine, "--gpu").stderr
+    assert setup(gpu_machine, "--gpu", "--without-driver").returncode == 9
+
+
+def test_a_gpu_environment_stays_one(gpu_machine):
+    (gpu_machine / ".venv" / "engine").mkdir(parents=True)
+    (gpu_machine / ".venv" / "engine" / ".gpu").touch()
+    assert "the checks of --dev run with CPU builds" in setup(gpu_machine, "--dev").stderr
+    program(gpu_machine, "nvidia-smi", "#!/bin/sh\necho 1.0\n")
+    assert "CUDA 13 needs 580" in setup(gpu_machine).stderr
+
+
+def test_cuda_builds_are_never_laid_over_cpu_builds(gpu_machine):
+    left = gpu_machine / ".venv" / "engine" / "left"
+    python = left.parent / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    left.touch()
+    python.write_text("#!/bin/sh\necho 3 12\n")
+    python.chmod(0o755)
+    done = setup(gpu_machine, "--gpu")
+    assert "making it anew" in done.stderr
+    assert not left.exists()
+
+
+def test_a_bundle_that_is_not_unpacked_is_refused(project):
+    done = setup(project, "--bundle", str(project))
+    assert done.returncode == 1
+    assert "there is no folder packages in it" in done.stderr
+
+
+def test_a_cpu_build_of_torch_is_refused_for_gpus():
+    torch = pytest.importorskip("torch")
+    if torch.version.cuda:
+        pytest.skip("needs a CPU build of torch")
+    done = subprocess.run(
+        [sys.executable, ROOT / "requirements" / "smoke_gpu.py", "--driver", "no"], capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "is built for CPUs, not for CUDA 13" in done.stderr
+
+
+def test_the_lock_for_gpus_holds_what_is_asked_for_with_hashes():
+    for name in ("engine-gpu", "engine-gpu-source"):
+        asked = re.findall(r"^([\w.-]+==\S+)", (ROOT / f"requirements/{name}.txt").read_text(), re.MULTILINE)
+        text = (ROOT / f"requirements/{name}.lock").read_text()
+        locked = dict(
+            re.findall(r"^([a-z0-9-]+==\S+) \\\n((?:    --hash=sha256:[0-9a-f]{64}.*\n)+)", text, re.MULTILINE)
+        )
+        assert {pin.lower() for pin in asked} <= locked.keys()
+        assert len(locked) == len(re.findall(r"^[a-z0-9]", text, re.MULTILINE))

@@ -260,15 +260,21 @@ class RolloutService:
 
 
 def episode_python() -> Path:
-    """Return the interpreter of the episode environment, which setup installs next to the engine environment.
+    """Return the interpreter of the episode environment: ``MFLEET_EPISODE_PYTHON``, else the one that setup installs
+    next to the engine environment.
 
     Raises:
         UserError: it is missing.
     """
-    python = Path(sys.prefix).parent / "episode" / "bin" / "python"
-    if not python.exists():
-        raise UserError(f"{python}: the episode environment is missing; run ./setup.sh.")
-    return python
+    given = os.environ.get("MFLEET_EPISODE_PYTHON")
+    python = Path(given) if given else Path(sys.prefix).parent / "episode" / "bin" / "python"
+    if not (python.is_file() and os.access(python, os.X_OK)):
+        if given:
+            raise UserError(f"MFLEET_EPISODE_PYTHON={given} is not a program; name the episode environment's python.")
+        raise UserError(
+            f"{python}: the episode environment is missing; run ./setup.sh, or name it in MFLEET_EPISODE_PYTHON."
+        )
+    return python.absolute()
 
 
 async def _end(*tasks: asyncio.Task[Any]) -> None:
