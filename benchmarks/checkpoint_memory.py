@@ -5,7 +5,8 @@ Megatron-Core gathers on every rank (``gathered``: ``fully_reshardable``, writte
 Megatron's own reader). Figures are those of the rank with the largest: ``host_mb`` and ``device_mb``, peak beyond what
 was there before (on a CPU the device is host memory too; VmHWM, Linux with glibc); ``collective_mb`` of tensors that
 hold values, ``metadata_mb`` of the bytes that describe them. ``share_mb`` is the parameters and the optimizer state
-that a rank holds anyway. ``ratio_*`` are ours ÷ gathered. Times need a quiet machine.
+that a rank holds anyway. ``ratio_*`` are ours ÷ gathered. ``interchangeable``: each way restored, to the bit, what the
+other had saved. Times need a quiet machine.
 
     python benchmarks/checkpoint_memory.py [--ranks 4] [--layers 4] [--hidden 512] [--vocab 65536]
 """
@@ -92,9 +93,21 @@ def measure(action: Callable[[], object]) -> dict[str, float]:
     return {name: round(value, 3) for name, value in zip(found, largest, strict=True)}
 
 
-def gathered(value: dict[str, float]) -> list[dict[str, float]]:
+def gathered(value: Any) -> list[Any]:
     """``value`` of every rank."""
     return TorchCommunicator().all_gather(value)
+
+
+def restored(policy: MegatronPolicy, load: Callable[[], None]) -> bool:
+    """Return whether ``load`` brings back the optimizer state and the parameters of all ranks, which are cleared."""
+    tensors = [*optimizer_state(policy), *(p.data for chunk in policy.model_chunks for p in chunk.parameters())]
+    before = [tensor.clone() for tensor in tensors]
+    for tensor in tensors:
+        tensor.zero_()
+    load()
+    # Megatron's way may put other tensors into the optimizer.
+    after = [*optimizer_state(policy), *(p.data for chunk in policy.model_chunks for p in chunk.parameters())]
+    return all(gathered(all(torch.equal(a, b) for a, b in zip(before, after, strict=True))))
 
 
 def optimizer_state(policy: MegatronPolicy) -> list[torch.Tensor]:
@@ -171,6 +184,8 @@ def run_rank(rank: int, port: int, args: argparse.Namespace, folder: str) -> Non
             "save": measure(lambda: megatron.save(theirs)),
             "load": measure(lambda: megatron.load(theirs)),
         }
+        report["interchangeable"] = restored(policy, lambda: megatron.load(ours))
+    report["interchangeable"] &= restored(policy, lambda: policy.load_state(theirs))
     for verb in ("save", "load"):
         one, other = (
             sum(report[way][verb][f"{kind}_mb"] for kind in ("host", "device")) for way in ("ours", "gathered")

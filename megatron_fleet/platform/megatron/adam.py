@@ -47,23 +47,6 @@ class FusedAdam(torch.optim.Optimizer):
         if self._master_weights:
             self.state[param]["master_param"] = param.detach().float()
 
-    def get_unscaled_state(self, param: torch.Tensor, name: str) -> torch.Tensor:
-        """Return a state in float32, as it is saved."""
-        return self.state[param][name].float()
-
-    def set_scaled_state(self, param: torch.Tensor, name: str, value: torch.Tensor) -> None:
-        """Set a state from float32, rounded to its own dtype."""
-        self.state[param][name] = value.detach().to(self._dtypes[name], copy=True)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep each state's dtype, where torch would cast it to the parameter's."""
-        super().load_state_dict(state_dict)
-        params = [param for group in self.param_groups for param in group["params"]]
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        for param, number in zip(params, numbers, strict=True):
-            for name, value in state_dict["state"].get(number, {}).items():
-                self.set_scaled_state(param, name, value)
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
         for group in self.param_groups:

@@ -13,9 +13,6 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-_SHARED = {"lr", "betas", "eps", "weight_decay", "bias_correction"}
-"""Parameter-group settings that every Adam has; the others in this optimizer's groups describe its own execution."""
-
 
 def patch_mappings(module: Any) -> None:
     """Support unequal parts in all-gather and reduce-scatter, for experts split over tensor-parallel ranks: gloo
@@ -70,13 +67,9 @@ def patch_moe_utils_for_cpu(module: Any) -> None:
 
 
 def patch_distributed_optimizer(module: Any) -> None:
-    """Save the optimizer's state at the right offsets, and of the right parameters.
+    """Number the parameters of a group in the order in which the optimizer holds them.
 
-    The gathered state omits the padding between buckets, but 0.16 to 0.19 read it as if it were there. There are
-    several buckets where word embeddings are tied over pipeline stages: everything after the first would be saved
-    shifted.
-
-    And they put a group's float32 parameters first, but number them as if they had not: with some layers in float32
+    0.16 to 0.19 put a group's float32 parameters first, but number them as if they had not: with some layers in float32
     and the rest in bfloat16, one parameter's state would be saved as another's.
     """
     optimizer = module.DistributedOptimizer
@@ -90,31 +83,6 @@ def patch_distributed_optimizer(module: Any) -> None:
         return places, ranges
 
     optimizer._build_optimizer_group_ranges = classmethod(build_optimizer_group_ranges)
-    original: Callable[..., Any] = optimizer.sharded_param_state_fully_reshardable
-
-    def sharded_param_state_fully_reshardable(self: Any, *args: Any, **kwargs: Any) -> Any:
-        gather = self.get_parameter_state_dp_zero
-        self.get_parameter_state_dp_zero = lambda **options: _padded_between_buckets(self, gather(**options))
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            del self.get_parameter_state_dp_zero
-
-    optimizer.sharded_param_state_fully_reshardable = sharded_param_state_fully_reshardable
-
-
-def _padded_between_buckets(optimizer: Any, state: Any) -> Any:
-    """State per buffer and dtype as `get_parameter_state_dp_zero` returns it, laid out like the buffers themselves."""
-    for index, buffer in enumerate(optimizer.buffers if state is not None else ()):
-        for tensors in state[index].values():
-            for name in [name for name, value in tensors.items() if torch.is_tensor(value)]:
-                compact, start = tensors[name], 0
-                tensors[name] = compact.new_zeros(buffer.numel)
-                for bucket in buffer.buckets:
-                    end = start + bucket.numel_unpadded
-                    tensors[name][bucket.offset : bucket.offset + end - start] = compact[start:end]
-                    start = end
-    return state
 
 
 def patch_checkpoint(module: Any) -> None:
@@ -151,24 +119,13 @@ def patch_latent_attention(module: Any) -> None:
 
 
 def patch_hybrid_optimizer(module: Any) -> None:
-    """Make checkpoints of Megatron's CPU-offloaded optimizer interchangeable with other optimizers', and keep counting
-    steps after one is loaded. The module is the same in 0.16.1 and 0.19.2.
+    """Keep counting steps after a checkpoint is loaded into Megatron's CPU-offloaded optimizer. The module is the same
+    in 0.16.1 and 0.19.2.
 
-    Its parameter groups hold classes and offload settings, which another optimizer's lack. And a group's ``step``,
-    which comes from a loaded checkpoint, would be passed unchanged to the device part before each step.
+    A group's ``step``, which comes from a loaded checkpoint, would be passed unchanged to the device part before each
+    step.
     """
-    cls = module.HybridDeviceOptimizer
-    state_dict, load_state_dict, step = cls.state_dict, cls.load_state_dict, cls.step
-
-    def without_own_settings(self: Any) -> dict[str, Any]:
-        found = state_dict(self)
-        own = self.defaults.keys() - _SHARED
-        groups = [{k: v for k, v in group.items() if k not in own} for group in found["param_groups"]]
-        return {**found, "param_groups": groups}
-
-    def with_own_settings(self: Any, loaded: dict[str, Any]) -> None:
-        own = {k: v for k, v in self.defaults.items() if k not in _SHARED}
-        load_state_dict(self, {**loaded, "param_groups": [{**group, **own} for group in loaded["param_groups"]]})
+    step = module.HybridDeviceOptimizer.step
 
     def counted(self: Any, closure: Any = None) -> None:
         step(self, closure)
@@ -176,7 +133,7 @@ def patch_hybrid_optimizer(module: Any) -> None:
             if "step" in group:
                 group["step"] += 1
 
-    cls.state_dict, cls.load_state_dict, cls.step = without_own_settings, with_own_settings, counted
+    module.HybridDeviceOptimizer.step = counted
 
 
 class _Host(TorchFunctionMode):

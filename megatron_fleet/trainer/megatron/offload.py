@@ -108,7 +108,7 @@ class TrainState:
             del self._away[part]
 
     def _storages(self) -> dict[Part, Storages]:
-        """Find the storages, again on each call: loading a checkpoint may put other tensors into the optimizer.
+        """Find the storages, again on each call: an optimizer may create its state at its first step.
 
         A storage belongs to the first part that has a view of it.
         """
