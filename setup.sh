@@ -86,7 +86,8 @@ check_gpu_machine() {
   printf '%s\n' "$GPU_NEED_GLIBC" "${libc##* }" | sort -CV ||
     die "this system's C library is older than glibc $GPU_NEED_GLIBC (it is '$libc'), which the packages need; use Ubuntu 20.04, Debian 11, RHEL 9 or newer."
   command -v g++ >/dev/null || die "g++ is missing (Transformer Engine's extension and Triton's kernels are compiled here); install g++."
-  printf '#if __GNUC__ < 9\n#error\n#endif\n' | g++ -E -x c++ - >/dev/null 2>&1 ||
+  # Not through a pipe: with pipefail, a compiler that ends before it has read everything would count as too old.
+  g++ -E -x c++ - <<<$'#if __GNUC__ < 9\n#error\n#endif' >/dev/null 2>&1 ||
     die "g++ $(g++ -dumpversion) is too old for torch's headers; install g++ 9 or newer."
   headers=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
   [ -e "$headers/Python.h" ] || die "$headers/Python.h is missing (extensions are compiled with it); install python3.12-dev."
@@ -156,10 +157,11 @@ install_engine_gpu() {
   # A compiler process takes up to 3 GB.
   memory_gb=$(awk '/^MemAvailable:/ {print int($2 / 1048576)}' /proc/meminfo)
   jobs=$(($(nproc) < memory_gb / 3 ? $(nproc) : memory_gb / 3))
-  say "engine environment: compiling Transformer Engine's extension, $((jobs > 1 ? jobs : 1)) processes at a time"
+  jobs=${MAX_JOBS:-$((jobs > 1 ? jobs : 1))}
+  say "engine environment: compiling Transformer Engine's extension, $jobs processes at a time (MAX_JOBS)"
   # CUDA's headers are those of torch's own wheels, whatever toolkit the machine has. Unforced, the package takes a wheel
   # from elsewhere that no hash vouches for.
-  PATH="$PWD/.venv/engine/bin:$PATH" MAX_JOBS=$((jobs > 1 ? jobs : 1)) \
+  PATH="$PWD/.venv/engine/bin:$PATH" MAX_JOBS=$jobs \
     NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_PYTORCH_FORCE_BUILD=TRUE \
     pip_in engine --require-hashes --no-deps --no-build-isolation -r requirements/engine-gpu-source.lock
 }
