@@ -34,6 +34,7 @@ from machine import describe
 from roles import Role
 
 from megatron_fleet.config.load import load
+from megatron_fleet.rollout.service import episode_python
 
 ROLES = Path(__file__).with_name("env_concurrency_roles.py")
 SETTLE_S = 2.0
@@ -166,7 +167,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=10, help="of --concurrency episodes each")
     args = parser.parse_args()
-    python = Path(sys.prefix).parent / "episode" / "bin" / "python"
+    python = episode_python()
     found = measure(python, args.concurrency, args.rounds)
     found["session_kib"] = round(session_kib(python, args.concurrency), 1)
     settings = {"concurrency": args.concurrency, "episodes": args.concurrency * args.rounds}

@@ -41,7 +41,7 @@ from megatron_fleet.models.chat.tokenizer import train_tokenizer
 from megatron_fleet.models.qwen3.chat import QWEN3_TOKENS
 from megatron_fleet.rollout.engine_arguments import environment
 from megatron_fleet.rollout.requests import CollectRequest
-from megatron_fleet.rollout.service import RolloutService
+from megatron_fleet.rollout.service import RolloutService, episode_python
 
 TINY = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 1024}  # fmt: skip
@@ -212,19 +212,17 @@ def _command(pid: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    default = Path(sys.prefix).parent / "episode" / "bin" / "python"
-    parser.add_argument("--episode-python", type=Path, default=default, help="interpreter of the episode environment")
     parser.add_argument("--pairs", type=int, default=3, help="loop and replay runs of the 0.6B shape; 0 leaves it out")
     parser.add_argument("--episodes", type=int, default=16, help="episodes of the 0.6B shape, all at once")
     parser.add_argument("--tiny-episodes", type=int, default=128, help="episodes of the tiny shape, all at once")
     args = parser.parse_args()
-    started = time.time()
+    started, python = time.time(), episode_python()
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         work = Path(folder)
-        result = measure_cpu(work, args.episode_python, args.tiny_episodes)
-        result |= asyncio.run(measure_ray(work, args.episode_python, args.tiny_episodes))
+        result = measure_cpu(work, python, args.tiny_episodes)
+        result |= asyncio.run(measure_ray(work, python, args.tiny_episodes))
         if args.pairs:
-            result |= measure_ratio(work, args.episode_python, args.pairs, args.episodes)
+            result |= measure_ratio(work, python, args.pairs, args.episodes)
     result |= {"seconds": round(time.time() - started), "machine": describe()}
     print(json.dumps(result))
 

@@ -37,6 +37,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
+def episode_python() -> Path:
+    """Interpreter of the episode environment, as a run finds it."""
+    from megatron_fleet.config.errors import UserError
+    from megatron_fleet.rollout.service import episode_python as find
+
+    try:
+        return find()
+    except UserError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
 def threads_left() -> list[int]:
     """One item: how many threads the last collection has left."""
     return [0]

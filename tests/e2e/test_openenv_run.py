@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,6 @@ pytestmark = pytest.mark.slow
 
 TESTS, EXAMPLES = Path(__file__).parents[1] / "envs", Path(__file__).parents[2] / "examples"
 DIVERSE = "rollout.sampling.temperature=1.5"
-EPISODE_PYTHON = Path(sys.prefix).parent / "episode" / "bin" / "python"
 SERVER = """
 import sys
 from pathlib import Path
@@ -25,9 +23,9 @@ sys.stdin.read()
 
 
 @pytest.fixture
-def url(tmp_path):
+def url(tmp_path, episode_python):
     """Server that ``openenv init`` writes: it has one place, and pays 0.1 for each character that it gets."""
-    command = [EPISODE_PYTHON, "-c", SERVER, TESTS, tmp_path]
+    command = [episode_python, "-c", SERVER, TESTS, tmp_path]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         yield server.stdout.readline().strip()
         server.stdin.close()

@@ -14,10 +14,8 @@ pytestmark = pytest.mark.slow
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "env_concurrency.py"
 
 
+@pytest.mark.usefixtures("episode_python")
 def test_small():
-    python = Path(sys.prefix).parent / "episode" / "bin" / "python"
-    if not python.exists():
-        pytest.skip("needs the episode environment; run setup.sh")
     command = [sys.executable, str(BENCHMARK), "--concurrency", "40", "--rounds", "3"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=4 * HANG_S)
     assert run.returncode == 0, run.stderr[-2000:]

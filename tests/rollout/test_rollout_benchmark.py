@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,13 +10,12 @@ pytest.importorskip("vllm")
 
 
 @pytest.mark.slow
-def test_the_loop_plays_and_its_requests_are_replayed(tmp_path, monkeypatch):
+def test_the_loop_plays_and_its_requests_are_replayed(tmp_path, episode_python, monkeypatch):
     root = Path(__file__).parents[2]
     monkeypatch.syspath_prepend(str(root / "benchmarks"))
     from rollout import TINY, Bench, write_model
 
     model = write_model(tmp_path / "tiny", TINY, "float32")
-    episode_python = Path(sys.prefix).parent / "episode" / "bin" / "python"
     bench = Bench(model, tmp_path, episode_python, "float32", {"engine": {"kv_cache_bytes": 1 << 28}})
     try:
         loop = bench.play(2)
