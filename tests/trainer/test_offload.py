@@ -148,7 +148,7 @@ def test_memory_that_two_parts_share_moves_once(make_policy):
     state = policy.train_state()
     (part,) = policy._optimizer.chained_optimizers
     master = part.optimizer.param_groups[0]["params"][0]
-    storages = state._storages()
+    storages = state.storages()
     assert master.untyped_storage()._cdata in {s._cdata for s in storages["parameters"]}  # float32 trains in place
     addresses = [s._cdata for part in storages.values() for s in part]
     assert len(addresses) == len(set(addresses))

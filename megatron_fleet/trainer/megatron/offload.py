@@ -55,7 +55,7 @@ class TrainState:
 
     def held(self) -> dict[str, int]:
         """Bytes on the device now."""
-        return {part: sum(s.nbytes() for s in storages) for part, storages in self._storages().items()}
+        return {part: sum(s.nbytes() for s in storages) for part, storages in self.storages().items()}
 
     def sizes(self) -> dict[str, int]:
         """Bytes that each part takes on the device when it is there."""
@@ -73,7 +73,7 @@ class TrainState:
             return
         if "gradients" in leaving:
             self._optimizer.zero_grad()
-        storages = self._storages()
+        storages = self.storages()
         with self._copying():
             for part in leaving:
                 if part in self._copies:
@@ -107,7 +107,7 @@ class TrainState:
         for part in coming:
             del self._away[part]
 
-    def _storages(self) -> dict[Part, Storages]:
+    def storages(self) -> dict[Part, Storages]:
         """Find the storages, again on each call: an optimizer may create its state at its first step.
 
         A storage belongs to the first part that has a view of it.
