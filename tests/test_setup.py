@@ -1,4 +1,4 @@
-"""setup.sh on machines that lack something: one sentence, and no harm done."""
+"""setup.sh: what it installs and when, and one sentence where a machine lacks something; the image that calls it."""
 
 import os
 import re
@@ -282,3 +282,69 @@ def test_the_lock_for_gpus_holds_what_is_asked_for_with_hashes():
         )
         assert {pin.lower() for pin in asked} <= locked.keys()
         assert len(locked) == len(re.findall(r"^[a-z0-9]", text, re.MULTILINE))
+
+
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+
+
+def test_the_recipe_of_the_image_has_no_lint():
+    linter = Path(sys.prefix) / "bin" / "hadolint"
+    assert linter.exists(), "run ./setup.sh --dev"
+    done = subprocess.run([linter, ROOT / "Dockerfile"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_the_image_has_the_toolkit_and_the_python_of_the_lock():
+    lock = (ROOT / "requirements" / "engine-gpu.lock").read_text()
+    (image,) = re.findall(r"^FROM nvidia/cuda:([\d.]+)-devel-ubuntu24\.04$", DOCKERFILE, re.MULTILINE)
+    (toolkit,) = re.findall(r"^cuda-toolkit==(\d+\.\d+\.\d+)", lock, re.MULTILINE)
+    (compiler,) = re.findall(r"^nvidia-cuda-nvcc==(\d+\.\d+)\.", lock, re.MULTILINE)
+    assert image == toolkit
+    assert image.startswith(f"{compiler}.")
+    (python,) = re.findall(r"--python-version (\S+)", (ROOT / "requirements" / "lock.sh").read_text())
+    assert f"python{python}-venv" in DOCKERFILE
+    assert f"versions=({python})" in (ROOT / "setup.sh").read_text()
+
+
+def test_the_image_has_what_setup_asks_for():
+    script = (ROOT / "setup.sh").read_text()
+    (packages,) = re.findall(r"--no-install-recommends (.*?) &&", DOCKERFILE.replace("\\\n", ""))
+    for name in ("g++", "python3.12-dev", "util-linux"):
+        assert f"install {name}" in script
+        assert name in packages.split()
+
+
+def test_the_image_is_made_by_setup_alone(installing, tmp_path):
+    """Its COPY and RUN, up to the self-test, in a folder in place of the image."""
+    image = tmp_path / "image"
+    image.mkdir()
+    steps = re.sub(r"\\\n\s*", "", DOCKERFILE.split("\nWORKDIR ")[1]).splitlines()
+    done = []
+    for step in steps:
+        if step.startswith("COPY . ."):
+            shutil.copytree(ROOT / "megatron_fleet", image / "megatron_fleet", dirs_exist_ok=True)
+        elif step.startswith("COPY "):
+            *sources, target = step.split()[1:]
+            for source in sources:
+                if (ROOT / source).is_dir():
+                    shutil.copytree(ROOT / source, image / target)
+                else:
+                    shutil.copy(ROOT / source, image / target)
+        elif step.startswith("RUN "):
+            command = re.sub(r"--mount=\S+ ", "", step.removeprefix("RUN "))
+            environment = os.environ | {"PATH": f"{installing.parent / 'bin'}:/usr/bin:/bin"}
+            run = subprocess.run(["bash", "-euc", command], cwd=image, env=environment, capture_output=True, text=True)
+            assert run.returncode == 0, (command, run.stderr)
+            done.append((asked(installing), run.stderr))
+    (first, _), (last, said) = done
+    assert any("requirements/engine-gpu.lock" in line for line in first)
+    assert said == "" and not any(" install " in line for line in last)
+    assert [line.split()[0:2] for line in last] == [
+        ["engine/bin/python", "requirements/smoke_gpu.py"],
+        ["episode/bin/python", "requirements/verify.py"],
+    ]
+
+
+def test_what_no_clone_has_is_not_in_the_image():
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    assert {".git", *(f"**/{line}" for line in (ROOT / ".gitignore").read_text().splitlines())} <= set(ignored)
