@@ -26,7 +26,8 @@ from megatron_fleet.rollout.engine_images import ImageRequests, find_torchvision
 from megatron_fleet.rollout.engine_server import EngineServer
 from megatron_fleet.rollout.engine_statistics import EngineStatistics
 from megatron_fleet.rollout.prefix_sharing import AttentionTiles, PrefixSharing
-from megatron_fleet.weight_sync.vllm_plugin import MIXER, TRANSPORT
+from megatron_fleet.weight_sync.engine_model import FP8_FORMAT, FP8_LOADER
+from megatron_fleet.weight_sync.vllm_plugin import LOADER, MIXER, TRANSPORT
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -98,8 +99,11 @@ class EngineActor:
         from megatron_fleet.rollout.engine_logger import StatisticsLogger
 
         platform = {"cpu": current_platform.is_cpu(), "can_sleep": current_platform.is_sleep_mode_available()}
+        arguments = self._arguments(**platform)
+        if arguments["load_format"] == FP8_FORMAT:
+            os.environ[LOADER] = FP8_LOADER
         self._llm = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(**engine_args(self._config, self._transport, **platform)),
+            AsyncEngineArgs(**arguments),
             usage_context=UsageContext.LLM_CLASS,  # of its defaults, vLLM then takes those for throughput
             stat_loggers=[StatisticsLogger],
         )
@@ -110,6 +114,10 @@ class EngineActor:
             self._sharing = PrefixSharing(AttentionTiles.of(self._llm.model_config))
         if self._vision is not None:
             self._images = ImageRequests(self._llm.renderer, self._vision)
+
+    def _arguments(self, *, cpu: bool, can_sleep: bool) -> dict[str, Any]:
+        """Return vLLM's arguments; see `engine_args`."""
+        return engine_args(self._config, self._transport, cpu=cpu, can_sleep=can_sleep)
 
     async def serve(self) -> None:
         """Begin to answer requests, with the current weights."""
