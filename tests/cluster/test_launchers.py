@@ -45,6 +45,7 @@ def test_srun_with_uneven_and_cyclic_ranks(slurm):
     assert identities(out) == [(0, 3, 0, 2, "n1", "srun"), (1, 3, 0, 1, "n2", "srun"), (2, 3, 1, 2, "n1", "srun")]
 
 
+@pytest.mark.slow
 def test_a_batch_script_is_no_rank_and_its_steps_are(slurm, tmp_path):
     script = tmp_path / "job.sh"
     # A step smaller than the allocation, on its second host.

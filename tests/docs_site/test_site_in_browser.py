@@ -11,7 +11,7 @@ import pytest
 from browser import CHROMIUM, Opened, chromium
 
 sync_api = pytest.importorskip("playwright.sync_api")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine"), pytest.mark.slow]
 HAVE_LOADED = "[...document.images].every((image) => image.complete && image.naturalWidth > 0)"
 
 

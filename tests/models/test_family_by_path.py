@@ -62,6 +62,7 @@ def fresh(monkeypatch):
     registry._ARCHITECTURES.update(known)
 
 
+@pytest.mark.slow
 def test_its_checkpoint_is_converted_and_its_logits_are_those_of_llama(tmp_path):
     tensors = random_tensors(LLAMA)
     hf = write_folder(tmp_path / "mistral" / "hf", MISTRAL, tensors)

@@ -68,6 +68,7 @@ def test_its_configuration_is_read_and_written():
     assert written["hidden_act"] == "gelu_pytorch_tanh" and read_model(written) == model
 
 
+@pytest.mark.slow
 def test_its_logits_are_those_of_transformers_and_conversion_gives_it_back(tmp_path):
     tensors = {name: 1.5 * tensor for name, tensor in random_tensors(CONFIG).items()}
     hf = write_folder(tmp_path / "own" / "hf", CONFIG, tensors)
