@@ -5,11 +5,11 @@
 
 The fast tests run once to record which test files execute which line (kept in ``.venv/mutations``). Then the clone is
 changed, one line at a time, and restored. For each mutation the test files that execute the line run, those of the
-same subject first, until a test fails: the mutation is *killed*. Lines that run on import or in a child process run in
-no test in particular: all test files that can depend on the source file are tried. A mutation under which the tests
-take longer than ``--limit-s`` is killed, too. Prints a line for each mutation and one line of JSON; with ``--out``
-results are kept, and the same command continues after an interruption. Equal seeds and equal sources give equal
-mutations.
+same subject first, until a test fails: the mutation is *killed*. Tests that fail in the unchanged clone are left out.
+Lines that run on import or in a child process run in no test in particular: all test files that can depend on the
+source file are tried. A mutation under which the tests take longer than ``--limit-s`` is killed, too. Prints a line for
+each mutation and one line of JSON; with ``--out`` results are kept, and the same command continues after an
+interruption. Equal seeds and equal sources give equal mutations.
 """
 
 from __future__ import annotations
@@ -166,6 +166,13 @@ def record_execution(checkout: Path) -> Execution:
     return execution
 
 
+def failing(checkout: Path) -> set[str]:
+    """Tests that failed in `record_execution`, without any mutation."""
+    logs = [checkout / ".venv" / "mutations" / f"{environment}.log" for environment in ("engine", "episode")]
+    lines = [line for log in logs if log.exists() for line in log.read_text(encoding="utf-8").splitlines()]
+    return {line.split()[1] for line in lines if line.startswith(("FAILED ", "ERROR "))}
+
+
 def try_one(checkout: Path, mutation: Mutation, tests: list[str], limit_s: float) -> Verdict:
     """Change the line, run the tests and restore the file."""
     path, began = checkout / mutation.file, time.monotonic()
@@ -229,6 +236,7 @@ def first_failure(checkout: Path, environment: str, tests: list[str], end: float
     """The first failing test, ``error`` if pytest names none, or ``time limit``; ``None``: all pass."""
     python = checkout / ".venv" / environment / "bin" / "python"
     command = [str(python), "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", *tests]
+    command += [f"--deselect={test}" for test in sorted(failing(checkout))]
     variables = os.environ | VARIABLES | {"PYTHONPATH": str(checkout)}
     running = subprocess.Popen(
         command, cwd=checkout, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
