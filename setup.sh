@@ -43,11 +43,19 @@ if [ -n "$bundle" ]; then
   [ -d "$bundle/packages" ] || die "--bundle $bundle: there is no folder packages in it; unpack the bundle with its unpack.sh."
   bundle=$(cd "$bundle" && pwd)
   case $bundle in *[[:space:]]*) die "--bundle $bundle: pip takes no folder with a space in its name." ;; esac
+  [ -f "$bundle/SHA256SUMS" ] || die "--bundle $bundle: it is not unpacked to its end; run unpack.sh again."
+  bundle_says() { awk -F'"' -v key="$1" '$2 == key {print $4}' "$bundle/manifest.json"; }
+  target=cpu
+  [ "$gpu" = no ] || target=gpu
+  [ "$(bundle_says target)" = "$target" ] || die "--bundle $bundle: it is not for $target; make one with --target $target."
+  (cd "$bundle" && sha256sum --quiet --check SHA256SUMS >&2) ||
+    die "--bundle $bundle: the files named above are missing or damaged; run unpack.sh again."
   export PIP_NO_INDEX=1 PIP_FIND_LINKS=$bundle/packages
 fi
 
 versions=(3.11 3.12) versions_said='3.11 or 3.12'
 [ "$gpu" = no ] || versions=(3.12) versions_said=3.12
+[ -z "$bundle" ] || versions=("$(bundle_says python)") versions_said=$(bundle_says python)
 
 # A candidate counts only when it runs: a pyenv shim answers to the name of a version that is not installed.
 find_python() {
