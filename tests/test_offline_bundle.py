@@ -462,3 +462,37 @@ def test_setup_installs_from_a_sound_bundle_for_its_target_only(made, tmp_path):
     (to / "SHA256SUMS").unlink()
     assert "it is not unpacked to its end" in setup("--gpu")
     assert not (to / "megatron_fleet" / ".venv").exists()
+
+
+@pytest.mark.slow
+def test_the_episode_environment_is_installed_from_a_bundle_without_a_network(tool, tmp_path):
+    """In a network namespace where that is allowed; else with proxies that answer nothing."""
+    pin = "setuptools==78.1.1\n"
+    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", tmp_path / "reachable", pin.strip()]
+    if subprocess.run(pip, capture_output=True).returncode:
+        pytest.skip("pip reaches no index of packages")
+    project = tmp_path / "project"
+    for folder in ("megatron_fleet", "requirements"):
+        shutil.copytree(ROOT / folder, project / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "README.md", "setup.sh"):
+        shutil.copy(ROOT / file, project)
+    for file in ("engine-cpu.txt", "engine-cpu-nodeps.txt", "engine.lock"):
+        (project / "requirements" / file).write_text(pin)
+    script = (project / "setup.sh").read_text()
+    assert script.count("\nenvironment engine ") == 1
+    (project / "setup.sh").write_text(script.replace("\nenvironment engine ", "\n: environment engine "))
+    commit(project)
+    assert make(tool, project, tmp_path / "parts", "cpu", "--python", HERE, "--part-size", "50MB") == 0
+    assert len(list((tmp_path / "parts").glob("bundle.*"))) > 2
+    assert unpack(tmp_path / "parts", tmp_path / "to").returncode == 0
+
+    alone = ["unshare", "--user", "--map-root-user", "--net"]
+    if shutil.which("unshare") is None or subprocess.run([*alone, "true"], capture_output=True).returncode:
+        alone = []
+    nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
+    environment = os.environ | nowhere | {"PATH": f"{sys.base_prefix}/bin:{os.environ['PATH']}"}
+    installed = tmp_path / "to" / "megatron_fleet"
+    command = [*alone, "bash", installed / "setup.sh", "--bundle", tmp_path / "to"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert (installed / ".venv" / "episode" / ".stamp").exists()

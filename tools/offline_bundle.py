@@ -26,6 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from html.parser import HTMLParser
+from http.client import HTTPException
 from pathlib import Path
 from typing import IO
 from urllib.parse import unquote, urldefrag, urljoin, urlsplit, urlunsplit
@@ -47,6 +48,8 @@ BATCH = 20
 """Packages of a lock file that one call of pip downloads; an interruption costs no more."""
 MAX_PARTS = 1000
 BLOCK = 1 << 20
+UNREADABLE = (OSError, HTTPException, ValueError)
+"""What reading a URL raises; ValueError where it is none."""
 TORCH_CPU_INDEX = ["--index-url", "https://download.pytorch.org/whl/cpu"]
 """As in setup.sh: where torch's CPU builds are if the configured index has none."""
 
@@ -167,7 +170,9 @@ def make(job: Job) -> None:
         "target": job.target,
         "python": job.python,
         "platform": job.platform,
-        "requirements": {path.name: sha256(path) for path in sorted(job.requirements("").iterdir()) if path.is_file()},
+        "requirements": {
+            path.name: sha256(path) for path in sorted((job.root / "requirements").iterdir()) if path.is_file()
+        },
     }
     for old in [job.out / "SHA256SUMS", *job.out.glob("bundle.[0-9][0-9][0-9]")]:
         old.unlink(missing_ok=True)
@@ -326,7 +331,7 @@ def fetch_source(job: Job, pin: Pin, folder: Path) -> bool:
             try:
                 with index.open(url) as response:
                     content = response.read()
-            except OSError as error:
+            except UNREADABLE as error:
                 raise UserError(f"{without_password(url)}: {error}; the same command goes on from here.") from error
             if hashlib.sha256(content).hexdigest() not in pin.hashes:
                 raise UserError(f"{without_password(url)} has another hash than the lock file gives {pin.name}.")
@@ -398,8 +403,8 @@ class PackageIndex:
         try:
             with self.open(place) as response:
                 parser = _Links()
-                parser.feed(response.read().decode())
-        except OSError as error:
+                parser.feed(response.read().decode(errors="replace"))
+        except UNREADABLE as error:
             self.failures.append(f"{without_password(page)}: {error}")
             return
         for reference in parser.found:
