@@ -3,36 +3,19 @@
 from __future__ import annotations
 
 import logging
-import re
-import secrets
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.files import read_file
 from megatron_fleet.storage.folder import Folder, aligned_buffer
-from megatron_fleet.storage.local import write_atomically
 from megatron_fleet.storage.open import open_folder
 
 CLOSE_TIMEOUT_S = 300.0
 """Maximum wait at the end of a run; files not copied by then are not uploaded."""
 
 log = logging.getLogger(__name__)
-
-
-def unique_name(name: str, out: Path) -> str:
-    """Return ``<name>_<8 hex digits>``, the same for every attempt at the run in ``out``, so that runs of the same name
-    do not share a remote path. The digits are in ``<out>/run_id``. Raises UserError if that file holds anything else.
-    """
-    file, remedy = out / "run_id", "remove it, and copies go to a new path"
-    if not file.exists():
-        write_atomically(file, f"{secrets.token_hex(4)}\n".encode())
-    digits = read_file(file, remedy).decode("ascii", "replace").strip()
-    if not re.fullmatch("[0-9a-f]{8}", digits):
-        raise UserError(f"{file}: holds {digits[:20]!r}, expected 8 hex digits; {remedy}.")
-    return f"{name}_{digits}"
 
 
 class Uploads:

@@ -22,7 +22,7 @@ from megatron_fleet.evaluation.dumps import Decode, EvalDumps
 from megatron_fleet.evaluation.evaluator import Evaluation, Evaluator, choose, notes
 from megatron_fleet.evaluation.store import EpisodeStore, identity
 from megatron_fleet.evaluation.terminal import show, table
-from megatron_fleet.evaluation.uploads import Uploads, unique_name
+from megatron_fleet.evaluation.uploads import Uploads
 from megatron_fleet.loop import preflight
 from megatron_fleet.models.chat.tokenizer import Tokenizer
 from megatron_fleet.models.registry import use_family
@@ -30,6 +30,7 @@ from megatron_fleet.rollout.collection import Collection
 from megatron_fleet.rollout.requests import CollectRequest, CollectResult, Progress
 from megatron_fleet.rollout.service import RolloutService, episode_python
 from megatron_fleet.storage.local import write_atomically
+from megatron_fleet.storage.run_folder import RunFolder
 from megatron_fleet.telemetry.episodes import why_nothing_is_known
 from megatron_fleet.telemetry.trajectories import TrajectoryLog
 
@@ -57,6 +58,8 @@ def read_config(
     given = [*overrides, f"run.out={(out or Path('runs', 'eval')).absolute()}"]
     if out is None and any(text.startswith("run.out=") for text in overrides):
         given = list(overrides)
+    if not any(text.startswith("run.id=") for text in given):
+        given = ["run.id=null", *given]  # not that of the run whose checkpoint is evaluated
     config = load(given) if run is None else load_resolved(run / "config.json", given)
     if (Path(config.run.out) / "metrics.jsonl").exists():
         raise UserError(f"{config.run.out}: holds a training run; name another folder with --out.")
@@ -86,14 +89,16 @@ def main(config: Config, checkpoint: str | None, run: Path | None, side: Side) -
     Raises:
         UserError: a problem that the user can fix.
     """
-    if config.eval.endpoint.url is not None:
-        return asyncio.run(evaluate_endpoint(config, run, side))
     out = Path(config.run.out)
-    if checkpoint is not None:
-        use_family(config.model.family)
-        path = hf_folder(newest(checkpoint), out / "model")
-        config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(path)})})
-    return asyncio.run(evaluate_model(config, run, side))
+    with RunFolder(out, config.run.name, config.run.id) as folder:
+        config = config.model_copy(update={"run": config.run.model_copy(update={"id": folder.id})})
+        if config.eval.endpoint.url is not None:
+            return asyncio.run(evaluate_endpoint(config, run, side))
+        if checkpoint is not None:
+            use_family(config.model.family)
+            path = hf_folder(newest(checkpoint), out / "model")
+            config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(path)})})
+        return asyncio.run(evaluate_model(config, run, side))
 
 
 async def evaluate_model(config: Config, run: Path | None, side: Side) -> int:
@@ -292,7 +297,7 @@ def finish(config: Config, evaluation: Evaluation, decode: Decode) -> None:
     if config.eval.upload is not None:
         uploads = Uploads(config.eval.upload)
         files |= {f"{path.parent.name}/{path.name}": path for path in written}
-        uploads.add(files, f"evals/{unique_name(config.run.name, out)}/eval_only")
+        uploads.add(files, f"evals/{config.run.id}/eval_only")
         uploads.close()
     say(table(metrics, config.eval.samples))
     if left := metrics["eval/all/outcome/aborted"] + metrics.get("eval/all/greedy_outcome/aborted", 0):

@@ -20,11 +20,12 @@ from megatron_fleet.config.schema import Config
 from megatron_fleet.loop.attempt import open_attempts
 from megatron_fleet.loop.colocation import Colocation, open_colocation
 from megatron_fleet.loop.hosts import open_hosts
-from megatron_fleet.loop.start import find_start, load_data
+from megatron_fleet.loop.start import find_start, load_data, set_aside
 from megatron_fleet.loop.train import Training
 from megatron_fleet.loop.weights import EngineWeights
 from megatron_fleet.rollout.service import Ground, RolloutService, episode_python
 from megatron_fleet.storage.local import write_atomically
+from megatron_fleet.storage.run_folder import RunFolder
 from megatron_fleet.trainer.base import TrainerLost
 from megatron_fleet.trainer.group import TrainerGroup, run_token, start_trainer
 from megatron_fleet.weight_sync.registry import make_transport
@@ -40,11 +41,14 @@ def main(config: Config) -> int:
         UserError: a problem that the user can fix.
     """
     out = Path(config.run.out)
-    checkpoints = Checkpoints(out / "checkpoints", config.checkpoint.keep)
-    found = find_start(config, checkpoints)  # before anything is written: a refusal must leave the folder unchanged
-    out.mkdir(parents=True, exist_ok=True)
-    write_atomically(out / "config.json", dump_resolved(config).encode())
-    return asyncio.run(_until_stopped(_train(config, checkpoints, found)))
+    if config.run.resume == "never":
+        set_aside(config)
+    with RunFolder(out, config.run.name, config.run.id) as folder:
+        config = config.model_copy(update={"run": config.run.model_copy(update={"id": folder.id})})
+        checkpoints = Checkpoints(out / "checkpoints", config.checkpoint.keep)
+        found = find_start(config, checkpoints)  # a refusal must leave the records unchanged
+        write_atomically(out / "config.json", dump_resolved(config).encode())
+        return asyncio.run(_until_stopped(_train(config, checkpoints, found)))
 
 
 async def _until_stopped(work: Coroutine[None, None, None]) -> int:

@@ -14,7 +14,7 @@ from megatron_fleet.config.errors import say
 from megatron_fleet.config.schema import Config
 from megatron_fleet.evaluation.dumps import EvalDumps
 from megatron_fleet.evaluation.evaluator import Evaluation
-from megatron_fleet.evaluation.uploads import Uploads, unique_name
+from megatron_fleet.evaluation.uploads import Uploads
 from megatron_fleet.models.chat.tokenizer import Tokenizer
 from megatron_fleet.telemetry.charts import write_learning_curve
 from megatron_fleet.telemetry.console import RunProgress
@@ -40,7 +40,7 @@ class Records:
             resumed_step: newer records are dropped; ``None``: start from scratch.
             started: Unix time of this attempt.
         """
-        self._out = Path(config.run.out)
+        self._out, self._id = Path(config.run.out), config.run.id
         self._plot, self._name, self._pass_threshold = config.logging.plot, config.run.name, config.eval.pass_threshold
         self._sinks: list[MetricSink] = [MetricsLog(self._out / "metrics.jsonl", resumed_step, started)]
         if config.logging.tensorboard:
@@ -87,7 +87,7 @@ class Records:
         files = self._dumps.write(step, evaluation.sampled, evaluation.greedy, metrics)
         if self._uploads is not None:
             files |= {f"{path.parent.name}/{path.name}": path for path in written}
-            self._uploads.add(files, f"evals/{unique_name(self._name, self._out)}/global_step_{step}")
+            self._uploads.add(files, f"evals/{self._id}/global_step_{step}")
         return metrics
 
     def step(self, step: int, metrics: Mapping[str, float], distributions: Mapping[str, np.ndarray]) -> None:
@@ -136,14 +136,18 @@ class Records:
 
 
 def _wandb(config: Config, resumed_step: int | None, started: float) -> WandbSink:
-    where, out = config.logging.wandb, Path(config.run.out)
-    tree = config.model_dump(mode="json")
-    return WandbSink(where.project or "", where.entity, where.mode, config.run.name, out, tree, resumed_step, started)
+    where, out, tree = config.logging.wandb, Path(config.run.out), config.model_dump(mode="json")
+    return WandbSink(where.project or "", where.entity, where.mode, _id(config), out, tree, resumed_step, started)
 
 
 def _mlflow(config: Config, resumed_step: int | None, started: float) -> MlflowSink:
     where, tree = config.logging.mlflow, config.model_dump(mode="json")
-    return MlflowSink(where.uri or "", where.experiment, config.run.name, tree, resumed_step, started)
+    return MlflowSink(where.uri or "", where.experiment, _id(config), tree, resumed_step, started)
+
+
+def _id(config: Config) -> str:
+    assert config.run.id is not None  # `loop.main` has read it from the folder
+    return config.run.id
 
 
 def _last_line(out: Path, summary: Mapping[str, object]) -> str:

@@ -15,6 +15,7 @@ from megatron_fleet.config.schema import Config
 from megatron_fleet.data.dataset import run_dataset, save_manifest
 from megatron_fleet.data.task import Task
 from megatron_fleet.evaluation.evaluator import choose, notes
+from megatron_fleet.storage.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
 
@@ -23,15 +24,12 @@ _RECORDS = ("checkpoints", "metrics.jsonl")
 
 
 def find_start(config: Config, checkpoints: Checkpoints) -> Checkpoint | None:
-    """Find the checkpoint to resume from; ``None``: start from scratch. Nothing in ``run.out`` is changed, except by
-    ``run.resume=never``: it renames a folder with an earlier run's records to ``<run.out>.1``, or the next free number.
+    """Find the checkpoint to resume from; ``None``: start from scratch. Nothing is changed.
 
     Raises:
-        UserError: there are checkpoints and all are damaged, or the newest is beyond ``run.steps``; or the folder
-            cannot be renamed.
+        UserError: there are checkpoints and all are damaged, or the newest is beyond ``run.steps``.
     """
     if config.run.resume == "never":
-        _set_aside(config)
         return None
     found = checkpoints.newest()
     if found is not None and found.step > config.run.steps:
@@ -42,10 +40,20 @@ def find_start(config: Config, checkpoints: Checkpoints) -> Checkpoint | None:
     return found
 
 
-def _set_aside(config: Config) -> None:
+def set_aside(config: Config) -> None:
+    """Rename ``run.out``, if it has the records of a run, to ``<run.out>.1``, or the next free number.
+
+    Raises:
+        UserError: another process uses the folder, this run needs something in it, or it cannot be renamed.
+    """
     out = Path(config.run.out).resolve()
     if not any((out / name).exists() for name in _RECORDS):
         return
+    with RunFolder(out, config.run.name):
+        _rename(config, out)
+
+
+def _rename(config: Config, out: Path) -> None:
     for place in (os.getcwd(), *_paths(config.model_dump(mode="json", exclude={"run"}))):
         if Path(place).resolve().is_relative_to(out):
             raise UserError(

@@ -11,10 +11,10 @@ from fake_trainer import STATE
 from test_training import OVERRIDES, Run
 
 from megatron_fleet import cli
-from megatron_fleet.checkpoint.checkpoints import Checkpoint, Checkpoints
+from megatron_fleet.checkpoint.checkpoints import Checkpoint
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
-from megatron_fleet.loop.start import find_start
+from megatron_fleet.loop.start import set_aside
 from megatron_fleet.trainer.base import TrainerLost
 
 
@@ -102,12 +102,12 @@ async def test_never_to_resume_does_not_move_what_the_run_needs(tmp_path):
     (run.out / "model").mkdir()
     config = load([*OVERRIDES, f"run.out={run.out}", "run.resume=never", f"model.path={run.out}/model"])
     with pytest.raises(UserError, match=r"moves this folder aside, and the run needs .*/model in it; choose another"):
-        find_start(config, Checkpoints(run.out / "checkpoints", 2))
+        set_aside(config)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 async def test_a_run_that_never_came_to_a_record_starts_where_it_is(tmp_path):
     config = load([*OVERRIDES, f"run.out={tmp_path}/run", "run.resume=never"])
     (tmp_path / "run" / "logs").mkdir(parents=True)
-    assert find_start(config, Checkpoints(tmp_path / "run" / "checkpoints", 2)) is None
+    set_aside(config)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -17,10 +17,11 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
 from megatron_fleet.loop.attempt import open_attempts
 from megatron_fleet.loop.colocation import open_colocation
-from megatron_fleet.loop.start import find_start, load_data
+from megatron_fleet.loop.start import find_start, load_data, set_aside
 from megatron_fleet.loop.train import Training, until_lost
 from megatron_fleet.loop.weights import EngineWeights
 from megatron_fleet.rollout.requests import EnvironmentFailed, RolloutFailed
+from megatron_fleet.storage.run_folder import RunFolder
 from megatron_fleet.trainer.base import TrainerLost
 
 VOCABULARY = 16
@@ -61,8 +62,11 @@ class Run:
         engines = EngineWeights(self.config, self.trainer, self.rollout, FakeTransport(), colocation, start)
         attempts = open_attempts(self.config, *self.data, self.rollout, lambda: 0.0)
         checkpoints = Checkpoints(self.out / "checkpoints", self.config.checkpoint.keep)
-        found = find_start(self.config, checkpoints)
-        await Training(self.config, self.trainer, engines, attempts, checkpoints).run(found)
+        if self.config.run.resume == "never":
+            set_aside(self.config)
+        with RunFolder(self.out, self.config.run.name):
+            found = find_start(self.config, checkpoints)
+            await Training(self.config, self.trainer, engines, attempts, checkpoints).run(found)
 
     def take(self, *unwanted: str) -> list[str]:
         """The calls so far, without those that begin with one of ``unwanted``."""

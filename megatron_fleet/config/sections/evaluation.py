@@ -64,8 +64,7 @@ class EvalConfig(Section):
     )
     upload: str | None = Field(
         None,
-        description="s3://bucket/prefix: evaluations are copied to evals/<run.name>_<id>/global_step_<N>/ below it; "
-        "the id is in <run.out>/run_id.",
+        description="s3://bucket/prefix: evaluations are copied to evals/<run.id>/global_step_<N>/ below it.",
     )
     endpoint: EndpointConfig = EndpointConfig()
 

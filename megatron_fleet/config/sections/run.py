@@ -11,6 +11,13 @@ from megatron_fleet.config.sections.base import Section
 
 class RunConfig(Section):
     name: str = Field(description="Name of the run, used in records and titles.")
+    id: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        max_length=120,
+        description="Identity of the run; whatever it stores elsewhere is below it. null: as `out` has it in run.json, "
+        "or `<name>_<8 hex digits>` for a new folder.",
+    )
     out: str = Field(description="Folder of the run's outputs; made when missing.")
     seed: int = Field(0, ge=0, description="Seed of task order, sampling and initial state.")
     steps: int = Field(ge=0, description="Optimizer batches (rollout + update) to run in all, resumed ones included.")
