@@ -1,0 +1,287 @@
+"""Each part of the battery measures on a CPU at tiny sizes with the code that a GPU runs, and says what it means."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_fleet.trainer.precision import Machine, machine_problem
+
+pytest.importorskip("megatron_fleet.trainer.megatron")
+
+ON_GPUS = {
+    "device": {"matrix_fp8_tflops"},
+    "layers": {"fp8_speedup", "fp8_recipe", "torch_slowdown"},
+    "engine": {"start_eager_s", "graph_speedup", "freed_gib", "left_gib", "growth_gib"},
+    "offload": {"freed_share", "left_gib", "growth_gib"},
+    "checkpoint": {"device_extra_gib"},
+    "loop": {"mismatch"},
+}
+"""Figures that a CPU does not have."""
+
+
+@pytest.fixture
+def report(tmp_path):
+    """Of a part that has measured nothing yet."""
+    from battery.results import Report, Request, Result
+
+    places = {"result": str(tmp_path / "part.json"), "scratch": str(tmp_path), "keep": str(tmp_path)}
+    return Report(Request("part", "", "cpu", "tiny", 3600.0, **places), Result("part", size="tiny"))
+
+
+@pytest.fixture
+def measure(tmp_path, monkeypatch):
+    """Measure a part in this process, its variants as well; returns the result."""
+    from battery import variants
+    from battery.registry import BY_NAME
+    from battery.results import Report, Request, Result, Unavailable
+
+    from megatron_fleet.config.errors import UserError
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)  # restored afterwards: parts do the same
+
+    def variant(report, module, name, settings, launch=()):
+        try:
+            importlib.import_module(module).variant(report, settings)
+        except (Unavailable, UserError) as error:
+            report.leave_out(name, str(error))
+
+    def run(name, *, processes=False):
+        if not processes:
+            monkeypatch.setattr(variants, "run", variant)
+        places = {"result": str(tmp_path / f"{name}.json"), "scratch": str(tmp_path), "keep": str(tmp_path / "files")}
+        (tmp_path / "files").mkdir()
+        request = Request(name, BY_NAME[name].module, "cpu", "tiny", 3600.0, **places)
+        report = Report(request, Result(name, size="tiny"))
+        importlib.import_module(request.module).measure(report, request)
+        report.close()
+        check(BY_NAME[name], json.loads((tmp_path / f"{name}.json").read_text()))
+        return report.result
+
+    return run
+
+
+def check(part, result):
+    """What was measured is what the registry describes, and sensible."""
+    assert (result["problems"], result["status"]) == ({}, "done")
+    assert result["figures"].keys() == part.figures.keys() - ON_GPUS.get(part.name, set())
+    numbers = {name: value for name, value in result["figures"].items() if not isinstance(value, str)}
+    assert {name for name, value in numbers.items() if not math.isfinite(value)} == set()
+    assert result["tables"].keys() == part.tables.keys()
+    for name, rows in result["tables"].items():
+        assert rows and {frozenset(row) for row in rows} == {frozenset(part.tables[name].columns)}
+    assert {goal.figure for goal in part.goals} <= part.figures.keys()
+
+
+def test_device(measure):
+    result = measure("device")
+    assert result.figures["matrix_tflops"] > 0 and result.figures["copy_tb_s"] > 0
+
+
+def test_layers(measure):
+    from battery.parts import layer_stack
+
+    result = measure("layers")
+    rows = [(row["variant"], row["tokens"], row["longest"]) for row in result.tables["speed"]]
+    assert rows == [("bf16, no TE", 256, 128), ("bf16, no TE", 512, 128), ("bf16, no TE", 512, 512)]
+    assert result.left_out.keys() == layer_stack.VARIANTS.keys() - {"bf16, no TE"}
+    assert set(result.left_out.values()) == {"there is no GPU"}
+    row = result.tables["speed"][0]
+    assert row["share"] == pytest.approx(row["tflops"] / result.figures["matrix_tflops"], abs=1e-4)
+    assert result.figures["bf16_share"] == row["share"]
+
+
+def test_speed_of_layers_counts_every_product_once(monkeypatch):
+    """By hand: projections, two attention products of half the square, gate, up, down, and a head."""
+    from battery import shapes
+    from battery.parts import layer_stack
+
+    class Policy:
+        vocab_size = shapes.SMALL_VOCABULARY
+        hf_config = shapes.model_config("full", 4, shapes.SMALL_VOCABULARY)
+
+        def forward_backward(self, micro_batches, loss):
+            assert [len(datum) for datum in micro_batches[0]] == [64, 64]
+
+        def discard_gradients(self):
+            pass
+
+    monkeypatch.setattr(shapes, "median_seconds", lambda step, repeats: 1.0)
+    row = layer_stack.step_row(Policy(), 128, 64, 1)
+    projections = 2 * 4096 * (4096 + 2 * 1024 + 4096) + 3 * 2 * 4096 * 12288
+    attention = 2 * 2 * 4096 * 64 * 65 / 2
+    forward = 4 * (128 * projections + 2 * attention) + 126 * 2 * 4096 * 1024
+    assert row["tflops"] == pytest.approx(3 * forward / 1e12, rel=1e-3)
+    assert (row["ms"], row["tokens_per_s"]) == (1000, 128)
+
+
+def test_variants_are_compared_at_the_goals_size(report):
+    from battery.parts import layer_stack
+
+    speeds = {"bf16": 100, "bf16, no TE": 50, "fp8_blockwise": 150, "fp8_tensorwise": 140}
+    rows = [
+        {"variant": name, "tokens": tokens, "longest": 8192, "tokens_per_s": speed * factor, "share": speed / 200}
+        for name, speed in speeds.items()
+        for tokens, factor in ((32768, 1), (65536, 7))
+    ]
+    report.result.tables["speed"] = rows
+    layer_stack.summarise(report, "full")
+    wanted = {"bf16_share": 0.5, "torch_slowdown": 2.0, "fp8_speedup": 1.5, "fp8_recipe": "fp8_blockwise"}
+    assert report.result.figures == wanted
+
+
+def test_layers_that_do_not_fit_are_left_out(report, tmp_path, monkeypatch):
+    from battery import shapes
+    from battery.parts import layer_stack
+
+    def step(policy, tokens, longest, repeats):
+        if tokens > 256:
+            raise torch.OutOfMemoryError
+        return {"tflops": 1.0}
+
+    policy = SimpleNamespace(close=lambda: None)
+    monkeypatch.setattr(shapes, "make_policy", lambda config: policy)
+    monkeypatch.setattr(layer_stack, "step_row", step)
+    layer_stack.variant(report, {"size": "tiny", "name": "bf16, no TE", "kernels": "torch", "scratch": str(tmp_path)})
+    assert len(report.rows("speed")) == 1
+    assert report.result.left_out == {
+        "bf16, no TE, 512 tokens in sequences of 128": "does not fit into the device's memory"
+    }
+
+
+@pytest.mark.parametrize(
+    ("engine", "fault", "kernels"), [((2, 11), "", "auto"), (None, "it is not installed", "torch")]
+)
+def test_layers_are_pytorchs_where_transformer_engine_is_missing(engine, fault, kernels, tmp_path, monkeypatch):
+    from battery import shapes
+    from battery.parts import layer_stack
+
+    machine = Machine((9, 0), (13, 0), engine, fault)
+    monkeypatch.setattr(shapes, "cuda", lambda: True)
+    monkeypatch.setattr(shapes, "this_machine", lambda: machine)
+    config = shapes.run_config(tmp_path, 256)
+    assert config.policy.kernels == kernels and machine_problem(config, machine) is None
+    assert ("it is not installed" in shapes.engine_problem()) == (engine is None)
+    for settings in layer_stack.VARIANTS.values():
+        precision = {"recipe": settings["recipe"]} if "recipe" in settings else {}
+        policy = {"kernels": settings.get("kernels", "auto")}
+        asked = shapes.run_config(tmp_path, 65536, precision=precision, policy=policy)
+        assert (machine_problem(asked, machine) is None) == (engine is not None or policy["kernels"] == "torch")
+
+
+def test_logprobs(measure):
+    figures = measure("logprobs").figures
+    assert 0 < figures["logprob_error"] <= figures["logprob_error_max"] < 0.1 and 0 < figures["gradient_error"] < 0.1
+
+
+def test_offload(measure):
+    result = measure("offload")
+    assert result.figures["bit_equal"] == 1 and len(result.tables["cycles"]) == 3
+
+
+def test_optimizer(measure):
+    result = measure("optimizer")
+    names = ["moments in float32", "moments in bfloat16", "in host memory"]
+    assert [row["variant"] for row in result.tables["steps"]] == names
+
+
+def test_checkpoint(measure):
+    result = measure("checkpoint")
+    assert result.figures["bit_equal"] == 1
+    assert result.figures["bytes"] >= result.figures["share_bytes"]
+    assert [row["verb"] for row in result.tables["memory"]] == ["save", "load"]
+
+
+def test_traces(measure):
+    result = measure("traces")
+    assert {row["of"] for row in result.tables["kernels"]} == {"layers", "head"}
+    assert result.files == ["trace-layers.json.gz", "trace-head.json.gz"]
+
+
+def test_gpu_tests_are_counted_and_those_that_did_not_pass_are_named(report, tmp_path, monkeypatch):
+    from battery.parts import gpu_tests
+    from battery.results import Request
+
+    (tmp_path / "test_marked.py").write_text(
+        "import pytest\npytestmark = pytest.mark.gpu\ndef test_good(): pass\ndef test_bad(): assert 1 == 2\n"
+        "@pytest.mark.skip(reason='later')\ndef test_late(): pass\n"
+    )
+    (tmp_path / "test_unmarked.py").write_text("def test_other(): assert False\n")
+    assert "tests/trainer/test_logprob_kernels.py" in gpu_tests.marked_files()
+    files = [str(path) for path in sorted(tmp_path.glob("test_*.py"))]
+    monkeypatch.setattr(gpu_tests, "marked_files", lambda: files)
+    gpu_tests.measure(report, Request("tests", "", "cpu", "tiny", 3600.0, "", str(tmp_path), str(tmp_path)))
+    assert report.result.figures == {"passed": 1, "failed": 1, "skipped": 1}
+    named = {row["test"].rpartition("::")[2].partition(".")[0]: row["outcome"] for row in report.rows("tests")}
+    assert named == {"test_bad": "failed", "test_marked (1)": "skipped"}
+    assert report.result.problems == {"tests": "1 of 3 failed"}
+
+
+METRICS = [
+    {"step": 1, "timing/step": 9.0, "reward/avg_raw_reward": 0.1, "generate/tokens_per_second": 10.0},
+    {"step": 2, "eval/all/pass_at_1": 0.5},
+    {"step": 2, "timing/step": 3.0, "generate/tokens_per_second": 30.0, "policy/mismatch_kl": 0.02},
+    {"step": 3, "timing/step": 5.0, "generate/tokens_per_second": 50.0, "policy/mismatch_kl": 0.01},
+]
+
+
+def test_steps_of_the_loop_are_read_while_it_runs(report):
+    from battery.parts import whole_loop
+    from battery.registry import BY_NAME
+
+    from megatron_fleet.telemetry.registry import find
+
+    whole_loop.add_rows(report, METRICS[:1])
+    whole_loop.add_rows(report, METRICS)
+    assert [row["step"] for row in report.rows("steps")] == [1, 2, 3]
+    assert report.rows("steps")[0].keys() == BY_NAME["loop"].tables["steps"].columns.keys()
+    whole_loop.summarise(report, METRICS)
+    assert report.result.figures == {"steps": 3, "step_s": 4.0, "tokens_per_s": 40.0, "mismatch": 0.01}
+    assert [name for name in [*whole_loop.COLUMNS.values(), whole_loop.MISMATCH] if find(name) is None] == []
+
+
+def test_the_loops_run_is_a_valid_configuration():
+    pytest.importorskip("hydra")
+    from battery.parts import whole_loop
+
+    from megatron_fleet.config import validate
+    from megatron_fleet.config.load import load
+
+    for size, name in whole_loop.EXPERIMENT.items():
+        if (whole_loop.ROOT / "configs" / "experiment" / f"{name}.yaml").exists():
+            validate.check(load([f"experiment={name}", *whole_loop.OVERRIDES[size]]))
+
+
+@pytest.mark.slow
+def test_weights_reach_an_engine_and_both_agree(measure):
+    result = measure("sync")
+    assert result.figures["bit_equal"] == 1 and 0 <= result.figures["agreement"] < 0.02
+    assert [row["version"] for row in result.tables["syncs"]] == [1, 2]
+
+
+@pytest.mark.slow
+def test_an_engine_is_measured(measure):
+    result = measure("engine")
+    assert [row["sequences"] for row in result.tables["throughput"]] == [1, 3]
+    assert result.left_out["memory freed by sleep"].startswith("vLLM frees no memory")
+
+
+@pytest.mark.slow
+def test_layers_over_two_ranks(measure):
+    result = measure("ranks", processes=True)
+    assert [(row["tensor"], row["data"]) for row in result.tables["speed"]] == [(1, 1), (2, 1), (1, 2)]
+
+
+@pytest.mark.slow
+def test_a_part_is_measured_by_the_command(tmp_path, importable):
+    import run
+
+    assert run.main(["--device", "cpu", "--parts", "device", "--out", str(tmp_path)]) == 0
+    check(run.BY_NAME["device"], json.loads((tmp_path / "cpu" / "device.json").read_text()))
