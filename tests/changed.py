@@ -22,6 +22,8 @@ from import_graph import MODULES, ROOT, import_statements, imported
 
 ALL = ("pyproject.toml", "setup.sh", "test", "tests/conftest.py", "requirements/")
 """Files that every test depends on."""
+BATTERY = ROOT / "benchmarks" / "gpu"
+"""Its modules are imported from this folder."""
 ALWAYS = "tests/test_repository.py"
 SITE, SITE_TESTS = ("docs/", "mkdocs.yml", "CONTRIBUTING.md", "SECURITY.md"), "tests/docs_site/conftest.py"
 """Sources of the documentation besides the examples, and the file that all its tests depend on."""
@@ -48,14 +50,18 @@ def changed_files(commit: str | None) -> list[str]:
 def dependents() -> dict[Path, set[Path]]:
     """File → the files that import or name it."""
     helpers = {path.stem: path for path in sorted((ROOT / "tests").rglob("*.py"))}
-    benchmarks = {path.stem: path for path in sorted((ROOT / "benchmarks").rglob("*.py"))}
+    benchmarks = {path.stem: path for path in sorted((ROOT / "benchmarks").glob("*.py"))}
+    battery = {
+        ".".join(path.relative_to(BATTERY).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in sorted(BATTERY.rglob("*.py"))
+    }
     examples = {path.stem: path for path in sorted((ROOT / "examples").glob("*.py"))}
-    known = benchmarks | examples | helpers | MODULES
+    known = benchmarks | battery | examples | helpers | MODULES
     found = defaultdict[Path, set[Path]](set)
     for path in set(known.values()):
         text = path.read_text(encoding="utf-8")
-        names = {name for node in import_statements(ast.parse(text)) for name in imported(node)}
-        names.update(re.findall(r"megatron_fleet(?:\.\w+)+", text))
+        names = {name for node in import_statements(ast.parse(text)) for name in imported(node, known)}
+        names.update(re.findall(r"(?:megatron_fleet|battery)(?:\.\w+)+", text))
         names.update(name for name in ("megatron_fleet.cli",) if "mfleet" in text and path in helpers.values())
         for name in names:
             while name and name not in known:

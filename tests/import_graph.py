@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -26,13 +26,13 @@ def imports(module: str, *, whole: bool = True) -> Iterator[str]:
         yield from imported(node)
 
 
-def imported(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
-    """The modules that a statement names."""
+def imported(node: ast.Import | ast.ImportFrom, known: Container[str] = MODULES) -> Iterator[str]:
+    """The modules that a statement names. ``known``: names of those that ``from PACKAGE import`` may mean."""
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     elif node.module:
         names = [f"{node.module}.{alias.name}" for alias in node.names]
-        yield from (name if name in MODULES else node.module for name in names)
+        yield from (name if name in known else node.module for name in names)
 
 
 def import_statements(tree: ast.AST, *, whole: bool = True) -> Iterator[ast.Import | ast.ImportFrom]:

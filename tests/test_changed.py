@@ -19,6 +19,10 @@ TESTS = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.
         ("tests/agents/conftest.py", "tests/agents/test_episode.py", "tests/algorithms/test_kl.py"),
         ("docs/reference/metrics.md", "tests/telemetry/test_metrics.py", "tests/algorithms/test_kl.py"),
         ("examples/my_tasks.py", "tests/docs_site/test_tutorials.py", "tests/algorithms/test_kl.py"),
+        # Named by a registry of the battery, or imported from its folder.
+        ("benchmarks/gpu/battery/parts/device.py", "tests/benchmarks/test_gpu_parts.py", "tests/algorithms/test_kl.py"),
+        ("benchmarks/gpu/battery/show.py", "tests/benchmarks/test_gpu_page.py", "tests/algorithms/test_kl.py"),
+        ("benchmarks/gpu/run.py", "tests/benchmarks/test_gpu_battery.py", "tests/algorithms/test_kl.py"),
         ("docs/run/one-gpu.md", "tests/docs_site/test_site_in_browser.py", "tests/algorithms/test_kl.py"),
     ],
 )

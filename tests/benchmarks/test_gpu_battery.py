@@ -13,8 +13,6 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-MODULE = "battery_doubles"
-
 
 @pytest.fixture
 def run():
@@ -24,9 +22,10 @@ def run():
 
 
 def made(name, **more):
+    import battery_doubles
     from battery.registry import Part
 
-    return Part(name, MODULE, f"a part that is {name}", 60, (), {}, {}, **more)
+    return Part(name, battery_doubles.__name__, f"a part that is {name}", 60, (), {}, {}, **more)
 
 
 @pytest.fixture

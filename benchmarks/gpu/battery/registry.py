@@ -172,6 +172,7 @@ PARTS: tuple[Part, ...] = (
         4,
         _TRAINER,
         {
+            "matrix_tflops": "BF16 matrix product of 8192³ in the same process, TFLOP/s",
             "best_chunk": "fastest chunk in BF16, positions",
             "head_share": "speed of forward and backward at it ÷ the matrix product's (four products)",
             "logprob_error": "mean |log-prob − float32|, nats",

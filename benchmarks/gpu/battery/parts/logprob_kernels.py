@@ -39,6 +39,7 @@ def measure(report: Report, request: Request) -> None:
     torch.manual_seed(0)
     report.doing("matrix product")
     peak = shapes.matrix_tflops(request.size)
+    report.figures(matrix_tflops=peak)
     problem = Problem(sizes, torch.bfloat16)
     for chunk in sizes.chunks:
         chunk_row(report, problem, chunk)
