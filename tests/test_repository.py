@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "algorithms": {"agents.trajectory"},
     "analysis": {"agents.trajectory", "data", "models.images", "storage", "telemetry"},
     "checkpoint": {"storage", "trainer.base"},
-    "cluster": set(),
+    "cluster": {"models", "trainer.validate", "weights.mapping"},
     "convert": {"models", "storage", "weights"},
     "config": set(),
     "data": {"storage"},

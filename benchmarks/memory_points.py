@@ -1,0 +1,245 @@
+"""Memory of training runs that others have published, against `cluster.memory`. Prints a Markdown table.
+
+GB are what PyTorch allocates on the rank with most; GiB are of a whole device, with contexts, communicators and what
+the allocator holds beside. What a publication does not say is in ``assumed``; nothing is tuned to a point.
+
+    python benchmarks/memory_points.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megatron_fleet.cluster.memory import phases
+from megatron_fleet.cluster.memory.engine import GIB
+from megatron_fleet.cluster.memory.phases import TrainerMemory, trainer_memory
+from megatron_fleet.config.schema import Config
+from megatron_fleet.models.hf_config import read_model
+from megatron_fleet.models.model import Model
+
+GB = 10**9
+BRIDGE, SWIFT = "Megatron-Bridge 067f987", "ms-swift 3602360"
+
+
+def _shape(kind: str, *sizes: int, **more: Any) -> dict[str, Any]:
+    """``config.json`` of a model. ``sizes``: in the order of ``_SIZES``."""
+    return {
+        "model_type": kind,
+        **dict(zip(_SIZES, sizes, strict=True)),
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        **more,
+    }
+
+
+_SIZES = (
+    *("num_hidden_layers", "hidden_size", "intermediate_size"),
+    *("num_attention_heads", "num_key_value_heads", "vocab_size"),
+)
+MODELS: Mapping[str, dict[str, Any]] = {
+    "Qwen2.5-14B": _shape("qwen2", 48, 5120, 13824, 40, 8, 152064),
+    "Qwen2.5-72B": _shape("qwen2", 80, 8192, 29568, 64, 8, 152064),
+    "Qwen3-14B": _shape("qwen3", 40, 5120, 17408, 40, 8, 151936, head_dim=128),
+    "Llama-3-70B": _shape("llama", 80, 8192, 28672, 64, 8, 128256),
+    "Qwen3-30B-A3B": _shape(
+        *("qwen3_moe", 48, 2048, 6144, 32, 4, 151936),
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        norm_topk_prob=True,
+    ),
+    "Moonlight-16B": _shape(
+        *("deepseek_v3", 27, 2048, 11264, 16, 16, 163840),
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        n_routed_experts=64,
+        n_shared_experts=2,
+        num_experts_per_tok=6,
+        moe_intermediate_size=1408,
+        routed_scaling_factor=2.446,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+    ),
+}
+
+TE_HEAD, NATIVE_HEAD = 2, 10
+"""Bytes per logit: TE's fused cross-entropy writes the gradient into the bfloat16 logits; Megatron's keeps these, a
+float32 copy that becomes the soft-max, and for a moment its gradient (2 + 4 + 4)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """A published figure.
+
+    Attributes:
+        measured: bytes.
+        whole: the figure is of a whole device.
+        world: ranks.
+        parallel, sections: configuration in our keys; ``data`` follows from ``world``.
+        batch: sequences of an update.
+        logit: bytes per logit at the head, where all logits exist at once.
+        optimizer: bytes per element of a rank's share, where it is none of ours.
+        stored: bytes per weight of a linear layer, where it is none of ours.
+        balanced: routers are made to balance.
+    """
+
+    model: str
+    where: str
+    measured: float
+    whole: bool
+    world: int
+    parallel: Mapping[str, Any]
+    tokens: int
+    batch: int
+    logit: int
+    sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    optimizer: float | None = None
+    stored: int | None = None
+    balanced: bool = False
+    assumed: str = ""
+
+
+FULL = {"policy": {"recompute": "full"}}
+CPU_ADAM = {"policy": {"recompute": "full", "optimizer": {"lr": 1e-6, "offload_fraction": 1.0}}}
+BF16_GRADIENTS = {"precision": {"gradients": "bfloat16"}}
+FP8_GRADIENTS = {"precision": {"gradients": "bfloat16", "recipe": "fp8_tensorwise", "fp8_param_gather": True}}
+_SWIFT = "gradients in float32; GiB of a whole device"
+_LLAMA = {"model": "Llama-3-70B", "world": 32, "whole": False, "tokens": 4096, "batch": 32, "logit": NATIVE_HEAD}
+_LLAMA |= {"sections": FP8_GRADIENTS, "stored": 1, "assumed": "weights kept in FP8 once; optimizer in float32"}
+POINTS: tuple[Point, ...] = (
+    Point(
+        model="Moonlight-16B", where=f"{BRIDGE}, perf-activation-recompute", measured=36.618 * GB, whole=False, world=8,
+        parallel={"tensor": 2, "expert": 8}, tokens=4096, batch=4, logit=TE_HEAD, sections=BF16_GRADIENTS,
+        optimizer=6, assumed="master weights as 16 remaining bits, moments in bfloat16 (recipe)",
+    ),
+    Point(
+        model="Qwen3-30B-A3B", where=f"{BRIDGE}, moe-optimization.md", measured=61.351 * GB, whole=False, world=16,
+        parallel={"expert": 16}, tokens=4096, batch=1024, logit=TE_HEAD, sections=BF16_GRADIENTS, optimizer=10,
+        balanced=True, assumed="master weights as 16 remaining bits, moments in float32 (recipe)",
+    ),
+    Point(**_LLAMA, where=f"{BRIDGE}, perf-memory-tuning", measured=58.8 * GB,
+          parallel={"tensor": 4, "pipeline": 4, "virtual": 5}),
+    Point(**_LLAMA, where=f"{BRIDGE}, perf-memory-tuning", measured=53.2 * GB,
+          parallel={"tensor": 4, "pipeline": 8, "virtual": 5}),
+    Point(**_LLAMA, where=f"{BRIDGE}, perf-memory-tuning", measured=50.2 * GB,
+          parallel={"tensor": 8, "pipeline": 4, "virtual": 5}),
+    Point(
+        model="Qwen2.5-14B", where=f"{SWIFT}, base_to_chat.sh", measured=65 * GIB, whole=True, world=8,
+        parallel={"tensor": 4}, tokens=8192, batch=16, logit=NATIVE_HEAD, assumed=_SWIFT,
+    ),
+    Point(
+        model="Qwen3-14B", where=f"{SWIFT}, fp8/benchmark.sh, BF16", measured=52 * GIB, whole=True, world=8,
+        parallel={"tensor": 4}, tokens=8192, batch=16, logit=NATIVE_HEAD, optimizer=6,
+        assumed=f"moments in bfloat16, master weights as 16 remaining bits; {_SWIFT}",
+    ),
+    Point(
+        model="Qwen2.5-72B", where=f"{SWIFT}, dense/72b_offload.sh", measured=65 * GIB, whole=True, world=8,
+        parallel={"tensor": 8}, tokens=8192, batch=16, logit=NATIVE_HEAD, sections=CPU_ADAM, assumed=_SWIFT,
+    ),
+    Point(
+        model="Qwen3-30B-A3B", where=f"{SWIFT}, moe/qwen3_moe.sh", measured=60 * GIB, whole=True, world=16,
+        parallel={"pipeline": 2, "expert": 8}, tokens=8192, batch=16, logit=NATIVE_HEAD, sections=FULL, assumed=_SWIFT,
+    ),
+    Point(
+        model="Qwen3-30B-A3B", where=f"{SWIFT}, moe/qwen3_moe_offload.sh", measured=75 * GIB, whole=True, world=4,
+        parallel={"expert": 4}, tokens=8192, batch=16, logit=NATIVE_HEAD, sections=CPU_ADAM, assumed=_SWIFT,
+    ),
+    Point(
+        model="Moonlight-16B", where=f"{SWIFT}, moe/deepseek_v3.sh", measured=60 * GIB, whole=True, world=8,
+        parallel={"pipeline": 2, "expert": 4, "last_stage_layers": 13}, tokens=8192, batch=16, logit=NATIVE_HEAD,
+        sections=FULL, assumed=_SWIFT,
+    ),
+    Point(
+        model="Qwen3-30B-A3B", where=f"{SWIFT}, mcore_bridge/full/moe.sh", measured=76 * GIB, whole=True, world=8,
+        parallel={"tensor": 4, "pipeline": 2, "expert": 4, "first_stage_layers": 25}, tokens=8192, batch=4,
+        logit=NATIVE_HEAD, sections=FULL, assumed=_SWIFT,
+    ),
+)  # fmt: skip
+
+
+def configuration(point: Point) -> Config:
+    """The point's run in our keys, as far as memory depends on them."""
+    p = point.parallel
+    data = point.world // (p.get("tensor", 1) * p.get("pipeline", 1))
+    policy = {"micro_batch_tokens": point.tokens, "optimizer": {"lr": 1e-6}} | point.sections.get("policy", {})
+    return Config.model_validate(
+        {
+            "run": {"name": "point", "out": "runs/point", "steps": 1},
+            "model": {"path": point.model},
+            "parallel": {**p, "data": data},
+            "precision": point.sections.get("precision", {}),
+            "policy": policy,
+            "rollout": {
+                "prompts_per_step": point.batch // 2,
+                "samples_per_prompt": 2,
+                "max_context": point.tokens,
+                "sampling": {"max_tokens_per_turn": 64, "max_turns": 2},
+            },
+            "data": {"tasks": "embedded"},
+        }
+    )
+
+
+def predicted(point: Point) -> float:
+    """Bytes of the rank that needs most."""
+    model, config = read_model(MODELS[point.model]), configuration(point)
+    imbalance = 1.0 if point.balanced else phases.IMBALANCE
+    return max(
+        _bytes(point, config, model, stage, trainer_memory(config, model, stage, imbalance))
+        for stage in range(config.parallel.pipeline)
+    )
+
+
+def _bytes(point: Point, config: Config, model: Model, stage: int, memory: TrainerMemory) -> float:
+    parallel = config.parallel
+    if stage == parallel.pipeline - 1:
+        local = point.tokens // parallel.context
+        logits = point.logit * local * model.vocab // parallel.tensor
+        memory = replace(memory, head=logits + 2 * 2 * model.hidden * local)
+    if point.optimizer is not None:
+        memory = replace(memory, optimizer=int(memory.elements.shards * point.optimizer))
+    if point.stored is not None:
+        memory = replace(memory, parameters=memory.parameters - (2 - point.stored) * memory.elements.linear)
+    passing = sum(memory.passing.values())
+    total = float(sum(memory.states.values()) + passing)
+    if point.whole:
+        total += phases.CONTEXT + phases.COMMUNICATOR * phases.communicators(parallel) + phases.FRAGMENTS * passing
+    return total
+
+
+def layout(point: Point) -> str:
+    """The layout in short, such as ``TP2 PP4 EP8``."""
+    names = {"tensor": "TP", "pipeline": "PP", "virtual": "VPP", "expert": "EP"}
+    kept = "full recompute" if point.sections.get("policy", {}).get("recompute") == "full" else ""
+    offload = "CPU Adam" if "optimizer" in point.sections.get("policy", {}) else ""
+    fp8 = "FP8" if "recipe" in point.sections.get("precision", {}) else ""
+    sizes = [f"{names[key]}{value}" for key, value in point.parallel.items() if key in names]
+    ranks = " ".join([*sizes, f"on {point.world}"])
+    return ", ".join(filter(None, [ranks, f"{point.tokens // 1024}K", kept, offload, fp8]))
+
+
+def table() -> str:
+    """The points with prediction and error, as Markdown."""
+    lines = [
+        "| model | layout | published | computed | error | source | assumed |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for point in POINTS:
+        unit, name = (GIB, "GiB") if point.whole else (GB, "GB")
+        found = predicted(point)
+        lines.append(
+            f"| {point.model} | {layout(point)} | {point.measured / unit:.3g} {name} | {found / unit:.3g} {name} | "
+            f"{100 * (found / point.measured - 1):+.0f} % | {point.where} | {point.assumed} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(table(), end="")
