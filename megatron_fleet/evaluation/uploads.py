@@ -9,8 +9,10 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.storage.folder import Folder, aligned_buffer
+from megatron_fleet.storage.folder import Folder
+from megatron_fleet.storage.local import LocalFolder
 from megatron_fleet.storage.open import open_folder
+from megatron_fleet.storage.transfer import Copy, transfer
 
 CLOSE_TIMEOUT_S = 300.0
 """Maximum wait at the end of a run; files not copied by then are not uploaded."""
@@ -52,7 +54,8 @@ class Uploads:
 
     def _copy(self, path: Path, name: str) -> None:
         try:
-            copy(path, self._folder, name)
+            size = path.stat().st_size
+            transfer(LocalFolder(path.parent, cached=True), self._folder, [Copy(path.name, name, size)])
         except (UserError, OSError) as error:
             with self._counting:
                 self._failed += 1
@@ -61,25 +64,3 @@ class Uploads:
                 log.warning(
                     "%s was not copied to the store and stays here alone; later ones are only counted: %s", path, error
                 )
-
-
-def copy(path: Path, folder: Folder, name: str) -> None:
-    """Copy one file; the store checks every part, and the size at the end.
-
-    Raises:
-        UserError: the store refuses the copy.
-        OSError: the file cannot be read.
-    """
-    size = path.stat().st_size
-    writer = folder.create(name, size)
-    try:
-        buffer = aligned_buffer(min(writer.part, size))
-        with path.open("rb") as file:
-            for offset in range(0, size, writer.part):
-                part = buffer[: min(writer.part, size - offset)]
-                file.readinto(part)
-                writer.write_at(offset, part)
-        writer.commit()
-    except BaseException:
-        writer.abort()
-        raise
