@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,6 +21,9 @@ from megatron_fleet.storage.open import open_folder
 from megatron_fleet.weights.hf_model import open_model
 from megatron_fleet.weights.hf_rows import HfReader
 from megatron_fleet.weights.mapping import Interval, Matrix, Piece, WeightTable
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 BLOCK_VALUES = 8 << 20
 """Values in memory at once while loading."""
@@ -69,7 +72,7 @@ def local_tensors(model_chunks: Sequence[nn.Module], table: WeightTable) -> list
     return [_place(entry, parameter, table) for chunk in model_chunks for entry, parameter in _sharded_tensors(chunk)]
 
 
-def _sharded_tensors(chunk: nn.Module) -> Iterator[tuple[Any, torch.Tensor]]:
+def _sharded_tensors(chunk: nn.Module) -> Iterator[tuple[ShardedTensor, torch.Tensor]]:
     """Megatron's descriptions of the local tensors, each with the parameter (or buffer) that holds its memory."""
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -87,7 +90,7 @@ def _sharded_tensors(chunk: nn.Module) -> Iterator[tuple[Any, torch.Tensor]]:
             yield entry, entry.data
 
 
-def _place(entry: Any, parameter: torch.Tensor, table: WeightTable) -> LocalTensor:
+def _place(entry: ShardedTensor, parameter: torch.Tensor, table: WeightTable) -> LocalTensor:
     lead = entry.prepend_axis_num
     matrix = table.find(entry.key, tuple(entry.global_offset[:lead]))
     data, offset = entry.data, entry.global_offset[lead:]

@@ -31,7 +31,7 @@ from megatron_fleet.platform.megatron.layers import DuplicatedLinear, RMSNorm, S
 class TorchBackend(LocalSpecProvider):
     """Megatron's own parallel linear layers with our norm, activation and attention."""
 
-    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
         return RMSNorm
 
     def core_attention(self) -> type:

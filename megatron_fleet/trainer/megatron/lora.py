@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
+from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
@@ -207,9 +208,7 @@ class Adapters(nn.ModuleList):
         return out
 
 
-def attach(
-    chunks: Sequence[MegatronModule], hf_config: Mapping[str, Any], settings: LoraConfig, seed: int
-) -> list[Adapters]:
+def attach(chunks: Sequence[GPTModel], hf_config: Mapping[str, Any], settings: LoraConfig, seed: int) -> list[Adapters]:
     """Freeze the filled chunks and give their linear layers adapters; collective. Before gradient buffers are made.
 
     Args:
@@ -231,7 +230,7 @@ def attach(
     return adapters
 
 
-def _attach(chunk: MegatronModule, table: WeightTable, settings: LoraConfig, seed: int) -> Adapters:
+def _attach(chunk: GPTModel, table: WeightTable, settings: LoraConfig, seed: int) -> Adapters:
     targets = list(_targets(chunk, table, settings))
     for parameter in chunk.parameters():
         parameter.requires_grad_(False)

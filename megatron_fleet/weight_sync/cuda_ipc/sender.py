@@ -82,9 +82,10 @@ class OutboxClient:
     def start_weight_update(self) -> None:
         """No-op: the controller has begun the update."""
 
-    def update_weights(self, update_info: dict[str, Any]) -> None:
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
         """Deliver a message and wait until all engines have copied from the buffer."""
         assert self._outbox is not None, "only during an update"
+        assert isinstance(update_info, dict), "vLLM's trainer engine for CUDA IPC sends one message for all engines"
         if self._error is None:
             try:
                 self._outbox.post(_plain(update_info)).wait()
