@@ -16,7 +16,6 @@ from megatron_fleet.trainer.precision import Machine, machine_problem
 pytest.importorskip("megatron_fleet.trainer.megatron")
 
 ON_GPUS = {
-    "device": {"matrix_fp8_tflops"},
     "layers": {"fp8_speedup", "fp8_recipe", "torch_slowdown"},
     "engine": {"start_eager_s", "graph_speedup", "freed_gib", "left_gib", "growth_gib"},
     "offload": {"freed_share", "left_gib", "growth_gib"},

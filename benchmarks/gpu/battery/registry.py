@@ -282,7 +282,7 @@ PARTS: tuple[Part, ...] = (
             "plain_out_gb_s": "plain copy to pinned memory, GB/s",
             "plain_back_gb_s": "plain copy from pinned memory, GB/s",
             "freed_share": "memory that the device got back ÷ bytes of the state",
-            "left_gib": "memory that this process keeps on the device, GiB",
+            "left_gib": "memory that this process keeps on the device beyond its context, GiB",
             "growth_gib": "memory while offloaded, last cycle − second, GiB",
             "bit_equal": "1 where parameters and optimizer came back bit for bit",
         },

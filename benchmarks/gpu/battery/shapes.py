@@ -6,6 +6,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -193,22 +194,28 @@ def peak_gib(function: Callable[[], object]) -> float | None:
 
 
 def matrix_tflops(size: str) -> float:
-    """TFLOP/s of a BF16 matrix product of random numbers, the mean of ten."""
-    n, where = MATRIX[size], "cuda" if cuda() else "cpu"
-    a, b = (torch.randn(n, n, device=where, dtype=torch.bfloat16) for _ in range(2))
+    """TFLOP/s of a BF16 matrix product of random numbers."""
+    a, b = _square_matrices(size)
     out = torch.empty_like(a)
-    return _tflops(lambda: torch.mm(a, b, out=out), n)
+    return _tflops(lambda: torch.mm(a, b, out=out), len(a))
 
 
 def matrix_fp8_tflops(size: str) -> float:
     """The same in FP8 (e4m3) with one scale per tensor."""
-    n = MATRIX[size]
-    a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16).to(torch.float8_e4m3fn) for _ in range(2))
-    one = torch.ones((), device="cuda")
-    return _tflops(lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True), n)
+    a, b = (matrix.to(torch.float8_e4m3fn) for matrix in _square_matrices(size))
+    one = torch.ones((), device=a.device)
+    product = partial(torch._scaled_mm, a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+    return _tflops(product, len(a))
+
+
+def _square_matrices(size: str) -> list[torch.Tensor]:
+    where = "cuda" if cuda() else "cpu"
+    return [torch.randn(MATRIX[size], MATRIX[size], device=where, dtype=torch.bfloat16) for _ in range(2)]
 
 
 def _tflops(product: Callable[[], object], n: int) -> float:
+    """Of ``n``³ multiplications and additions, the median of three times ten products."""
+
     def ten() -> None:
         for _ in range(10):
             product()
