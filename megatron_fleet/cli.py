@@ -165,6 +165,9 @@ def _add_model_commands(model: Any) -> None:
     trained = "what the model was trained on: 32768 for Qwen 3 (its config.json says 40960, answers included)"
     extend.add_argument("--original", type=int, required=True, metavar="TOKENS", help=trained)
     extend.set_defaults(run=_extend)
+    random = model.add_parser("make-random", help="make a folder with Qwen3-0.6B's shape and random weights (1.2 GB)")
+    random.add_argument("target", type=Path, help="new folder, for model.path; its tokenizer is the embedded fleet's")
+    random.set_defaults(run=_make_random)
     tiny = model.add_parser("make-tiny", help="remake the tiny model of assets/tiny", add_help=False)
     tiny.set_defaults(run=_make_tiny, arguments=[])
 
@@ -264,6 +267,13 @@ def _extend(args: argparse.Namespace) -> int:
 
     context = extend(args.source, args.target, args.factor, args.original)
     say(f"{args.target}: {context} tokens; train with model.path={args.target} rollout.max_context={context}")
+    return 0
+
+
+def _make_random(args: argparse.Namespace) -> int:
+    from megatron_fleet.weights.random_model import write_random
+
+    say(f"{args.target}: {write_random(args.target):,} parameters; train with model.path={args.target}")
     return 0
 
 
