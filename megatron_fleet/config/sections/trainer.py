@@ -103,8 +103,12 @@ class OptimizerConfig(Section):
     )
 
 
+DEEPEP_RANKS = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)
+"""Sizes of a group of ranks for which DeepEP has settings (``Buffer.get_dispatch_config``)."""
+
+
 class RouterConfig(Section):
-    """Routers of a mixture of experts."""
+    """Routers of a mixture of experts, and the way of tokens to the experts."""
 
     dtype: Literal["float32", "float64"] = Field("float32", description="Type of router logits and scores.")
     bias_update_rate: float = Field(
@@ -112,6 +116,12 @@ class RouterConfig(Section):
         ge=0,
         description="Step of each expert's routing bias towards equal load, per update (balancing without an "
         "auxiliary loss, DeepSeek-V3); 0: biases stay.",
+    )
+    dispatcher: Literal["auto", "alltoall", "deepep"] = Field(
+        "auto",
+        description="How ranks exchange tokens with parallel.expert above 1. deepep: kernels of the package deep_ep, "
+        "whose buffers stay on the GPU; auto: deepep where it is installed and supports layout and types, else an "
+        "all-to-all.",
     )
 
 
@@ -184,6 +194,11 @@ class PolicyConfig(Section):
         "auto",
         description="auto: layers of Transformer Engine on CUDA devices, where it must be installed, and PyTorch's on "
         "CPUs. torch: PyTorch's everywhere; slower on CUDA devices, and without FP8.",
+    )
+    overlap: bool | None = Field(
+        None,
+        description="Reduce gradients over data- and context-parallel ranks, part by part, while the last "
+        "micro-batch's backward pass still runs; null: with GPUs yes, on CPUs no.",
     )
     optimizer: OptimizerConfig
     router: RouterConfig = RouterConfig()
@@ -307,6 +322,25 @@ def _adapters(c: Config) -> str | None:
     return None
 
 
+def _deepep(c: Config) -> str | None:
+    if c.policy.router.dispatcher != "deepep":
+        return None
+    ranks = c.parallel.expert * c.parallel.expert_tensor_size
+    for key, value, needed in (
+        ("model.dtype", c.model.dtype, "bfloat16"),
+        ("policy.router.dtype", c.policy.router.dtype, "float32"),
+    ):
+        if value != needed:
+            return f"policy.router.dispatcher=deepep needs {key}={needed}, and it is {value}; change one of them."
+    if ranks not in DEEPEP_RANKS:
+        sizes = ", ".join(map(str, DEEPEP_RANKS))
+        return (
+            f"policy.router.dispatcher=deepep with parallel.expert × parallel.expert_tensor = {ranks} ranks: it "
+            f"supports {sizes}; change the layout or set policy.router.dispatcher=auto."
+        )
+    return None
+
+
 def _int4_experts(c: Config) -> str | None:
     if c.policy.fake_quant == "none":
         return None
@@ -341,6 +375,7 @@ RULES: tuple[Rule, ...] = (
     _bfloat16_only,
     _moments,
     _adapters,
+    _deepep,
     _int4_experts,
     _gradient_metrics,
 )

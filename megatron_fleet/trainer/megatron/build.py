@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,9 @@ from megatron.core import parallel_state
 from megatron.core.activations import fast_gelu
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
+    _yarn_get_concentration_factor_from_config,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -34,13 +38,18 @@ def transformer_config(
 ) -> TransformerConfig:
     """Combine a model's sizes with Megatron's settings for this layout.
 
-    Fusions are Transformer Engine's kernels, so they are enabled with it. Losses come pre-scaled, hence
+    Most fusions are Transformer Engine's kernels, so they are enabled with it. Losses come pre-scaled, hence
     ``calculate_per_token_loss``: Megatron then averages neither over micro-batches nor over data-parallel ranks.
+
+    ``tp_comm_overlap`` stays off: its user buffers are made for one number of tokens (transformer_engine 2.11 to 2.20,
+    ``initialize_ub``), and micro-batches here are as wide as their sequences need.
 
     Args:
         more: further arguments of Megatron's configuration, which take precedence.
     """
     fused, silu = has_transformer_engine(), model.activation == "silu"
+    # Megatron's SwiGLU is compiled for the device; it keeps nothing but its input for the backward pass.
+    compiled = silu and (fused or torch.cuda.is_available())
     arguments = megatron_arguments(model)
     settings: dict[str, Any] = {
         "activation_func": _ACTIVATIONS[model.activation],
@@ -62,20 +71,21 @@ def transformer_config(
         "init_method": _leave,
         "output_layer_init_method": _leave,
         "embedding_init_method": _leave,
-        # The fused kernel of latent attention supports YaRN only; the other one ignores YaRN's scale in packed
-        # sequences.
-        "apply_rope_fusion": fused and model.latent == (model.rope.kind == "yarn"),
+        # The fused kernel of latent attention supports YaRN only.
+        "apply_rope_fusion": fused and (not model.latent or model.rope.kind == "yarn"),
         "bias_dropout_fusion": fused,
         # Megatron's fused GELU is the approximation by a tanh, whichever is asked for.
-        "bias_activation_fusion": fused and silu,
+        "bias_activation_fusion": compiled,
         # SwiGLU is a module of the layer specification.
-        "use_te_activation_func": not fused and silu,
+        "use_te_activation_func": silu and not compiled,
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
         # With two interleaved stages a batch has two sends to the same rank, an activation and a gradient, and NCCL
         # pairs them with that rank's receives by order alone: each would arrive as the other.
         "batch_p2p_comm": torch.cuda.is_available() and parallel.virtual == 1,
+        # Otherwise the host waits for the whole device after each send, because of a bug of old PyTorch versions.
+        "batch_p2p_sync": False,
     }
     if model.experts:
         settings |= {"moe_grouped_gemm": fused, "moe_token_dispatcher_type": "alltoall", "moe_permute_fusion": fused}
@@ -88,6 +98,10 @@ def transformer_config(
         config.context_parallel_size = parallel.context
     for name, value in arguments.attributes.items():
         setattr(config, name, value)
+    if config.apply_rope_fusion and not model.latent:
+        # The fused kernel for packed sequences leaves out the factor by which YaRN scales query and key.
+        factor = _yarn_get_concentration_factor_from_config(config)
+        config.softmax_scale = factor**2 / math.sqrt(config.kv_channels) if factor != 1 else None
     return config
 
 

@@ -101,6 +101,11 @@ class GradientProbe:
         """Whether the next update is measured."""
         return self._updates % self._every == 0
 
+    @property
+    def observed(self) -> list[nn.Parameter]:
+        """Parameters whose gradients the next pass records."""
+        return [piece.parameter for piece in self._pieces if piece.has_gradient] if self.due else []
+
     @contextmanager
     def watching(self, real: Sequence[bool]) -> Iterator[None]:
         """Record the gradients of one pass. ``real``: for each of its micro-batches, whether it holds any sequence."""

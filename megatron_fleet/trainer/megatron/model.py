@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,9 +45,23 @@ class PolicyModel(GPTModel):
 
     Attributes:
         real_vocab_size: vocabulary without padding rows; set by the builder.
+        on_output_gradient: called in the backward pass when the gradient of `unseen_weight` is in its buffer.
     """
 
     real_vocab_size: int
+    on_output_gradient: Callable[[], None] | None = None
+
+    @property
+    def unseen_weight(self) -> torch.Tensor | None:
+        """The output weight if all of its gradient goes straight into Megatron's buffer, without autograd."""
+        if not self.post_process or (self.share_embeddings_and_output_weights and self.pre_process):
+            return None
+        weight = self._output_weight()
+        return weight if _buffer(weight) is not None else None
+
+    def _output_weight(self) -> torch.Tensor:
+        tied = self.share_embeddings_and_output_weights
+        return self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
 
     def forward(  # type: ignore[override]
         self,
@@ -87,11 +102,12 @@ class PolicyModel(GPTModel):
             hidden_states = gather_from_sequence_parallel_region(hidden_states)
         else:
             hidden_states = copy_to_tensor_model_parallel_region(hidden_states)
-        tied = self.share_embeddings_and_output_weights
-        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
-        buffer = getattr(weight, "main_grad", None) if torch.is_grad_enabled() else None
+        weight, asked = self._output_weight(), hidden_states[:, 0].index_select(0, labels.positions)
+        if self.on_output_gradient is not None and asked.requires_grad:
+            # The backward step of `token_logprobs` fills the buffer before it returns this gradient.
+            asked.register_hook(self._call_on_output_gradient)
         logprobs, entropies = token_logprobs(
-            hidden_states[:, 0].index_select(0, labels.positions),
+            asked,
             weight,
             labels.targets,
             vocab_size=self.real_vocab_size,
@@ -99,12 +115,22 @@ class PolicyModel(GPTModel):
             temperature=labels.temperature,
             chunk=labels.chunk,
             # Straight into Megatron's buffer, which avoids another matrix of this size.
-            weight_grad=buffer if buffer is not None and buffer.dtype == torch.float32 else None,
+            weight_grad=_buffer(weight) if torch.is_grad_enabled() else None,
         )
         group = parallel_state.get_context_parallel_group()
         if group.size() == 1:
             return logprobs, entropies
         return tuple(_Spread.apply(x, labels.places, labels.count, group) for x in (logprobs, entropies))
+
+    def _call_on_output_gradient(self, _: torch.Tensor) -> None:
+        assert self.on_output_gradient is not None
+        self.on_output_gradient()
+
+
+def _buffer(weight: torch.Tensor) -> torch.Tensor | None:
+    """Megatron's gradient buffer of a weight, if it is float32."""
+    buffer = getattr(weight, "main_grad", None)
+    return buffer if buffer is not None and buffer.dtype == torch.float32 else None
 
 
 class _Spread(torch.autograd.Function):

@@ -7,6 +7,7 @@ shared memory moves once, which Megatron's own ``offload_to_cpu`` gets wrong for
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
@@ -167,6 +168,9 @@ class TrainState:
     def _drop_workspaces(self) -> None:
         """Free buffers that are recreated on demand, and return the allocator's free blocks to the device."""
         parallel_state.get_global_memory_buffer().buffer.clear()
+        # Gradients without content, one of each shape, which its layers return when they have filled the buffers.
+        engine = sys.modules.get("transformer_engine.pytorch.module.base")
+        getattr(engine, "_dummy_wgrads", {}).clear()
         if "parameters" in self._away:
             for chunk in self._chunks:
                 for module in chunk.module.modules():

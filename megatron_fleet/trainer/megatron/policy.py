@@ -22,6 +22,8 @@ from megatron_fleet.trainer.base import AdamParams, LossReport, MicroBatches, Op
 from megatron_fleet.trainer.megatron import build, lora, optimizer, parallel, routing, state, step
 from megatron_fleet.trainer.megatron.build import fill_random
 from megatron_fleet.trainer.megatron.fake_quant import quantise_experts
+from megatron_fleet.trainer.megatron.fused_gradients import FusedWeightGradients
+from megatron_fleet.trainer.megatron.gradient_overlap import GradientOverlap, overlap_arguments
 from megatron_fleet.trainer.megatron.gradients import GradientProbe
 from megatron_fleet.trainer.megatron.offload import TrainState
 from megatron_fleet.trainer.megatron.precision import filled_in_full, precision_arguments
@@ -97,7 +99,7 @@ class MegatronPolicy:
         experts = self._model.experts > 0
         more = precision_arguments(config.precision, config.policy.optimizer, experts)
         sizes = config.parallel, self._dtype, config.policy.micro_batch_tokens, config.policy.recompute
-        routers = routing.router_arguments(config.policy.router) if experts else {}
+        routers = routing.expert_arguments(config) if experts else {}
         self.model_chunks = build.build_chunks(self.hf_config, *sizes, **more.transformer | routers)
         for chunk in self.model_chunks:
             routing.attach(chunk)
@@ -108,9 +110,19 @@ class MegatronPolicy:
         if config.policy.lora.rank:
             self._adapters = lora.attach(self.model_chunks, self.hf_config, config.policy.lora, config.run.seed)
         self._views = lora.views(self._adapters) | quantise_experts(self.model_chunks, config.policy)
-        self._wrapped = [optimizer.wrap(chunk, more.gradients) for chunk in self.model_chunks]
+        gradients = more.gradients | overlap_arguments(config.policy, cuda=torch.cuda.is_available())
+        self._wrapped = [optimizer.wrap(chunk, gradients) for chunk in self.model_chunks]
+        self._overlap = GradientOverlap(self._wrapped)
+        # Fake-quantised experts compute with other tensors than their parameters.
+        self._fused = FusedWeightGradients(self._wrapped, self._views, overwrites=config.precision.fp8)
         self._optimizer = optimizer.build(self._wrapped, config.policy.optimizer, self._dtype, more.optimizer)
+        self._clear()
+
+    def _clear(self) -> None:
+        """Zero the gradients."""
+        self._overlap.abandon()
         optimizer.clear(self._wrapped, self._optimizer)
+        self._accumulated = False
 
     def _fill(self, init: str) -> None:
         if init == "random":
@@ -166,8 +178,12 @@ class MegatronPolicy:
             raise RuntimeError("a held optimizer step must be taken or discarded before more gradients are added")
         packed = self._pack(micro_batches)
         probe = self._probe
+        self._overlap.begin(again=self._accumulated)
+        self._fused.start(probe.observed if probe else (), again=self._accumulated)
+        self._accumulated = True
         with probe.watching([micro_batch.real_tokens > 0 for micro_batch in packed]) if probe else nullcontext():
             per_micro_batch = step.run_loss(self._wrapped, packed, self._settings, loss)
+        self._overlap.end()
         real = sum(micro_batch.real_tokens for micro_batch in packed)
         width = sum(len(micro_batch.tokens) for micro_batch in packed)
         counts = {"micro_batch_tokens": real, "padded_tokens": width - real}
@@ -182,19 +198,20 @@ class MegatronPolicy:
         if not isinstance(adam, AdamParams):
             adam = AdamParams.of(self._config.policy.optimizer, adam)
         if self._reduced is None:
+            self._overlap.end()  # there may have been no pass
             self._reduced = optimizer.reduce_gradients(self._wrapped, self._optimizer)
         norm = self._reduced.norm
         if hold_above < math.inf and not norm <= hold_above:
             return OptimReport(grad_norm=norm, lr=adam.lr, skipped=False, held=True)
         before = self._probe.weights() if self._probe else []
         skipped = optimizer.step(self._wrapped, self._optimizer, self._reduced, adam)
-        self._reduced = None
+        self._reduced, self._accumulated = None, False
         found = self._probe.finish(before, skipped) if self._probe else {}
         return OptimReport(grad_norm=norm, lr=adam.lr, skipped=skipped, gradient=found)
 
     def discard_gradients(self) -> None:
         """See `Trainer.discard_gradients`."""
-        optimizer.clear(self._wrapped, self._optimizer)
+        self._clear()
         self._reduced = None
         if self._probe:
             self._probe.finish([], skipped=True)
@@ -206,7 +223,7 @@ class MegatronPolicy:
     def load_state(self, path: Path) -> None:
         """Read what `save_state` wrote, in this or another layout; collective. Gradients are cleared."""
         state.load(Path(path), self._wrapped, self._optimizer)
-        optimizer.clear(self._wrapped, self._optimizer)
+        self._clear()
 
     def weight_source(self) -> ViewedWeightSource:
         """Live weights as HF tensors, adapters merged; collective. Create it once: it reads the parameters again in

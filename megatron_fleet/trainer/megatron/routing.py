@@ -24,10 +24,13 @@ import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import checkpoint
+from megatron.core.transformer.moe import fused_a2a
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import nn
 
-from megatron_fleet.config.schema import RouterConfig
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.schema import Config, ParallelConfig, RouterConfig
+from megatron_fleet.config.sections.trainer import DEEPEP_RANKS
 from megatron_fleet.platform.communicator import TorchCommunicator
 from megatron_fleet.platform.device import to_device
 from megatron_fleet.platform.megatron.spec import has_experts
@@ -101,12 +104,33 @@ def _unpacked(experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return recorded, recorded[:, :1] != recorded[:, 1:2]
 
 
-def router_arguments(router: RouterConfig) -> dict[str, Any]:
-    """Arguments of Megatron's configuration for the routers of a mixture of experts."""
+def expert_arguments(config: Config) -> dict[str, Any]:
+    """Arguments of Megatron's configuration for the routers of a mixture of experts and the way of tokens to experts.
+
+    Raises:
+        UserError: DeepEP is asked for and not installed.
+    """
+    router = config.policy.router
     return {
         "moe_router_dtype": {"float32": "fp32", "float64": "fp64"}[router.dtype],
         "moe_router_bias_update_rate": router.bias_update_rate,
+        **_dispatcher(router, config.parallel, config.model.dtype),
     }
+
+
+def _dispatcher(router: RouterConfig, parallel: ParallelConfig, dtype: str) -> dict[str, Any]:
+    installed = fused_a2a.fused_dispatch is not None
+    if router.dispatcher == "deepep" and not installed:
+        raise UserError(
+            "policy.router.dispatcher=deepep needs the package deep_ep, which cannot be imported here; install it from "
+            "github.com/deepseek-ai/DeepEP, or set policy.router.dispatcher=auto."
+        )
+    # Its kernels take bfloat16 activations and float32 scores.
+    fits = dtype == "bfloat16" and router.dtype == "float32"
+    fits = fits and parallel.expert * parallel.expert_tensor_size in DEEPEP_RANKS
+    if router.dispatcher == "alltoall" or not (installed and fits):
+        return {"moe_token_dispatcher_type": "alltoall"}
+    return {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "deepep"}
 
 
 def attach(chunk: nn.Module) -> None:

@@ -1,0 +1,129 @@
+"""Weight gradients that layers add to Megatron's buffers, with a stand-in for Transformer Engine's layers."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("megatron_fleet.trainer.megatron")
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+from megatron_fleet.config.schema import ParallelConfig
+from megatron_fleet.trainer.megatron import optimizer, parallel
+from megatron_fleet.trainer.megatron.fused_gradients import FusedWeightGradients
+
+SIZE, PASSES, MICRO_BATCHES = 8, 2, 3
+
+
+class Product(torch.autograd.Function):
+    """A product that treats its weight's gradient as Transformer Engine 2.11 and 2.20 do."""
+
+    @staticmethod
+    def forward(ctx, x, weight, fused, first):
+        ctx.save_for_backward(x, weight)
+        ctx.weight, ctx.fused, ctx.first = weight, fused, first
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, values = ctx.saved_tensors
+        of_weight = grad.t() @ x
+        if ctx.fused:
+            into = ctx.weight.main_grad
+            into.copy_(of_weight if ctx.first else into + of_weight)
+            ctx.weight.grad_added_to_main_grad = True
+            of_weight = torch.full_like(values, float("nan"))  # without content
+        return grad @ values, of_weight, None, None
+
+
+class Layer(nn.Module):
+    """A linear layer of Transformer Engine."""
+
+    def __init__(self, fp8: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(SIZE, SIZE))
+        self.layer_norm_weight = nn.Parameter(torch.ones(SIZE))
+        self.fuse_wgrad_accumulation, self.fp8, self.is_first = False, fp8, False
+        self.passes: list[bool] = []
+
+    def forward(self, x):
+        first, self.is_first = self.is_first and self.fp8, False
+        self.passes.append(self.fuse_wgrad_accumulation)
+        return Product.apply(x * self.layer_norm_weight, self.weight, self.fuse_wgrad_accumulation, first)
+
+
+class Chunk(nn.Module):
+    def __init__(self, fp8: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([Layer(fp8), Layer(fp8)])
+        self.out = nn.Linear(SIZE, 1)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.out(x)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _groups():
+    parallel.initialise(ParallelConfig(), 0)
+    yield
+    parallel.shutdown()
+
+
+def wrapped(fp8: bool):
+    config = TransformerConfig(
+        num_layers=2, hidden_size=SIZE, num_attention_heads=1, calculate_per_token_loss=True, params_dtype=torch.float32
+    )
+    chunk = Chunk(fp8)
+    chunk.config = config
+    return optimizer.wrap(chunk)
+
+
+def gradients(ddp, switch, observed=()):
+    """Accumulated over several passes of several micro-batches."""
+    generator = torch.Generator().manual_seed(1)
+    for number in range(PASSES):
+        if switch is not None:
+            switch.start(observed if number == 0 else (), again=number > 0)
+        for layer in ddp.module.layers:
+            layer.is_first = True
+        for _ in range(MICRO_BATCHES):
+            ddp.module(torch.randn(4, SIZE, generator=generator)).sum().backward()
+    return {name: p.main_grad.clone() for name, p in ddp.module.named_parameters()}
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("observed", [False, True])
+def test_gradients_are_those_without_fusion(fp8, observed):
+    expected = gradients(wrapped(fp8), None)
+    ddp = wrapped(fp8)
+    switch = FusedWeightGradients([ddp], {}, overwrites=fp8)
+    first, second = ddp.module.layers
+    seen = []
+    if observed:
+        first.weight.register_hook(seen.append)
+    for _ in range(2):  # and after the buffers were cleared
+        found = gradients(ddp, switch, [first.weight] if observed else ())
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, msg=name)
+        ddp.zero_grad_buffer()
+    # FP8's second pass would overwrite the first.
+    again = [not fp8] * MICRO_BATCHES
+    assert second.passes == 2 * ([True] * MICRO_BATCHES + again)
+    assert first.passes == 2 * ([not observed] * MICRO_BATCHES + again)
+    if observed:
+        assert all(torch.isfinite(gradient).all() for gradient in seen[:MICRO_BATCHES])
+
+
+def test_layers_that_compute_with_other_tensors_or_are_frozen_are_left_alone():
+    ddp = wrapped(False)
+    first, second = ddp.module.layers
+    del second.weight.main_grad
+    FusedWeightGradients([ddp], {first.weight: None}, overwrites=False).start((), again=False)
+    assert (first.fuse_wgrad_accumulation, second.fuse_wgrad_accumulation) == (False, False)
+    FusedWeightGradients([ddp], {}, overwrites=False).start((), again=False)
+    assert (first.fuse_wgrad_accumulation, second.fuse_wgrad_accumulation) == (True, False)
