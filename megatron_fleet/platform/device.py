@@ -37,6 +37,6 @@ def prepare(threads: int, seed: int) -> torch.device:
 
 def to_device(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:
     """Copy a CPU tensor to a device without waiting for the work that is queued there."""
-    if where.type != "cuda":
+    if where.type == "cpu":
         return tensor.to(where)
     return tensor.pin_memory().to(where, non_blocking=True)

@@ -51,9 +51,41 @@ def patch_mappings(module: Any) -> None:
     module._reduce_scatter_along_first_dim = reduce_scatter_along_first_dim
 
 
+class _KnownCount(TorchFunctionMode):
+    """Mode in which ``masked_select`` finds a number of entries that the host knows, so that it does not wait for the
+    device to learn it.
+    """
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self._count = count
+        self._found: tuple[Any, Any] = (None, None)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.Tensor.masked_select:
+            return func(*args, **(kwargs or {}))
+        values, mask = args
+        if self._found[0] is not mask:
+            self._found = mask, torch.nonzero_static(mask.reshape(-1), size=self._count)[:, 0]
+        return values.reshape(-1).index_select(0, self._found[1])
+
+
 def patch_moe_utils(module: Any) -> None:
-    """Define the name that the router's matrix product uses, which is undefined without Transformer Engine."""
+    """Define the name that the router's matrix product uses, which is undefined without Transformer Engine, and sort
+    tokens by expert without waiting for the device: each has as many copies as it has experts.
+    """
     module.__dict__.setdefault("te_general_gemm", None)
+    original: Callable[..., Any] = module.permute
+
+    @functools.wraps(original)
+    def permute(*args: Any, **kwargs: Any) -> Any:
+        count = kwargs.get("num_out_tokens")
+        if not isinstance(count, int) or kwargs.get("fused") or kwargs.get("drop_and_pad"):
+            return original(*args, **kwargs)
+        with _KnownCount(count):
+            return original(*args, **kwargs)
+
+    module.permute = permute
 
 
 def patch_moe_utils_for_cpu(module: Any) -> None:

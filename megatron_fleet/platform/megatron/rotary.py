@@ -50,7 +50,7 @@ def _angles(ends: Any, tokens: int, freqs: torch.Tensor, scale: float, dtype: to
     """
     known: list[_Angles] = ends.__dict__.setdefault("mfleet_angles", [])
     for angles in known:
-        if angles.freqs is freqs and angles.scale == scale and angles.cosine.dtype == dtype:
+        if _same(angles.freqs, freqs) and angles.scale == scale and angles.cosine.dtype == dtype:
             return angles
     with torch.no_grad():
         positions = packed_positions(ends, tokens, group.size(), group.rank())
@@ -58,6 +58,12 @@ def _angles(ends: Any, tokens: int, freqs: torch.Tensor, scale: float, dtype: to
         cosine, sine = ((f(rows) * scale).to(dtype)[positions][:, None] for f in (torch.cos, torch.sin))
     known.append(_Angles(freqs, scale, cosine, sine))
     return known[-1]
+
+
+def _same(known: torch.Tensor, given: torch.Tensor) -> bool:
+    """Whether both are the same values in memory: a recomputed layer is given detached aliases of its inputs."""
+    memory = known.untyped_storage()._cdata == given.untyped_storage()._cdata
+    return memory and known.storage_offset() == given.storage_offset() and known.shape == given.shape
 
 
 def patch_packed_rotary(module: Any) -> None:
@@ -80,7 +86,7 @@ def patch_packed_rotary(module: Any) -> None:
         if multi_latent_attention or mla_rotary_interleaved:
             turned = torch.cat((turned[..., 0::2], turned[..., 1::2]), dim=-1)
         # Megatron's helper takes four dimensions where pairs are interleaved.
-        other = module._rotate_half(turned[:, None], rotary_interleaved)[:, 0]
+        other = module._rotate_half(turned[:, None], rotary_interleaved).squeeze(1)
         turned = turned * angles.cosine + other * angles.sine
         return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,9 +129,35 @@ def step(
                     total_norm=reduced.norm,
                     use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
                 )
-        optimizer.step_with_ready_grads()
+        with _gathered_once(chunks, optimizer):
+            optimizer.step_with_ready_grads()
     clear(chunks, optimizer)
     return skipped
+
+
+@contextmanager
+def _gathered_once(chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer) -> Iterator[None]:
+    """All-gather the updated parameters once, at the end. Dense parameters and experts have an optimizer each, and each
+    of Megatron's (0.16 to 0.19) would gather the parameters of both.
+    """
+    if len(optimizer.chained_optimizers) == 1:
+        yield
+        return
+    names = ("start_param_sync", "_start_bucket_group_param_sync")  # 0.19 takes the second
+    for chunk in chunks:
+        vars(chunk).update(dict.fromkeys(names, _wait))
+    try:
+        yield
+    finally:
+        for chunk in chunks:
+            for name in names:
+                del vars(chunk)[name]
+    for chunk in chunks:
+        chunk.start_param_sync()
+
+
+def _wait(*_: Any, **__: Any) -> None:
+    """Do nothing."""
 
 
 def _expert_biases(chunks: Sequence[DistributedDataParallel]) -> list[torch.Tensor]:

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from megatron_fleet.platform.device import to_device
+
 CHUNK = 64
 """Tokens per block of the chunked form."""
 L2_EPS = 1e-6
@@ -150,7 +152,7 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 def _boundaries(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
     """Cumulative lengths on the device, int64; tokens after the sequences are one more."""
     rest = x.shape[0] - sum(lengths)
-    return torch.tensor([0, *lengths, *([rest] if rest else [])]).cumsum(0).to(x.device)
+    return to_device(torch.tensor([0, *lengths, *([rest] if rest else [])]).cumsum(0), x.device)
 
 
 def _fla_convolve(x: torch.Tensor, weight: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
