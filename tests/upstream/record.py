@@ -16,7 +16,7 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +51,14 @@ class Record:
     Attributes:
         versions: distribution → version.
         environment: distribution → those of our environment variables that its sources name.
+        attributes: name from `Reader.loose` → distributions whose sources have such an attribute.
         symbols: name → fields of its `Symbol`.
     """
 
     def __init__(self, content: dict[str, dict[str, Any]]) -> None:
         self.versions = content["versions"]
         self.environment = content["environment"]
+        self.attributes = content["attributes"]
         self.symbols = content["symbols"]
 
     @classmethod
@@ -147,9 +149,21 @@ def record(archives: list[Path]) -> dict[str, Any]:
         Path(top, "installed").mkdir()
         Path(top, "installed", "torch").symlink_to(torch)
         recorder = Recorder(Sources(Path(top, "packages"), Path(top, "installed")))
-        Reader(recorder)
+        reader = Reader(recorder)
+        names = attributes_in(archives, reader.loose)
     symbols = {target: [s.kind, s.parameters, s.holds] for target, s in sorted(recorder.found.items())}
-    return {"versions": versions, "environment": environment, "symbols": symbols}
+    return {"versions": versions, "environment": environment, "attributes": names, "symbols": symbols}
+
+
+def attributes_in(archives: list[Path], names: Collection[str]) -> dict[str, list[str]]:
+    """Which distributions have attributes of these names: read, written, named in a string or declared in a class."""
+    attribute = re.compile(rf"""(?:\.|["']|^ +(?:def )?)({"|".join(map(re.escape, names))})\b""", re.MULTILINE)
+    found: dict[str, set[str]] = {name: set() for name in names}
+    for archive in archives:
+        for _, text in python_files(archive):
+            for name in set(attribute.findall(text)):
+                found[name].add(release(archive)[0])
+    return {name: sorted(distributions) for name, distributions in found.items()}
 
 
 def how() -> str:

@@ -86,6 +86,16 @@ def test_the_record_is_of_the_locked_versions(recorded):
     assert recorded.versions == record.locked(), record.how()
 
 
+def test_attributes_of_objects_of_unknown_type_exist_upstream(recorded, readers):
+    """``getattr(module, "gone", None)`` is not an error, only useless."""
+    from torch.distributed import BroadcastOptions, ProcessGroupGloo
+
+    torch_has = {*dir(ProcessGroupGloo._Options()), *dir(BroadcastOptions())}
+    found = readers["recorded"].loose
+    gone = {name: where for name, where in found.items() if not recorded.attributes.get(name) and name not in torch_has}
+    assert gone == {}, record.how()
+
+
 def test_environment_variables_are_known_upstream(recorded):
     """`ELSEWHERE` has those that only torch's or NVIDIA's libraries read."""
     named = {name for names in recorded.environment.values() for name in names}

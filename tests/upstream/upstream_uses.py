@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +20,8 @@ from upstream_symbols import Missing, Symbols, package_of
 PACKAGES = ("vllm", "megatron", "transformer_engine", "fla", "triton")
 MODULE_NAME = re.compile(rf"(?:{'|'.join(PACKAGES)})(?:\.\w+)+")
 IMPORTS = re.compile(rf"^ *(?:from|import) (?:{'|'.join(PACKAGES)})\b", re.MULTILINE)
+MEMBER = re.compile(r"^    (\w+): |^    def (\w+)|\bself\.(\w+)", re.MULTILINE)
+"""Of a class."""
 OURS = "megatron_fleet."
 OUTPUT, COMPLETION = "vllm.outputs:RequestOutput()", "vllm.outputs:CompletionOutput()"
 OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer()"
@@ -98,7 +100,9 @@ class Reader:
 
     Attributes:
         uses: all of them.
+        direct: modules of ours that import such a package themselves.
         missing: file and line, name and reason, for each name that does not exist.
+        loose: attribute → file and line, for those that are set on objects of unknown types, or are named in a string.
         unused: keys of `HINTS` and `STRUCTURAL` that match nothing.
     """
 
@@ -106,13 +110,18 @@ class Reader:
         self.symbols = symbols
         self.uses: set[Use] = set()
         self.missing: set[tuple[str, str, str]] = set()
+        self.loose: dict[str, str] = {}
         self.unused = {f"{module}: {text}" for module, hints in HINTS.items() for text in hints} | set(STRUCTURAL)
-        self.trees = {name: _parsed(text) for name, text in _texts(modules).items()}
+        texts = {name: path.read_text(encoding="utf-8") for name, path in modules.items()}
+        self.direct = {name for name, text in texts.items() if IMPORTS.search(text) or name.removeprefix(OURS) in HINTS}
+        self.trees = {name: _parsed(text) for name, text in _with_importers(texts, self.direct).items()}
         self.files = {name: path.relative_to(root).as_posix() for name, path in modules.items() if name in self.trees}
         self.patched = self._patched()
         self._names: dict[str, dict[str, _Value]] = {}
         for name in self.trees:
             _Scope(self, name, self.names(name)).functions(self.trees[name].body)
+        ours = {name for text in texts.values() for found in MEMBER.findall(text) for name in found}
+        self.loose = {name: where for name, where in self.loose.items() if name not in ours}
 
     def names(self, module: str) -> dict[str, _Value]:
         """Names at the top of one of our modules."""
@@ -153,10 +162,8 @@ def _parsed(text: str) -> ast.Module:
     return ast.parse(text)
 
 
-def _texts(modules: Mapping[str, Path]) -> dict[str, str]:
-    """The modules that import another package, and those that import something from these: no others can use it."""
-    texts = {name: path.read_text(encoding="utf-8") for name, path in modules.items()}
-    direct = {name for name, text in texts.items() if IMPORTS.search(text) or name.removeprefix(OURS) in HINTS}
+def _with_importers(texts: Mapping[str, str], direct: Collection[str]) -> dict[str, str]:
+    """``direct``, the modules that import something from these, and tables of patches: no others can use a package."""
     return {
         name: text
         for name, text in texts.items()
@@ -246,6 +253,8 @@ class _Scope(ast.NodeVisitor):
                 function = self._names.get(expression.id) if isinstance(expression, ast.Name) else None
                 if isinstance(function, Function):
                     self._override(_member(holder, target.attr), function, function.args)
+            elif holder is None and ast.unparse(target.value) != "ctx":  # torch's, for a backward pass
+                self._note_loose(target.attr, target)
 
     def visit_For(self, node: ast.For | ast.AsyncFor | ast.comprehension) -> None:
         self._bind(node.target, _item(self.infer(node.iter)), None)
@@ -370,7 +379,7 @@ class _Scope(ast.NodeVisitor):
             self.infer(argument)
         if isinstance(node.func, ast.Name) and node.func.id == "super" and self._cls is not None:
             return next((f"{base}()" for base in self._upstream_bases(self._cls)), None)
-        if isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr"):
+        if isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr", "setattr"):
             self._by_name(node)
         function = self.infer(node.func)
         if isinstance(function, Function):
@@ -391,15 +400,22 @@ class _Scope(ast.NodeVisitor):
         return f"{function}()" if symbol.kind == "class" else _of_interest(symbol.holds)
 
     def _by_name(self, call: ast.Call) -> None:
-        """Note an attribute that may be missing: one of ``hasattr``, or of ``getattr`` with a default."""
+        """Note an attribute, named in a string, of an object; it may be missing, except in ``getattr`` and
+        ``setattr`` of an object of known type."""
         match call.args:
-            case [holder, ast.Constant(value=str(name)), *default]:
-                found = self.infer(holder)
-                if isinstance(found, str) and (default or ast.unparse(call.func) == "hasattr"):
+            case [holder, ast.Constant(value=str(name)), *more]:
+                found, function = self.infer(holder), ast.unparse(call.func)
+                if found is None:
+                    self._note_loose(name, call)
+                elif isinstance(found, str) and (function == "hasattr" or (function == "getattr" and more)):
                     self._reader.uses.add(Use(_member(found, name), "optional", self._where(call)))
                     self._reader.kind(_member(found, name))
                 elif isinstance(found, str):
                     self._use(_member(found, name), call)
+
+    def _note_loose(self, name: str, node: ast.AST) -> None:
+        if self._module in self._reader.direct and not name.startswith("__"):
+            self._reader.loose[name] = self._where(node)
 
     def _use(self, target: str, node: ast.AST) -> str | None:
         """Note a use of a name, or that there is none. Returns what it stands for: itself, or what it holds."""
