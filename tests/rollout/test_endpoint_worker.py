@@ -99,6 +99,15 @@ def trajectories(result):
     return [t for g in result.groups for t in g.trajectories]
 
 
+def test_a_request_has_the_time_that_all_tokens_of_a_turn_may_take(monkeypatch):
+    made = []
+    monkeypatch.setattr(chat_client, "ChatClient", lambda endpoint, timeout_s, dialect: made.append(timeout_s))
+    config = rollout_config(Path("none"), engine={"request_timeout_s": 7.0, "min_tokens_per_s": 4.0})
+    WorkerHere(config, NOWHERE, 0)
+    assert config.rollout.sampling.max_tokens_per_turn == 32
+    assert made == [7.0 + 32 / 4.0]
+
+
 async def test_every_episode_is_played_once_a_few_at_a_time_with_seeds_of_its_own(opened):
     def speak(number, body):
         assert server.in_flight <= 3
