@@ -201,6 +201,7 @@ def rank_process(rank: int, port: int, folder: Path, control: Connection) -> Non
     from megatron_fleet.trainer.megatron.build import build_chunks
     from megatron_fleet.weight_sync.registry import make_sender
     from megatron_fleet.weight_sync.shm import sender as shm_sender
+    from megatron_fleet.weights.hf_model import open_model
     from megatron_fleet.weights.shards import load_hf
     from megatron_fleet.weights.source import MegatronWeightSource, megatron_place
 
@@ -214,7 +215,7 @@ def rank_process(rank: int, port: int, folder: Path, control: Connection) -> Non
     spent = {"write": 0.0, "checksum": 0.0}
     source.write_local = counted(source.write_local, spent, "write")  # type: ignore[method-assign]
     shm_sender.checksum = counted(shm_sender.checksum, spent, "checksum")
-    sender = make_sender("shm", source, TorchCommunicator(), torch.device("cpu"), folder)
+    sender = make_sender("shm", source, TorchCommunicator(), torch.device("cpu"), open_model(folder))
     no_outbox: Any = None
     with suppress(EOFError):
         while True:

@@ -15,6 +15,7 @@ from megatron_fleet.platform.communicator import Alone
 from megatron_fleet.trainer.base import Deliver
 from megatron_fleet.weight_sync.base import Sender
 from megatron_fleet.weight_sync.registry import make_sender
+from megatron_fleet.weights.hf_model import HfModel
 from megatron_fleet.weights.source import ParamMeta, Place, layer_groups
 
 
@@ -26,7 +27,7 @@ class LocalSender:
         calls: names of the verbs that were called.
     """
 
-    def __init__(self, source: Any, engine_model: Path | str | None = None) -> None:
+    def __init__(self, source: Any, engine_model: HfModel | None = None) -> None:
         """Args: ``source``: what `weight_sync.engine_format.Source` asks for. ``engine_model``: see `make_sender`."""
         self._source, self._engine_model = source, engine_model
         self.sender: Sender | None = None

@@ -54,9 +54,10 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     )
     hf.add_argument(
         "--dtype",
-        choices=("template", "bfloat16", "float16", "float32"),
+        choices=("template", "bfloat16", "float16", "float32", "fp8"),
         default="template",
-        help="type of the weights (default: the template's, quantised as there)",
+        help="type of the weights (default: the template's, quantised as there); fp8: linear layers in E4M3 with a "
+        "scale for each 128 x 128 block, as in DeepSeek's and Qwen's releases, the rest in bfloat16",
     )
     _add_execution(hf)
     inspect = _command(commands, "inspect", "what a folder holds, from its headers", _inspect)
@@ -142,11 +143,11 @@ def _to_megatron(args: argparse.Namespace) -> int:
 
 
 def _to_hf(args: argparse.Namespace) -> int:
-    from megatron_fleet.convert.to_hf import DTYPE_NAMES, plan_to_hf
+    from megatron_fleet.convert.to_hf import DTYPE_NAMES, FP8, plan_to_hf
 
     # A plan is up to a million small long-lived objects: scanning them for cycles takes as long as creating them.
     gc.disable()
-    dtype = {name: stored for stored, name in DTYPE_NAMES.items()}.get(args.dtype)
+    dtype = {name: stored for stored, name in (*DTYPE_NAMES.items(), (FP8, "fp8"))}.get(args.dtype)
     return _run(plan_to_hf(args.checkpoint, args.template, dtype), args)
 
 

@@ -27,13 +27,15 @@ from megatron_fleet.models.hf_config import architecture_of, text_config
 from megatron_fleet.storage.folder import Folder
 from megatron_fleet.weights.checkpoint_reader import CheckpointReader, MegatronCheckpoint, StoredMatrices
 from megatron_fleet.weights.floats import widest
+from megatron_fleet.weights.fp8_model import declare_fp8, fp8_tensors
 from megatron_fleet.weights.hf_folder import INDEX, ITEM_BYTES, SINGLE, StoredTensor, parse_header, safetensors_header
-from megatron_fleet.weights.hf_model import Encoding, Int4, Plain
+from megatron_fleet.weights.hf_model import BLOCK, Encoding, Int4, Plain
 from megatron_fleet.weights.hf_rows import Fp8Weights, Hint, Int4Weights, PerThread
 
 SHARD_BYTES = 5_000_000_000
 """Maximum safetensors file size of a new layout, same as the Hub's own tools."""
 DTYPE_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+FP8 = "FP8"
 MARKER = "config.json"
 
 
@@ -45,10 +47,11 @@ def plan_to_hf(place: Folder | Path | str, template: Folder | Path | str | None,
             started from.
         dtype: ``None`` reproduces the template's files, dtypes and quantised forms, or keeps the checkpoint's dtype if
             the template does not describe files; ``BF16``, ``F16`` or ``F32`` stores all weights except router biases
-            in that dtype, in files of 5 GB.
+            in that dtype, in files of 5 GB; ``FP8`` stores linear layers so (`fp8_model.fp8_tensors`), the rest in
+            BF16.
 
     Raises:
-        UserError: checkpoint and template do not match, or there is no template.
+        UserError: checkpoint and template do not match, there is no template, or no layer can be FP8.
     """
     checkpoint = MegatronCheckpoint(place)
     found = find_template(checkpoint, template)
@@ -64,6 +67,11 @@ def plan_to_hf(place: Folder | Path | str, template: Folder | Path | str | None,
         files = [_file(name, header, contents.get) for name, header in sorted(found.headers.items())]
         config = found.companions[MARKER]
     else:
+        if dtype == FP8 and not fp8_tensors(found.model.table):
+            raise UserError(
+                f"{found.model.folder.url}: no layer can be quantised in blocks of {BLOCK} x {BLOCK}: their sides "
+                f"are not multiples of {BLOCK}; choose --dtype bfloat16."
+            )
         files, index = _new_layout(found, readers, dtype)
         small = {name: data for name, data in small.items() if name != INDEX} | index
         config = _plain_config(found, dtype)
@@ -181,13 +189,16 @@ def _power_of_two(config: Mapping[str, Any]) -> bool:
 def _new_layout(
     template: Template, readers: PerThread[CheckpointReader], dtype: str
 ) -> tuple[list[OutputFile], dict[str, bytes]]:
-    """All weights in one dtype, passthrough tensors unchanged, in files of at most ``SHARD_BYTES``."""
+    """Weights in one dtype, or in FP8 and BF16, passthrough tensors unchanged, in files of at most ``SHARD_BYTES``."""
     contents = _TemplateContents(template, readers)
     table = template.model.table
+    quantised, dtype = (fp8_tensors(table), "BF16") if dtype == FP8 else ((), dtype)
     types = dict.fromkeys(table.tensors, dtype) | _kept_types(template)
     tensors: dict[str, tuple[str, tuple[int, ...], Content]] = {
         name: (types[name], shape, contents.rows(name, types[name])) for name, shape in table.tensors.items()
     }
+    for name in quantised:
+        tensors |= _fp8_parts(readers, name, table.tensors[name])
     stored_copies = (name for name in table.repeated if name in template.model.stored)
     tensors |= {
         name: (dtype, table.tensors[table.repeated[name]], contents.rows(table.repeated[name], dtype))
@@ -215,6 +226,18 @@ def _new_layout(
     return files, {INDEX: (json.dumps(index, indent=2) + "\n").encode()}
 
 
+def _fp8_parts(
+    readers: PerThread[CheckpointReader], tensor: str, shape: tuple[int, ...]
+) -> dict[str, tuple[str, tuple[int, ...], Content]]:
+    """Stored name → dtype, shape and content of the codes and the scales of a tensor quantised anew."""
+    weights = Fp8Weights(readers, tensor, shape, None, power_of_two=False)
+    scales = tensor.removesuffix(".weight") + ".weight_scale_inv"
+    return {
+        tensor: ("F8_E4M3", shape, Fp8Codes(weights)),
+        scales: ("F32", (-(-shape[0] // BLOCK), -(-shape[1] // BLOCK)), Fp8Scales(weights)),
+    }
+
+
 def _kept_types(template: Template) -> dict[str, str]:
     """Tensors that keep the template's dtype: a router bias of another precision would select other experts."""
     kept = {p.tensor for matrix in template.model.table.matrices() if matrix.rule.float32 for p in matrix.pieces}
@@ -239,8 +262,9 @@ def _plain_file(name: str, group: list[str], tensors: Mapping[str, tuple[str, tu
 
 
 def _plain_config(template: Template, dtype: str) -> bytes:
-    """``config.json`` for unquantised weights of one dtype."""
-    config = json.loads(template.companions[MARKER])
+    """``config.json`` for unquantised weights of one dtype, or for FP8 and BF16."""
+    config, quantised = json.loads(template.companions[MARKER]), dtype == FP8
+    dtype = "BF16" if quantised else dtype
     text = architecture_of(config).text
     for part in (config, config[text] if text else {}):
         part.pop("quantization_config", None)
@@ -249,4 +273,6 @@ def _plain_config(template: Template, dtype: str) -> bytes:
                 part[key] = DTYPE_NAMES[dtype]
     if "dtype" not in config and "torch_dtype" not in config:
         config["torch_dtype"] = DTYPE_NAMES[dtype]
+    if quantised:
+        config["quantization_config"] = declare_fp8(template.model, fp8_tensors(template.model.table))
     return (json.dumps(config, indent=2) + "\n").encode()

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_fleet.config.schema import Config
-from megatron_fleet.models.hf_config import is_quantized
 from megatron_fleet.models.images import read_vision
 from megatron_fleet.models.model import Mixer
 from megatron_fleet.models.registry import ARCHITECTURES
 from megatron_fleet.rollout.prefix_sharing import BLOCK
+from megatron_fleet.weight_sync.engine_model import FP8_FORMAT, fp8_declaration
 from megatron_fleet.weight_sync.registry import engine_backend
 from megatron_fleet.weight_sync.vllm_plugin import DIE_WITH_PARENT
 
@@ -43,6 +43,9 @@ COMMON_ENV = {
 CUDA_ENV = {
     # CUDA IPC handles contain class objects that vLLM's safe serialiser rejects; they never leave this host.
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+    # With scales rounded up to powers of two, vLLM's default, weights and activations would differ from the trainer's,
+    # whose scales are float32 (`platform.megatron` sets that for Transformer Engine).
+    "VLLM_USE_DEEP_GEMM_E8M0": "0",
     # At its start vLLM then logs what the weights, the KV cache and the CUDA graphs take.
     "VLLM_LOGGING_LEVEL": "INFO",
 }
@@ -72,10 +75,14 @@ def engine_args(config: Config, transport: str, *, cpu: bool, can_sleep: bool) -
         transport: name of the weight transport.
         cpu: vLLM computes on the CPU.
         can_sleep: vLLM can release memory on this platform.
+
+    Raises:
+        UserError: engines are to be in FP8, and no layer of the model can be.
     """
     model, engine = Path(config.model.path), config.rollout.engine
     context = _longest_sequence(model, config.rollout.max_context)
     sleeps = bool(engine.colocated) and can_sleep
+    declared = fp8_declaration(config)
     vision = read_vision(model) is not None
     arguments: dict[str, Any] = {
         "model": config.model.path,
@@ -97,7 +104,8 @@ def engine_args(config: Config, transport: str, *, cpu: bool, can_sleep: bool) -
         "kv_cache_dtype": engine.kv_cache_dtype,
         "kv_cache_memory_bytes": engine.kv_cache_bytes or (CPU_KV_CACHE_BYTES if cpu else None),
         "gpu_memory_utilization": engine.gpu_memory_utilization,
-        "quantization": _quantization(config),
+        "hf_overrides": {} if declared is None else {"quantization_config": declared},
+        "load_format": "auto" if declared is None else FP8_FORMAT,
         "speculative_config": _speculative(engine.speculative, cpu),
         "logprobs_mode": "processed_logprobs",
         "enable_return_routed_experts": engine.routing_replay,
@@ -110,12 +118,6 @@ def engine_args(config: Config, transport: str, *, cpu: bool, can_sleep: bool) -
     if not cpu:
         return arguments
     return arguments | _cpu_args(max(context, engine.max_num_batched_tokens or CPU_STEP_TOKENS)) | cpu_model_args(model)
-
-
-def _quantization(config: Config) -> str | None:
-    """Return the name of vLLM's online quantisation; ``None``: the weights stay as the folder stores them."""
-    stored = is_quantized(_config(Path(config.model.path)))
-    return None if stored or not config.rollout.engine.fp8(config.precision.recipe) else "fp8_per_block"
 
 
 def _speculative(speculative: SpeculativeConfig, cpu: bool) -> dict[str, Any] | None:

@@ -30,6 +30,7 @@ from megatron_fleet.trainer.megatron.memory import RankMemory
 from megatron_fleet.trainer.megatron.policy import MegatronPolicy
 from megatron_fleet.trainer.messages import Identity, RankReady, results_to_plain
 from megatron_fleet.weight_sync.base import Outbox, Sender
+from megatron_fleet.weight_sync.engine_model import fp8_declaration, open_engine_model
 from megatron_fleet.weight_sync.registry import make_sender
 
 MicroBatchList = list[list[Datum]]
@@ -171,7 +172,9 @@ class RankVerbs:
         if self._sender is None or self._transport != transport:
             self._close_sender()
             source = self._policy.weight_source()
-            self._sender = make_sender(transport, source, self._world, devices.device(), self._config.model.path)
+            path = self._config.model.path
+            model = open_engine_model(path, fp8_declaration(self._config))
+            self._sender = make_sender(transport, source, self._world, devices.device(), model)
             self._transport = transport
         return dict(self._sender.prepare(options))
 

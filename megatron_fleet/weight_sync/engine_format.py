@@ -1,7 +1,8 @@
 """Weights in the form engines load: the tensors their HF folder stores, quantised where the folder has them quantised.
 
 Codes and scales match a conversion to the same folder bit for bit: CPU tensors use the same code, other devices its
-port (``quant/torch_ops.py``). The folder's headers determine what is quantised; its scales are the hints.
+port (``quant/torch_ops.py``). The folder's headers determine what is quantised, and its scales are the hints; engines
+in FP8 that start from an unquantised folder take it as `weights.fp8_model.as_fp8` describes it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.models.hf_config import architecture_of, text_config
+from megatron_fleet.weights.fp8_model import is_written
 from megatron_fleet.weights.hf_folder import StoredTensor
 from megatron_fleet.weights.hf_model import BLOCK, Fp8, HfModel, Int4, Plain
 from megatron_fleet.weights.hf_rows import Fp8Weights, Hint, Int4Weights, PerThread, RowReader
@@ -60,7 +62,7 @@ class EngineFormat:
     """Stored forms of one folder's tensors."""
 
     def __init__(self, model: HfModel | None = None) -> None:
-        """Args: ``model``: the folder that engines start from; ``None``: nothing is quantised."""
+        """Args: ``model``: the folder that engines start from, as they hold it; ``None``: nothing is quantised."""
         self._encodings: dict[str, Fp8 | Int4] = {}
         self._power_of_two = False
         if model is not None:
@@ -117,9 +119,12 @@ class EngineFormat:
     def _hint(self, scales: StoredTensor) -> Hint:
         return Hint(self._folder, scales.file, scales.offset, scales.shape)
 
+    def _fp8_hint(self, encoding: Fp8) -> Hint | None:
+        return self._hint(encoding.scales) if is_written(encoding) else None
+
     def _fp8(self, tensor: str, encoding: Fp8, values: torch.Tensor, rows: Interval) -> tuple[torch.Tensor, ...]:
         readers: PerThread[RowReader] = PerThread(lambda: _Values(values))
-        hint = self._hint(encoding.scales)
+        hint = self._fp8_hint(encoding)
         weights = Fp8Weights(readers, tensor, tuple(values.shape), hint, self._power_of_two)
         bits, scales = weights.quantise(_blocks(rows))
         codes = np.empty(bits.shape, np.uint8)
@@ -127,9 +132,12 @@ class EngineFormat:
         return torch.from_numpy(codes).view(torch.float8_e4m3fn), torch.from_numpy(scales)
 
     def _fp8_torch(self, tensor: str, encoding: Fp8, values: torch.Tensor, rows: Interval) -> tuple[torch.Tensor, ...]:
-        hint = torch.from_numpy(self._hint(encoding.scales).rows(_blocks(rows), np.float32)).to(values.device)
-        part = values[slice(*rows)]
-        scales, _ = torch_ops.fp8_choose_scales(part, hint, power_of_two=self._power_of_two)
+        part, hint = values[slice(*rows)], self._fp8_hint(encoding)
+        if hint is None:
+            scales = torch_ops.fp8_block_scales(part, power_of_two=self._power_of_two)
+        else:
+            kept = torch.from_numpy(hint.rows(_blocks(rows), np.float32)).to(values.device)
+            scales, _ = torch_ops.fp8_choose_scales(part, kept, power_of_two=self._power_of_two)
         _check_finite(tensor, scales)
         return torch_ops.fp8_quantize(part, scales), scales
 

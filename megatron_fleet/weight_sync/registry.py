@@ -12,12 +12,11 @@ from megatron_fleet.config.extension import is_path, load
 from megatron_fleet.weight_sync.base import Sender, Transport
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
 
     from megatron_fleet.platform.communicator import Communicator
     from megatron_fleet.weight_sync.engine_format import WeightSource
+    from megatron_fleet.weights.hf_model import HfModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,24 +67,22 @@ def make_sender(
     source: WeightSource,
     world: Communicator,
     device: torch.device,
-    engine_model: Path | str | None,
+    engine_model: HfModel | None,
 ) -> Sender:
     """Build the trainer side of a transport; collective over ``world``.
 
     Args:
         source: the trainer's weights.
         device: device of the weights.
-        engine_model: HF folder that engines start from. Tensors stored quantised there are sent quantised; ``None``:
-            nothing is quantised.
+        engine_model: the model as engines hold it, see `engine_model.open_engine_model`. Tensors quantised there are
+            sent quantised; ``None``: nothing is quantised.
 
     Raises:
-        UserError: there is no such transport, or the folder is not a model.
+        UserError: there is no such transport.
     """
     from megatron_fleet.weight_sync.engine_format import EngineFormat
-    from megatron_fleet.weights.hf_model import open_model
 
-    form = EngineFormat(None if engine_model is None else open_model(engine_model))
-    sender: Sender = _load(halves(name).sender)(source, world, device, form)
+    sender: Sender = _load(halves(name).sender)(source, world, device, EngineFormat(engine_model))
     return sender
 
 

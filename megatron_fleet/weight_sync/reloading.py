@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Generator, Iterable, Iterator
 from contextlib import closing
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -15,9 +17,14 @@ from vllm.model_executor.model_loader.mtp_validation import disable_mtp_complete
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from megatron_fleet.models.hf_config import is_quantized
 from megatron_fleet.weight_sync.engine_format import EngineFormat
-from megatron_fleet.weights.hf_folder import INDEX, SINGLE
-from megatron_fleet.weights.hf_model import open_model
+from megatron_fleet.weight_sync.engine_model import open_engine_model
+from megatron_fleet.weights.hf_folder import INDEX, SINGLE, read_config
+from megatron_fleet.weights.hf_model import HfModel, open_model
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
@@ -75,9 +82,15 @@ def check_names(engine: WeightTransferEngine, names: Collection[str]) -> None:
     A layer that receives only some of its tensors would silently keep uninitialised memory.
     """
     folder = Path(engine.model_config.model)
-    missing = _sent_names(folder) - set(names)
+    missing = _sent_names(folder, json.dumps(declared_fp8(engine.model_config))) - set(names)
     if missing:
         raise ValueError(f"the update lacks {len(missing)} tensors of {folder}, first {min(missing)!r}")
+
+
+def declared_fp8(model_config: ModelConfig) -> dict[str, Any] | None:
+    """Return the declaration with which an engine holds an unquantised folder in FP8, see `fp8_declaration`."""
+    declared: dict[str, Any] | None = getattr(model_config.hf_config, "quantization_config", None)
+    return None if declared is None or is_quantized(read_config(model_config.model)) else declared
 
 
 def restore_passthrough(engine: WeightTransferEngine) -> None:
@@ -90,14 +103,14 @@ def restore_passthrough(engine: WeightTransferEngine) -> None:
     if not engine.model_config.enable_sleep_mode or multimodal is None or multimodal.language_model_only:
         return
     with disable_mtp_completeness_check():
-        engine.model.load_weights(_passthrough_tensors(Path(engine.model_config.model)))
+        # With its MTP layers, which engines do not use, the model does not have them among these.
+        engine.model.load_weights(passthrough_tensors(open_model(engine.model_config.model)))
 
 
-def _passthrough_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of every passthrough tensor of a folder, except MTP layers, which engines do not use."""
-    model = open_model(folder)
+def passthrough_tensors(model: HfModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of every passthrough tensor of a local folder."""
     for file in sorted({model.stored[name].file for name in model.passthrough}):
-        with safe_open(folder / file, framework="pt") as tensors:
+        with safe_open(Path(model.folder.url) / file, framework="pt") as tensors:
             for name in model.passthrough:
                 if model.stored[name].file == file:
                     yield name, tensors.get_tensor(name)
@@ -126,11 +139,16 @@ def _repack_lm_heads(model: torch.nn.Module) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
-def _sent_names(folder: Path) -> set[str]:
+@lru_cache(maxsize=1)
+def _sent_names(folder: Path, declared: str) -> frozenset[str]:
     """Names under which the tensors of the folder that the engine started from are sent, without MTP layers; empty if
-    it holds no safetensors (dummy weights)."""
+    it holds no safetensors (dummy weights).
+
+    Args:
+        declared: `declared_fp8` as JSON.
+    """
     if not (folder / SINGLE).exists() and not (folder / INDEX).exists():
-        return set()
-    model = open_model(folder, prediction=False)
+        return frozenset()
+    model = open_engine_model(folder, json.loads(declared), prediction=False)
     form = EngineFormat(model)
-    return {part for tensor in model.table.tensors for part in form.names(tensor)}
+    return frozenset(part for tensor in model.table.tensors for part in form.names(tensor))

@@ -26,11 +26,13 @@ TRANSPORT = "MEGATRON_FLEET_TRANSPORT"
 MIXER = "MEGATRON_FLEET_MIXER"
 """Environment variable that engines have whose model has layers of its family (`models.model.Mixer`): the module that
 adapts vLLM on CPU to them. Its imports take a second."""
+LOADER = "MEGATRON_FLEET_LOADER"
+"""Environment variable that engines have which start with a loader of ours: its module."""
 _PR_SET_PDEATHSIG = 1
 
 
 def register() -> None:
-    """Register the engine side of the built-in transports, and of the run's own, with vLLM. Idempotent.
+    """Register the engine side of the built-in transports, and of the run's own, and a loader with vLLM. Idempotent.
 
     vLLM's EngineCore does not notice when its parent process is killed, and would keep its memory forever. This is the
     first code of ours that runs in it, so it is tied to its parent here.
@@ -49,6 +51,8 @@ def register() -> None:
             Factory.register_engine(engine_backend(name), module, attribute)
     if MIXER in os.environ:
         _adapt_on_cpu(os.environ[MIXER])
+    if LOADER in os.environ:
+        importlib.import_module(os.environ[LOADER])
 
 
 def _adapt_on_cpu(module: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pty
 import signal
@@ -14,6 +15,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import tiny_models  # noqa: E402
+from block_models import block_config  # noqa: E402
 from convert_helpers import PROGRAM, change, command, files, mfleet  # noqa: E402
 from waiting import HANG_S, wait_until  # noqa: E402
 
@@ -257,3 +260,33 @@ def test_on_a_real_terminal(made, tmp_path):
     drawn = os.read(ours, 100_000).decode()
     os.close(ours)
     assert "\x1b[2K" in drawn and "(100 %)" in drawn and drawn.endswith("\r\n")
+
+
+def test_a_model_in_bf16_becomes_fp8(convert, refused, made, tmp_path, monkeypatch):
+    """Codes and scales by the rule of the releases: largest magnitude / 448 of each block, and what is nearest."""
+    small = made("qwen3")
+    monkeypatch.setattr(tiny_models, "raw_config", block_config)
+    plain = tiny_models.make("qwen3_moe", tmp_path / "plain")
+    assert convert("to-megatron", plain, tmp_path / "mg")[0] == 0
+    code, out, _ = convert("to-hf", tmp_path / "mg", tmp_path / "fp8", "--dtype", "fp8")
+    assert code == 0 and out.endswith("complete\n")
+    before, after = tiny_models.stored_tensors(plain), tiny_models.stored_tensors(tmp_path / "fp8")
+    quantised = [name for name in before if "_proj." in name]
+    assert set(after) == {*before, *(name + "_scale_inv" for name in quantised)}
+    for name in quantised:
+        rows, cols = before[name].shape
+        blocks = before[name].float().reshape(rows // 128, 128, cols // 128, 128)
+        scales = blocks.abs().amax((1, 3)) / 448
+        codes = (blocks / scales[:, None, :, None]).reshape(rows, cols).to(torch.float8_e4m3fn)
+        assert torch.equal(after[name + "_scale_inv"], scales)
+        assert torch.equal(after[name].view(torch.uint8), codes.view(torch.uint8))
+    assert all(torch.equal(after[name], before[name]) for name in before if name not in quantised)
+    config = json.loads((tmp_path / "fp8" / "config.json").read_text())
+    assert config["quantization_config"]["modules_to_not_convert"] == [
+        "lm_head", "model.embed_tokens", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"
+    ]  # fmt: skip
+    assert config["torch_dtype"] == "bfloat16"
+    assert convert("to-megatron", tmp_path / "fp8", tmp_path / "again")[0] == 0, "it is a model like the releases"
+    assert convert("to-megatron", small, tmp_path / "small")[0] == 0
+    said = refused("to-hf", tmp_path / "small", tmp_path / "none", "--dtype", "fp8")
+    assert "no layer can be quantised in blocks of 128 x 128" in said and not (tmp_path / "none").exists()

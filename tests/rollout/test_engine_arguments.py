@@ -9,9 +9,12 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import tiny_models
+from block_models import block_config
 from rollout_config import rollout_config
 from tiny_model import write_tiny_model
 
+from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
 from megatron_fleet.rollout.engine_arguments import engine_args, environment
 
@@ -44,7 +47,6 @@ def on_cpu(config: Config) -> dict:
         ({"prefix_caching": False}, {"enable_prefix_caching": False}),
         ({"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "fp8"}),
         ({"kv_cache_bytes": 1 << 34}, {"kv_cache_memory_bytes": 1 << 34}),
-        ({"quantization": "fp8"}, {"quantization": "fp8_per_block"}),
         ({"gpu_memory_utilization": 0.9}, {"gpu_memory_utilization": 0.9}),
         ({"routing_replay": True}, {"enable_return_routed_experts": True}),
         ({"colocated": True}, {"enable_sleep_mode": True}),
@@ -98,23 +100,56 @@ def test_on_cpus_a_step_holds_the_longest_sequence_and_prompts_are_not_cut(model
     assert on_cpu(rollout_config(model, {"max_num_batched_tokens": 9000}))["max_num_batched_tokens"] == 9000
 
 
+@pytest.fixture(scope="module")
+def block_model(tmp_path_factory):
+    """A model whose matrices consist of whole blocks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny_models, "raw_config", block_config)
+        return tiny_models.make("qwen3", tmp_path_factory.mktemp("arguments") / "blocks")
+
+
+def with_recipe(config: Config, recipe: str, **precision) -> Config:
+    update = {"recipe": recipe, **precision}
+    return config.model_copy(update={"precision": config.precision.model_copy(update=update)})
+
+
 @pytest.mark.parametrize(
-    ("recipe", "quantization", "stored", "expected"),
+    ("recipe", "quantization", "expected"),
     [
-        ("model_dtype", "auto", False, None),
-        ("fp8_blockwise", "auto", False, "fp8_per_block"),
-        ("fp8_tensorwise", "auto", False, None),
-        ("fp8_blockwise", "none", False, None),
-        ("model_dtype", "fp8", False, "fp8_per_block"),
-        ("fp8_blockwise", "auto", True, None),  # such a folder's weights are loaded, and sent, as it stores them
+        ("model_dtype", "auto", False),
+        ("fp8_blockwise", "auto", True),
+        ("fp8_tensorwise", "auto", False),
+        ("fp8_blockwise", "none", False),
+        ("model_dtype", "fp8", True),
     ],
 )
-def test_engines_follow_the_trainers_precision(tmp_path, recipe, quantization, stored, expected):
-    declared = {"quantization_config": {"quant_method": "fp8"}} if stored else {}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"} | declared))
-    config = rollout_config(tmp_path, {"quantization": quantization})
-    config = config.model_copy(update={"precision": config.precision.model_copy(update={"recipe": recipe})})
-    assert on_gpu(config)["quantization"] == expected
+def test_engines_follow_the_trainers_precision(block_model, recipe, quantization, expected):
+    arguments = on_gpu(with_recipe(rollout_config(block_model, {"quantization": quantization}), recipe))
+    declared = arguments["hf_overrides"].get("quantization_config")
+    assert (declared is not None) is expected and arguments["load_format"] == ("fleet_fp8" if expected else "auto")
+    if declared is not None:
+        assert declared["modules_to_not_convert"] == ["lm_head", "model.embed_tokens"]
+        assert declared["quant_method"] == "fp8" and declared["weight_block_size"] == [128, 128]
+
+
+def test_layers_in_bf16_are_so_in_engines_too(block_model):
+    config = with_recipe(rollout_config(block_model), "fp8_blockwise", bf16_layers_at_start=1)
+    plain = on_gpu(config)["hf_overrides"]["quantization_config"]["modules_to_not_convert"]
+    first = {name for name in plain if name.startswith("model.layers.")}
+    assert len(first) == 7 and all(name.startswith("model.layers.0.") for name in first)
+
+
+def test_a_folder_that_is_quantised_is_loaded_as_it_is(tmp_path):
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}})
+    )
+    arguments = on_gpu(with_recipe(rollout_config(tmp_path), "fp8_blockwise"))
+    assert arguments["hf_overrides"] == {} and arguments["load_format"] == "auto"
+
+
+def test_a_model_without_whole_blocks_is_refused(model):
+    with pytest.raises(UserError, match=r"no layer can be quantised in blocks of 128 x 128.*quantization=none"):
+        on_gpu(rollout_config(model, {"quantization": "fp8"}))
 
 
 def test_vllm_takes_its_defaults_for_throughput(monkeypatch):
@@ -144,13 +179,13 @@ def test_vllm_takes_its_defaults_for_throughput(monkeypatch):
         {"quantization": "fp8"},
     ],
 )
-def test_vllm_accepts_the_arguments(model, monkeypatch, engine):
+def test_vllm_accepts_the_arguments(block_model, monkeypatch, engine):
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
 
     for name, value in environment(cuda=False).items():
         monkeypatch.setenv(name, value)
-    config = rollout_config(model, engine)
+    config = rollout_config(block_model, engine, max_context=255)
     if "quantization" in engine:
         config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
     made = AsyncEngineArgs(**on_cpu(config)).create_engine_config(UsageContext.LLM_CLASS)
@@ -159,7 +194,7 @@ def test_vllm_accepts_the_arguments(model, monkeypatch, engine):
     assert made.scheduler_config.max_num_batched_tokens == arguments["max_num_batched_tokens"]
     assert made.cache_config.cache_dtype == arguments["kv_cache_dtype"]
     assert made.cache_config.enable_prefix_caching is arguments["enable_prefix_caching"]
-    assert made.model_config.quantization == arguments["quantization"]
+    assert made.model_config.quantization == ("fp8" if "quantization" in engine else None)
     if arguments["speculative_config"] is not None:
         assert made.speculative_config.method == "ngram" and made.speculative_config.num_speculative_tokens == 4
 
@@ -179,3 +214,13 @@ def test_engine_logs_tell_what_takes_memory_on_gpus():
     assert environment(cuda=True)["VLLM_LOGGING_LEVEL"] == "INFO"
     assert environment(cuda=False)["VLLM_LOGGING_LEVEL"] == "WARNING"
     assert "VLLM_LOGGING_LEVEL" not in os.environ
+
+
+def test_engines_on_gpus_keep_float32_scales(monkeypatch):
+    """DeepGEMM's default on Hopper would quantise weights anew, with scales rounded up to powers of two."""
+    from vllm import envs
+
+    name = "VLLM_USE_DEEP_GEMM_E8M0"
+    assert envs.environment_variables[name]() is True
+    monkeypatch.setenv(name, environment(cuda=True)[name])
+    assert envs.environment_variables[name]() is False

@@ -1,9 +1,9 @@
 """Every family that vLLM's CPU build runs, updated live from a real Megatron model: it says what transformers says, and
 computes what an engine does that starts with the same weights.
 
-vLLM 0.32 on CPU runs none of the others: FP8 blocks ("Failed to find a kernel that can implement the ScaledMM linear
-layer"), INT4 experts ("No WNA16 MoE backend"), Kimi K2.5 (fails while it loads). What those would receive is compared
-byte by byte in test_engine_format. Qwen3-VL is in test_passthrough.
+vLLM 0.32 on CPU runs INT4 experts ("No WNA16 MoE backend") and Kimi K2.5 (fails while it loads) not at all: what those
+would receive is compared byte by byte in test_engine_format. FP8 blocks, which need AMX, are in test_fp8_engines,
+Qwen3-VL in test_passthrough.
 """
 
 from __future__ import annotations
