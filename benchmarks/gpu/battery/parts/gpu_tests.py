@@ -23,7 +23,8 @@ def measure(report: Report, request: Request) -> None:
         raise Unavailable("no file of tests/ has a test marked gpu")
     junit = Path(request.scratch) / "junit.xml"
     report.doing(f"tests of {len(files)} files")
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={junit}", *files]
+    options = ["-m", "gpu", "-p", "no:cacheprovider", "--continue-on-collection-errors", f"--junitxml={junit}"]
+    command = [sys.executable, "-m", "pytest", *options, *files]
     status = subprocess.run(command, cwd=ROOT, env=dict(os.environ), check=False).returncode
     if not junit.exists():
         raise RuntimeError(f"pytest ended with status {status} and wrote no report; its output is in the log")
@@ -53,16 +54,20 @@ def marked_files() -> list[str]:
 
 
 def read_junit(path: Path) -> list[tuple[str, str, str]]:
-    """(test, passed or failed or skipped, message) of every test in a report; a file that cannot be read fails."""
+    """(test, passed or failed or skipped, message) of every test in a report. A file that cannot be imported has
+    failed, or is skipped where a package is missing.
+    """
     found = []
     for case in ElementTree.parse(path).getroot().iter("testcase"):
-        name = f"{case.get('classname', '')}::{case.get('name', '')}"
-        failure = next((case.find(kind) for kind in ("failure", "error") if case.find(kind) is not None), None)
-        skip = case.find("skipped")
-        if failure is not None:
+        name = "::".join(filter(None, (case.get("classname"), case.get("name"))))
+        parts = {part.tag: part for part in case}
+        failure, skip = parts.get("failure", parts.get("error")), parts.get("skipped")
+        if failure is None:
+            found.append((name, "passed", "") if skip is None else (name, "skipped", skip.get("message", "")))
+        elif failure.get("message") != "collection failure":
             found.append((name, "failed", failure.get("message", "")))
-        elif skip is not None:
-            found.append((name, "skipped", skip.get("message", "")))
+        elif missing := re.search(r"ModuleNotFoundError: No module named '(\w+)", failure.text or ""):
+            found.append((name, "skipped", f"{missing[1]} is not installed"))
         else:
-            found.append((name, "passed", ""))
+            found.append((name, "failed", (failure.text or "").strip().rpartition("\n")[2]))
     return found
