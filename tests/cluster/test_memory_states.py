@@ -21,13 +21,15 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._device import _device_constructors
 
+from megatron_fleet.cluster.memory import phases
 from megatron_fleet.cluster.memory.parameters import count_elements, held_by_stage
 from megatron_fleet.cluster.memory.phases import trainer_memory
 from megatron_fleet.config.schema import LoraConfig, OptimizerConfig, ParallelConfig, PrecisionConfig
 from megatron_fleet.models.hf_config import read_model
-from megatron_fleet.trainer.megatron import build, lora, optimizer
+from megatron_fleet.trainer.megatron import build, lora, offload, optimizer
 from megatron_fleet.trainer.megatron.policy import MegatronPolicy
 from megatron_fleet.trainer.megatron.precision import precision_arguments
+from megatron_fleet.weight_sync.cuda_ipc.sender import BUFFER_BYTES
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "weights"))
 from published_configs import published
@@ -151,6 +153,10 @@ def test_adapters_are_counted_as_they_are_attached(as_rank, targets, parallel):
     counted = count_elements(held_by_stage(read_model(hf), parallel, 0, settings), parallel, 2)
     assert counted.trained == sum(p.numel() for p in trained)
     assert counted.stored > 2 * counted.trained
+
+
+def test_constants_are_those_of_the_code_that_allocates():
+    assert (phases.PINNED_BLOCK, phases.TRANSFER_BUFFER) == (offload.BLOCK_BYTES, BUFFER_BYTES)
 
 
 def test_states_of_a_rank_are_those_that_offload_moves(tmp_path):

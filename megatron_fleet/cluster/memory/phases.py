@@ -205,12 +205,12 @@ def head_bytes(of: TrainingPass, chunk: int, gradient_bytes: int) -> int:
     return hidden + logits + weight
 
 
-def communicators(parallel: ParallelConfig) -> int:
+def communicators(model: Model, parallel: ParallelConfig) -> int:
     """Number of NCCL communicators of a rank: one for each kind of group with several ranks."""
     p, replicas = parallel, parallel.data * parallel.context
-    spread = p.expert * p.expert_tensor_size
     kinds = [p.world_size, p.tensor, p.pipeline, p.context, replicas, p.tensor * p.pipeline]
-    if spread > 1:
+    if model.experts:
+        spread = p.expert * p.expert_tensor_size
         kinds += [p.expert, p.expert_tensor_size, p.tensor * replicas // spread]
     return sum(size > 1 for size in kinds)
 
@@ -266,7 +266,7 @@ def _phases(
     """Phases of a rank's device. ``roll``: memory of the engine that shares it while it plays; ``None``: there is
     none.
     """
-    own = {"context": CONTEXT, "communicators": COMMUNICATOR * communicators(config.parallel)}
+    own = {"context": CONTEXT, "communicators": COMMUNICATOR * communicators(model, config.parallel)}
     asleep = {} if roll is None else {"engine context": _engine_context(config)}
     passing = memory.passing
     train = {**own, **memory.states, **passing, "fragments": int(FRAGMENTS * sum(passing.values())), **asleep}

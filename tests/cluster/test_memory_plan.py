@@ -1,0 +1,289 @@
+"""Memory of each phase: the shipped experiments fit, what cannot fit is refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("hydra")
+
+from megatron_fleet import cli
+from megatron_fleet.cluster import inventory
+from megatron_fleet.cluster.inventory import Device, Host, Inventory
+from megatron_fleet.cluster.memory import check as memory_check
+from megatron_fleet.cluster.memory import engine as engine_memory
+from megatron_fleet.cluster.memory import phases
+from megatron_fleet.cluster.memory.check import check_memory, describe_memory, host_bytes
+from megatron_fleet.cluster.memory.engine import GIB
+from megatron_fleet.cluster.memory.phases import H100_BYTES, RESERVE, run_memory, trainer_memory
+from megatron_fleet.cluster.placement import Wanted, place
+from megatron_fleet.config import validate
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.load import ROOT, load
+from megatron_fleet.config.schema import ParallelConfig
+from megatron_fleet.loop import preflight
+from megatron_fleet.loop.colocation import Phase
+from megatron_fleet.models.hf_config import read_model
+from megatron_fleet.weights.extend import extended
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "weights"))
+from published_configs import published
+
+HOST_GIB = 1000
+ON_CPU = {"quickstart", "faults"}
+# Experiment → model, GPUs of a node, memory of each.
+EXPERIMENTS = {
+    "qwen3_8b_8xh100": ("Qwen3-8B", 8, H100_BYTES),
+    "qwen3_8b_8xh100_64k": ("Qwen3-8B", 8, H100_BYTES),
+    "qwen3_30b_a3b_8xh100": ("Qwen3-30B-A3B", 8, H100_BYTES),
+    "gpu_smoke": ("Qwen3-0.6B", 1, 24_000 << 20),
+}
+
+
+def hf_config(experiment: str) -> dict:
+    hf = published()[EXPERIMENTS[experiment][0]]
+    return extended(hf, 2.0, 32768) if experiment.endswith("64k") else hf
+
+
+@cache
+def composed(experiment: str, *overrides: str):
+    return load([f"experiment={experiment}", "model.path=/model", *overrides])
+
+
+def parts(experiment: str, phase: str, *overrides: str) -> dict[str, int]:
+    """Parts of a phase on the first device."""
+    config = composed(experiment, *overrides)
+    found = run_memory(config, hf_config(experiment), EXPERIMENTS[experiment][2]).devices[0].phases
+    return dict(next(each.parts for each in found if each.name == phase))
+
+
+def test_every_experiment_for_gpus_is_planned():
+    names = {path.stem for path in (ROOT / "configs" / "experiment").glob("*.yaml")}
+    assert names - ON_CPU >= set(EXPERIMENTS)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_an_experiment_fits_its_gpus(name):
+    _, gpus, size = EXPERIMENTS[name]
+    config = composed(name)
+    validate.check(config)
+    preflight._layout(config, hf_config(name))
+    devices = tuple(Device(i, f"GPU-{i}", "H100", size) for i in range(gpus))
+    placed = place(Inventory((Host("node", "10.0.0.1", devices),)), Wanted.of(config))
+    assert placed.colocated and placed.transport == "cuda_ipc"
+    assert {d for engine in placed.engines for d in engine.devices} == set(range(gpus))
+    memory = run_memory(config, hf_config(name), size)
+    for device in memory.devices:
+        for phase in device.phases:
+            assert phase.total <= size - RESERVE, (phase.name, phase.parts)
+    # Episodes of full length run beside each other, and the deadline of a turn is below that of its episode.
+    assert memory.sequences > 2
+    rollout = config.rollout
+    turn = rollout.engine.turn_timeout_s(rollout.sampling.max_tokens_per_turn)
+    assert rollout.episode_timeout_s > max(300, turn)
+    assert sum(memory.host.values()) < HOST_GIB * GIB
+    check_memory(config, hf_config(name), size, HOST_GIB * GIB)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_dry_run_shows_the_memory(name, tmp_path, monkeypatch, capsys):
+    _, gpus, size = EXPERIMENTS[name]
+    model = tmp_path / "model"
+    shutil.copytree(ROOT / "assets" / "tiny", model)
+    (model / "config.json").write_text(json.dumps(hf_config(name)))
+    (tmp_path / "nvidia-smi").write_text(
+        "#!/bin/sh\n" + "".join(f"echo '{i}, GPU-{i}, NVIDIA H100, {size >> 20}, Disabled'\n" for i in range(gpus))
+    )
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(inventory, "cuda_is_installed", lambda: True)
+    monkeypatch.setattr(preflight, "host_bytes", lambda: HOST_GIB * GIB)
+    out = f"run.out={tmp_path / 'out'}"
+    assert cli.main(["train", "--dry-run", f"experiment={name}", f"model.path={model}", out]) == 0
+    text = capsys.readouterr().out
+    assert f"rank {gpus - 1}" in text and "# memory" in text
+    assert f"together, of {size / GIB:.1f}" in text and "KV cache of an engine" in text
+    monkeypatch.setattr(preflight, "host_bytes", lambda: GIB)
+    assert cli.main(["train", "--dry-run", f"experiment={name}", f"model.path={model}", out]) == 2
+    assert "GiB of host memory, and the host has 1 GiB; lower policy.optimizer" in capsys.readouterr().err
+
+
+def test_phases_are_those_of_the_run():
+    names = [phase.name for phase in run_memory(composed("gpu_smoke"), hf_config("gpu_smoke")).devices[0].phases]
+    assert sorted(names) == sorted([*map(str, Phase), "checkpoint"])
+
+
+def test_memory_is_freed_before_it_is_claimed():
+    """As `loop.colocation` orders it: what a phase holds of trainer and engine."""
+    trainer, engine = {"parameters", "gradients", "optimizer"}, {"engine weights", "KV cache"}
+    held = {phase: set(parts("qwen3_8b_8xh100", phase)) & (trainer | engine) for phase in ("train", "sync", "roll")}
+    assert held == {"train": trainer, "sync": {"parameters", "engine weights"}, "roll": engine}
+    # The trainer's whole state and the engine's KV cache would not fit beside each other.
+    both = sum(parts("qwen3_8b_8xh100", "train").values()) + parts("qwen3_8b_8xh100", "roll")["KV cache"]
+    assert both > H100_BYTES
+
+
+def test_engines_on_devices_of_their_own():
+    memory = run_memory(composed("qwen3_8b_8xh100", "rollout.engine.colocated=false"), hf_config("qwen3_8b_8xh100"))
+    ranks, engines = memory.devices
+    assert (ranks.holds, engines.holds, engines.devices) == ("ranks", "engines", range(8))
+    assert [phase.name for phase in engines.phases] == ["roll"]
+    assert all("engine weights" not in phase.parts for phase in ranks.phases)
+    assert memory.host["offloaded state"] == 0
+
+
+def test_stages_of_a_pipeline_hold_different_memory():
+    keys = ("parallel.tensor=1", "parallel.pipeline=2", "policy.recompute=none")
+    memory = run_memory(composed("qwen3_8b_8xh100", *keys), hf_config("qwen3_8b_8xh100"))
+    first, last = memory.devices
+    assert (first.devices, last.devices) == (range(4), range(4, 8))
+    kept = [device.phases[0].parts["activations"] for device in (first, last)]
+    assert 1.9 < kept[0] / kept[1] < 2.1  # two micro-batches in flight and one
+
+
+@pytest.mark.parametrize(
+    ("keys", "part", "factor"),
+    [
+        (("precision.gradients=bfloat16",), "gradients", 0.5),
+        (("policy.optimizer.moments=bfloat16", "policy.optimizer.betas=[0.9,0.98]"), "optimizer", 8 / 12),
+        (("policy.optimizer.offload_fraction=0.5",), "optimizer", 0.5),
+        (("parallel.tensor=4", "parallel.data=2"), "parameters", 0.5),
+        (("policy.micro_batch_tokens=65536",), "activations", 2),
+    ],
+)
+def test_keys_that_change_a_part(keys, part, factor):
+    before, after = (parts("qwen3_8b_8xh100", "train", *changed)[part] for changed in ((), keys))
+    assert after / before == pytest.approx(factor, rel=1e-3)
+
+
+def test_offloaded_optimizer_states_are_in_host_memory():
+    config, model = composed("qwen3_30b_a3b_8xh100"), read_model(hf_config("qwen3_30b_a3b_8xh100"))
+    memory = trainer_memory(config, model, 0)
+    assert memory.optimizer == 0 and memory.host_optimizer == 16 * memory.elements.shards
+    whole = run_memory(config, hf_config("qwen3_30b_a3b_8xh100")).host["optimizer on CPU"]
+    assert whole == pytest.approx(16 * 30_532_122_624, rel=1e-3)  # of each parameter one rank has the states
+
+
+def test_log_prob_buffers():
+    """Qwen3-8B on two ranks: 3 × 2 × h × t, statistics, and the logits of 4,096 positions."""
+    memory = trainer_memory(composed("qwen3_8b_8xh100"), read_model(hf_config("qwen3_8b_8xh100")), 0)
+    assert memory.head == 32768 * (6 * 4096 + 24) + 2 * 4096 * 151936 // 2
+    halved = composed("qwen3_8b_8xh100", "precision.gradients=bfloat16")
+    more = trainer_memory(halved, read_model(hf_config("qwen3_8b_8xh100")), 0)
+    assert more.head - memory.head == 6 * 151936 // 2 * 4096
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "expected"),
+    [
+        ("Qwen3-8B", (), 36 * 2 * 8 * 128 * 2),
+        ("Qwen3-8B", ("rollout.engine.tensor_parallel=2",), 36 * 8 * 128 * 2),
+        ("Qwen3-8B", ("rollout.engine.kv_cache_dtype=fp8",), 36 * 2 * 8 * 128),
+        ("Qwen3-30B-A3B", ("rollout.engine.tensor_parallel=8",), 48 * 2 * 128 * 2),
+        ("DeepSeek-V3", ("rollout.engine.tensor_parallel=8",), 61 * (512 + 64) * 2),
+    ],
+)
+def test_kv_cache_of_a_token(name, keys, expected):
+    config = composed("qwen3_8b_8xh100", *keys)
+    assert engine_memory.engine_memory(config, read_model(published()[name]), published()[name]).token == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "gigabytes"),
+    [
+        ("Qwen3-8B", (), 16.38),
+        ("Qwen3-8B", ("rollout.engine.tensor_parallel=2",), 8.19),
+        ("Qwen3-8B", ("rollout.engine.quantization=fp8",), 9.44),
+        ("Qwen3-30B-A3B", ("rollout.engine.tensor_parallel=2",), 30.5),
+        ("DeepSeek-V3", (), 673),  # the published files without their multi-token prediction layer, in FP8
+        ("Kimi-K2-Thinking", (), 594),  # the published files, experts in INT4
+    ],
+)
+def test_weights_of_an_engine(name, keys, gigabytes):
+    config, hf = composed("qwen3_8b_8xh100", *keys), published()[name]
+    weights = engine_memory.engine_memory(config, read_model(hf), hf).weights
+    assert weights / 1e9 == pytest.approx(gigabytes, rel=0.01)
+
+
+def test_communicators_of_a_rank():
+    dense, experts = (read_model(published()[name]) for name in ("Qwen3-8B", "Qwen3-30B-A3B"))
+    assert phases.communicators(dense, ParallelConfig()) == 0
+    # All ranks, data, tensor, and the tensor-parallel group once more as the group of one model replica.
+    assert phases.communicators(dense, ParallelConfig(tensor=2, data=4)) == 4
+    assert phases.communicators(experts, ParallelConfig(data=8, expert=8)) == 3
+
+
+def checked(*overrides: str, device=H100_BYTES, host=HOST_GIB * GIB, name="qwen3_8b_8xh100") -> None:
+    check_memory(composed(name, *overrides), hf_config(name), device, host)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"overrides": ("policy.recompute=none",)},
+            r"memory: phase train takes at least 1\d\d\.\d GiB on the GPUs of ranks 0–7, which have 79\.6 GiB; "
+            r"\d+\.\d GiB are activations: set policy\.recompute=full, lower policy\.micro_batch_tokens=32768, or "
+            r"raise parallel\.tensor=2\.",
+        ),
+        (
+            {"overrides": ("policy.micro_batch_tokens=1048576",)},
+            r"are activations: lower policy\.micro_batch_tokens=1048576, raise parallel\.tensor=2, or raise parallel",
+        ),
+        (
+            {"device": 20 * GIB},
+            r"are gradients: raise parallel\.tensor=2, parallel\.pipeline=1 or parallel\.expert=1\.",
+        ),
+        (
+            {"name": "qwen3_30b_a3b_8xh100", "overrides": ("policy.optimizer.offload_fraction=0",), "device": 60 * GIB},
+            r"are optimizer: raise parallel\.data=4, or set policy\.optimizer\.offload_fraction=1\.",
+        ),
+        (
+            {"overrides": ("rollout.engine.gpu_memory_utilization=0.25",)},
+            r"gpu_memory_utilization=0\.25 of 79\.6 GiB leaves room for \d+ tokens of KV cache, less than one sequence "
+            r"of rollout\.max_context=32768; raise it or rollout\.engine\.tensor_parallel=1",
+        ),
+        ({"host": 64 * GIB}, r"takes 154 GiB of host memory, and the host has 64 GiB; lower policy\.optimizer\.off"),
+    ],
+)
+def test_what_cannot_fit_is_refused(changes, message):
+    with pytest.raises(UserError, match=message):
+        checked(*changes.pop("overrides", ()), **changes)
+
+
+def test_what_is_at_the_edge_is_said(caplog):
+    with caplog.at_level(logging.WARNING):
+        checked()
+    assert caplog.messages == []
+    with caplog.at_level(logging.WARNING):
+        checked("rollout.engine.gpu_memory_utilization=0.95", host=200 * GIB)
+    assert len(caplog.messages) == 2
+    assert "phase roll takes about" in caplog.messages[0] and "KV cache: lower rollout.engine.gpu" in caplog.messages[0]
+    assert "of host memory are needed, and the host has 200 GiB" in caplog.messages[1]
+
+
+def test_the_limit_of_a_container_counts(tmp_path, monkeypatch):
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(memory_check, "CGROUP_LIMIT", limit)
+    installed = host_bytes()
+    limit.write_text("max\n")
+    assert host_bytes() == installed
+    limit.write_text("1073741824\n")
+    assert host_bytes() == GIB
+
+
+def test_the_table_adds_up():
+    memory = run_memory(composed("qwen3_8b_8xh100"), hf_config("qwen3_8b_8xh100"))
+    lines = describe_memory(memory, H100_BYTES, 32768)
+    rows = [line.rsplit(maxsplit=4) for line in lines[1 : lines.index(next(s for s in lines if "together" in s)) + 1]]
+    for column in range(1, 5):
+        *values, total = (0.0 if row[column] == "·" else float(row[column]) for row in rows)
+        assert sum(values) == pytest.approx(total, abs=0.5)
+    assert lines[0].split()[-4:] == ["train", "checkpoint", "sync", "roll"]
