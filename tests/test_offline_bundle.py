@@ -311,6 +311,8 @@ def test_an_interrupted_download_goes_on_where_it_was(tool, project, tmp_path, m
     links, out = project.parent / "links", tmp_path / "parts"
     second = links / "second-1.0-py3-none-any.whl"
     second.rename(tmp_path / second.name)
+    out.mkdir()
+    (out / "SHA256SUMS").write_text("of an earlier bundle")
     assert make(tool, project, out) == 2
     assert "pip did not get engine-gpu.lock, 2 to 2 of 2" in capfd.readouterr().err
     done = unpack_copy(tool, out, tmp_path)
@@ -318,6 +320,8 @@ def test_an_interrupted_download_goes_on_where_it_was(tool, project, tmp_path, m
     (tmp_path / second.name).rename(second)
     (links / "first-1.0-py3-none-any.whl").unlink()
     assert make(tool, project, out) == 0
+    steps = [line for line in capfd.readouterr().err.splitlines() if " of 4: " in line]
+    assert steps[0] == "2 of 4: engine-gpu.lock, 2 to 2 of 2"
     assert not (out / "unfinished").exists()
     assert "packages/first-1.0-py3-none-any.whl" in (out / "FILES").read_text()
 
@@ -349,6 +353,10 @@ def test_a_package_with_another_hash_is_refused(tool, project, tmp_path, capfd):
     assert "has another hash than the lock file gives kernel-torch" in capfd.readouterr().err
     add_wheel(project.parent / "links", "first")
     assert make(tool, project, tmp_path / "other") == 2
+    assert "pip did not get engine-gpu.lock" in capfd.readouterr().err
+    (project / "requirements" / "engine-gpu.lock").write_text("second==1.0\n")
+    commit(project)
+    assert make(tool, project, tmp_path / "third") == 2
     assert "pip did not get engine-gpu.lock" in capfd.readouterr().err
 
 
@@ -404,9 +412,7 @@ def test_wheels_for_older_systems_are_taken_but_not_for_newer(tool):
 def index() -> Iterator[str]:
     """An index that answers those who know its password; yields its URL with it."""
     wanted = "Basic " + base64.b64encode(b"me:pass word").decode()
-    archive = source_archive("kernel_torch")
-    page = '<a href="/broken">x</a><a href="../../files/kernel_torch-1.0.tar.gz#sha256=0">y</a>'
-    answers = {"/simple/kernel-torch/": page.encode(), "/files/kernel_torch-1.0.tar.gz": archive}
+    answers = {"/files/kernel_torch-1.0.tar.gz": source_archive("kernel_torch")}
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -420,6 +426,10 @@ def index() -> Iterator[str]:
             pass
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        # As whole URLs and relative to the page: both occur.
+        file = f"http://127.0.0.1:{server.server_port}/files/kernel_torch-1.0.tar.gz#sha256=0"
+        answers["/simple/kernel-torch/"] = f'<a href="/broken">x</a><a href="{file}">y</a>'.encode()
+        answers["/simple/kernel-cpu/"] = b'<a href="../../files/kernel_torch-1.0.tar.gz">y</a>'
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://me:pass%20word@127.0.0.1:{server.server_port}/simple"
         server.shutdown()
@@ -436,6 +446,10 @@ def test_sources_come_from_the_index_that_pip_knows_with_its_password(
     job = tool.Job(project, tmp_path / "parts", "gpu", HERE, "", 1, (sys.executable, "-m", "pip"))
     assert tool.fetch_source(job, pin, tmp_path)
     assert (tmp_path / archive.name).read_bytes() == source_archive("kernel_torch")
+    relative = tool.PackageIndex(job.pip)
+    (url,) = (url for url in relative.links("Kernel_cpu") if url.startswith("http:"))
+    with relative.open(url) as response:
+        assert response.read() == source_archive("kernel_torch")
     monkeypatch.setenv("PIP_INDEX_URL", index.replace("pass%20word", "wrong"))
     with pytest.raises(tool.UserError) as error:
         tool.fetch_source(job, pin, tmp_path)
