@@ -1,0 +1,51 @@
+"""Settings of Ray's processes, on the controller's host and on the others."""
+
+from __future__ import annotations
+
+import io
+import os
+from types import SimpleNamespace
+
+import pytest
+
+ray = pytest.importorskip("ray")
+
+from megatron_fleet.cluster import node
+from megatron_fleet.cluster.inventory import Host
+from megatron_fleet.cluster.nodes import RayHead
+from megatron_fleet.rollout import ray_local
+
+MEMORY, NICENESS = "RAY_memory_monitor_refresh_ms", "RAY_worker_niceness"
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The environment with which Ray's processes on the controller's host would start."""
+    environment = {}
+    monkeypatch.setattr(ray, "init", lambda **_: environment.update(os.environ))
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="10.0.0.1:6379"))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for name in (MEMORY, NICENESS):
+        monkeypatch.delenv(name, raising=False)
+    before = dict(os.environ)
+    yield environment
+    ray_local._replace_environment(before)
+
+
+def test_rays_monitor_of_memory_is_off_on_the_controllers_host(started, tmp_path):
+    ray_local.start("run", tmp_path, "10.0.0.1")
+    assert (started[MEMORY], started[NICENESS]) == ("0", "0")
+
+
+def test_settings_of_the_user_are_kept_there(started, tmp_path, monkeypatch):
+    monkeypatch.setenv(MEMORY, "250")
+    ray_local.start("run", tmp_path, "10.0.0.1")
+    assert started[MEMORY] == "250"
+
+
+def test_rays_monitor_of_memory_is_off_on_other_hosts(monkeypatch, tmp_path):
+    spawned = []
+    monkeypatch.setattr(node, "spawn", lambda command, environment, log: spawned.append(environment))
+    member = node.Node(Host("b", "10.0.0.2", ()), tmp_path, io.BytesIO())
+    member._start_ray(RayHead("10.0.0.1:6379", {"RAY_AUTH_TOKEN": "t"}, str(tmp_path), "run"))
+    assert (spawned[0][MEMORY], spawned[0][NICENESS], spawned[0]["RAY_AUTH_TOKEN"]) == ("0", "0", "t")
