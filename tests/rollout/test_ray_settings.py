@@ -8,7 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-ray = pytest.importorskip("ray")
+pytest.importorskip("ray")
+
+import ray
 
 from megatron_fleet.cluster import node
 from megatron_fleet.cluster.inventory import Host
