@@ -256,16 +256,54 @@ def test_steps_of_the_loop_are_read_while_it_runs(report):
     assert [name for name in [*whole_loop.COLUMNS.values(), whole_loop.MISMATCH] if find(name) is None] == []
 
 
-def test_the_loops_run_is_a_valid_configuration():
+MFLEET = """
+import json, pathlib, sys
+given = dict(word.split("=", 1) for word in sys.argv if "=" in word)
+print(*sys.argv[1:], file=open({calls!r}, "a"))
+if sys.argv[1] == "train":
+    out = pathlib.Path(given["run.out"])
+    out.mkdir()
+    with open(out / "metrics.jsonl", "w") as log:
+        for row in {rows!r}:
+            print(json.dumps(row), file=log, flush=True)
+    sys.exit({status})
+"""
+
+
+def test_the_loop_makes_its_model_and_trains_it(report, tmp_path, monkeypatch):
+    from battery.parts import whole_loop
+    from battery.results import Request
+
+    script, calls = tmp_path / "mfleet.py", tmp_path / "calls"
+    monkeypatch.setattr(whole_loop, "MFLEET", [sys.executable, str(script)])
+    request = Request("loop", "", "cuda", "full", 3600.0, "", str(tmp_path), str(tmp_path))
+    script.write_text(MFLEET.format(calls=str(calls), rows=METRICS, status=0))
+    whole_loop.measure(report, request)
+    assert calls.read_text().splitlines() == [
+        f"model make-random {tmp_path}/model",
+        f"train experiment=gpu_smoke run.out={tmp_path}/run model.path={tmp_path}/model",
+    ]
+    assert report.result.figures["step_s"] == 4.0 and len(report.rows("steps")) == 3
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    (tmp_path / "run").rmdir()
+    script.write_text(MFLEET.format(calls=str(calls), rows=METRICS, status=3))
+    with pytest.raises(RuntimeError, match="mfleet train ended with status 3"):
+        whole_loop.measure(report, request)
+
+
+@pytest.mark.parametrize("size", ["full", "tiny"])
+def test_the_loops_run_is_a_valid_configuration(size):
     pytest.importorskip("hydra")
     from battery.parts import whole_loop
 
+    from megatron_fleet.cli import main
     from megatron_fleet.config import validate
     from megatron_fleet.config.load import load
 
-    for size, name in whole_loop.EXPERIMENT.items():
-        if (whole_loop.ROOT / "configs" / "experiment" / f"{name}.yaml").exists():
-            validate.check(load([f"experiment={name}", *whole_loop.OVERRIDES[size]]))
+    validate.check(load([f"experiment={whole_loop.EXPERIMENT[size]}", *whole_loop.OVERRIDES[size]]))
+    with pytest.raises(SystemExit) as ended:
+        main(["model", "make-random", "--help"])
+    assert ended.value.code == 0
 
 
 NOT_NEEDED = (

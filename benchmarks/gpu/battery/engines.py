@@ -34,7 +34,7 @@ class MeasuredEngine(EngineActor):
         self._more = more
 
     def _arguments(self, *, cpu: bool, can_sleep: bool) -> dict[str, Any]:
-        return super()._arguments(cpu=cpu, can_sleep=can_sleep) | self._more
+        return {**super()._arguments(cpu=cpu, can_sleep=can_sleep), **self._more}
 
     async def sample(self, prompts: Sequence[Sequence[int]], tokens: int) -> int:
         """Answer prompts at once, each with ``tokens`` tokens; returns how many were sampled."""

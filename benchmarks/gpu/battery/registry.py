@@ -387,6 +387,7 @@ PARTS: tuple[Part, ...] = (
         },
         gpu_gib=20,
         host_gib=30,
+        disk_gib=25,
         episode=True,
     ),
     Part(

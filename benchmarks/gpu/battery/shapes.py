@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from megatron_fleet.trainer.megatron.policy import MegatronPolicy
     from megatron_fleet.trainer.verbs import RankVerbs
 
-QWEN3_8B = {
+QWEN3_8B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
     "hidden_act": "silu",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -109,9 +110,10 @@ def error(problem: Problem, count: int) -> dict[str, float]:
     """
     targets, chunk = problem.targets[:count], max(1, count // 4)
     ours = problem.hidden.detach()[:count].requires_grad_()
+    alone: Any = OneRank()
     found, _ = logprob.token_logprobs(
-        ours, problem.weight, targets, vocab_size=len(problem.weight), group=OneRank(), temperature=1.0, chunk=chunk
-    )  # type: ignore[call-overload]
+        ours, problem.weight, targets, vocab_size=len(problem.weight), group=alone, temperature=1.0, chunk=chunk
+    )
     found.sum().backward()
     problem.weight.grad = None
     exact_hidden = ours.detach().float()
@@ -162,8 +164,8 @@ def plain(report: Report, problem: Problem, sizes: Sizes) -> None:
     while tokens >= sizes.compared:
         report.doing(f"plain PyTorch at {tokens} positions")
         try:
-            theirs = shapes.median_seconds(lambda n=tokens: problem.run("plain", n, 0), sizes.repeats)
-            ours = shapes.median_seconds(lambda n=tokens: problem.run("ours", n, sizes.chunks[0]), sizes.repeats)
+            theirs = shapes.median_seconds(partial(problem.run, "plain", tokens, 0), sizes.repeats)
+            ours = shapes.median_seconds(partial(problem.run, "ours", tokens, sizes.chunks[0]), sizes.repeats)
         except torch.OutOfMemoryError:
             report.leave_out(f"plain PyTorch at {tokens} positions", "does not fit")
             problem.weight.grad = None

@@ -10,8 +10,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from battery.results import ROOT, Report, Request, Unavailable
+from battery.results import ROOT, Report, Request
+from megatron_fleet.telemetry.sinks import read_metrics
 
+MFLEET = [sys.executable, "-m", "megatron_fleet.cli"]
 EXPERIMENT = {"full": "gpu_smoke", "tiny": "quickstart"}
 OVERRIDES = {
     "full": (),
@@ -30,18 +32,16 @@ MISMATCH = "policy/mismatch_kl"
 
 def measure(report: Report, request: Request) -> None:
     """Run the experiment and read its metrics, also while it runs."""
-    from megatron_fleet.telemetry.sinks import read_metrics
-
-    name = EXPERIMENT[request.size]
-    if not (ROOT / "configs" / "experiment" / f"{name}.yaml").exists():
-        raise Unavailable(f"configs/experiment/{name}.yaml is missing")
-    out = Path(request.scratch) / "run"
-    overrides = [f"experiment={name}", f"run.out={out}", *OVERRIDES[request.size]]
-    report.doing(f"mfleet train experiment={name}")
-    report.figures(experiment=name)
-    command = [sys.executable, "-m", "megatron_fleet.cli", "train", *overrides]
+    out, model = Path(request.scratch) / "run", Path(request.scratch) / "model"
+    overrides = [f"experiment={EXPERIMENT[request.size]}", f"run.out={out}", *OVERRIDES[request.size]]
+    if request.size == "full":
+        report.doing("mfleet model make-random")
+        subprocess.run([*MFLEET, "model", "make-random", str(model)], cwd=ROOT, env=dict(os.environ), check=True)
+        overrides.append(f"model.path={model}")
+    report.doing(f"mfleet train {overrides[0]}")
+    report.figures(experiment=EXPERIMENT[request.size])
     began = time.monotonic()
-    process = subprocess.Popen(command, cwd=ROOT, env=dict(os.environ))
+    process = subprocess.Popen([*MFLEET, "train", *overrides], cwd=ROOT, env=dict(os.environ))
     while process.poll() is None:
         time.sleep(1)
         add_rows(report, read_metrics(out / "metrics.jsonl")[:-1])  # the last one may still be written
