@@ -44,9 +44,18 @@ def unavailable(report: Report, request: Request) -> None:
     raise Unavailable("nothing of the sort is here")
 
 
+LAUNCHER = """
+import runpy, sys
+print("a launcher's greeting", flush=True)
+del sys.argv[0:2]
+runpy.run_module(sys.argv[0], run_name="__main__")
+"""
+
+
 def varied(report: Report, request: Request) -> None:
     for name in ("measures", "lacks", "fails", "dies", "measures again"):
-        variants.run(report, __name__, name, {"name": name})
+        launch = ["-c", LAUNCHER] if name == "measures again" else []
+        variants.run(report, __name__, name, {"name": name}, launch)
 
 
 def variant(sink, settings) -> None:

@@ -30,7 +30,11 @@ def run(report: Report, module: str, name: str, settings: Mapping[str, Any], lau
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            method, given, named = json.loads(line)
+            try:
+                method, given, named = json.loads(line)
+            except ValueError:
+                print(line, end="", flush=True)  # of the launcher
+                continue
             getattr(report, method)(*given, **named)
     if process.returncode and name not in report.result.problems:
         report.problem(name, f"its process ended with status {process.returncode}; see the log")
