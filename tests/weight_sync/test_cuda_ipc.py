@@ -25,6 +25,7 @@ from megatron_fleet.weight_sync.cuda_ipc import sender as cuda_ipc_sender  # noq
 from megatron_fleet.weight_sync.cuda_ipc.engine import CudaIpcEngine  # noqa: E402
 from megatron_fleet.weight_sync.engine_format import EngineFormat, FormattedSource  # noqa: E402
 from megatron_fleet.weight_sync.registry import make_transport  # noqa: E402
+from megatron_fleet.weights.hf_model import open_model  # noqa: E402
 from megatron_fleet.weights.source import MegatronWeightSource  # noqa: E402
 
 
@@ -93,7 +94,7 @@ def produced(monkeypatch):
 
 
 async def test_every_stored_tensor_is_sent_to_all_engines_and_again_to_one(folder, produced):
-    sender, transport = LocalSender(FolderSource(folder), folder), make_transport("cuda_ipc")
+    sender, transport = LocalSender(FolderSource(folder), open_model(folder)), make_transport("cuda_ipc")
     for version in (5, 5, 6):
         engines = Engines()
         await transport.sync(sender, engines, version)
@@ -103,7 +104,7 @@ async def test_every_stored_tensor_is_sent_to_all_engines_and_again_to_one(folde
 
 
 async def test_an_engine_that_is_replaced_gets_the_version_inside_the_update_it_was_lost_in(folder, produced):
-    sender, transport = LocalSender(FolderSource(folder), folder), make_transport("cuda_ipc")
+    sender, transport = LocalSender(FolderSource(folder), open_model(folder)), make_transport("cuda_ipc")
     engines, replaced = Engines(), Engines()
 
     async def finish(version, message):
@@ -115,7 +116,11 @@ async def test_an_engine_that_is_replaced_gets_the_version_inside_the_update_it_
 
 
 async def test_a_delivery_that_fails_is_raised_after_the_ranks_went_through(folder, produced):
-    sender, transport, engines = LocalSender(FolderSource(folder), folder), make_transport("cuda_ipc"), Engines()
+    sender, transport, engines = (
+        LocalSender(FolderSource(folder), open_model(folder)),
+        make_transport("cuda_ipc"),
+        Engines(),
+    )
     engines.fail = True
     with pytest.raises(RuntimeError, match="no engine is left"):
         await transport.sync(sender, engines, 1)
@@ -154,7 +159,9 @@ def test_an_update_that_lacks_a_tensor_is_not_finished(folder, monkeypatch):
     monkeypatch.setattr(ipc_engine.IPCWeightTransferEngine, "receive_weights", lambda self, info: None)
     engine = object.__new__(CudaIpcEngine)
     engine._received = set()
-    engine.model_config = SimpleNamespace(model=str(folder), multimodal_config=None, enable_sleep_mode=True)
+    engine.model_config = SimpleNamespace(
+        model=str(folder), hf_config=None, multimodal_config=None, enable_sleep_mode=True
+    )
     names = sorted(stored_tensors(folder))
     engine.receive_weights(SimpleNamespace(names=names[1:]))
     with pytest.raises(ValueError, match=f"lacks 1 tensors .*first '{names[0]}'"):

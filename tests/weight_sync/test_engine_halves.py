@@ -37,7 +37,9 @@ class Engine:
         self.engine = object.__new__(ShmEngine)
         self.engine._memory, self.engine._round = None, 0
         self.engine.model, self.engine.device = Model(), torch.device("cpu")
-        self.engine.model_config = SimpleNamespace(model=str(folder), enable_sleep_mode=False, multimodal_config=None)
+        self.engine.model_config = SimpleNamespace(
+            model=str(folder), hf_config=None, enable_sleep_mode=False, multimodal_config=None
+        )
         self.before: dict[str, object] = {}
         self.version: int | None = None
 
@@ -70,7 +72,7 @@ def setup(tmp_path, monkeypatch):
 
     def start(family="qwen3"):
         folder = make(family, tmp_path / family)
-        engine, sender = Engine(folder), LocalSender(FolderSource(folder), folder)
+        engine, sender = Engine(folder), LocalSender(FolderSource(folder), open_model(folder))
         transport = make_transport("shm")
         opened.append(transport)
         return folder, engine, lambda version: asyncio.run(transport.sync(sender, engine, version))
