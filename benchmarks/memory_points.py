@@ -41,6 +41,7 @@ _SIZES = (
 MODELS: Mapping[str, dict[str, Any]] = {
     "Qwen2.5-14B": _shape("qwen2", 48, 5120, 13824, 40, 8, 152064),
     "Qwen2.5-72B": _shape("qwen2", 80, 8192, 29568, 64, 8, 152064),
+    "Qwen3-8B": _shape("qwen3", 36, 4096, 12288, 32, 8, 151936, head_dim=128),
     "Qwen3-14B": _shape("qwen3", 40, 5120, 17408, 40, 8, 151936, head_dim=128),
     "Llama-3-70B": _shape("llama", 80, 8192, 28672, 64, 8, 128256),
     "Qwen3-30B-A3B": _shape(
@@ -215,6 +216,25 @@ def _bytes(point: Point, config: Config, model: Model, stage: int, memory: Train
     return total
 
 
+HOST_MEASURED = 102.4 * GB
+"""Resident memory of each of eight ranks when the host's 1,007 GB were full (THUDM/slime issue 1851)."""
+
+
+def host_predicted() -> float:
+    """Bytes of host memory of a rank of that run: Qwen3-30B-A3B on 8 GPUs, the optimizer on the CPU.
+
+    Assumed are the layout of slime's script for this model (TP4 EP8), gradients that are offloaded as well, and copies
+    of the actor's and of the reference's weights.
+    """
+    point = Point(
+        model="Qwen3-30B-A3B", where="", measured=HOST_MEASURED, whole=False, world=8,
+        parallel={"tensor": 4, "expert": 8}, tokens=8192, batch=256, logit=0, sections=CPU_ADAM,
+    )  # fmt: skip
+    memory = trainer_memory(configuration(point), read_model(MODELS[point.model]), 0)
+    offloaded = memory.parameters + memory.gradients
+    return memory.host_optimizer + offloaded + 2 * memory.parameters + phases.RANK_PROCESS
+
+
 def layout(point: Point) -> str:
     """The layout in short, such as ``TP2 PP4 EP8``."""
     names = {"tensor": "TP", "pipeline": "PP", "virtual": "VPP", "expert": "EP"}
@@ -239,6 +259,12 @@ def table() -> str:
             f"| {point.model} | {layout(point)} | {point.measured / unit:.3g} {name} | {found / unit:.3g} {name} | "
             f"{100 * (found / point.measured - 1):+.0f} % | {point.where} | {point.assumed} |"
         )
+    found = host_predicted()
+    lines.append(
+        f"| Qwen3-30B-A3B | host memory of a rank, TP4 EP8 on 8, CPU Adam | {HOST_MEASURED / GB:.3g} GB | "
+        f"{found / GB:.3g} GB | {100 * (found / HOST_MEASURED - 1):+.0f} % | THUDM/slime issue 1851 | "
+        f"layout of slime's script; gradients offloaded; copies of the actor's and of the reference's weights |"
+    )
     return "\n".join(lines) + "\n"
 
 

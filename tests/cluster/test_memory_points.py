@@ -17,6 +17,10 @@ def test_the_error_is_bounded():
     assert sum(abs(error) for error in errors.values()) / len(errors) < 0.11
 
 
+def test_host_memory_of_a_rank():
+    assert abs(memory_points.host_predicted() / memory_points.HOST_MEASURED - 1) < 0.05
+
+
 def test_layouts_of_one_model_are_ranked_as_they_were_measured():
     for model in ("Llama-3-70B", "Moonlight-16B"):
         several = [p for p in memory_points.POINTS if p.model == model]
