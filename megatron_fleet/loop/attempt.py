@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import asdict, dataclass
@@ -13,6 +14,7 @@ from megatron_fleet.data.task import Task
 from megatron_fleet.evaluation.evaluator import Evaluator
 from megatron_fleet.loop.batches import Batches, Episodes, StepBatch
 from megatron_fleet.loop.evaluations import Evaluations
+from megatron_fleet.loop.guard import mismatch_problem
 from megatron_fleet.loop.records import Records
 from megatron_fleet.models.chat.tokenizer import Tokenizer
 from megatron_fleet.telemetry.metrics import (
@@ -26,6 +28,7 @@ from megatron_fleet.telemetry.metrics import (
 from megatron_fleet.telemetry.trajectories import PromptLog
 from megatron_fleet.trainer.base import LossReport, OptimReport
 
+log = logging.getLogger(__name__)
 State = Mapping[str, Any]
 
 
@@ -84,6 +87,8 @@ class Attempt:
         metrics |= progress_metrics(step, self.config.rollout.prompts_per_step, self.training_tasks)
         metrics |= data_metrics(self.batches.status(batch.groups)) | dict(more)
         metrics |= async_metrics(batch.staleness, batch.accounting.stale, batch.waits)
+        if problem := mismatch_problem(self.config, metrics):
+            log.warning("step %d: %s", step, problem)
         self.records.step(step, metrics, distributions(batch.groups, batch.batch, batch.staleness))
 
     def state(self) -> dict[str, Any]:

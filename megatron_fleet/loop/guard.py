@@ -144,6 +144,31 @@ def describe(record: Record) -> str:
     return "; ".join(parts)
 
 
+def mismatch_problem(config: Config, metrics: Mapping[str, float]) -> str | None:
+    """Return a warning when the engines sample from too different a policy, with what may cause it; else ``None``.
+
+    Args:
+        metrics: of a training step.
+    """
+    limit, kl = config.policy.safety.mismatch_kl, metrics.get("policy/mismatch_kl")
+    if limit is None or kl is None or kl <= limit:
+        return None
+    engine, recipe = config.rollout.engine, config.precision.recipe
+    causes = []
+    if config.precision.fp8 != engine.fp8(recipe):
+        causes.append(f"precision.recipe={recipe} with rollout.engine.quantization={engine.quantization}")
+    if engine.kv_cache_dtype == "fp8":
+        causes.append("rollout.engine.kv_cache_dtype=fp8")
+    if config.rollout.max_staleness:
+        causes.append(f"rollout.max_staleness={config.rollout.max_staleness}")
+    cause = f"maybe for {', '.join(causes)}" if causes else "and their formats are the same"
+    return (
+        f"policy/mismatch_kl={kl:.3g} is above policy.safety.mismatch_kl={limit:g}: the engines sample from another "
+        f"policy than is trained, {cause}; compare policy/probe_difference (rollout.engine.probe_interval), and see "
+        f"algorithm.correction.kind."
+    )
+
+
 class StepJudge:
     """Judge optimizer steps by loss and gradient norm, and count the skipped ones.
 

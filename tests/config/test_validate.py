@@ -52,6 +52,10 @@ def test_quickstart_is_accepted():
         ),
         (["rollout.engine.quantization=fp8"], ["rollout.engine.quantization=fp8", "model.dtype=float32"]),
         (
+            ["rollout.engine.quantization=fp8", "policy.fake_quant=int4_experts", "model.dtype=bfloat16"],
+            ["rollout.engine.quantization=fp8", "policy.fake_quant=int4_experts"],
+        ),
+        (
             ["rollout.engine.max_num_batched_tokens=100"],
             ["rollout.engine.max_num_batched_tokens=100", "128 sequences", "rollout.engine.max_num_seqs"],
         ),

@@ -77,8 +77,8 @@ class EngineConfig(Section):
     kv_cache_bytes: int | None = Field(None, ge=1, description="KV memory per replica; none = vLLM decides (GPU).")
     quantization: Literal["auto", "none", "fp8"] = Field(
         "auto",
-        description="Linear layers of the engines: fp8 = the engine quantises each weight that it loads in blocks of "
-        "128 x 128 and computes in FP8; none = as stored in model.path; auto: fp8 with precision.recipe=fp8_blockwise.",
+        description="Linear layers of the engines: fp8 = E4M3 with a scale for each 128 x 128 block, quantised by the "
+        "trainer and sent so; none = as stored in model.path; auto: fp8 with precision.recipe=fp8_blockwise.",
     )
     speculative: SpeculativeConfig = SpeculativeConfig()
     gpu_memory_utilization: float = Field(0.8, gt=0, le=1, description="Share of a GPU's memory that vLLM may take.")
@@ -264,7 +264,14 @@ def _expert_parallel(c: Config) -> str | None:
 
 
 def _quantization(c: Config) -> str | None:
-    if c.rollout.engine.quantization != "fp8" or c.model.dtype == "bfloat16":
+    if c.rollout.engine.quantization != "fp8":
+        return None
+    if c.policy.fake_quant != "none":
+        return (
+            f"rollout.engine.quantization=fp8 with policy.fake_quant={c.policy.fake_quant}: the experts would be "
+            f"trained for another form than engines hold; set one of them to none."
+        )
+    if c.model.dtype == "bfloat16":
         return None
     return (
         f"rollout.engine.quantization=fp8 quantises weights in bfloat16, and model.dtype={c.model.dtype}; set it to "

@@ -138,6 +138,13 @@ class SafetyConfig(Section):
     spike_factor: float | None = Field(
         10.0, gt=1, description="Warn when the gradient norm exceeds this multiple of the running median; none = off."
     )
+    mismatch_kl: float | None = Field(
+        0.05,
+        gt=0,
+        description="Warn when policy/mismatch_kl of a step, the distance of the engines' policy from the trainer's, "
+        "exceeds this; none = off. Usual are 1e-5 to 1e-3 for dense models in bfloat16, and up to 0.1 for mixtures of "
+        "experts.",
+    )
     max_dumps: int = Field(
         2,
         ge=0,

@@ -1,0 +1,66 @@
+"""The warning that engines sample from another policy than is trained."""
+
+from __future__ import annotations
+
+import logging
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_fleet.config.load import load
+from megatron_fleet.loop import attempt
+from megatron_fleet.loop.guard import mismatch_problem
+
+BF16 = ("experiment=quickstart", "model.dtype=bfloat16")
+
+
+def problem(kl: float | None, *overrides: str) -> str | None:
+    return mismatch_problem(load([*BF16, *overrides]), {} if kl is None else {"policy/mismatch_kl": kl})
+
+
+def test_a_usual_mismatch_is_no_problem():
+    assert problem(None) is None and problem(0.001) is None and problem(0.05) is None
+    assert problem(9.0, "policy.safety.mismatch_kl=null") is None
+    assert problem(0.02, "policy.safety.mismatch_kl=0.01") and problem(math.nan)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "cause"),
+    [
+        ([], "and their formats are the same"),
+        (["precision=fp8_blockwise"], "and their formats are the same"),
+        (
+            ["rollout.engine.quantization=fp8"],
+            "precision.recipe=model_dtype with rollout.engine.quantization=fp8",
+        ),
+        (
+            ["precision=fp8_blockwise", "rollout.engine.quantization=none"],
+            "precision.recipe=fp8_blockwise with rollout.engine.quantization=none",
+        ),
+        (["precision=fp8_tensorwise"], "precision.recipe=fp8_tensorwise with rollout.engine.quantization=auto"),
+        (["rollout.engine.kv_cache_dtype=fp8"], "maybe for rollout.engine.kv_cache_dtype=fp8"),
+        (["rollout.max_staleness=2"], "maybe for rollout.max_staleness=2"),
+    ],
+)
+def test_the_warning_names_what_differs(overrides, cause):
+    said = problem(0.2, *overrides)
+    assert "policy/mismatch_kl=0.2 is above policy.safety.mismatch_kl=0.05" in said and cause in said
+
+
+def test_a_step_says_it(monkeypatch, caplog):
+    """Of the step's metrics, all others are left out."""
+    recorded = []
+    for name in ("attempt_metrics", "progress_metrics", "data_metrics", "async_metrics", "distributions"):
+        monkeypatch.setattr(attempt, name, lambda *_: {})
+    monkeypatch.setattr(attempt, "asdict", lambda _: {})
+    monkeypatch.setattr(attempt, "step_metrics", lambda *_: {"policy/mismatch_kl": 0.3})
+    batch = SimpleNamespace(
+        groups=[], batch=None, seconds={}, accounting=SimpleNamespace(stale=0), staleness=[], waits={}
+    )
+    records = SimpleNamespace(step=lambda *arguments: recorded.append(arguments))
+    batches = SimpleNamespace(status=lambda _: None)
+    made = attempt.Attempt(load(list(BF16)), batches, None, records, None, 1)
+    with caplog.at_level(logging.WARNING):
+        made.finish_step(7, batch, [], {}, {}, None)
+    assert "step 7: policy/mismatch_kl=0.3 is above" in caplog.text and recorded[0][0] == 7
