@@ -15,12 +15,12 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_fleet.checkpoint.manifest import MANIFEST, check_hashes, read_manifest
+from megatron_fleet.checkpoint.manifest import MANIFEST, DamagedCheckpoint, check_hashes, read_manifest
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import read_object
 from megatron_fleet.platform.waiting import finish_in_thread
@@ -37,6 +37,8 @@ from megatron_fleet.trainer.base import Files
 log = logging.getLogger(__name__)
 
 TRAINER_STATE = "trainer_state.json"
+RECORDS = "records"
+"""Folder of a checkpoint with copies of the run's records."""
 
 Write = Callable[[Path], Awaitable[Files]]
 """Function that writes files into an existing folder and returns those that it flushed to disk and fingerprinted, as
@@ -63,9 +65,11 @@ class Checkpoint:
         for name, expected in manifest["files"].items():
             file = path / name
             if not os.path.isfile(file):  # False also for a name that no file can have
-                raise UserError(f"{file}: is missing although the checkpoint's {MANIFEST} lists it.")
+                raise DamagedCheckpoint(f"{file}: is missing although the checkpoint's {MANIFEST} lists it.")
             if (size := file.stat().st_size) != expected["bytes"]:
-                raise UserError(f"{file}: has {size} bytes, the checkpoint's {MANIFEST} says {expected['bytes']}.")
+                raise DamagedCheckpoint(
+                    f"{file}: has {size} bytes, the checkpoint's {MANIFEST} says {expected['bytes']}."
+                )
         return Checkpoint(path, manifest["step"])
 
     def verify(self, stop: threading.Event | None = None) -> None:
@@ -83,10 +87,22 @@ class Checkpoint:
 class Checkpoints:
     """The checkpoints under one folder, on a file system that the controller and all ranks see."""
 
-    def __init__(self, folder: Path | str, keep: int) -> None:
-        """Change nothing on disk. ``keep``: newest checkpoints kept after a save."""
+    def __init__(
+        self,
+        folder: Path | str,
+        keep: int,
+        keep_also: Callable[[Sequence[int]], set[int]] = lambda steps: set(),
+        records: Sequence[Path] = (),
+    ) -> None:
+        """Change nothing on disk.
+
+        Args:
+            keep: newest checkpoints kept after a save.
+            keep_also: of the steps of all checkpoints, newest first, returns those that are kept besides.
+            records: files of which a checkpoint holds a copy, those that exist, for a resume in an empty folder.
+        """
         self._folder = Path(folder)
-        self._keep = keep
+        self._keep, self._keep_also, self._records = keep, keep_also, list(records)
         self._damaged: set[Path] = set()
 
     async def save(self, step: int, write_state: Write, trainer_state: dict[str, Any]) -> Checkpoint | None:
@@ -104,21 +120,27 @@ class Checkpoints:
 
         Raises:
             TypeError: ``trainer_state`` is not JSON-able; nothing was written.
-            UserError: the controller does not see what the ranks wrote.
+            UserError: the disk has less room than the newest checkpoint takes, or the controller does not see what
+                the ranks wrote.
             Exception: whatever ``write_state`` raised.
         """
-        final = self._folder / f"step_{step:06d}"
-        if any(checkpoint.path == final for checkpoint in self._committed()):
+        final = self.path_of(step)
+        committed = self.committed()
+        if any(checkpoint.path == final for checkpoint in committed):
             log.warning("%s is committed already and stays as it is", final)
             return None
         json.dumps(trainer_state)  # refuse a state that cannot be saved before the long part of the save
 
         async def write(partial: Path) -> Files:
             files = await write_state(partial)
+            for record in filter(Path.exists, self._records):
+                (partial / RECORDS).mkdir(exist_ok=True)
+                shutil.copyfile(record, partial / RECORDS / record.name)
             write_atomically(partial / TRAINER_STATE, json.dumps(trainer_state, indent=1).encode())
             return files
 
         await finish_in_thread(self._prepare)
+        self._check_room(committed[:1])
         await save_folder(final, step, write)
         self._damaged.discard(final)
         await finish_in_thread(self._prune)
@@ -166,12 +188,34 @@ class Checkpoints:
         finally:
             stop.set()
 
+    def of_step(self, step: int, stop: threading.Event | None = None) -> Checkpoint | None:
+        """The verified checkpoint of a step; ``None`` when there is none. Raises UserError when it is damaged."""
+        path = self.path_of(step)
+        if not path.exists():
+            return None
+        found = Checkpoint.open(path)
+        found.verify(stop)
+        return found
+
+    def path_of(self, step: int) -> Path:
+        """Folder of the checkpoint of a step."""
+        return self._folder / f"step_{step:06d}"
+
+    def set_later_aside(self, step: int) -> None:
+        """Rename checkpoints of steps after ``step`` to ``<name>.superseded``: they no longer count."""
+        for path in self._folders():
+            if int(path.name.partition("_")[2]) > step:
+                aside = path.with_name(f"{path.name}.superseded")
+                shutil.rmtree(aside, ignore_errors=True)
+                path.rename(aside)
+                log.warning("%s no longer counts and is now %s", path, aside.name)
+
     def _folders(self) -> list[Path]:
         """Folders of all checkpoints, newest first."""
         found = [path for path in self._folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
         return sorted(found, key=lambda path: int(path.name.partition("_")[2]), reverse=True)
 
-    def _committed(self) -> list[Checkpoint]:
+    def committed(self) -> list[Checkpoint]:
         """Checkpoints not known to be damaged, newest first. Compares sizes only."""
         found = []
         for path in self._folders():
@@ -188,9 +232,21 @@ class Checkpoints:
             log.warning("removing %s, left by an interrupted run", stale)
             shutil.rmtree(stale)
 
+    def _check_room(self, newest: Sequence[Checkpoint]) -> None:
+        for checkpoint in newest:
+            needed = sum(entry["bytes"] for entry in read_manifest(checkpoint.path)["files"].values())
+            if (free := shutil.disk_usage(self._folder).free) < needed:
+                raise UserError(
+                    f"{self._folder}: the disk has {free / 1e9:.1f} GB left, and the last checkpoint took "
+                    f"{needed / 1e9:.1f} GB; make room, or lower checkpoint.keep."
+                )
+
     def _prune(self) -> None:
-        for old in self._committed()[self._keep :]:
-            remove_folder(old.path)
+        committed = self.committed()
+        kept = self._keep_also([checkpoint.step for checkpoint in committed])
+        for old in committed[self._keep :]:
+            if old.step not in kept:
+                remove_folder(old.path)
 
 
 async def save_folder(final: Path, step: int, write: Write) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fleet.config.errors import UserError, say
-from megatron_fleet.config.files import read_object
+from megatron_fleet.config.files import parse_json, read_file
 
 MANIFEST = "manifest.json"
 MAX_NAME = 255
@@ -24,15 +24,27 @@ _LONG = 1 << 30
 _MOST_THREADS = 32
 
 
+class DamagedCheckpoint(UserError):
+    """A checkpoint is not as it was written; another one may be good."""
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Read a checkpoint's manifest. Raises UserError when it is missing or not in this version's format."""
     file = folder / MANIFEST
     if not file.is_file():
         raise UserError(f"{folder}: is not a checkpoint, {MANIFEST} is missing (an interrupted save has none).")
+    return parse_manifest(read_file(file, "use another checkpoint"), str(file))
+
+
+def parse_manifest(data: bytes, where: str) -> dict[str, Any]:
+    """Parse a manifest. Raises UserError, beginning with ``where``, when it is not in this version's format."""
     try:
-        manifest = read_object(file, "use another checkpoint")
+        manifest = parse_json(data, where, "use another checkpoint")
+    except UserError as error:
+        raise DamagedCheckpoint(str(error)) from None
+    try:
         if manifest["format"] != 1:
-            raise UserError(f"{file}: format is {manifest['format']}, this version reads 1.")
+            raise DamagedCheckpoint(f"{where}: format is {manifest['format']}, this version reads 1.")
         for name, entry in manifest["files"].items():
             if Path(name).is_absolute() or ".." in Path(name).parts:
                 raise ValueError(f"{name} lies outside the checkpoint")
@@ -43,8 +55,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         if type(manifest["step"]) is not int:
             raise ValueError("step is not an integer")
     except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise UserError(f"{file}: malformed ({type(e).__name__}: {e}); use another checkpoint.") from None
-    return manifest
+        raise DamagedCheckpoint(f"{where}: malformed ({type(e).__name__}: {e}); use another checkpoint.") from None
+    return dict(manifest)
 
 
 def check_hashes(folder: Path, files: Mapping[str, Mapping[str, Any]], stop: threading.Event) -> None:
@@ -64,12 +76,12 @@ def check_hashes(folder: Path, files: Mapping[str, Mapping[str, Any]], stop: thr
         return stop.is_set() or failed.is_set()
 
     threads = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
-    with _progress(folder.name, total) as advance, ThreadPoolExecutor(threads) as pool:
+    with progress("checking", folder.name, total) as advance, ThreadPoolExecutor(threads) as pool:
         try:
             found = pool.map(lambda name: _sha256(folder / name, advance, ended), files)
             for (name, entry), sha256 in zip(files.items(), found, strict=True):
                 if sha256 != entry["sha256"]:
-                    raise UserError(f"{folder / name}: is damaged, its SHA-256 is not that of the {MANIFEST}.")
+                    raise DamagedCheckpoint(f"{folder / name}: is damaged, its SHA-256 is not that of the {MANIFEST}.")
         except BaseException:
             failed.set()  # leaving the pool waits for its threads
             raise
@@ -90,17 +102,17 @@ def _sha256(file: Path, advance: Callable[[int], None], ended: Callable[[], bool
 
 
 @contextmanager
-def _progress(name: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar on a terminal, a line elsewhere; yields a function that counts bytes."""
+def progress(verb: str, name: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar on a terminal, a line elsewhere; yields a function that counts bytes, for any thread."""
     if total < _LONG or not sys.stderr.isatty():
         if total >= _LONG:
-            say(f"checking {name}: {total / 1e9:.1f} GB", sys.stderr)
+            say(f"{verb} {name}: {total / 1e9:.1f} GB", sys.stderr)
         yield lambda count: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("checking {task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(name, total=total)
+        task = bar.add_task(f"{verb} {name}", total=total)
         yield lambda count: bar.advance(task, count)

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
-from megatron_fleet.config.sections import agent, algorithm, data, env, evaluation, logging, rollout, trainer
+from megatron_fleet.config.sections import agent, algorithm, data, env, evaluation, logging, rollout, run, trainer
 from megatron_fleet.config.sections.base import Rule
 
 MAX_NUMBER = 10**15
@@ -80,6 +80,7 @@ RULES: tuple[Rule, ...] = (
     *data.RULES,
     *agent.RULES,
     *logging.RULES,
+    *run.RULES,
 )
 
 

@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from megatron_fleet.checkpoint.checkpoints import Checkpoint, Checkpoints
+from megatron_fleet.checkpoint.store import Uploader
 from megatron_fleet.cluster.dry_run import draw
 from megatron_fleet.cluster.placement import Placement, Wanted, place
 from megatron_fleet.config import validate
@@ -20,7 +21,7 @@ from megatron_fleet.config.schema import Config
 from megatron_fleet.loop.attempt import open_attempts
 from megatron_fleet.loop.colocation import Colocation, open_colocation
 from megatron_fleet.loop.hosts import open_hosts
-from megatron_fleet.loop.start import find_start, load_data, set_aside
+from megatron_fleet.loop.start import load_data, open_checkpoints, set_aside
 from megatron_fleet.loop.train import Training
 from megatron_fleet.loop.weights import EngineWeights
 from megatron_fleet.rollout.service import Ground, RolloutService, episode_python
@@ -45,10 +46,9 @@ def main(config: Config) -> int:
         set_aside(config)
     with RunFolder(out, config.run.name, config.run.id) as folder:
         config = config.model_copy(update={"run": config.run.model_copy(update={"id": folder.id})})
-        checkpoints = Checkpoints(out / "checkpoints", config.checkpoint.keep)
-        found = find_start(config, checkpoints)  # a refusal must leave the records unchanged
-        write_atomically(out / "config.json", dump_resolved(config).encode())
-        return asyncio.run(_until_stopped(_train(config, checkpoints, found)))
+        with open_checkpoints(config) as (checkpoints, uploader, found):
+            write_atomically(out / "config.json", dump_resolved(config).encode())
+            return asyncio.run(_until_stopped(_train(config, checkpoints, uploader, found)))
 
 
 async def _until_stopped(work: Coroutine[None, None, None]) -> int:
@@ -77,7 +77,7 @@ async def _until_stopped(work: Coroutine[None, None, None]) -> int:
         return 128 + received[0]
 
 
-async def _train(config: Config, checkpoints: Checkpoints, found: Checkpoint | None) -> None:
+async def _train(config: Config, checkpoints: Checkpoints, uploader: Uploader | None, found: Checkpoint | None) -> None:
     started = time.time()
     train, held_out = load_data(config)
     out, token = Path(config.run.out), run_token()
@@ -107,7 +107,7 @@ async def _train(config: Config, checkpoints: Checkpoints, found: Checkpoint | N
 
         engines = EngineWeights(config, trainer, rollout, transport, colocation, start_ranks)
         attempts = open_attempts(config, train, held_out, rollout, lambda: started)
-        await Training(config, trainer, engines, attempts, checkpoints).run(found)
+        await Training(config, trainer, engines, attempts, checkpoints, uploader).run(found)
 
 
 def weights_url(config: Config) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any, TypeVar, final
 
 from megatron_fleet.checkpoint.checkpoints import Checkpoint, Checkpoints
+from megatron_fleet.checkpoint.store import Uploader
+from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
 from megatron_fleet.loop.attempt import Attempt, OpenAttempt
 from megatron_fleet.loop.batches import Outage, StepBatch
@@ -22,6 +25,7 @@ from megatron_fleet.rollout.requests import EnvironmentFailed
 from megatron_fleet.trainer.base import Trainer, TrainerLost
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 @final
@@ -35,10 +39,15 @@ class Training:
         engines: EngineWeights,
         open_attempt: OpenAttempt,
         checkpoints: Checkpoints,
+        uploader: Uploader | None = None,
     ) -> None:
-        """Args: ``open_attempt``: opens an `Attempt` from the state of a checkpoint, or from scratch."""
+        """
+        Args:
+            open_attempt: opens an `Attempt` from the state of a checkpoint, or from scratch.
+            uploader: copies each checkpoint to a store.
+        """
         self._config, self._trainer, self._engines, self._open = config, trainer, engines, open_attempt
-        self._checkpoints = checkpoints
+        self._checkpoints, self._uploader = checkpoints, uploader
         self._attempt: Attempt
         self._guard: StepGuard
         self._step = 0
@@ -122,11 +131,25 @@ class Training:
     async def _save(self) -> None:
         clock = Clock()
         state = {"step": self._step, "guard": self._guard.state(), **self._attempt.state()}
+        saved, failure = None, None
         with clock.phase("save_checkpoints"):
             async with self._engines.borrowed(self._step):
-                saved = await self._checkpoints.save(self._step, self._trainer.save_state, state)
-        if saved is not None:
-            self._attempt.records.add(self._step, {f"timing/{k}": v for k, v in clock.seconds.items()})
+                try:
+                    saved = await self._checkpoints.save(self._step, self._trainer.save_state, state)
+                except (UserError, OSError) as error:
+                    if self._config.checkpoint.on_failure == "stop":
+                        raise
+                    failure = error
+        if failure is not None:
+            log.error("step %d has no checkpoint: %s", self._step, failure)
+            self._attempt.records.add(self._step, {"checkpoint/failed": 1.0})
+        if saved is None:
+            return
+        metrics = {f"timing/{k}": v for k, v in clock.seconds.items()}
+        if self._uploader is not None:
+            self._uploader.add(saved)
+            metrics |= self._uploader.metrics()
+        self._attempt.records.add(self._step, metrics)
 
 
 async def until_lost(trainer: Trainer, work: Coroutine[Any, Any, T]) -> T:

@@ -49,12 +49,23 @@ class Folder(Protocol):
         """Write a small file durably and atomically: readers see the old one, or none, and then the whole new one."""
         ...
 
+    def write_new(self, name: str, data: bytes) -> bool:
+        """Write a small file as ``write`` does unless there is one; returns whether it was written. Of several writers
+        at once, one succeeds.
+        """
+        ...
+
     def create(self, name: str, size: int) -> FileWriter:
         """Begin a file of ``size`` bytes. Raises UserError immediately when the disk has no room for it."""
         ...
 
     def delete(self, name: str) -> None:
         """Remove a file; nothing happens when there is none."""
+        ...
+
+
+    def clear(self, marker: str) -> None:
+        """Remove everything below the folder; ``marker``, which tells that it is whole, first."""
         ...
 
 

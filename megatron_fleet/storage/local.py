@@ -81,6 +81,22 @@ class LocalFolder:
             write_atomically(path, data)
         self._files.cache_clear()
 
+    def write_new(self, name: str, data: bytes) -> bool:
+        path = self._path(name)
+        with os_errors_as_user_error(path, "written", len(data)):
+            make_folders(path.parent)
+            beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+            write_atomically(beside, data)
+            try:
+                os.link(beside, path)  # unlike a rename, fails where there is a file
+            except FileExistsError:
+                return False
+            finally:
+                beside.unlink()
+            sync_folder(path.parent)
+        self._files.cache_clear()
+        return True
+
     def create(self, name: str, size: int) -> LocalWriter:
         path = self._path(name)
         with os_errors_as_user_error(path, "created", size):
@@ -91,6 +107,12 @@ class LocalFolder:
         path = self._path(name)
         with os_errors_as_user_error(path, "removed"):
             path.unlink(missing_ok=True)
+        self._files.cache_clear()
+
+    def clear(self, marker: str) -> None:
+        with os_errors_as_user_error(self.path, "removed"):
+            if self.path.exists():
+                remove_folder(self.path)
         self._files.cache_clear()
 
     def _path(self, name: str) -> Path:

@@ -10,6 +10,8 @@ machine's role… Messages never contain credentials. This is the only module th
 from __future__ import annotations
 
 import base64
+import functools
+import os
 import random
 import time
 import zlib
@@ -52,6 +54,8 @@ WRONG_CREDENTIALS = {
 
 MOST_PARTS = 10_000
 """Maximum number of parts of one upload, by the protocol."""
+MOST_KEYS = 1_000
+"""Maximum number of objects in one request to delete them, by the protocol."""
 BODY_ATTEMPTS = 6
 """Attempts at one read whose connection breaks in the middle; bytes already received are kept."""
 BROKEN = (exceptions.HTTPClientError, exceptions.IncompleteReadError, urllib3.exceptions.HTTPError, OSError)
@@ -60,9 +64,17 @@ PIECE = 1 << 20
 
 
 def connect() -> Any:
-    """Create a client whose methods may be called from many threads. Raises UserError when its configuration is
-    unusable.
+    """Return this process's client, whose methods may be called from many threads: making one takes half a second.
+
+    Raises:
+        UserError: its configuration is unusable.
     """
+    return _connect(os.getpid(), frozenset(item for item in os.environ.items() if item[0].startswith("AWS_")))
+
+
+@functools.lru_cache(maxsize=4)
+def _connect(process: int, environment: frozenset[tuple[str, str]]) -> Any:
+    """Args: what makes clients differ."""
     config = Config(
         connect_timeout=10,
         read_timeout=60,
@@ -190,12 +202,32 @@ class S3Folder:
         with store_errors_as_user_error(self.join(name)):
             self._client.put_object(**self._at(name), Body=data, ChecksumCRC32=_crc32(data))
 
+    def write_new(self, name: str, data: bytes) -> bool:
+        """See `Folder.write_new`; the store must support conditional writes (``If-None-Match``)."""
+        with store_errors_as_user_error(self.join(name)):
+            try:
+                self._client.put_object(**self._at(name), Body=data, ChecksumCRC32=_crc32(data), IfNoneMatch="*")
+            except exceptions.ClientError as e:
+                if error_code(e) not in ("PreconditionFailed", "412"):
+                    raise
+                # A request that was answered too late is sent twice: the second finds what the first has written.
+                return self.read(name) == data
+        return True
+
     def create(self, name: str, size: int) -> S3Writer:
         return S3Writer(self, self._client, self._at(name), name, size)
 
     def delete(self, name: str) -> None:
         with store_errors_as_user_error(self.join(name)):
             self._client.delete_object(**self._at(name))
+
+    def clear(self, marker: str) -> None:
+        self.delete(marker)
+        names = list(self.sizes())
+        with store_errors_as_user_error(self.url):
+            for at in range(0, len(names), MOST_KEYS):
+                keys = [{"Key": self._at(name)["Key"]} for name in names[at : at + MOST_KEYS]]
+                self._client.delete_objects(Bucket=self._bucket, Delete={"Objects": keys, "Quiet": True})
 
     def abort_uploads(self) -> None:
         """Abort every unfinished upload below the folder: those of killed writers, but also of living ones."""

@@ -134,9 +134,7 @@ class S3Staging:
         return self._folder.size(self._marker) is not None
 
     def commit(self, data: bytes) -> None:
-        if not self.exists():
-            self._folder.write(self._marker, data)
-        elif self._folder.read(self._marker) != data:
+        if not self._folder.write_new(self._marker, data) and self._folder.read(self._marker) != data:
             raise UserError(f"{self.url}: something else is there already; remove it or choose another place.")
         try:
             self._folder.abort_uploads()

@@ -280,6 +280,14 @@ _DATA = {
     "deferred/{env}": "Tasks that the present pass over the environment leaves out; only with defer_after.",
 }
 
+_CHECKPOINT = {
+    "failed": "1 when the checkpoint of this step could not be written; only with checkpoint.on_failure=continue.",
+    "uploads": "Checkpoints copied to checkpoint.store.url since this attempt began, as this one is handed over.",
+    "uploads_failed": "Failed attempts at an upload, likewise; each is repeated.",
+    "uploads_waiting": "Checkpoints on their way to the store, this one included.",
+    "upload_seconds": "Seconds of the last finished upload.",
+}
+
 METRICS: tuple[Metric, ...] = (
     *_family(("reward/", "reward/{env}/"), _REWARD),
     *_ENVIRONMENT,
@@ -306,6 +314,7 @@ METRICS: tuple[Metric, ...] = (
         "GiB that the owner holds when `train`, `sync` or `roll` begins (temporary: at most during it), on the rank "
         "that holds most.",
     ),
+    *_family(("checkpoint/",), _CHECKPOINT),
     *_family(("eval/{env}/",), _EVAL),
     *_family(("eval/all/",), _ATTEMPTS),
     Metric("eval/all/attempts_unstarted", "Episodes that no worker had begun when eval.budget_s was over."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import CancelledError
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from test_training import OVERRIDES, Run
 
 from megatron_fleet import cli
 from megatron_fleet.checkpoint.checkpoints import Checkpoint
+from megatron_fleet.checkpoint.store import RunStore
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
 from megatron_fleet.loop.start import set_aside
@@ -111,3 +113,132 @@ async def test_a_run_that_never_came_to_a_record_starts_where_it_is(tmp_path):
     (tmp_path / "run" / "logs").mkdir(parents=True)
     set_aside(config)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def stored(folder: Path, *overrides: str) -> tuple[str, ...]:
+    """Overrides of the run ``mine_1`` with a store in ``folder``."""
+    return ("run.id=mine_1", f"checkpoint.store.url={folder}/store", "run.steps=6", *overrides)
+
+
+async def test_a_run_goes_on_by_its_id_on_another_machine(tmp_path):
+    whole = Run(tmp_path / "whole", "run.steps=6")
+    await whole.go()
+    first = Run(tmp_path / "here", *stored(tmp_path))
+    first.trainer.fail_next("export_hf", RuntimeError("power cut"))
+    first.config = first.config.model_copy(update={"run": first.config.run.model_copy(update={"steps": 4})})
+    with pytest.raises(RuntimeError, match="power cut"):
+        await first.go()
+    other = Run(tmp_path / "there", *stored(tmp_path, "run.resume=must"))
+    await other.go()
+    assert other.take()[1:5] == ["wait_ready", "begin_update", "send_weights 4", "finish_update 4"]
+    assert other.rows() == whole.rows()
+    np.testing.assert_array_equal(other.trainer.weights, whole.trainer.weights)
+    store = tmp_path / "store" / "megatron_fleet" / "tiny" / "mine_1"
+    assert sorted(path.name for path in store.glob("global_step_*")) == [f"global_step_{n}" for n in (2, 4, 6)]
+    for path in store.glob("global_step_*"):
+        Checkpoint.open(path).verify()
+
+
+async def test_a_damaged_checkpoint_here_is_replaced_by_that_of_the_store(tmp_path, caplog):
+    run = Run(tmp_path / "run", *stored(tmp_path))
+    await run.go()
+    damaged = flip(run.out, 6)
+    again = Run(tmp_path / "run", *stored(tmp_path, "run.steps=8"))
+    await again.go()
+    assert f"{damaged}: is damaged" in caplog.text
+    assert again.take()[1:5] == ["wait_ready", "begin_update", "send_weights 6", "finish_update 6"]
+    Checkpoint.open(damaged.parent).verify()
+
+
+async def test_a_damaged_checkpoint_of_the_store_is_passed_over(tmp_path, caplog):
+    run = Run(tmp_path / "run", *stored(tmp_path))
+    await run.go()
+    (damaged,) = (tmp_path / "store").rglob(f"global_step_6/{STATE}")
+    damaged.write_bytes(damaged.read_bytes()[::-1])
+    other = Run(tmp_path / "other", *stored(tmp_path))
+    await other.go()
+    assert "a damaged checkpoint is passed over" in caplog.text and str(damaged) not in other.take()
+    assert other.rows() == run.rows()
+    Checkpoint.open(damaged.parent).verify()  # sent anew
+
+
+async def test_a_store_that_refuses_is_an_error_and_no_fresh_start(tmp_path, monkeypatch):
+    run = Run(tmp_path / "run", *stored(tmp_path))
+    await run.go()
+
+    def refuse(*_):
+        raise UserError("s3://bucket: the store does not answer.")
+
+    monkeypatch.setattr(RunStore, "download", refuse)
+    other = Run(tmp_path / "other", *stored(tmp_path))
+    with pytest.raises(UserError, match="the store does not answer"):
+        await other.go()
+    assert other.take() == [] and not (other.out / "metrics.jsonl").exists()
+
+
+async def test_a_given_step_is_gone_on_from_and_later_ones_do_not_count(tmp_path):
+    run = Run(tmp_path / "run", *stored(tmp_path), "checkpoint.keep=9")
+    await run.go()
+    back = Run(tmp_path / "run", *stored(tmp_path), "run.resume=2", "run.steps=3", "run.seed=0")
+    await back.go()
+    assert back.take()[1:5] == ["wait_ready", "begin_update", "send_weights 2", "finish_update 2"]
+    names = sorted(path.name for path in (back.out / "checkpoints").iterdir())
+    assert names == ["step_000002", "step_000003", "step_000004.superseded", "step_000006.superseded"]
+    other = Run(tmp_path / "other", *stored(tmp_path))
+    await other.go()
+    assert other.take()[1:5] == ["wait_ready", "begin_update", "send_weights 3", "finish_update 3"]
+
+
+@pytest.mark.parametrize(
+    ("resume", "words"),
+    [
+        ("must", r"run.resume=must: there is no checkpoint in .*other and .*mine_2; correct run.out or run.id"),
+        ("4", r"run.resume=4: there is no checkpoint of this step in .*other and .*mine_2; choose another step"),
+    ],
+)
+async def test_what_is_asked_for_and_not_there_is_refused(tmp_path, resume, words):
+    run = Run(tmp_path / "other", *stored(tmp_path), "run.id=mine_2", f"run.resume={resume}")
+    with pytest.raises(UserError, match=words):
+        await run.go()
+    assert run.take() == []
+
+
+async def test_a_new_run_does_not_take_the_place_of_a_stored_one(tmp_path):
+    await Run(tmp_path / "run", *stored(tmp_path)).go()
+    with pytest.raises(UserError, match=r"run.resume=never: .*mine_1 has checkpoints of an earlier run; choose anoth"):
+        await Run(tmp_path / "other", *stored(tmp_path), "run.resume=never").go()
+
+
+async def test_checkpoints_that_never_came_to_the_store_are_sent_by_the_next_attempt(tmp_path, monkeypatch):
+    def hang(store, checkpoint, stop):
+        stop.wait()
+        raise CancelledError
+
+    run = Run(tmp_path / "run", *stored(tmp_path), "checkpoint.store.drain_timeout_s=0")
+    with monkeypatch.context() as patch:
+        patch.setattr(RunStore, "upload", hang)
+        await run.go()
+    assert len(list((run.out / "checkpoints").iterdir())) == 3  # one more than checkpoint.keep: they are needed still
+    assert list((tmp_path / "store").rglob("manifest.json")) == []
+    await Run(tmp_path / "run", *stored(tmp_path)).go()
+    assert len(list((tmp_path / "store").rglob("manifest.json"))) == 3
+
+
+async def test_a_run_goes_on_without_a_checkpoint_if_it_may(tmp_path, caplog):
+    run = Run(tmp_path / "run", "checkpoint.on_failure=continue", "run.steps=6")
+    run.trainer.fail_next("save_state", OSError("No space left on device"))
+    await run.go()
+    assert "step 2 has no checkpoint: No space left on device" in caplog.text
+    assert [row.get("checkpoint/failed") for row in run.rows()] == [None, 1.0, None, None, None, None]
+    stops = Run(tmp_path / "stops")
+    stops.trainer.fail_next("save_state", OSError("No space left on device"))
+    with pytest.raises(OSError, match="No space"):
+        await stops.go()
+
+
+async def test_the_best_checkpoint_and_every_third_are_kept(tmp_path):
+    keep = ("checkpoint.interval=1", "checkpoint.keep=1", "checkpoint.keep_every=3", "run.steps=8")
+    run = Run(tmp_path / "run", *keep, "checkpoint.keep_best=trainer/learning_rate")
+    await run.go()
+    names = sorted(path.name for path in (run.out / "checkpoints").iterdir())
+    assert names == [f"step_00000{n}" for n in (3, 6, 8)]

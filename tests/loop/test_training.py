@@ -12,12 +12,11 @@ from fake_rollout import FakeEngines, FakeRollout, FakeTransport
 from fake_trainer import FakeTrainer
 from waiting import HANG_S, until
 
-from megatron_fleet.checkpoint.checkpoints import Checkpoints
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
 from megatron_fleet.loop.attempt import open_attempts
 from megatron_fleet.loop.colocation import open_colocation
-from megatron_fleet.loop.start import find_start, load_data, set_aside
+from megatron_fleet.loop.start import load_data, open_checkpoints, set_aside
 from megatron_fleet.loop.train import Training, until_lost
 from megatron_fleet.loop.weights import EngineWeights
 from megatron_fleet.rollout.requests import EnvironmentFailed, RolloutFailed
@@ -61,12 +60,12 @@ class Run:
 
         engines = EngineWeights(self.config, self.trainer, self.rollout, FakeTransport(), colocation, start)
         attempts = open_attempts(self.config, *self.data, self.rollout, lambda: 0.0)
-        checkpoints = Checkpoints(self.out / "checkpoints", self.config.checkpoint.keep)
         if self.config.run.resume == "never":
             set_aside(self.config)
-        with RunFolder(self.out, self.config.run.name):
-            found = find_start(self.config, checkpoints)
-            await Training(self.config, self.trainer, engines, attempts, checkpoints).run(found)
+        with RunFolder(self.out, self.config.run.name, self.config.run.id) as folder:
+            config = self.config.model_copy(update={"run": self.config.run.model_copy(update={"id": folder.id})})
+            with open_checkpoints(config) as (checkpoints, uploader, found):
+                await Training(self.config, self.trainer, engines, attempts, checkpoints, uploader).run(found)
 
     def take(self, *unwanted: str) -> list[str]:
         """The calls so far, without those that begin with one of ``unwanted``."""
@@ -78,6 +77,7 @@ class Run:
         """The metrics of each step, clocks left out."""
         rows = [json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()]
         hidden = ("time", "attempt", "timing/", "memory/", "generate/", "async/trainer_waits", "async/engines_idle")
+        hidden += ("checkpoint/upload",)
         steps: dict[int, dict[str, float]] = {}
         for row in rows:
             steps.setdefault(row["step"], {}).update({k: v for k, v in row.items() if not k.startswith(hidden)})

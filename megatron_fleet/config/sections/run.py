@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from megatron_fleet.config.sections.base import Section
+from megatron_fleet.config.sections.base import Rule, Section
+
+if TYPE_CHECKING:
+    from megatron_fleet.config.schema import Config
 
 
 class RunConfig(Section):
@@ -26,10 +30,17 @@ class RunConfig(Section):
         description="Seed every request. On CPUs equal seeds then give equal runs. On GPUs they do not: kernels of "
         "engines round differently with the requests they batch, and attention's backward pass with every run.",
     )
-    resume: Literal["auto", "never"] = Field(
+    project: str = Field(
+        "megatron_fleet",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        max_length=120,
+        description="Folder of the run in checkpoint.store.url.",
+    )
+    resume: Literal["auto", "must", "never"] | Annotated[int, Field(ge=1)] = Field(
         "auto",
-        description="auto: go on from the newest whole checkpoint in `out`. never: start anew; if `out` has the "
-        "records of an earlier run, it is renamed to `<out>.1`, or the next free number.",
+        description="auto: go on from the newest whole checkpoint, in `out` or the store, else start. must: the same, "
+        "but refuse to start without one. A step: go on from its checkpoint; later ones no longer count. never: start "
+        "anew; if `out` has the records of an earlier run, it is renamed to `<out>.1`, or the next free number.",
     )
     shared: bool = Field(
         False,
@@ -61,7 +72,46 @@ class ClusterConfig(Section):
     )
 
 
+class StoreConfig(Section):
+    url: str | None = Field(
+        None,
+        description="Where every checkpoint is copied in the background: s3://bucket/prefix, or a folder on another "
+        "disk. Below it: `<run.project>/<last part of model.path>/<run.id>/global_step_<N>/`.",
+    )
+    keep: int | None = Field(None, ge=1, description="Number of newest checkpoints to keep in the store; null: all.")
+    mb_per_s: float | None = Field(None, gt=0, description="Limit of the uploads, in 10⁶ bytes per second; null: none.")
+    drain_timeout_s: float = Field(
+        1800, ge=0, description="Wait for unfinished uploads when the run ends; what is left stays in `run.out`."
+    )
+
+
 class CheckpointConfig(Section):
     interval: int = Field(5, ge=0, description="Steps between checkpoints; 0 = only at the end.")
-    keep: int = Field(2, ge=1, description="Number of newest checkpoints to keep.")
+    keep: int = Field(2, ge=1, description="Number of newest checkpoints to keep in `run.out`.")
+    keep_every: int = Field(
+        0, ge=0, description="Checkpoints of steps that are multiples of this are kept besides; 0: none."
+    )
+    keep_best: str | None = Field(
+        None, description="The checkpoint with the highest value of this metric is kept besides: `eval/all/pass_at_1`."
+    )
+    on_failure: Literal["stop", "continue"] = Field(
+        "stop",
+        description="When a checkpoint cannot be written, for example because the disk is full: stop the run, or go on "
+        "without it and try again at the next one. Earlier checkpoints stay.",
+    )
+    store: StoreConfig = StoreConfig()
     export_hf: bool = Field(True, description="Export an HF folder at the end of the run.")
+
+
+def _store(c: Config) -> str | None:
+    url = c.checkpoint.store.url
+    if url is None:
+        return None
+    if "@" in url:
+        return "checkpoint.store.url holds an @, as an address with a key does, which would be written to files."
+    if "://" in url and not re.fullmatch(r"s3://[^/]+(/.*)?", url):
+        return f"checkpoint.store.url={url} is not the address of a folder; write s3://bucket/prefix or a path."
+    return None
+
+
+RULES: tuple[Rule, ...] = (_store,)
