@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import math
 import subprocess
@@ -39,7 +40,7 @@ def report(tmp_path):
 @pytest.fixture
 def measure(tmp_path, monkeypatch):
     """Measure a part in this process, its variants as well; returns the result."""
-    from battery import variants
+    from battery import shapes, variants
     from battery.registry import BY_NAME
     from battery.results import Report, Request, Result, Unavailable
 
@@ -63,22 +64,115 @@ def measure(tmp_path, monkeypatch):
         report = Report(request, Result(name, size="tiny"))
         importlib.import_module(request.module).measure(report, request)
         report.close()
-        check(BY_NAME[name], json.loads((tmp_path / f"{name}.json").read_text()))
+        lacking = set() if shapes.cuda() else ON_GPUS.get(name, set())
+        check(BY_NAME[name], json.loads((tmp_path / f"{name}.json").read_text()), lacking)
         return report.result
 
     return run
 
 
-def check(part, result):
+@pytest.fixture
+def gpu(monkeypatch):
+    """What a part asks a GPU is answered, while it computes on the CPU: 80 GB, of which each question finds 1 MB less.
+
+    Returns:
+        Names of the questions that were asked.
+    """
+    from battery import shapes
+
+    asked = set()
+
+    def answering(name, answer):
+        def ask(*_):
+            asked.add(name)
+            return answer()
+
+        monkeypatch.setattr(torch.cuda, name, ask)
+
+    used = itertools.count(1)
+    monkeypatch.setattr(shapes, "cuda", lambda: True)
+    for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
+        answering(name, lambda: None)
+    answering("memory_allocated", lambda: 5 << 20)
+    answering("max_memory_allocated", lambda: 7 << 20)
+    answering("mem_get_info", lambda: ((80 << 30) - (next(used) << 20), 80 << 30))
+    answering("get_device_capability", lambda: (9, 0))
+    return asked
+
+
+def check(part, result, lacking=frozenset()):
     """What was measured is what the registry describes, and sensible."""
     assert (result["problems"], result["status"]) == ({}, "done")
-    assert result["figures"].keys() == part.figures.keys() - ON_GPUS.get(part.name, set())
+    assert result["figures"].keys() == part.figures.keys() - lacking
     numbers = {name: value for name, value in result["figures"].items() if not isinstance(value, str)}
     assert {name for name, value in numbers.items() if not math.isfinite(value)} == set()
     assert result["tables"].keys() == part.tables.keys()
     for name, rows in result["tables"].items():
         assert rows and {frozenset(row) for row in rows} == {frozenset(part.tables[name].columns)}
     assert {goal.figure for goal in part.goals} <= part.figures.keys()
+
+
+def test_memory_of_a_gpu_is_what_it_says(measure, gpu):
+    """`mem_get_info` for what other processes see, the allocator's peak for what a step takes."""
+    offload = measure("offload")
+    assert offload.figures["left_gib"] == pytest.approx(6 / 1024, abs=1e-3) and "mem_get_info" in gpu
+    assert offload.figures["growth_gib"] == pytest.approx(2 / 1024, abs=1e-3) and offload.left_out == {}
+
+
+def test_peaks_of_a_gpu_are_the_allocators(measure, gpu):
+    checkpoint = measure("checkpoint")
+    assert checkpoint.figures["device_extra_gib"] == round(2 / 1024, 3)
+    assert {row["device_gib"] for row in checkpoint.tables["memory"]} == {round(2 / 1024, 3)}
+
+
+def test_extra_memory_of_logprobs_is_beyond_what_was_there(measure, gpu):
+    assert {row["extra_mb"] for row in measure("logprobs").tables["chunks"]} == {2}
+    assert {"max_memory_allocated", "memory_allocated", "reset_peak_memory_stats"} <= gpu
+
+
+class FakeEngine:
+    """Half as fast without graphs; takes a second for each prefill and a tenth for each token."""
+
+    made = ()
+
+    def __init__(self, config, transport, log, more):
+        self.eager, self.seconds = config.rollout.engine.enforce_eager, {"start": 10.0}
+        assert (transport, more["load_format"]) == ("cuda_ipc", "dummy")
+        FakeEngine.made += (self,)
+        self.asleep, self.closed, self.prompts = [], False, []
+
+    async def call(self, verb, *arguments):
+        if verb == "sample":
+            prompts, tokens = arguments
+            self.prompts += map(tuple, prompts)
+            self.seconds[verb] = (1 + 0.1 * (tokens - 1)) * (2 if self.eager else 1)
+            return len(prompts) * tokens
+        self.seconds[verb] = 0.5
+        return None
+
+    def close(self):
+        self.closed = True
+
+
+def test_an_engine_is_measured_with_and_without_graphs(measure, gpu, monkeypatch):
+    from battery.parts import engine_speed
+
+    monkeypatch.setattr(FakeEngine, "made", ())
+    monkeypatch.setattr(engine_speed, "Engine", FakeEngine)
+    result = measure("engine")
+    assert [(row["graphs"], row["sequences"]) for row in result.tables["throughput"]] == [
+        ("yes", 1),
+        ("yes", 3),
+        ("no", 1),
+    ]
+    three = result.tables["throughput"][1]
+    assert three["ms_per_token"] == 100 and three["prefill_tokens_per_s"] == 48
+    assert three["tokens_per_s"] == pytest.approx(12 / 1.3, abs=0.1)
+    assert result.figures["graph_speedup"] == pytest.approx(2, rel=0.1) and result.figures["wake_s"] == 1
+    assert result.figures["growth_gib"] == pytest.approx(0, abs=0.01)
+    graphs, eager = FakeEngine.made
+    assert graphs.closed and eager.closed and eager.eager and not graphs.eager
+    assert len(set(graphs.prompts)) == len(graphs.prompts)  # no prompt was cached
 
 
 def test_device(measure):

@@ -1,4 +1,4 @@
-"""The machine: what is installed, and the memory in use. ``python -m battery.hardware`` prints a `Machine` as JSON.
+"""The machine, and what is installed. ``python -m battery.hardware`` prints a `Machine` as JSON.
 
 The battery asks a process of its own, because one that has opened a CUDA device holds hundreds of MB of it.
 """
@@ -146,26 +146,6 @@ def _episode_problem() -> str:
     except UserError as error:
         return str(error)
     return ""
-
-
-def device_memory_used() -> int:
-    """Bytes in use on this process's GPU, by all processes; without one, resident bytes of this process and those that
-    it started.
-    """
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        free, total = torch.cuda.mem_get_info()
-        return total - free
-    import psutil
-
-    own = psutil.Process()
-    used = 0
-    for process in [own, *own.children(recursive=True)]:
-        with suppress(psutil.NoSuchProcess):
-            used += process.memory_info().rss
-    return used
 
 
 if __name__ == "__main__":

@@ -155,7 +155,7 @@ PARTS: tuple[Part, ...] = (
                     "tokens_per_s": "tokens/s",
                     "tflops": "TFLOP/s",
                     "share": "share of the BF16 matrix product",
-                    "peak_gib": "peak GiB",
+                    "extra_gib": "extra GiB",
                 },
             )
         },
@@ -319,7 +319,7 @@ PARTS: tuple[Part, ...] = (
                     "gb": "GB read and written",
                     "gb_s": "GB/s",
                     "ms_8b": "ms for 8.2 billion parameters (scaled)",
-                    "peak_gib": "peak GiB",
+                    "extra_gib": "extra GiB",
                 },
             )
         },
@@ -407,7 +407,7 @@ PARTS: tuple[Part, ...] = (
                     "ms": "ms",
                     "tokens_per_s": "tokens/s of all",
                     "tflops": "TFLOP/s of one GPU",
-                    "peak_gib": "peak GiB",
+                    "extra_gib": "extra GiB",
                 },
             )
         },

@@ -6,15 +6,18 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import psutil
 import torch
 
 from megatron_fleet.cluster.frames import array_from_plain
 from megatron_fleet.config.schema import Config
+from megatron_fleet.platform.device import device
 from megatron_fleet.trainer.precision import this_machine
 from megatron_fleet.trainer.process import prepare_process
 from megatron_fleet.tuning.trial import random_micro_batch
@@ -51,7 +54,7 @@ TINY = QWEN3_8B | {
     "num_hidden_layers": 2,
     "vocab_size": 512,
 }
-MATRIX = {"full": 8192, "tiny": 256}
+MATRIX = {"full": 8192, "tiny": 64}
 COPY_BYTES = {"full": 4 << 30, "tiny": 1 << 20}
 SMALL_VOCABULARY = 1024
 """Of the layers alone: a head of this size costs nothing."""
@@ -78,7 +81,7 @@ def write_model(folder: Path, hf: Mapping[str, Any]) -> Path:
 
     from megatron_fleet.weights.mapping import WeightTable
 
-    where = "cuda" if cuda() else "cpu"
+    where = device()
     torch.manual_seed(0)
     tensors = {}
     for name, shape in WeightTable(dict(hf)).tensors.items():
@@ -166,6 +169,22 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
+def memory_used() -> int:
+    """Bytes in use on this process's GPU, by all processes; without one, resident bytes of this process and those that
+    it started.
+    """
+    if cuda():
+        wait()
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+    own = psutil.Process()
+    used = 0
+    for process in [own, *own.children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess):
+            used += process.memory_info().rss
+    return used
+
+
 def timed(function: Callable[[], object]) -> float:
     """Seconds of one call, all earlier work of the device excluded."""
     wait()
@@ -182,15 +201,16 @@ def median_seconds(function: Callable[[], object], repeats: int, warm_up: int = 
     return statistics.median(timed(function) for _ in range(repeats))
 
 
-def peak_gib(function: Callable[[], object]) -> float | None:
-    """Peak of PyTorch's device memory during a call; ``None`` on a CPU."""
+def peak_bytes(function: Callable[[], object]) -> int | None:
+    """Peak of PyTorch's device memory during a call, beyond what was there before; ``None`` on a CPU."""
     if not cuda():
         function()
         return None
+    before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     function()
     wait()
-    return round(torch.cuda.max_memory_allocated() / 2**30, 2)
+    return torch.cuda.max_memory_allocated() - before
 
 
 def matrix_tflops(size: str) -> float:
@@ -209,8 +229,7 @@ def matrix_fp8_tflops(size: str) -> float:
 
 
 def _square_matrices(size: str) -> list[torch.Tensor]:
-    where = "cuda" if cuda() else "cpu"
-    return [torch.randn(MATRIX[size], MATRIX[size], device=where, dtype=torch.bfloat16) for _ in range(2)]
+    return [torch.randn(MATRIX[size], MATRIX[size], device=device(), dtype=torch.bfloat16) for _ in range(2)]
 
 
 def _tflops(product: Callable[[], object], n: int) -> float:
@@ -225,8 +244,7 @@ def _tflops(product: Callable[[], object], n: int) -> float:
 
 def copy_tb_s(size: str) -> float:
     """TB/s, read and written, of a copy within the device's memory."""
-    where = "cuda" if cuda() else "cpu"
-    source = torch.ones(COPY_BYTES[size], dtype=torch.uint8, device=where)
+    source = torch.ones(COPY_BYTES[size], dtype=torch.uint8, device=device())
     target = torch.empty_like(source)
     return round(2 * len(source) / median_seconds(lambda: target.copy_(source), 5) / 1e12, 4)
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-import torch
 
 from battery import shapes
 from battery.hardware import GIB
@@ -92,18 +91,14 @@ def measure(report: Report, request: Request) -> None:
 def watched(report: Report, verb: str, action: Callable[[], object]) -> tuple[float, int, int | None]:
     """Seconds, and bytes of host and device beyond what was there before; a row of the table ``memory``."""
     report.doing(verb)
-    cuda = shapes.cuda()
-    there = torch.cuda.memory_allocated() if cuda else 0
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
+    seconds: list[float] = []
     with HostPeak() as host:
-        seconds = shapes.timed(action)
-    device = torch.cuda.max_memory_allocated() - there if cuda else None
+        device = shapes.peak_bytes(lambda: seconds.append(shapes.timed(action)))
     report.row(
         "memory",
         verb=verb,
-        seconds=shapes.finite(seconds),
+        seconds=shapes.finite(seconds[0]),
         host_gib=round(host.growth / GIB, 3),
         device_gib=None if device is None else round(device / GIB, 3),
     )
-    return seconds, host.growth, device
+    return seconds[0], host.growth, device

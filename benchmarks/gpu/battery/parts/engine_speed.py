@@ -12,7 +12,7 @@ from typing import Any
 
 from battery import shapes
 from battery.engines import Engine, random_prompts
-from battery.hardware import GIB, device_memory_used
+from battery.hardware import GIB
 from battery.results import Report, Request
 
 
@@ -47,7 +47,7 @@ async def _measure(report: Report, request: Request) -> None:
             report.leave_out("sampling without graphs", "a CPU has no graphs, so it was measured already")
             continue
         report.doing(f"starting the engine {'with' if graphs else 'without'} graphs")
-        before = device_memory_used()
+        before = shapes.memory_used()
         settings: dict[str, Any] = {
             "colocated": True,  # it can sleep
             "enforce_eager": not graphs,
@@ -98,13 +98,13 @@ async def sampling(
 async def sleeping(report: Report, engine: Engine, cycles: int, before: int) -> None:
     """Rows of the table ``sleep``: the first two cycles, every tenth and the last. Figures are of all cycles."""
     report.doing(f"{cycles} cycles of sleep and wake")
-    awake = device_memory_used()
+    awake = shapes.memory_used()
     asleep, sleep_s, wake_s = [], [], []
     for cycle in range(1, cycles + 1):
         reason = await engine.call("sleep")
         if reason is not None:
             report.leave_out("memory freed by sleep", reason)
-        asleep.append((device_memory_used() - before) / GIB)
+        asleep.append((shapes.memory_used() - before) / GIB)
         sleep_s.append(engine.seconds["sleep"])
         await engine.call("wake", "weights")
         woken = engine.seconds["wake"]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from battery import shapes, variants
+from battery.hardware import GIB
 from battery.results import Report, Request, Sink, Unavailable
 from megatron_fleet.algorithms.losses import sft_loss
 from megatron_fleet.models.flops import SequenceCost
@@ -83,7 +84,7 @@ def step_row(policy: MegatronPolicy, tokens: int, longest: int, repeats: int) ->
     def step() -> None:
         policy.forward_backward([micro_batch], sft_loss)
 
-    peak = shapes.peak_gib(step)
+    peak = shapes.peak_bytes(step)
     seconds = shapes.median_seconds(step, repeats)
     policy.discard_gradients()
     sizes = [len(datum) for datum in micro_batch]
@@ -95,7 +96,7 @@ def step_row(policy: MegatronPolicy, tokens: int, longest: int, repeats: int) ->
         "ms": shapes.finite(1e3 * seconds),
         "tokens_per_s": round(tokens / seconds),
         "tflops": shapes.finite(flops / seconds / 1e12),
-        "peak_gib": peak,
+        "extra_gib": None if peak is None else round(peak / GIB, 2),
     }
 
 

@@ -11,6 +11,7 @@ from logprob_memory import OneRank, run
 
 from battery import shapes
 from battery.results import Report, Request
+from megatron_fleet.platform.device import device
 from megatron_fleet.trainer.megatron import logprob, logprob_torch
 
 
@@ -60,7 +61,7 @@ class Problem:
     """Hidden states, output weight and targets, random; the logits have a standard deviation of 2."""
 
     def __init__(self, sizes: Sizes, dtype: torch.dtype) -> None:
-        where = "cuda" if shapes.cuda() else "cpu"
+        where = device()
         self.dtype = dtype
         self.hidden = torch.randn(sizes.tokens, sizes.hidden, device=where).to(dtype).requires_grad_()
         weight = torch.randn(sizes.vocabulary, sizes.hidden, device=where) * 2 * sizes.hidden**-0.5
@@ -84,8 +85,7 @@ def chunk_row(report: Report, problem: Problem, chunk: int) -> None:
         problem.run("ours", tokens, chunk)
 
     try:
-        before = torch.cuda.memory_allocated() / 2**30 if shapes.cuda() else 0.0
-        peak = shapes.peak_gib(both)
+        peak = shapes.peak_bytes(both)
         seconds = shapes.median_seconds(both, repeats)
     except torch.OutOfMemoryError:
         report.leave_out(f"{dtype}, chunks of {chunk}", "does not fit")
@@ -99,7 +99,7 @@ def chunk_row(report: Report, problem: Problem, chunk: int) -> None:
         tokens=tokens,
         ms=shapes.finite(1e3 * seconds),
         tflops=shapes.finite(flops / seconds / 1e12),
-        extra_mb=None if peak is None else round((peak - before) * 1024),
+        extra_mb=None if peak is None else round(peak / 2**20),
     )
 
 
@@ -140,7 +140,7 @@ def kernels(report: Report, problem: Problem, sizes: Sizes) -> None:
     """The two kernels alone: bytes of the logits that they read, or read and write, per second."""
     report.doing("kernels alone")
     module: Any = logprob_torch
-    if shapes.cuda():
+    if problem.hidden.is_cuda:
         from megatron_fleet.trainer.megatron import logprob_triton as module
     chunk = sizes.chunks[0]
     logits = torch.randn(chunk, sizes.vocabulary, device=problem.hidden.device, dtype=problem.dtype)

@@ -44,7 +44,7 @@ def variant(sink: Sink, settings: Mapping[str, Any]) -> None:
         ms=row["ms"],
         tokens_per_s=row["tokens_per_s"] * data,
         tflops=shapes.finite(row["tflops"] / tensor),
-        peak_gib=row["peak_gib"],
+        extra_gib=row["extra_gib"],
     )
 
 

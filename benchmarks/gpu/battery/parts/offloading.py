@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from battery import shapes
-from battery.hardware import GIB, device_memory_used
+from battery.hardware import GIB
 from battery.results import Report, Request
 from megatron_fleet.algorithms.losses import sft_loss
 from megatron_fleet.platform.device import device
@@ -25,7 +25,7 @@ TOKENS = 128
 def measure(report: Report, request: Request) -> None:
     """Build and train one step, so that moments are not zero; then cycles of offload and onload."""
     report.doing("building the trainer")
-    used_before = device_memory_used()
+    used_before = shapes.memory_used()
     hf = shapes.model_config(request.size, LAYERS, shapes.SMALL_VOCABULARY)
     policy = shapes.make_policy(shapes.run_config(shapes.write_config(Path(request.scratch), hf), TOKENS))
     policy.forward_backward([shapes.random_data(TOKENS, TOKENS, policy.vocab_size)], sft_loss)
@@ -47,9 +47,9 @@ def cycles(report: Report, state: TrainState, count: int, used_before: int) -> N
     moved, held = report.result.figures["bytes"], sum(state.sizes().values())
     away, back, left, freed = [], [], [], []
     for cycle in range(1, count + 1):
-        full = device_memory_used()
+        full = shapes.memory_used()
         away.append(shapes.timed(state.offload))
-        empty = device_memory_used()
+        empty = shapes.memory_used()
         back.append(shapes.timed(state.onload))
         left.append((empty - used_before) / GIB)
         freed.append((full - empty) / held)
@@ -86,7 +86,7 @@ def plain(report: Report, nbytes: int) -> None:
     """One copy each way between buffers that exist."""
     report.doing("plain copies")
     there = torch.zeros(nbytes, dtype=torch.uint8, device=device())
-    here = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=shapes.cuda())
+    here = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=there.is_cuda)
     out = shapes.median_seconds(lambda: here.copy_(there), 3)
     back = shapes.median_seconds(lambda: there.copy_(here), 3)
     report.figures(plain_out_gb_s=shapes.finite(nbytes / out / 1e9), plain_back_gb_s=shapes.finite(nbytes / back / 1e9))

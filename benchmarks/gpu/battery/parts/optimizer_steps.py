@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from battery import shapes, variants
+from battery.hardware import GIB
 from battery.results import Report, Request, Sink
 from megatron_fleet.algorithms.losses import sft_loss
 
@@ -47,7 +48,7 @@ def _variant(sink: Sink, settings: Mapping[str, Any], folder: Path) -> None:
     count = sum(p.numel() for chunk in policy.model_chunks for p in chunk.parameters())
     policy.forward_backward([shapes.random_data(TOKENS[size], TOKENS[size], policy.vocab_size)], sft_loss)
     # Later steps reduce and add zero gradients: the same memory is touched.
-    peak = shapes.peak_gib(lambda: policy.optim_step(1e-6))
+    peak = shapes.peak_bytes(lambda: policy.optim_step(1e-6))
     seconds = shapes.median_seconds(lambda: policy.optim_step(1e-6), REPEATS[size])
     policy.close()
     nbytes = BYTES[name] * count
@@ -58,7 +59,7 @@ def _variant(sink: Sink, settings: Mapping[str, Any], folder: Path) -> None:
         gb=shapes.finite(nbytes / 1e9),
         gb_s=shapes.finite(nbytes / seconds / 1e9),
         ms_8b=shapes.finite(1e3 * seconds * PARAMETERS_8B / count),
-        peak_gib=peak,
+        extra_gib=None if peak is None else round(peak / GIB, 2),
     )
     if not settings["optimizer"]:
         sink.figures(parameters=count, step_share=round(nbytes / seconds / 1e12 / shapes.copy_tb_s(size), 4))

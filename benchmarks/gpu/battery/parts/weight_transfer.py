@@ -15,7 +15,7 @@ import numpy as np
 
 from battery import shapes
 from battery.engines import Engine
-from battery.hardware import GIB, device_memory_used
+from battery.hardware import GIB
 from battery.results import Report, Request
 from megatron_fleet.config.schema import Config
 from megatron_fleet.trainer.base import PARTS, Deliver
@@ -111,7 +111,7 @@ async def _with_engine(report: Report, request: Request, verbs: RankVerbs, confi
     sizes, transport = SIZES[request.size], report.result.figures["transport"]
     report.doing("starting the engine")
     log = Path(request.keep) / "sync-engine.log"
-    before = device_memory_used()
+    before = shapes.memory_used()
     engine = Engine(config, transport, log, {"worker_extension_cls": WORKER})
     sync = Sync(verbs, engine, transport)
     try:
@@ -194,13 +194,13 @@ async def cycles(report: Report, verbs: RankVerbs, sync: Sync, count: int, befor
         report.doing(f"cycle {cycle}")
         began = time.perf_counter()
         await sync.engine.call("sleep")
-        asleep = device_memory_used()
+        asleep = shapes.memory_used()
         await sync.engine.call("wake", "weights")
         await sync.next()
         await asyncio.to_thread(verbs.offload, PARTS)
         await sync.engine.call("wake", "kv_cache")
         seconds.append(time.perf_counter() - began)
-        awake = device_memory_used()
+        awake = shapes.memory_used()
         await asyncio.to_thread(verbs.onload, ("parameters",))
         report.row(
             "cycles",
