@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import megatron_fleet.platform.megatron  # noqa: F401  before any of Megatron's modules
 from megatron_fleet.algorithms.datum import Datum
@@ -75,6 +75,8 @@ class DeviceWork(TorchDispatchMode):
                 return args[0].new_zeros((), device="cpu").item()
             if name == "_to_copy" and kwargs.get("device") == torch.device("cpu"):
                 return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+        if func.namespace == "c10d":
+            return func(*tree_map_only(torch.Tensor, _on_host, args), **kwargs)
         result = func(*args, **kwargs)
         if any(map(_is_here, _tensors(result))):
             if name in ("_to_copy", "copy_") and not all(map(_is_here, given)):
@@ -91,6 +93,11 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 def _is_here(tensor: torch.Tensor) -> bool:
     return tensor.device.type == DEVICE.type
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Any values in the place of a tensor of ``DEVICE``, for a collective of one rank."""
+    return torch.zeros(tensor.shape, dtype=tensor.dtype) if _is_here(tensor) else tensor
 
 
 def _why_it_waits(name: str, args: Any, kwargs: Any, given: Sequence[torch.Tensor]) -> str:
@@ -207,12 +214,19 @@ Substitutes = list[tuple[Any, str, Any]]
 
 
 def _of_torch(work: DeviceWork) -> Substitutes:
+    given_type = torch.Tensor.type
+
+    def type_of(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = given_type(tensor, *args, **kwargs)
+        return result.replace("torch.meta.", "torch.") if isinstance(result, str) else result
+
     def rms_norm(x: torch.Tensor, _: Any, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return _Stub.apply(work, "rms_norm", 1, 2, x, weight)
 
     return [
         (torch.Tensor, "is_cuda", property(_is_here)),
         (torch.Tensor, "pin_memory", lambda tensor: tensor),
+        (torch.Tensor, "type", type_of),
         (torch.Tensor, "new_tensor", _given_values(work, torch.Tensor.new_tensor)),
         (torch, "tensor", _given_values(work, torch.tensor)),
         (F, "rms_norm", rms_norm),  # elsewhere than on CUDA it consists of several operators
@@ -293,20 +307,33 @@ def chunk_on_device(hf: Mapping[str, Any], tokens: int, **more: Any) -> Any:
     return optimizer.wrap(chunk)
 
 
-def run_micro_batches(chunk: Any, micro_batches: Sequence[Sequence[Datum]], loss: LossFn) -> None:
-    """One pass forward and backward over micro-batches; use inside `as_device`."""
+def run_micro_batches(chunk: Any, micro_batches: Sequence[Sequence[Datum]], loss: LossFn) -> list[Any]:
+    """One pass forward and backward over micro-batches; returns the metrics of each. Use inside `as_device`."""
     from megatron_fleet.trainer.megatron import step
 
     packed = [pack_micro_batch(data, micro_batch_width([*map(len, data)], 1, 8)) for data in micro_batches]
-    step.run_loss([chunk], packed, step.Settings(1.0, 4096), loss)
+    return step.run_loss([chunk], packed, step.Settings(1.0, 4096), loss)
+
+
+def take_step(chunk: Any, micro_batches: Sequence[Sequence[Datum]], loss: LossFn) -> None:
+    """A pass, its report and an optimizer step; use inside `as_device`."""
+    from megatron_fleet.config.schema import OptimizerConfig
+    from megatron_fleet.trainer.base import AdamParams
+    from megatron_fleet.trainer.megatron import optimizer, step
+
+    settings = OptimizerConfig(lr=1e-3)
+    adam = optimizer.build([chunk], settings, torch.bfloat16)
+    step.reduce_sums(run_micro_batches(chunk, micro_batches, loss), {"tokens": 1})
+    reduced = optimizer.reduce_gradients([chunk], adam)
+    optimizer.step([chunk], adam, reduced, AdamParams.of(settings, 1e-3))
 
 
 class Collectives(TorchDispatchMode):
     """Counter of messages between ranks.
 
     Attributes:
-        calls, nbytes: (`phase`, kind, group) → number, and bytes of the whole tensor: what an all-gather gives, what any
-            other is given. Groups of one rank are left out.
+        calls, nbytes: (`phase`, kind, group) → number, and bytes of the whole tensor: of an all-gather what it gives,
+            of any other what it is given. Groups of one rank are left out.
     """
 
     def __init__(self) -> None:
@@ -369,5 +396,6 @@ _ROLES = {
     "context": ["CONTEXT_PARALLEL_GROUP"],
     "data": ["DATA_PARALLEL_GROUP", "DATA_PARALLEL_GROUP_WITH_CP"],
     "expert": ["EXPERT_MODEL_PARALLEL_GROUP", "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP"],
+    "model": ["MODEL_PARALLEL_GROUP"],
     "all": ["INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP"],
 }

@@ -95,16 +95,32 @@ class RankReady:
     part_bytes: dict[str, int]
 
 
+_WHOLE = ("token_ids", "routing")
+"""Fields of a Datum that matter at every token; the others do at trained positions only, and are 0 elsewhere."""
+
+
 def datum_to_plain(datum: Datum) -> list[Any]:
-    """Encode a Datum as a part of a frame: its fields in order."""
-    values = (getattr(datum, field.name) for field in fields(Datum))
-    return [None if value is None else array_to_plain(value) for value in values]
+    """Encode a Datum as a part of a frame: the trained positions as bits, then its fields in order."""
+    mask = datum.loss_mask
+    plain: list[Any] = [np.packbits(mask).tobytes()]
+    for field in fields(Datum):
+        value = getattr(datum, field.name)
+        kept = value if value is None or field.name in _WHOLE else value[mask]
+        plain.append(None if kept is None else array_to_plain(kept))
+    return plain
 
 
 def datum_from_plain(values: Sequence[Any]) -> Datum:
-    """Inverse of `datum_to_plain`; arrays are read-only."""
-    arrays: list[Any] = [None if value is None else array_from_plain(value) for value in values]
-    return Datum(*arrays)
+    """Inverse of `datum_to_plain`; ``token_ids`` and ``routing`` are read-only."""
+    bits, *plain = values
+    arrays = [None if value is None else array_from_plain(value) for value in plain]
+    found: dict[str, Any] = dict(zip([field.name for field in fields(Datum)], arrays, strict=True))
+    mask = np.unpackbits(np.frombuffer(bits, np.uint8), count=len(found["token_ids"])).view(bool)
+    for name, kept in found.items():
+        if kept is not None and name not in _WHOLE:
+            found[name] = np.zeros(len(mask), kept.dtype)
+            found[name][mask] = kept
+    return Datum(**found)
 
 
 def results_to_plain(data: Sequence[Datum], values: Sequence[np.ndarray]) -> list[Any]:

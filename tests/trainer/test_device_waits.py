@@ -17,7 +17,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 pytest.importorskip("megatron_fleet.trainer.megatron")
 
-from counting import DEVICE, DeviceWork, as_device, chunk_on_device, run_micro_batches
+from counting import DEVICE, DeviceWork, as_device, chunk_on_device, run_micro_batches, take_step
 from policy_fixtures import make_batch
 from routing_models import record_anything
 from tiny_configs import raw_config
@@ -28,6 +28,8 @@ from megatron_fleet.config.schema import AlgorithmConfig, ParallelConfig
 from megatron_fleet.config.sections.algorithm import CORRECTION_BOUNDS
 from megatron_fleet.models.hf_config import read_model
 from megatron_fleet.trainer.megatron import build, parallel
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="plays a device on a host that has none")
 
 EXPERT_LAYERS = {"qwen3": 0, "qwen3_moe": 4, "deepseek_v3": 3, "qwen3_5_text": 0, "qwen3_5_moe_text": 4}
 """Family → layers with experts of its tiny model."""
@@ -41,8 +43,10 @@ def _alone() -> Iterator[None]:
     parallel.shutdown()
 
 
-def work_of(family: str, loss=None, micro_batches: int = 1, routing: bool = False, **more) -> DeviceWork:
-    """Work of a pass over equal micro-batches with a tiny model."""
+def work_of(
+    family, loss=None, micro_batches: int = 1, routing: bool = False, run=run_micro_batches, **more
+) -> DeviceWork:
+    """Work of a pass over equal micro-batches with a tiny model; ``more``: settings of Megatron's."""
     hf = raw_config(family, "v5")
     hf |= {"mtp_num_hidden_layers": 0} if "mtp_num_hidden_layers" in hf else {}
     data = make_batch(6, vocab_size=100)
@@ -52,7 +56,7 @@ def work_of(family: str, loss=None, micro_batches: int = 1, routing: bool = Fals
     with as_device(work):
         chunk = chunk_on_device(hf, TOKENS, **more)
         work.waits.clear()
-        run_micro_batches(chunk, [data] * micro_batches, loss or make_loss(AlgorithmConfig()))
+        run(chunk, [data] * micro_batches, loss or make_loss(AlgorithmConfig()))
     return work
 
 
@@ -63,6 +67,12 @@ def test_only_layers_with_experts_wait_and_only_once(family):
     assert work.waits == []
     assert len(work.by_design) == 2 * EXPERT_LAYERS[family]
     assert work.of_phase("backward")["mm"] > work.of_phase("forward")["mm"] > 0  # the pass was a whole one
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_a_step_waits_for_its_metrics_and_for_the_norm_of_the_gradient(family):
+    work = work_of(family, run=take_step, micro_batches=2)
+    assert [wait.rpartition("/")[2].partition(":")[0] for wait in work.waits] == ["step.py", "clip_grads.py"]
 
 
 def test_recomputed_layers_wait_for_nothing():

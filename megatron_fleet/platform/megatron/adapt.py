@@ -209,6 +209,7 @@ _WITHOUT_TRANSFORMER_ENGINE: dict[str, Callable[[Any], None]] = {
     "megatron.core.tensor_parallel.random": patches.patch_checkpoint,
     "megatron.core.transformer.moe.moe_utils": patches.patch_moe_utils,
     "megatron.core.transformer.multi_latent_attention": patches.patch_latent_attention,
+    "megatron.core.utils": patches.patch_utils,
 }
 _WITHOUT_CUDA: dict[str, Callable[[Any], None]] = {
     **_WITHOUT_TRANSFORMER_ENGINE,

@@ -136,19 +136,22 @@ class PackedAttention(nn.Module):
             rank = group.rank() if group is not None else 0
             packed_seq_params.parts = attention_parts(packed_seq_params, self.ranks, rank, query.device)
         parts = packed_seq_params.parts
-        real = sum(parts.queries)
-        filler = query.new_zeros(len(query) - real, query.shape[1], value.shape[2])
-        out = [filler]
-        if real:
+        width, real = len(query), sum(parts.queries)
+        if real == 0:
+            return query.new_zeros(width, query.shape[1] * value.shape[2])
+        if real < width:  # a slice of all tokens would cost a copy of its gradient
+            query = query[:real]
             if parts.rows is None:
                 key, value = key[:real], value[:real]
-            else:
-                # Queries stay; keys and values are gathered, and their gradients summed in the backward pass.
-                both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=2), group=group)
-                key, value = both.index_select(0, parts.rows).split([key.shape[2], value.shape[2]], dim=2)
-            attend = attend_in_one_call if _takes_all_at_once(query, value) else attend_one_by_one
-            out = [attend(query[:real], key, value, parts, self.scale), filler]
-        return torch.cat(out).flatten(1)
+        if parts.rows is not None:
+            # Queries stay; keys and values are gathered, and their gradients summed in the backward pass.
+            both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=2), group=group)
+            key, value = both.index_select(0, parts.rows).split([key.shape[2], value.shape[2]], dim=2)
+        attend = attend_in_one_call if _takes_all_at_once(query, value) else attend_one_by_one
+        out = attend(query, key, value, parts, self.scale)
+        if real < width:
+            out = torch.cat([out, out.new_zeros(width - real, *out.shape[1:])])
+        return out.flatten(1)
 
 
 def _takes_all_at_once(query: torch.Tensor, value: torch.Tensor) -> bool:

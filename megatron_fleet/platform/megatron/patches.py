@@ -98,6 +98,18 @@ def patch_moe_utils_for_cpu(module: Any) -> None:
     module.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
 
 
+def patch_utils(module: Any) -> None:
+    """Compute the norm of all gradients on the device; Megatron's own way for hosts without fused kernels reads the
+    norm of each parameter's gradient back.
+    """
+
+    def local_multi_tensor_l2_norm(_: int, __: Any, tensor_lists: Sequence[Sequence[torch.Tensor]], *___: Any) -> Any:
+        tensors = [tensor for tensors in tensor_lists for tensor in tensors]
+        return torch.nn.utils.get_total_norm(tensors).reshape(1), None
+
+    module.local_multi_tensor_l2_norm = local_multi_tensor_l2_norm
+
+
 def patch_distributed_optimizer(module: Any) -> None:
     """Number the parameters of a group in the order in which the optimizer holds them.
 

@@ -179,7 +179,7 @@ def reduce_sums(per_micro_batch: Sequence[dict[str, torch.Tensor]], counts: dict
     if parallel_state.is_pipeline_last_stage():
         names = sorted(per_micro_batch[0])
         table = torch.stack([torch.stack([each[name].double() for name in names]) for each in per_micro_batch]).sum(0)
-        table = torch.cat([table, table.new_tensor(list(counts.values()))])
+        table = torch.cat([table, to_device(torch.tensor(list(counts.values()), dtype=table.dtype), table.device)])
         TorchCommunicator(parallel_state.get_data_parallel_group()).sum_(table)
         sums = dict(zip([*names, *counts], table.tolist(), strict=True))
     return share_from_last_stage(sums)
