@@ -141,6 +141,7 @@ class RankVerbs:
 
     def examine(self) -> dict[str, Any]:
         """Return faults, equal on every rank, and the losses of micro-batches where this rank computed them."""
+        self._policy.gathered()
         losses = [] if self._losses is None else self._losses.micro_batches()
         return {"faults": as_plain(find_faults(self._policy.model_chunks)), "micro_batches": losses}
 
@@ -182,11 +183,13 @@ class RankVerbs:
         """See `Trainer.send_weights`."""
         if self._sender is None:
             raise RuntimeError("send_weights without prepare_weights")
+        self._policy.gathered()
         self._sender.send(version, options, outbox)
 
     def offload(self, parts: Sequence[Part] = PARTS) -> None:
         """See `Trainer.offload`."""
         assert self._state is not None, "only a colocated trainer leaves its devices"
+        self._policy.gathered()
         self._state.offload(parts)
 
     def onload(self, parts: Sequence[Part] = PARTS) -> None:

@@ -1,4 +1,4 @@
-"""One rank of test_gradient_overlap: updates with and without overlap, in every layout of two ranks.
+"""One rank of test_overlap: updates with and without overlap, in every layout of two ranks.
 
 Arguments: the folder of the test; results go to ``<rank>.pt`` in it.
 """
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from policy_fixtures import make_batch, make_config, write_config
 from rank_groups import leave_groups
 from test_layouts import SPARSE, write_hybrid
@@ -23,16 +24,16 @@ from megatron_fleet.trainer.megatron.build import parameter_shards
 from megatron_fleet.trainer.megatron.gradient_overlap import GradientOverlap, overlap_arguments
 from megatron_fleet.trainer.megatron.policy import MegatronPolicy
 
+START = _ParamAndGradBucketGroup.start_param_sync
 BUCKET = 5000
 """Parameters; Megatron's own size would put these models into one bucket."""
 STARTED: list[list[bool]] = []
 """For each end of a pass, whether each part's reduction had started."""
 RUNS: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "dp2": ("dense", {"data": 2}, {}),
-    "cp2": ("dense", {"context": 2}, {}),
+    "cp2": ("dense", {"context": 2}, {"policy": {"recompute": "full"}}),
     "tied": ("tied", {"data": 2}, {}),
     "bfloat16": ("dense", {"data": 2}, {"precision": {"gradients": "bfloat16"}, "model": {"dtype": "bfloat16"}}),
-    "recomputed": ("dense", {"data": 2}, {"policy": {"recompute": "full"}}),
     "adapters": ("stored", {"data": 2}, {"policy": {"lora": {"rank": 4}}}),
     "ep2": ("sparse", {"data": 2, "expert": 2}, {}),
     "hybrid": ("hybrid", {"data": 2}, {}),
@@ -56,7 +57,7 @@ def configure(folder: Path, name: str, overlap: bool) -> Config:
     tree = make_config(folder / model, ParallelConfig(**layout)).model_dump()
     for section, values in changes.items():
         tree[section] |= values
-    tree["policy"]["overlap"] = overlap
+    tree["policy"] |= {"overlap": overlap, "updates_per_batch": 2}
     return Config.model_validate(tree)
 
 
@@ -69,8 +70,12 @@ def run(folder: Path, name: str, overlap: bool) -> dict[str, Any]:
         shares = [shares[0] + shares[1]]
     first = shares[policy.dp_rank]
     second = first[:1] * len(first)
-    loss, out = make_loss(AlgorithmConfig()), {"reports": [], "ends_empty": not first[-1]}
+    loss, out = make_loss(AlgorithmConfig()), {"reports": [], "ends_empty": not first[-1], "gathering": []}
     STARTED.clear()
+    groups = [g for c in policy._wrapped for g in (*c.bucket_groups, *c.expert_parallel_bucket_groups)]
+
+    def gathering(*_: Any) -> None:
+        out["gathering"].append(sum(group.param_gather_handle is not None for group in groups))
 
     def take(*parts: Any) -> None:
         for micro_batches in parts:
@@ -78,9 +83,11 @@ def run(folder: Path, name: str, overlap: bool) -> dict[str, Any]:
 
     def step() -> None:
         out["reports"].append(policy.optim_step(1e-3))
+        gathering()
 
     take(second, first)
     step()
+    policy.keep_reference()
     take(first)
     step()
     step()  # without gradients
@@ -91,6 +98,16 @@ def run(folder: Path, name: str, overlap: bool) -> dict[str, Any]:
     policy.save_state(folder / f"{name}.{overlap}")
     take(first)
     step()
+    # Each of these comes directly after an update, whose parameters it must not miss.
+    policy.model_chunks[0].decoder.layers[0].register_forward_hook(gathering)
+    out["logprobs"] = policy.forward(first[:1])
+    take(first)
+    step()
+    out["reference"] = policy.forward(first[:1], "reference")
+    take(first)
+    step()
+    if name == "adapters":
+        policy.export_hf(folder / f"{name}.{overlap}.exported")
     out["parameters"] = dump(policy)
     out["buckets"] = sum(len(buffer.buckets) for chunk in policy._wrapped for buffer in chunk.buffers)
     out["started"] = list(STARTED)
@@ -98,10 +115,32 @@ def run(folder: Path, name: str, overlap: bool) -> dict[str, Any]:
     take(first)
     step()
     out["resumed"] = dump(policy)
+    gathering()
     return out
 
 
+class Late:
+    """A gather that happens when somebody waits for it."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def wait(self) -> None:
+        self._group.param_gather_handle = None
+        START(self._group)
+        self._group.param_gather_handle.wait()
+
+
+def start_late(group: Any, force_sync: bool = False) -> None:
+    if force_sync or not group.ddp_config.overlap_param_gather:
+        START(group, force_sync)
+        return
+    assert group.param_gather_handle is None
+    group.param_gather_handle, group.param_gather_dispatched = Late(group), True
+
+
 def dump(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
+    policy.gathered()
     if policy._adapters:
         return {name: p.detach().clone() for name, p in policy.model_chunks[0].named_parameters() if p.requires_grad}
     found = enumerate(parameter_shards(policy.model_chunks))
@@ -117,7 +156,7 @@ def main() -> None:
     def in_small_buckets(policy: Any, cuda: bool) -> dict[str, Any]:
         found = overlap_arguments(policy, cuda)
         if policy.overlap and not found:  # stages alone: nothing to reduce, but all of the machinery
-            found = {"overlap_grad_reduce": True}
+            found = {"overlap_grad_reduce": True, "overlap_param_gather": True}
         return found | {"bucket_size": BUCKET} if found else found
 
     def recorded(self: GradientOverlap) -> None:
@@ -125,6 +164,7 @@ def main() -> None:
         end(self)
 
     policy_module.overlap_arguments, GradientOverlap.end = in_small_buckets, recorded  # type: ignore[method-assign]
+    _ParamAndGradBucketGroup.start_param_sync = start_late
     results = {}
     for name in sys.argv[2:] or RUNS:
         for overlap in (False, True):

@@ -205,7 +205,8 @@ class PolicyConfig(Section):
     overlap: bool | None = Field(
         None,
         description="Reduce gradients over data- and context-parallel ranks, part by part, while the last "
-        "micro-batch's backward pass still runs; null: with GPUs yes, on CPUs no.",
+        "micro-batch's backward pass still runs; with updates_per_batch above 1 also gather updated parameters while "
+        "the next forward pass runs. null: with GPUs yes, on CPUs no.",
     )
     optimizer: OptimizerConfig
     router: RouterConfig = RouterConfig()

@@ -29,14 +29,17 @@ from megatron_fleet.config.schema import PolicyConfig
 def overlap_arguments(policy: PolicyConfig, cuda: bool) -> dict[str, Any]:
     """Arguments of Megatron's ``DistributedDataParallelConfig``. Process groups must exist.
 
-    Without other ranks there is nothing to reduce, and on a CPU communication takes the cores of the computation.
+    Without other ranks there is nothing to reduce, and on a CPU communication takes the cores of the computation. After
+    the last update of a batch all parameters are sent to the engines, so gathering them overlaps with nothing.
 
     Args:
         cuda: ranks have CUDA devices.
     """
     wanted = cuda if policy.overlap is None else policy.overlap
     several = parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
-    return {"overlap_grad_reduce": True} if wanted and several else {}
+    if not (wanted and several):
+        return {}
+    return {"overlap_grad_reduce": True, "overlap_param_gather": policy.updates_per_batch > 1}
 
 
 class GradientOverlap:

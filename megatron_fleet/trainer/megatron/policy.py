@@ -26,6 +26,7 @@ from megatron_fleet.trainer.megatron.fused_gradients import FusedWeightGradients
 from megatron_fleet.trainer.megatron.gradient_overlap import GradientOverlap, overlap_arguments
 from megatron_fleet.trainer.megatron.gradients import GradientProbe
 from megatron_fleet.trainer.megatron.offload import TrainState
+from megatron_fleet.trainer.megatron.parameter_overlap import ParameterOverlap
 from megatron_fleet.trainer.megatron.precision import filled_in_full, precision_arguments
 from megatron_fleet.trainer.megatron.reference import BaseReference, Reference
 from megatron_fleet.trainer.packing.pack import PackedMicroBatch, micro_batch_width, pack_micro_batch, unpack_trained
@@ -112,11 +113,17 @@ class MegatronPolicy:
         self._views = lora.views(self._adapters) | quantise_experts(self.model_chunks, config.policy)
         gradients = more.gradients | overlap_arguments(config.policy, cuda=torch.cuda.is_available())
         self._wrapped = [optimizer.wrap(chunk, gradients) for chunk in self.model_chunks]
-        self._overlap = GradientOverlap(self._wrapped)
+        self._overlap, self._gather = GradientOverlap(self._wrapped), ParameterOverlap(self._wrapped)
         # Fake-quantised experts compute with other tensors than their parameters.
         self._fused = FusedWeightGradients(self._wrapped, self._views, overwrites=config.precision.fp8)
         self._optimizer = optimizer.build(self._wrapped, config.policy.optimizer, self._dtype, more.optimizer)
         self._clear()
+
+    def gathered(self) -> None:
+        """Wait for the parameters of the last update, before they are accessed other than by `forward` and
+        `forward_backward`. The other methods do so themselves.
+        """
+        self._gather.wait()
 
     def _clear(self) -> None:
         """Zero the gradients."""
@@ -146,6 +153,7 @@ class MegatronPolicy:
 
     def keep_reference(self) -> None:
         """Keep the current weights, in host memory, as the reference policy; with adapters it is the base model."""
+        self.gathered()
         self._reference = BaseReference(self._adapters) if self._adapters else Reference(self.model_chunks)
 
     def forward(
@@ -164,6 +172,7 @@ class MegatronPolicy:
             return self._logprobs(micro_batches, settings)
         if self._reference is None:
             raise ValueError("no reference weights: keep_reference() was not called")
+        self.gathered()
         with self._reference.in_place():
             return self._logprobs(micro_batches, settings)
 
@@ -198,7 +207,9 @@ class MegatronPolicy:
         if not isinstance(adam, AdamParams):
             adam = AdamParams.of(self._config.policy.optimizer, adam)
         if self._reduced is None:
-            self._overlap.end()  # there may have been no pass
+            # There may have been no pass.
+            self.gathered()
+            self._overlap.end()
             self._reduced = optimizer.reduce_gradients(self._wrapped, self._optimizer)
         norm = self._reduced.norm
         if hold_above < math.inf and not norm <= hold_above:
@@ -206,6 +217,10 @@ class MegatronPolicy:
         before = self._probe.weights() if self._probe else []
         skipped = optimizer.step(self._wrapped, self._optimizer, self._reduced, adam)
         self._reduced, self._accumulated = None, False
+        if not skipped:
+            self._gather.start()
+        if before:
+            self.gathered()
         found = self._probe.finish(before, skipped) if self._probe else {}
         return OptimReport(grad_norm=norm, lr=adam.lr, skipped=skipped, gradient=found)
 
@@ -218,10 +233,12 @@ class MegatronPolicy:
 
     def save_state(self, path: Path) -> None:
         """Write model and optimizer shards into the folder ``path``; collective."""
+        self.gathered()
         state.save(Path(path), self._wrapped, self._optimizer)
 
     def load_state(self, path: Path) -> None:
         """Read what `save_state` wrote, in this or another layout; collective. Gradients are cleared."""
+        self.gathered()
         state.load(Path(path), self._wrapped, self._optimizer)
         self._clear()
 
@@ -242,6 +259,7 @@ class MegatronPolicy:
         """Write the current weights as an HF folder with the model's own tokenizer and config files, or the adapters as
         a peft folder; collective.
         """
+        self.gathered()
         settings, base, world = self._config.policy.lora, self._config.model.path, TorchCommunicator()
         if lora.exports_adapters(settings):
             source = self.adapter_source()
