@@ -160,8 +160,12 @@ install_engine() {
 }
 
 install_engine_gpu() {
-  local memory_gb jobs
+  local memory_gb jobs toolkit
   pip_in engine --require-hashes --no-deps --only-binary :all: -r requirements/engine-gpu.lock
+  # The linker's names, without which the compiler among these packages is no toolkit (see rollout/engine_toolkit.py).
+  toolkit=$(echo .venv/engine/lib/python3.*/site-packages/nvidia/cu13)
+  ln -sfn lib "$toolkit/lib64"
+  ln -sf libcudart.so.13 "$toolkit/lib/libcudart.so"
   # A compiler process takes up to 3 GB.
   memory_gb=$(awk '/^MemAvailable:/ {print int($2 / 1048576)}' /proc/meminfo)
   jobs=$(($(nproc) < memory_gb / 3 ? $(nproc) : memory_gb / 3))

@@ -7,10 +7,34 @@ what needs a driver and a GPU.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib
+import os
+import subprocess
 import sys
 import warnings
 from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+PACKAGES = {
+    "megatron-core": "megatron.core.extensions.transformer_engine",
+    "transformer-engine-torch": "transformer_engine.pytorch",
+    "flash-linear-attention": "fla.ops.gated_delta_rule",
+    "vllm": "vllm",
+}
+"""Package → the module of it whose import needs most of the others."""
+KERNELS = (
+    "vllm._C_stable_libtorch",
+    "vllm._moe_C_stable_libtorch",
+    "vllm.cumem_allocator",
+    "vllm.vllm_flash_attn._vllm_fa3_C",
+    "vllm.third_party.deep_gemm._C_extension",
+)
+"""Compiled modules of vLLM, which are linked with the driver's library."""
+DRIVER = "libcuda.so.1"
+STAND_IN = "/usr/local/cuda/lib64/stubs/libcuda.so"
+"""The toolkit's, of the same name: it has the driver's functions, which all fail."""
 
 
 def refuse_cpu_torch() -> str:
@@ -20,6 +44,49 @@ def refuse_cpu_torch() -> str:
     if torch.version.cuda is None or not torch.version.cuda.startswith("13."):
         sys.exit(f"error: torch {torch.__version__} is built for {torch.version.cuda or 'CPUs'}, not for CUDA 13.")
     return f"torch {torch.__version__}, CUDA {torch.version.cuda}"
+
+
+def imported(module: str) -> None:
+    """Import it. Raises SystemExit."""
+    try:
+        importlib.import_module(module)
+    except Exception as error:
+        sys.exit(f"error: import {module}: {type(error).__name__}: {error}")
+
+
+def driver_library() -> str | None:
+    """Load the driver's library, or the toolkit's stand-in for it; return its name."""
+    for name in (DRIVER, STAND_IN):
+        try:
+            ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
+        except OSError:
+            continue
+        return name
+    return None
+
+
+def check_compiler(libraries: list[str]) -> str:
+    """Compile a kernel for Hopper and link it with ``libraries``, as FlashInfer does in an engine; return the compiler.
+
+    Raises:
+        SystemExit: one of the two fails.
+    """
+    from megatron_fleet.rollout.engine_toolkit import toolkit_environment
+
+    chosen = os.environ | toolkit_environment(os.environ)
+    home = Path(chosen.get("CUDA_HOME") or chosen.get("CUDA_PATH") or "/usr/local/cuda")
+    with TemporaryDirectory() as folder:
+        source, compiled = Path(folder, "kernel.cu"), Path(folder, "kernel.o")
+        source.write_text("__global__ void nothing() {}\nvoid call() { nothing<<<1, 1>>>(); }\n")
+        compile_ = [home / "bin" / "nvcc", "-arch=sm_90a", "-Xcompiler", "-fPIC", "-c", source, "-o", compiled]
+        link = ["c++", "-shared", compiled, f"-L{home}/lib64", *libraries, "-o", Path(folder, "kernel.so")]
+        for command in (compile_, link):
+            try:
+                subprocess.run(command, check=True, capture_output=True, text=True)
+            except (OSError, subprocess.CalledProcessError) as error:
+                said = getattr(error, "stderr", None) or str(error)
+                sys.exit(f"error: vLLM cannot compile kernels with the toolkit {home}: {said.strip().splitlines()[0]}")
+    return str(home / "bin" / "nvcc")
 
 
 def check_devices() -> str:
@@ -49,8 +116,17 @@ def main() -> None:
     driver = parser.parse_args().driver == "yes"
     warnings.simplefilter("ignore")
     print("verified:", refuse_cpu_torch())
-    for package in ("megatron-core", "vllm", "transformer-engine-torch", "flash-linear-attention"):
-        print("verified: installed", package, version(package))
+    library = driver_library()
+    for package, module in PACKAGES.items():
+        imported(module)
+        print("verified:", package, version(package))
+    if library:
+        for module in KERNELS:
+            imported(module)
+        print("verified: the compiled modules of vLLM, with", library)
+    else:
+        print(f"not verified: the compiled modules of vLLM, which need {DRIVER}")
+    print("verified:", check_compiler(["-lcudart", "-lcuda"] if driver else ["-lcudart"]))
     if driver:
         print("verified:", check_devices())
     else:

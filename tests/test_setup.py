@@ -27,6 +27,7 @@ TOOLS = [
     "grep",
     "sort",
     "nproc",
+    "ln",
 ]
 AWK = shutil.which("awk")
 BROKEN_SHIM = "#!/bin/sh\necho 'pyenv: python3.11: command not found' >&2\nexit 127\n"
@@ -182,7 +183,7 @@ case "$*" in
   *ensurepip*) ;;
   *version_info*) echo 3 12 ;;
   -VV) echo 3.12 ;;
-  "-m venv "*) {mkdir} -p "$3/bin" && {copy} "$0" "$3/bin/python" ;;
+  "-m venv "*) {mkdir} -p "$3/bin" "$3/lib/python3.12/site-packages/nvidia/cu13/lib" && {copy} "$0" "$3/bin/python" ;;
   *) echo "${{0##*.venv/}} $*" >>{folder}/asked; [ ! -e {folder}/broken ] || exit 9 ;;
 esac
 """
@@ -252,6 +253,9 @@ def test_the_gpu_environment_is_made_of_its_locks_alone(installing):
         "--no-deps --no-build-isolation -e .",
     ]
     assert engine[-1].endswith("requirements/smoke_gpu.py --driver no")
+    toolkit = installing / ".venv" / "engine" / "lib" / "python3.12" / "site-packages" / "nvidia" / "cu13"
+    assert (toolkit / "lib64").samefile(toolkit / "lib")
+    assert (toolkit / "lib" / "libcudart.so").readlink() == Path("libcudart.so.13")
     done = setup(installing)
     assert (done.returncode, done.stdout, done.stderr, asked(installing)) == (0, "", "", [])
 

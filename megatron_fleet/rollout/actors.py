@@ -20,6 +20,7 @@ from megatron_fleet.envs.registry import environment_token
 from megatron_fleet.platform.processes import take_normal_priority
 from megatron_fleet.rollout import engine_actor, engine_arguments
 from megatron_fleet.rollout.components import ComponentLost
+from megatron_fleet.rollout.engine_toolkit import toolkit_environment
 from megatron_fleet.rollout.policy import EndpointAccess, EngineAccess
 from megatron_fleet.rollout.ray_local import live_nodes
 from megatron_fleet.rollout.requests import EpisodeSpec
@@ -108,6 +109,8 @@ def engine_options(settings: ActorSettings, index: int) -> dict[str, Any]:
     """Return Ray's options for an engine's actor. Raises ComponentLost when the engine's host is not in the cluster."""
     devices = settings.engine_devices(index)
     env_vars = settings.env_vars | engine_arguments.environment(bool(devices)) | devices
+    if devices:
+        env_vars |= toolkit_environment(os.environ)
     options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0, "runtime_env": {"env_vars": env_vars}}
     host = settings.engine_host(index)
     if host == LOOPBACK:

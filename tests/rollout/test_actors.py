@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,6 +43,7 @@ def test_an_engine_is_bound_to_its_node_and_sees_its_devices_only(monkeypatch):
     variables = second["runtime_env"]["env_vars"]
     assert variables["CUDA_VISIBLE_DEVICES"] == "GPU-0003,GPU-0002" and variables["MARK"] == "run"
     assert variables["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] == "1"
+    assert variables["PATH"].startswith(f"{sys.prefix}/bin:")  # ninja
     assert (SETTINGS.engine_host(0), SETTINGS.engine_host(1)) == ("10.0.0.1", "10.0.0.2")
 
 
@@ -55,4 +57,4 @@ def test_without_devices_an_engine_is_given_none():
     alone = replace(SETTINGS, engines=(EnginePlace("one", ()),), inventory=Inventory((Host("one", LOOPBACK),)))
     options = engine_options(alone, 0)
     assert options["num_gpus"] == 0 and "scheduling_strategy" not in options
-    assert "CUDA_VISIBLE_DEVICES" not in options["runtime_env"]["env_vars"]
+    assert not {"CUDA_VISIBLE_DEVICES", "PATH"} & options["runtime_env"]["env_vars"].keys()
