@@ -86,8 +86,6 @@ def transformer_config(
         "batch_p2p_comm": torch.cuda.is_available() and parallel.virtual == 1,
         # Otherwise the host waits for the whole device after each send, because of a bug of old PyTorch versions.
         "batch_p2p_sync": False,
-        # Otherwise the host waits for the whole device after each send, because of a bug of old PyTorch versions.
-        "batch_p2p_sync": False,
     }
     if model.experts:
         settings |= {"moe_grouped_gemm": fused, "moe_token_dispatcher_type": "alltoall", "moe_permute_fusion": fused}
