@@ -22,6 +22,7 @@ from megatron_fleet.data.commands import add_commands as add_data_commands
 from megatron_fleet.platform.processes import private_files
 
 if TYPE_CHECKING:
+    from megatron_fleet.cluster.inventory import Inventory
     from megatron_fleet.config.schema import Config
 
 _UNUSABLE_PATH = {
@@ -147,6 +148,8 @@ def _add_run_commands(commands: Any) -> None:
         "train", help="train a policy; starts the trainer's ranks unless cluster.ranks=external"
     )
     train.add_argument("--dry-run", action="store_true", help="check everything, print the plan, then stop")
+    gpus = "with --dry-run: plan for N H100 of 80 GB on one host, whatever is here"
+    train.add_argument("--gpus", type=int, metavar="N", help=gpus)
     train.add_argument("--out", type=Path, metavar="DIR", help="folder of the outputs (short for run.out=DIR)")
     train.add_argument("--resolved", type=Path, metavar="FILE", help="the config.json of a run, instead of overrides")
     train.add_argument("overrides", nargs="*", help=OVERRIDES_HELP)
@@ -177,16 +180,28 @@ def _train(args: argparse.Namespace) -> int:
 
     config = _load(args)
     args.out = Path(config.run.out)
-    preflight.check(config)
+    assumed = _assumed(args)
+    preflight.check(config, assumed)
     if args.dry_run:
         from megatron_fleet.cluster.dry_run import describe
 
-        say(describe(config))
+        say(describe(config, assumed))
         return 0
     from megatron_fleet.loop.main import main as train
 
     with private_files(args.out, config.run.shared):
         return train(config)
+
+
+def _assumed(args: argparse.Namespace) -> Inventory | None:
+    from megatron_fleet.cluster.inventory import assumed_inventory
+    from megatron_fleet.cluster.memory.phases import H100_BYTES
+
+    if args.gpus is None:
+        return None
+    if args.gpus < 1 or not args.dry_run:
+        raise UserError(f"--gpus={args.gpus} plans for GPUs that need not be here; give 1 or more, with --dry-run.")
+    return assumed_inventory(args.gpus, "H100 80GB (assumed)", H100_BYTES)
 
 
 def _rank(args: argparse.Namespace) -> int:
