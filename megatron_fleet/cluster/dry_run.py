@@ -27,17 +27,20 @@ def as_yaml(config: Config) -> str:
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=False)
 
 
-def describe(config: Config) -> str:
-    """Describe a run: resolved configuration, processes, placement and memory on this host, and outputs.
+def describe(config: Config, inventory: Inventory | None = None) -> str:
+    """Describe a run: resolved configuration, processes, placement and memory, and outputs.
+
+    Args:
+        inventory: hosts to plan for; ``None``: this one.
 
     Raises:
-        UserError: the processes do not fit on this host.
+        UserError: the processes do not fit.
     """
     sections = {"processes": processes(config)}
     if config.cluster.ranks == "external" or config.cluster.nodes:
         sections["placement"] = [_not_known_yet(config)]
     else:
-        inventory = local_inventory(os.environ)
+        inventory = inventory or local_inventory(os.environ)
         sections["placement"] = draw(inventory, place(inventory, Wanted.of(config)))
         if devices := inventory.hosts[0].devices:
             memory = _memory(config, min(device.memory_bytes for device in devices))

@@ -129,6 +129,12 @@ def _with_ranks(host: Host, ranks: Sequence[StartedRank]) -> Host:
     return replace(host, devices=used + free, ranks=tuple(rank.rank for rank in ordered))
 
 
+def assumed_inventory(count: int, kind: str, memory_bytes: int) -> Inventory:
+    """Return one host with ``count`` equal GPUs that are not here, to plan for."""
+    devices = tuple(Device(i, f"GPU-{i}", kind, memory_bytes) for i in range(count))
+    return Inventory((Host("assumed", LOOPBACK, devices),))
+
+
 def local_inventory(environ: Mapping[str, str], alone: bool = True) -> Inventory:
     """Return this host, with the devices that the installed torch can use and CUDA_VISIBLE_DEVICES allows.
 

@@ -23,7 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megatron_fleet.cluster.inventory import Device, cuda_is_installed, local_inventory
+from megatron_fleet.cluster.inventory import Device, Inventory, cuda_is_installed, local_inventory
 from megatron_fleet.cluster.memory.check import check_memory, host_bytes
 from megatron_fleet.cluster.memory.engine import kv_bytes_per_token, state_bytes
 from megatron_fleet.cluster.placement import Wanted, place
@@ -46,21 +46,24 @@ ANSWER_S = 10.0
 log = logging.getLogger(__name__)
 
 
-def check(config: Config) -> None:
+def check(config: Config, assumed: Inventory | None = None) -> None:
     """Refuse a run that could not work.
+
+    Args:
+        assumed: a host to plan for instead of this one; its memory besides the GPUs' is not known.
 
     Raises:
         UserError: the first problem, cheapest checks first.
     """
     validate.check(config)
-    device_bytes = _launch(config)
+    device_bytes = _launch(config, assumed)
     _out(config)
     hf_config = _model(config)
     _own_parts(config)
     _layout(config, hf_config)
     _engine(config, hf_config)
     if device_bytes is not None:
-        check_memory(config, hf_config, device_bytes, host_bytes())
+        check_memory(config, hf_config, device_bytes, None if assumed else host_bytes())
     _routing(config, hf_config)
     _mixer(hf_config)
     _renderer(config)
@@ -104,7 +107,7 @@ def check_endpoint(config: Config) -> None:
         raise UserError("eval.endpoint.model must be set; add --model NAME.")
 
 
-def _launch(config: Config) -> int | None:
+def _launch(config: Config, assumed: Inventory | None) -> int | None:
     """Refuse to start as one of several controllers, and a single-host run that does not fit on this host.
 
     Returns the memory of its smallest GPU; ``None`` without GPUs, and for runs on several hosts.
@@ -121,12 +124,13 @@ def _launch(config: Config) -> int | None:
             )
     if config.cluster.ranks != "local" or config.cluster.nodes:
         return None
-    return min((device.memory_bytes for device in _place(Wanted.of(config))), default=None)
+    devices = _place(Wanted.of(config), assumed)
+    return min((device.memory_bytes for device in devices), default=None)
 
 
-def _place(wanted: Wanted) -> tuple[Device, ...]:
+def _place(wanted: Wanted, assumed: Inventory | None = None) -> tuple[Device, ...]:
     """Refuse what does not fit on this host, and to compute on its CPU because its GPUs are not seen; return these."""
-    inventory, visible = local_inventory(os.environ), os.environ.get("CUDA_VISIBLE_DEVICES")
+    inventory, visible = assumed or local_inventory(os.environ), os.environ.get("CUDA_VISIBLE_DEVICES")
     if cuda_is_installed() and not inventory.hosts[0].devices and (visible is None or visible.strip()):
         raise UserError(
             "torch is installed for GPUs, but this host has none that nvidia-smi shows; mend the driver, or set "

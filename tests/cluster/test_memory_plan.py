@@ -115,6 +115,22 @@ def test_dry_run_shows_the_memory(name, tmp_path, monkeypatch, capsys):
     assert "GiB of host memory, and the host has 1 GiB; lower policy.optimizer" in capsys.readouterr().err
 
 
+def test_dry_run_plans_for_gpus_that_are_not_here(tmp_path, monkeypatch, capsys):
+    shutil.copytree(ROOT / "assets" / "tiny", tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(json.dumps(hf_config("qwen3_8b_8xh100")))
+    keys = ["experiment=qwen3_8b_8xh100", f"model.path={tmp_path / 'model'}", f"run.out={tmp_path / 'out'}"]
+    assert cli.main(["train", "--dry-run", "--gpus", "8", *keys]) == 0
+    text = capsys.readouterr().out
+    assert "GPU 7  H100 80GB (assumed), 80 GiB  rank 7" in text and "together, of 79.6" in text
+    assert cli.main(["train", "--dry-run", "--gpus", "8", *keys, "policy.recompute=none"]) == 2
+    assert "are activations: set policy.recompute=full" in capsys.readouterr().err
+    assert cli.main(["train", "--dry-run", "--gpus", "4", *keys]) == 2
+    assert "= 8 ranks need a GPU each, but there are 4" in capsys.readouterr().err
+    for words in (["--gpus", "8"], ["--dry-run", "--gpus", "0"]):
+        assert cli.main(["train", *words, *keys]) == 2
+        assert "plans for GPUs that need not be here" in capsys.readouterr().err
+
+
 def test_phases_are_those_of_the_run():
     names = [phase.name for phase in run_memory(composed("gpu_smoke"), hf_config("gpu_smoke")).devices[0].phases]
     assert sorted(names) == sorted([*map(str, Phase), "checkpoint"])

@@ -111,8 +111,19 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("name", "layers", "parallel", "rank"), LAYOUTS)
 def test_elements_are_those_of_megatrons_buffers(as_rank, name, layers, parallel, rank):
-    hf = published()[name] | {"num_hidden_layers": layers}
-    hf.pop("max_window_layers", None)
+    compare(as_rank, published()[name] | {"num_hidden_layers": layers}, parallel, rank)
+
+
+@pytest.mark.parametrize("parallel", [ParallelConfig(tensor=2, data=3), ParallelConfig(pipeline=2, virtual=2)])
+def test_padding_of_odd_sizes(as_rank, parallel):
+    """No tensor fills a multiple of 64 elements, and data-parallel ranks do not divide the buffer."""
+    odd = {"num_hidden_layers": 4, "hidden_size": 1002, "head_dim": 40, "intermediate_size": 334, "vocab_size": 1001}
+    counted = compare(as_rank, published()["Qwen3-0.6B"] | odd, parallel, 0)
+    assert counted.padding > 128
+
+
+def compare(as_rank, hf, parallel, rank):
+    """Assert that what is counted is what Megatron makes; return the counts."""
     as_rank(parallel, rank)
     chunks, adam = made(hf, parallel)
     stage = rank * parallel.pipeline // parallel.world_size
@@ -125,6 +136,7 @@ def test_elements_are_those_of_megatrons_buffers(as_rank, name, layers, parallel
     assert counted.buffers == sum(buffer.numel for buffer in buffers)
     # A rank whose share ends in padding has less of it: nothing is stored for padding.
     assert 0 <= 12 * counted.shards - optimizer_nbytes(adam) <= 12 * counted.padding
+    return counted
 
 
 def test_bfloat16_gradients_halve_the_buffer(as_rank):

@@ -28,13 +28,13 @@ def host_bytes() -> int:
     return min(installed, int(limit)) if limit.isdigit() else installed
 
 
-def check_memory(config: Config, hf_config: Mapping[str, Any], device_bytes: int, available: int) -> None:
+def check_memory(config: Config, hf_config: Mapping[str, Any], device_bytes: int, available: int | None) -> None:
     """Refuse a run whose counted memory alone is more than there is; warn when estimates bring it to the edge.
 
     Args:
         hf_config: content of the model's ``config.json``.
         device_bytes: memory of the smallest device.
-        available: memory of the host with least.
+        available: memory of the host with least; ``None``: not known.
 
     Raises:
         UserError: it cannot fit.
@@ -44,17 +44,22 @@ def check_memory(config: Config, hf_config: Mapping[str, Any], device_bytes: int
         for phase in devices.phases:
             _check_phase(config, devices, phase, device_bytes)
     _check_cache(config, memory, device_bytes)
-    needed = sum(memory.host[part] for part in CERTAIN_ON_HOST)
+    if available is not None:
+        _check_host(config, memory.host, available)
+
+
+def _check_host(config: Config, host: Mapping[str, int], available: int) -> None:
+    needed = sum(host[part] for part in CERTAIN_ON_HOST)
     if needed > available:
         raise UserError(
             f"memory: the trainer's state takes {needed / GIB:.0f} GiB of host memory, and the host has "
             f"{available / GIB:.0f} GiB; lower policy.optimizer.offload_fraction="
             f"{config.policy.optimizer.offload_fraction:g}, or use more hosts."
         )
-    if sum(memory.host.values()) > available:
+    if sum(host.values()) > available:
         log.warning(
             "memory: about %.0f GiB of host memory are needed, and the host has %.0f GiB.",
-            sum(memory.host.values()) / GIB,
+            sum(host.values()) / GIB,
             available / GIB,
         )
 
