@@ -48,8 +48,8 @@ def readers(recorded, installed):
 
 @pytest.mark.parametrize("packages", ["installed", "recorded"])
 def test_names_exist_and_calls_and_overrides_fit(packages, readers):
-    found = faults(readers[packages])
-    assert [reason for key, reason in found.items() if key not in EXEMPT] == [], record.how()
+    reasons = [reason for key, reason in faults(readers[packages]).items() if key not in EXEMPT]
+    assert not reasons, "\n".join([*reasons, "", "If the releases are right, the record may be old.", record.how()])
 
 
 @pytest.mark.parametrize("packages", ["installed", "recorded"])

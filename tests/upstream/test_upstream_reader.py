@@ -151,6 +151,7 @@ def test_each_misfit_is_told(old, new, told, read):
         ("(a, b=1)", "(*args, **kwargs)", None),
         ("(a, *, c)", "(a, **kwargs)", None),
         ("(a, /)", "(other)", None),
+        ("(a, b, c)", "(_, b, *__)", None),
         ("(a, b=1)", "(a)", "ours lacks b"),
         ("(a, b=1)", "(a, b)", "ours requires b"),
         ("(a, *rest)", "(a)", "ours lacks *rest"),

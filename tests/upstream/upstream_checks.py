@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 
 from upstream_symbols import Symbols, signature
-from upstream_uses import Reader, Use
+from upstream_uses import ADAM, Reader, Use
 
+OFFLOADED = "Megatron's HybridDeviceOptimizer has it, which is told apart before"
 EXEMPT = {
     ("models/qwen3_5/modules/megatron.py", "megatron.core.ssm.gated_delta_net:GatedDeltaNet().forward"): (
         "called by Megatron's layer alone, which names every argument but the first two"
@@ -16,6 +17,8 @@ EXEMPT = {
         "called by GPTModel.forward alone, which names every argument"
     ),
     ("trainer/megatron/build.py", "megatron.core.models.gpt:GPTModel().real_vocab_size"): "we add the attribute",
+    ("trainer/megatron/optimizer.py", f"{ADAM}._sync_sub_optimizers_state_to_hdo"): OFFLOADED,
+    ("trainer/megatron/optimizer.py", f"{ADAM}.sub_optimizers"): OFFLOADED,
     ("trainer/megatron/lora.py", "megatron.core.models.gpt:GPTModel().adapters"): "we add the attribute",
     ("trainer/megatron/gradients.py", "megatron.core.transformer.module:MegatronModule().adapters"): "ours, see above",
     ("trainer/megatron/state.py", "megatron.core.transformer.module:MegatronModule().adapters"): "ours, see above",
@@ -64,17 +67,20 @@ def _misfit(use: Use, symbols: Symbols) -> str | None:
 
 
 def misfit(theirs: inspect.Signature, ours: inspect.Signature) -> str | None:
-    """Why a function of ours cannot take every call that the one in whose place it is takes; ``None`` if it can."""
+    """Why a function of ours cannot take every call that the one in whose place it is takes; ``None`` if it can.
+
+    A parameter of ours whose name is only underscores states that nobody passes it by name.
+    """
     kinds = inspect.Parameter
     mine = list(ours.parameters.values())
     any_name = any(p.kind is kinds.VAR_KEYWORD for p in mine)
-    rest = any(p.kind is kinds.VAR_POSITIONAL for p in mine)
+    rest = next((p.name for p in mine if p.kind is kinds.VAR_POSITIONAL), None)
     places = [p for p in mine if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
     by_name = {p.name for p in mine if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)}
     given: set[str] = set()
     for place, parameter in enumerate(theirs.parameters.values()):
         if parameter.kind is kinds.VAR_POSITIONAL:
-            if not rest:
+            if rest is None:
                 return f"ours lacks *{parameter.name}"
         elif parameter.kind is kinds.VAR_KEYWORD:
             if not any_name:
@@ -84,9 +90,10 @@ def misfit(theirs: inspect.Signature, ours: inspect.Signature) -> str | None:
                 return f"ours lacks {parameter.name}"
         elif place < len(places):
             given.add(places[place].name)
-            if parameter.kind is kinds.POSITIONAL_OR_KEYWORD and parameter.name != places[place].name:
+            named = parameter.kind is kinds.POSITIONAL_OR_KEYWORD and places[place].name.strip("_")
+            if named and parameter.name != places[place].name:
                 return f"ours calls {parameter.name} {places[place].name}"
-        elif not (rest and (any_name or parameter.kind is kinds.POSITIONAL_ONLY)):
+        elif rest is None or (rest.strip("_") and not any_name and parameter.kind is not kinds.POSITIONAL_ONLY):
             return f"ours lacks {parameter.name}"
         if parameter.default is not kinds.empty and place < len(places) and _required(places[place]):
             return f"ours requires {places[place].name}"

@@ -25,6 +25,7 @@ MEMBER = re.compile(r"^    (\w+): |^    def (\w+)|\bself\.(\w+)", re.MULTILINE)
 OURS = "megatron_fleet."
 OUTPUT, COMPLETION = "vllm.outputs:RequestOutput()", "vllm.outputs:CompletionOutput()"
 OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer()"
+ADAM = "transformer_engine.pytorch.optimizers.fused_adam:FusedAdam()"
 BUFFER = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer()"
 MOE = "megatron.core.transformer.moe.moe_layer:MoELayer()"
 HINTS: dict[str, dict[str, str]] = {
@@ -38,6 +39,7 @@ HINTS: dict[str, dict[str, str]] = {
         "found": "vllm.multimodal.inputs:PlaceholderRange()",
     },
     "trainer.megatron.optimizer": {
+        "part.optimizer": ADAM,
         "chained": "megatron.core.optimizer:ChainedOptimizer()",
         "part": OPTIMIZER,
     },
@@ -60,6 +62,16 @@ STRUCTURAL = {
     "trainer.megatron.routing:RouterTap": "megatron.core.transformer.moe.router_replay:RouterReplay",
 }
 """Our class → the one whose methods it has, without being derived from it."""
+_ATTENTION, _NORM = "megatron.core.transformer.attention:", "megatron.core.transformer.torch_norm:"
+BUILT = {
+    "platform.megatron.attention:PackedAttention": (f"{_ATTENTION}CoreAttentionBuilder", "CoreAttentionInterface"),
+    "platform.megatron.layers:DuplicatedLinear": (f"{_ATTENTION}LinearLayerBuilder", "LinearInterface"),
+    "platform.megatron.layers:RMSNorm": (f"{_NORM}LayerNormBuilder", "LayerNormInterface"),
+    "platform.megatron.layers:SwiGLU": (
+        "megatron.core.transformer.mlp:TEActivationFunctionBuilder", "TEActivationFunctionInterface",
+    ),
+}  # fmt: skip
+"""Our layer → how Megatron calls its constructor and its methods, which releases before 0.17 do not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +303,7 @@ class _Scope(ast.NodeVisitor):
         if structural is not None:
             self._reader.unused.discard(f"{self._short}:{node.name}")
             bases.extend([structural] if self._use(structural, node) else [])
+        bases.extend(self._built(node))
         own: dict[str, _Value] = {}
         scope = _Scope(self._reader, self._module, dict(self._names), cls, own)
         for _ in range(2):  # a method may use what a later one sets
@@ -302,6 +315,16 @@ class _Scope(ast.NodeVisitor):
         for method in (each for each in node.body if isinstance(each, Function)):
             if not method.name.startswith("__"):
                 any(self._override(f"{base}().{method.name}", method, _without_self(method)) for base in bases)
+
+    def _built(self, node: ast.ClassDef) -> Iterator[str]:
+        """The interface of a layer in `BUILT`."""
+        builder, interface = BUILT.get(f"{self._short}:{node.name}", ("", ""))
+        if builder:
+            self._reader.kind(builder)
+            self._reader.uses.add(Use(builder, "optional", self._where(node)))
+            (init,) = (each for each in node.body if isinstance(each, Function) and each.name == "__init__")
+            self._override(f"{builder}().__call__", init, _without_self(init))
+            yield f"{builder.partition(':')[0]}:{interface}"
 
     def _upstream_bases(self, cls: _OurClass) -> Iterator[str]:
         scope = _Scope(self._reader, cls.module, dict(self._reader.names(cls.module)))
