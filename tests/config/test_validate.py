@@ -50,6 +50,15 @@ def test_quickstart_is_accepted():
             ["rollout.engine.expert_parallel=true"],
             ["rollout.engine.expert_parallel=true", "rollout.engine.tensor_parallel=1"],
         ),
+        (["policy.router.dispatcher=deepep"], ["policy.router.dispatcher=deepep needs model.dtype=bfloat16"]),
+        (
+            ["policy.router.dispatcher=deepep", "model.dtype=bfloat16", "policy.router.dtype=float64"],
+            ["policy.router.dispatcher=deepep needs policy.router.dtype=float32"],
+        ),
+        (
+            ["policy.router.dispatcher=deepep", "model.dtype=bfloat16", "parallel.data=3", "parallel.expert=3"],
+            ["policy.router.dispatcher=deepep", "= 3 ranks: it supports 2, 4, 8", "policy.router.dispatcher=auto"],
+        ),
         (["rollout.engine.quantization=fp8"], ["rollout.engine.quantization=fp8", "model.dtype=float32"]),
         (
             ["rollout.engine.quantization=fp8", "policy.fake_quant=int4_experts", "model.dtype=bfloat16"],

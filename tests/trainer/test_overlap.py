@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rank_processes import run_ranks
@@ -16,6 +17,7 @@ from overlap_ranks import RUNS, write_models
 from safetensors.torch import load_file
 
 from megatron_fleet.config.schema import OptimizerConfig, PolicyConfig
+from megatron_fleet.trainer import verbs
 from megatron_fleet.trainer.megatron.gradient_overlap import overlap_arguments
 
 
@@ -82,6 +84,24 @@ def test_an_export_after_an_update_has_all_of_it(folder):
     assert tensors[0].keys() == tensors[1].keys()
     for name, value in tensors[0].items():
         torch.testing.assert_close(tensors[1][name], value, rtol=2e-4, atol=5e-5, msg=name)
+
+
+def test_verbs_that_read_parameters_wait_for_all_of_them(monkeypatch):
+    calls = []
+
+    def called(name):
+        return lambda *_: calls.append(name)
+
+    rank = object.__new__(verbs.RankVerbs)
+    rank._policy = SimpleNamespace(gathered=called("gathered"), model_chunks=[])
+    rank._sender, rank._losses = SimpleNamespace(send=called("send")), None
+    rank._state = SimpleNamespace(offload=called("offload"))
+    monkeypatch.setattr(verbs, "find_faults", called("examine"))
+    monkeypatch.setattr(verbs, "as_plain", lambda value: value)
+    rank.send_weights(1, {}, None)
+    rank.offload()
+    rank.examine()
+    assert calls == ["gathered", "send", "gathered", "offload", "gathered", "examine"]
 
 
 @pytest.mark.parametrize(
