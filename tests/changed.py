@@ -3,8 +3,8 @@
 Usage: python tests/changed.py [COMMIT]        by default where this branch left origin/main, or the last commit
 
 A test is affected when it imports a changed module, directly or through others, when it names one in a text (a program
-that it starts), or when it names a changed file that is not Python, or its folder. What every test depends on affects
-all of them.
+that it starts), or when it names a changed file of tools/ or one that is not Python, or its folder. What every test
+depends on affects all of them.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def affected(changed: Iterable[str]) -> list[str]:
         return ["tests"]
     graph = dependents()
     pending = [ROOT / name for name in changed if name.endswith(".py")]
-    for other in (Path(name) for name in changed if not name.endswith(".py")):
+    for other in (Path(name) for name in changed if not name.endswith(".py") or name.startswith("tools/")):
         folder = f'"{other.parent.name}"'
         named = [path for path, text in texts().items() if other.name in text]
         if other.as_posix().startswith(SITE):

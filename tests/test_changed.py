@@ -23,6 +23,7 @@ TESTS = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.
         ("benchmarks/gpu/battery/parts/device.py", "tests/benchmarks/test_gpu_parts.py", "tests/algorithms/test_kl.py"),
         ("benchmarks/gpu/battery/show.py", "tests/benchmarks/test_gpu_page.py", "tests/algorithms/test_kl.py"),
         ("benchmarks/gpu/run.py", "tests/benchmarks/test_gpu_battery.py", "tests/algorithms/test_kl.py"),
+        ("tools/offline_bundle.py", "tests/test_offline_bundle.py", "tests/algorithms/test_kl.py"),
         ("docs/run/one-gpu.md", "tests/docs_site/test_site_in_browser.py", "tests/algorithms/test_kl.py"),
     ],
 )
