@@ -10,6 +10,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from waiting import HANG_S
@@ -20,6 +21,8 @@ pytest.importorskip("megatron_fleet.trainer.megatron")
 
 ON_GPUS = {
     "layers": {"fp8_speedup", "fp8_recipe", "torch_slowdown"},
+    "sync": {f"fp8_{name}" for name in ("bytes", "sync_gb_s", "send_gb_s", "bit_equal", "agreement", "agreement_max")}
+    | {"fp8_engine_start_s", "fp8_cycle_s"},
     "engine": {"start_eager_s", "graph_speedup", "freed_gib", "left_gib", "growth_gib"},
     "offload": {"freed_share", "left_gib", "growth_gib"},
     "checkpoint": {"device_extra_gib"},
@@ -173,6 +176,56 @@ def test_an_engine_is_measured_with_and_without_graphs(measure, gpu, monkeypatch
     graphs, eager = FakeEngine.made
     assert graphs.closed and eager.closed and eager.eager and not graphs.eager
     assert len(set(graphs.prompts)) == len(graphs.prompts)  # no prompt was cached
+
+
+class FakeServer(FakeEngine):
+    """Holds always the same weights, and log-probs of -1."""
+
+    def __init__(self, config, transport, log, more):
+        self.seconds, self.closed = {"start": 10.0}, False
+        assert transport == "cuda_ipc"
+        FakeEngine.made += (self,)
+
+    async def call(self, verb, *arguments):
+        if verb == "fingerprints":
+            return {"weight": 1}
+        return [np.full(len(ids), -1.0, np.float32) for ids in arguments[0]] if verb == "score" else None
+
+
+class FakeSync:
+    def __init__(self, verbs, engine, transport):
+        self.engine, self.version, self.trainer = engine, 0, SimpleNamespace(seconds=0.5)
+
+    async def next(self):
+        self.version += 1
+        return 1.0
+
+    def close(self):
+        pass
+
+
+def test_an_engine_in_fp8_takes_half_the_bytes(measure, gpu, monkeypatch):
+    from battery import shapes
+    from battery.parts import weight_transfer
+
+    def nothing(*_):
+        return None
+
+    verbs = SimpleNamespace(offload=nothing, onload=nothing, close=nothing)
+    monkeypatch.setattr(FakeEngine, "made", ())
+    monkeypatch.setattr(weight_transfer, "Engine", FakeServer)
+    monkeypatch.setattr(weight_transfer, "Sync", FakeSync)
+    monkeypatch.setattr(shapes, "make_verbs", lambda config, init: verbs)
+    monkeypatch.setattr(shapes, "logprobs", lambda verbs, data: np.full(3 * 39, -1.25, np.float32))
+    figures = measure("sync").figures
+    embedding_and_head = 2 * 2 * 512 * 128
+    layers = 2 * 2 * (4 * 128 * 128 + 3 * 128 * 256)
+    assert 0 <= figures["bytes"] - layers - embedding_and_head < 2000  # the norms
+    assert 0 <= figures["fp8_bytes"] - layers / 2 - embedding_and_head < 2500
+    assert figures["agreement"] == figures["fp8_agreement_max"] == 0.25 and figures["fp8_bit_equal"] == 1
+    assert figures["fp8_sync_gb_s"] == pytest.approx(figures["fp8_bytes"] / 1e9, rel=1e-3)
+    assert figures["send_gb_s"] == pytest.approx(2 * figures["bytes"] / 1e9, rel=1e-3)
+    assert len(FakeEngine.made) == 2 and all(engine.closed for engine in FakeEngine.made)
 
 
 def test_device(measure):
@@ -425,6 +478,7 @@ def test_weights_reach_an_engine_and_both_agree(measure):
     result = measure("sync")
     assert result.figures["bit_equal"] == 1 and 0 <= result.figures["agreement"] < 0.02
     assert [row["version"] for row in result.tables["syncs"]] == [1, 2]
+    assert result.left_out == {"fp8": "vLLM has no FP8 on CPUs"}
 
 
 @pytest.mark.slow

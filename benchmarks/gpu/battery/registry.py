@@ -106,6 +106,17 @@ class Part:
 _TRAINER = ("torch", "megatron-core", "pydantic", "numba", "safetensors", "msgpack")
 _SERVING = (*_TRAINER, "vllm", "megatron_fleet")  # vLLM finds our transports by the entry point of our package
 
+_SYNC = {
+    "bytes": "bytes of one sync",
+    "sync_gb_s": "whole sync, GB/s, median",
+    "send_gb_s": "the trainer's part of it, GB/s, median",
+    "bit_equal": "1 where the engine's parameters equal those that it had read from disk",
+    "agreement": "mean |engine's − trainer's log-prob|, nats",
+    "agreement_max": "largest |engine's − trainer's log-prob|, nats",
+    "engine_start_s": "start of the engine, s",
+    "cycle_s": "sleep, wake, sync, wake: s, median",
+}
+
 PARTS: tuple[Part, ...] = (
     Part(
         "device",
@@ -200,25 +211,24 @@ PARTS: tuple[Part, ...] = (
     Part(
         "sync",
         "battery.parts.weight_transfer",
-        "weights to an engine on the same GPU: GB/s, bit equality, log-prob agreement, sleep and wake around it",
-        8,
+        "weights to an engine on the same GPU, in BF16 and in FP8: GB/s, bit equality, log-prob agreement, sleep and "
+        "wake around it",
+        9,
         _SERVING,
         {
             "transport": "transport",
-            "bytes": "bytes of one sync",
-            "sync_gb_s": "whole sync, GB/s, median",
-            "send_gb_s": "the trainer's part of it, GB/s, median",
-            "bit_equal": "1 where the engine's parameters equal those that it had read from disk",
-            "agreement": "mean |engine's − trainer's log-prob|, nats",
-            "agreement_max": "largest |engine's − trainer's log-prob|, nats",
-            "engine_start_s": "start of the engine, s",
-            "cycle_s": "sleep, wake, sync, wake: s, median",
+            **_SYNC,
+            **{f"fp8_{name}": f"engine in FP8: {says}" for name, says in _SYNC.items()},
         },
         {
-            "syncs": Table("Syncs", {"version": "version", "sync_ms": "ms", "gb_s": "GB/s", "send_ms": "send ms"}),
+            "syncs": Table(
+                "Syncs",
+                {"engine": "engine", "version": "version", "sync_ms": "ms", "gb_s": "GB/s", "send_ms": "send ms"},
+            ),
             "cycles": Table(
                 "Cycles",
                 {
+                    "engine": "engine",
                     "cycle": "cycle",
                     "seconds": "s",
                     "asleep_gib": "GiB, engine asleep and parameters onloaded",

@@ -46,14 +46,15 @@ QWEN3_8B: dict[str, Any] = {
     "torch_dtype": "bfloat16",
 }
 TINY = QWEN3_8B | {
-    "hidden_size": 64,
-    "intermediate_size": 128,
+    "hidden_size": 128,
+    "intermediate_size": 256,
     "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_key_value_heads": 4,
     "head_dim": 32,
     "num_hidden_layers": 2,
     "vocab_size": 512,
 }
+"""Sides are multiples of 128, as FP8 in blocks needs."""
 MATRIX = {"full": 8192, "tiny": 64}
 COPY_BYTES = {"full": 4 << 30, "tiny": 1 << 20}
 SMALL_VOCABULARY = 1024

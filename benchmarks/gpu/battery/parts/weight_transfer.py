@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from battery import shapes
+from battery import shapes, variants
 from battery.engines import Engine
 from battery.hardware import GIB
-from battery.results import Report, Request
+from battery.results import Report, Request, Sink, Unavailable
 from megatron_fleet.config.schema import Config
-from megatron_fleet.trainer.base import PARTS, Deliver
+from megatron_fleet.trainer.base import Deliver
+from megatron_fleet.weight_sync.engine_model import fp8_declaration, open_engine_model
 from megatron_fleet.weight_sync.registry import make_transport
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ class Sizes:
 
 
 SIZES = {"full": Sizes(8, (8, 1024), 6, 5), "tiny": Sizes(2, (3, 40), 2, 1)}
+ENGINES = {"bf16": "none", "fp8": "fp8"}
+"""Name → ``rollout.engine.quantization``; the trainer is in BF16."""
 WORKER = "battery.engines.Fingerprints"
 
 
@@ -85,52 +88,131 @@ class Receipt:
 
 
 def measure(report: Report, request: Request) -> None:
+    """An engine of each kind, each with its trainer in a process of its own."""
+    report.figures(transport="cuda_ipc" if shapes.cuda() else "shm")
+    common = {"size": request.size, "scratch": request.scratch, "keep": request.keep}
+    for name, quantization in ENGINES.items():
+        variants.run(report, __name__, name, {**common, "name": name, "quantization": quantization})
+
+
+def variant(sink: Sink, settings: Mapping[str, Any]) -> None:
     """Write random weights, from which trainer and engine start, and sync them."""
-    sizes, scratch = SIZES[request.size], Path(request.scratch)
-    report.doing("writing random weights")
-    hf = shapes.model_config(request.size, sizes.layers)
-    model = shapes.write_model(scratch / "model", hf)
-    settings = {
+    if settings["quantization"] == "fp8" and not shapes.cuda():
+        raise Unavailable("vLLM has no FP8 on CPUs")
+    size, folder = settings["size"], Path(settings["scratch"]) / "model"
+    sizes = SIZES[size]
+    hf = shapes.model_config(size, sizes.layers)
+    if not folder.exists():
+        sink.doing("writing random weights")
+        shapes.write_model(folder, hf)
+    engine = {
         "colocated": True,
+        "quantization": settings["quantization"],
         "gpu_memory_utilization": 0.5,
-        "kv_cache_bytes": (4 << 30) if request.size == "full" else (64 << 20),
+        "kv_cache_bytes": (4 << 30) if size == "full" else (64 << 20),
         "max_num_seqs": 64,
         "start_timeout_s": 600.0,
     }
-    config = shapes.run_config(model, 2 * sizes.scored[0] * sizes.scored[1], engine=settings)
-    report.doing("building the trainer")
+    config = shapes.run_config(folder, 2 * sizes.scored[0] * sizes.scored[1], engine=engine)
+    sink.doing(f"{settings['name']}: building the trainer")
     verbs = shapes.make_verbs(config, "hf")
-    verbs.offload(PARTS)
-    transport = "cuda_ipc" if shapes.cuda() else "shm"
-    report.figures(transport=transport)
-    asyncio.run(_with_engine(report, request, verbs, config, hf["vocab_size"]))
+    verbs.offload()
+    log = Path(settings["keep"]) / f"sync-{settings['name']}.log"
+    asyncio.run(Measurement(sink, settings["name"], verbs, config, sizes).run(log, hf["vocab_size"]))
     verbs.close()
 
 
-async def _with_engine(report: Report, request: Request, verbs: RankVerbs, config: Config, vocabulary: int) -> None:
-    sizes, transport = SIZES[request.size], report.result.figures["transport"]
-    report.doing("starting the engine")
-    log = Path(request.keep) / "sync-engine.log"
-    before = shapes.memory_used()
-    engine = Engine(config, transport, log, {"worker_extension_cls": WORKER})
-    sync = Sync(verbs, engine, transport)
-    try:
-        await engine.call("start")
-        nbytes = sum(path.stat().st_size for path in Path(config.model.path).glob("*.safetensors"))
-        report.figures(engine_start_s=round(engine.seconds["start"], 1), bytes=nbytes)
-        loaded = await engine.call("fingerprints")
-        assert loaded, "a model has parameters"
-        await engine.call("sleep")  # its weights are lost
-        verbs.onload(("parameters",))
-        await engine.call("wake", "weights")
-        await syncs(report, sync, sizes.syncs)
-        report.figures(bit_equal=int(await engine.call("fingerprints") == loaded))
-        await engine.call("wake", "kv_cache")
-        await agreement(report, verbs, engine, sizes.scored, vocabulary)
-        await cycles(report, verbs, sync, sizes.cycles, before)
-    finally:
-        sync.close()
-        engine.close()
+class Measurement:
+    """What is measured with one engine; the figures of others than BF16 carry its name."""
+
+    def __init__(self, sink: Sink, name: str, verbs: RankVerbs, config: Config, sizes: Sizes) -> None:
+        self._sink, self._name, self._verbs, self._config, self._sizes = sink, name, verbs, config, sizes
+        held = open_engine_model(config.model.path, fp8_declaration(config))
+        self._nbytes = sum(part.nbytes for encoding in held.encodings.values() for part in encoding.parts)
+
+    def _figures(self, **values: Any) -> None:
+        prefix = "" if self._name == "bf16" else f"{self._name}_"
+        self._sink.figures(**{f"{prefix}{name}": value for name, value in values.items()})
+
+    def _doing(self, what: str) -> None:
+        self._sink.doing(f"{self._name}: {what}")
+
+    async def run(self, log: Path, vocabulary: int) -> None:
+        """Start the engine, and take it through what a run does."""
+        self._doing("starting the engine")
+        before, transport = shapes.memory_used(), "cuda_ipc" if shapes.cuda() else "shm"
+        engine = Engine(self._config, transport, log, {"worker_extension_cls": WORKER})
+        sync = Sync(self._verbs, engine, transport)
+        try:
+            await engine.call("start")
+            self._figures(engine_start_s=round(engine.seconds["start"], 1), bytes=self._nbytes)
+            loaded = await engine.call("fingerprints")
+            assert loaded, "a model has parameters"
+            await engine.call("sleep")  # its weights are lost
+            self._verbs.onload(("parameters",))
+            await engine.call("wake", "weights")
+            await self._syncs(sync)
+            self._figures(bit_equal=int(await engine.call("fingerprints") == loaded))
+            await engine.call("wake", "kv_cache")
+            await self._agreement(engine, vocabulary)
+            await self._cycles(sync, before)
+        finally:
+            sync.close()
+            engine.close()
+
+    async def _syncs(self, sync: Sync) -> None:
+        """Rows of the table ``syncs``; the first, which makes the buffers, does not count in the medians."""
+        whole, sent = [], []
+        for _ in range(self._sizes.syncs):
+            self._doing(f"sync {sync.version + 1}")
+            whole.append(await sync.next())
+            sent.append(sync.trainer.seconds)
+            self._sink.row(
+                "syncs",
+                engine=self._name,
+                version=sync.version,
+                sync_ms=shapes.finite(1e3 * whole[-1]),
+                gb_s=shapes.finite(self._nbytes / whole[-1] / 1e9),
+                send_ms=shapes.finite(1e3 * sent[-1]),
+            )
+        self._figures(
+            sync_gb_s=shapes.finite(self._nbytes / statistics.median(whole[1:]) / 1e9),
+            send_gb_s=shapes.finite(self._nbytes / statistics.median(sent[1:]) / 1e9),
+        )
+
+    async def _agreement(self, engine: Engine, vocabulary: int) -> None:
+        """Log-probs of the same random tokens by both."""
+        self._doing("log-probs of engine and trainer")
+        count, length = self._sizes.scored
+        data = shapes.random_data(count * length, length, vocabulary)
+        theirs = await engine.call("score", [datum.token_ids for datum in data])
+        distance = np.abs(shapes.logprobs(self._verbs, data) - np.concatenate([values[1:] for values in theirs]))
+        self._figures(agreement=shapes.finite(distance.mean()), agreement_max=shapes.finite(distance.max()))
+
+    async def _cycles(self, sync: Sync, before: int) -> None:
+        """Cycles of a colocated run without its training: the trainer offloads, the engine sleeps, and back."""
+        seconds = []
+        for cycle in range(1, self._sizes.cycles + 1):
+            self._doing(f"cycle {cycle}")
+            began = time.perf_counter()
+            await sync.engine.call("sleep")
+            asleep = shapes.memory_used()
+            await sync.engine.call("wake", "weights")
+            await sync.next()
+            await asyncio.to_thread(self._verbs.offload)
+            await sync.engine.call("wake", "kv_cache")
+            seconds.append(time.perf_counter() - began)
+            awake = shapes.memory_used()
+            await asyncio.to_thread(self._verbs.onload, ("parameters",))
+            self._sink.row(
+                "cycles",
+                engine=self._name,
+                cycle=cycle,
+                seconds=round(seconds[-1], 3),
+                asleep_gib=round((asleep - before) / GIB, 3),
+                awake_gib=round((awake - before) / GIB, 3),
+            )
+        self._figures(cycle_s=round(statistics.median(seconds), 3))
 
 
 class Sync:
@@ -154,59 +236,3 @@ class Sync:
     def close(self) -> None:
         """Free the transport's resources."""
         self._transport.close()
-
-
-async def syncs(report: Report, sync: Sync, count: int) -> None:
-    """Rows of the table ``syncs``; the first, which makes the buffers, does not count in the medians."""
-    nbytes = report.result.figures["bytes"]
-    whole, sent = [], []
-    for _ in range(count):
-        report.doing(f"sync {sync.version + 1}")
-        whole.append(await sync.next())
-        sent.append(sync.trainer.seconds)
-        report.row(
-            "syncs",
-            version=sync.version,
-            sync_ms=shapes.finite(1e3 * whole[-1]),
-            gb_s=shapes.finite(nbytes / whole[-1] / 1e9),
-            send_ms=shapes.finite(1e3 * sent[-1]),
-        )
-    report.figures(
-        sync_gb_s=shapes.finite(nbytes / statistics.median(whole[1:]) / 1e9),
-        send_gb_s=shapes.finite(nbytes / statistics.median(sent[1:]) / 1e9),
-    )
-
-
-async def agreement(report: Report, verbs: RankVerbs, engine: Engine, scored: tuple[int, int], vocabulary: int) -> None:
-    """Log-probs of the same random tokens by both."""
-    report.doing("log-probs of engine and trainer")
-    count, length = scored
-    data = shapes.random_data(count * length, length, vocabulary)
-    theirs = await engine.call("score", [datum.token_ids for datum in data])
-    distance = np.abs(shapes.logprobs(verbs, data) - np.concatenate([values[1:] for values in theirs]))
-    report.figures(agreement=shapes.finite(distance.mean()), agreement_max=shapes.finite(distance.max()))
-
-
-async def cycles(report: Report, verbs: RankVerbs, sync: Sync, count: int, before: int) -> None:
-    """Cycles of a colocated run without its training: the trainer offloads, the engine sleeps, and back."""
-    seconds = []
-    for cycle in range(1, count + 1):
-        report.doing(f"cycle {cycle}")
-        began = time.perf_counter()
-        await sync.engine.call("sleep")
-        asleep = shapes.memory_used()
-        await sync.engine.call("wake", "weights")
-        await sync.next()
-        await asyncio.to_thread(verbs.offload, PARTS)
-        await sync.engine.call("wake", "kv_cache")
-        seconds.append(time.perf_counter() - began)
-        awake = shapes.memory_used()
-        await asyncio.to_thread(verbs.onload, ("parameters",))
-        report.row(
-            "cycles",
-            cycle=cycle,
-            seconds=round(seconds[-1], 3),
-            asleep_gib=round((asleep - before) / GIB, 3),
-            awake_gib=round((awake - before) / GIB, 3),
-        )
-    report.figures(cycle_s=round(statistics.median(seconds), 3))
