@@ -12,6 +12,7 @@ import importlib
 import os
 import subprocess
 import sys
+import sysconfig
 import warnings
 from importlib.metadata import version
 from pathlib import Path
@@ -71,10 +72,9 @@ def check_compiler(libraries: list[str]) -> str:
     Raises:
         SystemExit: one of the two fails.
     """
-    from megatron_fleet.rollout.engine_toolkit import toolkit_environment
-
-    chosen = os.environ | toolkit_environment(os.environ)
-    home = Path(chosen.get("CUDA_HOME") or chosen.get("CUDA_PATH") or "/usr/local/cuda")
+    own = Path(sysconfig.get_path("purelib")) / "nvidia" / "cu13"
+    # As rollout/engine_toolkit.py, which an image does not have yet when its environments are made.
+    home = Path(os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or own)
     with TemporaryDirectory() as folder:
         source, compiled = Path(folder, "kernel.cu"), Path(folder, "kernel.o")
         source.write_text("__global__ void nothing() {}\nvoid call() { nothing<<<1, 1>>>(); }\n")

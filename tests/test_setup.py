@@ -349,6 +349,12 @@ def test_the_image_is_made_by_setup_alone(installing, tmp_path):
     ]
 
 
+def test_the_self_test_needs_no_code_of_the_project():
+    """The image does not have it yet when the environments are made."""
+    for name in ("smoke_gpu.py", "verify.py"):
+        assert not re.search(r"(import|from) megatron_fleet", (ROOT / "requirements" / name).read_text())
+
+
 def test_what_no_clone_has_is_not_in_the_image():
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     assert {".git", *(f"**/{line}" for line in (ROOT / ".gitignore").read_text().splitlines())} <= set(ignored)

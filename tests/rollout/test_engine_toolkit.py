@@ -27,7 +27,7 @@ def test_it_is_the_one_installed_with_torch_and_ninja_is_in_path(toolkit):
 
 @pytest.mark.parametrize("name", ["CUDA_HOME", "CUDA_PATH"])
 def test_a_toolkit_that_the_user_names_is_kept(toolkit, name):
-    assert toolkit_environment({name: "/opt/cuda", "PATH": "/bin"}).keys() == {"PATH"}
+    assert toolkit_environment({name: "/usr/cuda", "PATH": "/bin"}).keys() == {"PATH"}
 
 
 def test_without_a_compiler_among_the_packages_none_is_named(toolkit):
