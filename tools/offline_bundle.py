@@ -378,7 +378,7 @@ class PackageIndex:
         shown = subprocess.run(
             [*self._pip, "download", "--help"], capture_output=True, text=True, env=os.environ | {"COLUMNS": "999"}
         )
-        match = re.search(r"--index-url .*\(default (\S+?)\)", shown.stdout)
+        match = re.search(r"--index-url\s.*\(default (\S+?)\)", shown.stdout)
         if match is None:
             raise UserError("pip's help does not say which index it asks; set PIP_INDEX_URL.")
         return match[1]
