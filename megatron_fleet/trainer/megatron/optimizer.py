@@ -153,7 +153,8 @@ def _gathered_once(chunks: Sequence[DistributedDataParallel], optimizer: Chained
             for name in names:
                 del vars(chunk)[name]
     for chunk in chunks:
-        chunk.start_param_sync()
+        if not chunk.ddp_config.overlap_param_gather:  # `ParameterOverlap` starts it
+            chunk.start_param_sync()
 
 
 def _wait(*_: Any, **__: Any) -> None:
