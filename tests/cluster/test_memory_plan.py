@@ -187,6 +187,19 @@ def test_offloaded_optimizer_states_are_in_host_memory():
     assert whole == pytest.approx(16 * 30_532_122_624, rel=1e-3)  # of each parameter one rank has the states
 
 
+def test_tensors_on_their_way_to_the_engines():
+    """A layer of 128 experts whole, and an eighth of it; the embedding of Qwen3-8B whole, and the half of one rank."""
+    experts = parts("qwen3_30b_a3b_8xh100", "sync")
+    layer = 128 * 3 * 2048 * 768
+    attention = 2048 * 128 * (2 * 32 + 2 * 4)
+    assert experts["gathered"] == pytest.approx(2 * (layer + layer // 8 + attention + attention // 2), rel=1e-3)
+    assert experts["engine layer"] == pytest.approx((layer + attention), rel=1e-3)  # half of it on each device
+    assert experts["transfer"] == GIB
+    dense = parts("qwen3_8b_8xh100", "sync")
+    embedding = 2 * 151936 * 4096
+    assert (dense["gathered"], dense["transfer"], dense["engine layer"]) == (1.5 * embedding, embedding, embedding)
+
+
 def test_log_prob_buffers():
     """Qwen3-8B on two ranks: 3 × 2 × h × t, statistics, and the logits of 4,096 positions."""
     memory = trainer_memory(composed("qwen3_8b_8xh100"), read_model(hf_config("qwen3_8b_8xh100")), 0)

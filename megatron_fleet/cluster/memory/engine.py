@@ -29,9 +29,11 @@ class EngineMemory:
         step: activations, logits and the sampler's copies of them in the largest step (an estimate).
         token: KV cache of one token.
         state: state of one sequence in the layers that have no KV cache.
+        layer: largest layer, which a weight update makes anew before it replaces the old values.
     """
 
     weights: int
+    layer: int
     step: int
     graphs: int
     token: int
@@ -48,6 +50,7 @@ def engine_memory(config: Config, model: Model, hf_config: Mapping[str, Any]) ->
     engine, value_bytes = config.rollout.engine, 4 if config.model.dtype == "float32" else 2
     return EngineMemory(
         weights=_weights(config, model, hf_config, value_bytes),
+        layer=_layer(model, engine, value_bytes),
         step=_step(config, model, value_bytes),
         graphs=0 if engine.enforce_eager else GRAPHS,
         token=kv_bytes_per_token(model, engine, value_bytes),
@@ -92,6 +95,14 @@ def _weights(config: Config, model: Model, hf_config: Mapping[str, Any], value_b
         linear = expert if tensor.expert else other
         total += int(tensor.total * (linear if tensor.linear else 4 if tensor.float32 else value_bytes))
     return total
+
+
+def _layer(model: Model, engine: EngineConfig, value_bytes: int) -> int:
+    """Bytes of the largest layer, or the embedding, in the type in which it is sent."""
+    devices = ParallelConfig(tensor=engine.tensor_parallel, expert_tensor=engine.tensor_parallel)
+    kinds = {(model.has_mixer(i), model.has_experts(i)): i for i in range(model.layers)}
+    layers = [sum(tensor.total for tensor in layer_tensors(model, devices, i)) for i in kinds.values()]
+    return value_bytes * max(*layers, model.vocab * model.hidden // engine.tensor_parallel)
 
 
 def _linear_bytes(config: Config, hf_config: Mapping[str, Any], value_bytes: int) -> tuple[float, float]:

@@ -270,14 +270,11 @@ def _phases(
     asleep = {} if roll is None else {"engine context": _engine_context(config)}
     passing = memory.passing
     train = {**own, **memory.states, **passing, "fragments": int(FRAGMENTS * sum(passing.values())), **asleep}
-    gather = largest_group(model, config)
-    sync = {**own, "parameters": memory.parameters, "gathered": 2 * gather, "transfer": max(TRANSFER_BUFFER, gather)}
+    sync = {**own, "parameters": memory.parameters, **sync_buffers(config, model)}
     if roll is None:
         sync |= {"gradients": memory.gradients, "optimizer": memory.optimizer}
     else:
-        # An engine makes a layer anew before it replaces the old values.
-        layer = gather // config.rollout.engine.tensor_parallel
-        sync |= {**asleep, "engine weights": engine.weights, "engine layer": layer}
+        sync |= {**asleep, "engine weights": engine.weights, "engine layer": engine.layer}
     save = {**own, **memory.states, "boxes": CHECKPOINT_DEVICE, **asleep}
     found = [PhaseMemory("train", train), PhaseMemory("checkpoint", save), PhaseMemory("sync", sync)]
     if roll is not None:
@@ -285,13 +282,25 @@ def _phases(
     return tuple(found)
 
 
-def largest_group(model: Model, config: Config) -> int:
-    """Bytes of the largest group of tensors that is gathered whole for the engines: a layer, or the embedding."""
-    value_bytes = 4 if config.model.dtype == "float32" else 2
-    single = ParallelConfig()
+def sync_buffers(config: Config, model: Model) -> dict[str, int]:
+    """Bytes of the tensors on their way to the engines.
+
+    A rank gathers a layer, or the embedding, whole, beside the part of it that one rank sends at a time
+    (`weights.source`). The transport's buffer holds at least the largest tensor.
+    """
+    value_bytes, embedding = 4 if config.model.dtype == "float32" else 2, model.vocab * model.hidden
     kinds = {(model.has_mixer(i), model.has_experts(i)): i for i in range(model.layers)}
-    layers = [sum(tensor.total for tensor in layer_tensors(model, single, i)) for i in kinds.values()]
-    return value_bytes * max(*layers, model.vocab * model.hidden)
+    together = [
+        sum(
+            tensor.total
+            for parallel in (ParallelConfig(), config.parallel)
+            for tensor in layer_tensors(model, parallel, i)
+        )
+        for i in kinds.values()
+    ]
+    gathered = max(*together, embedding + embedding // config.parallel.tensor)
+    # No matrix of a layer is larger than the embedding of any model at hand.
+    return {"gathered": value_bytes * gathered, "transfer": max(TRANSFER_BUFFER, value_bytes * embedding)}
 
 
 def _host(config: Config, stages: Sequence[TrainerMemory], colocated: bool) -> dict[str, int]:
