@@ -1,10 +1,10 @@
 """Measure the cost of the controller itself. Prints one line of JSON.
 
 ``steps``: with emulated ranks (no model, another process), processor milliseconds of the controller per training step
-(plan, encode, send, gather), and bytes sent to each replica over the bytes of its data (1.0: one copy each), for
-1, 8 and 64 ranks (tensor parallel 8 above 1). ``large``: the same once for 4,096 sequences with the experts of each
-token, for 256 ranks, with the peak memory that sending took over the data's own size. ``run``: a real quickstart, its
-controller's processor time per step and per episode.
+(plan, encode, send, gather), and bytes sent to each replica over the bytes of its arrays (1.0: one copy of all; most
+fields are sent for trained tokens only), for 1, 8 and 64 ranks (tensor parallel 8 above 1). ``large``: the same once
+for 4,096 sequences with the experts of each token, for 256 ranks, with the peak memory that sending took over the
+data's own size. ``run``: a real quickstart, its controller's processor time per step and per episode.
 
     python benchmarks/controller.py [--steps 10] [--sequences 128] [--large 4096] [--run-steps 4]
 """
