@@ -15,4 +15,5 @@ BENCHMARKS = HERE.parents[1] / "benchmarks"
 def importable(monkeypatch):
     for folder in (HERE, BENCHMARKS, BENCHMARKS / "gpu"):
         monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("BATTERY_NO_TRANSFORMER_ENGINE", "there is no GPU")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (BENCHMARKS / "gpu", BENCHMARKS, HERE))))

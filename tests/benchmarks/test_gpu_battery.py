@@ -265,6 +265,7 @@ def test_the_machine_is_described_by_a_process_of_its_own():
 
     machine = probe("cpu")
     assert (machine.device, machine.gpus, machine.cores) == ("cpu", 0, os.cpu_count())
+    assert machine.engine_problem == "there is no GPU"
     assert machine.packages.keys() >= {"torch", "pydantic"} and machine.host_gib > 0
 
 

@@ -115,6 +115,17 @@ def check(part, result, lacking=frozenset()):
     assert {goal.figure for goal in part.goals} <= part.figures.keys()
 
 
+def test_no_part_imports_megatron_before_it_has_prepared_its_process():
+    """Else Transformer Engine is already there where it shall not be, or has read its variables before they are set."""
+    modules = [part.module for part in importlib.import_module("battery.registry").PARTS]
+    program = (
+        f"import sys, importlib\nfor name in {modules}: importlib.import_module(name)\n"
+        "print(*{name.partition('.')[0] for name in sys.modules} & {'megatron', 'transformer_engine'})"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=HANG_S)
+    assert done.stdout.strip() == ""
+
+
 def test_memory_of_a_gpu_is_what_it_says(measure, gpu):
     """`mem_get_info` for what other processes see, the allocator's peak for what a step takes."""
     offload = measure("offload")
@@ -313,10 +324,9 @@ def test_layers_are_pytorchs_where_transformer_engine_is_missing(engine, fault, 
 
     machine = Machine((9, 0), (13, 0), engine, fault)
     monkeypatch.setattr(shapes, "cuda", lambda: True)
-    monkeypatch.setattr(shapes, "this_machine", lambda: machine)
+    monkeypatch.setenv("BATTERY_NO_TRANSFORMER_ENGINE", fault)
     config = shapes.run_config(tmp_path, 256)
     assert config.policy.kernels == kernels and machine_problem(config, machine) is None
-    assert ("it is not installed" in shapes.engine_problem()) == (engine is None)
     for settings in layer_stack.VARIANTS.values():
         precision = {"recipe": settings["recipe"]} if "recipe" in settings else {}
         policy = {"kernels": settings.get("kernels", "auto")}

@@ -21,6 +21,10 @@ from typing import Any, Literal
 Device = Literal["cuda", "cpu"]
 GIB = 1 << 30
 GPUS = "CUDA_VISIBLE_DEVICES"
+NO_ENGINE = "BATTERY_NO_TRANSFORMER_ENGINE"
+"""Variable with `Machine.engine_problem`. The parts must not find out for themselves: Transformer Engine reads its own
+variables when it is imported, and Megatron's side of it must not be half there.
+"""
 PACKAGES: Mapping[str, tuple[str, ...]] = {
     **{name: (name,) for name in ("torch", "triton", "megatron-core", "transformer-engine", "ray", "transformers")},
     **{name: (name,) for name in ("hydra-core", "pydantic", "pytest", "megatron_fleet")},
@@ -41,7 +45,8 @@ class Machine:
         capability: compute capability of the first GPU.
         cuda: version that torch was built for.
         packages: installed ones of `PACKAGES` with their versions.
-        episode_problem: why the environment of the episode workers cannot be used; empty where it can.
+        engine_problem: why the trainer's layers cannot use Transformer Engine; empty where they can.
+        episode_problem: the same of the environment of the episode workers.
     """
 
     device: str
@@ -54,6 +59,7 @@ class Machine:
     host_gib: float = 0.0
     python: str = ""
     packages: Mapping[str, str] = field(default_factory=dict)
+    engine_problem: str = ""
     episode_problem: str = ""
 
     @property
@@ -110,6 +116,7 @@ def here() -> Machine:
         "host_gib": round(psutil.virtual_memory().total / GIB, 1),
         "python": platform.python_version(),
         "packages": installed() | {"torch": torch.__version__},
+        "engine_problem": _engine_problem(),
         "episode_problem": _episode_problem(),
     }
     if not torch.cuda.is_available():
@@ -133,6 +140,17 @@ def installed() -> dict[str, str]:
             with suppress(metadata.PackageNotFoundError):
                 found[name] = metadata.version(distribution)
     return found
+
+
+def _engine_problem() -> str:
+    try:
+        from megatron_fleet.trainer.precision import this_machine
+    except ImportError as error:
+        return str(error)
+    machine = this_machine()
+    if machine.capability is None:
+        return "there is no GPU"
+    return "" if machine.engine is not None else f"Transformer Engine: {machine.engine_fault}"
 
 
 def _episode_problem() -> str:

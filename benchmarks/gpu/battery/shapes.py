@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -15,10 +16,10 @@ import numpy as np
 import psutil
 import torch
 
+from battery.hardware import NO_ENGINE
 from megatron_fleet.cluster.frames import array_from_plain
 from megatron_fleet.config.schema import Config
 from megatron_fleet.platform.device import device
-from megatron_fleet.trainer.precision import this_machine
 from megatron_fleet.trainer.process import prepare_process
 from megatron_fleet.tuning.trial import random_micro_batch
 
@@ -103,7 +104,7 @@ def run_config(model: Path, tokens: int, **sections: Mapping[str, Any]) -> Confi
     """
     policy = dict(sections.get("policy", {}))
     optimizer = {"lr": 1e-6, "betas": [0.9, 0.95], **policy.pop("optimizer", {})}
-    kernels = "torch" if cuda() and engine_problem() else "auto"
+    kernels = "torch" if cuda() and os.environ[NO_ENGINE] else "auto"
     return Config.model_validate(
         {
             "run": {"name": "battery", "out": str(model), "steps": 1},
@@ -121,14 +122,6 @@ def run_config(model: Path, tokens: int, **sections: Mapping[str, Any]) -> Confi
             "data": {"tasks": "embedded"},
         }
     )
-
-
-def engine_problem() -> str:
-    """Why layers cannot use Transformer Engine here; empty where they can."""
-    machine = this_machine()
-    if machine.capability is None:
-        return "there is no GPU"
-    return "" if machine.engine is not None else f"Transformer Engine: {machine.engine_fault}"
 
 
 def make_policy(config: Config) -> MegatronPolicy:

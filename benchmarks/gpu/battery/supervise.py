@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
-from battery.hardware import Device, Machine, environment, python_path
+from battery.hardware import NO_ENGINE, Device, Machine, environment, python_path
 from battery.registry import Part
 from battery.results import Request, Result, commit, read
 from megatron_fleet.cluster.janitor import Janitor, marks
@@ -62,7 +62,7 @@ def run(
     places = {"result": str(path), "scratch": str(folder), "keep": str(out / "files")}
     request = Request(part.name, part.module, device, size, limit_s, **places, gpus=gpus)
     env = without_secrets(os.environ) | environment(device, gpus) | marks(mark)
-    env["PYTHONPATH"] = python_path()
+    env |= {"PYTHONPATH": python_path(), NO_ENGINE: machine.engine_problem}
     janitor = Janitor(mark, folder)  # also where this process is killed
     timed_out = False
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from battery import shapes, variants
-from battery.hardware import GIB
+from battery.hardware import GIB, NO_ENGINE
 from battery.results import Report, Request, Sink, Unavailable
 from megatron_fleet.algorithms.losses import sft_loss
 from megatron_fleet.models.flops import SequenceCost
@@ -47,7 +48,7 @@ def measure(report: Report, request: Request) -> None:
 def variant(sink: Sink, settings: Mapping[str, Any]) -> None:
     """Rows of the table ``speed`` of one variant."""
     size, name, kernels = settings["size"], settings["name"], settings.get("kernels", "auto")
-    if kernels == "auto" and (problem := shapes.engine_problem()):
+    if kernels == "auto" and (problem := os.environ[NO_ENGINE]):
         raise Unavailable(problem)
     peak = shapes.matrix_tflops(size)
     sink.figures(matrix_tflops=peak)
