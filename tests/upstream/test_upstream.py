@@ -27,6 +27,7 @@ from upstream_uses import Reader
 
 from megatron_fleet.config.schema import Config, OptimizerConfig, ParallelConfig, PrecisionConfig
 
+ATTENTION = "megatron.core.transformer.attention"
 TORCH = Path(importlib.util.find_spec("torch").submodule_search_locations[0])
 
 
@@ -56,16 +57,17 @@ def test_names_exist_and_calls_and_overrides_fit(packages, readers):
 def test_the_reader_understands_the_code(packages, readers):
     """Were types lost, there would be nothing to compare."""
     targets = {(use.kind, use.target) for use in readers[packages].uses}
-    attention = "megatron.core.transformer.multi_latent_attention:MLASelfAttentionSubmodules"
     assert {
         ("name", "megatron.core.extensions.transformer_engine:te_checkpoint"),
         ("call", "vllm.v1.engine.async_llm:AsyncLLM().sleep"),
         ("call", "vllm.distributed.device_communicators.pynccl:PyNcclCommunicator"),
-        ("call", attention),
+        ("call", f"{ATTENTION}:SelfAttentionSubmodules"),
         ("call", "transformer_engine.common.recipe:DelayedScaling"),
         ("call", "fla.ops.gated_delta_rule:chunk_gated_delta_rule"),
         ("call", "triton.language:load"),
+        ("call", "transformer_engine.pytorch.optimizers.fused_adam:FusedAdam().initialize_state"),
         ("override", "vllm.distributed.weight_transfer.base:VLLMWeightSyncClient().update_weights"),
+        ("override", f"{ATTENTION}:CoreAttentionBuilder().__call__"),
         ("override", "megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias"),
     } - targets == set()
     assert readers[packages].unused == set()

@@ -18,6 +18,10 @@ from upstream_sources import CONTAINERS, Function, targets
 from upstream_symbols import Missing, Symbols, package_of
 
 PACKAGES = ("vllm", "megatron", "transformer_engine", "fla", "triton")
+READ = MODULES | {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sorted((ROOT / "benchmarks").rglob("*.py"))
+}
+"""Our modules, and the benchmarks, most of which run on GPUs alone."""
 MODULE_NAME = re.compile(rf"(?:{'|'.join(PACKAGES)})(?:\.\w+)+")
 IMPORTS = re.compile(rf"^ *(?:from|import) (?:{'|'.join(PACKAGES)})\b", re.MULTILINE)
 MEMBER = re.compile(r"^    (\w+): |^    def (\w+)|\bself\.(\w+)", re.MULTILINE)
@@ -71,7 +75,7 @@ BUILT = {
         "megatron.core.transformer.mlp:TEActivationFunctionBuilder", "TEActivationFunctionInterface",
     ),
 }  # fmt: skip
-"""Our layer → how Megatron calls its constructor and its methods, which releases before 0.17 do not say."""
+"""Our layer → how Megatron calls its constructor and its methods, which 0.16 says only of some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +122,7 @@ class Reader:
         unused: keys of `HINTS` and `STRUCTURAL` that match nothing.
     """
 
-    def __init__(self, symbols: Symbols, modules: Mapping[str, Path] = MODULES, root: Path = ROOT) -> None:
+    def __init__(self, symbols: Symbols, modules: Mapping[str, Path] = READ, root: Path = ROOT) -> None:
         self.symbols = symbols
         self.uses: set[Use] = set()
         self.missing: set[tuple[str, str, str]] = set()
