@@ -279,6 +279,10 @@ def checked(*overrides: str, device=H100_BYTES, host=HOST_GIB * GIB, name="qwen3
             r"gpu_memory_utilization=0\.25 of 79\.6 GiB leaves room for \d+ tokens of KV cache, less than one sequence "
             r"of rollout\.max_context=32768; raise it or rollout\.engine\.tensor_parallel=1",
         ),
+        (
+            {"name": "gpu_smoke", "device": 6 * GIB},
+            r"takes at least \d+\.\d GiB on the GPUs of rank 0, which have 6\.0",
+        ),
         ({"host": 64 * GIB}, r"takes 154 GiB of host memory, and the host has 64 GiB; lower policy\.optimizer\.off"),
     ],
 )

@@ -67,7 +67,7 @@ def _check_host(config: Config, host: Mapping[str, int], available: int) -> None
 def _check_phase(config: Config, devices: DeviceMemory, phase: PhaseMemory, device_bytes: int) -> None:
     certain = {part: phase.parts[part] for part in CERTAIN if part in phase.parts}
     needed = sum(certain.values())
-    where = f"{devices.holds.split()[0]} {devices.devices.start}–{devices.devices.stop - 1}"
+    where = _numbered(devices.holds.split()[0], devices.devices)
     if needed > device_bytes:
         largest = max(certain, key=lambda part: certain[part])
         raise UserError(
@@ -115,7 +115,7 @@ def describe_memory(memory: RunMemory, device_bytes: int, max_context: int) -> l
     """Return the memory of a run as lines of text: a table of GiB for devices with equal tasks, and totals."""
     lines: list[str] = []
     for devices in memory.devices:
-        title = f"{devices.holds}, GPUs {devices.devices.start}–{devices.devices.stop - 1} (GiB)"
+        title = f"{devices.holds}, {_numbered('GPUs', devices.devices)} (GiB)"
         parts = list(dict.fromkeys(part for phase in devices.phases for part in phase.parts))
         rows = [[title, *(phase.name for phase in devices.phases)]]
         rows += [[part, *(_gib(phase.parts.get(part, 0)) for phase in devices.phases)] for part in parts]
@@ -130,6 +130,12 @@ def describe_memory(memory: RunMemory, device_bytes: int, max_context: int) -> l
     )
     host = ", ".join(f"{part} {nbytes / GIB:.0f}" for part, nbytes in memory.host.items() if nbytes)
     return [*lines, f"host memory: about {sum(memory.host.values()) / GIB:.0f} GiB ({host})"]
+
+
+def _numbered(nouns: str, numbers: range) -> str:
+    """Format as ``ranks 0–7``, or ``rank 0``."""
+    one = len(numbers) == 1
+    return f"{nouns.removesuffix('s')} {numbers[0]}" if one else f"{nouns} {numbers[0]}–{numbers[-1]}"
 
 
 def _gib(nbytes: int) -> str:
