@@ -181,7 +181,7 @@ def main(archives: list[Path]) -> None:
         lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(value)}" for name, value in sorted(values.items()))
         parts.append(f"  {json.dumps(title)}: {{\n{lines}\n  }}")
     RECORD.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
-    print(f"{RECORD.relative_to(ROOT)}: {len(content['symbols'])} names")
+    print(f"{RECORD}: {len(content['symbols'])} names")
 
 
 if __name__ == "__main__":
