@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import megatron_fleet.platform.megatron  # noqa: F401  before any of Megatron's modules
 from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.algorithms.losses import LossFn
-from megatron_fleet.trainer.packing.pack import micro_batch_width, pack_micro_batch
+from megatron_fleet.trainer.packing.pack import PackedMicroBatch, micro_batch_width, pack_micro_batch
 
 DEVICE = torch.device("meta")
 _ROOT = Path(__file__).parents[1]
@@ -311,8 +311,18 @@ def run_micro_batches(chunk: Any, micro_batches: Sequence[Sequence[Datum]], loss
     """One pass forward and backward over micro-batches; returns the metrics of each. Use inside `as_device`."""
     from megatron_fleet.trainer.megatron import step
 
-    packed = [pack_micro_batch(data, micro_batch_width([*map(len, data)], 1, 8)) for data in micro_batches]
-    return step.run_loss([chunk], packed, step.Settings(1.0, 4096), loss)
+    return step.run_loss([chunk], _packed(micro_batches), step.Settings(1.0, 4096), loss)
+
+
+def run_logprobs(chunk: Any, micro_batches: Sequence[Sequence[Datum]], _: LossFn) -> list[torch.Tensor]:
+    """One pass without gradients; use inside `as_device`."""
+    from megatron_fleet.trainer.megatron import step
+
+    return step.run_logprobs([chunk], _packed(micro_batches), step.Settings(1.0, 4096))
+
+
+def _packed(micro_batches: Sequence[Sequence[Datum]]) -> list[PackedMicroBatch]:
+    return [pack_micro_batch(data, micro_batch_width([*map(len, data)], 1, 8)) for data in micro_batches]
 
 
 def take_step(chunk: Any, micro_batches: Sequence[Sequence[Datum]], loss: LossFn) -> None:

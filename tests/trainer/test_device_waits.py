@@ -17,7 +17,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 pytest.importorskip("megatron_fleet.trainer.megatron")
 
-from counting import DEVICE, DeviceWork, as_device, chunk_on_device, run_micro_batches, take_step
+from counting import DEVICE, DeviceWork, as_device, chunk_on_device, run_logprobs, run_micro_batches, take_step
 from policy_fixtures import make_batch
 from routing_models import record_anything
 from tiny_configs import raw_config
@@ -27,7 +27,7 @@ from megatron_fleet.algorithms.policy_terms import POLICY_TERMS
 from megatron_fleet.config.schema import AlgorithmConfig, ParallelConfig
 from megatron_fleet.config.sections.algorithm import CORRECTION_BOUNDS
 from megatron_fleet.models.hf_config import read_model
-from megatron_fleet.trainer.megatron import build, parallel
+from megatron_fleet.trainer.megatron import build, gradients, parallel
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="plays a device on a host that has none")
 
@@ -73,6 +73,20 @@ def test_only_layers_with_experts_wait_and_only_once(family):
 def test_a_step_waits_for_its_metrics_and_for_the_norm_of_the_gradient(family):
     work = work_of(family, run=take_step, micro_batches=2)
     assert [wait.rpartition("/")[2].partition(":")[0] for wait in work.waits] == ["step.py", "clip_grads.py"]
+
+
+def test_a_pass_without_gradients_waits_for_nothing():
+    work = work_of("qwen3", run=run_logprobs, micro_batches=2)
+    assert work.waits == [] and work.of_phase("forward")["mm"] and not work.of_phase("backward")
+
+
+def test_gradients_that_are_measured_wait_for_nothing():
+    work, here = DeviceWork(), torch.zeros(4, dtype=torch.int64, device=DEVICE)
+    with as_device(work):
+        piece = gradients._Piece(1, torch.nn.Parameter(torch.zeros(8, 8, device=DEVICE)), *[here] * 4, True, True)
+        keep = gradients._Keep(piece, torch.zeros(1, 2, 64, 64, device=DEVICE))
+        keep(torch.zeros(8, 8, device=DEVICE, dtype=torch.bfloat16))
+    assert work.waits == [] and work.of_phase("forward")
 
 
 def test_recomputed_layers_wait_for_nothing():
