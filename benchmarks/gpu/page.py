@@ -15,9 +15,9 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
-from battery.registry import COPY_TB_S, MATRIX_TFLOPS, PARTS, Table  # noqa: E402
+from battery.registry import COPY_TB_S, MATRIX_TFLOPS, PARTS, Part  # noqa: E402
 from battery.results import ROOT, Result, read  # noqa: E402
-from battery.show import goal_rows, says, short  # noqa: E402
+from battery.show import goal_rows, short  # noqa: E402
 
 from megatron_fleet.telemetry.charts import Chart, Series, write_svg  # noqa: E402
 
@@ -150,13 +150,18 @@ def charts(results: Mapping[str, Result]) -> list[Chart]:
     return [Chart(title, tuple(series)) for title, series in drawn if series]
 
 
-def part_section(name: str, title: str, tables: Mapping[str, Table], result: Result) -> Iterator[str]:
+def part_section(part: Part, result: Result) -> Iterator[str]:
     """What one part has found."""
-    yield f"\n### {name}: {title}\n\n{result.status}, {result.seconds:.0f} s. {says(result)}\n"
-    for key, described in tables.items():
+    yield f"\n### {part.name}: {part.about}\n\n{result.status}, {result.seconds:.0f} s"
+    yield f": {result.reason}\n" if result.reason else ".\n"
+    if known := [name for name in part.figures if name in result.figures]:
+        yield "\n" + table(("figure", ""), [(part.figures[name], short(result.figures[name])) for name in known])
+    for key, described in part.tables.items():
         if rows := result.tables.get(key):
             cells = [[short("" if row.get(c) is None else row[c]) for c in described.columns] for row in rows]
             yield f"\n{described.title}:\n\n{table([*described.columns.values()], cells)}"
+    if result.left_out:
+        yield "\nLeft out:\n\n" + "".join(f"* {what}: {why}\n" for what, why in result.left_out.items())
 
 
 def device_section(folder: Path, results: Mapping[str, Result], picture: Path) -> Iterator[str]:
@@ -174,7 +179,7 @@ def device_section(folder: Path, results: Mapping[str, Result], picture: Path) -
         yield f"\n![measured speeds of {folder.name} beside the limits]({picture.name})\n"
     for part in PARTS:
         if part.name in results:
-            yield from part_section(part.name, part.about, part.tables, results[part.name])
+            yield from part_section(part, results[part.name])
 
 
 def page(results: Path, target: Path) -> str:
