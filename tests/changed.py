@@ -24,7 +24,8 @@ ALL = ("pyproject.toml", "setup.sh", "test", "tests/conftest.py", "requirements/
 """Files that every test depends on."""
 BATTERY = ROOT / "benchmarks" / "gpu"
 """Its modules are imported from this folder."""
-ALWAYS = "tests/test_repository.py"
+ALWAYS = {"tests/test_repository.py", "tests/upstream/test_upstream.py"}
+"""Tests that read every module."""
 SITE, SITE_TESTS = ("docs/", "mkdocs.yml", "CONTRIBUTING.md", "SECURITY.md"), "tests/docs_site/conftest.py"
 """Sources of the documentation besides the examples, and the file that all its tests depend on."""
 FOUND_BY_FOLDER = {"megatron_fleet.models.registry": ("weights", "chat", "vision", "codec")}
@@ -106,7 +107,7 @@ def affected(changed: Iterable[str]) -> list[str]:
             reached.add(path)
             pending.append(path)
     tests = {str(path.relative_to(ROOT)) for path in reached if path.name.startswith("test_") and path.exists()}
-    return sorted(tests | {ALWAYS}) if changed else []
+    return sorted(tests | ALWAYS) if changed else []
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ TESTS = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.
         ("megatron_fleet/algorithms/kl.py", "tests/algorithms/test_kl.py", "tests/storage/test_s3_folder.py"),
         # Imported by other modules only, or by none: found in a folder.
         ("megatron_fleet/models/glm4/weights.py", "tests/weights/test_families.py", "tests/algorithms/test_kl.py"),
+        # Read by it, as every module is.
+        ("megatron_fleet/rollout/engine_logger.py", "tests/upstream/test_upstream.py", "tests/algorithms/test_kl.py"),
         # Started as a program.
         ("megatron_fleet/loop/train.py", "tests/e2e/test_whole_runs.py", "tests/algorithms/test_kl.py"),
         ("tests/weights/tiny_configs.py", "tests/models/test_hf_config.py", "tests/algorithms/test_kl.py"),
