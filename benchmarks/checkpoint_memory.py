@@ -119,6 +119,25 @@ def optimizer_state(policy: MegatronPolicy) -> list[torch.Tensor]:
     ]
 
 
+def in_this_process() -> Any:
+    """Megatron's saving of shards, without the helper process that its own writer starts."""
+    from megatron.core.dist_checkpointing.strategies import torch as strategies
+    from torch.distributed import checkpoint
+
+    class LocalSave(strategies.TorchDistSaveShardedStrategy):
+        def save(self, sharded_state_dict: Any, checkpoint_dir: Path) -> None:
+            state, _, _ = strategies._replace_state_dict_keys_with_sharded_keys(
+                sharded_state_dict, self.keep_only_main_replica
+            )
+            checkpoint.save(
+                strategies.mcore_to_pyt_state_dict(state, False),
+                storage_writer=checkpoint.FileSystemWriter(checkpoint_dir),
+                planner=strategies.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+            )
+
+    return LocalSave("torch_dist", 1)
+
+
 class Gathering:
     """Checkpoints as Megatron-Core makes them."""
 
@@ -129,9 +148,7 @@ class Gathering:
         from megatron.core import dist_checkpointing
         from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
-        from megatron_fleet.trainer.megatron.state import LocalSave
-
-        strategy = FullyParallelSaveStrategyWrapper(LocalSave([]), self._group())
+        strategy = FullyParallelSaveStrategyWrapper(in_this_process(), self._group())
         path.mkdir(parents=True, exist_ok=True)
         dist_checkpointing.save(self._described(is_loading=False), str(path), strategy)
 

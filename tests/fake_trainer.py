@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -45,6 +45,7 @@ class FakeTrainer:
         data: what each `forward_backward` was given.
         weights: the policy's logits, float64 ``[V]``.
         held: bytes of each part on the device.
+        before_writing: awaited before a copied state is written; may raise.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class FakeTrainer:
         self.reference: np.ndarray | None = None
         self.held = dict(PART_BYTES)
         self.closed = False
+        self.before_writing: Callable[[], Awaitable[None]] | None = None
         self._fail = {verb: dict(calls) for verb, calls in (fail or {}).items()}
         self._counts: dict[str, int] = {}
         self._sequences_per_micro_batch = sequences_per_micro_batch
@@ -173,6 +175,18 @@ class FakeTrainer:
         async with self._verb("save_state", needs=("parameters", "optimizer")):
             (path / STATE).write_text(json.dumps({"weights": self.weights.tolist()}))
             return {STATE: fingerprint(path / STATE, flush=True)}
+
+    async def copy_state(self, path: Path) -> Awaitable[Files]:
+        async with self._verb("copy_state", needs=("parameters", "optimizer")):
+            content = json.dumps({"weights": self.weights.tolist()})
+
+        async def write() -> Files:
+            if self.before_writing is not None:
+                await self.before_writing()
+            (path / STATE).write_text(content)
+            return {STATE: fingerprint(path / STATE, flush=True)}
+
+        return write()
 
     async def load_state(self, path: Path) -> None:
         async with self._verb("load_state", needs=("parameters", "optimizer")):

@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,9 @@ Write = Callable[[Path], Awaitable[Files]]
 """Function that writes files into an existing folder and returns those that it flushed to disk and fingerprinted, as
 `trainer.base.Trainer.save_state` does.
 """
+
+Copy = Callable[[Path], Awaitable[Awaitable[Files]]]
+"""Function that copies state, and returns what writes the copy as `Write` does: `trainer.base.Trainer.copy_state`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,42 +109,70 @@ class Checkpoints:
         self._damaged: set[Path] = set()
 
     async def save(self, step: int, write_state: Write, trainer_state: dict[str, Any]) -> Checkpoint | None:
-        """Save and commit one checkpoint, then remove the oldest ones beyond ``keep``.
+        """Save and commit one checkpoint; see `begin`, which it is like, but for:
+
+        Args:
+            write_state: writes the trainer's shards.
+        """
+
+        async def copy(partial: Path) -> Awaitable[Files]:
+            return _known(await write_state(partial))
+
+        finishing = await self.begin(step, copy, trainer_state)
+        return None if finishing is None else await finishing
+
+    async def begin(
+        self, step: int, copy_state: Copy, trainer_state: dict[str, Any]
+    ) -> Coroutine[Any, Any, Checkpoint] | None:
+        """Begin to save a checkpoint. One at a time.
 
         A step that is already committed stays as it is, unless it is damaged. Until the commit, earlier checkpoints are
         untouched; leftovers of interrupted saves and removals are deleted.
 
         Args:
-            write_state: writes the trainer's shards (``trainer_state.json`` and ``manifest.json`` are reserved).
+            copy_state: copies the trainer's state, then writes its shards (``trainer_state.json``, ``manifest.json``
+                and ``records`` are reserved).
             trainer_state: JSON-able state of the controller.
 
         Returns:
-            The new checkpoint; ``None`` when the step was committed already and nothing was written.
+            A coroutine to run: it waits for the shards, commits the checkpoint, returns it, and removes the oldest ones
+            beyond ``keep``. ``None`` when the step was committed already and nothing is written.
 
         Raises:
             TypeError: ``trainer_state`` is not JSON-able; nothing was written.
-            UserError: the disk has less room than the newest checkpoint takes, or the controller does not see what
-                the ranks wrote.
-            Exception: whatever ``write_state`` raised.
+            UserError: the disk has less room than the newest checkpoint takes; in the coroutine: the controller does
+                not see what the ranks wrote.
+            Exception: whatever ``copy_state`` raised, here or in the coroutine.
         """
         final = self.path_of(step)
         committed = self.committed()
         if any(checkpoint.path == final for checkpoint in committed):
             log.warning("%s is committed already and stays as it is", final)
             return None
-        json.dumps(trainer_state)  # refuse a state that cannot be saved before the long part of the save
-
-        async def write(partial: Path) -> Files:
-            files = await write_state(partial)
-            for record in filter(Path.exists, self._records):
-                (partial / RECORDS).mkdir(exist_ok=True)
-                shutil.copyfile(record, partial / RECORDS / record.name)
-            write_atomically(partial / TRAINER_STATE, json.dumps(trainer_state, indent=1).encode())
-            return files
-
+        small = {TRAINER_STATE: json.dumps(trainer_state, indent=1).encode()}
+        small |= {f"{RECORDS}/{record.name}": record.read_bytes() for record in self._records if record.exists()}
         await finish_in_thread(self._prepare)
         self._check_room(committed[:1])
-        await save_folder(final, step, write)
+        partial = begin_folder(final)
+        try:
+            writing = await copy_state(partial)
+        except Exception:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        return self._finish(step, partial, writing, small)
+
+    async def _finish(
+        self, step: int, partial: Path, writing: Awaitable[Files], small: Mapping[str, bytes]
+    ) -> Checkpoint:
+        async def write(partial: Path) -> Files:
+            files = await writing
+            for name, content in small.items():
+                (partial / name).parent.mkdir(exist_ok=True)
+                write_atomically(partial / name, content)
+            return files
+
+        final = self.path_of(step)
+        await _fill(partial, final, step, write)
         self._damaged.discard(final)
         await finish_in_thread(self._prune)
         return Checkpoint(final, step)
@@ -263,13 +294,21 @@ async def save_folder(final: Path, step: int, write: Write) -> None:
         UserError: a file that ``write`` returned is missing or differs in size.
         Exception: whatever ``write`` raised.
     """
-    partial = begin_folder(final)
+    await _fill(begin_folder(final), final, step, write)
+
+
+async def _fill(partial: Path, final: Path, step: int, write: Write) -> None:
+    """See `save_folder`."""
     try:
         files = await write(partial)
         await finish_in_thread(_commit, partial, final, step, files)
     except Exception:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+async def _known(files: Files) -> Files:
+    return files
 
 
 def _commit(partial: Path, final: Path, step: int, written: Files) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar, final
 
 from megatron_fleet.checkpoint.checkpoints import Checkpoint, Checkpoints
-from megatron_fleet.checkpoint.store import Uploader
+from megatron_fleet.checkpoint.store import Replaced, Uploader
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
 from megatron_fleet.loop.attempt import Attempt, OpenAttempt
@@ -22,7 +22,7 @@ from megatron_fleet.loop.update import update
 from megatron_fleet.loop.weights import EngineWeights
 from megatron_fleet.platform.waiting import until_done
 from megatron_fleet.rollout.requests import EnvironmentFailed
-from megatron_fleet.trainer.base import Trainer, TrainerLost
+from megatron_fleet.trainer.base import Files, Trainer, TrainerLost
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -50,7 +50,8 @@ class Training:
         self._checkpoints, self._uploader = checkpoints, uploader
         self._attempt: Attempt
         self._guard: StepGuard
-        self._step = 0
+        self._step = self._failed_saves = 0
+        self._saving: tuple[int, asyncio.Task[None]] | None = None
 
     async def run(self, found: Checkpoint | None) -> None:
         """Train to the end. A trainer that dies is restarted and resumes from the last checkpoint.
@@ -81,7 +82,10 @@ class Training:
             self._guard.load(state["guard"])
         self._step = 0 if state is None else int(state["step"])
         async with self._open(state) as self._attempt:
-            await self._steps()
+            try:
+                await self._steps()
+            finally:
+                await self._leave_save()
 
     async def _steps(self) -> None:
         config, attempt = self._config, self._attempt
@@ -90,6 +94,7 @@ class Training:
             await attempt.evaluations.before_training()
         while self._step < config.run.steps:
             await self._one_step()
+        await self._settle_save()
         if config.checkpoint.export_hf:
             await self._engines.to_trainer()
             await self._trainer.export_hf(Path(config.run.out) / "hf")
@@ -97,6 +102,7 @@ class Training:
 
     async def _one_step(self) -> None:
         config, attempt, clock = self._config, self._attempt, Clock()
+        await self._settle_save(wait=False)
         batch = await self._next_batch()
         attempt.evaluations.start_due()
         attempt.records.show("training")
@@ -113,10 +119,13 @@ class Training:
         attempt.records.trajectories(self._step, batch.groups)
         if attempt.evaluations.due_after(self._step):
             evaluation = await attempt.evaluations.of_step(self._step)
+        evaluation |= {"checkpoint/failed": float(self._failed_saves)}
         more = self._engines.memory() | await self._engines.statistics() | evaluation
         attempt.finish_step(self._step, batch, reports, seconds, more, difference)
         if checkpoint_due(config, self._step) or self._guard.stuck:
             await self._save()
+        if self._guard.stuck:
+            await self._settle_save()
         self._guard.stop_if_stuck()
 
     async def _next_batch(self) -> StepBatch:
@@ -126,30 +135,65 @@ class Training:
         except (Outage, EnvironmentFailed):
             if self._step > 0:
                 await self._save()
+                await self._settle_save()
             raise
 
     async def _save(self) -> None:
+        """Save a checkpoint; with ``checkpoint.asynchronous`` it is written while training goes on."""
+        await self._settle_save()
         clock = Clock()
         state = {"step": self._step, "guard": self._guard.state(), **self._attempt.state()}
-        saved, failure = None, None
+        copy = self._trainer.copy_state if self._config.checkpoint.asynchronous else self._write_at_once
         with clock.phase("save_checkpoints"):
             async with self._engines.borrowed(self._step):
                 try:
-                    saved = await self._checkpoints.save(self._step, self._trainer.save_state, state)
+                    finishing = await self._checkpoints.begin(self._step, copy, state)
                 except (UserError, OSError) as error:
-                    if self._config.checkpoint.on_failure == "stop":
-                        raise
-                    failure = error
-        if failure is not None:
-            log.error("step %d has no checkpoint: %s", self._step, failure)
-            self._attempt.records.add(self._step, {"checkpoint/failed": 1.0})
-        if saved is None:
+                    finishing = None
+                    self._failed(self._step, error)
+                if finishing is not None:
+                    self._saving = self._step, asyncio.create_task(self._finish_save(finishing))
+        if self._saving is None:
             return
         metrics = {f"timing/{k}": v for k, v in clock.seconds.items()}
+        self._attempt.records.add(self._step, metrics | (self._uploader.metrics() if self._uploader else {}))
+
+    async def _write_at_once(self, path: Path) -> Awaitable[Files]:
+        done: asyncio.Future[Files] = asyncio.get_running_loop().create_future()
+        done.set_result(await self._trainer.save_state(path))
+        return done
+
+    async def _finish_save(self, finishing: Coroutine[Any, Any, Checkpoint]) -> None:
+        checkpoint = await finishing
         if self._uploader is not None:
-            self._uploader.add(saved)
-            metrics |= self._uploader.metrics()
-        self._attempt.records.add(self._step, metrics)
+            self._uploader.add(checkpoint)
+
+    async def _settle_save(self, wait: bool = True) -> None:
+        """Wait for the checkpoint that is being written, if any; else look whether it failed."""
+        if self._saving is None or not (wait or self._saving[1].done()):
+            return
+        (step, saving), self._saving = self._saving, None
+        try:
+            await saving
+        except Replaced:
+            raise
+        except (UserError, OSError) as error:
+            self._failed(step, error)
+
+    def _failed(self, step: int, error: Exception) -> None:
+        """Raise, or record that a step has no checkpoint, as ``checkpoint.on_failure`` says."""
+        if self._config.checkpoint.on_failure == "stop":
+            raise error
+        log.error("step %d has no checkpoint: %s", step, error)
+        self._failed_saves += 1
+
+    async def _leave_save(self) -> None:
+        """Wait for the checkpoint that is being written, because this attempt ends; a lost trainer ends it."""
+        if self._saving is not None:
+            (step, saving), self._saving = self._saving, None
+            await until_done(saving)
+            if not saving.cancelled() and (error := saving.exception()) is not None:
+                log.warning("step %d has no checkpoint: %s", step, error)
 
 
 async def until_lost(trainer: Trainer, work: Coroutine[Any, Any, T]) -> T:

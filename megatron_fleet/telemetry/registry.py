@@ -18,11 +18,12 @@ WILDCARDS = {
     "{phase}": (
         "[a-z_]+",
         "a phase of the loop: `step`, `generate`, `compute_advantages_and_returns`, `convert_to_training_input` (the "
-        "plan of packing), `policy_train` (all passes and optimizer steps), `sync_weights`, `save_checkpoints` (after "
-        "the step, not part of it), `eval`, and `eval_wait` (what training waited for an overlapped evaluation); when "
-        "engines share the trainer's devices also `offload`, `onload`, `engines_sleep`, `engines_wake`; `rollout_wait` "
-        "(what the trainer waited for episodes) and `engines_idle` (time since the last step in which no episode of "
-        "training was under way); of memory: `train`, `sync`, `roll`",
+        "plan of packing), `policy_train` (all passes and optimizer steps), `sync_weights`, `save_checkpoints` (what "
+        "training waited for the copy of the state, after the step and not part of it), `eval`, and `eval_wait` (what "
+        "training waited for an overlapped evaluation); when engines share the trainer's devices also `offload`, "
+        "`onload`, `engines_sleep`, `engines_wake`; `rollout_wait` (what the trainer waited for episodes) and "
+        "`engines_idle` (time since the last step in which no episode of training was under way); of memory: `train`, "
+        "`sync`, `roll`",
     ),
     "{own}": ("[A-Za-z0-9_]+", "a name that a loss of your own gives"),
     "{owner}": ("[a-z]+", "who holds memory: see megatron_fleet/trainer/megatron/memory.py"),
@@ -281,7 +282,7 @@ _DATA = {
 }
 
 _CHECKPOINT = {
-    "failed": "1 when the checkpoint of this step could not be written; only with checkpoint.on_failure=continue.",
+    "failed": "Checkpoints that could not be written so far; above 0 only with checkpoint.on_failure=continue.",
     "uploads": "Checkpoints copied to checkpoint.store.url since this attempt began, as this one is handed over.",
     "uploads_failed": "Failed attempts at an upload, likewise; each is repeated.",
     "uploads_waiting": "Checkpoints on their way to the store, this one included.",

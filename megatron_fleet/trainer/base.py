@@ -208,6 +208,14 @@ class Trainer(Protocol):
         """Write weights and optimizer into the existing folder ``path``; returns the files, flushed to disk."""
         ...
 
+    async def copy_state(self, path: Path) -> Awaitable[Files]:
+        """Copy weights and optimizer to host memory; when this returns, they may change. One checkpoint at a time.
+
+        Returns:
+            Resolves to the files once they are in the existing folder ``path`` and flushed to disk.
+        """
+        ...
+
     async def load_state(self, path: Path) -> None:
         """Read what `save_state` wrote, in this or another layout; gradients are zeroed."""
         ...

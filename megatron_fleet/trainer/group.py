@@ -374,8 +374,17 @@ class TrainerGroup:
 
     async def save_state(self, path: Path) -> Files:
         """See `Trainer.save_state`."""
-        answers = await self._call("save_state", {"path": str(path.absolute())})
-        return dict(sorted((name, entry) for files in answers for name, entry in files.items()))
+        return _merged(await self._call("save_state", {"path": str(path.absolute())}))
+
+    async def copy_state(self, path: Path) -> Awaitable[Files]:
+        """See `Trainer.copy_state`."""
+        await self._call("copy_state", {"path": str(path.absolute())})
+        written = asyncio.create_task(self._written())
+        written.add_done_callback(lambda task: task.cancelled() or task.exception())  # there may be no waiter
+        return written
+
+    async def _written(self) -> Files:
+        return _merged(await self._call("written_state"))
 
     async def load_state(self, path: Path) -> None:
         """See `Trainer.load_state`."""
@@ -459,3 +468,8 @@ def run_token() -> str:
     """Secret that every socket of a run requires: ``MFLEET_TOKEN``, or a new one."""
     # Ranks and nodes ignore white space around it too (`cluster.rank_identity`).
     return os.environ.get("MFLEET_TOKEN", "").strip() or secrets.token_hex(32)
+
+
+def _merged(answers: Sequence[Files]) -> Files:
+    """Files of all ranks, sorted by name."""
+    return dict(sorted((name, entry) for files in answers for name, entry in files.items()))

@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -159,14 +160,30 @@ class RankServer:
             os._exit(CONTROLLER_GONE)  # the main thread may be in a collective that never ends
 
     def _answer(self, call: int, verb: str, arguments: dict[str, Any], following: int) -> None:
+        """Run a verb and answer; a result that comes later is sent when it is there, and other verbs run meanwhile."""
         try:
             bodies = [self._frames.get()[2] for _ in range(following)]
-            self._link.write("done", call, self._run(call, verb, arguments, bodies))
+            found = self._run(call, verb, arguments, bodies)
         except Exception as error:
-            traceback.print_exc()
-            message = str(error) or type(error).__name__
-            kind = USER if isinstance(error, UserError) else SYSTEM if _is_system(error) else OTHER
-            self._link.write("failed", call, kind, message, type(error).__name__)
+            self._fail(call, error)
+            return
+        if isinstance(found, Future):
+            found.add_done_callback(lambda done: self._answer_late(call, done))
+        else:
+            self._link.write("done", call, found)
+
+    def _answer_late(self, call: int, done: Future[Any]) -> None:
+        with suppress(OSError):  # the controller is gone, which `_read` notices
+            if (error := done.exception()) is not None:
+                self._fail(call, error)
+            else:
+                self._link.write("done", call, done.result())
+
+    def _fail(self, call: int, error: BaseException) -> None:
+        traceback.print_exception(error)
+        message = str(error) or type(error).__name__
+        kind = USER if isinstance(error, UserError) else SYSTEM if _is_system(error) else OTHER
+        self._link.write("failed", call, kind, message, type(error).__name__)
 
     def _run(self, call: int, verb: str, arguments: dict[str, Any], bodies: list[bytes]) -> Any:
         if verb == "bind":
@@ -192,6 +209,8 @@ class RankServer:
             "examine": verbs.examine,
             "keep_reference": verbs.keep_reference,
             "save_state": verbs.save_state,
+            "copy_state": verbs.copy_state,
+            "written_state": verbs.written_state,
             "load_state": verbs.load_state,
             "export_hf": verbs.export_hf,
             "prepare_weights": verbs.prepare_weights,
@@ -249,8 +268,8 @@ def _data(body: bytes) -> list[Datum]:
     return [datum_from_plain(values) for values in frames.unpack(body)[1:]]
 
 
-def _is_system(error: Exception) -> bool:
-    """Whether this is a failure of the file system; torch wraps those of a checkpoint, on all ranks alike."""
+def _is_system(error: BaseException) -> bool:
+    """Whether this is a failure of the file system."""
     return isinstance(error, OSError) and not isinstance(error, TimeoutError | ConnectionError)
 
 

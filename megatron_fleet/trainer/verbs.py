@@ -6,6 +6,7 @@ import hmac
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +14,6 @@ from typing import Any, Literal
 import numpy as np
 import psutil
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.algorithms.loss_inputs import LossFn, LossInputs, LossResult
@@ -23,11 +23,11 @@ from megatron_fleet.config.schema import AlgorithmConfig, Config
 from megatron_fleet.models.registry import use_family
 from megatron_fleet.platform import device as devices
 from megatron_fleet.platform.communicator import TorchCommunicator, join_at
-from megatron_fleet.storage.local import fingerprint, list_files
 from megatron_fleet.trainer.base import PARTS, AdamParams, MicroBatches, Part, as_plain
 from megatron_fleet.trainer.megatron.faults import find_faults
 from megatron_fleet.trainer.megatron.memory import RankMemory
 from megatron_fleet.trainer.megatron.policy import MegatronPolicy
+from megatron_fleet.trainer.megatron.saving import Written
 from megatron_fleet.trainer.messages import Identity, RankReady, results_to_plain
 from megatron_fleet.weight_sync.base import Outbox, Sender
 from megatron_fleet.weight_sync.engine_model import fp8_declaration, open_engine_model
@@ -94,6 +94,8 @@ class RankVerbs:
         self._memory = RankMemory(devices.device(), self._state)
         # Ranks that get equal data; messages between the hosts' CPUs.
         self._replica = self._world.split(self._policy.dp_rank, self._config.cluster.collective_timeout_s)
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[Written] | None = None
         self._losses: RecordedLosses | None = None
         self._sender: Sender | None = None
         self._transport = ""
@@ -149,16 +151,21 @@ class RankVerbs:
         """See `Trainer.keep_reference`."""
         self._policy.keep_reference()
 
-    def save_state(self, path: str) -> dict[str, Any]:
-        """Write this rank's part; returns the files that this rank has flushed and hashed, a share of all."""
-        folder = Path(path)
-        try:
-            self._policy.save_state(folder)
-        except CheckpointException as error:  # no Exception, upstream; raised on every rank
-            raise OSError(str(error)) from error
-        self._world.barrier()
-        mine = list_files(folder)[self._world.rank :: self._world.size]
-        return {file.relative_to(folder).as_posix(): fingerprint(file, flush=True) for file in mine}
+    def save_state(self, path: str) -> Written:
+        """Write this rank's share; returns its files, flushed to disk."""
+        return self._policy.begin_save(Path(path), copy=False).write()
+
+    def copy_state(self, path: str) -> None:
+        """Copy this rank's share to host memory, and begin to write it in a thread."""
+        if self._writing is not None and not self._writing.done():
+            raise RuntimeError("copy_state before the last one was written")
+        save = self._policy.begin_save(Path(path), copy=True)
+        self._writing = self._writer.submit(save.write)
+
+    def written_state(self) -> Future[Written]:
+        """Return the files of the last `copy_state`, once they are flushed to disk."""
+        assert self._writing is not None, "copy_state comes first"
+        return self._writing
 
     def load_state(self, path: str) -> None:
         """See `Trainer.load_state`."""

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from fake_trainer import STATE
 from test_training import OVERRIDES, Run
+from waiting import until
 
 from megatron_fleet import cli
 from megatron_fleet.checkpoint.checkpoints import Checkpoint
@@ -55,6 +56,7 @@ async def test_a_restarted_trainer_does_not_load_flipped_bits(tmp_path, caplog):
 
     async def flipping(request, **callbacks):
         if request.step == 5 and not run.restarts:
+            await until((run.out / "checkpoints" / "step_000004").exists)
             flip(run.out, 4)
             run.trainer.die("rank 3 was killed by SIGKILL")
         return await collect(request, **callbacks)
@@ -226,12 +228,12 @@ async def test_checkpoints_that_never_came_to_the_store_are_sent_by_the_next_att
 
 async def test_a_run_goes_on_without_a_checkpoint_if_it_may(tmp_path, caplog):
     run = Run(tmp_path / "run", "checkpoint.on_failure=continue", "run.steps=6")
-    run.trainer.fail_next("save_state", OSError("No space left on device"))
+    run.trainer.fail_next("copy_state", OSError("No space left on device"))
     await run.go()
     assert "step 2 has no checkpoint: No space left on device" in caplog.text
-    assert [row.get("checkpoint/failed") for row in run.rows()] == [None, 1.0, None, None, None, None]
+    assert [row["checkpoint/failed"] for row in run.rows()] == [0, 0, 1, 1, 1, 1]
     stops = Run(tmp_path / "stops")
-    stops.trainer.fail_next("save_state", OSError("No space left on device"))
+    stops.trainer.fail_next("copy_state", OSError("No space left on device"))
     with pytest.raises(OSError, match="No space"):
         await stops.go()
 
@@ -242,3 +244,84 @@ async def test_the_best_checkpoint_and_every_third_are_kept(tmp_path):
     await run.go()
     names = sorted(path.name for path in (run.out / "checkpoints").iterdir())
     assert names == [f"step_00000{n}" for n in (3, 6, 8)]
+
+
+async def test_a_step_is_trained_while_the_checkpoint_before_is_written(tmp_path):
+    run = Run(tmp_path / "run", "run.steps=6")
+    written = asyncio.Event()
+
+    async def wait():
+        await written.wait()
+
+    def third_step(data, loss):
+        assert written.is_set() or not (run.out / "checkpoints" / "step_000002").exists()
+        written.set()
+        return trained(data, loss)
+
+    trained = run.trainer.forward_backward
+    run.trainer.before_writing = wait
+
+    async def collect(request, **callbacks):
+        if request.step == 2:
+            run.trainer.forward_backward = third_step
+        return await played(request, **callbacks)
+
+    played, run.rollout.collect = run.rollout.collect, collect
+    await run.go()
+    whole = Run(tmp_path / "whole", "run.steps=6", "checkpoint.asynchronous=false")
+    await whole.go()
+    assert run.rows() == whole.rows()
+    for step in (4, 6):
+        a, b = (Checkpoint.open(each.out / "checkpoints" / f"step_{step:06d}") for each in (run, whole))
+        assert (a.path / STATE).read_bytes() == (b.path / STATE).read_bytes()
+        assert a.trainer_state() == b.trainer_state()
+
+
+async def test_a_checkpoint_that_fails_while_it_is_written(tmp_path, caplog):
+    async def fail():
+        raise OSError("No space left on device")
+
+    stops = Run(tmp_path / "stops")
+    stops.trainer.before_writing = fail
+    with pytest.raises(OSError, match="No space"):
+        await stops.go()
+    assert stops.rows()[-1]["step"] == 3 and list((stops.out / "checkpoints").iterdir()) == []
+    goes_on = Run(tmp_path / "goes on", "checkpoint.on_failure=continue")
+    goes_on.trainer.before_writing = fail
+    await goes_on.go()
+    assert goes_on.rows()[-1]["checkpoint/failed"] == 1 and "step 4 has no checkpoint: No space" in caplog.text
+
+
+async def test_a_lost_trainer_ends_the_checkpoint_that_it_was_writing(tmp_path):
+    run = Run(tmp_path / "run", "run.steps=6")
+
+    async def die():
+        if not run.restarts and run.trainer.calls.count("copy_state") == 2:
+            run.trainer.die("gone")
+            raise TrainerLost("gone")
+
+    run.trainer.before_writing = die
+    await run.go()
+    assert run.restarts == ["gone"]
+    whole = Run(tmp_path / "whole", "run.steps=6")
+    await whole.go()
+    assert run.rows() == whole.rows()
+
+
+async def test_a_checkpoint_is_finished_before_a_stopped_run_ends(tmp_path):
+    run, writing, written = Run(tmp_path / "run"), asyncio.Event(), asyncio.Event()
+
+    async def wait():
+        writing.set()
+        await written.wait()
+
+    run.trainer.before_writing = wait
+    going = asyncio.create_task(run.go())
+    await writing.wait()
+    going.cancel()
+    await asyncio.sleep(0.05)
+    assert not going.done()
+    written.set()
+    with pytest.raises(asyncio.CancelledError):
+        await going
+    Checkpoint.open(run.out / "checkpoints" / "step_000002").verify()

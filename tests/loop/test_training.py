@@ -94,7 +94,7 @@ def step_calls(first: int, end: int, interval: int = 2) -> list[str]:
     return [
         call.format(step, step + 1)
         for step in range(first, end)
-        for call in [*STEP, *(["save_state"] if (step + 1) % interval == 0 else [])]
+        for call in [*STEP, *(["copy_state"] if (step + 1) % interval == 0 else [])]
     ]
 
 
@@ -104,7 +104,7 @@ async def test_a_run_calls_everything_in_order_and_learns(tmp_path):
     calls = run.take()
     assert calls[:5] == ["wait_ready", "begin_update", "send_weights 0", "finish_update 0", "collect eval 0"]
     assert calls[5:-3] == step_calls(0, 30, interval=100)
-    assert calls[-3:] == ["collect eval 0", "save_state", "export_hf"]
+    assert calls[-3:] == ["collect eval 0", "copy_state", "export_hf"]
     rows = run.rows()
     assert [row["step"] for row in rows] == list(range(31))
     assert rows[0]["eval/all/episodes"] == rows[30]["eval/all/episodes"] == 2
@@ -136,7 +136,7 @@ async def test_a_resumed_run_ends_like_one_that_was_never_stopped(tmp_path):
     np.testing.assert_array_equal(cut.trainer.weights, whole.trainer.weights)
 
 
-VERBS = ["forward_backward", "optim_step", "send_weights", "save_state", "load_state", "export_hf", "memory"]
+VERBS = ["forward_backward", "optim_step", "send_weights", "copy_state", "load_state", "export_hf", "memory"]
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -147,7 +147,7 @@ async def test_a_lost_trainer_is_started_again_and_the_loop_goes_back(tmp_path, 
     if verb == "load_state":  # dies a second time, while it loads
         run.trainer._fail = {"optim_step": {4: TrainerLost("gone")}, "load_state": {1: TrainerLost("gone again")}}
     else:
-        number = {"export_hf": 1, "save_state": 2, "memory": 20}.get(verb, 4)
+        number = {"export_hf": 1, "copy_state": 2, "memory": 20}.get(verb, 4)
         run.trainer._fail = {verb: {number: TrainerLost("gone")}}
     await run.go()
     assert run.restarts == (["gone", "gone again"] if verb == "load_state" else ["gone"])

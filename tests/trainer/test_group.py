@@ -249,6 +249,19 @@ async def test_messages_for_engines_arrive_in_order_and_are_confirmed(tmp_path):
     assert ranks[0].confirmed == [[0, None], [1, None], [2, None]]
 
 
+async def trains_while_its_copy_is_written(trainer, folder, files):
+    """What is written is the state at the time of the copy."""
+    (folder / "copy").mkdir()
+    writing = await trainer.copy_state(folder / "copy")
+    await trainer.forward_backward(make_batch(count=4), LossSpec.of(trainer._config.algorithm))
+    assert not (await trainer.optim_step(AdamParams(1.0))).skipped
+    assert await writing == files
+    assert {p.relative_to(folder / "copy").as_posix() for p in (folder / "copy").rglob("*")} == files.keys()
+    writing = await trainer.copy_state(Path("/proc/none"))
+    with pytest.raises(OSError, match="written_state"):
+        await writing
+
+
 @pytest.mark.slow
 def test_real_ranks_wait_longer_than_a_collective_may_take_and_are_replaced_when_killed(tmp_path):
     pytest.importorskip("megatron.core")
@@ -268,6 +281,8 @@ def test_real_ranks_wait_longer_than_a_collective_may_take_and_are_replaced_when
             with pytest.raises(OSError, match="save_state"):
                 await trainer.save_state(Path("/proc/none"))
             await trainer.forward(data)  # a failure of the file system is not a loss
+            await trains_while_its_copy_is_written(trainer, tmp_path, files)
+            await trainer.forward(data)
             os.kill(trainer._starter.pids[1], signal.SIGKILL)
             reason = await asyncio.wait_for(trainer.lost(), HANG_S)
             assert "rank 1 was killed by SIGKILL" in str(reason)

@@ -16,7 +16,7 @@ from megatron_fleet.algorithms.losses import make_loss
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import AlgorithmConfig
 from megatron_fleet.trainer.megatron import offload
-from megatron_fleet.trainer.megatron.offload import PARTS, HostCopy, TrainState, as_bytes
+from megatron_fleet.trainer.megatron.offload import PARTS, HostCopy, TrainState
 from megatron_fleet.trainer.megatron.policy import MegatronPolicy
 
 
@@ -222,11 +222,12 @@ def test_copies_cross_the_borders_of_blocks(monkeypatch):
     for sizes in [(10, 100, 0, 64, 7), (200, 3), (1,)]:  # grows, then is used again
         tensors = [torch.randint(0, 256, (n,), dtype=torch.uint8) for n in sizes]
         expected = [t.clone() for t in tensors]
-        storages = [t.untyped_storage() for t in tensors]
-        copy.store(storages)
-        for storage in storages:
-            as_bytes(storage).zero_()
-        copy.load(storages)
+        copy.store(tensors)
+        for tensor in tensors:
+            tensor.zero_()
+        stretches = [torch.cat([torch.empty(0, dtype=torch.uint8), *parts]) for parts in copy.stretches(sizes)]
+        assert all(torch.equal(a, b) for a, b in zip(stretches, expected, strict=True))
+        copy.load(tensors)
         assert all(torch.equal(a, b) for a, b in zip(tensors, expected, strict=True))
     assert copy.nbytes == 203  # what the largest needed
 

@@ -87,6 +87,11 @@ class StoreConfig(Section):
 
 class CheckpointConfig(Section):
     interval: int = Field(5, ge=0, description="Steps between checkpoints; 0 = only at the end.")
+    asynchronous: bool = Field(
+        True,
+        description="Ranks copy their state to host memory, as much again as they hold, and write it while training "
+        "goes on. false: training waits until it is written, without a copy.",
+    )
     keep: int = Field(2, ge=1, description="Number of newest checkpoints to keep in `run.out`.")
     keep_every: int = Field(
         0, ge=0, description="Checkpoints of steps that are multiples of this are kept besides; 0: none."

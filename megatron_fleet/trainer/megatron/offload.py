@@ -78,7 +78,7 @@ class TrainState:
         with self._copying():
             for part in leaving:
                 if part in self._copies:
-                    self._copies[part].store(storages[part])
+                    self._copies[part].store(list(map(as_bytes, storages[part])))
         for part in leaving:
             self._away[part] = [(storage, storage.nbytes()) for storage in storages[part]]
             for storage in storages[part]:
@@ -101,7 +101,7 @@ class TrainState:
             for part in coming:
                 storages = [storage for storage, _ in self._away[part]]
                 if part in self._copies:
-                    self._copies[part].load(storages)
+                    self._copies[part].load(list(map(as_bytes, storages)))
                 else:
                     for storage in storages:
                         as_bytes(storage).zero_()
@@ -181,7 +181,7 @@ class TrainState:
 
 
 class HostCopy:
-    """Bytes of storages in host memory, pinned on request. The memory grows as needed and is never released."""
+    """Bytes of tensors in host memory, pinned on request. The memory grows as needed and is never released."""
 
     def __init__(self, pinned: bool) -> None:
         self._pinned = pinned
@@ -191,16 +191,23 @@ class HostCopy:
     def nbytes(self) -> int:
         return sum(len(block) for block in self._blocks)
 
-    def store(self, storages: Storages) -> None:
-        """Copy the storages, packed behind each other; asynchronously on a CUDA device."""
-        self._reserve(sum(storage.nbytes() for storage in storages))
-        for ours, theirs in self.pieces(storages):
+    def store(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy tensors, uint8 ``[N]`` each, packed behind each other; asynchronously on a CUDA device."""
+        self._reserve(sum(len(tensor) for tensor in tensors))
+        for ours, theirs in self.pieces(tensors):
             ours.copy_(theirs, non_blocking=True)
 
-    def load(self, storages: Storages) -> None:
-        """Copy back into storages of the stored sizes, in the same order; asynchronously on a CUDA device."""
-        for ours, theirs in self.pieces(storages):
+    def load(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy back into tensors of the stored sizes, in the same order; asynchronously on a CUDA device."""
+        for ours, theirs in self.pieces(tensors):
             theirs.copy_(ours, non_blocking=True)
+
+    def stretches(self, sizes: Sequence[int]) -> Iterator[Iterator[torch.Tensor]]:
+        """The stored tensors, each in one stretch or more, uint8; ``sizes``: theirs in bytes, in the same order."""
+        start = 0
+        for size in sizes:
+            yield (ours for ours, _, _ in self._stretches(start, size))
+            start += size
 
     def _reserve(self, nbytes: int) -> None:
         for index, start in enumerate(range(0, nbytes, BLOCK_BYTES)):
@@ -213,16 +220,21 @@ class HostCopy:
     def _block(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
 
-    def pieces(self, storages: Storages) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Pair equal stretches, uint8, of our blocks and of the storages, covering all storages."""
-        position = 0
-        for storage in storages:
-            flat, done = as_bytes(storage), 0
-            while done < len(flat):
-                index, start = divmod(position, BLOCK_BYTES)
-                size = min(len(flat) - done, BLOCK_BYTES - start)
-                yield self._blocks[index][start : start + size], flat[done : done + size]
-                done, position = done + size, position + size
+    def pieces(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Pair equal stretches, uint8, of our blocks and of the tensors, covering all of them."""
+        start = 0
+        for tensor in tensors:
+            yield from ((ours, tensor[a:b]) for ours, a, b in self._stretches(start, len(tensor)))
+            start += len(tensor)
+
+    def _stretches(self, start: int, size: int) -> Iterator[tuple[torch.Tensor, int, int]]:
+        """Views of the ``size`` bytes from ``start`` on, each with its place among them."""
+        done = 0
+        while done < size:
+            index, at = divmod(start + done, BLOCK_BYTES)
+            count = min(size - done, BLOCK_BYTES - at)
+            yield self._blocks[index][at : at + count], done, done + count
+            done += count
 
 
 def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -16,7 +16,7 @@ from megatron_fleet.algorithms.losses import LossFn
 from megatron_fleet.config.schema import Config
 from megatron_fleet.models.hf_config import read_model
 from megatron_fleet.platform import device
-from megatron_fleet.platform.communicator import TorchCommunicator
+from megatron_fleet.platform.communicator import TorchCommunicator, together
 from megatron_fleet.platform.megatron.spec import has_transformer_engine
 from megatron_fleet.trainer.base import AdamParams, LossReport, MicroBatches, OptimReport
 from megatron_fleet.trainer.megatron import build, lora, optimizer, parallel, routing, state, step
@@ -25,10 +25,11 @@ from megatron_fleet.trainer.megatron.fake_quant import quantise_experts
 from megatron_fleet.trainer.megatron.fused_gradients import FusedWeightGradients
 from megatron_fleet.trainer.megatron.gradient_overlap import GradientOverlap, overlap_arguments
 from megatron_fleet.trainer.megatron.gradients import GradientProbe
-from megatron_fleet.trainer.megatron.offload import TrainState
+from megatron_fleet.trainer.megatron.offload import HostCopy, TrainState
 from megatron_fleet.trainer.megatron.parameter_overlap import ParameterOverlap
 from megatron_fleet.trainer.megatron.precision import filled_in_full, precision_arguments
 from megatron_fleet.trainer.megatron.reference import BaseReference, Reference
+from megatron_fleet.trainer.megatron.saving import Save
 from megatron_fleet.trainer.packing.pack import PackedMicroBatch, micro_batch_width, pack_micro_batch, unpack_trained
 from megatron_fleet.trainer.precision import check_machine, check_precision
 from megatron_fleet.trainer.validate import (
@@ -117,6 +118,7 @@ class MegatronPolicy:
         # Fake-quantised experts compute with other tensors than their parameters.
         self._fused = FusedWeightGradients(self._wrapped, self._views, overwrites=config.precision.fp8)
         self._optimizer = optimizer.build(self._wrapped, config.policy.optimizer, self._dtype, more.optimizer)
+        self._host: HostCopy | None = None
         self._clear()
 
     def gathered(self) -> None:
@@ -233,8 +235,21 @@ class MegatronPolicy:
 
     def save_state(self, path: Path) -> None:
         """Write model and optimizer shards into the folder ``path``; collective."""
+        save = self.begin_save(path, copy=False)
+        with together(TorchCommunicator()):
+            save.write()
+
+    def begin_save(self, path: Path, copy: bool) -> Save:
+        """Describe this rank's share of a checkpoint; collective. `Save.write` then writes it, alone.
+
+        Args:
+            copy: copy it to host memory, for a write in another thread, during which the model may change. One at a
+                time: the memory is used again.
+        """
         self.gathered()
-        state.save(Path(path), self._wrapped, self._optimizer)
+        if copy and self._host is None:
+            self._host = HostCopy(pinned=torch.cuda.is_available())
+        return Save(Path(path), self._wrapped, self._optimizer, self._host if copy else None)
 
     def load_state(self, path: Path) -> None:
         """Read what `save_state` wrote, in this or another layout; collective. Gradients are cleared."""

@@ -47,7 +47,7 @@ class Reference:
         # Only Transformer Engine knows where the memory of a quantised parameter is.
         self._quantised = [tensor for tensor in tensors if not _is_plain(tensor)]
         self._host = HostCopy(pinned=self._device.type == "cuda")
-        self._host.store(self._storages)
+        self._host.store(list(map(offload.as_bytes, self._storages)))
         self._other = [tensor.detach().to("cpu", copy=True) for tensor in self._quantised]
         self._lanes: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
         if self._device.type == "cuda":
@@ -79,7 +79,7 @@ class Reference:
         if lanes is not None:
             torch.cuda.synchronize(self._device)  # parameters may still be gathered on the communicators' streams
         gone: list[torch.cuda.Event] = []
-        for index, (ours, theirs) in enumerate(self._host.pieces(self._storages)):
+        for index, (ours, theirs) in enumerate(self._host.pieces(list(map(offload.as_bytes, self._storages)))):
             left = aside[index % _IN_FLIGHT][: len(theirs)]
             if lanes is None:
                 _swap_in(left, theirs, ours)

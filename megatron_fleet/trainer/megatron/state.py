@@ -1,50 +1,30 @@
-"""Model and optimizer as Megatron's ``torch_dist`` checkpoint shards: written in one layout, read in any other.
+"""Model and optimizer described as Megatron's ``torch_dist`` checkpoint shards, and read in any layout.
 
-Each rank writes its own parameters and optimizer state and reads what it needs of both, part by part: besides them it
-holds one parameter and a few blocks, in host memory and on its device.
+Each rank reads what it needs of both, part by part: besides them it holds one parameter and a few blocks, in host
+memory and on its device.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
-from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    TorchDistSaveShardedStrategy,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.transformer.module import MegatronModule
-from torch.distributed import checkpoint as torch_checkpoint
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.platform.communicator import TorchCommunicator, together
-from megatron_fleet.platform.megatron.adapt import cuda_calls_answered
 from megatron_fleet.trainer.megatron import extra_state, optimizer_shards
 from megatron_fleet.trainer.megatron.lora import Adapters
 from megatron_fleet.trainer.megatron.optimizer_shards import Box, parts
 from megatron_fleet.trainer.megatron.shard_reader import ShardReader
-from megatron_fleet.weights.torch_dist.tiling import tiling_fault
 
 CONTENT = {
     "distrib_optim_sharding_type": optimizer_shards.SHARDING,
@@ -56,72 +36,8 @@ _BATCH_BYTES = 128 << 20
 """Loaded parameters that are handed to a model at once: it looks through all of its modules each time."""
 
 
-class _Planner(MCoreSavePlanner):
-    """Megatron's own planner, for the model, and the boxes of the optimizer."""
-
-    def __init__(self, boxes: Sequence[Box]) -> None:
-        super().__init__(dedup_replicated_tensors=False, flatten_state_dict=False)
-        self._boxes = {MetadataIndex(box.key, box.offsets): box for box in boxes}
-
-    def create_local_plan(self) -> SavePlan:
-        plan = super().create_local_plan()
-        self.plan = replace(plan, items=[*plan.items, *(_write_item(*entry) for entry in self._boxes.items())])
-        return self.plan
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """See `DefaultSavePlanner`, whose check compares all pairs of the matrices of a mixture of experts."""
-        self.global_plan, self.metadata = create_default_global_save_plan(all_plans)
-        for key, entry in self.metadata.state_dict_metadata.items():
-            if isinstance(entry, TensorStorageMetadata) and (fault := tiling_fault(tuple(entry.size), entry.chunks)):
-                raise ValueError(f"the ranks do not hold {key} once: {fault}")
-        return self.global_plan, self.metadata
-
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        box = self._boxes.get(write_item.index)
-        return super().resolve_data(write_item) if box is None else box.data
-
-
-def _write_item(index: MetadataIndex, box: Box) -> WriteItem:
-    chunk = ChunkStorageMetadata(torch.Size(box.offsets), box.data.shape)
-    tensor = TensorWriteData(chunk, TensorProperties(box.data.dtype), torch.Size(box.shape))
-    return WriteItem(index, WriteItemType.SHARD, tensor_data=tensor)
-
-
-class LocalSave(TorchDistSaveShardedStrategy):
-    """Save in this process: Megatron's writer spawns a helper that imports everything again, which takes seconds each
-    time.
-    """
-
-    def __init__(self, boxes: Sequence[Box]) -> None:
-        """``boxes``: optimizer state that this rank saves besides its part of the model."""
-        super().__init__("torch_dist", 1)
-        self._boxes = boxes
-
-    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> None:
-        state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
-        torch_checkpoint.save(
-            mcore_to_pyt_state_dict(state, False),
-            storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir),
-            planner=_Planner(self._boxes),
-        )
-
-
-def save(path: Path, chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer) -> None:
-    """Write this rank's part into ``path``; collective. The folder must be empty or not exist."""
-    path.mkdir(parents=True, exist_ok=True)  # on every rank, so that all fail alike
-    TorchCommunicator().barrier()
-    described = [_describe(chunk.module) for chunk in chunks]
-    boxes = [box for box in optimizer_shards.boxes(optimizer, described) if box.is_main]
-    state: dict[str, Any] = {f"model{index}": chunk for index, chunk in enumerate(described)}
-    state["optimizer"] = optimizer_shards.settings(optimizer)
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    with cuda_calls_answered():
-        strategy = FullyParallelSaveStrategyWrapper(LocalSave(boxes), group)
-        dist_checkpointing.save(state, str(path), strategy, content_metadata=dict(CONTENT))
-
-
 def load(path: Path, chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer) -> None:
-    """Read what `save` wrote, in this or another layout; collective.
+    """Read what `saving.Save` wrote, in this or another layout; collective.
 
     Raises:
         UserError: only one of checkpoint and model has adapters, or the checkpoint lacks a part, and nothing was
@@ -130,7 +46,7 @@ def load(path: Path, chunks: Sequence[DistributedDataParallel], optimizer: Chain
     with together(TorchCommunicator()):
         reader = ShardReader(path)
         _check_kind(reader, any(getattr(chunk.module, "adapters", None) is not None for chunk in chunks))
-        described = [_describe(chunk.module) for chunk in chunks]
+        described = [describe(chunk.module) for chunk in chunks]
         boxes = list(optimizer_shards.boxes(optimizer, described))
         _check_parts(reader, described, boxes)
         step = _step(reader)
@@ -142,7 +58,7 @@ def load(path: Path, chunks: Sequence[DistributedDataParallel], optimizer: Chain
         optimizer_shards.set_step(optimizer, step)
 
 
-def _describe(module: MegatronModule) -> ShardedStateDict:
+def describe(module: MegatronModule) -> ShardedStateDict:
     """Describe the model, or its adapters alone: their base model is frozen and comes from ``model.path`` again."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     adapters: Adapters | None = getattr(module, "adapters", None)

@@ -116,16 +116,18 @@ def extra_state_blob() -> bytes:
     return container.wrap_empty_in_list()
 
 
-def common_bytes(iteration: int = 0, content_metadata: Mapping[str, Any] | None = None) -> bytes:
+def common_bytes(iteration: int = 0, content_metadata: Mapping[str, Any] | None = None, **more: Any) -> bytes:
     """``common.pt``: the non-tensor state, in the form that Megatron-Core 0.16 to 0.20 read.
 
     Args:
         content_metadata: plain values with which Megatron's modules described themselves.
+        more: further entries, plain values too.
     """
     common = {
         "checkpoint_version": 3.0,
         "iteration": iteration,
         "content_metadata": {"singleton_local_shards": False} if content_metadata is None else dict(content_metadata),
+        **more,
     }
     return b"".join(archive.pack(pickle.dumps(common, protocol=2), None))
 
