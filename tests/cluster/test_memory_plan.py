@@ -275,8 +275,8 @@ def checked(*overrides: str, device=H100_BYTES, host=HOST_GIB * GIB, name="qwen3
             r"are optimizer: raise parallel\.data=4, or set policy\.optimizer\.offload_fraction=1\.",
         ),
         (
-            {"overrides": ("rollout.engine.gpu_memory_utilization=0.25",)},
-            r"gpu_memory_utilization=0\.25 of 79\.6 GiB leaves room for \d+ tokens of KV cache, less than one sequence "
+            {"overrides": ("rollout.engine.gpu_memory_utilization=0.22",)},
+            r"gpu_memory_utilization=0\.22 of 79\.6 GiB leaves room for \d+ tokens of KV cache, less than one sequence "
             r"of rollout\.max_context=32768; raise it or rollout\.engine\.tensor_parallel=1",
         ),
         (
@@ -289,6 +289,26 @@ def checked(*overrides: str, device=H100_BYTES, host=HOST_GIB * GIB, name="qwen3
 def test_what_cannot_fit_is_refused(changes, message):
     with pytest.raises(UserError, match=message):
         checked(*changes.pop("overrides", ()), **changes)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("precision=fp8_tensorwise",),
+        ("parallel.tensor=1", "parallel.pipeline=2", "parallel.virtual=2"),
+    ],
+)
+def test_activations_that_were_not_measured_refuse_nothing(keys, caplog):
+    with caplog.at_level(logging.WARNING):
+        checked(*keys, "policy.recompute=none")
+    assert "phase train takes about" in caplog.messages[0]
+    assert "are activations: set policy.recompute=full" in caplog.messages[0]
+
+
+def test_a_kv_cache_that_estimates_leave_no_room_for(caplog):
+    with caplog.at_level(logging.WARNING):
+        checked("rollout.engine.gpu_memory_utilization=0.27")
+    assert caplog.messages[0].startswith("rollout.engine.gpu_memory_utilization=0.27 of 79.6 GiB leaves room for")
 
 
 def test_what_is_at_the_edge_is_said(caplog):

@@ -8,13 +8,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_fleet.cluster.memory.engine import GIB
-from megatron_fleet.cluster.memory.phases import RESERVE, DeviceMemory, PhaseMemory, RunMemory, run_memory
+from megatron_fleet.cluster.memory.engine import GIB, EngineMemory, engine_memory
+from megatron_fleet.cluster.memory.phases import (
+    IMBALANCE,
+    RESERVE,
+    DeviceMemory,
+    PhaseMemory,
+    RunMemory,
+    run_memory,
+)
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
+from megatron_fleet.models.hf_config import read_model
+from megatron_fleet.models.model import Model
 
-CERTAIN = ("parameters", "gradients", "optimizer", "step", "activations", "engine weights")
-"""Parts that are counted, not estimated (`cluster.memory.phases`)."""
+CERTAIN = ("parameters", "gradients", "optimizer", "step", "engine weights")
+"""Parts that are counted, not estimated (`cluster.memory.phases`); activations are so in most runs, see `_counted`."""
 CERTAIN_ON_HOST = ("offloaded state", "optimizer on CPU", "reference weights")
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 """The limit of this process's control group: a number, or ``max``."""
@@ -39,13 +48,23 @@ def check_memory(config: Config, hf_config: Mapping[str, Any], device_bytes: int
     Raises:
         UserError: it cannot fit.
     """
-    memory = run_memory(config, hf_config, device_bytes)
-    for devices in memory.devices:
+    model = read_model(hf_config)
+    least, likely = (run_memory(config, hf_config, device_bytes, imbalance) for imbalance in (1.0, IMBALANCE))
+    parts = (*CERTAIN, "activations") if _counted(config, model) else CERTAIN
+    for devices in least.devices:
         for phase in devices.phases:
-            _check_phase(config, devices, phase, device_bytes)
-    _check_cache(config, memory, device_bytes)
+            _refuse(config, devices, phase, {part: phase.parts.get(part, 0) for part in parts}, device_bytes)
+    _check_cache(config, engine_memory(config, model, hf_config), device_bytes)
+    for devices in likely.devices:
+        for phase in devices.phases:
+            _warn(config, devices, phase, device_bytes)
     if available is not None:
-        _check_host(config, memory.host, available)
+        _check_host(config, likely.host, available)
+
+
+def _counted(config: Config, model: Model) -> bool:
+    """Whether activations are computed from tensors that tests have measured, and not from formulas that were read."""
+    return not (config.precision.fp8 or config.parallel.virtual > 1 or model.latent or model.mixer is not None)
 
 
 def _check_host(config: Config, host: Mapping[str, int], available: int) -> None:
@@ -64,33 +83,45 @@ def _check_host(config: Config, host: Mapping[str, int], available: int) -> None
         )
 
 
-def _check_phase(config: Config, devices: DeviceMemory, phase: PhaseMemory, device_bytes: int) -> None:
-    certain = {part: phase.parts[part] for part in CERTAIN if part in phase.parts}
+def _refuse(
+    config: Config, devices: DeviceMemory, phase: PhaseMemory, certain: Mapping[str, int], device_bytes: int
+) -> None:
     needed = sum(certain.values())
-    where = _numbered(devices.holds.split()[0], devices.devices)
-    if needed > device_bytes:
-        largest = max(certain, key=lambda part: certain[part])
-        raise UserError(
-            f"memory: phase {phase.name} takes at least {needed / GIB:.1f} GiB on the GPUs of {where}, which have "
-            f"{device_bytes / GIB:.1f} GiB; {certain[largest] / GIB:.1f} GiB are {largest}: {_advice(config, largest)}."
-        )
+    if needed <= device_bytes:
+        return
+    largest = max(certain, key=lambda part: certain[part])
+    raise UserError(
+        f"memory: phase {phase.name} takes at least {needed / GIB:.1f} GiB on the GPUs of {_where(devices)}, which "
+        f"have {device_bytes / GIB:.1f} GiB; {certain[largest] / GIB:.1f} GiB are {largest}: "
+        f"{_advice(config, largest)}."
+    )
+
+
+def _warn(config: Config, devices: DeviceMemory, phase: PhaseMemory, device_bytes: int) -> None:
     if phase.total > device_bytes - RESERVE:
         log.warning(
             "memory: phase %s takes about %.1f GiB of the %.1f GiB on the GPUs of %s; %.1f GiB are %s: %s.",
-            *(phase.name, phase.total / GIB, device_bytes / GIB, where),
+            *(phase.name, phase.total / GIB, device_bytes / GIB, _where(devices)),
             *(phase.parts[phase.largest] / GIB, phase.largest, _advice(config, phase.largest)),
         )
 
 
-def _check_cache(config: Config, memory: RunMemory, device_bytes: int) -> None:
+def _check_cache(config: Config, memory: EngineMemory, device_bytes: int) -> None:
+    """Refuse an engine whose KV cache has no room for one sequence; warn if it has none beside what is estimated."""
     engine, context = config.rollout.engine, config.rollout.max_context
-    if memory.kv_tokens > context or engine.kv_cache_bytes is not None:
+    allowed = int(device_bytes * engine.gpu_memory_utilization)
+    most, likely = ((allowed - nbytes) // memory.token for nbytes in (memory.weights, memory.fixed))
+    if engine.kv_cache_bytes is not None or likely > context:
         return
-    raise UserError(
+    problem = (
         f"rollout.engine.gpu_memory_utilization={engine.gpu_memory_utilization:g} of {device_bytes / GIB:.1f} GiB "
-        f"leaves room for {memory.kv_tokens} tokens of KV cache, less than one sequence of rollout.max_context="
-        f"{context}; raise it or rollout.engine.tensor_parallel={engine.tensor_parallel}, or lower rollout.max_context."
+        f"leaves room for {max(0, most if most <= context else likely)} tokens of KV cache, less than one sequence of "
+        f"rollout.max_context={context}; raise it or rollout.engine.tensor_parallel={engine.tensor_parallel}, or lower "
+        f"rollout.max_context."
     )
+    if most <= context:
+        raise UserError(problem)
+    log.warning("%s", problem)
 
 
 def _advice(config: Config, part: str) -> str:
@@ -130,6 +161,10 @@ def describe_memory(memory: RunMemory, device_bytes: int, max_context: int) -> l
     )
     host = ", ".join(f"{part} {nbytes / GIB:.0f}" for part, nbytes in memory.host.items() if nbytes)
     return [*lines, f"host memory: about {sum(memory.host.values()) / GIB:.0f} GiB ({host})"]
+
+
+def _where(devices: DeviceMemory) -> str:
+    return _numbered(devices.holds.split()[0], devices.devices)
 
 
 def _numbered(nouns: str, numbers: range) -> str:

@@ -215,18 +215,21 @@ def communicators(model: Model, parallel: ParallelConfig) -> int:
     return sum(size > 1 for size in kinds)
 
 
-def run_memory(config: Config, hf_config: Mapping[str, Any], device_bytes: int = H100_BYTES) -> RunMemory:
+def run_memory(
+    config: Config, hf_config: Mapping[str, Any], device_bytes: int = H100_BYTES, imbalance: float = IMBALANCE
+) -> RunMemory:
     """Compute the memory of a run on GPUs.
 
     Args:
         config: its ``rollout.engine.colocated`` may be undecided: engines then share the ranks' devices.
         hf_config: content of the model's ``config.json``.
         device_bytes: memory of each device.
+        imbalance: see `activations.TrainingPass`.
     """
     model = read_model(hf_config)
     parallel, engine_config = config.parallel, config.rollout.engine
     colocated = engine_config.colocated is not False
-    stages = [trainer_memory(config, model, stage) for stage in range(parallel.pipeline)]
+    stages = [trainer_memory(config, model, stage, imbalance) for stage in range(parallel.pipeline)]
     engine = engine_memory(config, model, hf_config)
     cache = engine_config.kv_cache_bytes or max(
         0, int(device_bytes * engine_config.gpu_memory_utilization) - engine.fixed
