@@ -20,6 +20,8 @@ from megatron_fleet.config.errors import UserError, printable, say
 from megatron_fleet.convert.commands import add_commands as add_convert_commands
 from megatron_fleet.data.commands import add_commands as add_data_commands
 from megatron_fleet.platform.processes import private_files
+from megatron_fleet.tuning import override_file
+from megatron_fleet.tuning.commands import add_commands as add_tune_commands
 
 if TYPE_CHECKING:
     from megatron_fleet.cluster.inventory import Inventory
@@ -31,7 +33,7 @@ _UNUSABLE_PATH = {
 }
 MAX_SHOWN = 4096
 """Characters of a file name in a message; Linux limits paths to this length."""
-OVERRIDES_HELP = "group=option or section.key=value; docs/reference/config.md lists the keys"
+OVERRIDES_HELP = "group=option, section.key=value, or @FILE with one a line; docs/reference/config.md lists the keys"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,14 +86,21 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser that escapes its error messages, which quote untrusted arguments."""
+    """Parser that escapes its error messages, which quote untrusted arguments, and takes comments in files."""
+
+    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
+        return override_file.arguments(arg_line)
 
     def error(self, message: str) -> NoReturn:
         super().error(printable(message))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="mfleet", description="Reinforcement learning of tool-using agents.")
+    parser = _Parser(
+        prog="mfleet",
+        description="Reinforcement learning of tool-using agents. @FILE stands for its lines as arguments.",
+        fromfile_prefix_chars="@",
+    )
     parser.add_argument("--version", action="version", version=f"megatron_fleet {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
 
@@ -130,13 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     replay.set_defaults(run=_replay)
 
     measured = commands.add_parser("tune", help="measure settings on this machine")
-    tune = measured.add_subparsers(required=True, metavar="command")
-    precision = tune.add_parser("precision", help="measure speed and accuracy of each precision")
-    precision.add_argument("--layers", type=int, default=2, help="layers of the model to build (default: %(default)s)")
-    precision.add_argument("--repeats", type=int, default=5, help="timed steps per turn (default: %(default)s)")
-    precision.add_argument("--json", action="store_true", help="print everything as JSON")
-    precision.add_argument("overrides", nargs="*", help=OVERRIDES_HELP)
-    precision.set_defaults(run=_tune_precision)
+    add_tune_commands(measured, OVERRIDES_HELP)
 
     model = commands.add_parser("model", help="models").add_subparsers(required=True, metavar="command")
     _add_model_commands(model)
@@ -262,19 +265,6 @@ def _replay(args: argparse.Namespace) -> int:
     from megatron_fleet.debug.replay import main as replay
 
     return replay(args.dump, args.overrides, args.json)
-
-
-def _tune_precision(args: argparse.Namespace) -> int:
-    from megatron_fleet.config import validate
-    from megatron_fleet.config.load import load
-    from megatron_fleet.tuning.precision import main as tune
-
-    for name in ("layers", "repeats"):
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name}={getattr(args, name)} must be at least 1.")
-    config = load(args.overrides)
-    validate.check(config)
-    return tune(config, args.layers, args.repeats, args.json)
 
 
 def _extend(args: argparse.Namespace) -> int:

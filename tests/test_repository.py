@@ -43,7 +43,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "telemetry": {"agents.trajectory", "algorithms", "models.images", "storage", "trainer.base"},
     "trainer": {"algorithms", "cluster", "models", "storage", "weight_sync", "weights"},
     "tuning": {
-        "agents", "algorithms", "data", "embedded_fleet", "envs", "models", "storage", "trainer", "weights",
+        "agents", "algorithms", "cluster.memory", "data", "embedded_fleet", "envs", "models", "rollout", "storage",
+        "trainer", "weights",
     },
     "weight_sync": {"models", "storage", "trainer.base", "weights"},
     "weights": {"models", "storage"},

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from megatron_fleet.config.errors import say
 from megatron_fleet.config.schema import Config, ParallelConfig, PrecisionConfig
-from megatron_fleet.config.secrets import without_secrets
 from megatron_fleet.trainer.precision import Machine, machine_problem, this_machine
+from megatron_fleet.tuning.override_file import write_overrides
+from megatron_fleet.tuning.search import Candidate, fastest, run_trial
 
 ROUNDS = 2
 """Rounds per candidate, alternately in forward and reverse order, so that a busy machine affects all alike."""
@@ -28,34 +24,17 @@ MICRO_BATCH_UNIT = 128
 
 
 @dataclass(slots=True)
-class Candidate:
-    """Candidate and its measurements.
+class PrecisionCandidate(Candidate):
+    """Precision and its measurements.
 
     Attributes:
-        settings: overrides that select it.
-        problem: why it did not run; then there are no figures.
-        seconds: of each timed step.
-        peak_bytes: device memory on CUDA, growth of the process on CPU.
         mean, most: mean and largest absolute difference of log-probs from the reference, nats.
         kl: mean of exp(d) − 1 − d over the tokens, d = log-prob − that of the reference (k3; Schulman 2020).
     """
 
-    name: str
-    settings: tuple[str, ...]
-    problem: str | None = None
-    seconds: list[float] = field(default_factory=list)
-    peak_bytes: int = 0
     mean: float | None = None
     most: float | None = None
     kl: float | None = None
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.seconds)
-
-    def clearly_below(self, other: Candidate) -> bool:
-        """Return whether it is faster beyond the noise: each median lies outside the other's range."""
-        return self.median < min(other.seconds) and max(self.seconds) < other.median
 
 
 @dataclass(slots=True)
@@ -71,11 +50,16 @@ class PrecisionReport:
     layers: int
     tokens: int
     weights: bool
-    rows: list[Candidate]
+    rows: list[PrecisionCandidate]
 
     @property
-    def reference(self) -> Candidate:
+    def reference(self) -> PrecisionCandidate:
         return self.rows[0]
+
+    @property
+    def choice(self) -> PrecisionCandidate | None:
+        """Candidate to choose, see `fastest`; ``None``: none ran."""
+        return fastest(self.rows)
 
     def recommendation(self) -> str:
         """Name the fastest candidate, its speed-up and its effect on log-probs."""
@@ -84,9 +68,10 @@ class PrecisionReport:
             return f"{self.reference.name} itself did not run, so there is nothing to compare with."
         if len(ran) == 1:
             return f"Only {self.reference.name} can run here."
-        best = min(ran, key=lambda row: row.median)
+        best = self.choice
+        assert best is not None  # the reference ran
         gain = self.reference.median / best.median
-        if best is self.reference or not best.clearly_below(self.reference):
+        if best is self.reference:
             return f"Stay with {self.reference.name}: nothing else is faster beyond the spread of the steps."
         speed = f"{best.name} is {gain:.2f} times as fast as {self.reference.name} ({' '.join(best.settings)})"
         if not self.weights:
@@ -94,7 +79,7 @@ class PrecisionReport:
         return f"{speed} and moves log-probs by {best.mean:.4f} nats on average in {self.layers} layers."
 
 
-def candidates(config: Config, machine: Machine) -> list[tuple[Candidate, Config]]:
+def candidates(config: Config, machine: Machine) -> list[tuple[PrecisionCandidate, Config]]:
     """List all candidates, the reference first: float32 on a CPU, bfloat16 on a GPU. Unsupported ones have a reason."""
     plain = ["float32"] if machine.capability is None else []
     out = [_candidate(config, dtype, "model_dtype") for dtype in (*plain, "bfloat16")]
@@ -104,16 +89,16 @@ def candidates(config: Config, machine: Machine) -> list[tuple[Candidate, Config
     return out
 
 
-def _candidate(config: Config, dtype: str, recipe: str) -> tuple[Candidate, Config]:
+def _candidate(config: Config, dtype: str, recipe: str) -> tuple[PrecisionCandidate, Config]:
     fp8 = recipe != "model_dtype"
-    settings = [f"model.dtype={dtype}", *([f"precision.recipe={recipe}"] if fp8 else [])]
+    settings = (f"model.dtype={dtype}", f"precision.recipe={recipe}")
     tree = config.model_dump()
     tree["model"]["dtype"] = dtype
     tree["precision"] = PrecisionConfig.model_validate({"recipe": recipe}).model_dump()
     tree["parallel"] = ParallelConfig().model_dump()
     tree["policy"]["optimizer"] |= {"moments": "float32", "offload_fraction": 0.0}
     tree["policy"]["micro_batch_tokens"] = -(-config.policy.micro_batch_tokens // MICRO_BATCH_UNIT) * MICRO_BATCH_UNIT
-    return Candidate(recipe if fp8 else dtype, tuple(settings)), Config.model_validate(tree)
+    return PrecisionCandidate(recipe if fp8 else dtype, settings), Config.model_validate(tree)
 
 
 def tune(config: Config, layers: int, repeats: int, advance: Callable[[], None]) -> PrecisionReport:
@@ -160,24 +145,15 @@ def trials(config: Config) -> int:
 
 def _trial(
     scratch: Path,
-    row: Candidate,
+    row: PrecisionCandidate,
     config: Config,
     report: PrecisionReport,
     repeats: int,
     logprobs: dict[str, np.ndarray],
 ) -> None:
-    folder = Path(tempfile.mkdtemp(dir=scratch))
     init = "hf" if report.weights else "random"
     request = {"config": config.model_dump(mode="json"), "init": init, "repeats": repeats}
-    (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
-    command = [sys.executable, "-m", "megatron_fleet.tuning.trial", str(folder)]
-    environment = without_secrets(os.environ)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
-    if not (folder / "result.json").is_file():
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        row.problem = f"its process ended with status {done.returncode}: {last}"
-        return
-    result: dict[str, Any] = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    folder, result = run_trial("megatron_fleet.tuning.trial", request, scratch)
     row.problem = result.get("problem")
     if row.problem is None:
         row.seconds += result["seconds"]
@@ -186,7 +162,7 @@ def _trial(
         logprobs.setdefault(row.name, np.load(folder / "logprobs.npy"))
 
 
-def _compare(row: Candidate, values: np.ndarray, reference: np.ndarray) -> None:
+def _compare(row: PrecisionCandidate, values: np.ndarray, reference: np.ndarray) -> None:
     difference = values.astype(np.float64) - reference
     row.mean, row.most = float(np.abs(difference).mean()), float(np.abs(difference).max())
     row.kl = float((np.expm1(difference) - difference).mean())
@@ -221,7 +197,7 @@ def to_text(report: PrecisionReport) -> str:
     )
 
 
-def _cells(row: Candidate, report: PrecisionReport) -> Sequence[str]:
+def _cells(row: PrecisionCandidate, report: PrecisionReport) -> Sequence[str]:
     def nats(value: float | None) -> str:
         return "" if value is None else f"{value:.2g}"
 
@@ -231,8 +207,8 @@ def _cells(row: Candidate, report: PrecisionReport) -> Sequence[str]:
     return (row.name, *figures, nats(row.mean), nats(row.most), nats(row.kl))
 
 
-def main(config: Config, layers: int, repeats: int, as_json: bool) -> int:
-    """Measure with a progress bar on stderr and print the report."""
+def main(config: Config, layers: int, repeats: int, as_json: bool, write: Path | None = None) -> int:
+    """Measure with a progress bar on stderr, print the report, and write the choice to the file ``write``."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -240,4 +216,6 @@ def main(config: Config, layers: int, repeats: int, as_json: bool) -> int:
         bar = progress.add_task("precision", total=trials(config))
         report = tune(config, layers, repeats, lambda: progress.advance(bar))
     say(to_json(report) if as_json else to_text(report))
+    if write is not None and report.choice is not None:
+        write_overrides(write, report.choice.settings)
     return 0

@@ -1,4 +1,4 @@
-"""One candidate of `tuning.precision` in a process of its own: ``python -m megatron_fleet.tuning.trial FOLDER``.
+"""One candidate of the trainer's in a process of its own: ``python -m megatron_fleet.tuning.trial FOLDER``.
 
 Reads ``FOLDER/request.json``; writes ``FOLDER/result.json`` and ``logprobs.npy``.
 """
@@ -19,6 +19,7 @@ from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
 from megatron_fleet.trainer.process import prepare_process
+from megatron_fleet.tuning.search import describe_failure
 
 WARM_UP = 2
 """Untimed steps before the timed ones, in which memory is allocated and kernels are selected."""
@@ -36,16 +37,14 @@ def main(folder: Path) -> int:
     except UserError as error:
         result = {"problem": str(error)}
     except Exception as error:
-        # Out-of-memory and kernel errors have their own types; the first line describes them.
-        first = (str(error).strip().splitlines() or ["no message"])[0]
-        result = {"problem": f"{type(error).__name__}: {first}"}
+        result = {"problem": describe_failure(error)}
     (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
     return 0
 
 
 def measure(config: Config, init: Any, repeats: int) -> tuple[dict[str, Any], np.ndarray]:
-    """Seconds of each step (forward, backward, optimizer), peak bytes, and log-probs float32 ``[N]`` before the first
-    step.
+    """Seconds of each step (forward, backward, optimizer) and of its micro-batch alone, peak bytes, and log-probs
+    float32 ``[N]`` before the first step.
 
     Args:
         init: see `MegatronPolicy`.
@@ -61,18 +60,21 @@ def measure(config: Config, init: Any, repeats: int) -> tuple[dict[str, Any], np
     micro_batch = random_micro_batch(config.policy.micro_batch_tokens, config.rollout.max_context, policy.vocab_size)
     (values,) = policy.forward([micro_batch])
     logprobs = np.concatenate([found[datum.loss_mask] for datum, found in zip(micro_batch, values, strict=True)])
-    seconds = []
+    synchronize = torch.cuda.synchronize if cuda else lambda: None
+    seconds, computing = [], []
     for _ in range(WARM_UP + repeats):
         start = time.perf_counter()
         policy.forward_backward([micro_batch], sft_loss)
+        synchronize()
+        computing.append(time.perf_counter() - start)
         policy.optim_step(LR)
-        if cuda:
-            torch.cuda.synchronize()
+        synchronize()
         seconds.append(time.perf_counter() - start)
     peak = torch.cuda.max_memory_allocated() if cuda else _resident() - before
     name = torch.cuda.get_device_name() if cuda else f"CPU, {config.policy.threads} threads"
     policy.close()
-    return {"seconds": seconds[WARM_UP:], "peak_bytes": peak, "device": name}, logprobs.astype(np.float32)
+    times = {"seconds": seconds[WARM_UP:], "micro_batch_seconds": computing[WARM_UP:]}
+    return {**times, "peak_bytes": peak, "device": name}, logprobs.astype(np.float32)
 
 
 def random_micro_batch(tokens: int, longest: int, vocab: int) -> Sequence[Datum]:

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from megatron_fleet.cli import main
 from megatron_fleet.config.load import ROOT, load
 from megatron_fleet.trainer.precision import Machine
-from megatron_fleet.tuning import precision
-from megatron_fleet.tuning.precision import Candidate, PrecisionReport, candidates
+from megatron_fleet.tuning import precision, search
+from megatron_fleet.tuning.precision import PrecisionCandidate, PrecisionReport, candidates
 from megatron_fleet.tuning.trial import random_micro_batch
 from megatron_fleet.tuning.truncate import truncate, truncated_config
 from megatron_fleet.weights.hf_model import open_model
@@ -90,7 +90,7 @@ def test_micro_batches_are_full_and_weigh_one(tokens, longest):
 def report(weights=True, **seconds):
     """A report with these step times; ``None`` = did not run."""
     rows = [
-        Candidate(n, (f"model.dtype={n}",), None if s else "broken", [s or 0.0] * 3, mean=0.01)
+        PrecisionCandidate(n, (f"model.dtype={n}",), None if s else "broken", [s or 0.0] * 3, mean=0.01)
         for n, s in seconds.items()
     ]
     return PrecisionReport("a machine", 2, 128, weights, rows)
@@ -116,23 +116,26 @@ def test_what_is_recommended(found, text):
 
 
 def test_noise_is_not_taken_for_speed():
-    slow, fast = Candidate("slow", (), None, [1.0, 1.1, 1.4]), Candidate("fast", (), None, [0.8, 0.9, 1.0])
+    slow, fast = (
+        PrecisionCandidate("slow", (), None, [1.0, 1.1, 1.4]),
+        PrecisionCandidate("fast", (), None, [0.8, 0.9, 1.0]),
+    )
     assert fast.clearly_below(slow) and not slow.clearly_below(fast)
-    assert not Candidate("", (), None, [0.8, 0.9, 1.2]).clearly_below(slow)
-    assert not Candidate("", (), None, [0.8, 1.05, 1.06]).clearly_below(slow)
-    found = PrecisionReport("", 2, 128, True, [slow, Candidate("fast", (), None, [0.8, 0.9, 1.2])])
+    assert not PrecisionCandidate("", (), None, [0.8, 0.9, 1.2]).clearly_below(slow)
+    assert not PrecisionCandidate("", (), None, [0.8, 1.05, 1.06]).clearly_below(slow)
+    found = PrecisionReport("", 2, 128, True, [slow, PrecisionCandidate("fast", (), None, [0.8, 0.9, 1.2])])
     assert "Stay with slow" in found.recommendation()
 
 
 def test_the_comparison_is_that_of_log_probs():
-    row = Candidate("bfloat16", ())
+    row = PrecisionCandidate("bfloat16", ())
     precision._compare(row, np.array([-1.0, -2.5], np.float32), np.array([-1.5, -2.5], np.float32))
     assert (row.mean, row.most) == (0.25, 0.5)
     assert row.kl == pytest.approx((np.exp(0.5) - 1.5) / 2)
 
 
 def test_a_process_that_dies_is_a_row(monkeypatch, tmp_path):
-    monkeypatch.setattr(precision.sys, "executable", "false")
+    monkeypatch.setattr(search.sys, "executable", "false")
     found = report(float32=1.0)
     precision._trial(tmp_path, found.rows[0], configured(), found, 1, {})
     assert "ended with status 1" in found.rows[0].problem
