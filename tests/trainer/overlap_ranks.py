@@ -111,10 +111,11 @@ def run(folder: Path, name: str, overlap: bool) -> dict[str, Any]:
     out["parameters"] = dump(policy)
     out["buckets"] = sum(len(buffer.buckets) for chunk in policy._wrapped for buffer in chunk.buffers)
     out["started"] = list(STARTED)
-    policy.load_state(folder / f"{name}.False")
-    take(first)
-    step()
-    out["resumed"] = dump(policy)
+    for what, saved in (("resumed", False), ("resumed from its own", overlap)):
+        policy.load_state(folder / f"{name}.{saved}")
+        take(first)
+        step()
+        out[what] = dump(policy)
     gathering()
     return out
 

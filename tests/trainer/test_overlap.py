@@ -54,7 +54,7 @@ class TestOverlap:
                 name = "loss" if hasattr(one, "loss") else "grad_norm"
                 near = pytest.approx(getattr(one, name), rel=close["rtol"], abs=close["atol"])
                 assert getattr(other, name) == near
-            for what in ("parameters", "resumed"):
+            for what in ("parameters", "resumed", "resumed from its own"):
                 assert plain[what].keys() == overlapped[what].keys()
                 for name, value in plain[what].items():
                     torch.testing.assert_close(overlapped[what][name], value, **close, msg=f"{what} {name}")

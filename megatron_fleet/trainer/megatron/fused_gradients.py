@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-_SWITCH = "fuse_wgrad_accumulation"
-
 
 class FusedWeightGradients:
     """Switch of all layers of a rank's chunks; without Transformer Engine there are none.
@@ -44,7 +42,7 @@ class FusedWeightGradients:
         fused, seen = not (self._overwrites and again), set(observed)
         for layer, weights in self._layers.items():
             on = fused and seen.isdisjoint(weights)
-            setattr(layer, _SWITCH, on)
+            layer.fuse_wgrad_accumulation = on
             if not on:
                 for weight in weights:
                     # Set by an earlier pass, and Megatron would then take this pass's gradient as added.
@@ -53,7 +51,7 @@ class FusedWeightGradients:
 
 def _layers(chunk: nn.Module, unsuitable: Collection[torch.Tensor]) -> Iterator[tuple[Any, list[Any]]]:
     for module in chunk.modules():
-        if not hasattr(module, _SWITCH):
+        if not hasattr(module, "fuse_wgrad_accumulation"):
             continue
         weights = [p for name, p in module.named_parameters(recurse=False) if name.startswith("weight")]
         if weights and all(hasattr(w, "main_grad") and w not in unsuitable for w in weights):
