@@ -58,9 +58,9 @@ random numbers) and {COPY_TB_S} TB/s (a copy within the device's memory, bytes r
 Parts run in the order below, most informative first. The minutes are limits; most parts should need half of theirs (an
 estimate), and a part begins only while so much is left. Before the machine is there, put onto it what it lacks: an
 unpacked bundle (`./setup.sh --gpu --bundle DIR`), or beside its own PyTorch a folder on `PYTHONPATH` with
-`megatron-core`, `pydantic`, `numba`, `safetensors`, `msgpack`, `psutil`, `rich` and `pytest`. The parts `device`,
-`tests`, `layers` without Transformer Engine, `logprobs`, `offload`, `optimizer`, `checkpoint` and `traces` need no
-more.
+`megatron-core`, `pydantic`, `numba`, `safetensors`, `msgpack`, `psutil`, `rich`, `pytest` and `hypothesis`. The parts
+`device`, `tests`, `layers` without Transformer Engine, `logprobs`, `offload`, `optimizer`, `checkpoint` and `traces`
+need no more.
 
 ```bash
 python benchmarks/gpu/run.py --minutes 28 --archive gpu.tar.gz

