@@ -36,7 +36,7 @@ EPISODE = (
     "tests/rollout/test_worker.py",
 )  # fmt: skip
 """Tests that run in the episode environment; see ``./test``."""
-VARIABLES = {"OMP_NUM_THREADS": "1", "HYPOTHESIS_DATABASE_FILE": ""}
+VARIABLES = {"OMP_NUM_THREADS": "1"}
 COMPARISONS = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.Is: "is not",
     ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
