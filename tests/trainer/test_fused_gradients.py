@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 pytest.importorskip("megatron_fleet.trainer.megatron")
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
+from policy_fixtures import make_batch, write_config
 from torch import nn
 
-from megatron_fleet.config.schema import ParallelConfig
-from megatron_fleet.trainer.megatron import optimizer, parallel
+from megatron_fleet.algorithms.losses import make_loss
+from megatron_fleet.config.schema import AlgorithmConfig, OptimizerConfig, ParallelConfig, PrecisionConfig
+from megatron_fleet.trainer.megatron import build, optimizer, parallel, step
 from megatron_fleet.trainer.megatron.fused_gradients import FusedWeightGradients
+from megatron_fleet.trainer.megatron.precision import precision_arguments
+from megatron_fleet.trainer.packing.pack import pack_micro_batch
 
 SIZE, PASSES, MICRO_BATCHES = 8, 2, 3
 
@@ -127,3 +133,37 @@ def test_layers_that_compute_with_other_tensors_or_are_frozen_are_left_alone():
     assert (first.fuse_wgrad_accumulation, second.fuse_wgrad_accumulation) == (False, False)
     FusedWeightGradients([ddp], {}, overwrites=False).start((), again=False)
     assert (first.fuse_wgrad_accumulation, second.fuse_wgrad_accumulation) == (True, False)
+
+
+def model_gradients(hf, precision, fused):
+    """Gradients of a whole model over two passes, and which layers' switches were on in the first."""
+    arguments = precision_arguments(precision, OptimizerConfig(lr=1e-3), experts=False)
+    chunks = build.build_chunks(hf, ParallelConfig(), torch.bfloat16, 512, **arguments.transformer)
+    build.fill_random(chunks, 0.06, 5, hf["vocab_size"])
+    ddp = [optimizer.wrap(chunk, arguments.gradients) for chunk in chunks]
+    switch, batch = FusedWeightGradients(ddp, {}, overwrites=precision.fp8), make_batch(8, vocab_size=hf["vocab_size"])
+    packed = [pack_micro_batch(part, 512, 1) for part in (batch[:3], batch[3:5], batch[5:])]
+    on = []
+    for number in range(PASSES):
+        if fused:
+            switch.start((), again=number > 0)
+        on.append([m.fuse_wgrad_accumulation for m in ddp[0].modules() if hasattr(m, "fuse_wgrad_accumulation")])
+        step.run_loss(ddp, packed, step.Settings(1.0, 512), make_loss(AlgorithmConfig()))
+    return {name: p.main_grad.clone() for name, p in chunks[0].named_parameters()}, on[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["model_dtype", "fp8_tensorwise"])
+def test_transformer_engines_own_layers_add_the_same(tmp_path, recipe):
+    pytest.importorskip("transformer_engine.pytorch")
+    if recipe != "model_dtype" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no FP8")
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 512, "num_hidden_layers": 2}
+    hf = json.loads((write_config(tmp_path, **sizes) / "config.json").read_text())
+    precision = PrecisionConfig(recipe=recipe)
+    expected, off = model_gradients(hf, precision, fused=False)
+    found, on = model_gradients(hf, precision, fused=True)
+    assert len(on) == 2 * 4 and all(on) and not any(off)
+    for name, value in expected.items():
+        difference = torch.linalg.vector_norm(found[name] - value) / torch.linalg.vector_norm(value)
+        assert difference < 0.02, name
