@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import tempfile
 import time
@@ -417,15 +418,39 @@ def sync_bytes() -> list[dict[str, Any]]:
     with as_device(DeviceWork()):
         chunk = chunk_on_device(hf, 256).module
         source = MegatronWeightSource([chunk], hf, dtype=torch.bfloat16, place=Place())
-    form, how = EngineFormat(), (Alone(), torch.device("cpu"), EngineFormat())
-    model = sum(meta.nbytes for meta in source.metadata())
-    given = {
-        "shm": ShmSender(source, *how)._layout.nbytes,
-        "nccl, gloo": GlooSender(source, *how)._layout.end,
-        "cuda_ipc": sum(meta.nbytes for meta in FormattedSource(source, form).metadata()),
-        "disk": sum(meta.nbytes for bucket in DiskSender(source, *how)._parts for meta in bucket),
-    }
-    return [{"transport": name, "bytes": nbytes, "minimum": model} for name, nbytes in given.items()]
+    rows = []
+    for dtype, (form, least) in {"BF16": (EngineFormat(), source_bytes(source)), "FP8": in_fp8(hf)}.items():
+        how = Alone(), torch.device("cpu"), form
+        given = {
+            "shm": ShmSender(source, *how)._layout.end,
+            "nccl, gloo": GlooSender(source, *how)._layout.end,
+            "cuda_ipc": source_bytes(FormattedSource(source, form)),
+            "disk": sum(meta.nbytes for bucket in DiskSender(source, *how)._parts for meta in bucket),
+        }
+        rows += [{"transport": name, "dtype": dtype, "bytes": n, "minimum": least} for name, n in given.items()]
+    return rows
+
+
+def source_bytes(source: Any) -> int:
+    return sum(meta.nbytes for meta in source.metadata())
+
+
+def in_fp8(hf: Mapping[str, Any]) -> tuple[Any, int]:
+    """The format of engines in FP8, and the bytes of a model in it without the scales of blocks."""
+    from megatron_fleet.storage.local import LocalFolder
+    from megatron_fleet.weight_sync.engine_format import EngineFormat
+    from megatron_fleet.weights.fp8_model import as_fp8, fp8_tensors
+    from megatron_fleet.weights.hf_folder import StoredTensor
+    from megatron_fleet.weights.hf_model import HfModel, Plain
+    from megatron_fleet.weights.mapping import WeightTable
+
+    table = WeightTable(hf)
+    stored = {name: StoredTensor("model.safetensors", "BF16", shape, 0) for name, shape in table.tensors.items()}
+    plain = {name: Plain(tensor) for name, tensor in stored.items()}
+    quantised = fp8_tensors(table)
+    model = as_fp8(HfModel(LocalFolder(Path()), dict(hf), table, stored, plain, ()), quantised)
+    least = sum(math.prod(shape) * (1 if name in quantised else 2) for name, shape in table.tensors.items())
+    return EngineFormat(model), least
 
 
 def data_bytes() -> dict[str, Any]:
@@ -513,7 +538,9 @@ def _bytes_table(report: Mapping[str, Any]) -> str:
     lines = ["| what | bytes | least | ratio |", "|---|---|---|---|"]
     for row in moved["weight_sync"]:
         given, least = row["bytes"], row["minimum"]
-        lines.append(f"| Qwen3-8B by {row['transport']}, once | {given:,} | {least:,} | {given / least:.4f} |")
+        lines.append(
+            f"| Qwen3-8B in {row['dtype']} by {row['transport']} | {given:,} | {least:,} | {given / least:.4f} |"
+        )
     what = f"data of a step: {data['tokens']:,} tokens, {data['trained']:,} trained"
     lines.append(f"| {what} | {data['bytes']:,} | {data['minimum']:,} | {data['bytes'] / data['minimum']:.2f} |")
     copied, least = offload["copied"], offload["minimum"]
