@@ -354,7 +354,8 @@ def test_checkpoint(measure):
     result = measure("checkpoint")
     assert result.figures["bit_equal"] == 1
     assert result.figures["bytes"] >= result.figures["share_bytes"]
-    assert [row["verb"] for row in result.tables["memory"]] == ["save", "load"]
+    copies = ["first copy", "writing the first", "second copy", "writing the second"]
+    assert [row["verb"] for row in result.tables["memory"]] == ["save", "load", *copies]
 
 
 def test_traces(measure):

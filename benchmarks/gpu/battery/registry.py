@@ -338,7 +338,7 @@ PARTS: tuple[Part, ...] = (
     Part(
         "checkpoint",
         "battery.parts.checkpointing",
-        "a checkpoint saved and loaded: time, and peak memory of host and device",
+        "a checkpoint saved, loaded, and copied for writing beside training: time, and peak memory of host and device",
         5,
         _TRAINER,
         {
@@ -351,6 +351,10 @@ PARTS: tuple[Part, ...] = (
             "host_over_share_gib": "peak of host memory while saving, beyond this rank's state, GiB",
             "device_extra_gib": "peak of device memory while saving, beyond what was there, GiB",
             "bit_equal": "1 where log-probs after loading equal those before saving",
+            "copy_s": "second copy to host memory, for which training waits, s",
+            "copy_gb_s": "the same, GB/s",
+            "copy_host_gib": "host memory that the first copy takes, GiB",
+            "written_s": "writing the second copy, while nothing else runs, s",
         },
         {
             "memory": Table(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import shutil
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import psutil
@@ -15,6 +17,9 @@ from battery import shapes
 from battery.hardware import GIB
 from battery.results import Report, Request
 from megatron_fleet.trainer.base import AdamParams
+
+if TYPE_CHECKING:
+    from megatron_fleet.trainer.verbs import RankVerbs
 
 LAYERS = 4
 TOKENS = {"full": 4096, "tiny": 128}
@@ -83,9 +88,29 @@ def measure(report: Report, request: Request) -> None:
     changed = shapes.logprobs(verbs, data)
     seconds, _, _ = watched(report, "load", lambda: verbs.load_state(str(folder)))
     report.figures(load_s=shapes.finite(seconds), load_gb_s=shapes.finite(nbytes / seconds / 1e9))
+    shutil.rmtree(folder)
     after = shapes.logprobs(verbs, data)
     report.figures(bit_equal=int(np.array_equal(after, before) and not np.array_equal(changed, before)))
+    copied(report, verbs, folder.with_name("copied"), share)
     verbs.close()
+
+
+def copied(report: Report, verbs: RankVerbs, folder: Path, share: int) -> None:
+    """What a step waits for when the checkpoint is written while training goes on. The first copy makes the buffers."""
+    took = []
+    for number in ("first", "second"):
+        folder.mkdir()
+        seconds, host, _ = watched(report, f"{number} copy", lambda: verbs.copy_state(str(folder)))
+        written, _, _ = watched(report, f"writing the {number}", lambda: verbs.written_state().result())
+        shutil.rmtree(folder)
+        took.append((seconds, host, written))
+    (_, host, _), (seconds, _, written) = took
+    report.figures(
+        copy_s=shapes.finite(seconds),
+        copy_gb_s=shapes.finite(share / seconds / 1e9),
+        copy_host_gib=round(host / GIB, 3),
+        written_s=shapes.finite(written),
+    )
 
 
 def watched(report: Report, verb: str, action: Callable[[], object]) -> tuple[float, int, int | None]:
