@@ -365,6 +365,16 @@ def locked(name: str) -> dict[str, str]:
     return dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "requirements" / name).read_text(), re.MULTILINE))
 
 
+def test_the_lock_has_what_the_extension_is_built_with():
+    """Transformer Engine's: the packages whose headers its compiler read, and the build's own tools."""
+    parts = "cublas cuda-cccl cuda-crt cuda-nvrtc cuda-runtime cudnn-cu13 cusolver cusparse nccl-cu13 nvtx".split()
+    gpu = locked("engine-gpu.lock")
+    needed = {"torch", "ninja", "setuptools", "wheel", "packaging", *(f"nvidia-{part}" for part in parts)}
+    assert needed <= gpu.keys()
+    engines = {gpu["transformer-engine"], gpu["transformer-engine-cu13"]}
+    assert engines == {locked("engine-gpu-source.lock")["transformer-engine-torch"]}
+
+
 def test_the_page_names_the_versions_of_the_locks():
     text = (ROOT / "docs" / "run" / "install.md").read_text().split("## Versions")[1]
     rows = re.findall(r"^\| `(\S+)` \| (\S*) ?\| (\S+) \|$", text, re.MULTILINE)
