@@ -207,6 +207,9 @@ class Sources:
             return self.annotated(of.module, node.returns)
         if isinstance(node, ast.arg):
             return self.annotated(of.module, node.annotation)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            made = self.expression(of.module, node.value.func)
+            return self.member(made, "()") if made is not None and isinstance(made.node, ast.ClassDef) else None
         return None
 
     def result(self, of: Definition) -> Definition | None:

@@ -32,7 +32,15 @@ OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer()"
 ADAM = "transformer_engine.pytorch.optimizers.fused_adam:FusedAdam()"
 BUFFER = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer()"
 MOE = "megatron.core.transformer.moe.moe_layer:MoELayer()"
+BUCKETS = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup()"
+CONFIG = "megatron.core.transformer.transformer_config:TransformerConfig()"
+SHARD = "megatron.core.dist_checkpointing.mapping:ShardedTensor()"
 HINTS: dict[str, dict[str, str]] = {
+    "models.qwen3_5.modules.vllm": {
+        "batch": "vllm.v1.attention.backends.gdn_attn:GDNAttentionMetadata()",
+        "layer": "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn:QwenGatedDeltaNetAttention()",
+    },
+    "platform.megatron.attention": {"config": CONFIG},
     "rollout.engine_actor": {
         "self._llm": "vllm.v1.engine.async_llm:AsyncLLM()",
         "completion": COMPLETION,
@@ -42,10 +50,10 @@ HINTS: dict[str, dict[str, str]] = {
         "self._renderer": "vllm.renderers.base:BaseRenderer()",
         "found": "vllm.multimodal.inputs:PlaceholderRange()",
     },
-    "trainer.megatron.optimizer": {
-        "part.optimizer": ADAM,
-        "chained": "megatron.core.optimizer:ChainedOptimizer()",
-        "part": OPTIMIZER,
+    "trainer.megatron.faults": {"module.mlp": MOE},
+    "trainer.megatron.gradient_overlap": {
+        "bucket": "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucket()",
+        "group": BUCKETS,
     },
     "trainer.megatron.offload": {
         "part": OPTIMIZER,
@@ -53,10 +61,25 @@ HINTS: dict[str, dict[str, str]] = {
         "b": BUFFER,
         "chunk": "megatron.core.distributed:DistributedDataParallel()",
     },
+    "trainer.megatron.optimizer": {
+        "chained": "megatron.core.optimizer:ChainedOptimizer()",
+        "part": OPTIMIZER,
+        "part.optimizer": ADAM,
+    },
+    "trainer.megatron.parameter_overlap": {"group": BUCKETS},
     "trainer.megatron.routing": {
         "layer.mlp": MOE,
-        "moe": MOE,
         "layer.mlp.router": "megatron.core.transformer.moe.router:TopKRouter()",
+        "moe": MOE,
+    },
+    "trainer.megatron.saving": {"shard": SHARD},
+    "trainer.megatron.state": {"shard": SHARD},
+    "weight_sync.broadcast.group": {
+        "self._communicator": "vllm.distributed.device_communicators.pynccl:PyNcclCommunicator()",
+    },
+    "weight_sync.reloading": {
+        "engine.model_config": "vllm.config:ModelConfig()",
+        "multimodal": "vllm.config:MultiModalConfig()",
     },
 }
 """Module → expression → what it is an instance of."""
@@ -263,7 +286,8 @@ class _Scope(ast.NodeVisitor):
         elif isinstance(target, ast.Attribute):
             holder = self.infer(target.value)
             if isinstance(holder, _OurClass) and holder.instance:
-                self._own[target.attr] = value or self._own.get(target.attr)
+                if self._is_own(holder):
+                    self._own[target.attr] = value or self._own.get(target.attr)
             elif isinstance(holder, str):
                 self._use(_member(holder, target.attr), target)
                 function = self._names.get(expression.id) if isinstance(expression, ast.Name) else None
@@ -339,6 +363,10 @@ class _Scope(ast.NodeVisitor):
             elif isinstance(found, _OurClass):
                 yield from self._upstream_bases(found)
 
+    def _is_own(self, cls: _OurClass) -> bool:
+        """Whether it is the class around."""
+        return self._cls is not None and cls.node is self._cls.node
+
     def _is_ours(self, cls: _OurClass, name: str) -> bool:
         """Whether one of our classes, or one of its bases that is ours, itself binds ``name``."""
         if name in self._reader.members(cls.node):
@@ -394,7 +422,7 @@ class _Scope(ast.NodeVisitor):
                 return holder.removesuffix("()")
             return self._use(_member(holder, node.attr), node)
         if isinstance(holder, _OurClass) and holder.instance:
-            if node.attr in self._own:
+            if self._is_own(holder) and node.attr in self._own:
                 return self._own[node.attr]
             if not self._is_ours(holder, node.attr):
                 for base in self._upstream_bases(holder):
@@ -411,8 +439,13 @@ class _Scope(ast.NodeVisitor):
         function = self.infer(node.func)
         if isinstance(function, Function):
             return self._annotated(function.returns)
+        made = None
+        if isinstance(function, _OurClass) and not function.instance:
+            made = _OurClass(function.module, function.node, instance=True)
+            inherits = not self._is_ours(function, "__init__") and not function.node.decorator_list
+            function = next(self._upstream_bases(function), None) if inherits else None
         if not isinstance(function, str) or function.endswith(("()", "[]")):
-            return None
+            return made
         keywords: list[str] = []
         exact = not any(isinstance(each, ast.Starred) for each in node.args)
         for each in node.keywords:
@@ -423,6 +456,8 @@ class _Scope(ast.NodeVisitor):
                 keywords.append(each.arg)
         count = sum(not isinstance(each, ast.Starred) for each in node.args)
         self._reader.uses.add(Use(function, "call", self._where(node), count, tuple(sorted(set(keywords))), exact))
+        if made is not None:
+            return made
         symbol = self._reader.symbols.lookup(function)
         return f"{function}()" if symbol.kind == "class" else _of_interest(symbol.holds)
 
@@ -482,6 +517,8 @@ class _Scope(ast.NodeVisitor):
                 return f"{found}[]" if outer in CONTAINERS and isinstance(found, str) else found
             case ast.Name() | ast.Attribute():
                 found = self.infer(annotation)
+                if isinstance(found, _OurClass):
+                    return _OurClass(found.module, found.node, instance=True)
                 if isinstance(found, str) and not found.endswith(("()", "[]")):
                     return f"{found}()" if self._reader.symbols.lookup(found).kind == "class" else None
         return None
