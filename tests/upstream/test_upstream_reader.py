@@ -32,6 +32,7 @@ class Base:
     def __init__(self, settings: Settings, *, rank: int = 0) -> None:
         self.settings = settings
         self.outputs: list[Output] = []
+        self.first = Output()
 
     def start(self) -> None: ...
 
@@ -80,6 +81,12 @@ class Ours(Base):
     def send(self, chunk: bytes, last: bool = False, more: int = 0) -> None:
         super().send(chunk, last)
         self.start()
+
+class Plain(Base):
+    """It has Base's constructor."""
+
+def plain(given: Plain) -> None:
+    Plain(MoreSettings(2), rank=4).send(given.first.reason)
 
 def patch(module) -> None:
     def reset(engine, hard=False): ...
@@ -137,6 +144,10 @@ def test_what_fits_is_no_fault(read):
         ("last: bool = False, more: int = 0", "last: bool = False, *, more: int", "ours requires more"),
         ("    def reset(engine, hard=False)", "    def reset(engine)", "ours lacks hard"),
         ("module.reset = reset", "module.restart = reset", "vllm.engine has no restart"),
+        ("MoreSettings(2), rank=4", "MoreSettings(2), place=4", "unexpected keyword argument 'place'"),
+        ("rank=4).send(", "rank=4).sent(", "has no sent"),
+        ("given.first.reason", "given.first.cause", "has no cause"),
+        ("given.first", "given.last", "has no last"),
         ('{"vllm.engine": patch}', '{"vllm.gone": patch}', "no module vllm.gone"),
     ],
 )  # fmt: skip
