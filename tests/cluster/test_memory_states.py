@@ -178,7 +178,9 @@ def test_states_of_a_rank_are_those_that_offload_moves(tmp_path):
     try:
         sizes = policy.train_state().sizes()
         buffers = sum(b.nbytes for b in policy.model_chunks[0].buffers())
-        computed = trainer_memory(config, read_model(policy.hf_config), 0).states
-        assert computed | {"parameters": computed["parameters"] + buffers} == sizes
+        computed = trainer_memory(config, read_model(policy.hf_config), 0)
+        assert computed.states | {"parameters": computed.parameters + buffers} == sizes
+        policy.begin_save(tmp_path / "checkpoint", copy=True)
+        assert computed.saved == policy._host.nbytes
     finally:
         policy.close()

@@ -24,7 +24,7 @@ from megatron_fleet.models.model import Model
 
 CERTAIN = ("parameters", "gradients", "optimizer", "step", "engine weights")
 """Parts that are counted, not estimated (`cluster.memory.phases`); activations are so in most runs, see `_counted`."""
-CERTAIN_ON_HOST = ("offloaded state", "optimizer on CPU", "reference weights")
+CERTAIN_ON_HOST = ("offloaded state", "optimizer on CPU", "reference weights", "checkpoint copy")
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 """The limit of this process's control group: a number, or ``max``."""
 log = logging.getLogger(__name__)
@@ -72,8 +72,7 @@ def _check_host(config: Config, host: Mapping[str, int], available: int) -> None
     if needed > available:
         raise UserError(
             f"memory: the trainer's state takes {needed / GIB:.0f} GiB of host memory, and the host has "
-            f"{available / GIB:.0f} GiB; lower policy.optimizer.offload_fraction="
-            f"{config.policy.optimizer.offload_fraction:g}, or use more hosts."
+            f"{available / GIB:.0f} GiB; {_advice_for_host(config)}."
         )
     if sum(host.values()) > available:
         log.warning(
@@ -81,6 +80,13 @@ def _check_host(config: Config, host: Mapping[str, int], available: int) -> None
             sum(host.values()) / GIB,
             available / GIB,
         )
+
+
+def _advice_for_host(config: Config) -> str:
+    ways = ["set checkpoint.asynchronous=false"] if config.checkpoint.asynchronous else []
+    if fraction := config.policy.optimizer.offload_fraction:
+        ways.append(f"lower policy.optimizer.offload_fraction={fraction:g}")
+    return ", or ".join([*ways, "use more hosts"])
 
 
 def _refuse(

@@ -117,6 +117,7 @@ class TrainerMemory:
         head: log-prob buffers, on the last stage.
         step: copies that the optimizer's step makes.
         host_optimizer: optimizer states in host memory.
+        saved: the rank's share of a checkpoint: its optimizer states, and its part of parameters that others hold too.
     """
 
     elements: Elements
@@ -129,6 +130,7 @@ class TrainerMemory:
     head: int
     step: int
     host_optimizer: int
+    saved: int
 
     @property
     def states(self) -> dict[str, int]:
@@ -175,13 +177,18 @@ def trainer_memory(config: Config, model: Model, stage: int, imbalance: float = 
         head=head_bytes(of, logprob_chunk(policy, cuda=True), gradient_bytes) if last else 0,
         step=4 * count.shards if gradient_bytes == 2 else 0,
         host_optimizer=int(CPU_ADAM * policy.optimizer.offload_fraction * count.shards),
+        saved=count.shards * (value_bytes + whole_optimizer_bytes(policy.optimizer, value_bytes)),
     )
 
 
 def optimizer_bytes(optimizer: OptimizerConfig, value_bytes: int) -> float:
-    """Device bytes per element of a rank's share: float32 master weights (of bfloat16 models) and two moments."""
-    moments = 2 * (2 if optimizer.moments == "bfloat16" else 4)
-    return (moments + (4 if value_bytes == 2 else 0)) * (1 - optimizer.offload_fraction)
+    """Device bytes per element of a rank's share of optimizer states."""
+    return whole_optimizer_bytes(optimizer, value_bytes) * (1 - optimizer.offload_fraction)
+
+
+def whole_optimizer_bytes(optimizer: OptimizerConfig, value_bytes: int) -> int:
+    """Bytes per element wherever it is: a float32 master weight (of a bfloat16 model) and two moments."""
+    return 2 * (2 if optimizer.moments == "bfloat16" else 4) + (4 if value_bytes == 2 else 0)
 
 
 def micro_batches(config: Config) -> int:
@@ -314,11 +321,13 @@ def _host(config: Config, stages: Sequence[TrainerMemory], colocated: bool) -> d
     first = stages[0]
     kept = _pinned(first.parameters) + _pinned(first.optimizer) if colocated else 0
     reference = _pinned(first.parameters) if config.algorithm.kl.coef and not config.policy.lora.rank else 0
+    copied = _pinned(first.saved) if config.checkpoint.asynchronous else 0
     return {
         "rank processes": ranks * RANK_PROCESS,
         "offloaded state": ranks * kept,
         "optimizer on CPU": ranks * first.host_optimizer,
         "reference weights": ranks * reference,
+        "checkpoint copy": ranks * copied,
         "checkpoint": ranks * CHECKPOINT_HOST,
         "engine processes": engines * (ENGINE_PROCESS + engine.tensor_parallel * ENGINE_WORKER),
         "episode workers": config.rollout.workers * WORKER,
