@@ -71,7 +71,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [BY_NAME[name] for name in args.parts or BY_NAME if name not in args.skip]
     args.scratch = args.scratch or Path(tempfile.gettempdir())
     args.scratch.mkdir(parents=True, exist_ok=True)
-    battery = Battery(args, probe(args.device))
+    try:
+        battery = Battery(args, probe(args.device))
+    except RuntimeError as error:
+        command.error(str(error))
     screen = show.console()
     if args.list:
         screen.print(show.listing([(part, battery.problem(part)) for part in chosen], battery.machine.device))

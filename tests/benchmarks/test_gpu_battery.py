@@ -250,6 +250,19 @@ def test_wrong_options_are_refused(run, options, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_a_python_without_torch_is_one_sentence(run, tmp_path, monkeypatch, capsys):
+    from battery import hardware
+
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho \"ModuleNotFoundError: No module named 'torch'\" >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(hardware.sys, "executable", str(broken))
+    with pytest.raises(SystemExit):
+        run.main(["--list"])
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.endswith(f"{broken} cannot describe this machine: ModuleNotFoundError: No module named 'torch'")
+
+
 def test_a_part_sees_the_gpus_that_the_battery_may_use(monkeypatch):
     from battery.hardware import environment
 
