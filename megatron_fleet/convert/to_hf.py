@@ -23,7 +23,7 @@ from megatron_fleet.convert.content import (
 from megatron_fleet.convert.origin import checksums, find_template
 from megatron_fleet.convert.plan import Bytes, Content, OutputFile, Plan
 from megatron_fleet.convert.template import Template, originals
-from megatron_fleet.models.hf_config import architecture_of, text_config
+from megatron_fleet.models.hf_config import architecture_of, drop_quantization, text_config
 from megatron_fleet.storage.folder import Folder
 from megatron_fleet.weights.checkpoint_reader import CheckpointReader, MegatronCheckpoint, StoredMatrices
 from megatron_fleet.weights.floats import widest
@@ -266,8 +266,8 @@ def _plain_config(template: Template, dtype: str) -> bytes:
     config, quantised = json.loads(template.companions[MARKER]), dtype == FP8
     dtype = "BF16" if quantised else dtype
     text = architecture_of(config).text
+    drop_quantization(config)
     for part in (config, config[text] if text else {}):
-        part.pop("quantization_config", None)
         for key in ("dtype", "torch_dtype"):
             if key in part:
                 part[key] = DTYPE_NAMES[dtype]

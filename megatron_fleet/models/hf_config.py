@@ -40,12 +40,15 @@ _ROPE_WITHOUT_EFFECT = ("mrope_section", "mrope_interleaved")
 _MOST_EXPERTS = 200_000
 """Upper bound of the experts of all layers together."""
 
+QUANTIZATION = ("quantization_config", "compression_config")
+"""Fields of ``config.json``, or of its ``text_config``, that say that weights are stored quantised."""
+
 HARMLESS = frozenset(
     [
         # Metadata about the file.
         *("_name_or_path", "architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version"),
         # Storage of the weights, handled by their reader.
-        *("quantization_config", "compression_config"),
+        *QUANTIZATION,
         # Attention implementation, which does not change the result.
         *("attn_implementation", "_attn_implementation", "_attn_implementation_autoset"),
         # Token ids and generation settings.
@@ -71,9 +74,19 @@ HARMLESS = frozenset(
 
 def is_quantized(config: Mapping[str, Any]) -> bool:
     """Return whether a config.json says that the folder's weights are stored quantised."""
+    return any(part.get(key) for part in _parts(config) for key in QUANTIZATION)
+
+
+def drop_quantization(config: dict[str, Any]) -> None:
+    """Remove from a config.json what says that weights are stored quantised, in place."""
+    for part in _parts(config):
+        for key in QUANTIZATION:
+            part.pop(key, None)
+
+
+def _parts(config: Mapping[str, Any]) -> tuple[Any, ...]:
     text = config.get("text_config")
-    parts = (config, text if isinstance(text, Mapping) else {})
-    return any(part.get(key) for part in parts for key in ("quantization_config", "compression_config"))
+    return (config, text) if isinstance(text, Mapping) else (config,)
 
 
 def architecture_of(raw: Mapping[str, Any]) -> Architecture:

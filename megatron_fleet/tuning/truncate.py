@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from megatron_fleet.models.hf_config import architecture_of, read_model
+from megatron_fleet.models.hf_config import architecture_of, drop_quantization, read_model
 from megatron_fleet.storage.open import open_folder
 from megatron_fleet.weights.hf_folder import INDEX, SINGLE, read_config
 from megatron_fleet.weights.hf_model import open_model
@@ -63,9 +63,7 @@ def truncated_config(whole: dict[str, Any], layers: int) -> dict[str, Any]:
         text["layer_types"] = text["layer_types"][: text["num_hidden_layers"]]
     if "num_nextn_predict_layers" in text:
         text["num_nextn_predict_layers"] = 0
-    for each in (config, text):
-        for name in ("quantization_config", "compression_config"):
-            each.pop(name, None)
+    drop_quantization(config)
     return config
 
 

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.models.hf_config import drop_quantization
 from megatron_fleet.platform.communicator import Communicator, together
 from megatron_fleet.storage.local import begin_folder, commit_folder
 from megatron_fleet.weights.hf_folder import INDEX, SINGLE, read_config
@@ -38,7 +39,8 @@ def export_hf(
     replaces an earlier export.
 
     Args:
-        template: HF folder whose config and tokenizer files are copied; ``config.json`` gets the exported dtype.
+        template: HF folder whose config and tokenizer files are copied; ``config.json`` gets the exported dtype, and
+            does not say any more that weights are quantised.
         out: folder to create.
         shard_bytes: maximum safetensors file size.
 
@@ -69,6 +71,7 @@ def _start(template: Path, out: Path, dtype: torch.dtype) -> Path:
             shutil.copyfile(file, partial / file.name)
     key = "dtype" if "dtype" in config else "torch_dtype"
     config[key] = str(dtype).removeprefix("torch.")
+    drop_quantization(config)
     (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return partial
 

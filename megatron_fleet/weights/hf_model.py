@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.models.hf_config import architecture_of, text_config
+from megatron_fleet.models.hf_config import QUANTIZATION, architecture_of, text_config
 from megatron_fleet.storage.folder import Folder
 from megatron_fleet.weights.floats import FLOATS
 from megatron_fleet.weights.hf_folder import ITEM_BYTES, StoredTensor, as_folder, read_config, read_headers
@@ -201,7 +201,7 @@ def _expect(where: str, name: str, found: StoredTensor, shape: tuple[int, ...], 
 def check_quantization(folder: Folder, config: dict[str, Any]) -> None:
     """Reject quantised forms other than the two supported ones."""
     for part in (config, text_config(config, architecture_of(config))):
-        for name in ("quantization_config", "compression_config"):
+        for name in QUANTIZATION:
             declared = part.get(name)
             if declared:
                 _check_declared(f"{folder.url}/config.json: {name}", declared)

@@ -18,6 +18,7 @@ from weight_fixtures import (  # noqa: E402
 )
 
 from megatron_fleet.config.errors import UserError  # noqa: E402
+from megatron_fleet.models.hf_config import is_quantized  # noqa: E402
 from megatron_fleet.platform.communicator import Alone  # noqa: E402
 from megatron_fleet.weights import export as export_module  # noqa: E402
 from megatron_fleet.weights.export import export_hf  # noqa: E402
@@ -55,6 +56,19 @@ def test_transformers_loads_it_with_equal_logits(tmp_path, tied):
     assert torch.equal(after(tokens).logits, before(tokens).logits)
     assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"version": "1.0"}'
     assert (tmp_path / "out" / "generation_config.json").exists()
+
+
+@pytest.mark.parametrize("text", [False, True])
+def test_an_export_of_a_quantised_folder_says_what_it_is(tmp_path, text):
+    """The weights are whole again, so a reader must not look for scales."""
+    config, quantised = tiny_config(), {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    folder = write_folder(tmp_path / "hf", config, random_tensors(config))
+    source = make_source(folder, config)
+    declared = {"text_config": {"quantization_config": quantised}} if text else {"quantization_config": quantised}
+    (folder / "config.json").write_text(json.dumps(config | declared))
+    export_hf(source, folder, tmp_path / "out", world=Alone())
+    assert not is_quantized(json.loads((tmp_path / "out" / "config.json").read_text()))
+    assert is_quantized(json.loads((folder / "config.json").read_text()))
 
 
 def test_large_models_are_sharded_with_an_index(tmp_path):
