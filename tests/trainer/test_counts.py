@@ -40,6 +40,14 @@ def test_a_layer_gives_no_more_kernels_than_before(kind):
         assert 0 < row[name] <= before[name], name
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="plays a device on a host that has none")
+def test_no_more_bytes_are_sent_than_before():
+    with counts.alone():
+        sync = counts.sync_bytes()
+    assert sync == COMMITTED["bytes"]["weight_sync"]
+    assert counts.data_bytes() == COMMITTED["bytes"]["data"]
+
+
 @pytest.mark.parametrize("parts", [1, 2])
 def test_parameters_are_gathered_once_after_all_optimizers(parts):
     done = []
