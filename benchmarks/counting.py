@@ -267,7 +267,7 @@ def _of_megatron(work: DeviceWork) -> Substitutes:
 
 
 def _of_experts(work: DeviceWork) -> Substitutes:
-    from megatron.core.transformer.moe import token_dispatcher
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
     original, routed = dispatcher.preprocess, 0
@@ -288,6 +288,8 @@ def _of_experts(work: DeviceWork) -> Substitutes:
         (dispatcher, "preprocess", preprocess),
         (dispatcher, "cuda_dtoh_stream", mock.Mock(record_event=lambda *_: event)),
         (token_dispatcher, "maybe_move_tensor_to_cpu", to_host),
+        # A tensor of the process, on the device of the first model with experts.
+        (moe_utils.MoEAuxLossAutoScaler, "main_loss_backward_scale", None),
     ]
 
 
