@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 import sys
 from functools import cache
@@ -89,6 +90,29 @@ def test_an_experiment_fits_its_gpus(name):
     assert rollout.episode_timeout_s > max(300, turn)
     assert sum(memory.host.values()) < HOST_GIB * GIB
     check_memory(config, hf_config(name), size, HOST_GIB * GIB)
+
+
+ON_GPUS = ("policy.optimizer.offload_fraction=0",)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "figure"),
+    [
+        ("qwen3_8b_8xh100", (), 46),
+        ("qwen3_8b_8xh100", ("policy.recompute=none",), 123),
+        ("qwen3_8b_8xh100", ("parallel.tensor=1", "parallel.data=8"), 76),
+        ("qwen3_8b_8xh100_64k", (), 35),
+        ("qwen3_8b_8xh100_64k", ("parallel.tensor=2", "parallel.data=4"), 54),
+        ("qwen3_30b_a3b_8xh100", (), 35),
+        ("qwen3_30b_a3b_8xh100", ON_GPUS, 78),
+        ("qwen3_30b_a3b_8xh100", (*ON_GPUS, "policy.optimizer.moments=bfloat16"), 64),
+        ("gpu_smoke", (), 18),
+    ],
+)
+def test_figures_in_the_comments_are_those_that_are_computed(name, keys, figure):
+    assert round(sum(parts(name, "train", *keys).values()) / GIB) == figure
+    comment = (ROOT / "configs" / "experiment" / f"{name}.yaml").read_text(encoding="utf-8").split("defaults:")[0]
+    assert re.search(rf"\b{figure}\b", comment)
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

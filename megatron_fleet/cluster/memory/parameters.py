@@ -2,7 +2,8 @@
 
 Megatron-Core 0.16.1 lays parameters out in one buffer per model chunk, kind (dense or experts) and data type. Each
 begins at a multiple of 64 elements, and a buffer ends at a multiple of 128 and of the ranks that share its optimizer
-states (``param_and_grad_buffer.py``).
+states (``param_and_grad_buffer.py``). Where reductions overlap with the backward pass, buffers are cut into buckets of
+40 million elements and more, each with such an end; these few elements are not counted.
 """
 
 from __future__ import annotations
