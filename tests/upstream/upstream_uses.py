@@ -100,6 +100,12 @@ BUILT = {
 }  # fmt: skip
 """Our layer → how Megatron calls its constructor and its methods, which 0.16 says only of some."""
 
+PASSED_ON = {
+    "trainer.megatron.gradient_overlap:overlap_arguments": "megatron.core.distributed:DistributedDataParallelConfig",
+    "trainer.megatron.routing:expert_arguments": CONFIG.removesuffix("()"),
+}
+"""Our function → what is called elsewhere with the dictionary that it returns."""
+
 
 @dataclass(frozen=True, slots=True)
 class Use:
@@ -142,7 +148,7 @@ class Reader:
         direct: modules of ours that import such a package themselves.
         missing: file and line, name and reason, for each name that does not exist.
         loose: attribute → file and line, for those that are set on objects of unknown types, or are named in a string.
-        unused: keys of `HINTS` and `STRUCTURAL` that match nothing.
+        unused: keys of `HINTS`, `STRUCTURAL` and `PASSED_ON` that match nothing.
     """
 
     def __init__(self, symbols: Symbols, modules: Mapping[str, Path] = READ, root: Path = ROOT) -> None:
@@ -150,7 +156,8 @@ class Reader:
         self.uses: set[Use] = set()
         self.missing: set[tuple[str, str, str]] = set()
         self.loose: dict[str, str] = {}
-        self.unused = {f"{module}: {text}" for module, hints in HINTS.items() for text in hints} | set(STRUCTURAL)
+        self.unused = {f"{module}: {text}" for module, hints in HINTS.items() for text in hints}
+        self.unused |= {*STRUCTURAL, *PASSED_ON}
         texts = {name: path.read_text(encoding="utf-8") for name, path in modules.items()}
         self.direct = {name for name, text in texts.items() if IMPORTS.search(text) or name.removeprefix(OURS) in HINTS}
         self.trees = {name: _parsed(text) for name, text in _with_importers(texts, self.direct).items()}
@@ -323,6 +330,16 @@ class _Scope(ast.NodeVisitor):
                 names[arguments[0].arg] = self._use(module, node)
             inner = _Scope(self._reader, self._module, names, self._cls, self._own, [*self._dicts, node])
             inner.body(node.body)
+            inner._pass_on(node)
+
+    def _pass_on(self, node: Function) -> None:
+        name = f"{self._short}:{node.name}"
+        returned = (each.value for each in ast.walk(node) if isinstance(each, ast.Return) and each.value)
+        if name in PASSED_ON and (keys := set[str]().union(*map(self._keys, returned))):
+            self._reader.unused.discard(name)
+            target = PASSED_ON[name]
+            self._reader.kind(target)
+            self._reader.uses.add(Use(target, "call", self._where(node), 0, tuple(sorted(keys)), exact=False))
 
     def _class(self, node: ast.ClassDef) -> None:
         cls = _OurClass(self._module, node)
