@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 
 import pytest
 
@@ -16,7 +17,11 @@ from tiny_model import write_tiny_model
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
+from megatron_fleet.rollout import engine_actor
 from megatron_fleet.rollout.engine_arguments import engine_args, environment
+from megatron_fleet.weight_sync import vllm_plugin
+from megatron_fleet.weight_sync.engine_model import FP8_FORMAT, FP8_LOADER
+from megatron_fleet.weight_sync.vllm_plugin import LOADER, TRANSPORT
 
 H100_BYTES = 80 << 30
 NGRAM = {"method": "ngram", "tokens": 4, "ngram": 3}
@@ -224,3 +229,34 @@ def test_engines_on_gpus_keep_float32_scales(monkeypatch):
     assert envs.environment_variables[name]() is True
     monkeypatch.setenv(name, environment(cuda=True)[name])
     assert envs.environment_variables[name]() is False
+
+
+class Started(Exception):
+    """Raised where vLLM would be started."""
+
+
+def test_an_engine_in_fp8_has_the_loader_in_all_its_processes(block_model, monkeypatch, tmp_path):
+    """They inherit the variable by which vLLM's plugin registers it."""
+    from vllm.config import LoadConfig
+    from vllm.model_executor import model_loader
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    def start(*_, **__):
+        raise Started
+
+    for name in ("write_output_to", "take_normal_priority"):
+        monkeypatch.setattr(engine_actor, name, lambda *_: None)
+    monkeypatch.setattr(AsyncLLM, "from_engine_args", start)
+    monkeypatch.setattr(model_loader, "_LOAD_FORMAT_TO_MODEL_LOADER", {})
+    monkeypatch.delitem(sys.modules, FP8_LOADER, raising=False)
+    monkeypatch.setenv(TRANSPORT, "shm")
+    monkeypatch.setenv(LOADER, "")
+    monkeypatch.delenv(LOADER)
+    for quantization, loaders in (("none", set()), ("fp8", {FP8_FORMAT})):
+        config = rollout_config(block_model, {"quantization": quantization})
+        with pytest.raises(Started):
+            engine_actor.EngineActor(config, "", tmp_path / "log", "shm")._start()
+        vllm_plugin.register()
+        assert set(model_loader._LOAD_FORMAT_TO_MODEL_LOADER) == loaders
+    loader = model_loader.get_model_loader(LoadConfig(load_format=FP8_FORMAT))
+    assert type(loader).__name__ == "Fp8Loader"
