@@ -36,8 +36,9 @@ RESERVE = int(1.5 * GIB)
 """Part of a device that a shipped configuration leaves free."""
 CONTEXT = int(0.8 * GIB)
 """CUDA context, kernels and library workspaces of a process on a device (estimate)."""
-COMMUNICATOR = int(0.25 * GIB)
-"""Device memory of one NCCL communicator on a rank (estimate)."""
+COMMUNICATOR = GIB
+"""Device memory of one NCCL communicator on a rank (estimate: slime frees 12 to 13 GB when it destroys Megatron's
+groups, about a dozen, between the phases of a step; its release notes of v0.1.0)."""
 FRAGMENTS = 0.05
 """Share of activations that the allocator holds beyond them (estimate)."""
 IMBALANCE = 1.25
