@@ -50,6 +50,7 @@ def test_quickstart_is_accepted():
             ["rollout.engine.expert_parallel=true"],
             ["rollout.engine.expert_parallel=true", "rollout.engine.tensor_parallel=1"],
         ),
+        (["policy.overlap=true"], ["policy.overlap=true has no effect", "parallel.data × parallel.context = 1"]),
         (["policy.router.dispatcher=deepep"], ["policy.router.dispatcher=deepep needs model.dtype=bfloat16"]),
         (
             ["policy.router.dispatcher=deepep", "model.dtype=bfloat16", "policy.router.dtype=float64"],

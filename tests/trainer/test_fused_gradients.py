@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +19,7 @@ from megatron_fleet.algorithms.losses import make_loss
 from megatron_fleet.config.schema import AlgorithmConfig, OptimizerConfig, ParallelConfig, PrecisionConfig
 from megatron_fleet.trainer.megatron import build, optimizer, parallel, step
 from megatron_fleet.trainer.megatron.fused_gradients import FusedWeightGradients
+from megatron_fleet.trainer.megatron.offload import TrainState
 from megatron_fleet.trainer.megatron.precision import precision_arguments
 from megatron_fleet.trainer.packing.pack import pack_micro_batch
 
@@ -133,6 +136,15 @@ def test_layers_that_compute_with_other_tensors_or_are_frozen_are_left_alone():
     assert (first.fuse_wgrad_accumulation, second.fuse_wgrad_accumulation) == (False, False)
     FusedWeightGradients([ddp], {}, overwrites=False).start((), again=False)
     assert (first.fuse_wgrad_accumulation, second.fuse_wgrad_accumulation) == (True, False)
+
+
+def test_gradients_without_content_leave_the_device_too(monkeypatch):
+    engine = SimpleNamespace(_dummy_wgrads={(4, 4): torch.empty(4, 4)})
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.module.base", engine)
+    state = object.__new__(TrainState)
+    state._away, state._device = {}, torch.device("cpu")
+    state._drop_workspaces()
+    assert engine._dummy_wgrads == {}
 
 
 def model_gradients(hf, precision, fused):

@@ -20,11 +20,13 @@ from megatron.core.transformer.moe import fused_a2a
 from policy_fixtures import make_batch, make_config, write_config
 from tiny_configs import raw_config
 
+from megatron_fleet.algorithms.losses import make_loss
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.schema import Config, ParallelConfig
+from megatron_fleet.config.schema import AlgorithmConfig, Config, ParallelConfig
 from megatron_fleet.models.hf_config import read_model
 from megatron_fleet.platform.megatron.layers import SwiGLU
 from megatron_fleet.trainer.megatron import build, routing
+from megatron_fleet.trainer.megatron import policy as policy_module
 from megatron_fleet.trainer.megatron.policy import MegatronPolicy
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -172,7 +174,28 @@ def test_deepep_that_is_missing_is_explained(tmp_path, monkeypatch):
     monkeypatch.setattr(fused_a2a, "fused_dispatch", None)
     tree = make_config(tmp_path, ParallelConfig(data=2, expert=2), dtype="bfloat16").model_dump()
     tree["policy"]["router"]["dispatcher"] = "deepep"
-    with pytest.raises(
-        UserError, match=r"dispatcher=deepep .* deep_ep, .* policy.router.dispatcher=auto"
-    ):
+    with pytest.raises(UserError, match=r"dispatcher=deepep .* deep_ep, .* policy.router.dispatcher=auto"):
         routing.expert_arguments(Config.model_validate(tree))
+
+
+def test_a_policy_tells_layers_whether_a_pass_adds_to_gradients_and_which_are_observed(tmp_path, monkeypatch):
+    told = []
+
+    class Switch:
+        def __init__(self, chunks, unsuitable, overwrites):
+            told.append(overwrites)
+
+        def start(self, observed, again):
+            told.append((len(observed) > 0, again))
+
+    monkeypatch.setattr(policy_module, "FusedWeightGradients", Switch)
+    tree = make_config(write_config(tmp_path / "model")).model_dump()
+    tree["policy"]["gradient_metrics"] = {"every": 2, "parameters": 4}
+    policy = MegatronPolicy(Config.model_validate(tree), init="random")
+    batch, loss = make_batch(count=2, longest=40), make_loss(AlgorithmConfig())
+    for after in (None, lambda: policy.optim_step(1e-3), policy.discard_gradients, None):
+        policy.forward_backward([batch], loss)
+        if after is not None:
+            after()
+    policy.close()
+    assert told == [False, (True, False), (True, True), (False, False), (True, False)]

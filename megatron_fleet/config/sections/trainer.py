@@ -349,6 +349,15 @@ def _deepep(c: Config) -> str | None:
     return None
 
 
+def _overlap(c: Config) -> str | None:
+    if not c.policy.overlap or c.parallel.data * c.parallel.context > 1:
+        return None
+    return (
+        "policy.overlap=true has no effect with parallel.data × parallel.context = 1, whose gradients are not reduced; "
+        "raise one of them or remove it."
+    )
+
+
 def _int4_experts(c: Config) -> str | None:
     if c.policy.fake_quant == "none":
         return None
@@ -384,6 +393,7 @@ RULES: tuple[Rule, ...] = (
     _moments,
     _adapters,
     _deepep,
+    _overlap,
     _int4_experts,
     _gradient_metrics,
 )
