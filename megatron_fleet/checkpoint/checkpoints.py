@@ -30,6 +30,7 @@ from megatron_fleet.storage.local import (
     fingerprint,
     list_files,
     remove_folder,
+    rename_folder,
     write_atomically,
 )
 from megatron_fleet.trainer.base import Files
@@ -236,10 +237,8 @@ class Checkpoints:
         """Rename checkpoints of steps after ``step`` to ``<name>.superseded``: they no longer count."""
         for path in self._folders():
             if int(path.name.partition("_")[2]) > step:
-                aside = path.with_name(f"{path.name}.superseded")
-                shutil.rmtree(aside, ignore_errors=True)
-                path.rename(aside)
-                log.warning("%s no longer counts and is now %s", path, aside.name)
+                rename_folder(path, f"{path.name}.superseded")
+                log.warning("%s no longer counts and is now %s.superseded", path, path.name)
 
     def _folders(self) -> list[Path]:
         """Folders of all checkpoints, newest first."""

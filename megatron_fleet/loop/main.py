@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import sys
 import time
-from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -21,7 +17,9 @@ from megatron_fleet.config.schema import Config
 from megatron_fleet.loop.attempt import open_attempts
 from megatron_fleet.loop.colocation import Colocation, open_colocation
 from megatron_fleet.loop.hosts import open_hosts
+from megatron_fleet.loop.saves import Saves
 from megatron_fleet.loop.start import load_data, open_checkpoints, set_aside
+from megatron_fleet.loop.stopping import StopRequest, until_stopped
 from megatron_fleet.loop.train import Training
 from megatron_fleet.loop.weights import EngineWeights
 from megatron_fleet.rollout.service import Ground, RolloutService, episode_python
@@ -30,9 +28,6 @@ from megatron_fleet.storage.run_folder import RunFolder
 from megatron_fleet.trainer.base import TrainerLost
 from megatron_fleet.trainer.group import TrainerGroup, run_token, start_trainer
 from megatron_fleet.weight_sync.registry import make_transport
-
-STOP_DEADLINE_S = 120.0
-"""Seconds that ranks, engines and servers have to shut down gracefully after the user's signal."""
 
 
 def main(config: Config) -> int:
@@ -48,36 +43,16 @@ def main(config: Config) -> int:
         config = config.model_copy(update={"run": config.run.model_copy(update={"id": folder.id})})
         with open_checkpoints(config) as (checkpoints, uploader, found):
             write_atomically(out / "config.json", dump_resolved(config).encode())
-            return asyncio.run(_until_stopped(_train(config, checkpoints, uploader, found)))
+
+            async def train(stop: StopRequest) -> None:
+                await _train(config, checkpoints, uploader, found, stop)
+
+            return asyncio.run(until_stopped(train, config.run.time_limit_s))
 
 
-async def _until_stopped(work: Coroutine[None, None, None]) -> int:
-    """Run ``work``; SIGINT or SIGTERM stops it gracefully, a second one immediately. Returns the exit status."""
-    task, received = asyncio.current_task(), []
-    assert task is not None  # a coroutine always runs in a task
-
-    def stop(number: signal.Signals) -> None:
-        received.append(number)
-        if len(received) > 1:
-            os._exit(128 + number)  # child processes end with this one
-        loop.call_later(STOP_DEADLINE_S, os._exit, 128 + number)
-        task.cancel()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop, number)
-    try:
-        await work
-        return 0
-    except asyncio.CancelledError:
-        if not received:
-            raise
-        name = "Ctrl-C" if received[0] == signal.SIGINT else "SIGTERM"
-        print(f"mfleet: stopped by {name}; the same command goes on from the newest checkpoint.", file=sys.stderr)
-        return 128 + received[0]
-
-
-async def _train(config: Config, checkpoints: Checkpoints, uploader: Uploader | None, found: Checkpoint | None) -> None:
+async def _train(
+    config: Config, checkpoints: Checkpoints, uploader: Uploader | None, found: Checkpoint | None, stop: StopRequest
+) -> None:
     started = time.time()
     train, held_out = load_data(config)
     out, token = Path(config.run.out), run_token()
@@ -107,7 +82,8 @@ async def _train(config: Config, checkpoints: Checkpoints, uploader: Uploader | 
 
         engines = EngineWeights(config, trainer, rollout, transport, colocation, start_ranks)
         attempts = open_attempts(config, train, held_out, rollout, lambda: started)
-        await Training(config, trainer, engines, attempts, checkpoints, uploader).run(found)
+        saves = Saves(config.checkpoint, trainer, checkpoints, uploader)
+        await Training(config, trainer, engines, attempts, saves, stop).run(found)
 
 
 def weights_url(config: Config) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -32,3 +32,21 @@ async def finish_in_thread(work: Callable[..., T], *arguments: Any) -> T:
     running = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
     await until_done(running)
     return running.result()
+
+
+async def unless(work: Coroutine[Any, Any, T], interruption: Coroutine[Any, Any, BaseException]) -> T:
+    """Run ``work``; if ``interruption`` returns first, cancel it, wait until it has ended, and raise what was returned.
+
+    When this task is cancelled, both are.
+    """
+    working, waiting = asyncio.create_task(work), asyncio.create_task(interruption)
+    try:
+        await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)
+        finished = working.done()
+    finally:
+        for task in (working, waiting):
+            task.cancel()
+        await until_done(working, waiting)
+    if finished:
+        return working.result()
+    raise waiting.result()

@@ -256,6 +256,14 @@ def remove_folder(path: Path) -> None:
     shutil.rmtree(_hide(path))
 
 
+def rename_folder(path: Path, name: str) -> None:
+    """Give a folder another name beside its present one, durably; one of that name is removed."""
+    target = path.with_name(name)
+    shutil.rmtree(target, ignore_errors=True)
+    os.rename(path, target)
+    sync_folder(path.parent)
+
+
 def _hide(path: Path) -> Path:
     hidden = path.with_name(f".{path.name}.removed")
     shutil.rmtree(hidden, ignore_errors=True)

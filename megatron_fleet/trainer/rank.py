@@ -51,7 +51,8 @@ def main(environ: Mapping[str, str]) -> int:
     Raises:
         UserError: the environment lacks the rank or the controller's address, or the controller cannot be reached.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the controller decides
+    for number in (signal.SIGINT, signal.SIGUSR1):  # they reach all processes of a terminal or job
+        signal.signal(number, signal.SIG_IGN)
     me = rank_identity(environ)
     address, token = controller_address(environ)
     # Our launchers assign the devices of the ranks that they start.

@@ -18,6 +18,7 @@ from megatron_fleet.checkpoint.store import RunStore
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
 from megatron_fleet.loop.start import set_aside
+from megatron_fleet.loop.stopping import Stopped
 from megatron_fleet.trainer.base import TrainerLost
 
 
@@ -325,3 +326,45 @@ async def test_a_checkpoint_is_finished_before_a_stopped_run_ends(tmp_path):
     with pytest.raises(asyncio.CancelledError):
         await going
     Checkpoint.open(run.out / "checkpoints" / "step_000002").verify()
+
+
+@pytest.mark.parametrize("asked_in", ["rollout", "update", "evaluation"])
+async def test_a_run_that_is_to_end_saves_first_and_loses_nothing(tmp_path, asked_in):
+    """Episodes and evaluations are abandoned, an update is finished."""
+    changes = ("run.steps=6", "checkpoint.interval=9", "eval.interval=3")
+    run, whole = Run(tmp_path / "run", *changes), Run(tmp_path / "whole", *changes)
+    await whole.go()
+    played, trained = run.rollout.collect, run.trainer.forward_backward
+
+    async def collect(request, *callbacks, **named):
+        now = "evaluation" if request.purpose == "eval" else "rollout" if request.step == 3 else None
+        if now == asked_in:
+            run.stop.ask("SIGUSR1")
+            await asyncio.sleep(3600)
+        return await played(request, *callbacks, **named)
+
+    async def train(*arguments):
+        if asked_in == "update" and run.trainer.calls.count("forward_backward") == 3:
+            run.stop.ask("SIGUSR1")
+        return await trained(*arguments)
+
+    run.rollout.collect, run.trainer.forward_backward = collect, train
+    with pytest.raises(Stopped, match="SIGUSR1"):
+        await run.go()
+    saved = 4 if asked_in == "update" else 3
+    assert run.stop.saved_step == saved
+    run.take()
+    run.fresh()
+    await run.go()
+    assert run.take()[1:5] == ["wait_ready", "begin_update", f"send_weights {saved}", f"finish_update {saved}"]
+    np.testing.assert_array_equal(run.trainer.weights, whole.trainer.weights)
+    if asked_in == "rollout":
+        assert run.rows() == whole.rows()
+
+
+async def test_a_run_that_is_to_end_before_its_first_step_has_nothing_to_save(tmp_path):
+    run = Run(tmp_path / "run")
+    run.stop.ask("SIGTERM")
+    with pytest.raises(Stopped):
+        await run.go()
+    assert run.stop.saved_step is None and not (run.out / "checkpoints").exists()

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from waiting import HANG_S, wait_until
 
-from megatron_fleet.loop.main import _until_stopped
+from megatron_fleet.loop.stopping import REQUEUE, until_stopped
 
 PROGRAM = """
 import asyncio, sys
 from pathlib import Path
-from megatron_fleet.loop.main import _until_stopped
+from megatron_fleet.loop.stopping import until_stopped
 out = Path(sys.argv[1])
-async def work():
+async def work(stop):
     (out / "ready").touch()
     try:
         await asyncio.sleep(3600)
@@ -26,7 +26,7 @@ async def work():
         (out / "closing").touch()
         await asyncio.sleep(float(sys.argv[2]))
         (out / "closed").touch()
-sys.exit(asyncio.run(_until_stopped(work())))
+sys.exit(asyncio.run(until_stopped(work)))
 """
 
 
@@ -58,8 +58,38 @@ def test_the_second_signal_ends_it_at_once(tmp_path):
 
 
 async def test_a_cancellation_without_a_signal_is_passed_on():
-    running = asyncio.create_task(_until_stopped(asyncio.sleep(3600)))
+    running = asyncio.create_task(until_stopped(lambda stop: asyncio.sleep(3600)))
     await asyncio.sleep(0)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
+
+
+SAVING = """
+import asyncio, sys
+from pathlib import Path
+from megatron_fleet.loop.stopping import until_stopped
+out = Path(sys.argv[1])
+async def work(stop):
+    stop.heeded = True
+    (out / "ready").touch()
+    try:
+        await stop.interrupt(asyncio.sleep(3600))
+    finally:
+        await asyncio.sleep(0.2)
+        stop.saved_step = 7
+sys.exit(asyncio.run(until_stopped(work, eval(sys.argv[2]))))
+"""
+
+
+@pytest.mark.parametrize("cause", ["SIGTERM", "SIGUSR1", "run.time_limit_s=1"])
+def test_a_run_that_has_saved_asks_to_be_started_again(tmp_path, cause):
+    limit = cause.partition("=")[2] or "None"
+    command = [sys.executable, "-c", SAVING, str(tmp_path), limit]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    wait_until((tmp_path / "ready").exists)
+    if limit == "None":
+        process.send_signal(signal.Signals[cause])
+    _, errors = process.communicate(timeout=HANG_S)
+    assert process.returncode == REQUEUE == 75
+    assert errors == f"mfleet: stopped by {cause}; the same command goes on from step 7, which is saved.\n"

@@ -16,7 +16,9 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
 from megatron_fleet.loop.attempt import open_attempts
 from megatron_fleet.loop.colocation import open_colocation
+from megatron_fleet.loop.saves import Saves
 from megatron_fleet.loop.start import load_data, open_checkpoints, set_aside
+from megatron_fleet.loop.stopping import StopRequest
 from megatron_fleet.loop.train import Training, until_lost
 from megatron_fleet.loop.weights import EngineWeights
 from megatron_fleet.rollout.requests import EnvironmentFailed, RolloutFailed
@@ -46,6 +48,7 @@ class Run:
         """New processes, as after a restart of everything."""
         self.trainer, self.rollout = FakeTrainer(VOCABULARY, self.calls), FakeRollout(VOCABULARY, self.calls)
         self.restarts: list[str] = []
+        self.stop = StopRequest()
 
     async def go(self) -> None:
         async def start(reason):
@@ -65,7 +68,8 @@ class Run:
         with RunFolder(self.out, self.config.run.name, self.config.run.id) as folder:
             config = self.config.model_copy(update={"run": self.config.run.model_copy(update={"id": folder.id})})
             with open_checkpoints(config) as (checkpoints, uploader, found):
-                await Training(self.config, self.trainer, engines, attempts, checkpoints, uploader).run(found)
+                saves = Saves(config.checkpoint, self.trainer, checkpoints, uploader)
+                await Training(self.config, self.trainer, engines, attempts, saves, self.stop).run(found)
 
     def take(self, *unwanted: str) -> list[str]:
         """The calls so far, without those that begin with one of ``unwanted``."""

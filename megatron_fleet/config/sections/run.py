@@ -42,6 +42,12 @@ class RunConfig(Section):
         "but refuse to start without one. A step: go on from its checkpoint; later ones no longer count. never: start "
         "anew; if `out` has the records of an earlier run, it is renamed to `<out>.1`, or the next free number.",
     )
+    time_limit_s: float | None = Field(
+        None,
+        gt=0,
+        description="Save and end this many seconds after the start, with exit status 75; episodes are abandoned, an "
+        "update is finished. null: no limit.",
+    )
     shared: bool = Field(
         False,
         description="Who may read the outputs. false: only the user who starts the run (folders that it makes have "
