@@ -216,6 +216,8 @@ def main(config: Config, layers: int, repeats: int, as_json: bool, write: Path |
         bar = progress.add_task("precision", total=trials(config))
         report = tune(config, layers, repeats, lambda: progress.advance(bar))
     say(to_json(report) if as_json else to_text(report))
-    if write is not None and report.choice is not None:
-        write_overrides(write, report.choice.settings)
+    # What a faster precision does to log-probs is not known with random weights.
+    chosen = report.choice if report.weights else report.reference
+    if write is not None and chosen is not None and chosen.problem is None:
+        write_overrides(write, chosen.settings)
     return 0

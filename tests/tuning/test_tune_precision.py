@@ -115,6 +115,21 @@ def test_what_is_recommended(found, text):
     assert found.recommendation() in precision.to_text(found)
 
 
+@pytest.mark.parametrize(("weights", "chosen"), [(True, "bfloat16"), (False, "float32")])
+def test_the_choice_is_written(monkeypatch, tmp_path, weights, chosen):
+    """With random weights, of which log-probs say nothing, that is the reference."""
+    found = report(weights, float32=2.0, bfloat16=1.0)
+    monkeypatch.setattr(precision, "trials", lambda _: 1)
+    monkeypatch.setattr(precision, "tune", lambda *_: found)
+    assert precision.main(configured(), 1, 1, True, tmp_path / "tuned.txt") == 0
+    assert (tmp_path / "tuned.txt").read_text().splitlines()[1:] == [f"model.dtype={chosen}"]
+
+
+def test_a_precision_is_written_whole():
+    for row, its in candidates(configured(), Machine()):
+        assert row.settings == (f"model.dtype={its.model.dtype}", f"precision.recipe={its.precision.recipe}")
+
+
 def test_noise_is_not_taken_for_speed():
     slow, fast = (
         PrecisionCandidate("slow", (), None, [1.0, 1.1, 1.4]),
