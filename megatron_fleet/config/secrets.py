@@ -19,6 +19,7 @@ STORE = ("AWS_",)
 """Name prefixes of an object store's variables."""
 RAY = ("RAY_AUTH_TOKEN",)
 """Needed by Ray's own processes to talk to each other."""
+WANDB_KEY = "WANDB_API_KEY"
 _WORDS = (
     *("API_?KEY", "KEY", "TOKEN", "SECRETS?", "PASS", "PASSWD", "PASSPHRASE", "PAT", "DSN", "JWT", "CREDENTIALS?"),
     *("AUTH_CONFIG", "CONNECTION_STRING", "WEBHOOK"),
@@ -45,17 +46,23 @@ def without_secrets(
     }
 
 
+def wandb_key(modality: str) -> str | None:
+    """Key from ``WANDB_API_KEY_<MODALITY>``, such as WANDB_API_KEY_TOOL_USE, else from ``WANDB_API_KEY``."""
+    return os.environ.get(f"{WANDB_KEY}_{modality.upper()}") or os.environ.get(WANDB_KEY) or None
+
+
 def secrets(environ: Mapping[str, str], families: Sequence[str]) -> dict[str, str]:
     """Return the variables that look like secrets and whose names begin with one of ``families``."""
     return {n: value for n, value in environ.items() if n.startswith(tuple(families)) and _is_secret(n, value)}
 
 
 @contextlib.contextmanager
-def only_secrets(families: Sequence[str]) -> Iterator[None]:
-    """Within, hide this process's own secrets, except those whose names begin with one of ``families``, from a library
-    that starts processes itself.
+def only_secrets(families: Sequence[str], names: Sequence[str] = ()) -> Iterator[None]:
+    """Within, hide this process's own secrets, except those whose names begin with one of ``families`` or are among
+    ``names``, from a library that starts processes itself.
     """
-    hidden = {name: os.environ.pop(name) for name in os.environ.keys() - without_secrets(os.environ, families).keys()}
+    kept = without_secrets(os.environ, families, names)
+    hidden = {name: os.environ.pop(name) for name in os.environ.keys() - kept.keys()}
     try:
         yield
     finally:

@@ -33,6 +33,7 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import read_object
 from megatron_fleet.config.interfaces import INTERFACES
 from megatron_fleet.config.schema import Config
+from megatron_fleet.config.secrets import wandb_key
 from megatron_fleet.data.task import Task
 from megatron_fleet.models.hf_config import is_quantized
 from megatron_fleet.models.model import Model
@@ -317,7 +318,7 @@ def _environment(config: Config) -> None:
 def _wandb_key(config: Config) -> None:
     """Check that a W&B key exists; it is not validated before the run starts."""
     wandb = config.logging.wandb
-    if wandb.project is None or wandb.mode == "offline" or os.environ.get("WANDB_API_KEY"):
+    if wandb.project is None or wandb.mode == "offline" or wandb_key(config.data.modality):
         return
     if not Path(os.environ.get("NETRC", "~/.netrc")).expanduser().is_file():
         raise UserError(

@@ -12,6 +12,7 @@ import numpy as np
 from megatron_fleet.agents.trajectory import Group
 from megatron_fleet.config.errors import say
 from megatron_fleet.config.schema import Config
+from megatron_fleet.config.secrets import wandb_key
 from megatron_fleet.evaluation.dumps import EvalDumps
 from megatron_fleet.evaluation.evaluator import Evaluation
 from megatron_fleet.evaluation.uploads import Uploads
@@ -137,7 +138,8 @@ class Records:
 
 def _wandb(config: Config, resumed_step: int | None, started: float) -> WandbSink:
     where, out, tree = config.logging.wandb, Path(config.run.out), config.model_dump(mode="json")
-    return WandbSink(where.project or "", where.entity, where.mode, _id(config), out, tree, resumed_step, started)
+    attempt = resumed_step, started, wandb_key(config.data.modality)
+    return WandbSink(where.project or "", where.entity, where.mode, _id(config), out, tree, *attempt)
 
 
 def _mlflow(config: Config, resumed_step: int | None, started: float) -> MlflowSink:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.secrets import only_secrets
+from megatron_fleet.config.secrets import WANDB_KEY, only_secrets
 
 STEP = "trainer/global_step"
 """Metric on the x axis of curves, because W&B's own step counts calls."""
@@ -42,6 +42,7 @@ class WandbSink:
         config: Mapping[str, Any],
         resumed_step: int | None,
         started: float,
+        key: str | None = None,
     ) -> None:
         """Start a W&B run.
 
@@ -51,6 +52,7 @@ class WandbSink:
             folder: its files are written below ``folder/wandb``.
             config: configuration of the run, recorded together with the step from which the attempt resumed.
             started: unix time of this attempt.
+            key: API key; ``None``: that of `wandb login`.
 
         Raises:
             UserError: the package is missing, or W&B refuses key, team or project.
@@ -63,7 +65,9 @@ class WandbSink:
             console="off", silent=True, save_code=False, disable_git=True, finish_timeout=FINISH_TIMEOUT_S
         )
         try:
-            with only_secrets(("WANDB_",)):
+            if key is not None:
+                os.environ[WANDB_KEY] = key
+            with only_secrets((), (WANDB_KEY,)):
                 wandb.setup()  # starts W&B's own process, which lasts until this one ends
             self._run = wandb.init(
                 project=project,

@@ -223,6 +223,9 @@ def test_weights_and_biases_needs_a_key_unless_it_is_offline(model, tmp_path, mo
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     assert "set WANDB_API_KEY" in refusal(model, "logging.wandb.project=fleet")
     check(model, "logging.wandb.project=fleet", "logging.wandb.mode=offline")
+    monkeypatch.setenv("WANDB_API_KEY_TOOL_USE", "0" * 40)
+    assert "set WANDB_API_KEY" in refusal(model, "logging.wandb.project=fleet")  # a run of all modalities
+    check(model, "logging.wandb.project=fleet", "data.modality=tool_use")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     check(model, "logging.wandb.project=fleet")
 

@@ -14,7 +14,7 @@ from megatron_fleet.cluster.janitor import Janitor
 from megatron_fleet.cluster.launcher import LocalRanks
 from megatron_fleet.cluster.nodes import RanksOfHost
 from megatron_fleet.config.extension import check
-from megatron_fleet.config.secrets import STORE, only_secrets, secrets, without_secrets
+from megatron_fleet.config.secrets import STORE, only_secrets, secrets, wandb_key, without_secrets
 from megatron_fleet.config.sections.env import EnvConfig
 from megatron_fleet.envs.registry import Start, serve
 from megatron_fleet.tuning.precision import Candidate, _trial
@@ -113,4 +113,17 @@ async def test_a_rank_gets_the_store_s_secrets_and_its_token_alone(tmp_path, mon
     assert (tmp_path / "rank_0.log").read_text().split("] ") == [
         "['AWS_ACCESS_KEY_ID', 'AWS_SECRET_ACCESS_KEY', 'AWS_SESSION_TOKEN'",
         "the run's\n",
+    ]
+
+
+def test_the_key_of_a_modality_comes_before_the_general_one(monkeypatch):
+    for name in ("", "_TOOL_USE", "_COMPUTER_USE"):
+        monkeypatch.delenv(f"WANDB_API_KEY{name}", raising=False)
+    assert wandb_key("tool_use") is None
+    monkeypatch.setenv("WANDB_API_KEY", "general")
+    monkeypatch.setenv("WANDB_API_KEY_COMPUTER_USE", "screens")
+    assert [wandb_key(modality) for modality in ("all", "tool_use", "computer_use")] == [
+        "general",
+        "general",
+        "screens",
     ]

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 class WandbConfig(Section):
     project: str | None = Field(
-        None, description="Weights & Biases project that metrics go to; none: no W&B. The key is WANDB_API_KEY."
+        None,
+        description="Weights & Biases project that metrics go to; none: no W&B. The key is "
+        "WANDB_API_KEY_<data.modality>, such as WANDB_API_KEY_TOOL_USE, else WANDB_API_KEY.",
     )
     entity: str | None = Field(None, description="Team or user there; none: the key's own.")
     mode: Literal["online", "offline"] = Field(
