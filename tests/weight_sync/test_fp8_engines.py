@@ -144,6 +144,17 @@ def test_the_form_for_other_devices_gives_the_same(folders, family, monkeypatch)
         assert_equal_bytes(tensor, expected[name])
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_gpu_quantises_to_the_bytes_of_the_conversion(folders, family):
+    plain, quantised, declared = folders(family)
+    form, expected = EngineFormat(open_engine_model(plain, declared)), stored_tensors(quantised)
+    for name, values in FolderSource(plain):
+        for part, found in zip(form.names(name), form.encode(name, values.cuda()), strict=True):
+            assert_equal_bytes(found.cpu(), expected[part])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
 def test_vllms_parameters_take_the_codes_and_scales(folders, monkeypatch, tensor_parallel):
