@@ -67,7 +67,7 @@ def test_what_is_adapted_follows_the_host(monkeypatch):
     everywhere = {router, hybrid, "megatron.core.optimizer.distrib_optimizer"}
     everywhere |= {"megatron.core.models.common.embeddings.rope_utils"}
     modules = everywhere | {f"{transformer}.moe.moe_utils", f"{transformer}.multi_latent_attention"}
-    modules |= {"megatron.core.tensor_parallel.random"}
+    modules |= {"megatron.core.tensor_parallel.random", "megatron.core.utils"}
     optimizer = {f"megatron.core.optimizer{part}" for part in ("", ".optimizer_config")}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for installed, patched in ((None, modules | optimizer), ("apex", modules), ("transformer_engine", everywhere)):
