@@ -5,7 +5,9 @@ Megatron-Core gathers on every rank (``gathered``: ``fully_reshardable``, writte
 Megatron's own reader). Figures are those of the rank with the largest: ``host_mb`` and ``device_mb``, peak beyond what
 was there before (on a CPU the device is host memory too; VmHWM, Linux with glibc); ``collective_mb`` of tensors that
 hold values, ``metadata_mb`` of the bytes that describe them. ``share_mb`` is the parameters and the optimizer state
-that a rank holds anyway. ``ratio_*`` are ours ÷ gathered. ``interchangeable``: each way restored, to the bit, what the
+that a rank holds anyway. ``copy`` is what training waits for when a checkpoint is written in the background, once its
+host memory exists, and ``ratio_pause`` its time ÷ that of copying as many bytes. ``ratio_save`` and ``ratio_load`` are
+ours ÷ gathered. ``interchangeable``: each way restored, to the bit, what the
 other had saved. Times need a quiet machine.
 
     python benchmarks/checkpoint_memory.py [--ranks 4] [--layers 4] [--hidden 512] [--vocab 65536]
@@ -110,6 +112,14 @@ def restored(policy: MegatronPolicy, load: Callable[[], None]) -> bool:
     return all(gathered(all(torch.equal(a, b) for a, b in zip(before, after, strict=True))))
 
 
+def plain_copy_s(nbytes: int) -> float:
+    """Seconds to copy as many bytes from the device to host memory, on all ranks at once; the best of three."""
+    cuda = torch.cuda.is_available()
+    source = torch.ones(nbytes, dtype=torch.uint8, device="cuda" if cuda else "cpu")
+    target = torch.ones(nbytes, dtype=torch.uint8, pin_memory=cuda)
+    return min(measure(lambda: target.copy_(source))["seconds"] for _ in range(3))
+
+
 def optimizer_state(policy: MegatronPolicy) -> list[torch.Tensor]:
     return [
         tensor
@@ -196,6 +206,9 @@ def run_rank(rank: int, port: int, args: argparse.Namespace, folder: str) -> Non
         "save": measure(lambda: policy.save_state(ours)),
         "load": measure(lambda: policy.load_state(ours)),
     }
+    # The first copy allocates its memory.
+    copies = [measure(lambda: policy.begin_save(Path(folder, "copied"), copy=True)) for _ in range(4)]
+    report["ours"]["copy"] = {**copies[0], "seconds": min(copy["seconds"] for copy in copies[1:])}
     with cuda_calls_answered():
         report["gathered"] = {
             "save": measure(lambda: megatron.save(theirs)),
@@ -208,6 +221,11 @@ def run_rank(rank: int, port: int, args: argparse.Namespace, folder: str) -> Non
             sum(report[way][verb][f"{kind}_mb"] for kind in ("host", "device")) for way in ("ours", "gathered")
         )
         report[f"ratio_{verb}"] = round(one / other, 4)
+    own = max(
+        gathered(sum(file["bytes"] for file in policy.begin_save(Path(folder, "own"), copy=False).write().values()))
+    )
+    report["own_mb"] = round(own / MB, 1)
+    report["ratio_pause"] = round(report["ours"]["copy"]["seconds"] / plain_copy_s(own), 3)
     if rank == 0:
         given = {name: getattr(args, name) for name in ("ranks", "layers", "hidden", "vocab")}
         print(json.dumps({"benchmark": "checkpoint_memory", **report, **given, "machine": describe()}), flush=True)

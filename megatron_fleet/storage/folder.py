@@ -63,7 +63,6 @@ class Folder(Protocol):
         """Remove a file; nothing happens when there is none."""
         ...
 
-
     def clear(self, marker: str) -> None:
         """Remove everything below the folder; ``marker``, which tells that it is whole, first."""
         ...
