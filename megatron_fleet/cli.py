@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_fleet import __version__
+from megatron_fleet.analysis.runs_commands import add_commands as add_runs_commands
 from megatron_fleet.config.errors import UserError, printable, say
 from megatron_fleet.convert.commands import add_commands as add_convert_commands
 from megatron_fleet.data.commands import add_commands as add_data_commands
@@ -130,6 +131,8 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--out", dest="page", type=Path, metavar="FILE", help="the page (default: RUN/report.html)")
     report.add_argument("--markdown", type=Path, metavar="FILE", help="the Markdown (default: RUN/report.md)")
     report.set_defaults(run=_report)
+
+    add_runs_commands(commands.add_parser("runs", help="runs in folders and buckets: list, show, diff, prune"))
 
     debug = commands.add_parser("debug", help="examine failures").add_subparsers(required=True, metavar="command")
     replay = debug.add_parser("replay", help="replay a dumped optimizer step in isolation; status 0 if reproduced")

@@ -22,7 +22,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "": {"analysis", "cluster", "convert", "data", "debug", "loop", "trainer.rank", "tuning", "weights"},
     "agents": {"envs", "data", "models"},
     "algorithms": {"agents.trajectory"},
-    "analysis": {"agents.trajectory", "data", "models.images", "storage", "telemetry"},
+    "analysis": {"agents.trajectory", "checkpoint", "data", "models.images", "storage", "telemetry"},
     "checkpoint": {"storage", "trainer.base"},
     "cluster": {"models", "trainer.validate", "weights.mapping"},
     "convert": {"models", "storage", "weights"},

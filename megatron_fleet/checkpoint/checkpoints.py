@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,8 @@ from megatron_fleet.trainer.base import Files
 log = logging.getLogger(__name__)
 
 TRAINER_STATE = "trainer_state.json"
+SUPERSEDED = ".superseded"
+"""Suffix of the name of a checkpoint that no longer counts, because the run went on from an earlier one."""
 RECORDS = "records"
 """Folder of a checkpoint with copies of the run's records."""
 
@@ -75,6 +77,10 @@ class Checkpoint:
                     f"{file}: has {size} bytes, the checkpoint's {MANIFEST} says {expected['bytes']}."
                 )
         return Checkpoint(path, manifest["step"])
+
+    def files(self) -> dict[str, dict[str, Any]]:
+        """Size and checksum of each file, by its name."""
+        return dict(read_manifest(self.path)["files"])
 
     def verify(self, stop: threading.Event | None = None) -> None:
         """Read every file and compare its SHA-256 with the manifest; long reads show progress.
@@ -191,7 +197,7 @@ class Checkpoints:
             UserError: there are checkpoints, and all are damaged.
         """
         faults = []
-        for path in self._folders():
+        for path in self.folders():
             try:
                 found = Checkpoint.open(path)
                 found.verify(stop)
@@ -233,14 +239,23 @@ class Checkpoints:
         """Folder of the checkpoint of a step."""
         return self._folder / f"step_{step:06d}"
 
+    def superseded(self) -> list[Path]:
+        """Folders of the checkpoints that no longer count."""
+        return sorted(self._folder.glob(f"step_*{SUPERSEDED}"))
+
+    def remove(self, paths: Iterable[Path]) -> None:
+        """Remove folders of checkpoints."""
+        for path in paths:
+            remove_folder(path)
+
     def set_later_aside(self, step: int) -> None:
         """Rename checkpoints of steps after ``step`` to ``<name>.superseded``: they no longer count."""
-        for path in self._folders():
+        for path in self.folders():
             if int(path.name.partition("_")[2]) > step:
-                rename_folder(path, f"{path.name}.superseded")
-                log.warning("%s no longer counts and is now %s.superseded", path, path.name)
+                rename_folder(path, f"{path.name}{SUPERSEDED}")
+                log.warning("%s no longer counts and is now %s%s", path, path.name, SUPERSEDED)
 
-    def _folders(self) -> list[Path]:
+    def folders(self) -> list[Path]:
         """Folders of all checkpoints, newest first."""
         found = [path for path in self._folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
         return sorted(found, key=lambda path: int(path.name.partition("_")[2]), reverse=True)
@@ -248,7 +263,7 @@ class Checkpoints:
     def committed(self) -> list[Checkpoint]:
         """Checkpoints not known to be damaged, newest first. Compares sizes only."""
         found = []
-        for path in self._folders():
+        for path in self.folders():
             if path not in self._damaged:
                 try:
                     found.append(Checkpoint.open(path))

@@ -78,12 +78,21 @@ class RunStore:
 
     def steps(self) -> list[int]:
         """Steps of the whole checkpoints that count, newest first."""
+        whole, aside = self._marked()
+        return sorted(whole - aside, reverse=True)
+
+    def superseded(self) -> list[int]:
+        """Steps of the checkpoints that no longer count."""
+        return sorted(self._marked()[1])
+
+    def _marked(self) -> tuple[set[int], set[int]]:
+        """Steps of the folders with a manifest, and of those that are superseded."""
         names = self._folder.sizes()
         whole, aside = (
             {int(found[1]) for name in names if (found := re.fullmatch(rf"global_step_(\d+)/{re.escape(file)}", name))}
             for file in (MANIFEST, SUPERSEDED)
         )
-        return sorted(whole - aside, reverse=True)
+        return whole, aside
 
     def set_later_aside(self, step: int) -> None:
         """Mark checkpoints of steps after ``step``: they no longer count."""

@@ -107,3 +107,15 @@ class RunFolder:
 def new_id(name: str) -> str:
     """Make an id of a run's name, in which other characters than those of `ID` become ``-``."""
     return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name).strip('-._')[:MAX_NAME] or 'run'}_{secrets.token_hex(4)}"
+
+
+def in_use(folder: Path) -> bool:
+    """Whether a process uses a run's folder now; ``False`` where the file system has no locks."""
+    try:
+        with open(folder / IDENTITY, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False

@@ -17,7 +17,7 @@ from megatron_fleet.data.task import Task
 from megatron_fleet.evaluation.dumps import EvalDumps
 from megatron_fleet.evaluation.store import EpisodeStore
 from megatron_fleet.evaluation.terminal import table
-from megatron_fleet.evaluation.uploads import unique_name
+from megatron_fleet.storage.run_folder import ID, RunFolder
 from megatron_fleet.telemetry.episodes import eval_metrics
 
 TASKS = [Task(f"t{i}", "p", "shop") for i in range(2)]
@@ -32,7 +32,7 @@ def seeds() -> list[Any]:
         store.flush()
         store.add("sampled", [trajectory("t1", sample=0, reward=None)])
         store.flush()
-        unique_name("run", Path(place))
+        RunFolder(Path(place), "run").close()
         files = folders.read(Path(place))
     return [{name: folders.structured(name, data) for name, data in files.items()}, files]
 
@@ -40,7 +40,8 @@ def seeds() -> list[Any]:
 def check(tree: Any, folder: Path) -> bool:
     folders.write(folder, tree)
     with refusal_of(folder):
-        assert unique_name("run", folder).startswith("run_")
+        with RunFolder(folder, "run") as run:
+            assert ID.fullmatch(run.id)
         store = EpisodeStore(folder, OF, TASKS)
         played = store.played("sampled", 2)
         found = [Group(i, task.key, task.env_key, []) for i, task in enumerate(TASKS)]

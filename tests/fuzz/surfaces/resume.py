@@ -13,7 +13,7 @@ from fuzz.outcomes import refusal_of
 from fuzz.surfaces import run_folder
 
 from megatron_fleet.evaluation.dumps import EvalDumps
-from megatron_fleet.evaluation.uploads import unique_name
+from megatron_fleet.storage.run_folder import ID, RunFolder
 from megatron_fleet.telemetry.sinks import MetricsLog, read_metrics
 from megatron_fleet.telemetry.summary import write_summary
 from megatron_fleet.telemetry.trajectories import TrajectoryLog
@@ -28,7 +28,7 @@ def seeds() -> list[Any]:
     structured, files, _ = run_folder.seeds()
     kept = {name: content for name, content in structured.items() if not name.endswith(".npz")}
     torn = files["metrics.jsonl"][:-20]
-    return [kept | {"run_id": b"0123abcd\n", DUMP: b"{}\n"}, {"metrics.jsonl": torn}, {}]
+    return [kept | {"run.json": b'{"id": "run_0123abcd", "name": "run"}\n', DUMP: b"{}\n"}, {"metrics.jsonl": torn}, {}]
 
 
 def check(tree: Any, folder: Path) -> bool:
@@ -42,7 +42,8 @@ def check(tree: Any, folder: Path) -> bool:
             EvalDumps(place / "dumped_evals", str, 10, STEP)
             log.write(STEP + 1, {"reward/avg_raw_reward": 0.5, "accounting/episodes": 4})
             log.close()
-            assert unique_name("run", place).startswith("run_")
+            with RunFolder(place, "run") as run:
+                assert ID.fullmatch(run.id)
             assert read_metrics(place / "metrics.jsonl")[-1]["step"] == STEP + 1
             json.loads(json.dumps(write_summary(place / "metrics.jsonl", place / "summary.json")))
             assert not folders.left_over(folder)

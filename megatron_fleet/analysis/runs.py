@@ -1,0 +1,230 @@
+"""Runs in local folders and in stores: what there is, how far each is, how two differ, what can be removed."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_fleet.checkpoint.checkpoints import RECORDS, Checkpoint, Checkpoints
+from megatron_fleet.checkpoint.manifest import MANIFEST
+from megatron_fleet.checkpoint.store import RunStore
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.files import parse_json, read_object
+from megatron_fleet.storage.open import open_folder
+from megatron_fleet.storage.run_folder import IDENTITY, RunFolder, in_use
+from megatron_fleet.telemetry.sinks import read_metrics
+
+PASS_AT_1 = "eval/all/pass_at_1"
+_CHECKPOINT = re.compile(rf"(?:(.*)/)?global_step_(\d+)/{re.escape(MANIFEST)}")
+
+
+@dataclass(frozen=True, slots=True)
+class SavedStep:
+    """A whole checkpoint: its step, and its size in bytes."""
+
+    step: int
+    nbytes: int
+
+
+@dataclass(slots=True)
+class RunSummary:
+    """What is known of a run in one place.
+
+    Attributes:
+        place: its folder, or its address in a store.
+        state: ``running``, ``finished``, ``stopped``; ``stored`` for a run in a store.
+        step, steps: finished and wanted; ``None``: unknown.
+        pass_at_1: of the last evaluation on record.
+        updated: Unix time of the last record.
+        checkpoints: newest first.
+        superseded: checkpoints that no longer count.
+        config: resolved configuration.
+    """
+
+    place: str
+    id: str
+    state: str
+    step: int | None = None
+    steps: int | None = None
+    pass_at_1: float | None = None
+    updated: float | None = None
+    checkpoints: list[SavedStep] = field(default_factory=list)
+    superseded: int = 0
+    config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all checkpoints that count."""
+        return sum(saved.nbytes for saved in self.checkpoints)
+
+
+def find_runs(place: str) -> list[RunSummary]:
+    """Summaries of the runs directly in a folder, or anywhere below an ``s3://`` address, by id.
+
+    Raises:
+        UserError: there is no such folder, or the store refuses.
+    """
+    if "://" in place:
+        return sorted(_stored(place), key=lambda run: run.id)
+    folder = Path(place)
+    if not folder.is_dir():
+        raise UserError(f"{place}: no such folder; name the folder of your runs, or s3://bucket/prefix.")
+    here = [folder] if (folder / IDENTITY).is_file() else sorted(path.parent for path in folder.glob(f"*/{IDENTITY}"))
+    return [_local(path) for path in here] or sorted(_stored(place), key=lambda run: run.id)
+
+
+def find_run(place: str) -> RunSummary:
+    """The summary of one run. Raises UserError when there is none, or several."""
+    found = find_runs(place)
+    if len(found) != 1:
+        raise UserError(f"{place}: {len(found) or 'no'} runs are there; name one of them, see `mfleet runs list`.")
+    return found[0]
+
+
+def differences(one: RunSummary, other: RunSummary) -> list[tuple[str, Any, Any]]:
+    """Keys with other values in two configurations, and both values; ``run.id`` and ``run.out`` are left out."""
+    first, second = (dict(_flat(run.config)) for run in (one, other))
+    keys = sorted((first.keys() | second.keys()) - {"run.id", "run.out"})
+    return [(key, first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)]
+
+
+def prune(place: str, keep: int, remove: bool) -> list[str]:
+    """Remove superseded checkpoints of a run and all but its newest ``keep``; of a local run the newest good one stays.
+
+    Args:
+        remove: ``False``: only return what would be removed.
+
+    Returns:
+        Names of the folders.
+
+    Raises:
+        UserError: the run is in use, or all its checkpoints are damaged, and nothing was removed.
+    """
+    run = find_run(place)
+    old = [saved.step for saved in run.checkpoints[keep:]]
+    if "://" in place or not (Path(run.place) / IDENTITY).is_file():
+        store = RunStore(run.place)
+        gone = sorted([*old, *store.superseded()])
+        for step in gone if remove else ():
+            store.remove(step)
+        return [f"global_step_{step}" for step in gone]
+    with RunFolder(Path(run.place), run.id):
+        checkpoints = Checkpoints(Path(run.place) / "checkpoints", keep)
+        good = checkpoints.newest() if remove and old else None
+        old = [step for step in old if good is None or step != good.step]
+        paths = [*(checkpoints.path_of(step) for step in sorted(old)), *checkpoints.superseded()]
+        if remove:
+            checkpoints.remove(paths)
+    return [path.name for path in paths]
+
+
+def _local(folder: Path) -> RunSummary:
+    identity = read_object(folder / IDENTITY, "restore it")
+    run = RunSummary(str(folder), str(identity.get("id")), "stopped")
+    if (folder / "config.json").is_file():
+        run.config = read_object(folder / "config.json")
+    _read_rows(run, folder / "metrics.jsonl")
+    for path in Checkpoints(folder / "checkpoints", 1).folders():
+        try:
+            checkpoint = Checkpoint.open(path)
+        except UserError:
+            continue  # `mfleet train` says what is wrong with it
+        run.checkpoints.append(SavedStep(checkpoint.step, sum(f["bytes"] for f in checkpoint.files().values())))
+    run.superseded = len(Checkpoints(folder / "checkpoints", 1).superseded())
+    if in_use(folder):
+        run.state = "running"
+    elif run.steps is not None and (run.step or 0) >= run.steps:
+        run.state = "finished"
+    return run
+
+
+def _stored(place: str) -> Iterator[RunSummary]:
+    base = open_folder(place)
+    sizes = base.sizes()
+    steps: dict[str, list[int]] = {}
+    for name in sizes:
+        if found := _CHECKPOINT.fullmatch(name):
+            steps.setdefault(found[1] or "", []).append(int(found[2]))
+    for prefix in steps:
+        address = f"{place.rstrip('/')}/{prefix}".rstrip("/")
+        store = RunStore(address)
+        run = RunSummary(address, address.rpartition("/")[2], "stored")
+        start = f"{prefix}/" if prefix else ""
+        for step in store.steps():
+            folder = f"{start}global_step_{step}/"
+            run.checkpoints.append(SavedStep(step, sum(n for name, n in sizes.items() if name.startswith(folder))))
+        run.superseded = len(steps[prefix]) - len(run.checkpoints)
+        if run.checkpoints:
+            run.step = run.checkpoints[0].step
+            records = f"{start}global_step_{run.step}/{RECORDS}"
+            if f"{records}/config.json" in sizes:
+                name = f"{records}/config.json"
+                config = parse_json(base.read(name), base.join(name))
+                run.config = config if isinstance(config, dict) else {}
+                run.steps = _steps(run.config)
+        yield run
+
+
+def _read_rows(run: RunSummary, metrics: Path) -> None:
+    rows = read_metrics(metrics)
+    run.steps = _steps(run.config)
+    if rows:
+        run.step, run.updated = rows[-1]["step"], rows[-1].get("time")
+        run.pass_at_1 = next((row[PASS_AT_1] for row in reversed(rows) if row.get(PASS_AT_1) is not None), None)
+
+
+def _steps(config: Mapping[str, Any]) -> int | None:
+    section = config.get("run")
+    steps = section.get("steps") if isinstance(section, dict) else None
+    return steps if isinstance(steps, int) else None
+
+
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _flat(inner, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, value
+
+
+def as_json(runs: Sequence[RunSummary]) -> str:
+    """Summaries as a JSON list, without their configurations."""
+    return json.dumps([{k: v for k, v in asdict(run).items() if k != "config"} for run in runs], indent=1)
+
+
+def as_table(runs: Sequence[RunSummary]) -> str:
+    """Summaries, a line each."""
+    rows = [("run", "state", "step", "pass@1", "checkpoints", "size", "last record", "place")]
+    for run in runs:
+        step = "–" if run.step is None else f"{run.step}" if run.steps is None else f"{run.step}/{run.steps}"
+        score = "–" if run.pass_at_1 is None else f"{run.pass_at_1:.3f}"
+        steps = ", ".join(str(saved.step) for saved in run.checkpoints[:3]) or "–"
+        steps += f" and {more} more" if (more := len(run.checkpoints) - 3) > 0 else ""
+        rows.append((run.id, run.state, step, score, steps, size(run.nbytes), when(run.updated), run.place))
+    return columns(rows)
+
+
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """Text in aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def size(nbytes: int) -> str:
+    """Bytes for people."""
+    value, unit = float(nbytes), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if value < 1000:
+            break
+        value, unit = value / 1000, larger
+    return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
+
+
+def when(moment: float | None) -> str:
+    """Local date and time of a Unix time."""
+    return "–" if moment is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(moment))

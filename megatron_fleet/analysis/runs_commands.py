@@ -1,0 +1,78 @@
+"""`mfleet runs …`: list, show, compare the settings of, and prune runs."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron_fleet.config.errors import say
+
+PLACE = "a run's folder (run.out), or its address in a store, s3://bucket/…/ID"
+
+
+def add_commands(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommands of ``mfleet runs``."""
+    commands = parser.add_subparsers(required=True, metavar="command")
+    listing = commands.add_parser("list", help="the runs in folders and buckets, a line each")
+    listing.add_argument("places", nargs="*", default=["runs"], help="folders of runs, or s3://bucket/prefix (runs)")
+    listing.add_argument("--json", action="store_true", help="print them as JSON")
+    listing.set_defaults(run=_list)
+    show = commands.add_parser("show", help="one run: its state, its checkpoints, its main settings")
+    show.add_argument("place", help=PLACE)
+    show.set_defaults(run=_show)
+    diff = commands.add_parser("diff", help="keys that two runs set differently")
+    diff.add_argument("place", help=PLACE)
+    diff.add_argument("other", help="the other one")
+    diff.set_defaults(run=_diff)
+    pruning = commands.add_parser("prune", help="remove old checkpoints of a run, and those that no longer count")
+    pruning.add_argument("place", help=PLACE)
+    pruning.add_argument("--keep", type=_at_least_one, default=1, metavar="N", help="newest to keep (%(default)s)")
+    pruning.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    pruning.set_defaults(run=_prune)
+
+
+def _at_least_one(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)
+    return number
+
+
+def _list(args: argparse.Namespace) -> int:
+    from megatron_fleet.analysis import runs
+
+    found = [run for place in args.places for run in runs.find_runs(place)]
+    if args.json:
+        say(runs.as_json(found))
+    else:
+        say(runs.as_table(found) if found else f"no runs in {', '.join(args.places)}")
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    from megatron_fleet.analysis import runs
+
+    run = runs.find_run(args.place)
+    say(runs.as_table([run]))
+    rows = [(f"step {saved.step}", runs.size(saved.nbytes)) for saved in run.checkpoints]
+    say("\n" + (runs.columns([("checkpoint", "size"), *rows]) if rows else "no checkpoint"))
+    if run.superseded:
+        say(f"{run.superseded} checkpoints no longer count; `mfleet runs prune {args.place}` removes them")
+    return 0
+
+
+def _diff(args: argparse.Namespace) -> int:
+    from megatron_fleet.analysis import runs
+
+    one, other = runs.find_run(args.place), runs.find_run(args.other)
+    rows = [(key, *map(str, values)) for key, *values in runs.differences(one, other)]
+    say(runs.columns([("key", one.id, other.id), *rows]) if rows else "all settings are equal")
+    return 0
+
+
+def _prune(args: argparse.Namespace) -> int:
+    from megatron_fleet.analysis import runs
+
+    names = runs.prune(args.place, args.keep, not args.dry_run)
+    verb = "would be removed" if args.dry_run else "removed"
+    say(f"{verb}: {', '.join(names)}" if names else "nothing to remove")
+    return 0
