@@ -23,6 +23,7 @@ from megatron_fleet import cli
 from megatron_fleet.config.load import dump_resolved, load
 from megatron_fleet.loop import evaluate
 from megatron_fleet.loop import main as training
+from megatron_fleet.tuning import commands as tune
 
 QUICK = "experiment=quickstart"
 
@@ -98,8 +99,10 @@ def _inert(place: Path) -> Iterator[None]:
     with ExitStack() as stack:
         for module, name in ((training, "main"), (evaluate, "main")):
             stack.enter_context(patch.object(module, name, lambda *_: 0))
-        for name in ("_rank", "_node", "_make_tiny", "_tune_precision", "_replay"):
+        for name in ("_rank", "_node", "_make_tiny", "_make_random", "_replay"):
             stack.enter_context(patch.object(cli, name, lambda _: 0))
+        for name in ("_precision", "_trainer", "_engine"):
+            stack.enter_context(patch.object(tune, name, lambda _: 0))
         stack.enter_context(patch.dict(os.environ, {"HOME": str(place)}))
         stack.enter_context(patch.object(cli.signal, "signal", lambda *_: None))
         os.chdir(place)
