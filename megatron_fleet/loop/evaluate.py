@@ -90,15 +90,13 @@ def main(config: Config, checkpoint: str | None, run: Path | None, side: Side) -
         UserError: a problem that the user can fix.
     """
     out = Path(config.run.out)
-    with RunFolder(out, config.run.name, config.run.id) as folder:
-        config = config.model_copy(update={"run": config.run.model_copy(update={"id": folder.id})})
-        if config.eval.endpoint.url is not None:
-            return asyncio.run(evaluate_endpoint(config, run, side))
-        if checkpoint is not None:
-            use_family(config.model.family)
-            path = hf_folder(newest(checkpoint), out / "model")
-            config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(path)})})
-        return asyncio.run(evaluate_model(config, run, side))
+    if config.eval.endpoint.url is not None:
+        return asyncio.run(evaluate_endpoint(config, run, side))
+    if checkpoint is not None:
+        use_family(config.model.family)
+        path = hf_folder(newest(checkpoint), out / "model")
+        config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(path)})})
+    return asyncio.run(evaluate_model(config, run, side))
 
 
 async def evaluate_model(config: Config, run: Path | None, side: Side) -> int:
@@ -297,7 +295,8 @@ def finish(config: Config, evaluation: Evaluation, decode: Decode) -> None:
     if config.eval.upload is not None:
         uploads = Uploads(config.eval.upload)
         files |= {f"{path.parent.name}/{path.name}": path for path in written}
-        uploads.add(files, f"evals/{config.run.id}/eval_only")
+        with RunFolder(out, config.run.name, config.run.id) as folder:
+            uploads.add(files, f"evals/{folder.id}/eval_only")
         uploads.close()
     say(table(metrics, config.eval.samples))
     if left := metrics["eval/all/outcome/aborted"] + metrics.get("eval/all/greedy_outcome/aborted", 0):

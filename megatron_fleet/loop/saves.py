@@ -40,8 +40,11 @@ class Saves:
         """See `Checkpoints.newest_in_thread`."""
         return await self._checkpoints.newest_in_thread()
 
-    async def begin(self, step: int, state: dict[str, Any]) -> None:
+    async def begin(self, step: int, state: dict[str, Any]) -> bool:
         """Copy the trainer's state, which may change afterwards; with ``checkpoint.asynchronous=false`` write it.
+
+        Returns:
+            Whether anything was begun; not if the step is committed already.
 
         Raises:
             UserError, OSError: this or the last checkpoint cannot be written, and ``checkpoint.on_failure=stop``.
@@ -52,9 +55,10 @@ class Saves:
             finishing = await self._checkpoints.begin(step, copy, state)
         except (UserError, OSError) as error:
             self._fail(step, error)
-            return
+            return False
         if finishing is not None:
             self._saving = step, asyncio.create_task(self._finish(finishing))
+        return finishing is not None
 
     async def finish(self, wait: bool = True) -> None:
         """Wait until the last checkpoint is written; else only look whether that failed. Errors are those of `begin`.

@@ -144,8 +144,9 @@ class Training:
         state = {"step": self._step, "guard": self._guard.state(), **self._attempt.state()}
         with clock.phase("save_checkpoints"):
             async with self._engines.borrowed(self._step):
-                await self._saves.begin(self._step, state)
-        self._attempt.records.add(self._step, {f"timing/{k}": v for k, v in clock.seconds.items()})
+                begun = await self._saves.begin(self._step, state)
+        if begun:
+            self._attempt.records.add(self._step, {f"timing/{k}": v for k, v in clock.seconds.items()})
 
     async def _save_before_the_end(self) -> None:
         """Save what is not saved yet, and tell from which step the run goes on."""

@@ -20,6 +20,7 @@ from megatron_fleet.cluster.inventory import Device, Host
 from megatron_fleet.cluster.node import own_folder
 from megatron_fleet.cluster.nodes import NodeRanks, Nodes, RanksOfHost, host_from_plain, host_to_plain
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.load import load
 from megatron_fleet.trainer.links import RankListener
 
 TOKEN = "the run's token"
@@ -29,7 +30,8 @@ HERE = os.uname().nodename
 @contextlib.asynccontextmanager
 async def controller(logs: Path, count: int = 1, ranks: int = 2, wait_s: float = HANG_S) -> AsyncIterator:
     """A listener that admits nodes, and these."""
-    listener, nodes = RankListener(TOKEN, '{"run": {}}', ranks), Nodes(count, logs, wait_s)
+    config = load(["experiment=quickstart"]).model_dump_json()
+    listener, nodes = RankListener(TOKEN, config, ranks), Nodes(count, logs, wait_s)
     listener.admit("node", nodes.admit)
     await listener.listen("127.0.0.1", 0)
     try:

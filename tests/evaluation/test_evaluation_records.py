@@ -24,7 +24,7 @@ def evaluation(reward: float) -> Evaluation:
 
 def records(out, resumed_step: int | None = None, tensorboard: bool = False, more: tuple[str, ...] = ()) -> Records:
     drawn = [f"logging.tensorboard={str(tensorboard).lower()}", "logging.plot=false"]
-    config = load(["experiment=quickstart", f"run.out={out}", *drawn, *more])
+    config = load(["experiment=quickstart", f"run.out={out}", "run.id=mine_1", *drawn, *more])
     return Records(config, resumed_step, started=0.0)
 
 

@@ -63,7 +63,7 @@ def test_logs_follow_the_mask(tmp_path):
 @pytest.mark.parametrize("shared", ["false", "true"])
 def test_commands_that_write_runs(tmp_path, monkeypatch, command, shared):
     masks = []
-    monkeypatch.setattr(preflight, "check", lambda config: None)
+    monkeypatch.setattr(preflight, "check", lambda *_: None)
     for module in (training, evaluate):
         monkeypatch.setattr(module, "main", lambda *_: masks.append(os.umask(0o027)) or 0)
     assert cli.main([command, "experiment=quickstart", "--out", str(tmp_path / "out"), f"run.shared={shared}"]) == 0

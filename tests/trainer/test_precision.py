@@ -22,6 +22,7 @@ from megatron_fleet.trainer.base import AdamParams
 from megatron_fleet.trainer.megatron import build, optimizer, parallel, state
 from megatron_fleet.trainer.megatron.build import fill_random
 from megatron_fleet.trainer.megatron.precision import filled_in_full, precision_arguments
+from megatron_fleet.trainer.megatron.saving import Save
 
 BF16 = torch.bfloat16
 PLAIN = PrecisionConfig()
@@ -183,7 +184,7 @@ VARIANTS = [{}, {"offload_fraction": 1.0}, {"offload_fraction": 0.4}, {"moments"
 def test_a_checkpoint_goes_on_in_every_variant(hf, tmp_path, saver, loader):
     first = Trainer(hf, **saver)
     first.step()
-    state.save(tmp_path / "saved", first.wrapped, first.adam)
+    Save(tmp_path / "saved", first.wrapped, first.adam, None).write()
     second = Trainer(hf, **loader)
     state.load(tmp_path / "saved", second.wrapped, second.adam)
     optimizer.clear(second.wrapped, second.adam)
@@ -202,7 +203,7 @@ def test_an_unused_variant_can_be_saved_before_its_first_step(hf, tmp_path):
     for number, changes in enumerate(VARIANTS):
         trainer = Trainer(hf, **changes)
         start = trainer.weights()
-        state.save(tmp_path / str(number), trainer.wrapped, trainer.adam)
+        Save(tmp_path / str(number), trainer.wrapped, trainer.adam, None).write()
         again = Trainer(hf, **changes)
         again.step()
         state.load(tmp_path / str(number), again.wrapped, again.adam)
