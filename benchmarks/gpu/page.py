@@ -151,7 +151,7 @@ def charts(results: Mapping[str, Result]) -> list[Chart]:
 
 
 def part_section(part: Part, result: Result) -> Iterator[str]:
-    """What one part has found."""
+    """Result of one part."""
     yield f"\n### {part.name}: {part.about}\n\n{result.status}, {result.seconds:.0f} s"
     yield f": {result.reason}\n" if result.reason else ".\n"
     if known := [name for name in part.figures if name in result.figures]:

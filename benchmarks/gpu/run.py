@@ -3,7 +3,7 @@
     python benchmarks/gpu/run.py                         every part that can run here
     python benchmarks/gpu/run.py --list                  the parts, and what speaks against each here
     python benchmarks/gpu/run.py --parts device layers   some of them, in this order
-    python benchmarks/gpu/run.py --minutes 9             in a session of ten minutes; the same command goes on later
+    python benchmarks/gpu/run.py --minutes 9             in an allocation of ten minutes; the same command goes on later
     python benchmarks/gpu/page.py                        the page of the results, for the documentation
 
 Each part runs in a process of its own with a limit, and writes OUT/DEVICE/PART.json as it measures, so an interrupted

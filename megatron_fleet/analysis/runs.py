@@ -33,7 +33,7 @@ class SavedStep:
 
 @dataclass(slots=True)
 class RunSummary:
-    """What is known of a run in one place.
+    """Summary of a run as found in one place.
 
     Attributes:
         place: its folder, or its address in a store.

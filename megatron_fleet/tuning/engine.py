@@ -35,7 +35,7 @@ DIFFERENCE = "mean |Δ|"
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What the engine answers: ``sequences`` prompts of ``prompt`` tokens at once, each with ``answer`` tokens."""
+    """Throughput for ``sequences`` prompts of ``prompt`` tokens at once, each answered with ``answer`` tokens."""
 
     sequences: int
     prompt: int
@@ -108,7 +108,7 @@ def _together(rows: Sequence[Candidate]) -> Candidate:
 
 @dataclass(slots=True)
 class _Bench:
-    """What all candidates share."""
+    """Settings that all candidates share."""
 
     compose: Compose
     load: Load

@@ -109,7 +109,7 @@ def tune(compose: Compose, choices: Choices, layers: int, repeats: int, advance:
 
 @dataclass(slots=True)
 class _Bench:
-    """What all candidates share."""
+    """Settings that all candidates share."""
 
     compose: Compose
     model: Path

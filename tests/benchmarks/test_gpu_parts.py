@@ -33,7 +33,7 @@ ON_GPUS = {
 
 @pytest.fixture
 def report(tmp_path):
-    """Of a part that has measured nothing yet."""
+    """Table of a part that has measured nothing yet."""
     from battery.results import Report, Request, Result
 
     places = {"result": str(tmp_path / "part.json"), "scratch": str(tmp_path), "keep": str(tmp_path)}

@@ -1,4 +1,4 @@
-"""Where engines find the compiler of their kernels."""
+"""Environment variables by which engines find the compiler for their kernels."""
 
 import os
 import sys

@@ -68,7 +68,7 @@ class Fingerprints:
 
 
 def _serve(more: Mapping[str, Any], config: str, log: str, transport: str, control: Connection) -> None:
-    """The engine's process: (verb, arguments) in, (seconds, result, error) out, until it is told to stop."""
+    """Serve one engine in a child process: read (verb, arguments), answer (seconds, result, error), end at ``None``."""
     actor = MeasuredEngine(more, Config.model_validate_json(config), Path(log), transport)
 
     async def serve() -> None:

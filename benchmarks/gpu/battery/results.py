@@ -21,7 +21,7 @@ FINAL = ("done", "failed", "timeout")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the process of a part is told.
+    """Arguments for the process of a part.
 
     Attributes:
         part: its name.
@@ -98,11 +98,11 @@ def read(path: Path) -> Result | None:
 
 
 class Unavailable(Exception):
-    """What a part cannot measure here; the message says why."""
+    """Raised by a part that cannot be measured here; the message is the reason."""
 
 
 class Sink(Protocol):
-    """Where measurements go, as they come."""
+    """Receiver of measurements, as they come."""
 
     def doing(self, what: str) -> None:
         """Say what is measured next."""

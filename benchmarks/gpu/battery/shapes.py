@@ -59,7 +59,7 @@ TINY = QWEN3_8B | {
 MATRIX = {"full": 8192, "tiny": 64}
 COPY_BYTES = {"full": 4 << 30, "tiny": 1 << 20}
 SMALL_VOCABULARY = 1024
-"""Of the layers alone: a head of this size costs nothing."""
+"""Vocabulary for measuring layers alone: so small that the output layer costs nothing."""
 
 
 def model_config(size: str, layers: int, vocabulary: int | None = None) -> dict[str, Any]:
@@ -227,7 +227,7 @@ def _square_matrices(size: str) -> list[torch.Tensor]:
 
 
 def _tflops(product: Callable[[], object], n: int) -> float:
-    """Of ``n``³ multiplications and additions, the median of three times ten products."""
+    """FLOP/s of products of ``n`` × ``n`` matrices: the median of three runs of ten products."""
 
     def ten() -> None:
         for _ in range(10):

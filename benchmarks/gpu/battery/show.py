@@ -1,4 +1,4 @@
-"""What the battery prints: the list of parts, its progress, and the summary in the end."""
+"""Terminal output of the battery: the list of parts, its progress, and the summary at the end."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def goals(results: Mapping[str, Result], parts: Sequence[Part]) -> Table:
 
 
 def goal_rows(results: Mapping[str, Result], parts: Sequence[Part]) -> list[tuple[str, str, str, str]]:
-    """What each goal says, the measured figure, the bound, and whether it is met."""
+    """Each goal with its measured figure, its bound, and whether it is met."""
     return [
         (goal.says, short(result.figures.get(goal.figure, "")), bound(goal), MARKS[goal.met(result)])
         for part in parts

@@ -96,7 +96,7 @@ def measure(report: Report, request: Request) -> None:
 
 
 def copied(report: Report, verbs: RankVerbs, folder: Path, share: int) -> None:
-    """What a step waits for when the checkpoint is written while training goes on. The first copy makes the buffers."""
+    """Time for which training waits while its state is copied for a background write. The first copy allocates."""
     took = []
     for number in ("first", "second"):
         folder.mkdir()

@@ -123,7 +123,7 @@ def variant(sink: Sink, settings: Mapping[str, Any]) -> None:
 
 
 class Measurement:
-    """What is measured with one engine; the figures of others than BF16 carry its name."""
+    """Measurements with one engine. Figures of engines other than BF16 carry its name."""
 
     def __init__(self, sink: Sink, name: str, verbs: RankVerbs, config: Config, sizes: Sizes) -> None:
         self._sink, self._name, self._verbs, self._config, self._sizes = sink, name, verbs, config, sizes
