@@ -201,12 +201,31 @@ def as_device(work: DeviceWork) -> Iterator[DeviceWork]:
     layer and forward pass, by Megatron's design. Inside, such a wait is recorded in ``work.by_design``, and the sizes
     are those of experts with equal numbers of tokens.
     """
+    with DEVICE:
+        torch.empty(0)  # PyTorch keeps the list of functions that heed a device: not one with a stand-in among them
     with ExitStack() as stack:
         for target, name, value in (*_of_torch(work), *_of_megatron(work), *_of_experts(work)):
             stack.enter_context(mock.patch.object(target, name, value))
-        stack.enter_context(mock.patch.dict(sys.modules, _fla(work)))
+        stack.enter_context(_modules(_fla(work)))
         stack.enter_context(work)
         yield work
+
+
+@contextmanager
+def _modules(stand_ins: Mapping[str, Any]) -> Iterator[None]:
+    """Let these be imported inside. `mock.patch.dict` would also forget all modules that are imported inside for the
+    first time: a second import then makes a second copy of them.
+    """
+    before = {name: sys.modules.get(name) for name in stand_ins}
+    sys.modules.update(stand_ins)
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
 
 
 Substitutes = list[tuple[Any, str, Any]]

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,9 +16,6 @@ import torch
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 pytest.importorskip("megatron_fleet.trainer.megatron")
-
-if not os.environ.get("MFLEET_TEST_COUNTS"):
-    pytest.skip("leaves stand-ins in the process; alone with MFLEET_TEST_COUNTS=1", allow_module_level=True)
 
 from counting import DEVICE, DeviceWork, as_device, chunk_on_device, run_logprobs, run_micro_batches, take_step
 from policy_fixtures import make_batch
