@@ -9,12 +9,13 @@ import logging
 import os
 import re
 import secrets
+import stat
 from pathlib import Path
 from types import TracebackType
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import read_object
-from megatron_fleet.storage.local import sync_folder
+from megatron_fleet.storage.local import os_errors_as_user_error, sync_folder
 
 IDENTITY = "run.json"
 """File with the id; never replaced, because the lock is on it."""
@@ -47,10 +48,12 @@ class RunFolder:
         file = folder / IDENTITY
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
         except OSError as error:
             raise UserError(f"{file}: cannot be written ({error.strerror}); choose another run.out.") from None
         try:
+            if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+                raise UserError(f"{file}: is not a regular file; remove it, or choose another run.out.")
             self._lock(folder)
             if not os.fstat(self._fd).st_size:  # only who has the lock writes, so all see one id
                 self._write(folder, wanted or new_id(name), name)
@@ -77,9 +80,11 @@ class RunFolder:
             log.warning("%s: the file system has no locks; start no second run in this folder", folder)
 
     def _write(self, folder: Path, made: str, name: str) -> None:
-        os.write(self._fd, (json.dumps({"id": made, "name": name}) + "\n").encode())
-        os.fsync(self._fd)
-        sync_folder(folder)
+        data = (json.dumps({"id": made, "name": name}) + "\n").encode()
+        with os_errors_as_user_error(folder / IDENTITY, "written", len(data)):
+            os.write(self._fd, data)
+            os.fsync(self._fd)
+            sync_folder(folder)
 
     @staticmethod
     def _read(file: Path) -> str:

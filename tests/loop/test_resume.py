@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from concurrent.futures import CancelledError
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
 from megatron_fleet.loop.start import set_aside
 from megatron_fleet.loop.stopping import Stopped
+from megatron_fleet.telemetry.registry import METRICS
 from megatron_fleet.trainer.base import TrainerLost
 
 
@@ -136,6 +138,9 @@ async def test_a_run_goes_on_by_its_id_on_another_machine(tmp_path):
     assert other.take()[1:5] == ["wait_ready", "begin_update", "send_weights 4", "finish_update 4"]
     assert other.rows() == whole.rows()
     np.testing.assert_array_equal(other.trainer.weights, whole.trainer.weights)
+    rows = [json.loads(line) for line in (other.out / "metrics.jsonl").read_text().splitlines()]
+    emitted = {name for name in rows[-1] if name.startswith("checkpoint/")}
+    assert emitted == {m.pattern for m in METRICS if m.pattern.startswith("checkpoint/")}
     store = tmp_path / "store" / "megatron_fleet" / "tiny" / "mine_1"
     assert sorted(path.name for path in store.glob("global_step_*")) == [f"global_step_{n}" for n in (2, 4, 6)]
     for path in store.glob("global_step_*"):

@@ -75,6 +75,13 @@ def test_a_damaged_identity_is_refused_and_kept(tmp_path, content):
     assert (tmp_path / "run.json").read_text() == content
 
 
+@pytest.mark.parametrize("target", ["/dev/full", "/dev/null", "/dev/zero"])
+def test_an_identity_that_is_no_file_is_refused(tmp_path, target):
+    (tmp_path / "run.json").symlink_to(target)
+    with pytest.raises(UserError, match=r"run\.json: is not a regular file"):
+        RunFolder(tmp_path, "mine")
+
+
 @pytest.mark.parametrize("name", ["a b/c", "..", "ü", "-x", "a" * 200, "fleet.v2"])
 def test_any_name_gives_an_id_that_can_be_part_of_a_path(name):
     assert ID.fullmatch(new_id(name))
