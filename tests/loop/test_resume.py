@@ -373,3 +373,17 @@ async def test_a_run_that_is_to_end_before_its_first_step_has_nothing_to_save(tm
     with pytest.raises(Stopped):
         await run.go()
     assert run.stop.saved_step is None and not (run.out / "checkpoints").exists()
+
+
+async def test_a_newer_checkpoint_here_goes_before_those_of_the_store(tmp_path, monkeypatch):
+    def hang(store, checkpoint, stop):
+        stop.wait()
+        raise CancelledError
+
+    await Run(tmp_path / "run", *stored(tmp_path), "run.steps=4").go()
+    with monkeypatch.context() as patch:
+        patch.setattr(RunStore, "upload", hang)
+        await Run(tmp_path / "run", *stored(tmp_path), "checkpoint.store.drain_timeout_s=0").go()
+    again = Run(tmp_path / "run", *stored(tmp_path), "run.steps=8")
+    await again.go()
+    assert again.take()[1:5] == ["wait_ready", "begin_update", "send_weights 6", "finish_update 6"]
