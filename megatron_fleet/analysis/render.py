@@ -44,10 +44,9 @@ _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~&])")
 def html(document: Document, transcripts: Transcripts) -> bytes:
     """Return the page in UTF-8. Unpaired surrogates, which JSON can contain, become question marks."""
     files = resources.files("megatron_fleet.analysis") / "page"
-    template, style, script = (
-        (files / name).read_text(encoding="utf-8") for name in ("report.html", "report.css", "report.js")
-    )
-    style = STYLE + style
+    names = ("report.html", "report.css", "parts.js", "report.js")
+    template, style, parts, script = ((files / name).read_text(encoding="utf-8") for name in names)
+    style, script = STYLE + style, parts + script
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     page = environment.from_string(template).render(
         document=document,
