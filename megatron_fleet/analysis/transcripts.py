@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +46,7 @@ class Transcripts:
         self.pieces: dict[int, str] = {}
         self.left_out = 0
         self._run, self._budget = run, budget
-        self._tokenizer = _load_tokenizer(run)
+        self._tokenizer = load_tokenizer(run)
         self._arrays: dict[tuple[str, int], dict[str, np.ndarray] | None] = {}
 
     def add(self, episodes: Iterable[Episode]) -> None:
@@ -55,7 +55,7 @@ class Transcripts:
             if episode.id in self.blobs:
                 continue
             tokens = self._tokens(episode)
-            record = _record(episode) | tokens
+            record = record_of(episode) | tokens
             pieces = self._new_pieces(tokens.get("ids", []))
             blob = json.dumps(record, ensure_ascii=False, separators=(",", ":"))
             # `<`, `>` and `&` take six bytes each in the page; the element around a record takes about 60.
@@ -79,27 +79,37 @@ class Transcripts:
         return [index_row(e) for e in sorted(self.episodes, key=lambda e: (e.kind, e.step, e.line))]
 
     def _tokens(self, episode: Episode) -> dict[str, Any]:
-        """Return ``ids``, ``runs`` (of the mask, see ``run_lengths``) and ``logprobs`` of the sampled tokens."""
+        """Return the fields of `token_fields`; none where the arrays are missing."""
         key = (episode.kind, episode.step)
         if key not in self._arrays:
             self._arrays[key] = self._run.arrays(*key)
         arrays = self._arrays[key]
         if arrays is None or episode.line + 1 >= len(arrays["offsets"]):
             return {}
-        start, end = (int(arrays["offsets"][episode.line + i]) for i in (0, 1))
-        shown = slice(start, min(end, start + MAX_TOKENS))
-        ids, mask, logprobs = (arrays[name][shown] for name in ("token_ids", "action_mask", "behaviour_logprobs"))
-        return {
-            "ids": ids.tolist(),
-            "runs": run_lengths(mask),
-            "logprobs": [round(float(p), 3) if np.isfinite(p) else None for p in logprobs[mask]],
-            **({"cut": end - start} if end - start > MAX_TOKENS else {}),
-        }
+        return token_fields(arrays, episode.line)
 
     def _new_pieces(self, ids: list[int]) -> dict[int, str]:
         if self._tokenizer is None:
             return {}
         return {i: piece_text(self._tokenizer, i) for i in set(ids) if i not in self.pieces}
+
+
+def token_fields(arrays: Mapping[str, np.ndarray], line: int) -> dict[str, Any]:
+    """Return ``ids``, ``runs`` (of the mask, see ``run_lengths``) and ``logprobs`` of the sampled tokens of an episode.
+
+    Args:
+        arrays: of all episodes of a file, as in `telemetry.trajectories`.
+        line: index of the episode.
+    """
+    start, end = (int(arrays["offsets"][line + i]) for i in (0, 1))
+    shown = slice(start, min(end, start + MAX_TOKENS))
+    ids, mask, logprobs = (arrays[name][shown] for name in ("token_ids", "action_mask", "behaviour_logprobs"))
+    return {
+        "ids": ids.tolist(),
+        "runs": run_lengths(mask),
+        "logprobs": [round(float(p), 3) if np.isfinite(p) else None for p in logprobs[mask]],
+        **({"cut": end - start} if end - start > MAX_TOKENS else {}),
+    }
 
 
 def run_lengths(mask: np.ndarray) -> list[int]:
@@ -119,7 +129,7 @@ def piece_text(tokenizer: tokenizers.Tokenizer, token: int) -> str:
     return f"‹{tokenizer.id_to_token(token) or token}›"
 
 
-def _load_tokenizer(run: Run) -> tokenizers.Tokenizer | None:
+def load_tokenizer(run: Run) -> tokenizers.Tokenizer | None:
     """Load the tokenizer of the run's export or of its model; ``None``, with a note, when neither has one."""
     import tokenizers
 
@@ -134,7 +144,8 @@ def _load_tokenizer(run: Run) -> tokenizers.Tokenizer | None:
     return None
 
 
-def _record(episode: Episode) -> dict[str, Any]:
+def record_of(episode: Episode) -> dict[str, Any]:
+    """Return what the page shows of an episode, without its tokens."""
     return {
         "id": episode.id,
         "task": episode.task,
@@ -195,9 +206,10 @@ def thumbnails(run: Path, names: Iterable[str], budget: int) -> dict[str, str]:
     left, found = min(budget, MAX_THUMBNAIL_BYTES), dict[str, str]()
     for name in dict.fromkeys(names):
         path = image_file(run / IMAGES, name)
-        address = None if path is None else _thumbnail(path)
-        if address is None:
+        content = None if path is None else thumbnail(path)
+        if content is None:
             continue
+        address = "data:image/jpeg;base64," + base64.b64encode(content).decode()
         left -= len(address) + 80
         if left < 0:
             break
@@ -205,7 +217,8 @@ def thumbnails(run: Path, names: Iterable[str], budget: int) -> dict[str, str]:
     return found
 
 
-def _thumbnail(path: Path) -> str | None:
+def thumbnail(path: Path) -> bytes | None:
+    """Return a small JPEG of an image, or ``None`` if the file is no image."""
     try:
         with PIL.Image.open(path, formats=FORMATS) as opened:
             if opened.width * opened.height > MAX_PIXELS:
@@ -216,4 +229,4 @@ def _thumbnail(path: Path) -> str | None:
     small.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
     out = io.BytesIO()
     small.save(out, "JPEG", quality=THUMBNAIL_QUALITY)
-    return "data:image/jpeg;base64," + base64.b64encode(out.getvalue()).decode()
+    return out.getvalue()
