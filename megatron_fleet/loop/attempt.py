@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import asdict, dataclass
@@ -14,10 +13,10 @@ from megatron_fleet.data.task import Task
 from megatron_fleet.evaluation.evaluator import Evaluator
 from megatron_fleet.loop.batches import Batches, Episodes, StepBatch
 from megatron_fleet.loop.evaluations import Evaluations
-from megatron_fleet.loop.guard import mismatch_problem
 from megatron_fleet.loop.records import Records
 from megatron_fleet.models.chat.tokenizer import Tokenizer
 from megatron_fleet.telemetry.metrics import (
+from megatron_fleet.telemetry.alerts import AlertRules
     async_metrics,
     attempt_metrics,
     data_metrics,
@@ -26,9 +25,9 @@ from megatron_fleet.telemetry.metrics import (
     step_metrics,
 )
 from megatron_fleet.telemetry.trajectories import PromptLog
+from megatron_fleet.telemetry.sinks import MetricSink
 from megatron_fleet.trainer.base import LossReport, OptimReport
 
-log = logging.getLogger(__name__)
 State = Mapping[str, Any]
 
 
@@ -87,8 +86,6 @@ class Attempt:
         metrics |= progress_metrics(step, self.config.rollout.prompts_per_step, self.training_tasks)
         metrics |= data_metrics(self.batches.status(batch.groups)) | dict(more)
         metrics |= async_metrics(batch.staleness, batch.accounting.stale, batch.waits)
-        if problem := mismatch_problem(self.config, metrics):
-            log.warning("step %d: %s", step, problem)
         self.records.step(step, metrics, distributions(batch.groups, batch.batch, batch.staleness))
 
     def state(self) -> dict[str, Any]:
@@ -97,20 +94,27 @@ class Attempt:
 
 
 def open_attempts(
-    config: Config, train: Sequence[Task], held_out: Sequence[Task], rollout: Rollout, started: Callable[[], float]
+    config: Config,
+    train: Sequence[Task],
+    held_out: Sequence[Task],
+    rollout: Rollout,
+    started: Callable[[], float],
+    sinks: Sequence[MetricSink] = (),
 ) -> OpenAttempt:
     """Return the function that opens the attempts of a run.
 
     Args:
         started: returns the Unix time at which the current attempt began.
     """
+        sinks: receive the metrics of all attempts; closing them once per attempt is without effect.
 
+    lasting = (AlertRules(config), *sinks)
     @asynccontextmanager
     async def opened(state: State | None) -> AsyncIterator[Attempt]:
         batches = Batches(config, train, rollout)
         if state is not None:
             batches.load(state["batches"])
-        records = Records(config, None if state is None else int(state["step"]), started())
+        records = Records(config, None if state is None else int(state["step"]), started(), lasting)
         evaluator = Evaluator(config, held_out, rollout.collect)
         evaluations = Evaluations(config, evaluator, records)
         evaluations.due = None if state is None else state["unevaluated"]

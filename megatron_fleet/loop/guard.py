@@ -16,6 +16,7 @@ from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config, SafetyConfig
 from megatron_fleet.debug.dumps import Dumps, Record, Verdict, shorten
+from megatron_fleet.telemetry.alerts import alert
 from megatron_fleet.trainer.base import AdamParams, LossReport, OptimReport, Trainer, TrainerLost
 
 log = logging.getLogger(__name__)
@@ -109,7 +110,7 @@ class StepGuard:
         )
         self._last = describe(record)
         where = await self._keep(update, record) if self._dumps.has_place(verdict) else ""
-        log.warning("step %d: %s%s", update.step, self._last, where)
+        alert(log, "update", f"step {update.step}: {self._last}{where}")
 
     async def _keep(self, update: Update, record: Record) -> str:
         """Write a dump; returns the outcome as text. A failed dump does not end the run, a lost trainer does."""
@@ -142,31 +143,6 @@ def describe(record: Record) -> str:
     elif not math.isfinite(record.grad_norm):
         parts.append("each gradient is finite, their norm is too large for float32")
     return "; ".join(parts)
-
-
-def mismatch_problem(config: Config, metrics: Mapping[str, float]) -> str | None:
-    """Return a warning when the engines sample from too different a policy, with what may cause it; else ``None``.
-
-    Args:
-        metrics: of a training step.
-    """
-    limit, kl = config.policy.safety.mismatch_kl, metrics.get("policy/mismatch_kl")
-    if limit is None or kl is None or kl <= limit:
-        return None
-    engine, recipe = config.rollout.engine, config.precision.recipe
-    causes = []
-    if config.precision.fp8 != engine.fp8(recipe):
-        causes.append(f"precision.recipe={recipe} with rollout.engine.quantization={engine.quantization}")
-    if engine.kv_cache_dtype == "fp8":
-        causes.append("rollout.engine.kv_cache_dtype=fp8")
-    if config.rollout.max_staleness:
-        causes.append(f"rollout.max_staleness={config.rollout.max_staleness}")
-    cause = f"maybe for {', '.join(causes)}" if causes else "and their formats are the same"
-    return (
-        f"policy/mismatch_kl={kl:.3g} is above policy.safety.mismatch_kl={limit:g}: the engines sample from another "
-        f"policy than is trained, {cause}; compare policy/probe_difference (rollout.engine.probe_interval), and see "
-        f"algorithm.correction.kind."
-    )
 
 
 class StepJudge:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-from types import SimpleNamespace
 
 import pytest
 
 from megatron_fleet.config.load import load
-from megatron_fleet.loop import attempt
-from megatron_fleet.loop.guard import mismatch_problem
+from megatron_fleet.telemetry.alerts import AlertRules, mismatch_problem
 
 BF16 = ("experiment=quickstart", "model.dtype=bfloat16")
 
@@ -48,19 +46,8 @@ def test_the_warning_names_what_differs(overrides, cause):
     assert "policy/mismatch_kl=0.2 is above policy.safety.mismatch_kl=0.05" in said and cause in said
 
 
-def test_a_step_says_it(monkeypatch, caplog):
-    """Of the step's metrics, all others are left out."""
-    recorded = []
-    for name in ("attempt_metrics", "progress_metrics", "data_metrics", "async_metrics", "distributions"):
-        monkeypatch.setattr(attempt, name, lambda *_: {})
-    monkeypatch.setattr(attempt, "asdict", lambda _: {})
-    monkeypatch.setattr(attempt, "step_metrics", lambda *_: {"policy/mismatch_kl": 0.3})
-    batch = SimpleNamespace(
-        groups=[], batch=None, seconds={}, accounting=SimpleNamespace(stale=0), staleness=[], waits={}
-    )
-    records = SimpleNamespace(step=lambda *arguments: recorded.append(arguments))
-    batches = SimpleNamespace(status=lambda _: None)
-    made = attempt.Attempt(load(list(BF16)), batches, None, records, None, 1)
+def test_a_step_says_it(tmp_path, caplog):
+    rules = AlertRules(load([*BF16, f"run.out={tmp_path}"]))
     with caplog.at_level(logging.WARNING):
-        made.finish_step(7, batch, [], {}, {}, None)
-    assert "step 7: policy/mismatch_kl=0.3 is above" in caplog.text and recorded[0][0] == 7
+        rules.write(7, {"accounting/episodes": 4, "policy/mismatch_kl": 0.3})
+    assert "step 7: policy/mismatch_kl=0.3 is above" in caplog.text

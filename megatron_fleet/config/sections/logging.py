@@ -35,6 +35,36 @@ class MlflowConfig(Section):
     experiment: str = Field("megatron_fleet", min_length=1, description="Experiment there, made when there is none.")
 
 
+class SlackConfig(Section):
+    channel: str | None = Field(
+        None,
+        pattern=r"^(#?[\w-]{1,80}|[CGD][A-Z0-9]{6,})$",
+        description="Slack channel that hears of the run, #name or id; none: no Slack. The token of the app is "
+        "SLACK_BOT_TOKEN, its scopes chat:write and files:write (docs/run/alerts.md).",
+    )
+    url: str = Field("https://slack.com/api/", description="Address of Slack's Web API; https://slack-gov.com/api/.")
+    cooldown_s: float = Field(
+        3600.0, ge=0, description="Seconds after an alert until Slack hears the same one of the same environment again."
+    )
+
+
+class AlertsConfig(Section):
+    tool_error_rate: float | None = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="Share of an environment's tool calls that failed in a step, above which there is "
+        "an alert; none: never.",
+    )
+    throughput: float | None = Field(
+        0.5,
+        gt=0,
+        lt=1,
+        description="Share of the usual tokens per second, of generation or training, below which "
+        "there is an alert; none: never.",
+    )
+
+
 class LoggingConfig(Section):
     tensorboard: bool = Field(True, description="Write TensorBoard event files beside metrics.jsonl.")
     plot: bool = Field(True, description="Draw the learning curve, curve.svg, at the end.")
@@ -43,6 +73,8 @@ class LoggingConfig(Section):
     )
     wandb: WandbConfig = WandbConfig()
     mlflow: MlflowConfig = MlflowConfig()
+    slack: SlackConfig = SlackConfig()
+    alerts: AlertsConfig = AlertsConfig()
 
 
 def _mlflow(c: Config) -> str | None:
@@ -54,4 +86,8 @@ def _mlflow(c: Config) -> str | None:
     return None if problem is None else problem.replace("; write ", "; write sqlite:///FILE, ")
 
 
-RULES: tuple[Rule, ...] = (_mlflow,)
+def _slack(c: Config) -> str | None:
+    return url_problem("logging.slack.url", c.logging.slack.url)
+
+
+RULES: tuple[Rule, ...] = (_mlflow, _slack)
