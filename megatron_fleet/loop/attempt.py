@@ -15,8 +15,8 @@ from megatron_fleet.loop.batches import Batches, Episodes, StepBatch
 from megatron_fleet.loop.evaluations import Evaluations
 from megatron_fleet.loop.records import Records
 from megatron_fleet.models.chat.tokenizer import Tokenizer
-from megatron_fleet.telemetry.metrics import (
 from megatron_fleet.telemetry.alerts import AlertRules
+from megatron_fleet.telemetry.metrics import (
     async_metrics,
     attempt_metrics,
     data_metrics,
@@ -24,8 +24,8 @@ from megatron_fleet.telemetry.alerts import AlertRules
     progress_metrics,
     step_metrics,
 )
-from megatron_fleet.telemetry.trajectories import PromptLog
 from megatron_fleet.telemetry.sinks import MetricSink
+from megatron_fleet.telemetry.trajectories import PromptLog
 from megatron_fleet.trainer.base import LossReport, OptimReport
 
 State = Mapping[str, Any]
@@ -105,10 +105,10 @@ def open_attempts(
 
     Args:
         started: returns the Unix time at which the current attempt began.
-    """
         sinks: receive the metrics of all attempts; closing them once per attempt is without effect.
 
     lasting = (AlertRules(config), *sinks)
+
     @asynccontextmanager
     async def opened(state: State | None) -> AsyncIterator[Attempt]:
         batches = Batches(config, train, rollout)

@@ -42,8 +42,8 @@ class Records:
         Args:
             resumed_step: newer records are dropped; ``None``: start from scratch.
             started: Unix time of this attempt.
-        """
             sinks: further receivers of the metrics.
+        """
         self._out, self._id = Path(config.run.out), config.run.id
         self._plot, self._name, self._pass_threshold = config.logging.plot, config.run.name, config.eval.pass_threshold
         self._sinks: list[MetricSink] = [MetricsLog(self._out / "metrics.jsonl", resumed_step, started)]
@@ -54,8 +54,8 @@ class Records:
         if config.logging.mlflow.uri is not None:
             self._sinks.append(_mlflow(config, resumed_step, started))
         self._sinks += [OwnSink(path, config, resumed_step, started) for path in config.logging.own]
-        self._trajectories = TrajectoryLog(self._out / "trajectories", resumed_step)
         self._sinks += sinks
+        self._trajectories = TrajectoryLog(self._out / "trajectories", resumed_step)
         decode, turns = Tokenizer(config.model.path).decode, config.rollout.sampling.max_turns
         self._dumps = EvalDumps(self._out / "dumped_evals", decode, turns, resumed_step)
         self._uploads = None if config.eval.upload is None else Uploads(config.eval.upload)

@@ -85,7 +85,7 @@ class AlertHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """See `logging.Handler.emit`."""
-        key = getattr(record, FIELD, None)
+        key: tuple[Kind, str] | None = getattr(record, FIELD, None)
         if key is None:
             return
         now, last = self._clock(), self._passed.get(key)
