@@ -106,7 +106,7 @@ def open_attempts(
     Args:
         started: returns the Unix time at which the current attempt began.
         sinks: receive the metrics of all attempts; closing them once per attempt is without effect.
-
+    """
     lasting = (AlertRules(config), *sinks)
 
     @asynccontextmanager
