@@ -22,6 +22,7 @@ from typing import Literal, Protocol, final
 
 from megatron_fleet.config.schema import Config
 from megatron_fleet.loop.memory_budget import GIB, Limits, MemoryBudget
+from megatron_fleet.platform.timeline import TIMELINE
 from megatron_fleet.trainer.base import PARTS, Part, Trainer, TrainerLost
 
 Action = Callable[[], Awaitable[None]]
@@ -174,7 +175,8 @@ class Colocation:
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
         began = time.monotonic()
-        yield
+        with TIMELINE.phase(name):
+            yield
         self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - began
 
 

@@ -9,6 +9,7 @@ from typing import Protocol, final
 
 from megatron_fleet.config.schema import Config
 from megatron_fleet.evaluation.evaluator import Evaluation
+from megatron_fleet.platform.timeline import TIMELINE
 
 ShowPhase = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 
@@ -79,7 +80,8 @@ class Evaluations:
         if self._running is None:
             return
         began = time.monotonic()
-        evaluation = await self._evaluator.finish()
+        with TIMELINE.phase("eval_wait"):
+            evaluation = await self._evaluator.finish()
         step, self._running = self._running, None
         waited = time.monotonic() - began
         metrics = self._records.episodes_of(step, evaluation)

@@ -17,6 +17,7 @@ from megatron_fleet.evaluation.dumps import EvalDumps
 from megatron_fleet.evaluation.evaluator import Evaluation
 from megatron_fleet.evaluation.uploads import Uploads
 from megatron_fleet.models.chat.tokenizer import Tokenizer
+from megatron_fleet.platform.timeline import TIMELINE
 from megatron_fleet.telemetry.charts import write_learning_curve
 from megatron_fleet.telemetry.console import RunProgress
 from megatron_fleet.telemetry.sinks import (
@@ -65,14 +66,13 @@ class Records:
     def phase(self, name: str, total: int = 0) -> Iterator[Callable[[int], None]]:
         """Show a phase. The yielded function reports how many of ``total`` are done."""
         self._progress.phase(name, total)
-        done = 0
+        with TIMELINE.phase(name, total) as phase:
 
-        def advance(now: int) -> None:
-            nonlocal done
-            self._progress.advance(now - done)
-            done = now
+            def advance(now: int) -> None:
+                self._progress.advance(now - phase.done)
+                phase.done = now
 
-        yield advance
+            yield advance
 
     def show(self, phase: str) -> None:
         self._progress.phase(phase)

@@ -18,6 +18,7 @@ from megatron_fleet.loop.saves import Saves
 from megatron_fleet.loop.stopping import Stopped, StopRequest
 from megatron_fleet.loop.update import update
 from megatron_fleet.loop.weights import EngineWeights
+from megatron_fleet.platform.timeline import TIMELINE
 from megatron_fleet.platform.waiting import unless
 from megatron_fleet.rollout.requests import EnvironmentFailed
 from megatron_fleet.trainer.base import Trainer, TrainerLost
@@ -104,6 +105,7 @@ class Training:
 
     async def _one_step(self) -> None:
         config, attempt, clock = self._config, self._attempt, Clock()
+        TIMELINE.begin_step(self._step)
         await self._saves.finish(wait=False)
         batch = await self._stop.interrupt(self._next_batch())
         attempt.evaluations.start_due()
@@ -177,9 +179,10 @@ class Clock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure the duration of the block."""
+        """Measure the duration of the block, which is a phase of the timeline."""
         began = time.monotonic()
-        yield
+        with TIMELINE.phase(name):
+            yield
         self.seconds[name] = time.monotonic() - began
 
     def read(self) -> dict[str, float]:

@@ -13,6 +13,7 @@ import numpy as np
 from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.config.schema import Config
 from megatron_fleet.loop.colocation import Colocation, SleepingEngines
+from megatron_fleet.platform.timeline import TIMELINE
 from megatron_fleet.rollout.requests import RolloutFailed
 from megatron_fleet.trainer.base import Trainer, TrainerLost
 from megatron_fleet.weight_sync.base import SingleReceiver, Transport, WeightReceiver
@@ -84,7 +85,8 @@ class EngineWeights:
 
     async def _begin(self, reason: TrainerLost | None) -> None:
         async def start() -> None:
-            await self._start_trainer(reason)
+            with TIMELINE.phase("start_trainer"):
+                await self._start_trainer(reason)
 
         if self._colocation is not None:
             await self._colocation.restart(start)
@@ -101,10 +103,11 @@ class EngineWeights:
 
         Waits for a restarted engine that is receiving the present weights.
         """
-        await self.colocation.to_trainer()
-        await self._hold(None)
-        async with self._resending:
-            pass
+        with TIMELINE.phase("to_trainer"):
+            await self.colocation.to_trainer()
+            await self._hold(None)
+            async with self._resending:
+                pass
 
     async def update(self, version: int) -> float | None:
         """Sync the current weights to the engines and let them serve.
@@ -121,9 +124,11 @@ class EngineWeights:
             await self.colocation.to_engines(sync)
             return None
         data = probe_data(self._trainer.info.vocab_size, self._trainer.info.max_tokens)
-        expected = await self._trainer.forward(data, temperature=1.0)  # before the trainer is offloaded
+        with TIMELINE.phase("probe_trainer"):
+            expected = await self._trainer.forward(data, temperature=1.0)  # before the trainer is offloaded
         await self.colocation.to_engines(sync)
-        scores = await self._engines.score([datum.token_ids for datum in data])
+        with TIMELINE.phase("probe_engines"):
+            scores = await self._engines.score([datum.token_ids for datum in data])
         return compare(expected, scores, engine.probe_tolerance, version)
 
     @asynccontextmanager
@@ -146,7 +151,8 @@ class EngineWeights:
 
     async def _sync(self, version: int) -> None:
         await self._hold(version)
-        await self._transport.sync(self._trainer, self._engines.engines, version)
+        with TIMELINE.phase("send_weights"):
+            await self._transport.sync(self._trainer, self._engines.engines, version)
 
     async def _hold(self, version: int | None) -> None:
         """Note which version the trainer's weights are from now on."""
