@@ -182,7 +182,10 @@ def _row(task: Task) -> dict[str, Any]:
 def _from_parquet(data: bytes) -> list[dict[str, Any]]:
     pa, parquet = _pyarrow()
     names = [names[0] for names in ALIASES.values()]
-    rows = parquet.read_table(pa.BufferReader(data), columns=names).to_pylist()
+    # Without threads: pyarrow's may abort a process that ends soon after reading ("terminate called without an active
+    # exception", once in a few hundred).
+    file = parquet.ParquetFile(pa.BufferReader(data), pre_buffer=False)
+    rows = file.read(columns=names, use_threads=False).to_pylist()
     for row in rows:
         row["prompt"] = row["prompt"][0]["content"]
         row["env_variables"] = json.loads(row["env_variables"])

@@ -122,6 +122,9 @@ class Collector:
                 if self._waiting() is not None:
                     await asyncio.gather(*(engine.serving() for engine in self._engines), self._environment.serving())
                     while (running := self._waiting()) is not None and max(self._free.values()) > 0:
+                        if not self._environment.is_serving:
+                            self._changed.set()
+                            break
                         self._give_place(running)
                 await self._changed.wait()
         except Exception as error:
@@ -135,13 +138,17 @@ class Collector:
         worker = max(self._free, key=lambda one: self._free[one])
         specs = running.collection.take(min(running.batch, self._free[worker]))
         self._free[worker] -= len(specs)
-        task = asyncio.create_task(self._batch(running, worker, specs))
+        # Counted here and not when the batch starts: a server that dies in between loses these episodes too.
+        losses = self._environment.losses
+        task = asyncio.create_task(self._batch(running, worker, specs, losses))
         self._batches.add(task)
         task.add_done_callback(self._batches.discard)
 
-    async def _batch(self, running: _Running, worker: WorkerSlot, specs: Sequence[EpisodeSpec]) -> None:
+    async def _batch(
+        self, running: _Running, worker: WorkerSlot, specs: Sequence[EpisodeSpec], environment_losses: int
+    ) -> None:
         try:
-            await self._played(running.collection, worker, specs)
+            await self._played(running.collection, worker, specs, environment_losses)
             running.finish_if_done()
         except Exception as error:
             running.fail(error)
@@ -149,8 +156,9 @@ class Collector:
             self._free[worker] += len(specs)
             self._changed.set()
 
-    async def _played(self, collection: Collection, worker: WorkerSlot, specs: Sequence[EpisodeSpec]) -> None:
-        losses = self._environment.check()
+    async def _played(
+        self, collection: Collection, worker: WorkerSlot, specs: Sequence[EpisodeSpec], environment_losses: int
+    ) -> None:
         try:
             trajectories = await worker.run(specs)
         except ComponentLost:
@@ -161,7 +169,7 @@ class Collector:
             # Before they are issued again: a dead engine would fail them immediately and repeatedly.
             await asyncio.gather(*(engine.check() for engine in self._engines))
             await self._check_policy(worker)
-        environment_lost = self._environment.check() > losses
+        environment_lost = self._environment.check() > environment_losses
         for spec, trajectory in zip(specs, trajectories, strict=True):
             trajectory.check()
             if environment_lost and trajectory.reward is None:

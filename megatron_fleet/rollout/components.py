@@ -65,6 +65,11 @@ class WatchedComponent(Component):
         self._serving = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
 
+    @property
+    def is_serving(self) -> bool:
+        """Whether the component serves, as far as is known without a check."""
+        return self._serving.is_set()
+
     async def serving(self) -> None:
         """Wait until the component serves. Raises RolloutFailed when it was given up."""
         if self._watching is None:

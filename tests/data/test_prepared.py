@@ -4,12 +4,15 @@ import dataclasses
 import hashlib
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 
 pytest.importorskip("pyarrow")
 
 from pyarrow import parquet
+from waiting import HANG_S
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.sections.data import DataConfig
@@ -50,6 +53,23 @@ def test_every_field_comes_back(tmp_path):
     assert all(getattr(FULL, f.name) != f.default for f in dataclasses.fields(Task)), "give the new field a value here"
     source.write_prepared(tmp_path / "p", [FULL], [BARE], MANIFEST)
     assert load_tasks(tmp_path / "p") == [FULL, BARE]
+
+
+COUNT_THREADS = """
+import os, sys
+import pyarrow.parquet
+from megatron_fleet.data.dataset import load_tasks
+before = len(os.listdir("/proc/self/task"))
+assert len(load_tasks(sys.argv[1])) == 400
+print(len(os.listdir("/proc/self/task")) - before)
+"""
+
+
+def test_reading_leaves_no_threads_that_could_abort_the_end_of_the_process(tmp_path):
+    tasks = [dataclasses.replace(BARE, key=f"t{i}") for i in range(400)]
+    source.write_prepared(tmp_path / "p", tasks[:200], tasks[200:], MANIFEST)
+    command = (sys.executable, "-c", COUNT_THREADS, str(tmp_path / "p"))
+    assert subprocess.run(command, capture_output=True, text=True, check=True, timeout=HANG_S).stdout == "0\n"
 
 
 def test_fleets_columns_come_first(tmp_path):

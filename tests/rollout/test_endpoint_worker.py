@@ -68,6 +68,8 @@ class WorkerHere:
 class EnvironmentsHere:
     """An `EnvironmentSlot` that is never lost."""
 
+    is_serving, losses = True, 0
+
     async def serving(self):
         return None
 

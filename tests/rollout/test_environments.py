@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 from held_ports import held_ports
+from rollout_config import rollout_config
+from test_collection import played, request
 from waiting import HANG_S, until, wait_until
 
 pytest.importorskip("ray")
@@ -26,6 +28,7 @@ from megatron_fleet.embedded_fleet.fleet import EmbeddedFleet
 from megatron_fleet.envs import registry
 from megatron_fleet.envs.registry import Start, no_answer
 from megatron_fleet.rollout import components
+from megatron_fleet.rollout.collector import Collector
 from megatron_fleet.rollout.components import EnvironmentSlot
 from megatron_fleet.rollout.requests import EnvironmentFailed
 
@@ -94,6 +97,31 @@ async def test_a_server_that_dies_again_and_again_is_given_up_after_the_limit_of
                 await asyncio.sleep(0.01)
                 await asyncio.wait_for(ask(), HANG_S)
     assert fake.starts > components.MAX_RESTARTS
+    await environments.close()
+
+
+class WorkerOf:
+    """A `WorkerSlot` whose episodes have a reward while ``server`` is alive."""
+
+    def __init__(self, server: FakeServer):
+        self._server = server
+
+    async def run(self, specs):
+        return [played(spec, 1.0 if self._server.reason is None else None) for spec in specs]
+
+    async def abort(self, number):
+        return None
+
+
+async def test_episodes_handed_out_to_a_server_that_just_died_are_lost_with_it_and_not_retried(fake, monkeypatch):
+    monkeypatch.setattr(components, "WATCH_INTERVAL_S", 0.5)  # so that the collector is first to see it
+    environments = slot()
+    await environments.start()
+    collector = Collector(rollout_config(Path("none")), [], [WorkerOf(fake)], environments)
+    fake.reason = "its process ended with status -9"
+    result = await asyncio.wait_for(collector.collect(request(tasks=2, samples=2)), HANG_S)
+    counts = result.accounting
+    assert (counts.known, counts.aborted, counts.retried, environments.losses) == (4, 4, 0, 1)
     await environments.close()
 
 
