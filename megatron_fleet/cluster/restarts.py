@@ -6,6 +6,8 @@ import asyncio
 import logging
 import time
 
+from megatron_fleet.platform.alerts import alert
+
 log = logging.getLogger(__name__)
 
 MEMORY_S = 3600.0
@@ -44,7 +46,7 @@ class Restarts:
         Raises:
             OutOfRestarts: the limit is reached, and ``patience_s`` would be over before the restart.
         """
-        log.warning("%s is lost: %s", self._name, reason)
+        alert(log, "restart", f"{self._name} is lost: {reason}", self._name)
         now = time.monotonic()
         self._recent = [then for then in self._recent if now - then < MEMORY_S]
         pause = min(BACKOFF_S * 2 ** len(self._recent), LONGEST_PAUSE_S)

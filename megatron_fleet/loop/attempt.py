@@ -15,7 +15,7 @@ from megatron_fleet.loop.batches import Batches, Episodes, StepBatch
 from megatron_fleet.loop.evaluations import Evaluations
 from megatron_fleet.loop.records import Records
 from megatron_fleet.models.chat.tokenizer import Tokenizer
-from megatron_fleet.telemetry.alerts import AlertRules
+from megatron_fleet.telemetry.alert_rules import AlertRules
 from megatron_fleet.telemetry.metrics import (
     async_metrics,
     attempt_metrics,

@@ -25,6 +25,7 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
 from megatron_fleet.data.sampler import make_sampler
 from megatron_fleet.data.task import Task
+from megatron_fleet.platform.alerts import alert
 from megatron_fleet.rollout.requests import Accounting, CollectRequest, CollectResult, Progress, RolloutFailed
 from megatron_fleet.telemetry.episodes import why_nothing_is_known
 
@@ -205,7 +206,7 @@ class Batches:
         began, pause = time.monotonic(), FIRST_PROBE_S
         accounting, limit = result.accounting, self._config.env.outage_limit_s
         while (reason := _nothing_known(result)) is not None:
-            log.warning("step %d: not one reward is known; most often %s", play.step + 1, reason)
+            alert(log, "outage", f"step {play.step + 1}: not one reward is known; most often {reason}")
             pause = await self._wait_for_environment(play.step, reason, began, pause, limit)
             result = await self._collect(play.step, play.tasks, show)
             accounting = accounting.all_retried() + result.accounting
@@ -225,7 +226,7 @@ class Batches:
             problem = await self._rollout.environment_available()
             if problem is None:
                 return pause
-            log.warning("step %d: waiting for the environment: %s", step + 1, problem)
+            alert(log, "outage", f"step {step + 1}: waiting for the environment: {problem}")
 
     async def _fresh(self, play: _BatchPlay, result: CollectResult, version: int) -> tuple[list[Group], Accounting]:
         """Return the groups, replaying those that are too stale.

@@ -16,7 +16,7 @@ from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config, SafetyConfig
 from megatron_fleet.debug.dumps import Dumps, Record, Verdict, shorten
-from megatron_fleet.telemetry.alerts import alert
+from megatron_fleet.platform.alerts import alert
 from megatron_fleet.trainer.base import AdamParams, LossReport, OptimReport, Trainer, TrainerLost
 
 log = logging.getLogger(__name__)

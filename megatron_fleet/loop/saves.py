@@ -12,6 +12,7 @@ from megatron_fleet.checkpoint.checkpoints import Checkpoint, Checkpoints
 from megatron_fleet.checkpoint.store import Replaced, Uploader
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.sections.run import CheckpointConfig
+from megatron_fleet.platform.alerts import alert
 from megatron_fleet.platform.waiting import until_done
 from megatron_fleet.trainer.base import Files, Trainer
 
@@ -102,5 +103,5 @@ class Saves:
     def _fail(self, step: int, error: Exception) -> None:
         if self._config.on_failure == "stop":
             raise error
-        log.error("step %d has no checkpoint: %s", step, error)
+        alert(log, "checkpoint", f"step {step} has no checkpoint: {error}", level=logging.ERROR)
         self.failed += 1

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from megatron_fleet.config.load import load
-from megatron_fleet.telemetry.alerts import AlertRules, mismatch_problem
+from megatron_fleet.telemetry.alert_rules import AlertRules, mismatch_problem
 
 BF16 = ("experiment=quickstart", "model.dtype=bfloat16")
 

@@ -1,9 +1,4 @@
-"""Alerts: what a person should look at while a run goes on.
-
-An alert is a log record of the controller that carries its kind. Whoever finds the problem writes it once, with
-`alert`; `AlertRules` does so for the metrics of each step. All deliveries listen to the log: the terminal,
-``status.json`` and Slack.
-"""
+"""Rules that raise an alert when the metrics of a training step are bad."""
 
 from __future__ import annotations
 
@@ -11,24 +6,18 @@ import logging
 import re
 import shutil
 import statistics
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, final
+from typing import TYPE_CHECKING, final
+
+from megatron_fleet.platform.alerts import Kind, alert
 
 if TYPE_CHECKING:
     from megatron_fleet.config.schema import Config
 
 log = logging.getLogger(__name__)
 
-Kind = Literal[
-    "tool_errors", "mismatch", "no_signal", "throughput", "disk", "stall", "outage", "update", "restart", "checkpoint"
-]
-FIELD = "alert"
-"""Attribute of a log record that is an alert."""
 SIGNAL_STEPS = 3
 """Consecutive steps without a prompt whose rewards differ, from which on there is no learning signal."""
 RATE_WINDOW = 32
@@ -42,62 +31,6 @@ FLOOR_BYTES = 10**9
 """Free disk space below which there is an alert: this, or the newest checkpoint's size times the number above."""
 _TOOL_ERRORS = re.compile(r"environment/([^/]+)/tool_error_rate")
 _BREAKER = re.compile(r"environment/([^/]+)/breaker_open")
-
-
-@dataclass(frozen=True, slots=True)
-class Alert:
-    """One alert. Those of one ``kind`` and ``subject``, such as an environment, repeat each other."""
-
-    kind: Kind
-    subject: str
-    text: str
-
-
-def alert(logger: logging.Logger, kind: Kind, text: str, subject: str = "", level: int = logging.WARNING) -> None:
-    """Write an alert to the log."""
-    logger.log(level, "%s", text, extra={FIELD: (kind, subject)}, stacklevel=2)
-
-
-@contextmanager
-def listening(handler: logging.Handler) -> Iterator[None]:
-    """Within, pass the warnings and alerts of all our modules to ``handler`` as well; the terminal still shows them."""
-    root, ours = logging.getLogger(), logging.getLogger("megatron_fleet")
-    if not root.handlers and logging.lastResort is not None:
-        root.addHandler(logging.lastResort)  # what Python uses only while there is no other handler
-    ours.addHandler(handler)
-    try:
-        yield
-    finally:
-        ours.removeHandler(handler)
-
-
-@final
-class AlertHandler(logging.Handler):
-    """Log handler that passes on alerts, each kind and subject at most once per ``cooldown_s``."""
-
-    def __init__(
-        self, receive: Callable[[Alert], None], cooldown_s: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        super().__init__(logging.WARNING)
-        self._receive, self._cooldown_s, self._clock = receive, cooldown_s, clock
-        self._passed: dict[tuple[str, str], float] = {}
-        self._held: dict[tuple[str, str], int] = {}
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """See `logging.Handler.emit`."""
-        key: tuple[Kind, str] | None = getattr(record, FIELD, None)
-        if key is None:
-            return
-        now, last = self._clock(), self._passed.get(key)
-        if last is not None and now < last + self._cooldown_s:
-            self._held[key] = self._held.get(key, 0) + 1
-            return
-        self._passed[key], held = now, self._held.pop(key, 0)
-        more = f" ({held} more since the last message)" if held else ""
-        try:
-            self._receive(Alert(*key, record.getMessage() + more))
-        except Exception:
-            self.handleError(record)
 
 
 @final
