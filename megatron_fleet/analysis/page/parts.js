@@ -100,6 +100,16 @@ function tokens(record) {
   return box;
 }
 
+/* A row of the list of trajectories. */
+function listed(row) {
+  const link = make("a", "row"), more = make("span", "more");
+  link.href = "#trajectory=" + row.id;
+  link.dataset.id = row.id;
+  more.append(make("span", "pill " + tone(row), shownReward(row.reward)), `${row.env} · ${row.set} · ${row.outcome} · ${row.turns} turns`);
+  link.append(make("span", "task", `${row.task} #${row.sample}`), more);
+  return link;
+}
+
 function chips(row, record) {
   const box = make("div", "chips");
   box.append(make("span", "pill " + tone(row), "reward " + shownReward(record.reward)), make("span", "pill", record.outcome), make("span", "pill", record.env), make("span", "pill", row.set));

@@ -43,13 +43,8 @@ function list() {
   matching = index.filter((row) => (!wanted.set || row.set === wanted.set) && (!wanted.env || row.env === wanted.env) && (!wanted.outcome || row.outcome === wanted.outcome) &&
     (!wanted.result || row.result === wanted.result) && (!wanted.failure || row.failures.includes(wanted.failure)) && (!text || row.task.toLowerCase().includes(text)));
   document.getElementById("list").replaceChildren(...matching.slice(0, MOST_ROWS).map((row) => {
-    const link = make("a", "row");
-    link.href = "#trajectory=" + row.id;
-    link.dataset.id = row.id;
+    const link = listed(row);
     link.classList.toggle("open", link.hash === location.hash);
-    const more = make("span", "more");
-    more.append(make("span", "pill " + tone(row), shownReward(row.reward)), `${row.env} · ${row.set} · ${row.outcome} · ${row.turns} turns`);
-    link.append(make("span", "task", `${row.task} #${row.sample}`), more);
     return link;
   }));
   const cut = matching.length > MOST_ROWS ? `; the first ${MOST_ROWS} are listed, narrow the filters to see others` : "";
