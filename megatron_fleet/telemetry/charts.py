@@ -241,7 +241,7 @@ def write_svg(path: Path, title: str, drawn: Sequence[Chart]) -> None:
 
 
 def _plot(chart: Chart, width: int = WIDTH, height: int = HEIGHT) -> ElementTree.Element:
-    scale = _Scale(chart, width, height)
+    scale = Scale(chart, width, height)
     root = ElementTree.Element(
         "svg", {"viewBox": f"0 0 {width} {height}", "role": "img", "aria-label": chart.title, "class": "plot"}
     )
@@ -279,7 +279,7 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
     return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-class _Scale:
+class Scale:
     """Mapping from values to drawing coordinates."""
 
     def __init__(self, chart: Chart, width: int, height: int) -> None:
@@ -304,7 +304,7 @@ def _range(chart: Chart) -> tuple[float, float]:
     return (low, high) if high - low > 1e-300 else (low, low + 1.0)
 
 
-def _axes(root: ElementTree.Element, scale: _Scale) -> None:
+def _axes(root: ElementTree.Element, scale: Scale) -> None:
     for value in ticks(scale.y_low, scale.y_high):
         y = _text(scale.y(value))
         ElementTree.SubElement(root, "line", {"class": "grid", "x1": str(LEFT), "x2": str(scale.right)}).attrib |= {
@@ -321,7 +321,7 @@ def _axes(root: ElementTree.Element, scale: _Scale) -> None:
         label.text = f"{value:.0f}"
 
 
-def _line(root: ElementTree.Element, series: Series, scale: _Scale, number: int) -> None:
+def _line(root: ElementTree.Element, series: Series, scale: Scale, number: int) -> None:
     group = ElementTree.SubElement(root, "g", {"class": f"line c{number % 8}"})
     values = [y for _, y in series.points]
     raw = [(scale.x(x), scale.y(y)) for x, y in series.points]
@@ -332,12 +332,15 @@ def _line(root: ElementTree.Element, series: Series, scale: _Scale, number: int)
     if len(raw) > 1:
         _polyline(group, raw, "raw" if dense else "")
     if dense:
-        window = max(5, len(values) // 20)
-        means = [
-            scale.y(sum(part) / len(part))
-            for part in (values[max(0, i - window + 1) : i + 1] for i in range(len(values)))
-        ]
-        _polyline(group, [(x, mean) for (x, _), mean in zip(raw, means, strict=True)], "")
+        means = running_means(values)
+        _polyline(group, [(x, scale.y(mean)) for (x, _), mean in zip(raw, means, strict=True)], "")
+
+
+def running_means(values: Sequence[float]) -> list[float]:
+    """Return for each value the mean of the latest ones up to it, a twentieth of all and at least five."""
+    window = max(5, len(values) // 20)
+    parts = (values[max(0, i - window + 1) : i + 1] for i in range(len(values)))
+    return [sum(part) / len(part) for part in parts]
 
 
 def _polyline(group: ElementTree.Element, points: Sequence[tuple[float, float]], name: str) -> None:
@@ -345,7 +348,7 @@ def _polyline(group: ElementTree.Element, points: Sequence[tuple[float, float]],
     ElementTree.SubElement(group, "polyline", {"points": path} | ({"class": name} if name else {}))
 
 
-def _readable(chart: Chart, scale: _Scale) -> dict[str, object]:
+def _readable(chart: Chart, scale: Scale) -> dict[str, object]:
     lines = [
         [[round(scale.x(x), 1), x if not float(x).is_integer() else int(x), float(f"{y:.4g}")] for x, y in s.points]
         for s in chart.series
