@@ -1,18 +1,17 @@
-"""`Episode`: one validated line of a trajectory log."""
+"""`Episode`: one validated row of a shard of episodes."""
 
 from __future__ import annotations
 
-import errno
 import json
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_fleet.telemetry.rewards import is_solved
+from megatron_fleet.telemetry.shards import Shard
+from megatron_fleet.telemetry.trajectories import FILE_NAME
 
-FILE_NAME = re.compile(r"(step|eval|greedy)_([0-9]{6})\.jsonl")
 LARGEST = 1e100
 """Larger magnitudes are not plausible measurements, and their sums overflow."""
 
@@ -22,7 +21,7 @@ class Episode:
     """One recorded episode.
 
     Attributes:
-        kind, step, line: location: ``trajectories/{kind}_{step}.jsonl``, line from 0.
+        kind, step, line: location: ``trajectories/{kind}_{step}.parquet``, row from 0.
         reward: ``None`` = unknown, which is never counted as 0.
         solved: by the run's ``eval.pass_threshold``; ``None`` = unknown.
         spans: ``(kind, start, end, turn, weight version)`` over the tokens.
@@ -59,24 +58,27 @@ class Episode:
         return {True: "solved", False: "not solved", None: "unknown"}[self.solved]
 
 
-def read_episodes(path: Path, pass_threshold: float) -> tuple[list[Episode], int]:
-    """Return the episodes of one file, and the number of lines skipped as truncated or malformed.
+def read_episodes(path: Path, pass_threshold: float, rows: Sequence[int] | None = None) -> tuple[list[Episode], int]:
+    """Return the episodes of one shard, and the number of rows skipped as unusable.
 
-    Raises OSError when it cannot be read.
+    Args:
+        rows: only these, ascending; ``None`` = all.
+
+    Raises:
+        UserError: it cannot be read.
     """
     name = FILE_NAME.fullmatch(path.name)
     if name is None:
         raise ValueError(f"{path}: not the name of a trajectory log")
-    if not path.is_file():
-        raise OSError(errno.EINVAL, "not a regular file")
     episodes: list[Episode] = []
     left_out = 0
-    with path.open("rb") as file:
-        for line, content in enumerate(file):
-            try:
-                episodes.append(_episode(json.loads(content), name[1], int(name[2]), line, pass_threshold))
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
-                left_out += 1
+    shard = Shard.open(path)
+    lines = range(shard.rows) if rows is None else rows
+    for line, record in zip(lines, shard.records(rows=rows), strict=True):
+        try:
+            episodes.append(_episode(record, name[1], int(name[2]), line, pass_threshold))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
+            left_out += 1
     return episodes, left_out
 
 

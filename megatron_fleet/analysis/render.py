@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from importlib import resources
+from typing import Any
 
 import jinja2
 from markupsafe import Markup
@@ -41,29 +42,38 @@ SPARK_WIDTH = 24
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~&])")
 
 
-def html(document: Document, transcripts: Transcripts) -> bytes:
-    """Return the page in UTF-8. Unpaired surrogates, which JSON can contain, become question marks."""
+def html(document: Document, transcripts: Transcripts | None = None) -> bytes:
+    """Return the page in UTF-8. Unpaired surrogates, which JSON can contain, become question marks.
+
+    Args:
+        transcripts: the trajectories of the page, if it has any.
+    """
     files = resources.files("megatron_fleet.analysis") / "page"
     names = ("report.html", "report.css", "parts.js", "report.js")
     template, style, parts, script = ((files / name).read_text(encoding="utf-8") for name in names)
     style, script = STYLE + style, parts + script
+    blobs, pieces, index, images = ({}, {}, [], {}) if transcripts is None else _of(transcripts)
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     page = environment.from_string(template).render(
         document=document,
-        shown=transcripts.blobs.keys(),
+        shown=blobs.keys(),
         draw=lambda chart: Markup(draw(chart)),
         reward=reward_text,
         style=Markup(style),
         style_hash=_csp_hash(style),
         script=Markup(script),
         script_hash=_csp_hash(script),
-        index=_data(json.dumps(transcripts.index(), ensure_ascii=False, separators=(",", ":"))),
+        index=_data(json.dumps(index, ensure_ascii=False, separators=(",", ":"))),
         labels=_data(json.dumps({c.key: c.label for c in CATEGORIES})),
-        pieces=_data(json.dumps(transcripts.pieces, ensure_ascii=False, separators=(",", ":"))),
-        images=_data(json.dumps(transcripts.images(), separators=(",", ":"))),
-        blobs=[(id, _data(blob)) for id, blob in transcripts.blobs.items()],
+        pieces=_data(json.dumps(pieces, ensure_ascii=False, separators=(",", ":"))),
+        images=_data(json.dumps(images, separators=(",", ":"))),
+        blobs=[(id, _data(blob)) for id, blob in blobs.items()],
     )
     return page.encode("utf-8", "replace")
+
+
+def _of(t: Transcripts) -> tuple[dict[str, str], dict[int, str], list[list[Any]], dict[str, str]]:
+    return t.blobs, t.pieces, t.index(), t.images()
 
 
 def reward_text(episode: Episode) -> str:

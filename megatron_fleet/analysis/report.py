@@ -17,6 +17,7 @@ from megatron_fleet.analysis.selection import Pair, browsable, choose_pairs
 from megatron_fleet.analysis.statistics import rate, value
 from megatron_fleet.analysis.transcripts import Transcripts
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.files import environment_name
 from megatron_fleet.storage.local import write_atomically
 
 PAGE_LIMIT = 20_000_000
@@ -28,24 +29,27 @@ ATTENTION = (Status.WORSE, Status.UNKNOWN, Status.FAILING, Status.IMPROVED, Stat
 """Order in which the summary lists environments by status, since it has room for only a few."""
 
 
-def write_report(folder: Path, page: Path | None = None, text: Path | None = None) -> str:
-    """Write ``report.html`` and ``report.md`` below the run's folder, or where the arguments say.
+def write_report(place: Path | str, page: Path | None = None, text: Path | None = None) -> str:
+    """Write ``report.html`` and ``report.md`` below the run's folder, or where the arguments say; those of a run in a
+    store go to the current folder, with the run's id in their names.
 
     Returns:
         A summary and the paths of both files, at most ``SUMMARY_LINES`` + 2 lines.
 
     Raises:
-        UserError: ``folder`` is not a run, a file cannot be written or has the name of another kind of file.
+        UserError: ``place`` is not a run, a file cannot be written or has the name of another kind of file.
     """
     for option, path, suffix in (("--out", page, ".html"), ("--markdown", text, ".md")):
         # A former report is replaced, so nothing else may be named.
         if path is not None and path.suffix != suffix:
             raise UserError(f"{option}={path}: the name must end in {suffix}; name another file.")
-    run = read_run(folder)
+    run = read_run(place)
     document, transcripts = build(run)
+    remote = run.files is not None and run.files.remote
+    stem = Path(f"{environment_name(run.id)}.report") if remote else run.folder / "report"
     targets = {
-        page or folder / "report.html": render.html(document, transcripts),
-        text or folder / "report.md": render.markdown(document).encode("utf-8", "replace"),
+        page or stem.with_name(f"{stem.name}.html"): render.html(document, transcripts),
+        text or stem.with_name(f"{stem.name}.md"): render.markdown(document).encode("utf-8", "replace"),
     }
     for path, content in targets.items():
         try:
@@ -71,7 +75,7 @@ def build(run: Run, limit: int = PAGE_LIMIT) -> tuple[Document, Transcripts]:
     transcripts.add(episodes)
     # The head is built last, because it lists the notes added by the other sections.
     rest = _after_head(run, pairs, _shown(run, transcripts, totals, limit))
-    subtitle = " · ".join([run.folder.resolve().name, *([f"model {run.model}"] if run.model else [])])
+    subtitle = " · ".join([run.id, *([f"model {run.model}"] if run.model else [])])
     return Document(f"Run {run.name}", subtitle, (sections.head(run), *rest)), transcripts
 
 

@@ -5,21 +5,30 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_fleet.analysis.fleet_layout import AGGREGATED, parse_rows
+from megatron_fleet.analysis.run_files import FLEET_EVALUATIONS, FLEET_TRAINING, RunFiles, is_run
 from megatron_fleet.checkpoint.checkpoints import RECORDS, Checkpoint, Checkpoints
 from megatron_fleet.checkpoint.manifest import MANIFEST
 from megatron_fleet.checkpoint.store import RunStore
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import parse_json, read_object
+from megatron_fleet.storage.folder import Folder
+from megatron_fleet.storage.local import LocalFolder
 from megatron_fleet.storage.open import open_folder
 from megatron_fleet.storage.run_folder import IDENTITY, RunFolder, in_use
 from megatron_fleet.telemetry.sinks import read_metrics
 
 PASS_AT_1 = "eval/all/pass_at_1"
+_RECORDS = re.compile(
+    rf"(?:(.*)/)?(?:(?:global_step_(\d+)|eval_only)/(?:greedy/)?[^/]+\.jsonl|global_step_(\d+)\.jsonl"
+    rf"|(?:{FLEET_EVALUATIONS}/global_step_(\d+)_evals/[^/]+|{FLEET_TRAINING}/global_step_(\d+))\.jsonl)"
+)
+"""Files of evaluations and training steps below a store, and their steps; the first group is the run's address."""
 _CHECKPOINT = re.compile(rf"(?:(.*)/)?global_step_(\d+)/{re.escape(MANIFEST)}")
 
 
@@ -37,7 +46,8 @@ class RunSummary:
 
     Attributes:
         place: its folder, or its address in a store.
-        state: ``running``, ``finished``, ``stopped``; ``stored`` for a run in a store.
+        state: ``running``, ``finished``, ``stopped``; ``stored`` for a run in a store; ``records`` where there are only
+            trajectories and evaluations.
         step, steps: finished and wanted; ``None``: unknown.
         pass_at_1: of the last evaluation on record.
         updated: Unix time of the last record.
@@ -74,7 +84,7 @@ def find_runs(place: str) -> list[RunSummary]:
     folder = Path(place)
     if not folder.is_dir():
         raise UserError(f"{place}: no such folder; name the folder of your runs, or s3://bucket/prefix.")
-    here = [folder] if (folder / IDENTITY).is_file() else sorted(path.parent for path in folder.glob(f"*/{IDENTITY}"))
+    here = [folder] if is_run(folder) else sorted(path for path in folder.iterdir() if is_run(path))
     return [_local(path) for path in here] or sorted(_stored(place), key=lambda run: run.id)
 
 
@@ -88,7 +98,7 @@ def find_run(place: str) -> RunSummary:
 
 def differences(one: RunSummary, other: RunSummary) -> list[tuple[str, Any, Any]]:
     """Keys with other values in two configurations, and both values; ``run.id`` and ``run.out`` are left out."""
-    first, second = (dict(_flat(run.config)) for run in (one, other))
+    first, second = (dict(flat(run.config)) for run in (one, other))
     keys = sorted((first.keys() | second.keys()) - {"run.id", "run.out"})
     return [(key, first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)]
 
@@ -124,11 +134,15 @@ def prune(place: str, keep: int, remove: bool) -> list[str]:
 
 
 def _local(folder: Path) -> RunSummary:
-    identity = read_object(folder / IDENTITY, "restore it")
-    run = RunSummary(str(folder), str(identity.get("id")), "stopped")
+    if (folder / IDENTITY).is_file():
+        run = RunSummary(str(folder), str(read_object(folder / IDENTITY, "restore it").get("id")), "stopped")
+    else:
+        run = RunSummary(str(folder), folder.resolve().name, "records")
     if (folder / "config.json").is_file():
         run.config = read_object(folder / "config.json")
     _read_rows(run, folder / "metrics.jsonl")
+    if run.step is None:
+        _read_records(run, LocalFolder(folder), RunFiles(str(folder)).names)
     for path in Checkpoints(folder / "checkpoints", 1).folders():
         try:
             checkpoint = Checkpoint.open(path)
@@ -143,31 +157,64 @@ def _local(folder: Path) -> RunSummary:
     return run
 
 
+def _read_records(run: RunSummary, folder: Folder, names: Iterable[str]) -> None:
+    """Read the newest step, and pass@1 of the last evaluation if it is on record, from evaluations and training steps.
+
+    Args:
+        folder: what ``names`` are relative to.
+    """
+    newest: tuple[int, str] | None = None
+    for name in names:
+        if (found := _RECORDS.fullmatch(name)) is None:
+            continue
+        step = max((int(number) for number in found.groups()[1:] if number is not None), default=0)
+        run.step = max(run.step or 0, step)
+        if name.endswith(f"/{AGGREGATED}") and "/greedy/" not in name and (newest is None or step >= newest[0]):
+            newest = step, name
+    if newest is not None:
+        rows = parse_rows(folder.read(newest[1]), folder.join(newest[1]))
+        run.pass_at_1 = next((row[PASS_AT_1] for row in rows if isinstance(row.get(PASS_AT_1), int | float)), None)
+
+
 def _stored(place: str) -> Iterator[RunSummary]:
     base = open_folder(place)
     sizes = base.sizes()
     steps: dict[str, list[int]] = {}
+    records: dict[str, list[str]] = {}
     for name in sizes:
         if found := _CHECKPOINT.fullmatch(name):
             steps.setdefault(found[1] or "", []).append(int(found[2]))
+        elif found := _RECORDS.fullmatch(name):
+            records.setdefault(found[1] or "", []).append(name)
     for prefix in steps:
+        yield _checkpoints(base, sizes, place, prefix, len(steps[prefix]))
+    for prefix in records.keys() - steps.keys():
+        evaluations = re.sub(r"(^|.*/)rollouts/([^/]+)", r"\1evals/\2", prefix)
+        if evaluations != prefix and evaluations in records:
+            continue  # training steps of the same run
         address = f"{place.rstrip('/')}/{prefix}".rstrip("/")
-        store = RunStore(address)
-        run = RunSummary(address, address.rpartition("/")[2], "stored")
-        start = f"{prefix}/" if prefix else ""
-        for step in store.steps():
-            folder = f"{start}global_step_{step}/"
-            run.checkpoints.append(SavedStep(step, sum(n for name, n in sizes.items() if name.startswith(folder))))
-        run.superseded = len(steps[prefix]) - len(run.checkpoints)
-        if run.checkpoints:
-            run.step = run.checkpoints[0].step
-            records = f"{start}global_step_{run.step}/{RECORDS}"
-            if f"{records}/config.json" in sizes:
-                name = f"{records}/config.json"
-                config = parse_json(base.read(name), base.join(name))
-                run.config = config if isinstance(config, dict) else {}
-                run.steps = _steps(run.config)
+        run = RunSummary(address, address.rpartition("/")[2], "records")
+        _read_records(run, base, records[prefix])
         yield run
+
+
+def _checkpoints(base: Folder, sizes: Mapping[str, int], place: str, prefix: str, count: int) -> RunSummary:
+    """The summary of a run with checkpoints, ``count`` whole ones, those that no longer count included."""
+    address = f"{place.rstrip('/')}/{prefix}".rstrip("/")
+    run = RunSummary(address, address.rpartition("/")[2], "stored")
+    start = f"{prefix}/" if prefix else ""
+    for step in RunStore(address).steps():
+        folder = f"{start}global_step_{step}/"
+        run.checkpoints.append(SavedStep(step, sum(n for name, n in sizes.items() if name.startswith(folder))))
+    run.superseded = count - len(run.checkpoints)
+    if run.checkpoints:
+        run.step = run.checkpoints[0].step
+        name = f"{start}global_step_{run.step}/{RECORDS}/config.json"
+        if name in sizes:
+            config = parse_json(base.read(name), base.join(name))
+            run.config = config if isinstance(config, dict) else {}
+            run.steps = _steps(run.config)
+    return run
 
 
 def _read_rows(run: RunSummary, metrics: Path) -> None:
@@ -184,10 +231,11 @@ def _steps(config: Mapping[str, Any]) -> int | None:
     return steps if isinstance(steps, int) else None
 
 
-def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name and the value of every setting of a configuration."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():
-            yield from _flat(inner, f"{name}.{key}" if name else str(key))
+            yield from flat(inner, f"{name}.{key}" if name else str(key))
     else:
         yield name, value
 

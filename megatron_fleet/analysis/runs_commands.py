@@ -1,10 +1,11 @@
-"""`mfleet runs …`: list, show, compare the settings of, and prune runs."""
+"""`mfleet runs …`: list, show, compare and prune runs."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
-from megatron_fleet.config.errors import say
+from megatron_fleet.config.errors import UserError, say
 
 PLACE = "a run's folder (run.out), or its address in a store, s3://bucket/…/ID"
 
@@ -23,6 +24,11 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     diff.add_argument("place", help=PLACE)
     diff.add_argument("other", help="the other one")
     diff.set_defaults(run=_diff)
+    comparing = commands.add_parser("compare", help="curves, results and settings of several runs as one HTML page")
+    comparing.add_argument("places", nargs="+", metavar="RUN", help=f"{PLACE}; the others are compared with the first")
+    page = Path("comparison.html")
+    comparing.add_argument("--out", dest="page", type=Path, default=page, metavar="FILE", help="(%(default)s)")
+    comparing.set_defaults(run=_compare)
     pruning = commands.add_parser("prune", help="remove old checkpoints of a run, and those that no longer count")
     pruning.add_argument("place", help=PLACE)
     pruning.add_argument("--keep", type=_at_least_one, default=1, metavar="N", help="newest to keep (%(default)s)")
@@ -64,8 +70,18 @@ def _diff(args: argparse.Namespace) -> int:
     from megatron_fleet.analysis import runs
 
     one, other = runs.find_run(args.place), runs.find_run(args.other)
+    for run in (one, other):
+        if not run.config:
+            raise UserError(f"{run.place}: has no configuration on record; compare runs that have a config.json.")
     rows = [(key, *map(str, values)) for key, *values in runs.differences(one, other)]
     say(runs.columns([("key", one.id, other.id), *rows]) if rows else "all settings are equal")
+    return 0
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from megatron_fleet.analysis.comparison import write_comparison
+
+    say(write_comparison(args.places, args.page))
     return 0
 
 

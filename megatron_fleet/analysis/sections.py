@@ -101,7 +101,9 @@ def _steps_fact(run: Run) -> Fact | None:
     planned = run.setting("run", "steps")
     attempts = len(resumed_at(run.rows)) + 1
     detail = f"in {duration(seconds_total(run.rows))}" + (f", {attempts} attempts" if attempts > 1 else "")
-    done = str(steps[-1]["step"]) if steps else "0"
+    if not all("time" in row for row in run.rows):
+        detail = "of which there are trajectories; duration not recorded"
+    done = str(steps[-1]["step"]) if steps else str(max(run.training_steps, default=0))
     return Fact("training steps", f"{done} of {planned}" if planned is not None else done, detail)
 
 
@@ -259,11 +261,11 @@ def _activity(episodes: Sequence[Episode], thinking: bool) -> list[Cell]:
         return sum(e.metrics.get(name, 0.0) for e in episodes)
 
     calls, sampled = total("tool_calls"), float(sum(e.action_tokens for e in episodes))
-    count = len(episodes)
+    count = len(episodes) if any(e.metrics for e in episodes) else 0
     means = [amount / count if count else None for amount in (total("turns"), calls)]
     shares = [amount / calls if calls else None for amount in (total("tool_errors"), total("repeated_calls"))]
     share = total("think_tokens") / sampled if thinking and sampled else None
-    tokens = sampled / count if count else None
+    tokens = sampled / count if count and sampled else None
     return [
         *(Cell(NOTHING if mean is None else f"{mean:.2f}", mean) for mean in means),
         *(Cell(percent(s), s) for s in shares),

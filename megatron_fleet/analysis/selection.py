@@ -8,10 +8,9 @@ from itertools import zip_longest
 from typing import TypeVar
 
 from megatron_fleet.analysis.episodes import Episode
-from megatron_fleet.analysis.run import TRAINING, Run
+from megatron_fleet.analysis.run import STEP_FILES, TRAINING, Run, spread
 
 PER_FILE = 60
-STEP_FILES = 8
 MAX_PAIRS = 30
 T = TypeVar("T")
 
@@ -21,13 +20,6 @@ def round_robin(groups: Sequence[Sequence[T]]) -> Iterator[T]:
     missing = object()
     for row in zip_longest(*groups, fillvalue=missing):
         yield from (item for item in row if item is not missing)  # type: ignore[misc]
-
-
-def spread(steps: Sequence[int], count: int) -> list[int]:
-    """Return at most ``count`` of the sorted steps, evenly spaced, including the first and the last."""
-    if len(steps) <= count:
-        return list(steps)
-    return [steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)]
 
 
 def sample(episodes: Sequence[Episode], limit: int) -> list[Episode]:

@@ -39,13 +39,9 @@ def bootstrap_mean(values: np.ndarray) -> tuple[float, float] | None:
     Args:
         values: float64 ``[N]``, one per task.
     """
-    n = len(values)
-    if n < 2:
+    if len(values) < 2:
         return None
-    rng = np.random.default_rng(0)
-    means = np.concatenate([values[rng.integers(n, size=(_CHUNK, n))].mean(axis=1) for _ in range(RESAMPLES // _CHUNK)])
-    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return float(low), float(high)
+    return _percentiles(_resampled_means(values, np.random.default_rng(0)))
 
 
 def task_rates(episodes: Iterable[Episode]) -> dict[str, float]:
@@ -66,6 +62,49 @@ def change(before: Iterable[Episode], after: Iterable[Episode]) -> Estimate | No
     """Return pass@1 after minus before, over the tasks that have known rewards in both (paired by task)."""
     first, last = task_rates(before), task_rates(after)
     return _estimate({task: last[task] - rate for task, rate in first.items() if task in last})
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Mean of one run minus that of another; ``paired``: over the tasks that both know, else over all of each."""
+
+    estimate: Estimate
+    paired: bool
+
+
+def difference(one: Mapping[str, float], other: Mapping[str, float]) -> Difference | None:
+    """Return ``other`` minus ``one``, two maps from task to value, with the bootstrap interval of the mean.
+
+    Over shared tasks, if there are any: differences of single tasks are resampled (paired), so what is hard for both
+    does not widen the interval. Else the tasks of each are resampled by themselves (Efron and Tibshirani 1993, §8.3,
+    the two-sample problem) and ``tasks`` is the smaller number. ``None``: one of them is empty.
+    """
+    shared = sorted(one.keys() & other.keys())
+    if shared:
+        estimate = _estimate({task: other[task] - one[task] for task in shared})
+        return None if estimate is None else Difference(estimate, True)
+    if not one or not other:
+        return None
+    values = [np.array([own[task] for task in sorted(own)], dtype=np.float64) for own in (one, other)]
+    value = float(values[1].mean() - values[0].mean())
+    tasks = min(map(len, values))
+    if tasks < 2:
+        return Difference(Estimate(value, None, None, tasks), False)
+    rng = np.random.default_rng(0)
+    first, second = (_resampled_means(own, rng) for own in values)
+    low, high = _percentiles(second - first)
+    return Difference(Estimate(value, low, high, tasks), False)
+
+
+def _resampled_means(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Return the means of ``RESAMPLES`` resamples, float64 ``[RESAMPLES]``."""
+    n = len(values)
+    return np.concatenate([values[rng.integers(n, size=(_CHUNK, n))].mean(axis=1) for _ in range(RESAMPLES // _CHUNK)])
+
+
+def _percentiles(means: np.ndarray) -> tuple[float, float]:
+    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return float(low), float(high)
 
 
 def _estimate(rates: Mapping[str, float]) -> Estimate | None:

@@ -71,7 +71,8 @@ class Transcripts:
 
     def images(self) -> dict[str, str]:
         """Map digest → ``data:`` URL of a thumbnail, for as many images as the remaining budget allows."""
-        shown = (name for episode in self.episodes for names in episode.images for name in names)
+        shown = [name for episode in self.episodes for names in episode.images for name in names]
+        self._run.fetch_images(shown)
         return thumbnails(self._run.folder, shown, self._budget)
 
     def index(self) -> list[list[Any]]:
@@ -133,6 +134,7 @@ def load_tokenizer(run: Run) -> tokenizers.Tokenizer | None:
     """Load the tokenizer of the run's export or of its model; ``None``, with a note, when neither has one."""
     import tokenizers
 
+    run.fetch(["hf/tokenizer.json"])
     for folder in (run.folder / "hf", *([Path(run.model)] if run.model else [])):
         path = folder / "tokenizer.json"
         try:
