@@ -18,7 +18,13 @@ from s3_server import S3Server
 
 DROPPED = {"connection", "expect", "keep-alive", "transfer-encoding"}
 """Headers about one connection, which are not forwarded. Signatures do not cover them."""
-REASONS = {409: "ConditionalRequestConflict", 500: "InternalError", 503: "SlowDown"}
+REASONS = {
+    403: "AccessDenied",
+    404: "NoSuchUpload",
+    409: "ConditionalRequestConflict",
+    500: "InternalError",
+    503: "SlowDown",
+}
 PIECE = 16 << 10
 
 

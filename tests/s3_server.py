@@ -106,7 +106,11 @@ def _serve(ports: dict[str, int], keys: list[str]) -> Iterator[S3Server]:
             *(str(weed()), "server", f"-dir={folder / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"),
             *("-filer", "-s3", f"-s3.config={folder / 'identities.json'}", "-s3.port.iceberg=0", "-s3.port.lance=0"),
             *("-s3.autoCreateBucket=false", "-s3.iam=false", "-master.volumeSizeLimitMB=64", "-volume.max=32"),
-            *("-master.volumePreallocate=false", f"-filer.localSocket={folder / 'filer.sock'}"),
+            *(
+                "-master.electionTimeout=1s",
+                "-master.volumePreallocate=false",
+                f"-filer.localSocket={folder / 'filer.sock'}",
+            ),
             *(f"-s3.localSocket={folder / 's3.sock'}", *(f"-{name}={port}" for name, port in ports.items())),
         ]
 

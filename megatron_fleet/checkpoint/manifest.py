@@ -87,6 +87,14 @@ def check_hashes(folder: Path, files: Mapping[str, Mapping[str, Any]], stop: thr
             raise
 
 
+def is_whole(folder: Path, name: str, entry: Mapping[str, Any], stop: threading.Event) -> bool:
+    """Whether a file of a manifest is there as it says. See `check_hashes`."""
+    file = folder / name
+    if not file.is_file() or file.stat().st_size != entry["bytes"]:
+        return False
+    return _sha256(file, lambda count: None, stop.is_set) == entry["sha256"]
+
+
 def _sha256(file: Path, advance: Callable[[int], None], ended: Callable[[], bool]) -> str:
     digest, buffer = hashlib.sha256(), memoryview(bytearray(_BLOCK))
     try:

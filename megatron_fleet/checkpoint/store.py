@@ -21,7 +21,7 @@ from concurrent.futures import CancelledError
 from pathlib import Path
 
 from megatron_fleet.checkpoint.checkpoints import Checkpoint
-from megatron_fleet.checkpoint.manifest import MANIFEST, DamagedCheckpoint, parse_manifest, progress
+from megatron_fleet.checkpoint.manifest import MANIFEST, DamagedCheckpoint, is_whole, parse_manifest, progress
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.storage.folder import Folder
 from megatron_fleet.storage.local import LocalFolder, begin_folder, commit_folder, write_atomically
@@ -48,13 +48,14 @@ class RunStore:
     Attributes:
         url: address of the run.
         attempt: number of this attempt; 0 before `begin_attempt`.
+        throttle: limit that all uploads of the run share; ``None``: none.
     """
 
     def __init__(self, url: str, bytes_per_s: float | None = None) -> None:
         """Send no request yet. ``bytes_per_s``: limit of uploads."""
         self.url, self.attempt = url, 0
         self._folder: Folder = open_folder(url)
-        self._throttle = None if bytes_per_s is None else Throttle(bytes_per_s)
+        self.throttle = None if bytes_per_s is None else Throttle(bytes_per_s)
 
     def begin_attempt(self) -> None:
         """Take the next number; attempts with lower ones stop writing."""
@@ -127,15 +128,16 @@ class RunStore:
         sizes = {name: entry["bytes"] for name, entry in manifest["files"].items()}
         missing = [Copy(name, name, size) for name, size in sizes.items() if there.get(name) != size]
         source = LocalFolder(checkpoint.path, cached=True)  # written a moment ago
-        transfer(source, staging.folder, missing, self._throttle, stop)
+        transfer(source, staging.folder, missing, self.throttle, stop)
         stored = staging.folder.sizes()
         for name, size in sizes.items():
             if stored.get(name) != size:
                 raise UserError(f"{url}/{name}: the store holds {stored.get(name)} bytes of {size}.")
-        for name in stored.keys() - sizes.keys():  # of an upload that was given up
+        for name in stored.keys() - sizes.keys() - {UPLOADING}:  # of an upload that was given up
             staging.folder.delete(name)
         self.check_attempt()
         staging.commit(data)
+        open_folder(url).delete(UPLOADING)  # if the commit fails, the next call finds what is finished
 
     def download(self, step: int, final: Path, stop: threading.Event) -> None:
         """Copy a checkpoint to the folder ``final``, in place of a damaged one.
@@ -145,23 +147,36 @@ class RunStore:
             UserError: the store or the disk refuses.
             CancelledError: ``stop`` was set.
         """
+        partial = begin_folder(final)
+        for again in (True, False):
+            try:
+                self._fetch(step, partial, stop)
+                break
+            except DamagedCheckpoint as error:
+                if not again:
+                    raise
+                # If it was damaged on the way here, an older checkpoint in its place would lose steps.
+                log.warning("what is damaged is downloaded once more: %s", error)
+        commit_folder(partial, final)
+
+    def _fetch(self, step: int, folder: Path, stop: threading.Event) -> None:
+        """Copy those files of a checkpoint that ``folder`` does not have as its manifest says, and verify them all."""
         url = self._url(step)
         source = open_folder(url)
         data = source.read(MANIFEST)
         manifest = parse_manifest(data, f"{url}/{MANIFEST}")
         if manifest["step"] != step:
             raise DamagedCheckpoint(f"{url}/{MANIFEST}: is that of step {manifest['step']}; use another checkpoint.")
-        stored = source.sizes()
-        for name, entry in manifest["files"].items():
+        stored, files = source.sizes(), manifest["files"]
+        for name, entry in files.items():
             if stored.get(name) != entry["bytes"]:
                 raise DamagedCheckpoint(f"{url}/{name}: has {stored.get(name)} bytes of {entry['bytes']}.")
-        partial = begin_folder(final)
-        copies = [Copy(name, name, entry["bytes"]) for name, entry in manifest["files"].items()]
+        missing = [name for name, entry in files.items() if not is_whole(folder, name, entry, stop)]
+        copies = [Copy(name, name, files[name]["bytes"]) for name in missing]
         with progress("downloading", f"{url}", sum(copy.size for copy in copies)) as advance:
-            transfer(source, LocalFolder(partial), copies, stop=stop, advance=advance)
-        write_atomically(partial / MANIFEST, data)
-        Checkpoint.open(partial).verify(stop)
-        commit_folder(partial, final)
+            transfer(source, LocalFolder(folder), copies, stop=stop, advance=advance)
+        write_atomically(folder / MANIFEST, data)
+        Checkpoint.open(folder).verify(stop)
 
     def remove(self, step: int) -> None:
         """Remove a checkpoint, its manifest first."""
@@ -179,7 +194,8 @@ class Uploader:
 
     def __init__(self, store: RunStore, kept: Callable[[Sequence[int]], set[int]]) -> None:
         """``kept``: of steps, newest first, returns those to keep in the store."""
-        self._store, self._kept = store, kept
+        self.store = self._store = store
+        self._kept = kept
         self._changed = threading.Condition()
         self._waiting: list[Checkpoint] = []
         self._stop = threading.Event()

@@ -15,7 +15,7 @@ import os
 import random
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,6 +58,9 @@ MOST_KEYS = 1_000
 """Maximum number of objects in one request to delete them, by the protocol."""
 BODY_ATTEMPTS = 6
 """Attempts at one read whose connection breaks in the middle; bytes already received are kept."""
+AGAIN = {"BadDigest", "XAmzContentSHA256Mismatch", "ConditionalRequestConflict", "OperationAborted"}
+"""Codes of refusals that boto3 does not try again: the bytes were damaged on the way, or another request for the same
+object was under way."""
 BROKEN = (exceptions.HTTPClientError, exceptions.IncompleteReadError, urllib3.exceptions.HTTPError, OSError)
 PIECE = 1 << 20
 """Bytes received per read from a connection."""
@@ -105,6 +108,18 @@ def store_errors_as_user_error(url: str) -> Iterator[None]:
         raise UserError(f"{url}: {' '.join(str(e).split())}; correct the address.") from None
     except (exceptions.HTTPClientError, exceptions.BotoCoreError) as e:
         raise UserError(f"{url}: the store does not answer ({e}); check AWS_ENDPOINT_URL and the network.") from None
+
+
+def send(request: Callable[..., Any], **arguments: Any) -> Any:
+    """Send a request with a body, again after refusals of `AGAIN`; returns the answer."""
+    for attempt in range(1, BODY_ATTEMPTS):
+        try:
+            return request(**arguments)
+        except exceptions.ClientError as e:
+            if error_code(e) not in AGAIN:
+                raise
+            time.sleep(random.uniform(0, 0.1 * 2**attempt))
+    return request(**arguments)
 
 
 def error_code(error: exceptions.ClientError) -> str:
@@ -200,13 +215,14 @@ class S3Folder:
 
     def write(self, name: str, data: bytes) -> None:
         with store_errors_as_user_error(self.join(name)):
-            self._client.put_object(**self._at(name), Body=data, ChecksumCRC32=_crc32(data))
+            send(self._client.put_object, **self._at(name), Body=data, ChecksumCRC32=_crc32(data))
 
     def write_new(self, name: str, data: bytes) -> bool:
         """See `Folder.write_new`; the store must support conditional writes (``If-None-Match``)."""
         with store_errors_as_user_error(self.join(name)):
             try:
-                self._client.put_object(**self._at(name), Body=data, ChecksumCRC32=_crc32(data), IfNoneMatch="*")
+                checksum = _crc32(data)
+                send(self._client.put_object, **self._at(name), Body=data, ChecksumCRC32=checksum, IfNoneMatch="*")
             except exceptions.ClientError as e:
                 if error_code(e) not in ("PreconditionFailed", "412"):
                     raise
@@ -290,7 +306,8 @@ class S3Writer:
         data = bytes(view)
         checksum = _crc32(data)
         with store_errors_as_user_error(self._url):
-            answer = self._client.upload_part(**self._upload, PartNumber=index + 1, Body=data, ChecksumCRC32=checksum)
+            part = {"PartNumber": index + 1, "Body": data, "ChecksumCRC32": checksum}
+            answer = send(self._client.upload_part, **self._upload, **part)
         self._sent[index] = {"PartNumber": index + 1, "ETag": answer["ETag"], "ChecksumCRC32": checksum}
         self._parts.wrote(index)
 
