@@ -17,6 +17,7 @@ from megatron_fleet.config.files import read_object
 from megatron_fleet.config.schema import Config
 from megatron_fleet.data.task import Task
 from megatron_fleet.storage.local import write_atomically
+from megatron_fleet.telemetry.shards import SUFFIX
 from megatron_fleet.telemetry.trajectories import load_trajectories, save_trajectories
 
 IDENTITY = "evaluation.json"
@@ -75,7 +76,7 @@ class EpisodeStore:
         """Return the stored episodes of ``kind``, by ``(index of the task, sample)``."""
         places = {task.key: index for index, task in enumerate(self._tasks)}
         found = {}
-        for path in sorted(self._parts.glob(f"{kind}-*.jsonl")):
+        for path in sorted(self._parts.glob(f"{kind}-*{SUFFIX}")):
             for trajectory in _read_part(path):
                 if trajectory.task_key in places and trajectory.sample < samples:
                     trajectory.group = places[trajectory.task_key]
@@ -92,9 +93,9 @@ class EpisodeStore:
         """Write pending episodes to disk."""
         for kind, trajectories in self._open.items():
             if trajectories:
-                names = (re.fullmatch(r".*-([0-9]{6})", path.stem) for path in self._parts.glob(f"{kind}-*.jsonl"))
+                names = (re.fullmatch(r".*-([0-9]{6})", path.stem) for path in self._parts.glob(f"{kind}-*{SUFFIX}"))
                 number = 1 + max((int(name[1]) for name in names if name), default=-1)
-                save_trajectories(self._parts / f"{kind}-{number:06d}", trajectories)
+                save_trajectories(self._parts / f"{kind}-{number:06d}{SUFFIX}", trajectories)
             for trajectory in trajectories:
                 trajectory.images = {}  # on disk now; screenshots of many episodes would take gigabytes of memory
         self._open.clear()
@@ -122,15 +123,13 @@ class EpisodeStore:
 def _read_part(path: Path) -> list[Trajectory]:
     """Read the episodes of one part file. Raises UserError if it is damaged."""
     try:
-        if not all(p.is_file() for p in (path, path.with_suffix(".npz"))):
-            raise FileNotFoundError("a file of it is missing")
         found = load_trajectories(path)
         for trajectory in found:
             _check(trajectory)
-    except Exception as error:  # on broken archives zipfile, zlib and numpy may raise anything
+    except (UserError, ValueError, TypeError) as error:
         raise UserError(
-            f"{path}: is damaged ({type(error).__name__}: {error!s:.100}); remove it and the .npz beside it, and its "
-            f"episodes are played again."
+            f"{path}: is damaged ({str(error).removeprefix(f'{path}: '):.100}); remove it, and its episodes are played "
+            f"again."
         ) from None
     return found
 

@@ -1,24 +1,23 @@
-"""Files of a run's episodes: messages and tokens per step, images, and the first prompt of each environment."""
+"""Files of a run's episodes: a shard per step, images, and the first prompt of each environment."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
 from megatron_fleet.config.files import environment_name
-from megatron_fleet.storage.local import write_atomically
-from megatron_fleet.telemetry.sinks import json_number
+from megatron_fleet.storage.local import is_unfinished, write_atomically
+from megatron_fleet.telemetry.shards import IMAGES, SUFFIX, Shard, encode
 
 if TYPE_CHECKING:
     from megatron_fleet.agents.trajectory import Group, Trajectory
 
-IMAGES = "images"
-"""Folder of a run."""
+FILE_NAME = re.compile(r"(step|eval|greedy)_([0-9]{6})\.parquet")
+"""Name of a shard: kind and step."""
+KEPT_SHARE = 0.9
+"""Share of the limit that removing old shards leaves, so that it is not done at every step."""
 EXTENSIONS = {
     "image/png": "png",
     "image/jpeg": "jpg",
@@ -32,13 +31,9 @@ OTHER = "bin"
 
 
 class TrajectoryLog:
-    """Log of messages and sampled tokens, per step.
+    """Log of episodes: a shard per step, ``step_000001.parquet``, ``eval_000001.parquet`` or ``greedy_000001.parquet``.
 
-    ``step_000001.jsonl`` (``eval_000001.jsonl``, ``greedy_000001.jsonl``): one readable line per trajectory.
-    The ``.npz`` next to it: ``token_ids`` int32, ``action_mask`` bool and ``behaviour_logprobs`` float32, concatenated
-    over the trajectories of all lines, and ``offsets`` int64 ``[lines + 1]``: line i has
-    ``[offsets[i], offsets[i+1])``. Images are separate files in ``images`` next to the folder; lines name them by the
-    SHA-256 of their content.
+    Images are separate files in ``images`` next to the folder; episodes name them by the SHA-256 of their content.
     """
 
     def __init__(self, folder: Path, resumed_step: int | None) -> None:
@@ -47,86 +42,88 @@ class TrajectoryLog:
         folder.mkdir(parents=True, exist_ok=True)
         for path in folder.iterdir():
             step = re.fullmatch(r"(?:step|eval|greedy)_([0-9]{6})\..*", path.name)
-            if step and (resumed_step is None or int(step[1]) > resumed_step):
+            if is_unfinished(path.name) or (step and (resumed_step is None or int(step[1]) > resumed_step)):
                 path.unlink()
 
     def write(self, step: int, groups: Sequence[Group], kind: Literal["step", "eval", "greedy"] = "step") -> list[Path]:
-        """Write both files and the images, each atomically; return their paths."""
-        return save_trajectories(self._folder / f"{kind}_{step:06d}", [t for g in groups for t in g.trajectories])
+        """Write the shard and the images, each atomically; return their paths, the shard's first."""
+        path = self._folder / f"{kind}_{step:06d}{SUFFIX}"
+        return save_trajectories(path, [t for g in groups for t in g.trajectories])
 
 
-def save_trajectories(stem: Path, trajectories: Sequence[Trajectory]) -> list[Path]:
-    """Write images, ``stem.npz`` and then ``stem.jsonl``, each atomically; return their paths.
+def save_trajectories(path: Path, trajectories: Sequence[Trajectory]) -> list[Path]:
+    """Write images and then the shard at ``path``, each atomically; return their paths, the shard's first.
 
-    An image goes to the folder ``images`` next to that of ``stem``, unless it exists there.
+    An image goes to the folder ``images`` next to that of ``path``, unless it exists there.
     """
-    images = save_images(stem.parent.parent / IMAGES, trajectories)
-    part = stem.with_suffix(".part")
-    with part.open("wb") as file:
-        np.savez_compressed(file, allow_pickle=False, **_arrays(trajectories))
-    part.replace(stem.with_suffix(".npz"))
-    lines = [json.dumps(_record(t), ensure_ascii=False, default=str) + "\n" for t in trajectories]
-    write_atomically(stem.with_suffix(".jsonl"), "".join(lines).encode("utf-8", "replace"))
-    return [stem.with_suffix(".jsonl"), stem.with_suffix(".npz"), *images]
+    images = save_images(path.parent.parent / IMAGES, trajectories)
+    write_atomically(path, encode(trajectories))
+    return [path, *images]
 
 
 def load_trajectories(path: Path) -> list[Trajectory]:
-    """Load trajectories from ``path`` (the ``.jsonl``) and the ``.npz`` next to it.
+    """Load the episodes of a shard. Expert routing is not saved, and images are not loaded from their files.
 
-    Expert routing is not saved, and images are not loaded from their files.
+    Raises:
+        UserError: as for `Shard`.
     """
     from megatron_fleet.agents.trajectory import Outcome, Span, Trajectory
     from megatron_fleet.models.images import ImageSpan
 
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-    with np.load(path.with_suffix(".npz"), allow_pickle=False) as file:
-        arrays = {name: file[name] for name in file.files}
+    shard = Shard.open(path)
+    arrays = shard.arrays()
+    offsets = arrays.pop("offsets")
     found = []
-    for row, a, b in zip(map(json.loads, lines), arrays["offsets"][:-1], arrays["offsets"][1:], strict=True):
-        own = {name: arrays[name][a:b] for name in ("token_ids", "action_mask", "behaviour_logprobs")}
+    for row, a, b in zip(shard.records(), offsets[:-1], offsets[1:], strict=True):
         names = {"task_key": row["task"], "env_key": row["env"], "reward_reason": row["reason"]}
         same = {n: row[n] for n in ("group", "sample", "reward", "final_answer", "metrics", "messages")}
         spans, starts = tuple(Span(*span) for span in row["spans"]), tuple(row["segment_starts"])
-        images = tuple(ImageSpan(a, b, name) for a, b, _, name in row.get("image_spans", ()))
+        images = tuple(ImageSpan(a, b, name) for a, b, _, name in row["image_spans"])
+        own: dict[str, Any] = {name: values[a:b] for name, values in arrays.items()}
         parts: dict[str, Any] = {"spans": spans, "segment_starts": starts, "image_spans": images}
         found.append(Trajectory(**own, **names, **same, **parts, outcome=Outcome(row["outcome"])))
     return found
 
 
-def _record(t: Trajectory) -> dict[str, Any]:
-    return {
-        "task": t.task_key,
-        "env": t.env_key,
-        "group": t.group,
-        "sample": t.sample,
-        "outcome": t.outcome,
-        "reward": json_number(t.reward),
-        "reason": t.reward_reason,
-        "final_answer": t.final_answer,
-        "tokens": len(t.token_ids),
-        "action_tokens": int(t.action_mask.sum()),
-        "metrics": t.metrics,
-        "segment_starts": t.segment_starts,
-        "spans": [[s.kind, s.start, s.end, s.turn, s.weight_version] for s in t.spans],
-        "image_spans": [[s.start, s.end, _turn(t, s.start), s.digest] for s in t.image_spans],
-        "messages": t.messages,
-    }
+def prune(folder: Path, max_bytes: float, stored: Mapping[str, int] | None = None) -> list[str]:
+    """Remove the oldest shards of training steps, and the images that no other shard names, when all of it takes more
+    than ``max_bytes``; return the names of the removed shards. Evaluations stay.
+
+    Args:
+        folder: of a `TrajectoryLog`.
+        stored: names and sizes of the shards in a store; one that is not there stays.
+
+    Raises:
+        UserError: as for `Shard`, of a damaged one: which images it names is unknown, so nothing is removed.
+    """
+    images = folder.parent / IMAGES
+    pictures = {path.stem: path for path in images.iterdir()} if images.is_dir() else {}
+    sizes = {name: path.stat().st_size for name, path in pictures.items()}
+    shards = sorted((int(m[2]), m[1], p) for p in folder.iterdir() if (m := FILE_NAME.fullmatch(p.name)))
+    total = sum(sizes.values()) + sum(path.stat().st_size for *_, path in shards)
+    if total <= max_bytes:
+        return []
+    old = [path for _, kind, path in shards if kind == "step"][:-1]  # the newest stays, for the pages of a live run
+    named = {path: _named(path) if pictures else set() for *_, path in shards}
+    uses = {name: sum(name in own for own in named.values()) for name in sizes}
+    removed = []
+    for path in old:
+        size = path.stat().st_size
+        if total <= KEPT_SHARE * max_bytes or (stored is not None and stored.get(path.name) != size):
+            break
+        path.unlink()
+        removed.append(path.name)
+        total -= size
+        for name in named[path] & sizes.keys():
+            uses[name] -= 1
+            if not uses[name]:
+                pictures[name].unlink()
+                total -= sizes[name]
+    return removed
 
 
-def _turn(t: Trajectory, place: int) -> int:
-    return next(span.turn for span in t.spans if span.start <= place < span.end)
-
-
-def _arrays(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
-    def joined(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
-        return np.concatenate([np.empty(0, dtype), *arrays]).astype(dtype)
-
-    return {
-        "token_ids": joined([t.token_ids for t in trajectories], np.int32),
-        "action_mask": joined([t.action_mask for t in trajectories], np.bool_),
-        "behaviour_logprobs": joined([t.behaviour_logprobs for t in trajectories], np.float32),
-        "offsets": np.cumsum([0, *(len(t.token_ids) for t in trajectories)], dtype=np.int64),
-    }
+def _named(path: Path) -> set[str]:
+    return {name for row in Shard.open(path).records((IMAGES,)) for name in row[IMAGES]}
 
 
 def digests(trajectory: Trajectory) -> list[str]:

@@ -14,7 +14,7 @@ from whole_runs import RUN_TIMEOUT_S, Run
 def assert_all_agree(run: Run, rollouts: str, model: Path, folder: Path) -> None:
     """On the trajectories of a file such as ``step_000001`` that engines sampled with the weights of ``model``."""
     scores = folder / "scores.npz"
-    command = [sys.executable, __file__, str(model), str(run.out / "trajectories" / f"{rollouts}.npz"), str(scores)]
+    command = [sys.executable, __file__, str(model), str(run.out / "trajectories" / f"{rollouts}.parquet"), str(scores)]
     shared = {"PYTHONPATH": str(Path(__file__).parents[1])}  # what tests of several folders share
     subprocess.run(command, env=os.environ | shared, check=True, timeout=RUN_TIMEOUT_S)
     found, sampled = np.load(scores), run.arrays(rollouts)
@@ -24,19 +24,19 @@ def assert_all_agree(run: Run, rollouts: str, model: Path, folder: Path) -> None
     assert np.abs(megatron - vllm).mean() <= 0.01
 
 
-def score(model: str, arrays: str, out: str) -> None:
+def score(model: str, shard: str, out: str) -> None:
     """Log-probs of all actions by transformers and by Megatron, in a process of their own."""
     import torch
     from transformers import AutoModelForCausalLM
 
     from megatron_fleet.algorithms.datum import Datum
     from megatron_fleet.config.load import load
+    from megatron_fleet.telemetry.shards import Shard
     from megatron_fleet.trainer.megatron.policy import MegatronPolicy
     from megatron_fleet.trainer.packing.pack_plan import plan_micro_batches
 
-    with np.load(arrays) as data:
-        edges = data["offsets"][1:-1]
-        ids, masks = np.split(data["token_ids"], edges), np.split(data["action_mask"], edges)
+    arrays = Shard.open(Path(shard)).arrays()
+    ids, masks = (np.split(arrays[name], arrays["offsets"][1:-1]) for name in ("token_ids", "action_mask"))
     hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     config = load(["experiment=quickstart", f"model.path={model}"])
     data = [Datum(i, m.astype(np.float32), m * 0.0, m * 0.0) for i, m in zip(ids, masks, strict=True)]

@@ -1,11 +1,12 @@
 """A whole run on an embedded fleet that fails on purpose: all is accounted for, and what is unknown counts nowhere."""
 
-import json
 import statistics
 
 import numpy as np
 import pytest
 from whole_runs import Run
+
+from megatron_fleet.telemetry.shards import Shard
 
 pytestmark = pytest.mark.slow
 
@@ -46,8 +47,7 @@ def test_unknown_rewards_are_counted_and_enter_nothing(tmp_path):
     run.assert_nothing_left()
     unknown = 0
     for row in run.metrics():
-        lines = (run.out / "trajectories" / f"step_{row['step']:06d}.jsonl").read_text().splitlines()
-        episodes = [json.loads(line) for line in lines]
+        episodes = Shard.open(run.out / "trajectories" / f"step_{row['step']:06d}.parquet").records()
         known = [e["reward"] for e in episodes if e["reward"] is not None]
         lost = len(episodes) - len(known)
         unknown += lost

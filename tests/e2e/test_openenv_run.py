@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from whole_runs import Run
 
+from megatron_fleet.telemetry.shards import Shard
+
 pytestmark = pytest.mark.slow
 
 TESTS, EXAMPLES = Path(__file__).parents[1] / "envs", Path(__file__).parents[2] / "examples"
@@ -59,7 +61,7 @@ def test_a_run_learns_from_what_the_server_pays(tmp_path, url, monkeypatch):
     output = run.finish()
     run.assert_nothing_left()
     (row,) = run.metrics()
-    episodes = [json.loads(line) for line in (run.out / "trajectories" / "step_000001.jsonl").read_text().splitlines()]
+    episodes = Shard.open(run.out / "trajectories" / "step_000001.parquet").records()
     assert len(episodes) == row["accounting/episodes"] == 8
     # Whatever the policy did with its turns, the server was told its answer, or that there is none.
     assert [e["reward"] for e in episodes] == pytest.approx([0.1 * len(e["final_answer"] or "") for e in episodes])

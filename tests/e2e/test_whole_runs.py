@@ -227,7 +227,7 @@ def test_four_ranks_take_the_same_first_step_as_one(first, tmp_path, kinds):
 def test_a_stopped_run_says_so_in_one_line_and_leaves_nothing(tmp_path, number):
     run = Run(tmp_path / "stopped")
     process = run.start()
-    wait_for(run.out / "trajectories" / "eval_000000.jsonl", process)
+    wait_for(run.out / "trajectories" / "eval_000000.parquet", process)
     process.send_signal(number)
     output, _ = process.communicate(timeout=RUN_TIMEOUT_S)
     assert process.returncode == 128 + number

@@ -9,12 +9,15 @@ import sys
 import time
 import uuid
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from planted import PLANTED, watched
 from waiting import wait_until
+
+from megatron_fleet.telemetry.shards import Shard
 
 SMALL = (
     "run.steps=3",
@@ -70,11 +73,9 @@ class Run:
 
     def arrays(self, name: str) -> list[dict[str, np.ndarray]]:
         """Token ids, action mask and behaviour log-probs of each trajectory of a file such as ``step_000001``."""
-        with np.load(self.out / "trajectories" / f"{name}.npz") as data:
-            edges = data["offsets"]
-            names = ("token_ids", "action_mask", "behaviour_logprobs")
-            columns = {n: np.split(data[n], edges[1:-1]) for n in names}
-        return [{n: columns[n][i] for n in names} for i in range(len(edges) - 1)]
+        data = Shard.open(self.out / "trajectories" / f"{name}.parquet").arrays()
+        edges = data.pop("offsets")
+        return [{n: values[a:b] for n, values in data.items()} for a, b in pairwise(edges)]
 
     def logs(self) -> str:
         found = [self.out / "error.log", *sorted((self.out / "logs").glob("*.log"))]

@@ -20,6 +20,7 @@ from megatron_fleet.cli import main
 from megatron_fleet.data.dataset import load_tasks
 from megatron_fleet.embedded_fleet.tasks import SHIPPED_TASKS
 from megatron_fleet.loop.evaluate import read_config
+from megatron_fleet.telemetry.shards import Shard
 
 KEY = "sk-not-to-be-seen"
 SMALL = ("eval.tasks=6", "eval.samples=2", "rollout.episodes_in_flight=4", "eval.endpoint.max_retries=1")
@@ -77,7 +78,7 @@ def test_an_oracle_solves_everything_and_an_endpoint_that_died_on_the_way_is_gon
     lines = [json.loads(line) for path in dump.glob("[!a]*.jsonl") for line in path.read_text().splitlines()]
     assert len(lines) == 12 and all(line["score"] == [1.0] and "<done>" in line["output_response"] for line in lines)
     assert json.loads((dump / "aggregated_results.jsonl").read_text())["eval/all/pass_at_2"] == 1.0
-    assert len((out / "trajectories" / "eval_000000.jsonl").read_text().splitlines()) == 12
+    assert Shard.open(out / "trajectories" / "eval_000000.parquet").rows == 12
     assert main(["report", str(out)]) == 0
     files = [path for path in out.rglob("*") if path.is_file()]
     assert not [path for path in files if KEY.encode() in path.read_bytes()]

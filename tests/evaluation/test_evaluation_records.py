@@ -48,7 +48,7 @@ def test_a_late_evaluation_is_in_the_line_and_the_files_of_its_step(tmp_path):
     (aggregated,) = (dump / "aggregated_results.jsonl").read_text().splitlines()
     assert json.loads(aggregated)["eval/all/pass_at_1"] == 1
     names = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
-    assert {"trajectories/eval_000001.npz", "trajectories/greedy_000001.jsonl"} <= names
+    assert {"trajectories/eval_000001.parquet", "trajectories/greedy_000001.parquet"} <= names
     assert {f"dumped_evals/global_step_1_evals/{name}" for name in ("shop.jsonl", "greedy/shop.jsonl")} <= names
 
 

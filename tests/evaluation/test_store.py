@@ -163,11 +163,10 @@ def test_a_part_that_was_removed_gives_its_number_to_none_that_is_there(tmp_path
     for sample in range(2):
         store.add("sampled", [played(EpisodeSpec(TASKS[0], 0, sample, 0, 1.0))])
         store.flush()
-    (tmp_path / "parts" / "sampled-000000.jsonl").write_text("damaged")
-    with pytest.raises(UserError, match=r"sampled-000000\.jsonl: is damaged .*remove it"):
+    (tmp_path / "parts" / "sampled-000000.parquet").write_text("damaged")
+    with pytest.raises(UserError, match=r"sampled-000000\.parquet: is damaged .*remove it"):
         store.played("sampled", 4)
-    for suffix in ("jsonl", "npz"):
-        (tmp_path / "parts" / f"sampled-000000.{suffix}").unlink()
+    (tmp_path / "parts" / "sampled-000000.parquet").unlink()
     store.add("sampled", [played(EpisodeSpec(TASKS[1], 1, 0, 0, 1.0))])
     store.flush()
     assert sorted(store.played("sampled", 4)) == [(0, 1), (1, 0)]

@@ -5,12 +5,16 @@ from __future__ import annotations
 import io
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+from pyarrow import parquet
 
 from fuzz.trees import Special, bytes_of, json_of, value_of
+from megatron_fleet.telemetry import shards
 
 _DTYPES = {"token_ids": np.int32, "action_mask": np.bool_, "behaviour_logprobs": np.float32}
 """As the program writes them, where the values allow it."""
@@ -22,7 +26,8 @@ MOST_NAME = 200
 def write(folder: Path, tree: Any) -> None:
     """Make the files of a tree. Names that no file can have, or that lead out of the folder, are left out.
 
-    A name's ending says how a tree becomes bytes: ``.jsonl`` one line for each item, ``.npz`` arrays, else JSON.
+    A name's ending says how a tree becomes bytes: ``.jsonl`` one line for each item, ``.npz`` arrays, ``.parquet`` the
+    rows of a shard of episodes, else JSON.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in tree.items() if isinstance(tree, dict) else ():
@@ -48,6 +53,8 @@ def structured(name: str, data: bytes) -> Any:
     if name.endswith(".npz"):
         with np.load(io.BytesIO(data)) as arrays:
             return {key: arrays[key].tolist() for key in arrays.files}
+    if name.endswith(".parquet"):
+        return parquet.read_table(io.BytesIO(data)).to_pylist()
     return json.loads(data) if name.endswith(".json") else data
 
 
@@ -83,7 +90,19 @@ def content_of(name: str, tree: Any) -> bytes:
         return b"".join(json_of(row).encode() + b"\n" for row in tree)
     if name.endswith(".npz") and isinstance(tree, dict):
         return _npz(tree)
+    if name.endswith(".parquet") and isinstance(tree, list):
+        return _shard(tree)
     return bytes_of(tree)
+
+
+def _shard(rows: list[Any]) -> bytes:
+    """A shard with these rows; where they are no rows of one, a table of what they are, else no table."""
+    rows, out = value_of(rows), io.BytesIO()
+    for schema in (shards.schema(), None):
+        with suppress(ValueError, TypeError, OverflowError, AttributeError, KeyError, pa.ArrowException):
+            parquet.write_table(pa.Table.from_pylist(rows, schema=schema), out, write_page_checksum=True)
+            return out.getvalue()
+    return b"PAR1"
 
 
 def _npz(tree: dict[str, Any]) -> bytes:

@@ -59,7 +59,7 @@ def test_screenshots_reach_the_model_the_records_and_the_report(tmp_path, url):
     assert done.returncode == 0, done.stdout + done.stderr
 
     vision, tokenizer = read_vision(model), Tokenizer(model)
-    files = sorted((out / "trajectories").glob("*.jsonl"))
+    files = sorted((out / "trajectories").glob("*.parquet"))
     episodes = [episode for file in files for episode in load_trajectories(file)]
     assert len(episodes) == TASKS
     for episode in episodes:

@@ -1,19 +1,23 @@
-"""Files of episodes: lines and arrays that come back, images once each, the first prompt of each environment."""
+"""Files of episodes: rows that come back, images once each, what is removed, the first prompt of each environment."""
 
 import hashlib
-import json
 import os
 
 import numpy as np
+import pytest
+
+pytest.importorskip("pyarrow")
 
 from megatron_fleet.agents.trajectory import Group, Outcome, Span, Trajectory
+from megatron_fleet.config.errors import UserError
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.base import Image
 from megatron_fleet.evaluation.dumps import dump_record
 from megatron_fleet.evaluation.store import EpisodeStore
 from megatron_fleet.models.images import ImageSpan
 from megatron_fleet.telemetry.episodes import rollout_metrics
-from megatron_fleet.telemetry.trajectories import PromptLog, TrajectoryLog, image_file, load_trajectories
+from megatron_fleet.telemetry.shards import Shard
+from megatron_fleet.telemetry.trajectories import PromptLog, TrajectoryLog, image_file, load_trajectories, prune
 
 FILES = [Image("image/png", b"one"), Image("image/jpeg", b"two"), Image("../../evil", b"three")]
 NAMES = [hashlib.sha256(image.data).hexdigest() for image in FILES]
@@ -50,14 +54,14 @@ def seen(sample: int = 0) -> Trajectory:
     return t
 
 
-def test_images_are_written_once_and_named_by_lines(tmp_path):
+def test_images_are_written_once_and_named_by_rows(tmp_path):
     log = TrajectoryLog(tmp_path / "trajectories", None)
     files = log.write(1, [Group(0, "t-1", "shop", [seen(0), seen(1)])])
     names = [f"{NAMES[0]}.png", f"{NAMES[1]}.jpg", f"{NAMES[2]}.bin"]
     images = [tmp_path / "images" / name for name in names]
-    assert sorted((tmp_path / "images").iterdir()) == sorted(images) and files[2:] == images
+    assert sorted((tmp_path / "images").iterdir()) == sorted(images) and files[1:] == images
     assert [path.read_bytes() for path in images] == [b"one", b"two", b"three"]
-    line = json.loads(files[0].read_text().splitlines()[1])
+    line = Shard.open(files[0]).records()[1]
     assert line["image_spans"] == [[1, 4, 0, NAMES[0]], [8, 10, 0, NAMES[1]], [11, 12, 0, NAMES[0]]]
     assert [m["images"] for m in line["messages"]] == [NAMES[:1], NAMES[1:]]
     os.utime(images[0], (1, 1))
@@ -81,7 +85,7 @@ def test_an_evaluation_that_goes_on_keeps_its_images(tmp_path):
     again = EpisodeStore(tmp_path, {}, tasks).played("eval", 1)[0, 0]
     assert again.image_spans == seen().image_spans and again.messages == seen().messages
     files = TrajectoryLog(tmp_path / "trajectories", None).write(0, [Group(0, "t-1", "shop", [again])], "eval")
-    assert [path.name.split(".")[0] for path in files[2:]] == NAMES
+    assert [path.name.split(".")[0] for path in files[1:]] == NAMES
     assert load_trajectories(files[0])[0].image_spans == seen().image_spans
 
 
@@ -118,26 +122,16 @@ def trajectory(sample: int, length: int, reward: float | None) -> Trajectory:
 
 
 def test_trajectories_come_back(tmp_path):
-    log = TrajectoryLog(tmp_path, None)
-    written = [trajectory(0, 5, 1.0), trajectory(1, 9, None)]
-    log.write(1, [Group(0, "book-flight", "travel", written)])
-    lines = [json.loads(line) for line in (tmp_path / "step_000001.jsonl").read_text(encoding="utf-8").splitlines()]
-    arrays = np.load(tmp_path / "step_000001.npz")
-    for i, (line, t) in enumerate(zip(lines, written, strict=True)):
-        own = slice(arrays["offsets"][i], arrays["offsets"][i + 1])
-        for name in ("token_ids", "action_mask", "behaviour_logprobs"):
-            assert np.array_equal(arrays[name][own], getattr(t, name)), name
-            assert arrays[name].dtype == getattr(t, name).dtype
-        assert (line["task"], line["sample"], line["reward"], line["outcome"]) == (
-            t.task_key,
-            t.sample,
-            t.reward,
-            "completed",
-        )
-        assert (line["tokens"], line["action_tokens"]) == (len(t.token_ids), len(t.token_ids) - 2)
-        assert line["spans"][1] == ["action", 2, len(t.token_ids), 0, 4]
-        assert line["messages"] == t.messages
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000001.jsonl", "step_000001.npz"]
+    written = [trajectory(0, 5, 1.0), trajectory(1, 9, None), seen()]
+    written[1].reward_reason, written[1].final_answer = "half of a pair: \ud83d", "42"
+    (path,) = TrajectoryLog(tmp_path, None).write(1, [Group(0, "book-flight", "travel", written[:2])])
+    assert [p.name for p in tmp_path.iterdir()] == ["step_000001.parquet"] == [path.name]
+    written[1].reward_reason = "half of a pair: ?"
+    path = TrajectoryLog(tmp_path / "more", None).write(2, [Group(0, "t", "e", written)])[0]
+    for one, two in zip(written, load_trajectories(path), strict=True):
+        for name in set(Trajectory.__slots__) - {"images"}:
+            a, b = getattr(one, name), getattr(two, name)
+            assert np.array_equal(a, b) and a.dtype == b.dtype if isinstance(a, np.ndarray) else a == b, name
 
 
 def test_trajectories_of_lost_steps_go(tmp_path):
@@ -145,17 +139,54 @@ def test_trajectories_of_lost_steps_go(tmp_path):
     for step in range(3):
         for kind in ("step", "eval", "greedy"):
             log.write(step, [], kind)
-    (tmp_path / "step_000002.jsonl.part").write_text("cut off")
+    (tmp_path / ".step_000001.parquet.0123abcd.partial").write_text("a writer was killed")
     others = {"notes.txt", "a.b_000009.txt", "mine_000009.txt"}
     for name in others:
         (tmp_path / name).write_text("mine")
     TrajectoryLog(tmp_path, resumed_step=1)
-    names = {
-        f"{kind}_{step:06d}.{end}" for kind in ("step", "eval", "greedy") for step in (0, 1) for end in ("jsonl", "npz")
-    }
+    names = {f"{kind}_{step:06d}.parquet" for kind in ("step", "eval", "greedy") for step in (0, 1)}
     assert {p.name for p in tmp_path.iterdir()} == names | others
     TrajectoryLog(tmp_path, None)
     assert {p.name for p in tmp_path.iterdir()} == others
+
+
+def pictured(*contents: bytes) -> Trajectory:
+    """An episode whose only message shows these images."""
+    t = trajectory(0, 5, 1.0)
+    t.images = {hashlib.sha256(data).hexdigest(): Image("image/png", data) for data in contents}
+    t.messages[0]["images"] = list(t.images)
+    return t
+
+
+def many_steps(folder) -> dict[str, int]:
+    """Six steps of an image of its own each and one of all, and an evaluation with the image of the first step."""
+    log = TrajectoryLog(folder / "trajectories", None)
+    for step in range(1, 7):
+        log.write(step, [Group(0, "t", "e", [pictured(b"all" * 999, b"%d" % step * 99_999)])])
+    log.write(3, [Group(0, "t", "e", [pictured(b"1" * 99_999)])], "eval")
+    return {path.name: path.stat().st_size for path in (folder / "trajectories").iterdir()}
+
+
+def test_the_oldest_steps_go_and_images_that_no_other_names(tmp_path):
+    shards, folder = many_steps(tmp_path), tmp_path / "trajectories"
+    assert prune(folder, sum(shards.values()) + 6 * 99_999 + 999 * 3) == []
+    gone = prune(folder, 570_000 + sum(shards.values()))
+    assert gone == ["step_000001.parquet", "step_000002.parquet"], "the first alone frees little: its image is needed"
+    left = {path.read_bytes()[:3] for path in (tmp_path / "images").iterdir()}
+    assert left == {b"all", b"111", b"333", b"444", b"555", b"666"}
+    assert len(prune(folder, 0)) == 3
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["eval_000003.parquet", "step_000006.parquet"], "evaluations and the newest step stay"
+
+
+def test_nothing_goes_that_is_not_in_the_store_or_that_a_damaged_shard_may_name(tmp_path):
+    shards, folder = many_steps(tmp_path), tmp_path / "trajectories"
+    stored = {"step_000001.parquet": shards["step_000001.parquet"], "step_000002.parquet": 1}
+    assert prune(folder, 0, stored) == ["step_000001.parquet"]
+    (folder / "step_000004.parquet").write_bytes(b"PAR1 damaged")
+    with pytest.raises(UserError, match=r"step_000004\.parquet: is cut, damaged"):
+        prune(folder, 0)
+    assert len(list(folder.iterdir())) == 6 and len(list((tmp_path / "images").iterdir())) == 7
 
 
 def prompted(env: str, first: int, started: bool = True) -> Trajectory:

@@ -26,7 +26,7 @@ DUMP = "dumped_evals/global_step_2_evals/all.jsonl"
 @cache
 def seeds() -> list[Any]:
     structured, files, _ = run_folder.seeds()
-    kept = {name: content for name, content in structured.items() if not name.endswith(".npz")}
+    kept = {name: content for name, content in structured.items() if not name.endswith(".parquet")}
     torn = files["metrics.jsonl"][:-20]
     return [kept | {"run.json": b'{"id": "run_0123abcd", "name": "run"}\n', DUMP: b"{}\n"}, {"metrics.jsonl": torn}, {}]
 
