@@ -25,7 +25,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "analysis": {"agents.trajectory", "checkpoint", "data", "models.images", "storage", "telemetry"},
     "checkpoint": {"storage", "trainer.base"},
     "cluster": {"models", "trainer.validate", "weights.mapping"},
-    "convert": {"models", "storage", "weights"},
+    "convert": {
+        "cluster.inventory", "models", "rollout.engine_arguments", "rollout.engine_images", "storage",
+        "weight_sync.vllm_plugin", "weights",
+    },
     "config": set(),
     "data": {"storage"},
     "debug": {"algorithms", "checkpoint", "storage", "trainer"},

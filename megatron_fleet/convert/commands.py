@@ -77,6 +77,22 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         help="greatest difference allowed (default 0: bit for bit)",
     )
     _add_template_and_workers(verify)
+    check = _command(commands, "check", "whether vLLM computes with an export what the trainer did", _check)
+    check.add_argument("folder", metavar="HF_DIR", help="local folder")
+    check.add_argument(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="of which it is the export, of a run with checkpoint.export.check=true; or the export's .probe.json",
+    )
+    check.add_argument(
+        "--tolerance",
+        type=_distance,
+        default=0.1,
+        metavar="X",
+        help="greatest mean difference of log-probs allowed, in nats (default 0.1)",
+    )
+    check.add_argument("--tensor-parallel", type=_positive, default=1, metavar="N", help="GPUs of the engine")
+    check.add_argument("--write", metavar="FILE", type=Path, help="write the result as JSON, too")
 
 
 def _command(
@@ -268,3 +284,21 @@ def _verify(args: argparse.Namespace) -> int:
         return 1
     say(f"{len(a.names)} tensors are equal in {args.a} and {args.b}")
     return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    from megatron_fleet.convert.check import compare, read_probe, scores_in_vllm
+
+    folder, probe = Path(args.folder), read_probe(args.checkpoint)
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder}: has no config.json; give a local HF folder.")
+    result = compare(probe, scores_in_vllm(folder, probe.tokens, args.tensor_parallel))
+    if args.write:
+        result.write(args.write)
+    good = result.mean <= args.tolerance
+    remark = "" if good else f"; more than {args.tolerance:g}: it is not the model that was trained"
+    say(
+        f"{folder}: vLLM's log-probs of {result.tokens} tokens differ by {result.mean:.3g} nats on average from the "
+        f"trainer's at step {result.step}, by {result.largest:.3g} at most{remark}"
+    )
+    return 0 if good else 1

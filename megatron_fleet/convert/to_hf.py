@@ -20,8 +20,8 @@ from megatron_fleet.convert.content import (
     Joined,
     TensorRows,
 )
-from megatron_fleet.convert.origin import checksums, find_template
-from megatron_fleet.convert.plan import Bytes, Content, OutputFile, Plan
+from megatron_fleet.convert.origin import MANIFEST, checksums, find_template
+from megatron_fleet.convert.plan import CHECKPOINT, Bytes, Content, OutputFile, Plan
 from megatron_fleet.convert.template import Template, originals
 from megatron_fleet.models.hf_config import architecture_of, drop_quantization, text_config
 from megatron_fleet.storage.folder import Folder
@@ -76,6 +76,8 @@ def plan_to_hf(place: Folder | Path | str, template: Folder | Path | str | None,
         small = {name: data for name, data in small.items() if name != INDEX} | index
         config = _plain_config(found, dtype)
     identity = {"to": "hf", "dtype": dtype or "template", "source_sha256": _digest(checkpoint, found)}
+    if MANIFEST in checkpoint.sizes:  # names the values, too: a run may reach one step twice, by another way
+        identity[CHECKPOINT] = hashlib.sha256(checkpoint.read(MANIFEST)).hexdigest()
     return Plan(files, small, MARKER, config, identity, checkpoint.url, checksums(checkpoint))
 
 
