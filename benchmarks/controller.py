@@ -107,7 +107,7 @@ def real_run(steps: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, "-m", "megatron_fleet.cli", "train", "experiment=quickstart", "eval=none"]
         process = subprocess.Popen(
-            [*command, f"run.out={out}/run", f"run.steps={steps}", "checkpoint.export_hf=false"],
+            [*command, f"run.out={out}/run", f"run.steps={steps}", "checkpoint.export.last=false"],
             stdout=subprocess.DEVNULL,
         )
         me, first, last = psutil.Process(process.pid), None, None

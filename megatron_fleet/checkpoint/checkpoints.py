@@ -114,6 +114,8 @@ class Checkpoints:
         self._folder = Path(folder)
         self._keep, self._keep_also, self._records = keep, keep_also, list(records)
         self._damaged: set[Path] = set()
+        self.in_use: Callable[[], set[int]] = set
+        """Returns the steps whose checkpoints are being read: they are kept besides, too."""
 
     async def save(self, step: int, write_state: Write, trainer_state: dict[str, Any]) -> Checkpoint | None:
         """Save and commit one checkpoint; see `begin`, which it is like, but for:
@@ -288,7 +290,7 @@ class Checkpoints:
 
     def _prune(self) -> None:
         committed = self.committed()
-        kept = self._keep_also([checkpoint.step for checkpoint in committed])
+        kept = self._keep_also([checkpoint.step for checkpoint in committed]) | self.in_use()
         for old in committed[self._keep :]:
             if old.step not in kept:
                 remove_folder(old.path)

@@ -137,7 +137,7 @@ def outputs(config: Config) -> list[str]:
         ("dumped_evals/", "evaluations in Fleet's layout (docs/run/evaluation.md)", True),
         ("checkpoints/", f"the newest {c.checkpoint.keep}", True),
         ("dumps/", "updates that went wrong, for `mfleet debug replay`", c.policy.safety.max_dumps > 0),
-        ("hf/", "the trained model as a Hugging Face folder", c.checkpoint.export_hf),
+        ("hf/", "the trained model as a Hugging Face folder", c.checkpoint.export.last),
         ("logs/", "what engines, environment server and ranks say, and where they are", True),
     ]
     return [c.run.out] + [f"  {name:<14} {meaning}" for name, meaning, written in rows if written]

@@ -147,11 +147,12 @@ class LocalRanks:
             how = f"was killed by {signal.Signals(-status).name}"
         else:
             how = f"ended with status {status}"
-        last = _last_line(self._log_of(rank))
+        last = last_line(self._log_of(rank))
         return f"rank {rank} {how}{f' ({last})' if last else ''}; its log is {self._log_of(rank)}"
 
 
-def _last_line(log: Path) -> str:
+def last_line(log: Path) -> str:
+    """Return the last line of a log that is not empty."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - LAST_LINES))
         lines = file.read().decode(errors="replace").strip().splitlines()

@@ -16,7 +16,9 @@ from megatron_fleet.config.load import dump_resolved
 from megatron_fleet.config.schema import Config
 from megatron_fleet.loop.attempt import open_attempts
 from megatron_fleet.loop.colocation import Colocation, open_colocation
+from megatron_fleet.loop.exports import Exports, open_exports
 from megatron_fleet.loop.hosts import open_hosts
+from megatron_fleet.loop.live import LiveRun
 from megatron_fleet.loop.saves import Saves
 from megatron_fleet.loop.start import load_data, open_checkpoints, set_aside
 from megatron_fleet.loop.stopping import StopRequest, until_stopped
@@ -41,23 +43,36 @@ def main(config: Config) -> int:
         set_aside(config)
     with RunFolder(out, config.run.name, config.run.id) as folder:
         config = config.model_copy(update={"run": config.run.model_copy(update={"id": folder.id})})
-        with open_checkpoints(config) as (checkpoints, uploader, found):
+        with (
+            open_checkpoints(config) as (checkpoints, uploader, found),
+            open_exports(config, checkpoints, uploader, found) as exports,
+        ):
             write_atomically(out / "config.json", dump_resolved(config).encode())
 
             async def train(stop: StopRequest) -> None:
-                await _train(config, checkpoints, uploader, found, stop)
+                await _train(config, checkpoints, uploader, exports, found, stop)
 
-            return asyncio.run(until_stopped(train, config.run.time_limit_s))
+            status = asyncio.run(until_stopped(train, config.run.time_limit_s))
+            if exports is not None and status == 0:
+                exports.finish(config.checkpoint.store.drain_timeout_s)
+            return status
 
 
 async def _train(
-    config: Config, checkpoints: Checkpoints, uploader: Uploader | None, found: Checkpoint | None, stop: StopRequest
+    config: Config,
+    checkpoints: Checkpoints,
+    uploader: Uploader | None,
+    exports: Exports | None,
+    found: Checkpoint | None,
+    stop: StopRequest,
 ) -> None:
     started = time.time()
     train, held_out = load_data(config)
     out, token = Path(config.run.out), run_token()
     async with AsyncExitStack() as stack:
+        live = stack.enter_context(LiveRun(config, started))
         hosts = await stack.enter_async_context(open_hosts(config, token))
+        live.nodes = hosts.nodes
         inventory = hosts.inventory
         placement = place(inventory, Wanted.of(config))
         (out / "logs").mkdir(exist_ok=True)
@@ -70,6 +85,8 @@ async def _train(
         stack.callback(gathering.cancel)
         ground = Ground(inventory, placement, token, hosts.nodes)
         rollout = await stack.enter_async_context(RolloutService(config, out, episode_python(), ground))
+        rollout.observe()
+        live.rollout = rollout
         address = inventory.host(placement.ranks[0].host).address
         transport = make_transport(placement.transport, {"address": address, "url": weights_url(config)})
         stack.callback(transport.close)
@@ -82,7 +99,7 @@ async def _train(
 
         engines = EngineWeights(config, trainer, rollout, transport, colocation, start_ranks)
         attempts = open_attempts(config, train, held_out, rollout, lambda: started)
-        saves = Saves(config.checkpoint, trainer, checkpoints, uploader)
+        saves = Saves(config.checkpoint, trainer, checkpoints, uploader, exports)
         await Training(config, trainer, engines, attempts, saves, stop).run(found)
 
 

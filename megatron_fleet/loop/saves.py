@@ -12,6 +12,7 @@ from megatron_fleet.checkpoint.checkpoints import Checkpoint, Checkpoints
 from megatron_fleet.checkpoint.store import Replaced, Uploader
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.sections.run import CheckpointConfig
+from megatron_fleet.loop.exports import Exports
 from megatron_fleet.platform.alerts import alert
 from megatron_fleet.platform.waiting import until_done
 from megatron_fleet.trainer.base import Files, Trainer
@@ -29,10 +30,20 @@ class Saves:
     """
 
     def __init__(
-        self, config: CheckpointConfig, trainer: Trainer, checkpoints: Checkpoints, uploader: Uploader | None
+        self,
+        config: CheckpointConfig,
+        trainer: Trainer,
+        checkpoints: Checkpoints,
+        uploader: Uploader | None,
+        exports: Exports | None = None,
     ) -> None:
-        """Args: ``uploader``: copies each checkpoint to a store."""
+        """
+        Args:
+            uploader: copies each checkpoint to a store.
+            exports: makes HF folders of them.
+        """
         self._config, self._trainer, self._checkpoints, self._uploader = config, trainer, checkpoints, uploader
+        self._exports = exports
         self.saved_step: int | None = None
         self.failed = 0
         self._saving: tuple[int, asyncio.Task[None]] | None = None
@@ -86,8 +97,11 @@ class Saves:
                 log.warning("step %d has no checkpoint: %s", step, error)
 
     def metrics(self) -> dict[str, float]:
-        """``checkpoint/failed``, and metrics of the uploads."""
-        return {"checkpoint/failed": float(self.failed), **({} if self._uploader is None else self._uploader.metrics())}
+        """``checkpoint/failed``, and metrics of the uploads and exports."""
+        metrics = {"checkpoint/failed": float(self.failed)}
+        for background in (self._uploader, self._exports):
+            metrics |= {} if background is None else background.metrics()
+        return metrics
 
     async def _write_at_once(self, path: Path) -> Awaitable[Files]:
         done: asyncio.Future[Files] = asyncio.get_running_loop().create_future()
@@ -99,6 +113,8 @@ class Saves:
         self.saved_step = checkpoint.step
         if self._uploader is not None:
             self._uploader.add(checkpoint)
+        if self._exports is not None:
+            await asyncio.to_thread(self._exports.refresh)
 
     def _fail(self, step: int, error: Exception) -> None:
         if self._config.on_failure == "stop":

@@ -98,7 +98,7 @@ class Training:
         while self._step < config.run.steps:
             await self._one_step()
         await self._saves.finish()
-        if config.checkpoint.export_hf:
+        if config.checkpoint.export.last:
             await self._engines.to_trainer()
             await self._trainer.export_hf(Path(config.run.out) / "hf")
         attempt.records.finish()
@@ -146,6 +146,8 @@ class Training:
         state = {"step": self._step, "guard": self._guard.state(), **self._attempt.state()}
         with clock.phase("save_checkpoints"):
             async with self._engines.borrowed(self._step):
+                if self._config.checkpoint.export.check:
+                    state["probe"] = await self._engines.probe()
                 begun = await self._saves.begin(self._step, state)
         if begun:
             self._attempt.records.add(self._step, {f"timing/{k}": v for k, v in clock.seconds.items()})

@@ -137,6 +137,12 @@ class EngineWeights:
         async with self.colocation.borrowed(partial(self._sync, version)):  # the weights do not change inside
             yield
 
+    async def probe(self) -> dict[str, list[list[float]]]:
+        """Tokens of `probe_data` and the trainer's log-probs of them, JSON-able; the devices are the trainer's."""
+        data = probe_data(self._trainer.info.vocab_size, self._trainer.info.max_tokens)
+        scores = await self._trainer.forward(data, temperature=1.0)
+        return {"tokens": [d.token_ids.tolist() for d in data], "logprobs": [score.tolist() for score in scores]}
+
     async def statistics(self) -> dict[str, float]:
         """See `RolloutService.statistics`."""
         return await self._engines.statistics()

@@ -287,6 +287,12 @@ _CHECKPOINT = {
     "uploads_failed": "Failed attempts at an upload, likewise; each is repeated.",
     "uploads_waiting": "Checkpoints on their way to the store, this one included.",
     "upload_seconds": "Seconds of the last finished upload.",
+    "exports": "Checkpoints exported as HF folders since this attempt began (checkpoint.export).",
+    "exports_failed": "Exports, checks of exports and copies of them to the store that failed, likewise.",
+    "exports_waiting": "Exports of which something is still to be done, this checkpoint's not included.",
+    "export_seconds": "Seconds of the last finished export, without its check and its copy.",
+    "export_difference": "Mean absolute difference, in nats, of the log-probs that vLLM computed with the last checked "
+    "export from the trainer's.",
 }
 
 METRICS: tuple[Metric, ...] = (

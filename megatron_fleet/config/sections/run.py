@@ -87,7 +87,30 @@ class StoreConfig(Section):
     keep: int | None = Field(None, ge=1, description="Number of newest checkpoints to keep in the store; null: all.")
     mb_per_s: float | None = Field(None, gt=0, description="Limit of the uploads, in 10⁶ bytes per second; null: none.")
     drain_timeout_s: float = Field(
-        1800, ge=0, description="Wait for unfinished uploads when the run ends; what is left stays in `run.out`."
+        1800,
+        ge=0,
+        description="Wait for unfinished uploads, and for exports, when the run ends; what is left stays in `run.out`.",
+    )
+
+
+class ExportConfig(Section):
+    """Checkpoints as HF folders, for other programs and as `model.path` of another run."""
+
+    last: bool = Field(True, description="Write the trained model to `run.out/hf` at the end of the run.")
+    every: int = Field(
+        0,
+        ge=0,
+        description="Checkpoints of steps that are multiples of this are exported to `run.out/exports/step_<N>` while "
+        "training goes on; 0: none.",
+    )
+    best: bool = Field(False, description="So is each new best checkpoint by checkpoint.keep_best.")
+    keep: int = Field(
+        2, ge=1, description="Number of newest exports of `every` to keep in `run.out`; the store keeps all."
+    )
+    check: bool = Field(
+        False,
+        description="Load each export in vLLM and compare a few log-probs with the trainer's, within "
+        "rollout.engine.probe_tolerance: at once on CPUs; on GPUs when the run has ended and left them.",
     )
 
 
@@ -111,7 +134,7 @@ class CheckpointConfig(Section):
         "without it and try again at the next one. Earlier checkpoints stay.",
     )
     store: StoreConfig = StoreConfig()
-    export_hf: bool = Field(True, description="Export an HF folder at the end of the run.")
+    export: ExportConfig = ExportConfig()
 
 
 def _store(c: Config) -> str | None:
@@ -125,4 +148,21 @@ def _store(c: Config) -> str | None:
     return None
 
 
-RULES: tuple[Rule, ...] = (_store,)
+def _export(c: Config) -> str | None:
+    export, interval = c.checkpoint.export, c.checkpoint.interval
+    if export.every and (not interval or export.every % interval):
+        return (
+            f"checkpoint.export.every={export.every} is not a multiple of checkpoint.interval={interval}: only steps "
+            f"with a checkpoint can be exported; change one of them."
+        )
+    if export.best and c.checkpoint.keep_best is None:
+        return "checkpoint.export.best needs checkpoint.keep_best; name the metric, for example eval/all/pass_at_1."
+    if c.policy.lora.rank and (export.every or export.best or export.check):
+        return (
+            f"checkpoint.export: only the last step of a run with policy.lora.rank={c.policy.lora.rank} can be "
+            f"exported, without a check; leave out every, best and check."
+        )
+    return None
+
+
+RULES: tuple[Rule, ...] = (_store, _export)
