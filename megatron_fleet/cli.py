@@ -127,9 +127,13 @@ def _parser() -> argparse.ArgumentParser:
     add_convert_commands(convert)
 
     report = commands.add_parser("report", help="write a report of a run as one HTML page and as Markdown")
-    report.add_argument("folder", type=Path, metavar="RUN", help="the folder a run wrote to (run.out)")
+    where = "a run's folder (run.out), its address in a store, or a folder of Fleet's evaluations; docs/run/report.md"
+    report.add_argument("place", metavar="RUN", help=where)
     report.add_argument("--out", dest="page", type=Path, metavar="FILE", help="the page (default: RUN/report.html)")
     report.add_argument("--markdown", type=Path, metavar="FILE", help="the Markdown (default: RUN/report.md)")
+    report.add_argument("--serve", action="store_true", help="instead: a page that updates while the run goes on")
+    report.add_argument("--host", metavar="ADDRESS", help="of the page with --serve (default: this machine only)")
+    report.add_argument("--port", type=int, help="likewise (default: 8470; 0: any free one)")
     report.set_defaults(run=_report)
 
     add_runs_commands(commands.add_parser("runs", help="runs in folders and buckets: list, show, diff, prune"))
@@ -260,7 +264,22 @@ def _config(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace) -> int:
     from megatron_fleet.analysis.report import write_report
 
-    say(str(write_report(args.folder, args.page, args.markdown)))
+    if args.serve:
+        return _serve(args)
+    if args.host is not None or args.port is not None:
+        raise UserError("--host and --port are those of the page with --serve; add it, or leave them out.")
+    say(str(write_report(args.place, args.page, args.markdown)))
+    return 0
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from megatron_fleet.analysis.live.server import HOST, PORT, serve
+
+    if args.page or args.markdown:
+        raise UserError("--serve writes no files; leave out --out and --markdown, or --serve.")
+    if "://" in args.place:
+        raise UserError(f"{args.place}: a page with --serve needs the folder that the run writes to (run.out).")
+    serve(Path(args.place), HOST if args.host is None else args.host, PORT if args.port is None else args.port)
     return 0
 
 

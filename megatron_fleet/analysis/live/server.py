@@ -214,7 +214,7 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise UserError(f"--port={port}: is in use on {host}; name another one, or 0 for any free one.") from None
-        why = error.strerror or str(error)
+        why = (error.strerror or str(error)).partition(" (while attempting")[0]  # which `create_server` adds
         raise UserError(f"--host={host} --port={port}: cannot be listened on ({why}); name another one.") from None
 
 

@@ -26,16 +26,17 @@ GIB = 1 << 30
 BESIDE_STEP = ("eval", "save_checkpoints")
 """Phases that ``timing/step`` does not include."""
 PHASES = (
-    ("generate", ("rollout_wait", "generate"), "generate"),
+    ("generate", ("rollout_wait", "generate", "rollout"), "generate"),
     ("data", ("compute_advantages_and_returns", "convert_to_training_input"), "advantages and packing"),
-    ("move", ("offload", "onload", "engines_sleep", "engines_wake"), "offload and wake"),
-    ("train", ("policy_train", "training"), "train"),
-    ("sync", ("sync_weights",), "sync weights"),
-    ("eval", ("eval", "eval_wait", "evaluation"), "evaluation"),
-    ("save", ("save_checkpoints", "saving"), "checkpoint"),
+    ("move", ("offload", "onload", "engines_sleep", "engines_wake", "to_trainer"), "offload and wake"),
+    ("train", ("policy_train",), "train"),
+    ("sync", ("sync_weights", "send_weights", "probe_trainer", "probe_engines"), "sync weights"),
+    ("eval", ("eval", "eval_wait", "evaluation", "greedy"), "evaluation"),
+    ("save", ("save_checkpoints",), "checkpoint"),
 )
-"""Colour of the timeline, the phases that have it, and its label."""
+"""Colour of the timeline, the phases that have it (by their first word), and its label."""
 OTHER = ("other", "other")
+_SVG = "http://www.w3.org/2000/svg"
 _ENVIRONMENT_HEAD = (
     ("environment", ""),
     ("reward", "mean reward of the newest step with a known one"),
@@ -54,14 +55,16 @@ def now(follower: RunFollower, clock: float) -> dict[str, Any]:
     """Return everything but curves and trajectories. ``clock``: unix time."""
     with follower.lock:
         run, status, metrics = follower.run, follower.status, follower.metrics
+        silent = status is not None and clock - status.time > SILENT_S
+        moment = status.time if status is not None and silent else clock  # the phases of a dead run do not go on
         name = status.name if status else run.name
         where = [shown(run.folder.resolve().name), *([f"model {run.model}"] if run.model else [])]
         return {
             "name": shown(name),
             "subtitle": " · ".join(where),
             "state": _state(status, clock),
-            "facts": [asdict(fact) for fact in _facts(follower, clock)],
-            "timeline": _timeline(metrics, status, clock),
+            "facts": [asdict(fact) for fact in _facts(follower, moment)],
+            "timeline": _timeline(metrics, status, moment),
             "tables": {
                 "engines": _json(_engines(metrics, status)),
                 "environments": _json(_environments(follower)) | {"titles": [title for _, title in _ENVIRONMENT_HEAD]},
@@ -78,7 +81,11 @@ def curves(follower: RunFollower) -> list[dict[str, Any]]:
     """Return the charts of the report, drawn."""
     with follower.lock:
         rows = list(follower.metrics.rows)
-    return [{"title": c.title, "svg": draw(c), "lines": [line.label for line in c.series]} for c in charts(rows)]
+    found = []
+    for chart in charts(rows):
+        drawing = draw(chart).replace("<svg ", f'<svg xmlns="{_SVG}" ', 1)
+        found.append({"title": chart.title, "svg": drawing, "lines": [line.label for line in chart.series]})
+    return found
 
 
 def listed(row: Row) -> dict[str, Any]:
@@ -163,6 +170,9 @@ def _timeline(metrics: MetricsTail, status: RunStatus | None, clock: float) -> d
     shown_parts = [part for step in [*steps, *([current] if current else [])] for part in step["parts"]]
     used = {part["kind"] for part in shown_parts}
     legend = [(kind, label) for kind, _, label in PHASES if kind in used] + ([OTHER] if "other" in used else [])
+    for step in [*steps, *([current] if current else [])]:
+        step["seconds"] = max(part["start"] + part["seconds"] for part in step["parts"])
+        step["text"] = duration(step["seconds"])
     return {"steps": steps, "current": current, "legend": legend}
 
 
@@ -192,17 +202,13 @@ def _part(phase: PhaseStatus, began: float, clock: float) -> dict[str, Any]:
         "start": phase.began - began,
         "seconds": seconds,
         "running": phase.seconds is None,
-        "label": label,
         "text": f"{label} {duration(seconds)}",
     }
 
 
 def _kind(name: str) -> str:
-    """Return the colour of a phase, by its name or by a word that its name begins with."""
-    for kind, names, _ in PHASES:
-        if name in names or name.split()[0] in (kind, *names):
-            return kind
-    return OTHER[0]
+    first = (name.split() or [""])[0]
+    return next((kind for kind, names, _ in PHASES if first in names), OTHER[0])
 
 
 def _engines(metrics: MetricsTail, status: RunStatus | None) -> Table:
@@ -257,10 +263,11 @@ def _this_step(live: Any) -> Cell:
     if live is None:
         return Cell(NOTHING, tone="quiet")
     reward = "" if live.reward is None else f", reward {live.reward:.2f}"
-    errors = f", {live.tool_errors} of {live.tool_calls} calls failed" if live.tool_errors else ""
+    errors = f"{live.tool_errors} of {live.tool_calls} tool calls failed"
     if live.quarantined:
         return Cell(f"{live.quarantined} not played: quarantine", live.episodes, "bad")
-    return Cell(f"{live.episodes} episodes{reward}{errors}", live.episodes)
+    tone = "warn" if live.tool_errors > ERRORS_RATE * live.tool_calls else ""
+    return Cell(f"{live.episodes} ended{reward}", live.episodes, tone, errors)
 
 
 def _metric(found: tuple[int, float] | None, form: Callable[[float], str] = "{:.3f}".format, tone: str = "") -> Cell:

@@ -1,4 +1,5 @@
 /* The live page: asks what is new, and changes only that, so that the reader's place stays. */
+const SILENT = "The server of this page does not answer; what is shown is old.";
 const POLL_MS = 2000, HIDDEN_MS = 30000, PAGE = 100;
 const byId = (id) => document.getElementById(id);
 const setText = (node, text) => { if (node.textContent !== text) node.textContent = text; };
@@ -8,7 +9,7 @@ const tags = new Map(), drawn = { charts: 0, episodes: 0 };
 async function ask(name, address) {
   const last = tags.get(name);
   const headers = last?.address === address ? { "If-None-Match": last.tag } : {};
-  const answer = await fetch(address, { headers, cache: "no-store" });
+  const answer = await fetch(address, { headers, cache: "no-store" }).catch(() => { throw Object.assign(new Error(SILENT), { status: 0 }); });
   if (answer.status === 304) return null;
   if (!answer.ok) throw Object.assign(new Error(await answer.text()), { status: answer.status });
   const content = await answer.json();
@@ -119,8 +120,7 @@ function fillAlerts(alerts) {
 /* Bars of the steps: phases that run at once have lanes below each other. */
 function fillTimeline({ steps, current, legend }) {
   const all = [...(current ? [{ ...current, current: true }] : []), ...steps];
-  const length = (step) => Math.max(...step.parts.map((part) => part.start + part.seconds), 0.001);
-  const longest = Math.max(...all.map(length), 0.001);
+  const longest = Math.max(...all.map((step) => step.seconds), 0.001);
   sync(byId("bars"), all, (step) => (step.current ? "current " : "") + step.step, () => {
     const bar = make("div");
     bar.append(make("b"), make("div", "track"), make("span", "quiet"));
@@ -128,8 +128,7 @@ function fillTimeline({ steps, current, legend }) {
   }, (bar, step) => {
     bar.className = step.current ? "bar current" : "bar";
     setText(bar.children[0], step.step);
-    const running = step.parts.filter((part) => part.running);
-    setText(bar.children[2], running.length ? running.at(-1).label : seconds(length(step)));
+    setText(bar.children[2], step.text);
     const ends = [];
     step.parts.forEach((part, index) => {
       let lane = ends.findIndex((end) => end <= part.start + longest / 500);
@@ -150,7 +149,6 @@ function fillTimeline({ steps, current, legend }) {
   sync(byId("phases"), legend, ([kind]) => kind, ([kind, label]) => make("span", kind, label), () => {});
   byId("timeline").hidden = !all.length;
 }
-const seconds = (value) => (value < 100 ? `${value.toPrecision(2)} s` : value < 6000 ? `${Math.round(value / 60)} min` : `${(value / 3600).toFixed(1)} h`);
 
 function fill(now) {
   setText(byId("name"), now.name);
@@ -240,7 +238,8 @@ async function show() {
     labels = found.labels;
     nodes = trajectory(found.row, found.record);
   } catch (error) {
-    nodes = [make("p", "quiet", error.status ? error.message : "The server does not answer.")];
+    nodes = [make("p", "quiet", error.message)];
+    if (error.status === undefined) reportError(error);
   }
   if (wantedId !== id) return; // another one was chosen meanwhile
   viewer.replaceChildren(...nodes);
@@ -283,8 +282,8 @@ function lost(error) {
   const box = byId("lost");
   box.hidden = !error;
   if (!error) return;
-  if (error.status === 403) setText(box, "The server was started anew: open the address that it printed.");
-  else setText(box, error.status ? error.message : "The server of this page does not answer; what is shown is old.");
+  setText(box, error.status === 403 ? "The server was started anew: open the address that it printed." : error.message);
+  if (error.status === undefined) reportError(error);
 }
 async function tick() {
   clearTimeout(timer);
