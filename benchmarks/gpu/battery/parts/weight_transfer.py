@@ -98,7 +98,7 @@ def measure(report: Report, request: Request) -> None:
 def variant(sink: Sink, settings: Mapping[str, Any]) -> None:
     """Write random weights, from which trainer and engine start, and sync them."""
     if settings["quantization"] == "fp8" and not shapes.cuda():
-        raise Unavailable("vLLM has no FP8 on CPUs")
+        raise Unavailable("measured on GPUs only")
     size, folder = settings["size"], Path(settings["scratch"]) / "model"
     sizes = SIZES[size]
     hf = shapes.model_config(size, sizes.layers)
