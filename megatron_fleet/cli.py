@@ -187,11 +187,13 @@ def _add_model_commands(model: Any) -> None:
 
 def _train(args: argparse.Namespace) -> int:
     from megatron_fleet.loop import preflight
+    from megatron_fleet.loop.start import in_steps
 
     config = _load(args)
     args.out = Path(config.run.out)
     assumed = _assumed(args)
     preflight.check(config, assumed)
+    config = in_steps(config)
     if args.dry_run:
         from megatron_fleet.cluster.dry_run import describe
 

@@ -39,6 +39,12 @@ def env_shares(sizes: Mapping[str, int], mixture: MixtureConfig) -> dict[str, fl
     return {env: weight / total for env, weight in weights.items()}
 
 
+def drawable(tasks: Iterable[Task], mixture: MixtureConfig) -> int:
+    """Number of tasks that a mixture draws from: those of environments with a share."""
+    sizes = env_sizes(tasks)
+    return sum(sizes[env] for env in env_shares(sizes, mixture))
+
+
 def check_mixture(tasks: Iterable[Task], batch: int, mixture: MixtureConfig) -> None:
     """Reject a mixture that does not fit the training tasks.
 

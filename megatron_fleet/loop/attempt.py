@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol, final
 
 from megatron_fleet.config.schema import Config
+from megatron_fleet.data.mixture import drawable
 from megatron_fleet.data.task import Task
 from megatron_fleet.evaluation.evaluator import Evaluator
 from megatron_fleet.loop.batches import Batches, Episodes, StepBatch
@@ -122,7 +123,7 @@ def open_attempts(
         try:
             with records.phase("starting"):
                 await rollout.wait_ready()
-            yield Attempt(config, batches, evaluations, records, prompts, len(train))
+            yield Attempt(config, batches, evaluations, records, prompts, drawable(train, config.data.mixture))
         finally:
             await batches.close()
             await evaluations.close()

@@ -153,7 +153,7 @@ class Batches:
         await asyncio.gather(*(play.work for play in plays), return_exceptions=True)
 
     def _play_ahead(self, step: int) -> None:
-        last = min(step + self._config.rollout.max_staleness, self._config.run.steps - 1)
+        last = min(step + self._config.rollout.max_staleness, self._config.run.last_step - 1)
         while len(self._plays) <= last - step:
             number = step + len(self._plays)
             tasks = self._again.popleft() if self._again else self._sampler.next()

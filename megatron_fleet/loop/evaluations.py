@@ -51,7 +51,8 @@ class Evaluations:
 
     async def of_step(self, step: int) -> dict[str, float]:
         """Evaluate the weights of ``step`` now and return the metrics; empty when the evaluation is deferred."""
-        if self._config.eval.overlap and step < self._config.run.steps:  # after the last step there is nothing to hide
+        # After the last step there is nothing to hide it behind.
+        if self._config.eval.overlap and step < self._config.run.last_step:
             self.due = step
             return {}
         return self._records.episodes_of(step, await self._evaluator.play(self._records.phase))
@@ -89,7 +90,7 @@ class Evaluations:
 
     def due_after(self, step: int) -> bool:
         """Return whether an evaluation is due after ``step`` steps."""
-        if step == self._config.run.steps:
+        if step == self._config.run.last_step:
             return self._config.eval.at_end
         return self._config.eval.interval > 0 and step % self._config.eval.interval == 0
 

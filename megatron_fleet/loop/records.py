@@ -56,11 +56,8 @@ class Records:
             self._sinks.append(_mlflow(config, resumed_step, started))
         self._sinks += [OwnSink(path, config, resumed_step, started) for path in config.logging.own]
         self._sinks += sinks
-        self._trajectories = TrajectoryLog(self._out / "trajectories", resumed_step)
-        decode, turns = Tokenizer(config.model.path).decode, config.rollout.sampling.max_turns
-        self._dumps = EvalDumps(self._out / "dumped_evals", decode, turns, resumed_step)
-        self._uploads = None if config.eval.upload is None else Uploads(config.eval.upload)
-        self._progress = RunProgress(config.run.name, config.run.steps, resumed_step or 0)
+        self._episodes = EpisodeRecords(config, _id(config), Tokenizer(config.model.path).decode, resumed_step)
+        self._progress = RunProgress(config.run.name, config.run.last_step, resumed_step or 0)
 
     @contextmanager
     def phase(self, name: str, total: int = 0) -> Iterator[Callable[[int], None]]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from fractions import Fraction
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,10 @@ from megatron_fleet.checkpoint.checkpoints import RECORDS, Checkpoint, Checkpoin
 from megatron_fleet.checkpoint.manifest import DamagedCheckpoint
 from megatron_fleet.checkpoint.retention import kept_besides
 from megatron_fleet.checkpoint.store import RunStore, Uploader, run_url
-from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.errors import UserError, say
 from megatron_fleet.config.schema import Config
 from megatron_fleet.data.dataset import run_dataset, save_manifest
+from megatron_fleet.data.mixture import drawable
 from megatron_fleet.data.split import MANIFEST as SPLIT
 from megatron_fleet.data.task import Task
 from megatron_fleet.evaluation.evaluator import choose, notes
@@ -91,7 +94,7 @@ def find_start(config: Config, checkpoints: Checkpoints, store: RunStore | None 
 
     Raises:
         UserError: what ``run.resume`` asks for is not there, all checkpoints are damaged, the store refuses, or the
-            checkpoint is beyond ``run.steps``.
+            checkpoint is beyond the last step.
     """
     if config.run.resume == "never":
         if store is not None and store.steps():
@@ -107,9 +110,9 @@ def find_start(config: Config, checkpoints: Checkpoints, store: RunStore | None 
     if found is None and config.run.resume == "must":
         places = " and ".join([config.run.out, *([store.url] if store else [])])
         raise UserError(f"run.resume=must: there is no checkpoint in {places}; correct run.out or run.id.")
-    if found is not None and found.step > config.run.steps:
+    if found is not None and found.step > config.run.last_step:
         raise UserError(
-            f"run.steps={config.run.steps} is below step {found.step} of {found.path}; raise it or choose another "
+            f"run.steps={config.run.last_step} is below step {found.step} of {found.path}; raise it or choose another "
             f"run.out."
         )
     if found is not None:
@@ -206,6 +209,21 @@ def _paths(values: Any) -> Iterator[str]:
             yield from _paths(value)
     elif isinstance(values, str) and values and os.path.exists(values):
         yield values
+
+
+def in_steps(config: Config) -> Config:
+    """Return ``config`` with ``run.steps`` in place of ``run.epochs``, if that is given.
+
+    Raises:
+        UserError: as for `run_dataset`.
+    """
+    epochs = config.run.epochs
+    if epochs is None:
+        return config
+    tasks = drawable(run_dataset(config).split.train, config.data.mixture)
+    steps = math.ceil(Fraction(str(epochs)) * tasks / config.rollout.prompts_per_step)
+    say(f"run.epochs={epochs:g} of {tasks} tasks are {steps} steps of {config.rollout.prompts_per_step} prompts")
+    return config.model_copy(update={"run": config.run.model_copy(update={"steps": steps, "epochs": None})})
 
 
 def load_data(config: Config) -> tuple[list[Task], list[Task]]:

@@ -95,7 +95,7 @@ class Training:
         await self._engines.update(self._step)
         if self._step == 0 and config.eval.at_start:
             await self._stop.interrupt(attempt.evaluations.before_training())
-        while self._step < config.run.steps:
+        while self._step < config.run.last_step:
             await self._one_step()
         await self._saves.finish()
         if config.checkpoint.export.last:
@@ -169,7 +169,7 @@ async def until_lost(trainer: Trainer, work: Coroutine[Any, Any, T]) -> T:
 
 def checkpoint_due(config: Config, step: int) -> bool:
     """Return whether to save after ``step`` steps; always true after the last one."""
-    return step == config.run.steps or (config.checkpoint.interval > 0 and step % config.checkpoint.interval == 0)
+    return step == config.run.last_step or (config.checkpoint.interval > 0 and step % config.checkpoint.interval == 0)
 
 
 @dataclass

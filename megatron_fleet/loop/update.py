@@ -35,7 +35,7 @@ async def update(
         updates = [with_logprobs(data, "proximal_logprobs", await trainer.forward(data)) for data in updates]
     parts, reports = config.policy.updates_per_batch, []
     for part, data in enumerate(updates):
-        lr = lr_at(step * parts + part, config.policy.optimizer, config.run.steps * parts)
+        lr = lr_at(step * parts + part, config.policy.optimizer, config.run.last_step * parts)
         report = await trainer.forward_backward(data, LossSpec.of(algorithm))
         reports.append((report, await guard.optim_step(Update(step + 1, part, lr, data, report))))
     return reports

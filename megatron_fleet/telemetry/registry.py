@@ -267,7 +267,7 @@ _EVAL = {
 
 _TRAINER = {
     "global_step": "Number of the step, from 1.",
-    "epoch": "Whole times that as many prompts as there are training tasks had been drawn before the step.",
+    "epoch": "Whole times that as many prompts as there are training tasks to draw from were drawn before the step.",
 }
 
 _DATA = {

@@ -17,7 +17,7 @@ from megatron_fleet.config.load import load
 from megatron_fleet.loop.attempt import open_attempts
 from megatron_fleet.loop.colocation import open_colocation
 from megatron_fleet.loop.saves import Saves
-from megatron_fleet.loop.start import load_data, open_checkpoints, set_aside
+from megatron_fleet.loop.start import in_steps, load_data, open_checkpoints, set_aside
 from megatron_fleet.loop.stopping import StopRequest
 from megatron_fleet.loop.train import Training, until_lost
 from megatron_fleet.loop.weights import EngineWeights
@@ -39,7 +39,7 @@ class Run:
     """A run with fakes; `go` may be called again, which resumes it."""
 
     def __init__(self, out: Path, *overrides: str):
-        self.config = load([*OVERRIDES, f"run.out={out}", *overrides])
+        self.config = in_steps(load([*OVERRIDES, f"run.out={out}", *overrides]))
         self.out, self.calls = out, []
         self.data = load_data(self.config)
         self.fresh()

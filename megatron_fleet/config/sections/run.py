@@ -24,7 +24,16 @@ class RunConfig(Section):
     )
     out: str = Field(description="Folder of the run's outputs; made when missing.")
     seed: int = Field(0, ge=0, description="Seed of task order, sampling and initial state.")
-    steps: int = Field(ge=0, description="Optimizer batches (rollout + update) to run in all, resumed ones included.")
+    steps: int | None = Field(
+        None, ge=0, description="Optimizer batches (rollout + update) to run in all, resumed ones included."
+    )
+    epochs: float | None = Field(
+        None,
+        gt=0,
+        description="Length of the run instead of `steps`, which is then set: an epoch is as many prompts as there are "
+        "training tasks that data.mixture draws from, rounded up to whole steps. A prompt counts when it is drawn, "
+        "whether or not its group is trained on.",
+    )
     deterministic: bool = Field(
         True,
         description="Seed every request. On CPUs equal seeds then give equal runs. On GPUs they do not: kernels of "
@@ -53,6 +62,13 @@ class RunConfig(Section):
         description="Who may read the outputs. false: only the user who starts the run (folders that it makes have "
         "mode 0700, files 0600); true: also those whom the user's umask permits, such as a group.",
     )
+
+    @property
+    def last_step(self) -> int:
+        """Steps in all. Raises ValueError while the length is in epochs, see `loop.start.in_steps`."""
+        if self.steps is None:
+            raise ValueError("the length of the run is not in steps yet")
+        return self.steps
 
 
 class ClusterConfig(Section):
@@ -137,6 +153,14 @@ class CheckpointConfig(Section):
     export: ExportConfig = ExportConfig()
 
 
+def _length(c: Config) -> str | None:
+    if c.run.steps is None and c.run.epochs is None:
+        return "run.steps and run.epochs are both null; give the length of the run as one of them."
+    if c.run.steps is not None and c.run.epochs is not None:
+        return f"run.steps={c.run.steps} and run.epochs={c.run.epochs:g} exclude each other; set run.steps=null."
+    return None
+
+
 def _store(c: Config) -> str | None:
     url = c.checkpoint.store.url
     if url is None:
@@ -165,4 +189,4 @@ def _export(c: Config) -> str | None:
     return None
 
 
-RULES: tuple[Rule, ...] = (_store, _export)
+RULES: tuple[Rule, ...] = (_length, _store, _export)
