@@ -35,6 +35,8 @@ class StopRequest:
     def __init__(self) -> None:
         self._event = asyncio.Event()
         self._reason = ""
+        self.listeners: list[Callable[[str], None]] = []
+        """Called with the reason of the first request."""
         self.heeded = False
         """Whether training looks at it already; before that nothing needs to be saved."""
         self.saved_step: int | None = None
@@ -42,8 +44,11 @@ class StopRequest:
 
     def ask(self, reason: str) -> None:
         """Ask training to end; the first reason stays."""
-        self._reason = self._reason or reason
-        self._event.set()
+        if not self._event.is_set():
+            self._reason = reason
+            self._event.set()
+            for listener in self.listeners:
+                listener(reason)
 
     async def interrupt(self, work: Coroutine[Any, Any, T]) -> T:
         """Run ``work``; raises `Stopped`, and cancels it, when asked before it has ended."""
