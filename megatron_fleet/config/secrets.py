@@ -20,12 +20,15 @@ STORE = ("AWS_",)
 RAY = ("RAY_AUTH_TOKEN",)
 """Needed by Ray's own processes to talk to each other."""
 WANDB_KEY = "WANDB_API_KEY"
+SLACK_TOKEN = "SLACK_BOT_TOKEN"
 _WORDS = (
     *("API_?KEY", "KEY", "TOKEN", "SECRETS?", "PASS", "PASSWD", "PASSPHRASE", "PAT", "DSN", "JWT", "CREDENTIALS?"),
     *("AUTH_CONFIG", "CONNECTION_STRING", "WEBHOOK"),
 )
 _SECRET = re.compile(rf"(^|_)({'|'.join(_WORDS)})(_|$)|PASSWORD|_(PWD|AUTH)$", re.IGNORECASE)
 """Matches names of secret variables, such as WANDB_API_KEY, PGPASSWORD, GITHUB_PAT, MYSQL_PWD or SLACK_WEBHOOK_URL."""
+SHORTEST_REDACTED = 6
+"""Characters; a shorter value, such as `KEY=yes`, would be found in ordinary words."""
 _USER_IN_URL = re.compile(r"://[^/?#\s]*:[^/?#\s]*@|https?://[^/?#\s]*@", re.IGNORECASE)
 """Matches values that contain an address with a password, or with a user, which may be a token."""
 
@@ -54,6 +57,14 @@ def wandb_key(modality: str) -> str | None:
 def secrets(environ: Mapping[str, str], families: Sequence[str]) -> dict[str, str]:
     """Return the variables that look like secrets and whose names begin with one of ``families``."""
     return {n: value for n, value in environ.items() if n.startswith(tuple(families)) and _is_secret(n, value)}
+
+
+def redacted(text: str) -> str:
+    """Replace the values of this process's own secrets in a text that leaves the machine by ``[NAME]``."""
+    own = {n: value for n, value in os.environ.items() if len(value) >= SHORTEST_REDACTED and _is_secret(n, value)}
+    for name, value in sorted(own.items(), key=lambda item: -len(item[1])):
+        text = text.replace(value, f"[{name}]")
+    return text
 
 
 @contextlib.contextmanager

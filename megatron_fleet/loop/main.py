@@ -27,6 +27,7 @@ from megatron_fleet.loop.weights import EngineWeights
 from megatron_fleet.rollout.service import Ground, RolloutService, episode_python
 from megatron_fleet.storage.local import write_atomically
 from megatron_fleet.storage.run_folder import RunFolder
+from megatron_fleet.telemetry.announcements import Announcements, announced
 from megatron_fleet.trainer.base import TrainerLost
 from megatron_fleet.trainer.group import TrainerGroup, run_token, start_trainer
 from megatron_fleet.weight_sync.registry import make_transport
@@ -44,15 +45,18 @@ def main(config: Config) -> int:
     with RunFolder(out, config.run.name, config.run.id) as folder:
         config = config.model_copy(update={"run": config.run.model_copy(update={"id": folder.id})})
         with (
+            announced(config) as announcements,
             open_checkpoints(config) as (checkpoints, uploader, found),
             open_exports(config, checkpoints, uploader, found) as exports,
         ):
             write_atomically(out / "config.json", dump_resolved(config).encode())
+            announcements.began(None if found is None else found.step)
 
             async def train(stop: StopRequest) -> None:
-                await _train(config, checkpoints, uploader, exports, found, stop)
+                stop.listeners.append(announcements.stopping)
+                await _train(config, checkpoints, uploader, exports, found, stop, announcements)
 
-            status = asyncio.run(until_stopped(train, config.run.time_limit_s))
+            announcements.status = status = asyncio.run(until_stopped(train, config.run.time_limit_s))
             if exports is not None and status == 0:
                 exports.finish(config.checkpoint.store.drain_timeout_s)
             return status
@@ -65,6 +69,7 @@ async def _train(
     exports: Exports | None,
     found: Checkpoint | None,
     stop: StopRequest,
+    announcements: Announcements,
 ) -> None:
     started = time.time()
     train, held_out = load_data(config)
@@ -98,7 +103,7 @@ async def _train(
             await start(trainer, gathering, reason)
 
         engines = EngineWeights(config, trainer, rollout, transport, colocation, start_ranks)
-        attempts = open_attempts(config, train, held_out, rollout, lambda: started)
+        attempts = open_attempts(config, train, held_out, rollout, lambda: started, [announcements])
         saves = Saves(config.checkpoint, trainer, checkpoints, uploader, exports)
         await Training(config, trainer, engines, attempts, saves, stop).run(found)
 

@@ -38,6 +38,7 @@ from megatron_fleet.data.task import Task
 from megatron_fleet.models.hf_config import is_quantized
 from megatron_fleet.models.model import Model
 from megatron_fleet.models.registry import use_family
+from megatron_fleet.telemetry.slack import check_slack
 from megatron_fleet.weight_sync.cuda_ipc.controller import check_allocator
 from megatron_fleet.weight_sync.engine_model import check_engine_fp8
 from megatron_fleet.weight_sync.registry import halves
@@ -71,6 +72,7 @@ def check(config: Config, assumed: Inventory | None = None) -> None:
     _environment(config)
     _wandb_key(config)
     _mlflow_server(config)
+    check_slack(config.logging.slack, os.environ)
     _tasks(config)
 
 
