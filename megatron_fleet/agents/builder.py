@@ -25,6 +25,7 @@ class TrajectoryBuilder:
         turns: turns sampled so far.
         messages: the conversation as text, for records and verifiers.
         metrics: counters and seconds; the episode loop adds to them.
+        stretches: what `timed` measured, see `Trajectory`.
         routed: number of leading tokens of the current segment whose experts are known; the next request asks for those
             after them.
     """
@@ -35,6 +36,7 @@ class TrajectoryBuilder:
         self.turns = 0
         self.messages: list[dict[str, Any]] = []
         self.metrics: dict[str, float] = {}
+        self.stretches: list[tuple[str, float, float]] = []
         self.routed = 0
         self._before: list[int] = []
         self._starts: list[int] = []
@@ -128,6 +130,7 @@ class TrajectoryBuilder:
             segment_starts=tuple(self._starts) or (0,),
             image_spans=tuple(self._image_spans),
             images=self._kept_images,
+            stretches=self.stretches,
         )
 
     def _add_routing(self, routing: np.ndarray, fed: int) -> None:
@@ -157,9 +160,11 @@ class TrajectoryBuilder:
 
 @contextmanager
 def timed(builder: TrajectoryBuilder, name: str) -> Iterator[None]:
-    """Add the elapsed seconds to the metric ``name``."""
-    began = time.perf_counter()
+    """Add the elapsed seconds to the metric ``<name>_s``, and note when they were."""
+    at, began = time.time(), time.perf_counter()
     try:
         yield
     finally:
-        builder.count(name, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        builder.count(f"{name}_s", seconds)
+        builder.stretches.append((name, at, seconds))

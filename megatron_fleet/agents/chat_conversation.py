@@ -120,7 +120,7 @@ class ChatConversation:
         seed = None if self._seed is None else stable_seed(self._seed, number) >> (63 - SEED_BITS)
         params = ChatParams(self._settings.temperature, max_tokens, seed)
         failed = partial(self._failed, deadline)
-        with timed(self._builder, "generate_s"):
+        with timed(self._builder, "generate"):
             answer = await self._client.complete(self.history.messages(), self._tools, params, failed)
         self.trouble, self.history.changed = "", False
         self._builder.turns += 1

@@ -101,14 +101,15 @@ async def play(
     Raises:
         CancelledError: after the environment was closed.
     """
-    began = time.perf_counter()
+    at, began = time.time(), time.perf_counter()
     try:
         end = await _Turns(task, env, conversation, settings, builder).until_deadline()
-        with timed(builder, "verify_s"):
+        with timed(builder, "verify"):
             end, reward = await score(end, env, builder.messages, settings.verify_timeout_s)
     finally:
         await close(env, settings.close_timeout_s)
     builder.metrics["seconds"] = time.perf_counter() - began
+    builder.stretches.insert(0, ("episode", at, builder.metrics["seconds"]))
     return builder.build(task, group, sample, end.outcome, reward, end.reason, end.final_answer)
 
 
@@ -143,7 +144,7 @@ class _Turns:
             return Ending(Outcome.ABORTED, str(e))
 
     async def _episode(self, deadline: asyncio.Timeout) -> Ending:
-        with timed(self.builder, "env_s"):
+        with timed(self.builder, "env"):
             first = await reset(self.env, self.task)
         if (end := await self._begin(first)) is not None:
             return end

@@ -134,7 +134,7 @@ class TokenConversation:
         routing_start = self._builder.routed if self._settings.routing else None
         stop = (*self._renderer.stop_token_ids, *self._unspoken())
         params = SamplingParams(self._settings.temperature, max_tokens, stop, seed, routing_start)
-        with timed(self._builder, "generate_s"):
+        with timed(self._builder, "generate"):
             try:
                 generation = await self._engine.generate(self._builder.ids, params, self._session, self._builder.images)
             except EngineLost as e:

@@ -69,7 +69,7 @@ class Toolbox:
 
     async def _call(self, call: ToolCall) -> tuple[View, bool]:
         """Run one call of the environment. Returns the result to show and whether the environment is done."""
-        with timed(self._builder, "env_s"):
+        with timed(self._builder, "env"):
             observation = await self._env.step(call)
         self._builder.count("tool_calls")
         self._builder.count("repeated_calls", self._repetition.note(call))

@@ -121,6 +121,8 @@ class Trajectory:
         image_spans: spans of the images that the policy saw, in order; each is a run of the placeholder token in a
             prompt or an observation.
         images: digest → unmodified image, each once; empty when the images are stored as files.
+        stretches: name, unix time of the beginning and seconds of the episode and of what it waited for, in order:
+            ``episode``, then ``env``, ``generate`` and ``verify``; for traces, not kept in files.
     """
 
     task_key: str
@@ -141,6 +143,7 @@ class Trajectory:
     segment_starts: tuple[int, ...] = (0,)
     image_spans: tuple[ImageSpan, ...] = ()
     images: dict[str, Image] = field(default_factory=dict)
+    stretches: list[tuple[str, float, float]] = field(default_factory=list)
 
     def segments(self) -> list[slice]:
         """Return the slice of each segment in the arrays."""

@@ -12,7 +12,7 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ from megatron_fleet.cluster.rank_identity import controller_address, without_ran
 from megatron_fleet.cluster.restarts import OutOfRestarts, Restarts
 from megatron_fleet.config.errors import UserError, say
 from megatron_fleet.config.secrets import without_secrets
+from megatron_fleet.platform.processes import run_processes, stacks
 
 CONNECT_DEADLINE_S = 600.0
 """Nodes may be up long before the controller is."""
@@ -136,7 +137,7 @@ class Node:
         self._attempt: _Attempt | None = None
         self._janitor: Janitor | None = None
         self._ray: asyncio.Task[None] | None = None
-        self._stopping: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def obey(self, reader: asyncio.StreamReader) -> int:
         """Execute the controller's requests until it releases this host or is gone; returns the exit status."""
@@ -145,9 +146,9 @@ class Node:
                 case ["start", int(attempt), str(address), dict(ranks)]:
                     await self._start(attempt, address, RanksOfHost(**ranks))
                 case ["stop", int(attempt), deadline_s]:
-                    stopping = asyncio.create_task(self._stop(attempt, deadline_s))
-                    self._stopping.add(stopping)
-                    stopping.add_done_callback(self._stopping.discard)
+                    self._begin(self._stop(attempt, deadline_s))
+                case ["stacks"]:
+                    self._begin(self._tell_stacks())
                 case ["join", dict(head)]:
                     self._join(RayHead(**head))
                 case ["leave"]:
@@ -160,12 +161,20 @@ class Node:
 
     async def close(self) -> None:
         """Kill everything that was started here immediately."""
-        for stopping in self._stopping:
-            stopping.cancel()
+        for task in self._tasks:
+            task.cancel()
         if self._attempt is not None:
             self._attempt.watching.cancel()
             await self._attempt.ranks.stop(0.0)
         await self._leave()
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _tell_stacks(self) -> None:
+        self._tell("stacks", await asyncio.to_thread(lambda: stacks(run_processes())))
 
     async def _start(self, attempt: int, address: str, ranks: RanksOfHost) -> None:
         started = LocalRanks(ranks, self._logs)

@@ -6,6 +6,7 @@ Node to controller, as frames of `cluster.frames`, after the hello of `cluster.h
     ["ended", attempt, rank, words]         a rank has ended; words describe how
     ["stopped", attempt]                    no rank is left
     ["left"]                                nothing of Ray is left
+    ["stacks", text]                        see `platform.processes.stacks`
 
 Controller to node::
 
@@ -13,6 +14,7 @@ Controller to node::
     ["welcome", logs]                       folder of the logs
     ["join", head]                          see `RayHead`; the controller's own host has Ray already
     ["leave"]
+    ["stacks"]
     ["start", attempt, address, ranks]      see `RanksOfHost`
     ["stop", attempt, seconds]              wait this long for the ranks to end, then kill them
     ["quit"]
@@ -48,6 +50,8 @@ RAY_SETTINGS = {
     "RAY_memory_monitor_refresh_ms": "0",
 }
 """Environment variables of Ray's processes on each host."""
+STACKS_S = 120.0
+"""Seconds that a node has to read the stacks of its processes."""
 ANSWER_S = 15.0
 """Seconds that a node has to answer a request, in addition to the request's own deadline."""
 
@@ -108,6 +112,7 @@ class _Link:
         self.host, self.reader = host, reader
         self._writer = writer
         self.ended: dict[tuple[int, int], str] = {}
+        self.stacks: str | None = None
         self.answers: set[tuple[Any, ...]] = set()
         self.gone = False
 
@@ -180,6 +185,15 @@ class Nodes:
         await asyncio.gather(*(link.send("leave") for link in links))
         await self.wait(lambda: all(link.gone or ("left",) in link.answers for link in links), ANSWER_S)
 
+    async def stacks(self, own: str) -> dict[str, str]:
+        """Return the stacks of the processes on all hosts except ``own``, by host."""
+        links = [link for name, link in self._links.items() if name != own]
+        for link in links:
+            link.stacks = None
+            await link.send("stacks")
+        await self.wait(lambda: all(link.gone or link.stacks is not None for link in links), STACKS_S)
+        return {link.host.name: link.stacks or f"no answer within {STACKS_S:g} s\n" for link in links}
+
     async def close(self) -> None:
         """Make all nodes exit."""
         await asyncio.gather(*(link.send("quit") for link in self._links.values()))
@@ -199,6 +213,8 @@ class Nodes:
                 match frame:
                     case ["ended", int(attempt), int(rank), str(words)]:
                         link.ended[attempt, rank] = words
+                    case ["stacks", str(text)]:
+                        link.stacks = text
                     case _:
                         link.answers.add(tuple(frame))
                 await self._notify()

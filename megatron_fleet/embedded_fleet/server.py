@@ -22,6 +22,7 @@ from megatron_fleet.embedded_fleet.faults import FaultSource, RandomFaults
 from megatron_fleet.embedded_fleet.fleet import TOKEN
 from megatron_fleet.embedded_fleet.verifier_client import OPTIONAL_LAYERS, Limits, VerifierClient, check_sandbox
 from megatron_fleet.envs.openenv_client import import_openenv
+from megatron_fleet.platform.processes import write_stacks_on_signal
 from megatron_fleet.storage.local import write_atomically
 
 MAX_SESSIONS = 1024
@@ -108,6 +109,7 @@ def main() -> None:
     parser.add_argument("--faults", help="rates of injected faults as JSON, with the keys of env.faults")
     parser.add_argument("--seed", type=int, default=0, help="seed of the faults")
     args = parser.parse_args()
+    write_stacks_on_signal()
     try:
         missing, note = check_sandbox(args.sandbox)
     except UserError as error:

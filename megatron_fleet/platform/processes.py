@@ -7,8 +7,12 @@ import faulthandler
 import logging
 import os
 import signal
+import subprocess
+import sys
+import tempfile
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +28,13 @@ _SIGNAL = signal.SIGUSR2
 _INTERVAL_S = 0.1
 _REAP_S = 1.0
 """A child's pipes close before its exit status is available."""
+
+
+_SPY_S = 20.0
+"""py-spy takes a fraction of a second, but not for a process that does not come back from the kernel."""
+_WRITE_S = 5.0
+_MOST_BYTES = 1 << 20
+_OF_RAY = ("/ray/dashboard/", "/ray/_private/", "/ray/autoscaler/", "ray::IDLE")
 
 
 class ChildKilled(Exception):
@@ -94,6 +105,92 @@ def _catches(pid: int) -> bool:
         if line.startswith("SigCgt:"):
             return bool(int(line.split()[1], 16) & 1 << _SIGNAL - 1)
     return False
+
+
+def run_processes() -> list[int]:
+    """Return the pids of this process and of all Python processes below it, without Ray's own."""
+    import psutil
+
+    found = [os.getpid()]
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error, OSError):
+            python = os.path.basename(os.readlink(f"/proc/{child.pid}/exe")).startswith("python")
+            if python and not any(part in word for word in child.cmdline() for part in _OF_RAY):
+                found.append(child.pid)
+    return found
+
+
+def stacks(pids: Sequence[int], py_spy: Path | None = None) -> str:
+    """Return the stacks of all threads of some processes of this host as text, with a reason where there are none.
+
+    They come from py-spy, which reads them from outside, however a process hangs; where it may not (the processes of
+    a container without CAP_SYS_PTRACE), from the processes that called `write_stacks_on_signal`.
+
+    Args:
+        py_spy: the program; ``None``: the one beside this interpreter.
+    """
+    program = Path(sys.prefix, "bin", "py-spy") if py_spy is None else py_spy
+    return "\n".join(f"== {_title(pid)}\n{_stacks_of(pid, program)}" for pid in pids)
+
+
+def _stacks_of(pid: int, py_spy: Path) -> str:
+    found, reason = _spied(pid, py_spy)
+    if found:
+        return found
+    try:
+        if pid == os.getpid():
+            with tempfile.TemporaryFile() as file:
+                faulthandler.dump_traceback(file)
+                file.seek(0)
+                return file.read().decode(errors="replace")
+        if _catches(pid):
+            return _written_by(pid)
+    except OSError as error:  # expected: it has ended
+        return f"no stacks: {error.strerror}\n"
+    return f"no stacks: {reason}; the process writes none by itself\n"
+
+
+def _spied(pid: int, py_spy: Path) -> tuple[str, str]:
+    """Return what py-spy reads, or nothing and the reason."""
+    environment = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
+    command = [str(py_spy), "dump", "--pid", str(pid)]
+    try:
+        done = subprocess.run(command, capture_output=True, env=environment, timeout=_SPY_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return "", f"py-spy: {error}"
+    if done.returncode == 0:
+        _command, python, found = done.stdout.decode(errors="replace").partition("\nPython v")
+        return python.strip() + found, ""
+    lines = done.stderr.decode(errors="replace").strip().splitlines()
+    return "", f"py-spy: {lines[0] if lines else f'status {done.returncode}'}"
+
+
+def _written_by(pid: int) -> str:
+    """Make a process write its stacks, and return what is then added to the file that is its stderr."""
+    log = Path(os.readlink(f"/proc/{pid}/fd/2"))
+    if not log.is_file():
+        os.kill(pid, _SIGNAL)
+        return "it writes its stacks to its stderr, which is no file\n"
+    start = size = log.stat().st_size
+    os.kill(pid, _SIGNAL)
+    deadline = time.monotonic() + _WRITE_S
+    while time.monotonic() < deadline:
+        time.sleep(_INTERVAL_S)
+        before, size = size, log.stat().st_size
+        if size > start and size == before:
+            break
+    with log.open("rb") as file:
+        file.seek(start)
+        return file.read(_MOST_BYTES).decode(errors="replace") or f"no stacks within {_WRITE_S:g} s\n"
+
+
+def _title(pid: int) -> str:
+    """Name a process by the file that its output goes to, and by its own name."""
+    try:
+        name = Path(f"/proc/{pid}/comm").read_text().strip()
+        return f"pid {pid}, {name}, {os.path.basename(os.readlink(f'/proc/{pid}/fd/2'))}"
+    except OSError:
+        return f"pid {pid}"
 
 
 def take_normal_priority() -> None:

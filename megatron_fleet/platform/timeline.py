@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 MAX_EVENTS = 100_000
@@ -19,6 +20,7 @@ HISTORY = 32
 """Newest durations kept of each phase."""
 CONTROLLER = "controller"
 
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 Part = tuple[str, float, float]
 """Name, unix time at which it began, and seconds."""
 
@@ -163,7 +165,7 @@ class Timeline:
         began: float,
         seconds: float,
         parts: Sequence[Part] = (),
-        **arguments: Any,
+        arguments: Mapping[str, Any] = NOTHING,
     ) -> None:
         """Add a `Slice` if the current step is traced."""
         if (events := self._room()) is not None:

@@ -17,7 +17,7 @@ from megatron_fleet.cluster.launcher import write_output_to
 from megatron_fleet.config.schema import Config
 from megatron_fleet.config.secrets import STORE, of_environments, secrets
 from megatron_fleet.envs.registry import environment_token
-from megatron_fleet.platform.processes import take_normal_priority
+from megatron_fleet.platform.processes import take_normal_priority, write_stacks_on_signal
 from megatron_fleet.rollout import engine_actor, engine_arguments
 from megatron_fleet.rollout.components import ComponentLost
 from megatron_fleet.rollout.engine_toolkit import toolkit_environment
@@ -83,6 +83,7 @@ class WorkerActor:
     def __init__(self, log: Path, secrets: dict[str, str], *args: Any) -> None:
         """Args: ``secrets``: variables that the clients of environments and endpoint read."""
         write_output_to(log)
+        write_stacks_on_signal()
         take_normal_priority()
         os.environ.update(secrets)
         from megatron_fleet.rollout.worker import EpisodeWorker

@@ -15,6 +15,7 @@ from megatron_fleet.config.schema import Config
 from megatron_fleet.rollout.collection import Collection
 from megatron_fleet.rollout.components import ComponentLost, EnvironmentSlot, WorkerSlot
 from megatron_fleet.rollout.engine_slot import EngineSlot
+from megatron_fleet.rollout.monitor import RolloutMonitor
 from megatron_fleet.rollout.requests import CollectRequest, CollectResult, EpisodeSpec, Progress, RolloutFailed
 
 BATCHES_PER_WORKER = 8
@@ -52,6 +53,7 @@ class Collector:
     """Player of any number of concurrent collections. Free slots go to the earliest one that has waiting episodes.
 
     Attributes:
+        monitor: is told of every attempt at an episode that returns.
         dead: `Policy.dead` of the first worker that has a reason; all collections are stopped then.
     """
 
@@ -69,6 +71,7 @@ class Collector:
         self._free = dict.fromkeys(workers, math.ceil(places / len(workers)))
         self._places = sum(self._free.values())
         self._numbers = itertools.count()
+        self.monitor = RolloutMonitor(engines)
         self.dead: str | None = None
         self._running: list[_Running] = []
         self._changed = asyncio.Event()
@@ -96,6 +99,10 @@ class Collector:
             self._changed.set()
             if not collection.done:
                 await self._abort(collection)
+
+    def load(self) -> tuple[int, int]:
+        """Return how many episodes workers have, and how many wait for a worker."""
+        return self._places - sum(self._free.values()), sum(one.collection.waiting for one in self._running)
 
     def close(self) -> None:
         """Fail the running collections."""
@@ -172,6 +179,7 @@ class Collector:
         environment_lost = self._environment.check() > environment_losses
         for spec, trajectory in zip(specs, trajectories, strict=True):
             trajectory.check()
+            self.monitor.returned(worker.name, trajectory)
             if environment_lost and trajectory.reward is None:
                 collection.lost(spec, trajectory)
             else:

@@ -20,7 +20,12 @@ from megatron_fleet.agents.engine import EngineLost, Generation, SamplingParams
 from megatron_fleet.cluster.launcher import write_output_to
 from megatron_fleet.config.schema import Config
 from megatron_fleet.models.images import PlacedImage, read_vision
-from megatron_fleet.platform.processes import killed_children_raise, stacks_written_after, take_normal_priority
+from megatron_fleet.platform.processes import (
+    killed_children_raise,
+    stacks_written_after,
+    take_normal_priority,
+    write_stacks_on_signal,
+)
 from megatron_fleet.rollout.engine_arguments import engine_args, family_mixer
 from megatron_fleet.rollout.engine_images import ImageRequests, find_torchvision
 from megatron_fleet.rollout.engine_server import EngineServer
@@ -52,6 +57,7 @@ class EngineActor:
     def __init__(self, config: Config, token: str, log: Path, transport: str, secrets: Mapping[str, str] | None = None):
         """Args: ``transport``: name of the weight transport. ``secrets``: environment variables that it reads."""
         write_output_to(log)
+        write_stacks_on_signal()
         take_normal_priority()
         os.environ.update(secrets or {})
         os.environ[TRANSPORT] = transport

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from megatron_fleet.platform.timeline import TIMELINE
 from megatron_fleet.rollout.components import CALL_TIMEOUT_S, ComponentLost, WatchedComponent, brief, died, within
 from megatron_fleet.rollout.engine_statistics import EngineStatistics
 from megatron_fleet.rollout.requests import RolloutFailed
 from megatron_fleet.weight_sync.base import SingleReceiver
 
+T = TypeVar("T")
 CLOSE_TIMEOUT_S = 5.0
 
 OnMove = Callable[[str, str], Awaitable[None]]
@@ -79,6 +82,7 @@ class EngineSlot(WatchedComponent):
         self._device_free.set()
         self._waits_for_device = asyncio.Event()
         self._asleep: Any = None
+        self._counted = EngineStatistics()
         self._reason = ""
 
     async def listen(self) -> None:
@@ -116,13 +120,20 @@ class EngineSlot(WatchedComponent):
         """See `EngineActor.score`."""
         return await self._repeat(lambda actor: actor.score.remote(list(sequences)), timeout_s)
 
-    async def statistics(self) -> EngineStatistics:
-        """Return what the engine counted since the last call; nothing of an engine that is lost."""
+    async def sample(self) -> EngineStatistics:
+        """Return what the engine counted since the last sample; nothing of an engine that is lost."""
+        counts = EngineStatistics()
         if self._serving.is_set():
             with contextlib.suppress(RayError, TimeoutError):
-                counts: EngineStatistics = await within(self._actor.read_statistics.remote(), CALL_TIMEOUT_S)
-                return counts
-        return EngineStatistics()
+                counts = await within(self._actor.read_statistics.remote(), CALL_TIMEOUT_S)
+        self._counted = self._counted + counts
+        return counts
+
+    async def statistics(self) -> EngineStatistics:
+        """Return what the engine counted since the last call."""
+        await self.sample()
+        counts, self._counted = self._counted, EngineStatistics()
+        return counts
 
     async def sampled_tokens(self) -> int:
         """See `EngineActor.sampled_tokens`."""
@@ -416,13 +427,23 @@ class EngineGroup:
 
     async def begin_update(self) -> None:
         await self._ready()
-        await asyncio.gather(*(slot.begin_update() for slot in self._slots))
+        await asyncio.gather(*(noted(slot, "begin_update", slot.begin_update()) for slot in self._slots))
 
     async def load(self, message: Mapping[str, Any]) -> None:
         await self._ready()
-        await asyncio.gather(*(slot.load(message) for slot in self._slots))
+        await asyncio.gather(*(noted(slot, "load", slot.load(message)) for slot in self._slots))
 
     async def finish_update(self, version: int, message: Mapping[str, Any] | None) -> None:
         """See `WeightReceiver`. Raises RolloutFailed when an engine was given up."""
         await self._ready()
-        await asyncio.gather(*(slot.finish_update(version, message) for slot in self._slots))
+        finishing = (noted(slot, "finish_update", slot.finish_update(version, message)) for slot in self._slots)
+        await asyncio.gather(*finishing)
+
+
+async def noted(slot: EngineSlot, name: str, work: Awaitable[T]) -> T:
+    """Await ``work`` and note it on the timeline as the engine's."""
+    began, since = time.time(), time.monotonic()
+    try:
+        return await work
+    finally:
+        TIMELINE.add("engines", slot.name, name, began, time.monotonic() - since)

@@ -25,6 +25,7 @@ from megatron_fleet.config.schema import Config
 from megatron_fleet.models.registry import family_environment
 from megatron_fleet.rollout import ray_local
 from megatron_fleet.rollout.engine_statistics import engine_metrics
+from megatron_fleet.rollout.monitor import Load
 from megatron_fleet.rollout.requests import CollectRequest, CollectResult, RolloutFailed
 from megatron_fleet.weight_sync.base import WeightReceiver
 
@@ -165,6 +166,17 @@ class RolloutService:
         await self.wait_ready()
         return engine_metrics(await asyncio.gather(*(engine.statistics() for engine in self._pool.engines)))
 
+    def observe(self) -> None:
+        """Read the engines every few seconds from now on, for `live`."""
+        watching = asyncio.create_task(self._pool.collector.monitor.watch())
+        self._cleanup.push_async_callback(_end, watching)
+
+    def live(self) -> Load:
+        """Return what engines and workers do now. Threads other than the event loop's may call it."""
+        collector = self._pool.collector
+        playing, waiting = collector.load()
+        return Load(collector.monitor.engines, collector.monitor.environments(), playing, waiting)
+
     async def sleep(self) -> str | None:
         """Put all engines to sleep, which discards their weights; returns the reason if one freed no memory.
 
@@ -172,7 +184,9 @@ class RolloutService:
             RolloutFailed: an engine was given up.
         """
         await self.wait_ready()
-        reasons = await asyncio.gather(*(engine.sleep() for engine in self._pool.engines))
+        from megatron_fleet.rollout.engine_slot import noted
+
+        reasons = await asyncio.gather(*(noted(engine, "sleep", engine.sleep()) for engine in self._pool.engines))
         return next((reason for reason in reasons if reason), None)
 
     async def wake(self, part: Literal["weights", "kv_cache"]) -> None:
@@ -184,7 +198,9 @@ class RolloutService:
             RolloutFailed: an engine was given up.
         """
         await self.wait_ready()
-        await asyncio.gather(*(engine.wake(part) for engine in self._pool.engines))
+        from megatron_fleet.rollout.engine_slot import noted
+
+        await asyncio.gather(*(noted(engine, f"wake {part}", engine.wake(part)) for engine in self._pool.engines))
 
     async def _start(self) -> None:
         logs = self._out / "logs"

@@ -43,8 +43,8 @@ def write_trace(folder: Path, events: StepEvents) -> Path:
 
 def trace(events: StepEvents) -> dict[str, Any]:
     """Return the trace as a JSON object, at most about `MAX_EVENTS` events."""
-    found = sorted({event.group for event in (*events.slices, *events.samples)} - set(GROUPS))
-    numbers = {group: number for number, group in enumerate((*GROUPS, *found), 1)}
+    found = {each.group for each in events.slices} | {each.group for each in events.samples}
+    numbers = {group: number for number, group in enumerate((*GROUPS, *sorted(found - set(GROUPS), key=_natural)), 1)}
     start = min((_us(event.began) for event in events.slices), default=0)
     out: list[Event] = []
     for group, number in numbers.items():

@@ -25,6 +25,7 @@ from megatron_fleet.config.schema import Config
 from megatron_fleet.models.flops import SequenceCost
 from megatron_fleet.models.hf_config import read_model
 from megatron_fleet.models.registry import use_family
+from megatron_fleet.platform.timeline import TIMELINE
 from megatron_fleet.trainer.base import (
     PARTS,
     AdamParams,
@@ -51,6 +52,9 @@ Init = Literal["hf", "random", "none"]
 
 LAST_WORDS_S = 2.0
 """Time after a rank's failure for the others to report theirs; they may hang in a collective that never completes."""
+WRITING = ("save_state", "written_state")
+"""Verbs of which ranks touch the file system after their last collective: a full disk ends one of them long before the
+others have written their share, and they do end."""
 SHARES_AT_ONCE = 8
 """Replicas that are sent their data concurrently; each holds an encoded micro-batch in memory."""
 QUIT_S = 20.0
@@ -240,7 +244,9 @@ class TrainerGroup:
             elif call is None:
                 continue  # the caller no longer waits
             elif kind == "done":
-                call.done(rank, rest[0])
+                value, began, seconds = rest
+                TIMELINE.add("trainer", f"rank {rank}", call.verb, began, seconds)
+                call.done(rank, value)
             else:
                 call.failed(rank, *rest)
                 self._spawn(self._settle(call))
@@ -272,7 +278,11 @@ class TrainerGroup:
     async def _settle(self, call: Call) -> None:
         """After a rank's failure, wait for the others' reports, then decide on the error to raise."""
         deadline = asyncio.get_running_loop().time() + LAST_WORDS_S
-        while not call.complete and asyncio.get_running_loop().time() < deadline:
+
+        def all_will_end() -> bool:
+            return call.verb in WRITING and (call.failure() or ("",))[0] == SYSTEM and not call.result.done()
+
+        while not call.complete and (asyncio.get_running_loop().time() < deadline or all_will_end()):
             await asyncio.sleep(0.02)
         failure = call.failure()
         if call.result.done() or failure is None:

@@ -3,7 +3,7 @@
 Rank to controller, after the hello of `cluster.handshake`::
 
     ["rank", proof, identity]           the first frame; identity: see `Identity`
-    ["done", call, value]
+    ["done", call, value, began, seconds]           began: unix time of this rank
     ["failed", call, kind, message, traceback]      kind: one of `FAILURES`
     ["post", call, number, message]     `send_weights`: a message for the engines
 

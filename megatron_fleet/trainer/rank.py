@@ -30,7 +30,7 @@ from megatron_fleet.cluster.launcher import write_output_to
 from megatron_fleet.cluster.rank_identity import controller_address, rank_identity
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
-from megatron_fleet.platform.processes import ONLY_OWNER
+from megatron_fleet.platform.processes import ONLY_OWNER, write_stacks_on_signal
 from megatron_fleet.trainer.messages import OTHER, SYSTEM, USER, Identity, datum_from_plain
 from megatron_fleet.trainer.process import prepare_process
 
@@ -74,6 +74,7 @@ def main(environ: Mapping[str, str]) -> int:
         if not run["shared"]:
             os.umask(ONLY_OWNER)
         write_output_to(Path(run["out"], "logs", f"rank_{me.rank}.log"))
+    write_stacks_on_signal()
     prepare_process(Config.model_validate_json(answer[1]))
     return RankServer(link, who, answer[1], here).serve()
 
@@ -162,6 +163,7 @@ class RankServer:
 
     def _answer(self, call: int, verb: str, arguments: dict[str, Any], following: int) -> None:
         """Run a verb and answer; a result that comes later is sent when it is there, and other verbs run meanwhile."""
+        clock = time.time(), time.monotonic()
         try:
             bodies = [self._frames.get()[2] for _ in range(following)]
             found = self._run(call, verb, arguments, bodies)
@@ -169,16 +171,21 @@ class RankServer:
             self._fail(call, error)
             return
         if isinstance(found, Future):
-            found.add_done_callback(lambda done: self._answer_late(call, done))
+            found.add_done_callback(lambda done: self._answer_late(call, done, clock))
         else:
-            self._link.write("done", call, found)
+            self._done(call, found, clock)
 
-    def _answer_late(self, call: int, done: Future[Any]) -> None:
+    def _answer_late(self, call: int, done: Future[Any], clock: tuple[float, float]) -> None:
         with suppress(OSError):  # the controller is gone, which `_read` notices
             if (error := done.exception()) is not None:
                 self._fail(call, error)
             else:
-                self._link.write("done", call, done.result())
+                self._done(call, done.result(), clock)
+
+    def _done(self, call: int, value: Any, clock: tuple[float, float]) -> None:
+        """Send an answer and its times. ``clock``: unix and monotonic time when the verb began."""
+        began, since = clock
+        self._link.write("done", call, value, began, time.monotonic() - since)
 
     def _fail(self, call: int, error: BaseException) -> None:
         traceback.print_exception(error)

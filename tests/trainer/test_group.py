@@ -17,7 +17,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from emulated_ranks import EmulatedRank
 from policy_fixtures import make_batch, make_config, write_config
-from waiting import HANG_S
+from waiting import HANG_S, until
 
 from megatron_fleet.cluster import frames, handshake
 from megatron_fleet.cluster.launcher import ExternalRanks
@@ -185,7 +185,7 @@ async def test_failures_of_ranks_are_told_apart(tmp_path, monkeypatch, failures,
             while (frame := await frames.read(self._reader)) is not None and frame[0] != "quit":
                 _, call, verb, arguments, _ = frame
                 if verb != "optim_step":
-                    self._writer.write(frames.pack("done", call, self._answer(verb, arguments, [])))
+                    self._writer.write(frames.pack("done", call, self._answer(verb, arguments, []), 0.0, 0.0))
                 elif self.rank in failures:
                     self._writer.write(frames.pack("failed", call, *failures[self.rank]))
                 # else it hangs in a collective
@@ -202,13 +202,41 @@ async def test_failures_of_ranks_are_told_apart(tmp_path, monkeypatch, failures,
             await group.discard_gradients()
 
 
+async def test_ranks_that_still_write_are_waited_for_when_the_disk_refuses_one(tmp_path, monkeypatch):
+    """A full disk is no loss of the trainer, however much longer the others write."""
+    monkeypatch.setattr("megatron_fleet.trainer.group.LAST_WORDS_S", 0.0)
+    written = asyncio.Event()
+
+    class Writing(EmulatedRank):
+        async def serve(self):
+            while (frame := await frames.read(self._reader)) is not None and frame[0] != "quit":
+                _, call, verb, arguments, _ = frame
+                if verb == "written_state" and self.rank == 0:
+                    self._writer.write(frames.pack("failed", call, *FULL))
+                    continue
+                if verb == "written_state":
+                    await written.wait()
+                self._writer.write(frames.pack("done", call, self._answer(verb, arguments, []), 0.0, 0.0))
+            self._writer.close()
+
+    async with emulated(configured(tmp_path), world=2, rank_type=Writing) as (group, _):
+        writing = await group.copy_state(tmp_path)
+        await until(lambda: any(call.failure() for call in group._calls.values()))
+        for _ in range(5):
+            await asyncio.sleep(0.02)  # as often as the group looks
+        written.set()
+        with pytest.raises(OSError, match="disk full"):
+            await writing
+        await group.discard_gradients()
+
+
 async def test_a_lost_rank_is_known_from_its_connection_and_not_from_a_timer(tmp_path, monkeypatch):
     class Hanging(EmulatedRank):
         async def serve(self):
             while (frame := await frames.read(self._reader)) is not None and frame[0] != "quit":
                 _, call, verb, arguments, _ = frame
                 if verb != "optim_step":
-                    self._writer.write(frames.pack("done", call, self._answer(verb, arguments, [])))
+                    self._writer.write(frames.pack("done", call, self._answer(verb, arguments, []), 0.0, 0.0))
                 elif self.rank == 1:
                     break  # it is killed in a collective, in which the others hang
             self._writer.close()
@@ -234,7 +262,7 @@ async def test_messages_for_engines_arrive_in_order_and_are_confirmed(tmp_path):
                     for number in range(3):
                         self._writer.write(frames.pack("post", call, number, {"bucket": number}))
                     self.confirmed = [(await frames.read(self._reader))[2:] for _ in range(3)]
-                self._writer.write(frames.pack("done", call, self._answer(verb, arguments, [])))
+                self._writer.write(frames.pack("done", call, self._answer(verb, arguments, []), 0.0, 0.0))
             self._writer.close()
 
     delivered = []

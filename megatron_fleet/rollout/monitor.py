@@ -1,0 +1,114 @@
+"""Present state of a rollout: load of its engines and episodes that returned, for those who look at a live run."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, final
+
+from megatron_fleet.agents.trajectory import Trajectory
+from megatron_fleet.platform.timeline import TIMELINE
+from megatron_fleet.rollout.engine_statistics import EngineStatistics
+
+if TYPE_CHECKING:
+    from megatron_fleet.rollout.engine_slot import EngineSlot
+
+SAMPLE_INTERVAL_S = 2.0
+
+
+@dataclass(slots=True)
+class EngineReading:
+    """What one engine counted in the last ``seconds``."""
+
+    name: str
+    serving: bool = False
+    counts: EngineStatistics = field(default_factory=EngineStatistics)
+    seconds: float = SAMPLE_INTERVAL_S
+
+
+@dataclass(slots=True)
+class EnvironmentTally:
+    """Attempts at episodes of one environment that returned since the step began.
+
+    Attributes:
+        known: those with a reward; ``rewards``: sum of these.
+        quarantined: those that were not played.
+    """
+
+    episodes: int = 0
+    known: int = 0
+    rewards: float = 0.0
+    tool_calls: int = 0
+    tool_errors: int = 0
+    quarantined: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a rollout does now.
+
+    Attributes:
+        playing, waiting: episodes that workers have, and that wait for a worker.
+    """
+
+    engines: Sequence[EngineReading]
+    environments: Mapping[str, EnvironmentTally]
+    playing: int
+    waiting: int
+
+
+@final
+class RolloutMonitor:
+    """Collects readings of engines and tallies of episodes.
+
+    Attributes:
+        engines: the newest readings, in the order of the engines.
+    """
+
+    def __init__(self, slots: Sequence[EngineSlot]) -> None:
+        self._slots = slots
+        self.engines = [EngineReading(slot.name) for slot in slots]
+        self._step = TIMELINE.step
+        self._environments: dict[str, EnvironmentTally] = {}
+
+    def environments(self) -> dict[str, EnvironmentTally]:
+        """Return the tallies of the current step by environment, in alphabetical order."""
+        return dict(sorted(self._environments.items())) if self._step == TIMELINE.step else {}
+
+    def returned(self, worker: str, trajectory: Trajectory) -> None:
+        """Count an attempt that a worker returned, and note it on the timeline."""
+        if self._step != TIMELINE.step:
+            self._step, self._environments = TIMELINE.step, {}
+        tally, metrics = self._environments.setdefault(trajectory.env_key, EnvironmentTally()), trajectory.metrics
+        tally.episodes += 1
+        if trajectory.reward is not None:
+            tally.known += 1
+            tally.rewards += trajectory.reward
+        tally.tool_calls += int(metrics.get("tool_calls", 0))
+        tally.tool_errors += int(metrics.get("tool_errors", 0))
+        tally.quarantined += "quarantined" in metrics
+        if TIMELINE.tracing and trajectory.stretches:
+            (_, began, seconds), *parts = trajectory.stretches
+            about: dict[str, Any] = {
+                name: value for name, value in metrics.items() if name in ("turns", "action_tokens")
+            }
+            about |= {"environment": trajectory.env_key, "outcome": trajectory.outcome, "reward": trajectory.reward}
+            TIMELINE.add(worker, "", trajectory.task_key, began, seconds, parts, about)
+
+    async def watch(self) -> None:
+        """Read the engines every ``SAMPLE_INTERVAL_S`` until cancelled; one that does not answer keeps its reading."""
+        await asyncio.gather(*(self._watch(index, slot) for index, slot in enumerate(self._slots)))
+
+    async def _watch(self, index: int, slot: EngineSlot) -> None:
+        since = time.monotonic()
+        while True:
+            await asyncio.sleep(SAMPLE_INTERVAL_S)
+            counts = await slot.sample()
+            now = time.monotonic()
+            self.engines[index] = EngineReading(slot.name, slot.is_serving, counts, now - since)
+            since = now
+            steps = counts.steps or 1
+            values = {"running": counts.running / steps, "waiting": counts.waiting / steps}
+            TIMELINE.sample("engines", slot.name, values | {"kv_cache": counts.kv_usage / steps})
