@@ -63,11 +63,24 @@ class AlertsConfig(Section):
         description="Share of the usual tokens per second, of generation or training, below which "
         "there is an alert; none: never.",
     )
+    stall: float | None = Field(
+        5.0,
+        gt=1,
+        description="A phase of a step that takes this many times as long as the longest of its last 32, and at least "
+        "a minute (half an hour before it has ended three times), is an alert, and the stacks of all processes are "
+        "written to `run.out/logs/stall-*.txt`; none: never.",
+    )
 
 
 class LoggingConfig(Section):
     tensorboard: bool = Field(True, description="Write TensorBoard event files beside metrics.jsonl.")
     plot: bool = Field(True, description="Draw the learning curve, curve.svg, at the end.")
+    trace_every: int = Field(
+        10,
+        ge=0,
+        description="Every n-th step is traced to `run.out/traces/step-<N>.json.gz`, for ui.perfetto.dev, and so is "
+        "the first after a start; the newest 20 are kept. 0: none.",
+    )
     own: tuple[Annotated[str, Open(())], ...] = Field(
         (), description="Loggers of your own that metrics go to as well (examples/my_logger.py)."
     )
@@ -84,23 +97,10 @@ def _mlflow(c: Config) -> str | None:
     instead = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD instead"
     problem = url_problem("logging.mlflow.uri", uri, instead=instead)
     return None if problem is None else problem.replace("; write ", "; write sqlite:///FILE, ")
-    stall: float | None = Field(
-        5.0,
-        gt=1,
-        description="A phase of a step that takes this many times as long as the longest of its last 32, and at least "
-        "a minute (half an hour before it has ended three times), is an alert, and the stacks of all processes are "
-        "written to `run.out/logs/stall-*.txt`; none: never.",
-    )
 
 
 def _slack(c: Config) -> str | None:
     return url_problem("logging.slack.url", c.logging.slack.url)
 
-    trace_every: int = Field(
-        10,
-        ge=0,
-        description="Every n-th step is traced to `run.out/traces/step-<N>.json.gz`, for ui.perfetto.dev, and so is "
-        "the first after a start; the newest 20 are kept. 0: none.",
-    )
 
 RULES: tuple[Rule, ...] = (_mlflow, _slack)
