@@ -18,12 +18,12 @@ from megatron_fleet.config.schema import Config
 from megatron_fleet.data.dataset import build, check_verifiers
 from megatron_fleet.data.split import MANIFEST, SplitManifest
 from megatron_fleet.data.task import Task
-from megatron_fleet.evaluation.dumps import Decode, EvalDumps
+from megatron_fleet.evaluation.dumps import Decode
 from megatron_fleet.evaluation.evaluator import Evaluation, Evaluator, choose, notes
 from megatron_fleet.evaluation.store import EpisodeStore, identity
 from megatron_fleet.evaluation.terminal import show, table
-from megatron_fleet.evaluation.uploads import Uploads
 from megatron_fleet.loop import preflight
+from megatron_fleet.loop.episode_records import EpisodeRecords
 from megatron_fleet.models.chat.tokenizer import Tokenizer
 from megatron_fleet.models.registry import use_family
 from megatron_fleet.rollout.collection import Collection
@@ -32,7 +32,6 @@ from megatron_fleet.rollout.service import RolloutService, episode_python
 from megatron_fleet.storage.local import write_atomically
 from megatron_fleet.storage.run_folder import RunFolder
 from megatron_fleet.telemetry.episodes import why_nothing_is_known
-from megatron_fleet.telemetry.trajectories import TrajectoryLog
 
 Side = Literal["held-out", "all"]
 
@@ -287,17 +286,11 @@ def finish(config: Config, evaluation: Evaluation, decode: Decode) -> None:
     """Write trajectories, dumps and ``metrics.json``, upload them, print the table. ``decode``: token ids to text."""
     out = Path(config.run.out)
     metrics = evaluation.metrics(config.eval.pass_threshold)
-    log = TrajectoryLog(out / "trajectories", None)
-    written = log.write(0, evaluation.sampled, "eval") + log.write(0, evaluation.greedy, "greedy")
-    dumps = EvalDumps(out / "dumped_evals", decode, config.rollout.sampling.max_turns, None)
-    files = dumps.write(0, evaluation.sampled, evaluation.greedy, metrics)
-    write_atomically(out / "metrics.json", (json.dumps(metrics, indent=2) + "\n").encode())
-    if config.eval.upload is not None:
-        uploads = Uploads(config.eval.upload)
-        files |= {f"{path.parent.name}/{path.name}": path for path in written}
-        with RunFolder(out, config.run.name, config.run.id) as folder:
-            uploads.add(files, f"evals/{folder.id}/eval_only")
-        uploads.close()
+    with RunFolder(out, config.run.name, config.run.id) as folder:
+        records = EpisodeRecords(config, folder.id, decode, None)
+        records.evaluation(0, evaluation, metrics, "eval_only")
+        write_atomically(out / "metrics.json", (json.dumps(metrics, indent=2) + "\n").encode())
+        records.close()
     say(table(metrics, config.eval.samples))
     if left := metrics["eval/all/outcome/aborted"] + metrics.get("eval/all/greedy_outcome/aborted", 0):
         say(f"{left:.0f} episodes were given up and have no reward; the same command plays them.")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
@@ -13,9 +12,8 @@ from megatron_fleet.agents.trajectory import Group
 from megatron_fleet.config.errors import say
 from megatron_fleet.config.schema import Config
 from megatron_fleet.config.secrets import wandb_key
-from megatron_fleet.evaluation.dumps import EvalDumps
 from megatron_fleet.evaluation.evaluator import Evaluation
-from megatron_fleet.evaluation.uploads import Uploads
+from megatron_fleet.loop.episode_records import EpisodeRecords
 from megatron_fleet.models.chat.tokenizer import Tokenizer
 from megatron_fleet.platform.timeline import TIMELINE
 from megatron_fleet.telemetry.charts import write_learning_curve
@@ -25,12 +23,12 @@ from megatron_fleet.telemetry.sinks import (
     MetricSink,
     MetricsLog,
     OwnSink,
+    SampleSink,
     TensorBoardSink,
     read_metrics,
 )
 from megatron_fleet.telemetry.summary import write_summary
 from megatron_fleet.telemetry.trackers import MlflowSink, WandbSink
-from megatron_fleet.telemetry.trajectories import TrajectoryLog
 
 
 class Records:
@@ -75,26 +73,20 @@ class Records:
         self._progress.phase(phase)
 
     def trajectories(self, step: int, groups: Sequence[Group]) -> None:
-        """Write the episodes of a training step."""
-        self._trajectories.write(step, groups)
+        """Record the episodes of a training step."""
+        self._episodes.training(step, groups)
+        self._sample("train", step, groups)
 
     def episodes_of(self, step: int, evaluation: Evaluation) -> dict[str, float]:
-        """Write and upload the episodes of an evaluation; returns its metrics."""
-        kinds: tuple[tuple[Literal["eval", "greedy"], list[Group]], ...]
-        kinds = (("eval", evaluation.sampled), ("greedy", evaluation.greedy))
-        written = [path for kind, groups in kinds if groups for path in self._trajectories.write(step, groups, kind)]
-        metrics = evaluation.metrics(self._pass_threshold)
-        if self._uploads is not None:
-            metrics["eval/all/uploads_failed"] = self._uploads.failed
-        files = self._dumps.write(step, evaluation.sampled, evaluation.greedy, metrics)
-        if self._uploads is not None:
-            files |= {f"{path.parent.name}/{path.name}": path for path in written}
-            self._uploads.add(files, f"evals/{self._id}/global_step_{step}")
+        """Record the episodes of an evaluation; returns its metrics."""
+        metrics = evaluation.metrics(self._pass_threshold) | self._episodes.metrics(evaluation=True)
+        self._episodes.evaluation(step, evaluation, metrics, f"global_step_{step}")
+        self._sample("eval", step, evaluation.sampled or evaluation.greedy)
         return metrics
 
     def step(self, step: int, metrics: Mapping[str, float], distributions: Mapping[str, np.ndarray]) -> None:
         """Record a finished training step. ``distributions``: float64 ``[N]`` each, drawn as histograms."""
-        self._write(step, metrics)
+        self._write(step, {**metrics, **self._episodes.metrics(evaluation=False)})
         for sink in self._sinks:
             if isinstance(sink, HistogramSink):
                 sink.draw(step, distributions)
@@ -129,8 +121,12 @@ class Records:
         for sink in self._sinks:
             sink.close(complete)
         self._sinks = []
-        if self._uploads is not None:
-            self._uploads.close()
+        self._episodes.close()
+
+    def _sample(self, kind: str, step: int, groups: Sequence[Group]) -> None:
+        for sink in self._sinks:
+            if isinstance(sink, SampleSink):
+                sink.samples(kind, step, groups)
 
     def _write(self, step: int, metrics: Mapping[str, float]) -> None:
         for sink in self._sinks:
@@ -140,7 +136,7 @@ class Records:
 def _wandb(config: Config, resumed_step: int | None, started: float) -> WandbSink:
     where, out, tree = config.logging.wandb, Path(config.run.out), config.model_dump(mode="json")
     attempt = resumed_step, started, wandb_key(config.data.modality)
-    return WandbSink(where.project or "", where.entity, where.mode, _id(config), out, tree, *attempt)
+    return WandbSink(where.project or "", where.entity, where.mode, _id(config), out, tree, *attempt, where.samples)
 
 
 def _mlflow(config: Config, resumed_step: int | None, started: float) -> MlflowSink:

@@ -299,6 +299,10 @@ METRICS: tuple[Metric, ...] = (
     *_family(("reward/", "reward/{env}/"), _REWARD),
     *_ENVIRONMENT,
     *_family(("generate/",), _GENERATE),
+    Metric(
+        "generate/uploads_failed",
+        "Files of training steps that could not be uploaded (logging.trajectories.upload), since this attempt began.",
+    ),
     *_family(("accounting/",), _ACCOUNTING),
     *_family(("trainer/",), _TRAINER),
     *_family(("data/",), _DATA),

@@ -20,6 +20,7 @@ from megatron_fleet.config.files import parse_json, read_file
 from megatron_fleet.storage.local import write_atomically
 
 if TYPE_CHECKING:
+    from megatron_fleet.agents.trajectory import Group
     from megatron_fleet.config.schema import Config
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,14 @@ class HistogramSink(Protocol):
     """Metric sink that also draws histograms."""
 
     def draw(self, step: int, distributions: Mapping[str, np.ndarray]) -> None: ...
+
+
+@runtime_checkable
+class SampleSink(Protocol):
+    """Metric sink that also shows a few episodes."""
+
+    def samples(self, kind: str, step: int, groups: Sequence[Group]) -> None:
+        """Show a few episodes. ``kind``: ``train`` or ``eval``."""
 
 
 class OwnSink:

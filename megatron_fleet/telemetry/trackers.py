@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.secrets import WANDB_KEY, only_secrets
+from megatron_fleet.telemetry.samples import COLUMNS, choose, row
+
+if TYPE_CHECKING:
+    from megatron_fleet.agents.trajectory import Group
 
 STEP = "trainer/global_step"
 """Metric on the x axis of curves, because W&B's own step counts calls."""
@@ -26,8 +31,11 @@ MLFLOW_BATCH = 1000
 """Limit of MLflow's REST API on metrics per request (100 for parameters). It truncates long values itself."""
 
 
+log = logging.getLogger(__name__)
+
+
 class WandbSink:
-    """Sink for scalars and histograms, with one W&B run per attempt; the attempts of one run form a group.
+    """Sink for scalars, histograms and tables of episodes, with one W&B run per attempt; the attempts form a group.
 
     So nothing that a failed attempt logged is overwritten, and a resumed run's curves begin at its checkpoint.
     """
@@ -43,6 +51,7 @@ class WandbSink:
         resumed_step: int | None,
         started: float,
         key: str | None = None,
+        samples: int = 0,
     ) -> None:
         """Start a W&B run.
 
@@ -53,6 +62,7 @@ class WandbSink:
             config: configuration of the run, recorded together with the step from which the attempt resumed.
             started: unix time of this attempt.
             key: API key; ``None``: that of `wandb login`.
+            samples: episodes in the table of a step or evaluation.
 
         Raises:
             UserError: the package is missing, or W&B refuses key, team or project.
@@ -85,6 +95,7 @@ class WandbSink:
                 f"logging.wandb.project={project}: W&B refuses ({error}); set WANDB_API_KEY, correct the project or "
                 f"logging.wandb.entity, or use logging.wandb.mode=offline."
             ) from error
+        self._samples = samples
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)
 
@@ -96,6 +107,17 @@ class WandbSink:
         from wandb import Histogram
 
         self._run.log({**{name: Histogram(values.tolist()) for name, values in distributions.items()}, STEP: step})
+
+    def samples(self, kind: str, step: int, groups: Sequence[Group]) -> None:
+        """Log a table of a few episodes. A failure is logged and changes nothing else."""
+        from wandb import Table
+
+        rows = [row(t, step) for t in choose(groups, self._samples, step)]
+        if rows:
+            try:
+                self._run.log({f"samples/{kind}": Table(columns=list(COLUMNS), data=rows), STEP: step})
+            except Exception as error:  # of its files and formats; a table must not end a run
+                log.warning("no table of episodes of step %d at W&B: %s", step, error)
 
     def close(self, complete: bool = True) -> None:
         self._run.finish(exit_code=0 if complete else 1)

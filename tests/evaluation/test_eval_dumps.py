@@ -130,6 +130,21 @@ def test_copies_in_the_store_are_whole_when_close_returns(tmp_path, s3):
     assert all(stored.read(name) == path.read_bytes() for name, path in files.items())
 
 
+def test_files_named_by_their_content_are_sent_once(tmp_path, s3):
+    files = some_files(tmp_path)
+    for names in (["empty.jsonl"], ["empty.jsonl", "small.jsonl"]):
+        uploads = Uploads(f"s3://{BUCKET}/once")  # of two attempts
+        for _ in range(2):
+            uploads.add_once({name: files[name] for name in names}, "images")
+        uploads.close()
+        for name in names:
+            files[name].write_bytes(b"sent again")
+    stored = open_folder(f"s3://{BUCKET}/once/images")
+    assert [stored.read(name) for name in stored.sizes()] == [b"", b"{}\n"] and uploads.stored(
+        "images"
+    ) == stored.sizes()
+
+
 def test_failed_copies_are_told_once_and_counted(tmp_path, s3, caplog):
     uploads = Uploads("s3://no-such-bucket/runs")
     with caplog.at_level(logging.WARNING):

@@ -9,9 +9,15 @@ pytest.importorskip("hydra")
 
 from megatron_fleet.agents.trajectory import Group, Outcome, Span, Trajectory
 from megatron_fleet.config.load import load
+from megatron_fleet.config.sections.logging import TrajectoriesConfig
+from megatron_fleet.envs.base import Image
 from megatron_fleet.evaluation.evaluator import Evaluation
+from megatron_fleet.loop.episode_records import EpisodeRecords
 from megatron_fleet.loop.records import Records
+from megatron_fleet.models.images import digest
 from megatron_fleet.rollout.requests import Accounting
+from megatron_fleet.storage.open import open_folder
+from megatron_fleet.telemetry.shards import Shard
 
 
 def evaluation(reward: float) -> Evaluation:
@@ -50,6 +56,40 @@ def test_a_late_evaluation_is_in_the_line_and_the_files_of_its_step(tmp_path):
     names = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
     assert {"trajectories/eval_000001.parquet", "trajectories/greedy_000001.parquet"} <= names
     assert {f"dumped_evals/global_step_1_evals/{name}" for name in ("shop.jsonl", "greedy/shop.jsonl")} <= names
+
+
+def test_a_store_has_evaluations_and_steps_with_their_images_once(tmp_path):
+    """Steps go from ``run.out`` beyond the limit, once they are in the store."""
+    config = load(["experiment=quickstart", f"run.out={tmp_path / 'run'}"])
+    own = TrajectoriesConfig(upload=str(tmp_path / "store"), max_gb=5e-6)
+    config = config.model_copy(
+        update={
+            "logging": config.logging.model_copy(update={"trajectories": own}),
+            "eval": config.eval.model_copy(update={"upload": f"{tmp_path / 'store'}/"}),
+        }
+    )
+    kept = EpisodeRecords(config, "mine_1", str, None)
+    played = evaluation(1.0)
+    image = Image("image/png", b"seen")
+    name = digest(image)
+    played.sampled[0].trajectories[0].images = {name: image}
+    played.sampled[0].trajectories[0].messages = [{"role": "user", "content": "[image 1]", "images": [name]}]
+    kept.evaluation(1, played, {"eval/all/pass_at_1": 1.0}, "global_step_1")
+    for step in (1, 2, 3):
+        kept.training(step, played.sampled)
+    kept.close()
+    assert kept.metrics(evaluation=True) == {"eval/all/uploads_failed": 0}
+    assert kept.metrics(evaluation=False) == {"generate/uploads_failed": 0}
+    steps = {f"rollouts/mine_1/trajectories/step_00000{step}.parquet" for step in (1, 2, 3)}
+    dumps = {"shop.jsonl", "greedy/shop.jsonl", "aggregated_results.jsonl"}
+    dumps |= {f"trajectories/{kind}_000001.parquet" for kind in ("eval", "greedy")}
+    images = {f"{kind}/mine_1/images/{name}.png" for kind in ("evals", "rollouts")}
+    stored = open_folder(tmp_path / "store")
+    assert stored.sizes().keys() == steps | images | {f"evals/mine_1/global_step_1/{name}" for name in dumps}
+    assert Shard(stored, min(steps), stored.sizes()[min(steps)]).records()[0]["messages"][0]["images"] == [name]
+    left = {path.name for path in (tmp_path / "run" / "trajectories").iterdir()}
+    assert left == {"eval_000001.parquet", "greedy_000001.parquet", "step_000003.parquet"}
+    assert (tmp_path / "run" / "images" / f"{name}.png").exists()
 
 
 @pytest.mark.parametrize(("resumed_step", "known"), [(1, True), (0, False), (None, False)])

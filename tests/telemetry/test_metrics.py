@@ -287,6 +287,7 @@ def test_every_name_is_registered_once():
     names |= {
         "memory/train/parameters",
         "eval/all/uploads_failed",
+        "generate/uploads_failed",
         "eval/all/tasks_held_out",
     }  # tests/loop, tests/evaluation
     names |= {"generate/repeated_ngram_rate", "eval/all/repeated_ngram_rate"}  # of longer episodes than these

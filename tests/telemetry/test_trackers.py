@@ -8,16 +8,18 @@ import numpy as np
 import pytest
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
+from run_maker import groups
 from waiting import HANG_S, wait_until
 from wandb.proto.wandb_internal_pb2 import Record
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.telemetry import trackers
+from megatron_fleet.telemetry.samples import choose
 from megatron_fleet.telemetry.trackers import MlflowSink, WandbSink
 
 
-def begin(folder, resumed=None, started=0.0, mode="offline"):
-    return WandbSink("fleet", None, mode, "mine", folder, {"run": {"seed": 3}}, resumed, started)
+def begin(folder, resumed=None, started=0.0, mode="offline", samples=0):
+    return WandbSink("fleet", None, mode, "mine", folder, {"run": {"seed": 3}}, resumed, started, None, samples)
 
 
 def records(data):
@@ -108,6 +110,45 @@ def test_a_histogram_belongs_to_its_step(tmp_path):
     drawn = {name: row[f"distribution/turns/{name}"] for name in ("_type", "values", "bins")}
     assert drawn["_type"] == "histogram" and sum(drawn["values"]) == 3
     assert (drawn["bins"][0], drawn["bins"][-1]) == (1.0, 5.0)
+
+
+def test_a_few_episodes_of_a_step_are_a_table(tmp_path):
+    sink = begin(tmp_path, samples=3)
+    said = [
+        ("system", "s" * 9_000),
+        ("user", "do it"),
+        ("assistant", "<think>hm</think>" + "a" * 20_000),
+        ("tool", "ok"),
+    ]
+    collected = groups({f"t{i}": [0.0, None, 1.0] for i in range(9)}, messages=said) + groups({"b": [None]}, env="bank")
+    sink.samples("train", 7, collected)
+    sink.samples("eval", 7, [])
+    sink.write(7, {"loss": 1.0})
+    sink.close()
+    [(_, _, _, rows)] = recorded(tmp_path)
+    assert [row["trainer/global_step"] for row in rows] == [7, 7] and "samples/eval" not in {k for r in rows for k in r}
+    [file] = tmp_path.glob("wandb/offline-run-*/files/media/table/samples/train_*.table.json")
+    assert (rows[0]["samples/train/_type"], rows[0]["samples/train/nrows"]) == ("table-file", 3)
+    table = json.loads(file.read_text())
+    shown = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+    assert {row["environment"] for row in shown} == {"shop", "bank"} and len({row["task"] for row in shown}) == 3
+    assert [row["reward"] for row in shown if row["environment"] == "shop"] in (
+        [1.0, 0.0],
+        [0.0, 1.0],
+        [0.0, 0.0],
+        [1, 1],
+    )
+    first = next(row for row in shown if row["environment"] == "shop")
+    assert first["step"] == 7 and first["outcome"] == "completed" and first["reason"] == "verified"
+    assert first["prompt"].startswith("── system\nsss") and first["prompt"].endswith("── user\ndo it")
+    assert first["turns"].startswith("── assistant\n<think>hm</think>aaa") and first["turns"].endswith("── tool\nok")
+    assert file.stat().st_size < 3 * 20_000, "long texts are cut"
+
+
+def test_other_steps_show_other_groups():
+    collected = groups({f"t{i}": [0.0, 1.0] for i in range(5)})
+    assert {t.task_key for step in range(5) for t in choose(collected, 1, step)} == {f"t{i}" for i in range(5)}
+    assert {t.reward for t in choose(collected, 4, 0)} == {0.0, 1.0} and choose([], 4, 0) == []
 
 
 def mlflow_attempt(uri, resumed=None, started=0.0):

@@ -50,6 +50,15 @@ def url_problem(
     return f"{name}={url} is not the address of a server; write {accepted}."
 
 
+def bucket_problem(name: str, url: str | None) -> str | None:
+    """Return an error message if the value of key ``name`` is neither ``None`` nor an address in an object store."""
+    if url is not None and "@" in url:
+        return f"{name} holds an @, as an address with a key does, which would be written to files; leave it out."
+    if url is None or re.fullmatch(r"s3://[^/]+(/.*)?", url):
+        return None
+    return f"{name}={url} is not an address in an object store; write s3://bucket or s3://bucket/prefix."
+
+
 def secret_parameter(url: str) -> str | None:
     """Return the name of the first query parameter of ``url`` that looks like a secret."""
     query = url.partition("?")[2].partition("#")[0]

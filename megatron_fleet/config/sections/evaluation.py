@@ -9,7 +9,7 @@ from pydantic import Field
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import parse_json
-from megatron_fleet.config.sections.base import Rule, Section, url_problem
+from megatron_fleet.config.sections.base import Rule, Section, bucket_problem, url_problem
 
 if TYPE_CHECKING:
     from megatron_fleet.config.schema import Config
@@ -84,11 +84,7 @@ def _overlap(c: Config) -> str | None:
 
 
 def _upload(c: Config) -> str | None:
-    if c.eval.upload is not None and "@" in c.eval.upload:
-        return "eval.upload holds an @, as an address with a key does, which would be written to files; leave it out."
-    if c.eval.upload is None or re.fullmatch(r"s3://[^/]+(/.*)?", c.eval.upload):
-        return None
-    return f"eval.upload={c.eval.upload} is not an address in an object store; write s3://bucket or s3://bucket/prefix."
+    return bucket_problem("eval.upload", c.eval.upload)
 
 
 def _endpoint_url(c: Config) -> str | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from megatron_fleet.config.extension import Open
-from megatron_fleet.config.sections.base import Rule, Section, url_problem
+from megatron_fleet.config.sections.base import Rule, Section, bucket_problem, url_problem
 
 if TYPE_CHECKING:
     from megatron_fleet.config.schema import Config
@@ -24,6 +24,13 @@ class WandbConfig(Section):
     mode: Literal["online", "offline"] = Field(
         "online", description="offline: written below run.out/wandb, from where `wandb sync` sends it."
     )
+    samples: int = Field(
+        4,
+        ge=0,
+        le=100,
+        description="Episodes of each step and evaluation that are shown there as a table: prompt, turns, reward, "
+        "outcome, environment, task. 0: none.",
+    )
 
 
 class MlflowConfig(Section):
@@ -33,6 +40,20 @@ class MlflowConfig(Section):
         "mlflow-skinny. User or token: MLFLOW_TRACKING_USERNAME and _PASSWORD, or MLFLOW_TRACKING_TOKEN.",
     )
     experiment: str = Field("megatron_fleet", min_length=1, description="Experiment there, made when there is none.")
+
+
+class TrajectoriesConfig(Section):
+    max_gb: float | None = Field(
+        100.0,
+        gt=0,
+        description="GB of trajectories and their images in run.out. Beyond it, those of the oldest training steps are "
+        "removed, with upload only once they are in the store; evaluations stay. none: all stay.",
+    )
+    upload: str | None = Field(
+        None,
+        description="s3://bucket/prefix: trajectories of training steps are copied to rollouts/<run.id>/ below it; "
+        "those of evaluations go to `eval.upload`.",
+    )
 
 
 class SlackConfig(Section):
@@ -84,6 +105,7 @@ class LoggingConfig(Section):
     own: tuple[Annotated[str, Open(())], ...] = Field(
         (), description="Loggers of your own that metrics go to as well (examples/my_logger.py)."
     )
+    trajectories: TrajectoriesConfig = TrajectoriesConfig()
     wandb: WandbConfig = WandbConfig()
     mlflow: MlflowConfig = MlflowConfig()
     slack: SlackConfig = SlackConfig()
@@ -99,8 +121,12 @@ def _mlflow(c: Config) -> str | None:
     return None if problem is None else problem.replace("; write ", "; write sqlite:///FILE, ")
 
 
+def _upload(c: Config) -> str | None:
+    return bucket_problem("logging.trajectories.upload", c.logging.trajectories.upload)
+
+
 def _slack(c: Config) -> str | None:
     return url_problem("logging.slack.url", c.logging.slack.url)
 
 
-RULES: tuple[Rule, ...] = (_mlflow, _slack)
+RULES: tuple[Rule, ...] = (_mlflow, _upload, _slack)
