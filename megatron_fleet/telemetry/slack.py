@@ -96,7 +96,7 @@ def check_slack(config: SlackConfig, environ: Mapping[str, str]) -> None:
     except Exception as error:
         if _seconds_to_retry(error, 0.0) is None:
             raise _refusal(config.channel, error) from None
-        log.warning("logging.slack.channel=%s: Slack does not answer (%s); messages will wait", config.channel, error)
+        log.warning("Slack does not answer (%s); the run begins without, and its messages wait", _said(error))
         return
     granted = next((value for name, value in scopes.items() if name.lower() == "x-oauth-scopes"), None)
     missing = [] if granted is None else [scope for scope in SCOPES if scope not in granted.replace(" ", "").split(",")]
@@ -199,7 +199,7 @@ class SlackThread:
                     return True
                 hurry = not _rate_limited(error)
                 if not self._unanswered:
-                    log.warning("Slack does not answer (%s); messages wait", redacted(str(error)))
+                    log.warning("Slack does not answer (%s); messages wait", _said(error))
                     self._unanswered = True
             self._answered.set()
             pause = min(2 * pause, LONGEST_PAUSE_S)
@@ -211,7 +211,7 @@ class SlackThread:
             self._refused = error
             self._answered.set()
         else:
-            log.warning("a message is not in Slack (%s): %s", redacted(str(_code(error) or error)), message.title)
+            log.warning("a message is not in Slack (%s): %s", _said(error), message.title)
 
     def _pause(self, seconds: float, hurry: bool) -> bool:
         """Wait; ``hurry``: once only until the run ends. Returns whether there is time to send again."""
@@ -273,7 +273,7 @@ class SlackThread:
             if _seconds_to_retry(error, 0.0) is not None:
                 raise
             self._pictures_refused = True
-            log.warning("Slack takes no images (%s); messages go without", redacted(str(_code(error) or error)))
+            log.warning("Slack takes no images (%s); messages go without", _said(error))
             return False
         return True
 
@@ -327,6 +327,11 @@ def _code(error: Exception) -> str | None:
     return code if isinstance(code, str) else None
 
 
+def _said(error: Exception) -> str:
+    """Describe an error in a few words, without secrets."""
+    return redacted(_code(error) or str(error) or type(error).__name__)
+
+
 def _rate_limited(error: Exception) -> bool:
     return getattr(getattr(error, "response", None), "status_code", None) == 429
 
@@ -346,6 +351,5 @@ def _seconds_to_retry(error: Exception, pause: float) -> float | None:
 
 
 def _refusal(channel: str, error: Exception) -> UserError:
-    code = _code(error)
-    remedy = _REMEDIES.get(code or "", f"correct it, or {SLACK_TOKEN}, or remove it")
-    return UserError(f"logging.slack.channel={channel}: Slack refuses ({redacted(code or str(error))}); {remedy}.")
+    remedy = _REMEDIES.get(_code(error) or "", f"correct it, or {SLACK_TOKEN}, or remove it")
+    return UserError(f"logging.slack.channel={channel}: Slack refuses ({_said(error)}); {remedy}.")
