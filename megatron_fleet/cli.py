@@ -136,6 +136,11 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--port", type=int, help="likewise (default: 8470; 0: any free one)")
     report.set_defaults(run=_report)
 
+    top = commands.add_parser("top", help="watch a live run in the terminal: steps, engines, environments, alerts")
+    top.add_argument("folder", type=Path, metavar="RUN", help="the folder that the run writes to (run.out)")
+    top.add_argument("--once", action="store_true", help="print one frame")
+    top.set_defaults(run=_top)
+
     add_runs_commands(commands.add_parser("runs", help="runs in folders and buckets: list, show, diff, prune"))
 
     debug = commands.add_parser("debug", help="examine failures").add_subparsers(required=True, metavar="command")
@@ -283,6 +288,12 @@ def _serve(args: argparse.Namespace) -> int:
         raise UserError(f"{args.place}: a page with --serve needs the folder that the run writes to (run.out).")
     serve(Path(args.place), HOST if args.host is None else args.host, PORT if args.port is None else args.port)
     return 0
+
+
+def _top(args: argparse.Namespace) -> int:
+    from megatron_fleet.analysis.top import main as top
+
+    return top(args.folder, args.once)
 
 
 def _replay(args: argparse.Namespace) -> int:
