@@ -36,6 +36,7 @@ SETTLED_S = 2.0
 KINDS = ("step", "eval", "greedy")
 LISTED = ("task", "env", "sample", "outcome", "reward", "tokens", "metrics")
 """Columns of a shard that the list of trajectories needs."""
+_ENVIRONMENT = re.compile(r"(?:reward|environment|eval)/([^/]+)/.+")
 _CURVES = re.compile(
     "|".join(re.escape(name).replace(re.escape(ENV), "[^/]+") for _, _, lines in CHARTS for name in lines)
 )
@@ -236,6 +237,7 @@ class RunFollower:
         self._damaged: dict[tuple[int, str], str] = {}
         self._episodes = 0
         self._names: dict[str, str] = {}
+        self._environments: set[str] = set()
 
     def look(self) -> None:
         """Read status and metrics, and list the files of episodes."""
@@ -321,6 +323,7 @@ class RunFollower:
                 records = []
             self._rows[key] = [self._row(key, line, record) for line, record in enumerate(records)]
             self._episodes += len(records)
+            self._environments |= {environment_name(env) for env in {row.env for row in self._rows[key]}}
         return self._rows[key]
 
     def _row(self, key: tuple[int, str], line: int, record: dict[str, Any]) -> Row:
@@ -338,12 +341,10 @@ class RunFollower:
     def environments(self) -> list[str]:
         """Return the environments seen so far, as in the names of metrics."""
         with self.lock:
-            named = {m[1] for name in self._metric_names() if (m := re.fullmatch(r"(?:reward|eval)/([^/]+)/.*", name))}
-            listed = {environment_name(env) for env in (self.status.environments if self.status else {})}
-        return sorted((named | listed) - {"all"})
-
-    def _metric_names(self) -> set[str]:
-        return {name for row in self.metrics.recent for name in row}
+            names = {name for row in self.metrics.recent for name in row}
+            named = {m[1] for m in map(_ENVIRONMENT.fullmatch, names) if m}
+            now = {environment_name(env) for env in (self.status.environments if self.status else {})}
+            return sorted((named | now | self._environments) - {"all"})
 
     def episode(self, kind: str, step: int, line: int) -> tuple[Row, dict[str, Any]] | None:
         """Read one episode: its row of the list, and what the page shows of it; ``None``: there is none.
