@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -31,6 +35,18 @@ def chromium() -> Iterator[Any]:
         running = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS, timeout=TIMEOUT_MS)
         yield running
         running.close()
+
+
+@contextmanager
+def live_page(folder: Path) -> Iterator[str]:
+    """Serve the page of a run as a user would; yields its address."""
+    command = [sys.executable, "-m", "megatron_fleet.cli", "report", str(folder), "--serve", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            yield re.search(r"http://\S+", server.stdout.readline())[0]  # type: ignore[index]
+        finally:
+            server.terminate()
 
 
 class Opened:

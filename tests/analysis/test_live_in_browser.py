@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from browser import CHROMIUM, Opened, chromium
+from browser import CHROMIUM, Opened, chromium, live_page
 from run_maker import RunMaker, groups, trajectory
 
 from megatron_fleet.agents.trajectory import Group
@@ -27,18 +23,6 @@ LAPTOP = {"width": 1366, "height": 768}
 def browser() -> Iterator:
     with chromium() as running:
         yield running
-
-
-@contextmanager
-def live_page(folder: Path) -> Iterator[str]:
-    """Serve the page of a run as a user would; yields its address."""
-    command = [sys.executable, "-m", "megatron_fleet.cli", "report", str(folder), "--serve", "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stdout is not None
-            yield re.search(r"http://\S+", server.stdout.readline())[0]  # type: ignore[index]
-        finally:
-            server.terminate()
 
 
 def step(maker: RunMaker, number: int, task: str = "order", rewards: tuple[float | None, ...] = (0.0, 1.0)) -> None:
