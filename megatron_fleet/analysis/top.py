@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -24,6 +24,8 @@ ALERTS = 5
 """Newest alerts that are shown."""
 ROWS = 12
 """Rows of a table that are shown."""
+LEFT_OUT = ("signal", "turns", "s / episode")
+"""Columns of the page for which a terminal has no room."""
 LETTERS = {"generate": "g", "data": "d", "move": "m", "train": "t", "sync": "s", "eval": "e", "save": "c", "other": "o"}
 """Letter of a kind of phase in the bars, which also tell it without colours."""
 COLOURS = {
@@ -100,17 +102,16 @@ def _facts(facts: Sequence[Mapping[str, str]]) -> Table:
 
 
 def _timeline(timeline: Mapping[str, Any]) -> RenderableType | None:
-    """Return a bar for each step, the current one first, and the running phases of that by name."""
+    """Return a bar for each step, the current one first."""
     steps = [*([timeline["current"]] if timeline["current"] else []), *timeline["steps"]]
     if not steps:
         return None
     longest = max(step["seconds"] for step in steps) or 1.0
     table = Table.grid(padding=(0, 2))
-    for wrap in (False, False, False, True):
-        table.add_column(no_wrap=not wrap)
+    for _ in range(3):
+        table.add_column(no_wrap=True)
     for step in steps:
-        running = ", ".join(part["text"] for part in step["parts"] if part.get("running"))
-        table.add_row(Text(step["step"]), _bar(step["parts"], longest), _said(step["text"]), _said(running))
+        table.add_row(Text(step["step"]), _bar(step["parts"], longest), _said(step["text"]))
     legend = Text()
     for kind, label in timeline["legend"]:
         legend.append(f"{LETTERS[kind]} {label}  ", COLOURS[kind])
@@ -131,12 +132,14 @@ def _bar(parts: Sequence[Mapping[str, Any]], longest: float) -> Text:
 
 
 def _table(found: Mapping[str, Any]) -> Table:
-    table = Table(box=None, padding=(0, 2), header_style="dim")
-    for index, head in enumerate(found["head"]):
-        table.add_column(printable(head), justify="right" if index in found["numbers"] else "left", no_wrap=index == 0)
+    table = Table(box=None, padding=(0, 1), header_style="dim")
+    columns = [index for index, head in enumerate(found["head"]) if head not in LEFT_OUT]
+    for index in columns:
+        justify: Literal["right", "left"] = "right" if index in found["numbers"] else "left"
+        table.add_column(printable(found["head"][index]), justify=justify, no_wrap=index == 0)
     rows = found["rows"]
     for row in rows[:ROWS]:
-        table.add_row(*(_said(cell["text"], TONES.get(cell["tone"], "")) for cell in row))
+        table.add_row(*(_said(cell["text"], TONES.get(cell["tone"], "")) for cell in (row[index] for index in columns)))
     if len(rows) > ROWS:
         table.add_row(Text(f"{len(rows) - ROWS} more", "dim"))
     return table

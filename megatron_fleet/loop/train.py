@@ -102,6 +102,7 @@ class Training:
             await self._engines.to_trainer()
             await self._trainer.export_hf(Path(config.run.out) / "hf")
         attempt.records.finish()
+        TIMELINE.finish(self._step)
 
     async def _one_step(self) -> None:
         config, attempt, clock = self._config, self._attempt, Clock()

@@ -41,12 +41,15 @@ class Watchdog:
         """
         self._timeline, self._folder, self._factor, self._stacks = timeline, folder, factor, stacks
         self._stalled: list[Phase] = []
+        self._told: Phase | None = None
 
     def look(self) -> None:
         """Write stacks and raise an alert if a phase stalls; once for each, and for those around it."""
-        for phase in [one for one in self._stalled if one.seconds is not None]:
-            self._stalled.remove(phase)
-            log.warning("step %d: %s went on after %s", phase.step + 1, phase.name, duration(phase.seconds or 0.0))
+        told = self._told
+        if told is not None and told.seconds is not None:
+            log.warning("step %d: %s ended after %s", told.step + 1, told.name, duration(told.seconds))
+            self._told = None
+        self._stalled = [phase for phase in self._stalled if phase.seconds is None]
         now = time.monotonic()
         running = [phase for phase in list(self._timeline.phases) if phase.seconds is None]
         late = [
@@ -57,7 +60,8 @@ class Watchdog:
         if not late:
             return
         self._stalled += [phase for phase in running if phase not in self._stalled]
-        self._report(late[-1], now - late[-1].since)  # the innermost
+        self._told = late[-1]  # the innermost
+        self._report(self._told, now - self._told.since)
 
     def limit_s(self, history: list[float]) -> float:
         """Return the seconds from which on a phase with these durations is a stall."""

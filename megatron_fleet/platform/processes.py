@@ -34,7 +34,7 @@ _SPY_S = 20.0
 """py-spy takes a fraction of a second, but not for a process that does not come back from the kernel."""
 _WRITE_S = 5.0
 _MOST_BYTES = 1 << 20
-_OF_RAY = ("/ray/dashboard/", "/ray/_private/", "/ray/autoscaler/", "ray::IDLE")
+_OF_RAY = ("/ray/dashboard/", "/ray/_private/", "/ray/autoscaler/", "ray::IDLE", "ray::Dashboard", "ray::RuntimeEnv")
 
 
 class ChildKilled(Exception):
@@ -123,8 +123,8 @@ def run_processes() -> list[int]:
 def stacks(pids: Sequence[int], py_spy: Path | None = None) -> str:
     """Return the stacks of all threads of some processes of this host as text, with a reason where there are none.
 
-    They come from py-spy, which reads them from outside, however a process hangs; where it may not (the processes of
-    a container without CAP_SYS_PTRACE), from the processes that called `write_stacks_on_signal`.
+    They come from py-spy, which reads them from outside, however a process hangs; where the system forbids that (a
+    container without CAP_SYS_PTRACE), from the processes that called `write_stacks_on_signal`.
 
     Args:
         py_spy: the program; ``None``: the one beside this interpreter.

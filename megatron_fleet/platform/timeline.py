@@ -132,8 +132,13 @@ class Timeline:
         self.step, self.step_began = step, time.time()
         self.phases = [phase for phase in self.phases if phase.seconds is None]
 
+    def finish(self, step: int) -> None:
+        """Note that the run is over, after ``step`` steps."""
+        self.end_step()
+        self.step, self.step_began, self.phases = step, None, []
+
     def end_step(self) -> None:
-        """Note that the current step, or the run, is over."""
+        """Note that the current step is over."""
         if self._events is not None and self.step_began is not None:
             name = f"step {self._events.step}"
             self.add(CONTROLLER, "", name, self.step_began, time.time() - self.step_began)

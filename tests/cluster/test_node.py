@@ -79,6 +79,10 @@ async def test_a_node_starts_ranks_tells_their_end_and_starts_them_again(tmp_pat
                 (1, 1, "mfleet"),
             ]
             first = [link.who.pid for link in links]
+            assert await nodes.stacks(own=HERE) == {}
+            stacks = (await nodes.stacks(own="the controller's"))[HERE]
+            assert all(f"== pid {pid}, " in stacks for pid in (process.pid, *first))
+            assert "tell_stacks" in stacks or "run_forever" in stacks
             os.kill(first[0], signal.SIGSTOP)  # else it ends by itself, sooner or later: its configuration is empty
             os.kill(first[1], signal.SIGKILL)
             log = tmp_path / "logs" / "rank_1.log"

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from waiting import HANG_S, wait_until
+
+from megatron_fleet.platform.processes import run_processes, stacks
 
 STACKS = """
 import subprocess, sys, time
@@ -63,6 +66,28 @@ def test_stacks_of_a_process_and_of_its_children(tmp_path):
     out, _ = run.communicate("\n", timeout=HANG_S)
     assert run.returncode == 0 and out == "[None, None]\n", told.read_text()
     assert told.read_text().count("in parent_hangs") == told.read_text().count("in child_hangs") == 1
+
+
+@pytest.mark.parametrize("py_spy", [None, Path("/nonexistent")])
+def test_stacks_are_read_from_outside_or_else_written_by_the_processes(tmp_path, py_spy):
+    """Some containers do not permit the first; nothing ends in either case."""
+    script, told = tmp_path / "script.py", tmp_path / "told"
+    script.write_text(STACKS)
+    with told.open("w") as errors:
+        able = subprocess.Popen([sys.executable, script, "child"], stdout=subprocess.PIPE, stderr=errors)
+    unable = subprocess.Popen(["sleep", "3600"])
+    try:
+        able.stdout.readline()
+        assert {os.getpid(), able.pid} <= set(run_processes()) and unable.pid not in run_processes()
+        _, own, of_able, of_unable = stacks([os.getpid(), able.pid, unable.pid], py_spy).split("== ")
+        assert "test_stacks_are_read" in own and "child_hangs" in of_able and "no stacks: py-spy: " in of_unable
+        assert of_able.startswith(f"pid {able.pid}, python") and "told\n" in of_able
+        assert able.poll() is None and unable.poll() is None
+    finally:
+        for process in (able, unable):
+            process.kill()
+            process.communicate()
+    assert "no stacks: " in stacks([able.pid], py_spy)
 
 
 def at(nice: int, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -54,8 +54,8 @@ def test_the_first_step_and_every_second_are_traced(line):
             assert {each.name for each in events.slices} >= {f"step {events.step}", f"work of {events.step}"}
             assert any(each.name == "starting" for each in events.slices) == (events.step == 5)
     assert traced == [True, True, False, True, False]
-    line.end_step()
-    assert not line.traced
+    line.finish(9)
+    assert not line.traced and (line.step, line.step_began, line.phases, line.tracing) == (9, None, [], False)
 
 
 def test_nothing_is_traced_by_default_and_a_trace_is_bounded(line, monkeypatch):
