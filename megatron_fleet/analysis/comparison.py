@@ -92,7 +92,7 @@ def named(runs: Sequence[Run]) -> list[Compared]:
 
 def build(runs: Sequence[Compared]) -> Document:
     """Build the page."""
-    sections = (_head(runs), _results(runs), _tasks(runs), _curves(runs), _settings(runs), _definitions(runs))
+    sections = (_head(runs), _results(runs), _curves(runs), _settings(runs), _tasks(runs), _definitions(runs))
     names = " · ".join(one.label for one in runs)
     return Document(f"Comparison of {len(runs)} runs", names, sections)
 

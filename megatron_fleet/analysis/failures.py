@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_fleet.agents.trajectory import Outcome
@@ -95,12 +95,16 @@ _PATTERNS = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Category:
-    """Failure category; ``evidence`` returns a short text for an episode that belongs to it, else ``None``."""
+    """Failure category.
+
+    ``evidence`` returns a short text for an episode that belongs to it, else ``None``, given the episode and its tool
+    errors by category (the first of each).
+    """
 
     key: str
     label: str
     rule: str
-    evidence: Callable[[Episode], str | None]
+    evidence: Callable[[Episode, Mapping[str, str]], str | None]
 
 
 def tool_errors(episode: Episode) -> list[tuple[str, str]]:
@@ -146,29 +150,29 @@ def _classify(kind: str, message: str) -> str:
     return next((name for name, pattern in _PATTERNS if pattern.search(head)), "other_tool_error")
 
 
-def _from_tools(category: str) -> Callable[[Episode], str | None]:
-    return lambda episode: next((message for name, message in tool_errors(episode) if name == category), None)
+def _from_tools(category: str) -> Callable[[Episode, Mapping[str, str]], str | None]:
+    return lambda _, errors: errors.get(category)
 
 
-def _from_outcome(*outcomes: Outcome) -> Callable[[Episode], str | None]:
-    return lambda episode: f"{episode.outcome}: {episode.reason}" if episode.outcome in outcomes else None
+def _from_outcome(*outcomes: Outcome) -> Callable[[Episode, Mapping[str, str]], str | None]:
+    return lambda episode, _: f"{episode.outcome}: {episode.reason}" if episode.outcome in outcomes else None
 
 
-def _timeout(episode: Episode) -> str | None:
-    return _from_outcome(Outcome.TIMEOUT)(episode) or _from_tools("timeout")(episode)
+def _timeout(episode: Episode, errors: Mapping[str, str]) -> str | None:
+    return _from_outcome(Outcome.TIMEOUT)(episode, errors) or errors.get("timeout")
 
 
-def _parse_error(episode: Episode) -> str | None:
+def _parse_error(episode: Episode, errors: Mapping[str, str]) -> str | None:
     count = int(episode.metrics.get("parse_errors", 0))
     return f"turns with a call that could not be read: {count}" if count else None
 
 
-def _loop(episode: Episode) -> str | None:
+def _loop(episode: Episode, errors: Mapping[str, str]) -> str | None:
     count, text = longest_repetition(episode)
     return f"{count} times: {text[:200]}" if count >= LOOP else None
 
 
-def _false_completion(episode: Episode) -> str | None:
+def _false_completion(episode: Episode, errors: Mapping[str, str]) -> str | None:
     if episode.outcome != Outcome.COMPLETED or episode.solved is not False:
         return None
     return f"answered {episode.final_answer!r}"[:300] if episode.final_answer else "declared the task done"
@@ -226,7 +230,8 @@ CATEGORIES: tuple[Category, ...] = (
 
 def failures(episode: Episode) -> dict[str, str]:
     """Map the key of each category that the episode belongs to → evidence."""
-    return {c.key: text for c in CATEGORIES if (text := c.evidence(episode)) is not None}
+    errors = dict(reversed(tool_errors(episode)))  # the first of a category stays
+    return {c.key: text for c in CATEGORIES if (text := c.evidence(episode, errors)) is not None}
 
 
 def by_category(episodes: Sequence[Episode]) -> dict[str, list[tuple[Episode, str]]]:

@@ -67,7 +67,7 @@ def html(document: Document, transcripts: Transcripts | None = None) -> bytes:
         labels=_data(json.dumps({c.key: c.label for c in CATEGORIES})),
         pieces=_data(json.dumps(pieces, ensure_ascii=False, separators=(",", ":"))),
         images=_data(json.dumps(images, separators=(",", ":"))),
-        blobs=[(id, _data(blob)) for id, blob in blobs.items()],
+        blobs=blobs,
     )
     return page.encode("utf-8", "replace")
 

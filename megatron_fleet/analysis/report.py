@@ -22,6 +22,9 @@ from megatron_fleet.storage.local import write_atomically
 
 PAGE_LIMIT = 20_000_000
 """Maximum size of a page in bytes."""
+TRANSCRIPTS_LIMIT = 8_000_000
+"""Part of it for trajectories without their images: some hundred long ones. A browser opens a page in proportion to its
+bytes, a page of this size in less than half a second of processor time."""
 RESERVED = 3_000_000
 """Part of it reserved for everything but trajectories, which takes about 0.2 MB with ten environments."""
 SUMMARY_LINES = 10
@@ -69,7 +72,8 @@ def build(run: Run, limit: int = PAGE_LIMIT) -> tuple[Document, Transcripts]:
     first, last = run.first_and_last(kind)
     pairs = choose_pairs(run.episodes(kind, first), run.episodes(kind, last))
     episodes, totals = browsable(run)
-    transcripts = Transcripts(run, limit - min(RESERVED, limit // 2))
+    room = limit - min(RESERVED, limit // 2)
+    transcripts = Transcripts(run, min(room, TRANSCRIPTS_LIMIT), room)
     transcripts.add(_examples(run, kind))
     transcripts.add(episode for pair in pairs for episode in (pair.before, pair.after))
     transcripts.add(episodes)
@@ -90,7 +94,7 @@ def _shown(run: Run, transcripts: Transcripts, totals: dict[tuple[str, int], int
     if steps < len(run.training_steps):
         lines.append(f"Of {len(run.training_steps)} training steps {steps} were read, evenly spaced.")
     if transcripts.left_out:
-        lines.append(f"{transcripts.left_out} of those chosen did not fit into the page's {limit / 1e6:g} MB.")
+        lines.append(f"{transcripts.left_out} of those chosen did not fit into the page.")
     return lines
 
 

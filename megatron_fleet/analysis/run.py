@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -237,8 +238,12 @@ def _read_ends(run: Run, kind: str, steps: Sequence[int]) -> None:
             run.compared[kind, step] = episodes
 
 
+_shown = cache(shown)
+"""Names of metrics are the same in every row."""
+
+
 def _numbers(row: dict[str, Any]) -> dict[str, Any]:
-    numbers = {shown(name): number_of(value) for name, value in row.items()}
+    numbers = {_shown(name): number_of(value) for name, value in row.items()}
     return {name: value for name, value in numbers.items() if value is not None} | {"step": row["step"]}
 
 

@@ -1,6 +1,5 @@
 """Selection, pairs, transcripts and Markdown: what goes onto a page, in which form."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ from megatron_fleet.analysis.document import Cell, Document, ReportSection, Tabl
 from megatron_fleet.analysis.episodes import message_text
 from megatron_fleet.analysis.run import read_run
 from megatron_fleet.analysis.selection import choose_pairs, first_difference, sample, spread
-from megatron_fleet.analysis.transcripts import Transcripts, piece_text, run_lengths, shorten
+from megatron_fleet.analysis.transcripts import Transcripts, piece_text, run_lengths, shorten, unpack
 
 TINY = Path(__file__).parents[2] / "assets" / "tiny"
 
@@ -72,7 +71,7 @@ def test_a_transcript_has_the_sampled_tokens_and_their_log_probs(make_run: RunMa
     transcripts = Transcripts(run, 100_000)
     transcripts.add(run.episodes("eval", 0))
     transcripts.add(run.episodes("eval", 0))
-    first, second = (json.loads(blob) for blob in transcripts.blobs.values())
+    first, second = map(unpack, transcripts.blobs.values())
     assert (first["ids"], first["runs"], first["logprobs"]) == ([1, 2, 3], [3], [])
     assert (second["ids"], second["runs"], second["logprobs"]) == ([5, 6, 7, 8, 9], [3, 2], [-0.5, -1.0])
     assert second["versions"] == [[3, 2]]
@@ -85,7 +84,7 @@ def test_long_episodes_are_cut_with_their_mask_and_log_probs(make_run: RunMaker,
     run = read_run(make_run.folder)
     transcripts = Transcripts(run, 100_000)
     transcripts.add(run.episodes("eval", 0))
-    cut, whole = (json.loads(blob) for blob in transcripts.blobs.values())
+    cut, whole = map(unpack, transcripts.blobs.values())
     assert (cut["ids"], cut["runs"], cut["logprobs"], cut["cut"]) == ([5, 6, 7, 8], [3, 1], [-0.5], 5)
     assert whole["ids"] == [1, 2, 3, 4] and "cut" not in whole
 
@@ -97,7 +96,7 @@ def test_rewritten_history_is_marked(make_run: RunMaker):
     run = read_run(make_run.folder)
     transcripts = Transcripts(run, 100_000)
     transcripts.add(run.episodes("eval", 0))
-    assert json.loads(transcripts.blobs["eval-0-0"])["segments"] == [3]
+    assert unpack(transcripts.blobs["eval-0-0"])["segments"] == [3]
 
 
 def test_every_id_of_the_tiny_model_has_a_text():

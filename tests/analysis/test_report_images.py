@@ -21,7 +21,7 @@ from megatron_fleet.analysis.render import html
 from megatron_fleet.analysis.report import build
 from megatron_fleet.analysis.run import read_run
 from megatron_fleet.analysis.transcripts import THUMBNAIL_SIDE as SIDE
-from megatron_fleet.analysis.transcripts import thumbnails
+from megatron_fleet.analysis.transcripts import thumbnails, unpack
 from megatron_fleet.envs.base import Image
 
 
@@ -54,7 +54,7 @@ def test_the_page_holds_small_copies_and_nothing_of_the_files_themselves(run):
     assert list(found) == [named(SCREEN)]
     small = PIL.Image.open(io.BytesIO(base64.b64decode(found[named(SCREEN)].split(",")[1])))
     assert small.size == (SIDE, SIDE * 720 // 1280) and small.getpixel((5, 5))[0] > 240
-    assert json.loads(re.search(r'id="t-eval-0-0">(.*?)</script>', page)[1])["messages"][1][2] == [
+    assert unpack(re.search(r'id="t-eval-0-0">(.*?)</script>', page)[1])["messages"][1][2] == [
         named(SCREEN),
         named(BROKEN),
     ]

@@ -21,11 +21,20 @@ function imageOf(digest, number) {
   return image;
 }
 
-const load = (id) => (document.getElementById("t-" + id) ? json("t-" + id) : null);
+/* Records are gzip in base64, unpacked when they are looked at. */
+async function load(id) {
+  const element = document.getElementById("t-" + id);
+  if (!element) return null;
+  const bytes = Uint8Array.from(atob(element.textContent), (c) => c.charCodeAt(0));
+  const unpacked = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return JSON.parse(await new Response(unpacked).text());
+}
 
-function show(id) {
-  const viewer = document.getElementById("viewer"), row = known.get(id), record = load(id);
-  if (!row || !record) return;
+let asked = null;
+async function show(id) {
+  asked = id;
+  const viewer = document.getElementById("viewer"), row = known.get(id), record = await load(id);
+  if (!row || !record || asked !== id) return;
   viewer.replaceChildren(...trajectory(row, record));
   for (const other of document.querySelectorAll(".row")) other.classList.toggle("open", other.dataset.id === id);
   document.querySelector(".row.open")?.scrollIntoView({ block: "nearest" });
@@ -50,11 +59,11 @@ function list() {
   const cut = matching.length > MOST_ROWS ? `; the first ${MOST_ROWS} are listed, narrow the filters to see others` : "";
   document.getElementById("count").textContent = `${matching.length} of ${index.length} trajectories${cut}`;
 }
-function follow() {
+async function follow() {
   const id = /^#trajectory=(.+)$/.exec(location.hash)?.[1];
   if (!id || !known.has(id)) return;
   if (!matching.some((row) => row.id === id)) { filters.reset(); list(); }
-  show(id);
+  await show(id);
   const viewer = document.getElementById("viewer");
   if (viewer.getBoundingClientRect().top > innerHeight * 0.6 || viewer.getBoundingClientRect().bottom < 80) viewer.scrollIntoView({ block: "start" });
 }
@@ -80,8 +89,8 @@ if (filters) {
 }
 
 /* Before and after: filled when opened. */
-function compare(pair) {
-  const sides = make("div", "sides"), before = load(pair.dataset.before), after = load(pair.dataset.after);
+async function compare(pair) {
+  const sides = make("div", "sides"), before = await load(pair.dataset.before), after = await load(pair.dataset.after);
   const parting = Number(pair.dataset.divergence);
   if (!before || !after) return make("p", "quiet", "Left out: the page has no room for these trajectories.");
   const equal = make("details", "whole");
@@ -97,5 +106,5 @@ function compare(pair) {
   return sides;
 }
 for (const pair of document.querySelectorAll(".pair")) {
-  pair.addEventListener("toggle", () => { if (pair.open && pair.children.length === 1) pair.append(compare(pair)); });
+  pair.addEventListener("toggle", async () => { pair.append(await compare(pair)); }, { once: true });
 }
