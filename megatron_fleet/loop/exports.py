@@ -106,7 +106,7 @@ class Exports:
         self._tried: dict[Job, int] = {}
         self._resting: set[Job] = set()
         self._uploaded: set[int | None] = set()
-        self._ended = self._busy = False
+        self._ended = self._busy = self._over = False
         self._stop = threading.Event()
         self._converted = self._failures = 0
         self._seconds = 0.0
@@ -130,7 +130,7 @@ class Exports:
     def needed(self) -> set[int]:
         """Steps whose checkpoints in ``run.out`` are still to be read."""
         with self._changed:
-            return {step for job in self._left() if job.kind != "upload" and (step := job.step) is not None}
+            return {step for job in self._left() if job.kind == "convert" and (step := job.step) is not None}
 
     def metrics(self) -> dict[str, float]:
         """Counts since this attempt began; seconds and difference of the newest."""
@@ -159,7 +159,7 @@ class Exports:
                 log.info("waiting for exports of step %s", ", ".join(_name(job.step) for job in self._left()))
             self._changed.notify_all()
             self._changed.wait_for(
-                lambda: not self._thread.is_alive() or not (self._busy or self._todo()), deadline - time.monotonic()
+                lambda: self._over or not (self._busy or self._todo()), max(0.0, deadline - time.monotonic())
             )
             if left := {_name(job.step) for job in self._left()}:
                 log.warning("exports are not finished: %s; the same command goes on with them", ", ".join(sorted(left)))
@@ -189,7 +189,8 @@ class Exports:
         if self._ended and self._settings.last and _marker(self.path_of(None)) is not None:
             here.append(None)
         for step in here:
-            if self._settings.check and self._probe_of(step).exists() and not self._report_of(step).exists():
+            unchecked = self._probe_of(step).exists() and not self._report_of(step).exists()
+            if self._settings.check and unchecked and step in {*self._wanted, None}:
                 found.append(Job("check", step))
             if self._store is not None and step not in self._uploaded and not self._is_bad(step):
                 found.append(Job("upload", step))
@@ -202,6 +203,14 @@ class Exports:
         return next(iter(sorted(now, key=lambda job: job.kind == "convert")), None)
 
     def _run(self) -> None:
+        try:
+            self._work()
+        finally:
+            with self._changed:
+                self._over = True
+                self._changed.notify_all()
+
+    def _work(self) -> None:
         while True:
             with self._changed:
                 self._busy = False
@@ -308,11 +317,12 @@ class Exports:
             raise ExportFailed(_how_ended(process, logs / "exports.log"))
 
     def _prune(self) -> None:
-        """Remove exports that are no longer wanted, once nothing is left to do for any."""
+        """Remove exports that are no longer wanted and need no more work, once those that are wanted are there."""
         with self._changed:
-            if self._left():
+            left = self._left()
+            if any(job.kind == "convert" for job in left):
                 return
-            unwanted = [step for step in self._exported() if step not in self._wanted]
+            unwanted = set(self._exported()) - self._wanted - {job.step for job in left}
         for step in unwanted:
             remove_folder(self.path_of(step))
             self._forget(step)
