@@ -21,6 +21,7 @@ from typing import Protocol, final
 
 import psutil
 
+from megatron_fleet.cluster.janitor import marked
 from megatron_fleet.cluster.nodes import STACKS_S, Nodes
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
@@ -52,7 +53,17 @@ MAX_PHASES = 100
 class LiveRollout(Protocol):
     """The part of `rollout.service.RolloutService` that is used."""
 
+    @property
+    def run_id(self) -> str: ...
+
     def live(self) -> Load: ...
+
+
+class LiveTrainer(Protocol):
+    """The part of `trainer.group.TrainerGroup` that is used."""
+
+    @property
+    def processes(self) -> list[tuple[str, int]]: ...
 
 
 @final
@@ -60,12 +71,13 @@ class LiveRun:
     """A run, as long as the context lasts, in its folder ``run.out``, which exists.
 
     Attributes:
-        rollout: set once there is one.
+        trainer, rollout: set once they are there.
         nodes: other hosts, if there are any.
     """
 
     def __init__(self, config: Config, started: float) -> None:
         """Args: ``started``: unix time at which this attempt began."""
+        self.trainer: LiveTrainer | None = None
         self.rollout: LiveRollout | None = None
         self.nodes: Nodes | None = None
         self._config, self._started = config, started
@@ -158,7 +170,11 @@ class LiveRun:
     def _stacks(self) -> Mapping[str, str]:
         """Return the stacks of the run's processes by host; other hosts are asked through the event loop."""
         host = socket.gethostname()
-        found = {host: stacks(run_processes())}
+        ranks = [] if self.trainer is None else self.trainer.processes
+        # With an external launcher or Ray cluster they are not below this process.
+        others = [pid for where, pid in ranks if where == host]
+        others += [] if self.rollout is None else marked(self.rollout.run_id)
+        found = {host: stacks(run_processes(others))}
         if self.nodes is not None and self._loop is not None:
             asking = asyncio.run_coroutine_threadsafe(self.nodes.stacks(host), self._loop)
             try:
@@ -166,6 +182,10 @@ class LiveRun:
             except TimeoutError:
                 asking.cancel()
                 found["others"] = "not asked, because the controller itself hangs\n"
+        asked = set(found)
+        for where, pid in ranks:
+            if where not in asked:
+                found[where] = f"{found.get(where, '')}pid {pid}: not asked; `py-spy dump --pid {pid}` there\n"
         return found
 
 

@@ -85,6 +85,7 @@ async def _train(
         config = as_placed(config, placement)
         starter = hosts.starter(config, placement)
         trainer = await stack.enter_async_context(start_trainer(config, hosts.listener, starter, token))
+        live.trainer = trainer
         # In the background: the ranks import Megatron while Ray and the engines start.
         gathering = asyncio.create_task(trainer.gather())
         stack.callback(gathering.cancel)

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -107,16 +107,17 @@ def _catches(pid: int) -> bool:
     return False
 
 
-def run_processes() -> list[int]:
-    """Return the pids of this process and of all Python processes below it, without Ray's own."""
+def run_processes(others: Iterable[int] = ()) -> list[int]:
+    """Return the pids of this process, and of all Python processes below it and among ``others``, without Ray's own."""
     import psutil
 
     found = [os.getpid()]
-    for child in psutil.Process().children(recursive=True):
+    children = [child.pid for child in psutil.Process().children(recursive=True)]
+    for pid in dict.fromkeys([*children, *others]):
         with contextlib.suppress(psutil.Error, OSError):
-            python = os.path.basename(os.readlink(f"/proc/{child.pid}/exe")).startswith("python")
-            if python and not any(part in word for word in child.cmdline() for part in _OF_RAY):
-                found.append(child.pid)
+            python = os.path.basename(os.readlink(f"/proc/{pid}/exe")).startswith("python")
+            if python and not any(part in word for word in psutil.Process(pid).cmdline() for part in _OF_RAY):
+                found.append(pid)
     return found
 
 

@@ -149,6 +149,11 @@ class TrainerGroup:
         self._disconnect()
         self._listener.close()
 
+    @property
+    def processes(self) -> list[tuple[str, int]]:
+        """Host and pid of each connected rank."""
+        return [(link.who.host, link.who.pid) for link in self._links]
+
     def _disconnect(self) -> None:
         for reader in self._readers:
             reader.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from types import SimpleNamespace
 
 import pytest
 from trace_events import read_trace
@@ -28,6 +29,8 @@ LOAD = Load(
 
 
 class Rollout:
+    run_id = "no process has it"
+
     def __init__(self):
         self.failure: Exception | None = None
 
@@ -109,13 +112,16 @@ async def test_stacks_are_written_although_the_event_loop_hangs(tmp_path, monkey
     def the_controller_hangs():
         wait_until(lambda: list((tmp_path / "logs").glob("stall-*.txt")))
 
-    with LiveRun(config(tmp_path), 10.0):
+    with LiveRun(config(tmp_path), 10.0) as run:
+        run.trainer, run.rollout = SimpleNamespace(processes=[("far away", 7), ("far away", 8)]), Rollout()
         with TIMELINE.phase("rollout"):
             the_controller_hangs()
         await until(lambda: read_status(tmp_path).alerts)
         assert "rollout has taken" in read_status(tmp_path).alerts[0].text
     (file,) = (tmp_path / "logs").glob("stall-*.txt")
-    assert "the_controller_hangs" in file.read_text()
+    text = file.read_text()
+    assert "the_controller_hangs" in text
+    assert "=== host far away\npid 7: not asked; `py-spy" in text and "pid 8: " in text
 
 
 async def test_the_watchdog_can_be_turned_off(tmp_path, monkeypatch):
