@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_fleet import __version__
 from megatron_fleet.analysis.runs_commands import add_commands as add_runs_commands
+from megatron_fleet.analysis.trajectories_commands import add_arguments as add_trajectories_arguments
 from megatron_fleet.config.errors import UserError, printable, say
 from megatron_fleet.convert.commands import add_commands as add_convert_commands
 from megatron_fleet.data.commands import add_commands as add_data_commands
@@ -141,6 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     top.add_argument("--once", action="store_true", help="print one frame")
     top.set_defaults(run=_top)
 
+    add_trajectories_arguments(commands.add_parser("trajectories", help="find, print and export episodes of a run"))
     add_runs_commands(commands.add_parser("runs", help="runs in folders and buckets: list, show, diff, prune"))
 
     debug = commands.add_parser("debug", help="examine failures").add_subparsers(required=True, metavar="command")

@@ -6,6 +6,7 @@ so a truncated or changed file is refused and never read as data.
 
 from __future__ import annotations
 
+import importlib.util
 import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,12 @@ IMAGES = "images"
 """Column with the digests of an episode's images, and the folder of a run with their files."""
 LEVEL = 6
 """Of zstd: a fifth smaller than level 1 and as fast to read."""
+
+
+def pyarrow_is_there() -> None:
+    """Raise UserError unless pyarrow can be imported."""
+    if importlib.util.find_spec("pyarrow") is None:
+        raise UserError("files of episodes need pyarrow, which this Python environment lacks; run ./setup.sh.")
 
 
 @cache
@@ -76,7 +83,11 @@ def schema() -> Any:
 
 def encode(trajectories: Sequence[Trajectory]) -> bytes:
     """Encode episodes as a file. Expert routing and the bytes of images are left out."""
-    import pyarrow as pa
+    return write([_table(trajectories[at : at + ROWS]) for at in range(0, len(trajectories), ROWS)])
+
+
+def write(tables: Sequence[Any]) -> bytes:
+    """Write Arrow tables of `schema` as one file, each beginning a row group."""
     from pyarrow import parquet
 
     out = io.BytesIO()
@@ -96,14 +107,18 @@ def encode(trajectories: Sequence[Trajectory]) -> bytes:
         store_schema=False,
     )
     with writer:
-        for at in range(0, len(trajectories), ROWS):
-            own = trajectories[at : at + ROWS]
-            rows = [_row(t) for t in own]
-            columns = {name: [row[name] for row in rows] for name in schema().names if name not in TOKENS}
-            arrays = {name: _lists([getattr(t, name) for t in own], schema().field(name).type) for name in TOKENS}
-            table = pa.table(columns | arrays, schema=schema())
+        for table in tables:
             writer.write_table(table, row_group_size=ROWS)
     return out.getvalue()
+
+
+def _table(trajectories: Sequence[Trajectory]) -> Any:
+    import pyarrow as pa
+
+    rows = [_row(t) for t in trajectories]
+    columns = {name: [row[name] for row in rows] for name in schema().names if name not in TOKENS}
+    arrays = {name: _lists([getattr(t, name) for t in trajectories], schema().field(name).type) for name in TOKENS}
+    return pa.table(columns | arrays, schema=schema())
 
 
 def _row(t: Trajectory) -> dict[str, Any]:
@@ -162,6 +177,7 @@ class Shard:
 
     def __init__(self, folder: Folder, name: str, size: int) -> None:
         """Read the index at the end of the file. ``size``: its bytes."""
+        pyarrow_is_there()
         from pyarrow import parquet
 
         self.where = folder.join(name)
@@ -209,6 +225,10 @@ class Shard:
             if any(not np.array_equal(edge, edges[0]) for edge in edges):
                 raise ValueError("lengths differ")
         return found | {"offsets": edges[0]}
+
+    def table(self, rows: Sequence[int]) -> Any:
+        """Return rows with all columns, as an Arrow table that `write` takes."""
+        return self._table(schema().names, rows)
 
     def _table(self, columns: Sequence[str], rows: Sequence[int] | None) -> Any:
         import pyarrow as pa
@@ -265,9 +285,6 @@ def _refusing(where: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except ImportError:
-        missing = "reading episodes needs pyarrow, which this Python environment lacks; run ./setup.sh."
-        raise UserError(f"{where}: {missing}") from None
     except Exception as error:
         why = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"{where}: is cut, damaged or no file of episodes ({why:.100}); leave it out.") from None
