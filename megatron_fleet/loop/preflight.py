@@ -318,15 +318,36 @@ def _environment(config: Config) -> None:
 
 
 def _wandb_key(config: Config) -> None:
-    """Check that a W&B key exists; it is not validated before the run starts."""
-    wandb = config.logging.wandb
-    if wandb.project is None or wandb.mode == "offline" or wandb_key(config.data.modality):
+    """Check that a W&B key exists, and that W&B knows it. If it does not answer now, the run finds out."""
+    wandb, key = config.logging.wandb, wandb_key(config.data.modality)
+    if wandb.project is None or wandb.mode == "offline":
         return
-    if not Path(os.environ.get("NETRC", "~/.netrc")).expanduser().is_file():
+    if key is None and not Path(os.environ.get("NETRC", "~/.netrc")).expanduser().is_file():
         raise UserError(
             f"logging.wandb.project={wandb.project}: there is no key; set WANDB_API_KEY, run `wandb login`, or set "
             f"logging.wandb.mode=offline."
         )
+    if key is not None and not _is_known(key):
+        raise UserError(
+            f"logging.wandb.project={wandb.project}: W&B does not know the key; correct WANDB_API_KEY, or that of the "
+            f"modality, or set logging.wandb.mode=offline."
+        )
+
+
+def _is_known(key: str) -> bool:
+    """Whether W&B knows a key; true also if it does not answer, or answers something else."""
+    import httpx
+
+    url = f"{os.environ.get('WANDB_BASE_URL', 'https://api.wandb.ai').rstrip('/')}/graphql"
+    try:
+        asked = {"query": "query Viewer { viewer { id } }"}
+        answer = httpx.post(url, json=asked, auth=("api", key), timeout=ANSWER_S)
+        found = answer.json()
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        log.warning("W&B at %s does not say whether it knows the key (%s)", url, type(error).__name__)
+        return True
+    nobody = isinstance(found, dict) and isinstance(found.get("data"), dict) and found["data"].get("viewer") is None
+    return answer.status_code != 401 and not (answer.status_code == 200 and nobody)
 
 
 def _mlflow_server(config: Config) -> None:

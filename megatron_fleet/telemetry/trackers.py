@@ -9,7 +9,7 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -77,6 +77,9 @@ class WandbSink:
         try:
             if key is not None:
                 os.environ[WANDB_KEY] = key
+            # Its own process would send reports of errors, and tell on the terminal of those that it cannot send.
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+            os.environ.setdefault("WANDB_SILENT", "true")
             with only_secrets((), (WANDB_KEY,)):
                 wandb.setup()  # starts W&B's own process, which lasts until this one ends
             self._run = wandb.init(
@@ -96,31 +99,45 @@ class WandbSink:
                 f"logging.wandb.entity, or use logging.wandb.mode=offline."
             ) from error
         self._samples = samples
+        self._gone = False
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log({**metrics, STEP: step})
+        self._log({**metrics, STEP: step})
 
     def draw(self, step: int, distributions: Mapping[str, np.ndarray]) -> None:
         """Log a histogram of each array, float64 ``[N]``, N ≥ 1."""
         from wandb import Histogram
 
-        self._run.log({**{name: Histogram(values.tolist()) for name, values in distributions.items()}, STEP: step})
+        self._log({**{name: Histogram(values.tolist()) for name, values in distributions.items()}, STEP: step})
 
     def samples(self, kind: str, step: int, groups: Sequence[Group]) -> None:
         """Log a table of a few episodes. A failure is logged and changes nothing else."""
         from wandb import Table
 
         rows = [row(t, step) for t in choose(groups, self._samples, step)]
-        if rows:
+        if rows and not self._gone:
             try:
                 self._run.log({f"samples/{kind}": Table(columns=list(COLUMNS), data=rows), STEP: step})
             except Exception as error:  # of its files and formats; a table must not end a run
                 log.warning("no table of episodes of step %d at W&B: %s", step, error)
 
     def close(self, complete: bool = True) -> None:
-        self._run.finish(exit_code=0 if complete else 1)
+        self._unless_gone(lambda: self._run.finish(exit_code=0 if complete else 1))
+
+    def _log(self, row: dict[str, Any]) -> None:
+        self._unless_gone(lambda: self._run.log(row))
+
+    def _unless_gone(self, call: Callable[[], Any]) -> None:
+        """Call W&B, unless its process is gone, which must not end a run; an outage of its server is no error here."""
+        if self._gone:
+            return
+        try:
+            call()
+        except Exception as error:
+            self._gone = True
+            log.warning("W&B gets nothing more of this run (%s: %s); metrics.jsonl has it", type(error).__name__, error)
 
 
 class MlflowSink:

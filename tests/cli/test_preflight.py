@@ -13,6 +13,9 @@ import pytest
 
 pytest.importorskip("hydra")
 
+from held_ports import held_ports
+from wandb_server import WandbServer
+
 from megatron_fleet import cli
 from megatron_fleet.cluster.inventory import Device, Host, Inventory
 from megatron_fleet.config.errors import UserError
@@ -221,6 +224,12 @@ def test_a_run_that_never_evaluates_needs_no_held_out_task(model, tmp_path):
 def test_weights_and_biases_needs_a_key_unless_it_is_offline(model, tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    with held_ports(1) as (port,):
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")  # nobody answers, and the run will say so
+        _needs_a_key(model, monkeypatch)
+
+
+def _needs_a_key(model, monkeypatch):
     assert "set WANDB_API_KEY" in refusal(model, "logging.wandb.project=fleet")
     check(model, "logging.wandb.project=fleet", "logging.wandb.mode=offline")
     monkeypatch.setenv("WANDB_API_KEY_TOOL_USE", "0" * 40)
@@ -228,6 +237,19 @@ def test_weights_and_biases_needs_a_key_unless_it_is_offline(model, tmp_path, mo
     check(model, "logging.wandb.project=fleet", "data.modality=tool_use")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     check(model, "logging.wandb.project=fleet")
+
+
+def test_a_key_that_weights_and_biases_does_not_know_is_refused(model, monkeypatch):
+    server = WandbServer("0" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", server.url + "/")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    check(model, "logging.wandb.project=fleet")
+    monkeypatch.setenv("WANDB_API_KEY_TOOL_USE", "1" * 40)
+    said = refusal(model, "logging.wandb.project=fleet", "data.modality=tool_use")
+    assert "W&B does not know the key" in said and "1111" not in said
+    monkeypatch.setattr(server, "answer", lambda *_: {"viewer": None})
+    assert "W&B does not know the key" in refusal(model, "logging.wandb.project=fleet")
+    server.close()
 
 
 def test_an_mlflow_server_must_answer(model, tmp_path):
