@@ -27,6 +27,7 @@ from megatron_fleet.evaluation.evaluator import choose, notes
 from megatron_fleet.storage.local import write_atomically
 from megatron_fleet.storage.run_folder import RunFolder
 from megatron_fleet.telemetry.sinks import read_metrics
+from megatron_fleet.telemetry.slack import THREAD
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ def open_checkpoints(config: Config) -> Iterator[tuple[Checkpoints, Uploader | N
         return kept(steps) | set(steps[: settings.store.keep])
 
     uploader: Uploader | None = None
-    records = [out / name for name in ("metrics.jsonl", "config.json", SPLIT)]
+    records = [out / name for name in ("metrics.jsonl", "config.json", SPLIT, THREAD)]
     checkpoints = Checkpoints(out / "checkpoints", settings.keep, kept_here, records)
     found = find_start(config, checkpoints, store)
     if store is None:
@@ -106,7 +107,7 @@ def find_start(config: Config, checkpoints: Checkpoints, store: RunStore | None 
     if isinstance(config.run.resume, int):
         found = _of_step(config, checkpoints, store, config.run.resume)
     else:
-        found = _newest(checkpoints, store)
+        found = newest_of(checkpoints, store)
     if found is None and config.run.resume == "must":
         places = " and ".join([config.run.out, *([store.url] if store else [])])
         raise UserError(f"run.resume=must: there is no checkpoint in {places}; correct run.out or run.id.")
@@ -120,8 +121,8 @@ def find_start(config: Config, checkpoints: Checkpoints, store: RunStore | None 
     return found
 
 
-def _newest(checkpoints: Checkpoints, store: RunStore | None) -> Checkpoint | None:
-    """The newest good checkpoint of both places."""
+def newest_of(checkpoints: Checkpoints, store: RunStore | None) -> Checkpoint | None:
+    """Newest good checkpoint of both places, copied here if it is in the store. Errors are those of `find_start`."""
     problem, here = None, None
     try:
         here = checkpoints.newest()

@@ -40,7 +40,7 @@ SHOWN_ENVIRONMENTS = 20
 LAST_LINES, LINES_CHARACTERS = 15, 2000
 ERROR_CHARACTERS = 800
 REQUEUE = os.EX_TEMPFAIL
-_LOG = re.compile(r"\S+/logs/[\w.-]+\.log")
+_LOGS = re.compile(r"\S+/logs(/[\w.-]+\.log)?")
 _JOBS = {"SLURM_JOB_ID": "Slurm job", "SKYPILOT_TASK_ID": "SkyPilot task"}
 _SCORE = re.compile(r"eval/([^/]+)/pass_at_1")
 
@@ -194,14 +194,18 @@ class Announcements:
 
 
 def last_lines(error: BaseException) -> str:
-    """Return the end of the log that an error names, or of its traceback; an error of the user's has none."""
-    if (named := _LOG.search(str(error))) is not None:
+    """Return the end of the log that an error names (of a folder of logs: of the one that was written to last), or of
+    its traceback; an error of the user's has none."""
+    if (named := _LOGS.search(str(error))) is not None:
+        path = Path(named[0])
         try:
-            with open(named[0], "rb") as file:
+            if path.is_dir():
+                path = max(path.glob("*.log"), key=lambda log: log.stat().st_mtime)
+            with path.open("rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - 4 * LINES_CHARACTERS))
                 return file.read().decode(errors="replace")
-        except OSError:
-            pass  # expected: it is on another host
+        except (OSError, ValueError):
+            pass  # expected: it is on another host, or there is none
     return "" if isinstance(error, UserError) else "".join(traceback.format_exception(error))
 
 

@@ -112,13 +112,16 @@ def test_a_run_that_fails_says_its_last_lines(server, tmp_path, monkeypatch):
     logs.mkdir()
     lines = [f"line {number} <@U123>" for number in range(5000)]
     (logs / "rank_0.log").write_text("\n".join([*lines, "```abcdef123456", "CUDA error"]))
-    with pytest.raises(UserError), announced(config_of(server, tmp_path)) as said:
-        said.began(None)
-        said.write(1, FINE)
-        raise UserError(f"the trainer died 3 times, last: rank 0 exited. See {logs / 'rank_0.log'}.")
-    text = server.texts()[-1]
-    assert text.startswith("*:x: failed*\nAfter step 1: the trainer died 3 times")
-    assert text.endswith("line 4999 &lt;@U123&gt;\n'''[SOME_API_KEY]\nCUDA error```") and len(text) < 3000
+    (logs / "rank_1.log").write_text("older")
+    os.utime(logs / "rank_1.log", (0, 0))
+    for where in (logs / "rank_0.log", logs):
+        with pytest.raises(UserError), announced(config_of(server, tmp_path)) as said:
+            said.began(None)
+            said.write(1, FINE)
+            raise UserError(f"the trainer died 3 times, last: rank 0 exited. Logs are in {where}; go on.")
+        text = server.texts()[-1]
+        assert text.startswith("*:x: failed*\nAfter step 1: the trainer died 3 times")
+        assert text.endswith("line 4999 &lt;@U123&gt;\n'''[SOME_API_KEY]\nCUDA error```") and len(text) < 3000
     with pytest.raises(ZeroDivisionError), announced(config_of(server, tmp_path)) as said:
         said.began(None)
         raise ZeroDivisionError("<b>")
