@@ -143,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     top.set_defaults(run=_top)
 
     add_trajectories_arguments(commands.add_parser("trajectories", help="find, print and export episodes of a run"))
-    add_runs_commands(commands.add_parser("runs", help="runs in folders and buckets: list, show, diff, prune"))
+    add_runs_commands(commands.add_parser("runs", help="runs in folders and buckets: list, show, diff, compare, prune"))
 
     debug = commands.add_parser("debug", help="examine failures").add_subparsers(required=True, metavar="command")
     replay = debug.add_parser("replay", help="replay a dumped optimizer step in isolation; status 0 if reproduced")

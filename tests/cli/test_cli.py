@@ -119,7 +119,7 @@ COMMANDS = (
     *("train", "eval", "rank", "node", "config", "data inspect T", "data prepare T --out OUT", "data export T"),
     *("convert to-megatron A OUT", "convert to-hf A OUT", "convert inspect A", "convert verify A B", "report R"),
     "convert check A C",
-    *("top R", "runs list", "runs show R", "runs diff R S", "runs prune R", "trajectories R"),
+    *("top R", "runs list", "runs show R", "runs diff R S", "runs compare R S", "runs prune R", "trajectories R"),
     *("debug replay D", "tune precision", "tune trainer", "tune engine"),
     *("model extend A OUT --factor 2 --original 8", "model make-tiny", "model make-random OUT"),
 )
