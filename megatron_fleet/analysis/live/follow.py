@@ -125,6 +125,8 @@ class MetricsTail:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.version = 0
+        self._latest: dict[str, tuple[int, float] | None] = {}
+        self._latest_of = -1  # their version
         self._clear()
 
     def _clear(self) -> None:
@@ -184,11 +186,12 @@ class MetricsTail:
 
     def latest(self, name: str) -> tuple[int, float] | None:
         """Return the newest value that is on hand of a metric, and its step."""
-        for rows in (self.recent, self.rows):
-            for row in reversed(rows):
-                if (value := row.get(name)) is not None:
-                    return row["step"], value
-        return None
+        if self._latest_of != self.version:
+            self._latest, self._latest_of = {}, self.version
+        if name not in self._latest:
+            rows = (row for rows in (self.recent, self.rows) for row in reversed(rows) if name in row)
+            self._latest[name] = next(((row["step"], row[name]) for row in rows), None)
+        return self._latest[name]
 
 
 @lru_cache(maxsize=100_000)

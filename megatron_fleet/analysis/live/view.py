@@ -20,6 +20,8 @@ SILENT_S = 60.0
 TIMELINE_STEPS = 12
 ETA_STEPS = 10
 SPARK_WIDTH = 16
+TREND_STEPS = 200
+"""Newest steps in the trend of an environment."""
 ERRORS_RATE = 0.5
 """A higher share of tool calls that fail is marked."""
 GIB = 1 << 30
@@ -40,7 +42,7 @@ _SVG = "http://www.w3.org/2000/svg"
 _ENVIRONMENT_HEAD = (
     ("environment", ""),
     ("reward", "mean reward of the newest step with a known one"),
-    ("trend", "training reward, oldest to newest"),
+    ("trend", f"training reward of the newest {TREND_STEPS} steps"),
     ("held-out pass@1", "newest evaluation, training temperature"),
     ("signal", "share of prompts whose known rewards differ"),
     ("turns", "mean per episode"),
@@ -150,12 +152,13 @@ def _phase_fact(status: RunStatus, clock: float) -> Fact:
 
 def _value_facts(metrics: MetricsTail) -> Iterable[Fact]:
     for label, name in (("training reward", "reward/avg_raw_reward"), ("held-out pass@1", "eval/all/pass_at_1")):
-        values = [(row["step"], row[name]) for row in metrics.rows if name in row]
-        if len(values) > 1:
-            (first, before), (last, after) = values[0], values[-1]
-            yield Fact(label, f"{before:.3f} → {after:.3f}", f"step {first} → step {last}")
-        elif values:
-            yield Fact(label, f"{values[0][1]:.3f}", f"step {values[0][0]}")
+        first, last = next((row for row in metrics.rows if name in row), None), metrics.latest(name)
+        if first is None or last is None:
+            continue
+        if first["step"] == last[0]:
+            yield Fact(label, f"{last[1]:.3f}", f"step {last[0]}")
+        else:
+            yield Fact(label, f"{first[name]:.3f} → {last[1]:.3f}", f"step {first['step']} → step {last[0]}")
 
 
 def _timeline(metrics: MetricsTail, status: RunStatus | None, clock: float) -> dict[str, Any]:
@@ -239,16 +242,17 @@ def _environments(follower: RunFollower) -> Table:
     rows = []
     for env in names:
         latest, cells = follower.metrics.latest, [Cell(env)]
-        values = [row[name] for row in follower.metrics.rows if (name := f"reward/{env}/avg_raw_reward") in row]
+        name = f"reward/{env}/avg_raw_reward"
+        values = [row[name] for row in follower.metrics.rows[-TREND_STEPS:] if name in row]
         cells += [
-            _metric(latest(f"reward/{env}/avg_raw_reward")),
-            Cell(sparkline(values[-200:], SPARK_WIDTH) if values else ""),
+            _metric(latest(name)),
+            Cell(sparkline(values, SPARK_WIDTH) if values else ""),
         ]
         cells += [_metric(latest(f"eval/{env}/pass_at_1")), _metric(latest(f"reward/{env}/signal_ratio"), percent)]
         cells += [_metric(latest(f"environment/{env}/avg_turns"), lambda value: f"{value:.1f}")]
         errors = latest(f"environment/{env}/tool_error_rate")
         cells.append(_metric(errors, percent, "bad" if errors and errors[1] > ERRORS_RATE else ""))
-        failed = [latest(f"environment/{env}/{name}_rate") for name in ("infrastructure_failure", "verifier_unknown")]
+        failed = [latest(f"environment/{env}/{rate}_rate") for rate in ("infrastructure_failure", "verifier_unknown")]
         known = [value for value in failed if value]
         whole = (known[0][0], sum(value for _, value in known)) if known else None
         cells.append(_metric(whole, percent, "warn" if whole and whole[1] > 0 else ""))
