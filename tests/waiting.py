@@ -63,5 +63,5 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-LOOP_TIME = SimpleNamespace(monotonic=_now, perf_counter=_now)
+LOOP_TIME = SimpleNamespace(monotonic=_now, perf_counter=_now, time=_now)
 """In place of the module ``time`` in a module that measures what goes on in simulated time."""

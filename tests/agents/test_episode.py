@@ -127,6 +127,11 @@ async def test_metrics_count_what_happened(play):
     seconds = {k for k in t.metrics if k not in expected}
     assert seconds == {"generate_s", "env_s", "verify_s", "seconds"}
     assert t.metrics["seconds"] >= sum(t.metrics[k] for k in seconds - {"seconds"}) > 0
+    assert [name for name, _, _ in t.stretches] == [
+        *("episode", "env", "generate", "env", "env", "generate", "generate", "env", "generate", "verify")
+    ]
+    assert t.stretches[0][2] == t.metrics["seconds"] and t.stretches[-1][2] == t.metrics["verify_s"]
+    assert [began for _, began, _ in t.stretches] == sorted(began for _, began, _ in t.stretches)
     assert [m["content"] for m in t.messages if m["role"] == "tool"] == [
         "a", "Error (invalid_args): q is unknown", "b",
         "Invalid tool call: the JSON is malformed (Expecting property name enclosed in double quotes).",
