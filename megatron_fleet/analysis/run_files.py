@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_fleet.checkpoint.checkpoints import RECORDS
 from megatron_fleet.checkpoint.store import RunStore
@@ -106,8 +107,8 @@ class RunFiles:
                     )
 
     def _find(self, place: str) -> None:
-        """List what is at an address, and what belongs to it elsewhere: evaluations at ``eval.upload`` of the run's
-        configuration, training steps beside the evaluations of Fleet's training system.
+        """List what is at an address, and what belongs to it elsewhere: where the run's configuration says that it
+        uploads trajectories, and training steps beside evaluations.
         """
         address = place.rstrip("/")
         source = open_folder(address)
@@ -118,7 +119,7 @@ class RunFiles:
                 name = f"global_step_{step}/{RECORDS}/{record}"
                 if name in sizes:
                     self._stored[record] = _Stored(source, name, sizes[name])
-        if uploads := self._uploads():
+        for uploads in self._uploads():
             there = open_folder(uploads)
             self._add(there, there.sizes())
         parent, _, run = address.rpartition("/")
@@ -131,20 +132,25 @@ class RunFiles:
             if called := _called(name):
                 self._stored.setdefault(called, _Stored(source, name, size))
 
-    def _uploads(self) -> str | None:
-        """Address of the evaluations of a run in a checkpoint store."""
+    def _uploads(self) -> list[str]:
+        """Addresses of the evaluations and of the training steps of a run in a checkpoint store."""
         stored = self._stored.get(CONFIG)
         if stored is None:
-            return None
+            return []
         config = parse_json(stored.source.read(stored.name), stored.source.join(stored.name))
-        sections = [config.get(name) if isinstance(config, dict) else None for name in ("eval", "run")]
-        where, run = (
-            section.get(key) if isinstance(section, dict) else None
-            for section, key in zip(sections, ("upload", "id"), strict=True)
-        )
-        if not isinstance(where, str) or not where.startswith("s3://") or not isinstance(run, str):
-            return None
-        return f"{where.rstrip('/')}/evals/{run}"
+        run = _setting(config, "run", "id")
+        places = {"evals": _setting(config, "eval", "upload")}
+        places["rollouts"] = _setting(config, "logging", "trajectories", "upload")
+        return [
+            f"{place.rstrip('/')}/{kind}/{run}" for kind, place in places.items() if run and place.startswith("s3://")
+        ]
+
+
+def _setting(config: Any, *names: str) -> str:
+    """Return a text of a configuration; empty if it has none there."""
+    for name in names:
+        config = config.get(name) if isinstance(config, dict) else None
+    return config if isinstance(config, str) else ""
 
 
 def is_run(folder: Path) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fleet.analysis.fleet_layout import AGGREGATED, parse_rows
-from megatron_fleet.analysis.run_files import FLEET_EVALUATIONS, FLEET_TRAINING, RunFiles, is_run
+from megatron_fleet.analysis.run_files import FLEET_EVALUATIONS, FLEET_TRAINING, TRAJECTORIES, RunFiles, is_run
 from megatron_fleet.checkpoint.checkpoints import RECORDS, Checkpoint, Checkpoints
 from megatron_fleet.checkpoint.manifest import MANIFEST
 from megatron_fleet.checkpoint.store import RunStore
@@ -21,14 +21,17 @@ from megatron_fleet.storage.folder import Folder
 from megatron_fleet.storage.local import LocalFolder
 from megatron_fleet.storage.open import open_folder
 from megatron_fleet.storage.run_folder import IDENTITY, RunFolder, in_use
+from megatron_fleet.telemetry.shards import SUFFIX
 from megatron_fleet.telemetry.sinks import read_metrics
 
 PASS_AT_1 = "eval/all/pass_at_1"
 _RECORDS = re.compile(
     rf"(?:(.*)/)?(?:(?:global_step_(\d+)|eval_only)/(?:greedy/)?[^/]+\.jsonl|global_step_(\d+)\.jsonl"
+    rf"|{TRAJECTORIES}/(?:step|eval|greedy)_(\d+){re.escape(SUFFIX)}"
     rf"|(?:{FLEET_EVALUATIONS}/global_step_(\d+)_evals/[^/]+|{FLEET_TRAINING}/global_step_(\d+))\.jsonl)"
 )
 """Files of evaluations and training steps below a store, and their steps; the first group is the run's address."""
+_STEP = re.compile(r"(?:^|/)(?:global_step_\d+|eval_only)$")
 _CHECKPOINT = re.compile(rf"(?:(.*)/)?global_step_(\d+)/{re.escape(MANIFEST)}")
 
 
@@ -184,7 +187,7 @@ def _stored(place: str) -> Iterator[RunSummary]:
     for name in sizes:
         if found := _CHECKPOINT.fullmatch(name):
             steps.setdefault(found[1] or "", []).append(int(found[2]))
-        elif found := _RECORDS.fullmatch(name):
+        elif (found := _RECORDS.fullmatch(name)) and not _STEP.search(found[1] or ""):
             records.setdefault(found[1] or "", []).append(name)
     for prefix in steps:
         yield _checkpoints(base, sizes, place, prefix, len(steps[prefix]))

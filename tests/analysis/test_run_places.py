@@ -147,13 +147,18 @@ def test_older_runs_in_a_bucket_are_downloaded_only_as_far_as_needed(s3, tmp_pat
 def test_a_run_in_a_checkpoint_store_has_the_evaluations_that_it_uploaded(s3, tmp_path, cache, capsys):
     base = f"s3://{BUCKET}/{tmp_path.name}"
     maker = RunMaker(tmp_path / "run")
-    config = {"run": {"name": "mine", "id": "mine_1"}, "eval": {"upload": base}}
+    uploading = {"eval": {"upload": base}, "logging": {"trajectories": {"upload": base}}}
+    config = {"run": {"name": "mine", "id": "mine_1"}, **uploading}
     (maker.folder / "config.json").write_text(json.dumps(config))
     for step, reward in ((0, 0.0), (2, 0.5), (4, 1.0)):
         maker.evaluate(step, groups({f"s{i}": [reward, 0.0] for i in range(6)}))
         written = maker.folder / "trajectories" / f"eval_{step:06d}.parquet"
         uploads = Uploads(base)
         uploads.add({f"trajectories/{written.name}": written}, f"evals/mine_1/global_step_{step}")
+        if step < 4:
+            maker.train(step + 1, groups({"t": [0.0, 1.0]}))
+            name = f"step_{step + 1:06d}.parquet"
+            uploads.add({name: maker.folder / "trajectories" / name}, "rollouts/mine_1/trajectories")
         uploads.close()
 
     async def weights(path: Path) -> dict:
@@ -176,7 +181,10 @@ def test_a_run_in_a_checkpoint_store_has_the_evaluations_that_it_uploaded(s3, tm
         line for line in same.splitlines() if line.startswith("| shop")
     ]
     names = {path.name for path in cache.rglob("*") if path.is_file()}
-    assert names == {"config.json", "metrics.jsonl", "split.json", "eval_000000.parquet", "eval_000004.parquet"}
+    shards = {"eval_000000.parquet", "eval_000004.parquet", "step_000001.parquet", "step_000003.parquet"}
+    assert names == {"config.json", "metrics.jsonl", "split.json", *shards}
+    assert [(run.id, run.step) for run in find_runs(f"{base}/rollouts")] == [("mine_1", 3)]
+    assert sorted((run.id, run.state) for run in find_runs(base)) == [("mine_1", "records"), ("mine_1", "stored")]
     # Small files may change without a change of their size.
     before = run_files.RunFiles(store.url).folder / "config.json"
     before.write_text(before.read_text().replace("mine_1", "mine_2"))
