@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.convert.plan import JOURNAL, Checksum, OutputFile, Plan, windows
+from megatron_fleet.convert.plan import Checksum, OutputFile, Plan, windows
 from megatron_fleet.storage.folder import PART, FileWriter, Folder, aligned_buffer
 from megatron_fleet.storage.open import open_folder, open_staging
 from megatron_fleet.storage.staging import Staging
+from megatron_fleet.weights.hf_folder import JOURNAL
 
 ATTEMPTS = 5
 """Attempts to complete a folder that other processes are completing too."""

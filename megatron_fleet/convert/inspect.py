@@ -11,12 +11,11 @@ from typing import Any
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import MAX_DEPTH
 from megatron_fleet.convert.origin import kept_template
-from megatron_fleet.convert.plan import JOURNAL
 from megatron_fleet.convert.template import open_template
 from megatron_fleet.convert.to_hf import MARKER
 from megatron_fleet.storage.open import open_folder
 from megatron_fleet.weights.checkpoint_reader import MegatronCheckpoint
-from megatron_fleet.weights.hf_folder import INDEX, SINGLE, read_headers
+from megatron_fleet.weights.hf_folder import INDEX, JOURNAL, SINGLE, read_headers
 from megatron_fleet.weights.torch_dist.dtypes import DTYPES
 from megatron_fleet.weights.torch_dist.index import ChunkedTensor
 from megatron_fleet.weights.torch_dist.pickle_reader import Opaque

@@ -10,9 +10,6 @@ from typing import Protocol
 
 from megatron_fleet.storage.folder import Folder
 
-JOURNAL = "conversion.json"
-"""File that identifies a conversion, next to its files: written first, so that only the same one is resumed."""
-
 CHECKPOINT = "manifest_sha256"
 """Entry of the journal of an export: SHA-256 of the manifest of the run's checkpoint from which it was made."""
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.convert.content import FileRange
-from megatron_fleet.convert.plan import JOURNAL, Bytes, OutputFile
+from megatron_fleet.convert.plan import Bytes, OutputFile
 from megatron_fleet.storage.folder import Folder
 from megatron_fleet.storage.open import open_folder
 from megatron_fleet.weights.floats import cast, numpy_type
@@ -95,7 +95,7 @@ def template_of(model: HfModel) -> Template:
     folder, sizes = model.folder, model.folder.sizes()
     files = sorted({stored.file for stored in model.stored.values()})
     headers = {name: read_header_bytes(folder, name, sizes[name]) for name in files}
-    small = {name: data for name, data in companions(folder).items() if name != JOURNAL}
+    small = dict(companions(folder))
     if INDEX in sizes:
         small[INDEX] = folder.read(INDEX)
     passthrough = {name: (folder, model.stored[name]) for name in _not_in_megatron(model)}

@@ -35,12 +35,13 @@ from megatron_fleet.config.schema import Config
 from megatron_fleet.config.secrets import STORE, without_secrets
 from megatron_fleet.config.sections.run import ExportConfig
 from megatron_fleet.convert.check import Result, copy_probe
-from megatron_fleet.convert.plan import CHECKPOINT, JOURNAL
+from megatron_fleet.convert.plan import CHECKPOINT
 from megatron_fleet.platform.alerts import alert
 from megatron_fleet.storage.local import UNFINISHED, LocalFolder, remove_folder, rename_folder
 from megatron_fleet.storage.open import open_folder, open_staging
 from megatron_fleet.storage.transfer import Copy, transfer
 from megatron_fleet.telemetry.sinks import read_metrics
+from megatron_fleet.weights.hf_folder import JOURNAL, ORIGIN
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +49,6 @@ FOLDER, LAST = "exports", "hf"
 """Below ``run.out`` and below the run's address in the store: exports of single steps, and of the last one."""
 MARKER = "config.json"
 """File of an HF folder that comes last."""
-ORIGIN = "export.json"
-"""File of an export in the store that names its checkpoint; it comes first, so that no two exports are mixed."""
 ATTEMPTS = 3
 """Attempts at each piece of work; the next one is made when another checkpoint is there, or at the end."""
 WORKERS = 4

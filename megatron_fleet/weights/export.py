@@ -15,7 +15,7 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.models.hf_config import drop_quantization
 from megatron_fleet.platform.communicator import Communicator, together
 from megatron_fleet.storage.local import begin_folder, commit_folder
-from megatron_fleet.weights.hf_folder import INDEX, SINGLE, read_config
+from megatron_fleet.weights.hf_folder import INDEX, NOTES, SINGLE, read_config
 from megatron_fleet.weights.source import MegatronWeightSource, ParamMeta
 
 SHARD_BYTES = 5_000_000_000
@@ -67,7 +67,8 @@ def _start(template: Path, out: Path, dtype: torch.dtype) -> Path:
         raise UserError(f"{out}: exists and is not an HF folder; choose another place for the export.")
     partial = begin_folder(out)
     for file in sorted(template.iterdir()):
-        if file.is_file() and file.suffix in COMPANIONS and not file.name.endswith(".safetensors.index.json"):
+        belongs = file.suffix in COMPANIONS and file.name not in NOTES
+        if file.is_file() and belongs and not file.name.endswith(".safetensors.index.json"):
             shutil.copyfile(file, partial / file.name)
     key = "dtype" if "dtype" in config else "torch_dtype"
     config[key] = str(dtype).removeprefix("torch.")

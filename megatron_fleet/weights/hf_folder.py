@@ -19,6 +19,12 @@ from megatron_fleet.storage.open import open_folder
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+JOURNAL = "conversion.json"
+"""File of a conversion's output that identifies the conversion: written first, so that only the same one is resumed."""
+ORIGIN = "export.json"
+"""File of an export in a store that names its checkpoint; it comes first, so that no two exports are mixed."""
+NOTES = (JOURNAL, ORIGIN)
+"""Files that tell where a folder is from, and do not belong to a model that is made from it."""
 _BY_SIZE = {1: "BOOL U8 I8 F8_E4M3 F8_E5M2 F8_E8M0", 2: "I16 U16 F16 BF16", 4: "I32 U32 F32", 8: "I64 U64 F64"}
 ITEM_BYTES = {name: size for size, names in _BY_SIZE.items() for name in names.split()}
 """Item size of each safetensors dtype that takes whole bytes."""
@@ -240,4 +246,5 @@ def companions(folder: Folder) -> Mapping[str, bytes]:
         name: folder.read(name)
         for name in sorted(folder.sizes())
         if "/" not in name and name.endswith(suffixes) and not name.endswith(".safetensors.index.json")
+        if name not in NOTES
     }

@@ -19,6 +19,7 @@ from megatron_fleet.checkpoint.checkpoints import Checkpoint, Checkpoints
 from megatron_fleet.checkpoint.store import RunStore
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
+from megatron_fleet.config.validate import check
 from megatron_fleet.loop import exports as module
 from megatron_fleet.loop.exports import Exports, open_exports, wanted
 from megatron_fleet.storage.open import open_folder
@@ -362,4 +363,4 @@ async def test_the_trainer_s_log_probs_are_saved_where_a_check_is_wanted(tmp_pat
 )
 def test_settings_that_export_nothing_are_refused(overrides, problem):
     with pytest.raises(UserError, match=problem):
-        load(["experiment=quickstart", *overrides])
+        check(load(["experiment=quickstart", *overrides]))

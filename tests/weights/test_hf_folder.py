@@ -268,7 +268,8 @@ def test_a_header_beyond_the_formats_limit_is_not_read(tmp_path, monkeypatch):
 
 def test_companions_are_the_small_files_beside_the_weights(tmp_path):
     kept = ("config.json", "generation_config.json", "merges.txt", "chat_template.jinja", "tiktoken.model", "code.py")
-    for name in (*kept, INDEX, SINGLE, "README.md", "other.safetensors.index.json", "pytorch_model.bin"):
+    others = ("README.md", "other.safetensors.index.json", "pytorch_model.bin", "conversion.json", "export.json")
+    for name in (*kept, INDEX, SINGLE, *others):
         (tmp_path / name).write_text(name)
     (tmp_path / "original").mkdir()
     (tmp_path / "original" / "params.json").write_text("{}")

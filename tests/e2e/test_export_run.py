@@ -1,0 +1,53 @@
+"""Exports of a real run while it goes on: equal to what the converter makes, checked in vLLM, where a run can begin."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from whole_runs import RUN_TIMEOUT_S, Run
+
+pytestmark = pytest.mark.slow
+
+CONVERTER = Path(__file__).parents[2] / "tools" / "convert" / "to_hf.py"
+
+
+def files(folder: Path, *without: str) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in without}
+
+
+def test_exports_are_what_the_converter_makes_are_checked_sent_and_begin_a_run(tmp_path):
+    store = tmp_path / "store"
+    overrides = (
+        *("run.steps=2", "run.id=exported", "eval.at_start=false", "eval.at_end=false", "checkpoint.export.every=1"),
+        *("checkpoint.export.check=true", f"checkpoint.store.url={store}"),
+    )
+    run = Run(tmp_path / "run", overrides)
+    run.finish()
+    run.assert_nothing_left()
+    for step in (1, 2):
+        exported = run.out / "exports" / f"step_00000{step}"
+        command = [sys.executable, CONVERTER, run.out / "checkpoints" / exported.name, tmp_path / exported.name]
+        subprocess.run(command, check=True, capture_output=True, timeout=RUN_TIMEOUT_S)
+        assert files(exported) == files(tmp_path / exported.name)
+        [sent] = store.glob(f"*/*/exported/exports/global_step_{step}")
+        assert files(sent, "export.json") == files(exported)
+        checked = json.loads(exported.with_name(f"{exported.name}.check.json").read_text())
+        assert checked["step"] == step and checked["tokens"] == 124 and checked["largest"] < 1e-3
+    weights = {"model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json"}
+    assert files(exported).keys() >= weights
+    assert files(exported)["model.safetensors"] != files(run.out / "exports" / "step_000001")["model.safetensors"]
+    [sent] = store.glob("*/*/exported/hf")
+    assert files(sent, "export.json") == files(run.out / "hf")
+    assert json.loads((run.out / "hf.check.json").read_text())["largest"] < 1e-3
+    assert run.metrics()[-1]["checkpoint/exports_failed"] == 0
+    assert "checkpoint/export_difference" not in run.metrics()[0]
+    begun = Run(
+        tmp_path / "begun", ("run.steps=1", f"model.path={exported}", "eval.at_start=false", "eval.at_end=false")
+    )
+    begun.finish()
+    assert (begun.out / "hf" / "tokenizer.json").read_bytes() == files(exported)["tokenizer.json"]
+    assert not (begun.out / "hf" / "conversion.json").exists()
