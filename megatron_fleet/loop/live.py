@@ -30,6 +30,7 @@ from megatron_fleet.loop.watchdog import Watchdog
 from megatron_fleet.platform.alerts import listening
 from megatron_fleet.platform.processes import run_processes, stacks
 from megatron_fleet.platform.timeline import TIMELINE
+from megatron_fleet.platform.waiting import task_stacks
 from megatron_fleet.rollout.monitor import EngineReading, EnvironmentTally, Load
 from megatron_fleet.telemetry.status import (
     INTERVAL_S,
@@ -174,7 +175,8 @@ class LiveRun:
         # With an external launcher or Ray cluster they are not below this process.
         others = [pid for where, pid in ranks if where == host]
         others += [] if self.rollout is None else marked(self.rollout.run_id)
-        found = {host: stacks(run_processes(others))}
+        tasks = "" if self._loop is None else f"== tasks of the controller\n{task_stacks(self._loop)}\n"
+        found = {host: tasks + stacks(run_processes(others))}
         if self.nodes is not None and self._loop is not None:
             asking = asyncio.run_coroutine_threadsafe(self.nodes.stacks(host), self._loop)
             try:

@@ -30,8 +30,8 @@ _REAP_S = 1.0
 """A child's pipes close before its exit status is available."""
 
 
-_SPY_S = 20.0
-"""py-spy takes a fraction of a second, but not for a process that does not come back from the kernel."""
+_SPY_S = 10.0
+"""py-spy takes a fraction of a second, but not to pause a process that does not come back from the kernel."""
 _WRITE_S = 5.0
 _MOST_BYTES = 1 << 20
 _OF_RAY = ("/ray/dashboard/", "/ray/_private/", "/ray/autoscaler/", "ray::IDLE", "ray::Dashboard", "ray::RuntimeEnv")
@@ -101,10 +101,13 @@ def _write_all_stacks() -> None:
 
 
 def _catches(pid: int) -> bool:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("SigCgt:"):
-            return bool(int(line.split()[1], 16) & 1 << _SIGNAL - 1)
-    return False
+    return bool(int(_status(pid)["SigCgt"], 16) & 1 << _SIGNAL - 1)
+
+
+def _status(pid: int) -> dict[str, str]:
+    """Return what the kernel says of a process. Raises OSError when it has ended."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 def run_processes(others: Iterable[int] = ()) -> list[int]:
@@ -135,15 +138,19 @@ def stacks(pids: Sequence[int], py_spy: Path | None = None) -> str:
 
 
 def _stacks_of(pid: int, py_spy: Path) -> str:
-    found, reason = _spied(pid, py_spy)
-    if found:
-        return found
+    # A process that is stopped, or in the kernel, cannot be paused; that py-spy reads it unpaused is the exception.
+    for more in ((), ("--nonblocking",)):
+        found, reason = _spied(pid, py_spy, more)
+        if found:
+            return found
     try:
         if pid == os.getpid():
             with tempfile.TemporaryFile() as file:
                 faulthandler.dump_traceback(file)
                 file.seek(0)
                 return file.read().decode(errors="replace")
+        if _status(pid)["State"].startswith("T"):
+            return f"no stacks: {reason}; the process itself is stopped\n"
         if _catches(pid):
             return _written_by(pid)
     except OSError as error:  # expected: it has ended
@@ -151,10 +158,10 @@ def _stacks_of(pid: int, py_spy: Path) -> str:
     return f"no stacks: {reason}; the process writes none by itself\n"
 
 
-def _spied(pid: int, py_spy: Path) -> tuple[str, str]:
+def _spied(pid: int, py_spy: Path, more: Sequence[str]) -> tuple[str, str]:
     """Return what py-spy reads, or nothing and the reason."""
     environment = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
-    command = [str(py_spy), "dump", "--pid", str(pid)]
+    command = [str(py_spy), "dump", "--pid", str(pid), *more]
     try:
         done = subprocess.run(command, capture_output=True, env=environment, timeout=_SPY_S)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -186,10 +193,10 @@ def _written_by(pid: int) -> str:
 
 
 def _title(pid: int) -> str:
-    """Name a process by the file that its output goes to, and by its own name."""
+    """Name a process by its own name, its state and the file that its output goes to."""
     try:
-        name = Path(f"/proc/{pid}/comm").read_text().strip()
-        return f"pid {pid}, {name}, {os.path.basename(os.readlink(f'/proc/{pid}/fd/2'))}"
+        status, log = _status(pid), os.path.basename(os.readlink(f"/proc/{pid}/fd/2"))
+        return f"pid {pid}, {status['Name']}, {status['State']}, {log}"
     except OSError:
         return f"pid {pid}"
 

@@ -1,9 +1,11 @@
-"""Waiting for work that must not be left running."""
+"""Waiting for work that must not be left running, and what waits for what."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -50,3 +52,22 @@ async def unless(work: Coroutine[Any, Any, T], interruption: Coroutine[Any, Any,
     if finished:
         return working.result()
     raise waiting.result()
+
+
+def task_stacks(loop: asyncio.AbstractEventLoop) -> str:
+    """Return where the tasks of ``loop`` wait, innermost call first, as text; equal ones once. Any thread may call it.
+
+    The stack of a thread that runs a loop says nothing of them.
+    """
+    found = Counter(_stack_of(task) for task in asyncio.all_tasks(loop))
+    return "".join(f"{count} {'task' if count == 1 else 'tasks'}\n{stack}" for stack, count in found.most_common())
+
+
+def _stack_of(task: asyncio.Task[Any]) -> str:
+    lines: list[str] = []
+    waiting: Any = task.get_coro()
+    while (frame := getattr(waiting, "cr_frame", None) or getattr(waiting, "gi_frame", None)) is not None:
+        where = "/".join(Path(frame.f_code.co_filename).parts[-3:])
+        lines.append(f"    {frame.f_code.co_qualname} ({where}:{frame.f_lineno})\n")
+        waiting = getattr(waiting, "cr_await", None) or getattr(waiting, "gi_yieldfrom", None)
+    return "".join(reversed(lines))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -112,6 +113,11 @@ async def test_stacks_are_written_although_the_event_loop_hangs(tmp_path, monkey
     def the_controller_hangs():
         wait_until(lambda: list((tmp_path / "logs").glob("stall-*.txt")))
 
+    async def idle():
+        await asyncio.Event().wait()
+
+    waiting = [asyncio.create_task(idle()) for _ in range(2)]
+    await asyncio.sleep(0)
     with LiveRun(config(tmp_path), 10.0) as run:
         run.trainer, run.rollout = SimpleNamespace(processes=[("far away", 7), ("far away", 8)]), Rollout()
         with TIMELINE.phase("rollout"):
@@ -120,7 +126,9 @@ async def test_stacks_are_written_although_the_event_loop_hangs(tmp_path, monkey
         assert "rollout has taken" in read_status(tmp_path).alerts[0].text
     (file,) = (tmp_path / "logs").glob("stall-*.txt")
     text = file.read_text()
+    assert all(task.cancel() for task in waiting)
     assert "the_controller_hangs" in text
+    assert re.search(r"2 tasks\n    Event.wait \(.*\)\n    .*idle \(tests/loop/test_live.py:\d+\)\n", text)
     assert "=== host far away\npid 7: not asked; `py-spy" in text and "pid 8: " in text
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -83,6 +84,10 @@ def test_stacks_are_read_from_outside_or_else_written_by_the_processes(tmp_path,
         assert "test_stacks_are_read" in own and "child_hangs" in of_able and "no stacks: py-spy: " in of_unable
         assert of_able.startswith(f"pid {able.pid}, python") and "told\n" in of_able
         assert able.poll() is None and unable.poll() is None
+        os.kill(able.pid, signal.SIGSTOP)
+        wait_until(lambda: "T (stopped)" in stacks([able.pid], Path("/nonexistent")).splitlines()[0])
+        spied = 'File "' not in of_able
+        assert ("child_hangs" in stacks([able.pid], py_spy)) == spied
     finally:
         for process in (able, unable):
             process.kill()
