@@ -215,6 +215,32 @@ def test_closing_ends_the_process_at_once_and_leaves_nothing_that_looks_whole(ma
     assert run.steps() == []
 
 
+@pytest.mark.slow
+def test_exports_are_what_the_converter_makes_byte_for_byte(make, tmp_path):
+    def convert(command: str, source: Path, out: Path) -> None:
+        command = [sys.executable, "-m", "megatron_fleet.cli", "convert", command, source, out, "--workers", "1"]
+        subprocess.run(command, check=True, capture_output=True, timeout=HANG_S)
+
+    run = make("checkpoint.export.every=1")
+    model = Path(run.config.model.path)
+    convert("to-megatron", model, tmp_path / "megatron")
+
+    async def write(path: Path):
+        for file in (tmp_path / "megatron" / "release").iterdir():
+            (path / file.name).write_bytes(file.read_bytes())
+        return {}
+
+    saved = asyncio.run(run.checkpoints.save(1, write, {"step": 1}))
+    run.opened = Exports(run.config, run.checkpoints, None)
+    run.opened.finish(HANG_S)
+    exported = {path.name: path.read_bytes() for path in (run.out / "exports" / "step_000001").iterdir()}
+    (run.out / "config.json").write_text(json.dumps({"model": {"path": str(model)}}))  # as a run leaves it
+    convert("to-hf", saved.path, tmp_path / "converted")
+    assert exported == {path.name: path.read_bytes() for path in (tmp_path / "converted").iterdir()}
+    for name in ("model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert exported[name] == (model / name).read_bytes()
+
+
 def test_exports_of_another_checkpoint_of_the_step_are_not_taken_for_this_ones(make):
     run = make("checkpoint.export.every=1")
     run.save(1, "one way")
