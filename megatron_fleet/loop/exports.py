@@ -117,6 +117,12 @@ class Exports:
 
     def refresh(self) -> None:
         """Decide anew what is to be exported, because there is a new checkpoint; call it in a thread."""
+        try:
+            self._decide()
+        except (UserError, OSError) as error:
+            alert(log, "checkpoint", f"what to export could not be decided: {error}", "export")
+
+    def _decide(self) -> None:
         metric = self._config.checkpoint.keep_best if self._settings.best else None
         rows = [] if metric is None else read_metrics(self._out / "metrics.jsonl")
         scores = {row["step"]: row[str(metric)] for row in rows if row.get(str(metric)) is not None}
@@ -129,18 +135,24 @@ class Exports:
     def needed(self) -> set[int]:
         """Steps whose checkpoints in ``run.out`` are still to be read."""
         with self._changed:
-            return {step for job in self._left() if job.kind == "convert" and (step := job.step) is not None}
+            try:
+                return {step for job in self._left() if job.kind == "convert" and (step := job.step) is not None}
+            except OSError:  # a disk that fails must not fail the save that asks
+                return set(self._wanted)
 
     def metrics(self) -> dict[str, float]:
         """Counts since this attempt began; seconds and difference of the newest."""
         with self._changed:
-            result = {} if self._result is None else {"checkpoint/export_difference": self._result.mean}
-            return result | {
+            found: dict[str, float] = {
                 "checkpoint/exports": self._converted,
                 "checkpoint/exports_failed": self._failures,
-                "checkpoint/exports_waiting": len({job.step for job in self._left()}),
                 "checkpoint/export_seconds": self._seconds,
             }
+            if self._result is not None:
+                found["checkpoint/export_difference"] = self._result.mean
+            with suppress(OSError):
+                found["checkpoint/exports_waiting"] = len({job.step for job in self._left()})
+            return found
 
     def finish(self, timeout_s: float) -> None:
         """Do everything that is left, the export of the last step included, at most for ``timeout_s``.
@@ -155,7 +167,7 @@ class Exports:
             self._ended = self._devices_are_free = True
             self._resting.clear()
             if self._left():
-                log.info("waiting for exports of step %s", ", ".join(_name(job.step) for job in self._left()))
+                log.info("waiting for exports: %s", ", ".join(sorted({_name(job.step) for job in self._left()})))
             self._changed.notify_all()
             self._changed.wait_for(
                 lambda: self._over or not (self._busy or self._todo()), max(0.0, deadline - time.monotonic())
@@ -279,7 +291,10 @@ class Exports:
     def _is_bad(self, step: int | None) -> bool:
         """Whether a check found another model."""
         report = self._report_of(step)
-        return report.exists() and not Result.read(report).mean <= self._config.rollout.engine.probe_tolerance
+        try:
+            return report.exists() and not Result.read(report).mean <= self._config.rollout.engine.probe_tolerance
+        except UserError:  # it is damaged: not known to be good
+            return True
 
     def _upload(self, step: int | None) -> None:
         assert self._store is not None
@@ -419,7 +434,10 @@ def _beside(export: Path, suffix: str) -> Path:
 
 def _is_of(export: Path, checkpoint: Path) -> bool:
     """Whether an export, finished or not, is of this checkpoint: another one may have been of the same step."""
-    return _journal(export).get(CHECKPOINT) == _fingerprint(checkpoint)
+    try:
+        return _journal(export).get(CHECKPOINT) == _fingerprint(checkpoint)
+    except FileNotFoundError:  # the checkpoint was removed meanwhile
+        return True
 
 
 def _journal(export: Path) -> dict[str, object]:
