@@ -20,6 +20,8 @@ from megatron_fleet.agents.trajectory import Group, Outcome, Trajectory
 from megatron_fleet.algorithms.advantages import is_known
 from megatron_fleet.storage.local import write_atomically
 from megatron_fleet.telemetry.episodes import by_environment, response_tokens
+from megatron_fleet.telemetry.shards import IMAGES
+from megatron_fleet.telemetry.trajectories import digests
 
 AGGREGATED = "aggregated_results.jsonl"
 ENV_CLASS = "fleet_task"
@@ -86,7 +88,7 @@ def dump_record(t: Trajectory, decode: Decode, max_turns: int) -> dict[str, Any]
 
     Prompts after the first, which repeat earlier messages after the history was rewritten, are left out. An episode
     without token ids, such as one whose prompt was too long, is recorded by its messages. An image has one placeholder
-    in the text.
+    in the text; ``images`` has the digests, which name the files.
     """
     length = response_tokens(t)
     if t.spans:
@@ -108,6 +110,7 @@ def dump_record(t: Trajectory, decode: Decode, max_turns: int) -> dict[str, Any]
         "env_class": ENV_CLASS,
         "env_extras": {"task_key": t.task_key, "data_source": t.env_key, "max_turns": max_turns},
         "data_source": t.env_key,
+        **({IMAGES: names} if (names := digests(t)) else {}),
     }
 
 

@@ -159,5 +159,5 @@ def test_an_evaluation_that_is_interrupted_keeps_what_ended_and_leaves_no_proces
             assert evaluation.wait(HANG_S) != 0
         hang.set()
     wait_until(lambda: not [child for child in children if child.is_running()])
-    (part,) = (out / "parts").glob("eval-*.jsonl")
-    assert part.read_text().count("\n") >= 1
+    (part,) = (out / "parts").glob("eval-*.parquet")
+    assert Shard.open(part).rows >= 1

@@ -92,7 +92,7 @@ def test_an_evaluation_that_goes_on_keeps_its_images(tmp_path):
 def test_dumps_have_one_placeholder_for_an_image():
     record = dump_record(seen(), lambda ids: " ".join(map(str, ids)), 4)
     assert record["input_prompt"] == "5 9 6 7" and record["output_response"] == "1 2 9 8 9"
-    assert len(record["score"]) == 6
+    assert len(record["score"]) == 6 and record["images"] == NAMES
 
 
 def test_images_are_counted():
