@@ -77,6 +77,10 @@ def test_a_resumed_run_replaces_metrics_and_trajectories(make_run):
     log.write(2, {"reward/avg_raw_reward": 1.0})
     assert steps(follower) == [1, 2]
     assert [(row.kind, row.step) for row in follower.search(Wanted(), 100).rows] == [("step", 1)]
+    version = follower.version
+    make_run.log.write(1, groups({"t": [1.0]}))
+    follower.look()
+    assert follower.version != version and [row.reward for row in follower.search(Wanted(), 100).rows] == [1.0]
 
 
 def test_the_list_is_newest_first_and_filtered(make_run):
