@@ -7,7 +7,8 @@ episodes of their own, and the other files are links to theirs.
 
 ``build``: of ``mfleet report``, in a process of its own: seconds, and peak memory without the interpreter and its
 libraries (``--version`` of the same command). ``open``: milliseconds in Chromium until the page has loaded and painted,
-median and worst of ``--opens`` fresh ones. Times need a quiet machine.
+median and worst of ``--opens`` fresh ones, and processor milliseconds of its process, which a busy machine changes
+less. Times need a quiet machine.
 
     python benchmarks/report.py [--steps 1000] [--episodes 200] [--distinct 40] [--opens 7]
 """
@@ -138,28 +139,38 @@ def make_run(folder: Path, steps: int, episodes: int, distinct: int) -> None:
 
 def build(folder: Path, page: Path) -> dict[str, float]:
     """Build the report in a process of its own."""
-    mfleet = [sys.executable, "-m", "megatron_fleet.cli"]
-    _, base = peak([*mfleet, "--version"])
-    seconds, memory = peak(
-        [*mfleet, "report", str(folder), "--out", str(page), "--markdown", str(page.with_suffix(".md"))]
-    )
+    _, _, base = command("--version")
+    text = page.with_suffix(".md")
+    seconds, cpu, peak = command("report", str(folder), "--out", str(page), "--markdown", str(text))
     return {
         "seconds": round(seconds, 2),
-        "peak_mb": round((memory - base) / 1e6, 1),
+        "cpu_seconds": round(cpu, 2),
+        "peak_mb": round((peak - base) / 1e6, 1),
         "page_mb": round(page.stat().st_size / 1e6, 3),
-        "markdown_mb": round(page.with_suffix(".md").stat().st_size / 1e6, 3),
+        "markdown_mb": round(text.stat().st_size / 1e6, 3),
+        "trajectories": page.read_bytes().count(b'<script type="text/plain" id="t-'),
     }
 
 
-def peak(command: list[str]) -> tuple[float, int]:
-    """Return seconds and peak resident bytes of a command."""
-    started = time.monotonic()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise SystemExit(f"{command} ended with {process.returncode}")
-    return time.monotonic() - started, usage.ru_maxrss * 1024
+PROGRAM = """
+import sys, time
+from megatron_fleet.cli import main
+began = time.monotonic()
+try:
+    status = main(sys.argv[1:])
+except SystemExit as ended:
+    status = ended.code
+peak = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print("measured", time.monotonic() - began, time.process_time(), peak * 1024)
+sys.exit(status)
+"""
+
+
+def command(*arguments: str) -> tuple[float, float, int]:
+    """Return seconds, processor seconds and peak resident bytes of an ``mfleet`` command, its imports included."""
+    done = subprocess.run([sys.executable, "-c", PROGRAM, *arguments], stdout=subprocess.PIPE, text=True, check=True)
+    seconds, cpu, peak = done.stdout.splitlines()[-1].split()[1:]
+    return float(seconds), float(cpu), int(peak)
 
 
 def open_page(page: Path, opens: int) -> dict[str, float] | None:
@@ -168,19 +179,24 @@ def open_page(page: Path, opens: int) -> dict[str, float] | None:
         return None
     from playwright.sync_api import sync_playwright
 
-    times, rows = [], 0
+    times, cpu, rows = [], [], 0
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
         for _ in range(opens):
             context = browser.new_context(viewport={"width": 1280, "height": 900})
             opened = context.new_page()
             opened.set_default_timeout(120_000)
+            developer = context.new_cdp_session(opened)
+            developer.send("Performance.enable")
             opened.goto(page.as_uri())
             times.append(float(opened.evaluate(PAINTED)))
+            metrics = {m["name"]: m["value"] for m in developer.send("Performance.getMetrics")["metrics"]}
+            cpu.append(1000 * metrics["ProcessTime"])
             rows = opened.locator(".row").count()
             context.close()
         browser.close()
-    return {"median_ms": round(statistics.median(times)), "worst_ms": round(max(times)), "opens": opens, "rows": rows}
+    middle = {"median_ms": round(statistics.median(times)), "cpu_ms": round(statistics.median(cpu))}
+    return middle | {"worst_ms": round(max(times)), "opens": opens, "rows": rows}
 
 
 def main() -> None:
