@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 
 from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.storage.local import fingerprint
+from megatron_fleet.trainer import state_files
 from megatron_fleet.trainer.base import (
     PARTS,
     AdamParams,
@@ -46,6 +48,7 @@ class FakeTrainer:
         weights: the policy's logits, float64 ``[V]``.
         held: bytes of each part on the device.
         before_writing: awaited before a copied state is written; may raise.
+        disk: folder of checkpoints on the host of the ranks; ``None``: the controller's.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class FakeTrainer:
         self.held = dict(PART_BYTES)
         self.closed = False
         self.before_writing: Callable[[], Awaitable[None]] | None = None
+        self.disk: Path | None = None
         self._fail = {verb: dict(calls) for verb, calls in (fail or {}).items()}
         self._counts: dict[str, int] = {}
         self._sequences_per_micro_batch = sequences_per_micro_batch
@@ -183,14 +187,38 @@ class FakeTrainer:
         async def write() -> Files:
             if self.before_writing is not None:
                 await self.before_writing()
-            (path / STATE).write_text(content)
-            return {STATE: fingerprint(path / STATE, flush=True)}
+            here = self._here(path)
+            here.mkdir(parents=True, exist_ok=True)
+            (here / STATE).write_text(content)
+            return {STATE: fingerprint(here / STATE, flush=True)}
 
         return write()
 
+    async def send_state(
+        self, path: Path, url: str, sizes: Mapping[str, int], bytes_per_s: float | None
+    ) -> Collection[str]:
+        if self.disk is None:
+            return []
+        self._raise_if_lost()
+        self.calls.append(f"send_state {path.name}")
+        return state_files.send(self._here(path), url, sizes, bytes_per_s, threading.Event())
+
+    async def fetch_state(self, url: str, path: Path, files: Files) -> None:
+        async with self._verb("fetch_state", path.name):
+            state_files.fetch(url, self._here(path), files, threading.Event())
+
+    async def clear_state(self, folder: Path) -> None:
+        assert self.disk is not None
+        state_files.clear(self.disk)
+
+    def _here(self, path: Path) -> Path:
+        """Place of a folder of the controller on the host of the ranks."""
+        return path if self.disk is None else self.disk / path.name
+
     async def load_state(self, path: Path) -> None:
         async with self._verb("load_state", needs=("parameters", "optimizer")):
-            self.weights = np.array(json.loads((path / STATE).read_text())["weights"])
+            here = path if self.disk is None else state_files.fetched(self._here(path))
+            self.weights = np.array(json.loads((here / STATE).read_text())["weights"])
             self.gradient = np.zeros_like(self.gradient)
 
     async def export_hf(self, path: Path) -> None:

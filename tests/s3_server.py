@@ -105,7 +105,7 @@ def _serve(ports: dict[str, int], keys: list[str]) -> Iterator[S3Server]:
         command = [
             *(str(weed()), "server", f"-dir={folder / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"),
             *("-filer", "-s3", f"-s3.config={folder / 'identities.json'}", "-s3.port.iceberg=0", "-s3.port.lance=0"),
-            *("-s3.autoCreateBucket=false", "-s3.iam=false", "-master.volumeSizeLimitMB=64", "-volume.max=32"),
+            *("-s3.autoCreateBucket=false", "-s3.iam=false", "-master.volumeSizeLimitMB=64", "-volume.max=256"),
             *(
                 "-master.electionTimeout=1s",
                 "-master.volumePreallocate=false",

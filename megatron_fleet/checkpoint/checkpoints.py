@@ -51,6 +51,10 @@ Write = Callable[[Path], Awaitable[Files]]
 Copy = Callable[[Path], Awaitable[Awaitable[Files]]]
 """Function that copies state, and returns what writes the copy as `Write` does: `trainer.base.Trainer.copy_state`."""
 
+Publish = Callable[["Checkpoint"], Awaitable[None]]
+"""Function that puts a checkpoint where it is to be kept. The folder has the manifest and those of the files that lie
+on this host, and is removed afterwards."""
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
@@ -95,7 +99,11 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints under one folder, on a file system that the controller and all ranks see."""
+    """The checkpoints under one folder, which the ranks see too, but for what `begin` is told to publish.
+
+    Attributes:
+        folder: where they are.
+    """
 
     def __init__(
         self,
@@ -111,7 +119,7 @@ class Checkpoints:
             keep_also: of the steps of all checkpoints, newest first, returns those that are kept besides.
             records: files of which a checkpoint holds a copy, those that exist, for a resume in an empty folder.
         """
-        self._folder = Path(folder)
+        self.folder = Path(folder)
         self._keep, self._keep_also, self._records = keep, keep_also, list(records)
         self._damaged: set[Path] = set()
         self.in_use: Callable[[], set[int]] = set
@@ -131,7 +139,7 @@ class Checkpoints:
         return None if finishing is None else await finishing
 
     async def begin(
-        self, step: int, copy_state: Copy, trainer_state: dict[str, Any]
+        self, step: int, copy_state: Copy, trainer_state: dict[str, Any], publish: Publish | None = None
     ) -> Coroutine[Any, Any, Checkpoint] | None:
         """Begin to save a checkpoint. One at a time.
 
@@ -142,6 +150,7 @@ class Checkpoints:
             copy_state: copies the trainer's state, then writes its shards (``trainer_state.json``, ``manifest.json``
                 and ``records`` are reserved).
             trainer_state: JSON-able state of the controller.
+            publish: for ranks on hosts that do not share this folder; nothing is committed here then.
 
         Returns:
             A coroutine to run: it waits for the shards, commits the checkpoint, returns it, and removes the oldest ones
@@ -168,10 +177,15 @@ class Checkpoints:
         except Exception:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        return self._finish(step, partial, writing, small)
+        return self._finish(step, partial, writing, small, publish)
 
     async def _finish(
-        self, step: int, partial: Path, writing: Awaitable[Files], small: Mapping[str, bytes]
+        self,
+        step: int,
+        partial: Path,
+        writing: Awaitable[Files],
+        small: Mapping[str, bytes],
+        publish: Publish | None,
     ) -> Checkpoint:
         async def write(partial: Path) -> Files:
             files = await writing
@@ -181,7 +195,14 @@ class Checkpoints:
             return files
 
         final = self.path_of(step)
-        await _fill(partial, final, step, write)
+        if publish is None:
+            await _fill(partial, final, step, write)
+        else:
+            try:
+                await finish_in_thread(_seal, partial, step, await write(partial))
+                await publish(Checkpoint(partial, step))
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
         self._damaged.discard(final)
         await finish_in_thread(self._prune)
         return Checkpoint(final, step)
@@ -214,7 +235,7 @@ class Checkpoints:
             return found
         if faults:
             raise UserError(
-                f"{faults[0].rstrip('.')}, and {self._folder} has no other checkpoint that is whole; restore the file, "
+                f"{faults[0].rstrip('.')}, and {self.folder} has no other checkpoint that is whole; restore the file, "
                 f"choose another run.out, or start over with run.resume=never, which moves the records of this run "
                 f"aside."
             )
@@ -239,11 +260,11 @@ class Checkpoints:
 
     def path_of(self, step: int) -> Path:
         """Folder of the checkpoint of a step."""
-        return self._folder / f"step_{step:06d}"
+        return self.folder / f"step_{step:06d}"
 
     def superseded(self) -> list[Path]:
         """Folders of the checkpoints that no longer count."""
-        return sorted(self._folder.glob(f"step_*{SUPERSEDED}"))
+        return sorted(self.folder.glob(f"step_*{SUPERSEDED}"))
 
     def remove(self, paths: Iterable[Path]) -> None:
         """Remove folders of checkpoints."""
@@ -259,7 +280,7 @@ class Checkpoints:
 
     def folders(self) -> list[Path]:
         """Folders of all checkpoints, newest first."""
-        found = [path for path in self._folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
+        found = [path for path in self.folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
         return sorted(found, key=lambda path: int(path.name.partition("_")[2]), reverse=True)
 
     def committed(self) -> list[Checkpoint]:
@@ -274,17 +295,17 @@ class Checkpoints:
         return found
 
     def _prepare(self) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        for stale in self._folder.glob(".step_*"):
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for stale in self.folder.glob(".step_*"):
             log.warning("removing %s, left by an interrupted run", stale)
             shutil.rmtree(stale)
 
     def _check_room(self, newest: Sequence[Checkpoint]) -> None:
         for checkpoint in newest:
             needed = sum(entry["bytes"] for entry in read_manifest(checkpoint.path)["files"].values())
-            if (free := shutil.disk_usage(self._folder).free) < needed:
+            if (free := shutil.disk_usage(self.folder).free) < needed:
                 raise UserError(
-                    f"{self._folder}: the disk has {free / 1e9:.1f} GB left, and the last checkpoint took "
+                    f"{self.folder}: the disk has {free / 1e9:.1f} GB left, and the last checkpoint took "
                     f"{needed / 1e9:.1f} GB; make room, or lower checkpoint.keep."
                 )
 
@@ -335,11 +356,16 @@ def _commit(partial: Path, final: Path, step: int, written: Files) -> None:
                 f"{file}: a rank wrote {entry['bytes']} bytes that the controller does not see; put run.out on a file "
                 f"system that all hosts share."
             )
+    _seal(partial, step, written)
+    # In place of an older one only where the caller found that it fails its manifest: it is unreadable.
+    commit_folder(partial, final)
+
+
+def _seal(partial: Path, step: int, written: Files) -> None:
+    """Write the manifest of the files that ranks wrote, wherever, and of the others in the folder."""
     files = dict(written)
     for file in list_files(partial):
         if (name := file.relative_to(partial).as_posix()) not in files:
             files[name] = fingerprint(file, flush=True)
     manifest = {"format": 1, "step": step, "files": dict(sorted(files.items()))}
     write_atomically(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
-    # In place of an older one only where the caller found that it fails its manifest: it is unreadable.
-    commit_folder(partial, final)

@@ -16,7 +16,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
 
@@ -35,6 +35,10 @@ SUPERSEDED = "superseded.json"
 FIRST_RETRY_S, LAST_RETRY_S = 10.0, 600.0
 """Waits before a failed upload is tried again; the store's own client has retried each request by then."""
 
+SendApart = Callable[[Path, str, Mapping[str, int]], Collection[str]]
+"""Function that makes other hosts copy those of the files (name → bytes) that their ranks wrote, from a folder that has
+the same path everywhere to an address. Returns the names of those that are there now."""
+
 log = logging.getLogger(__name__)
 
 
@@ -48,12 +52,15 @@ class RunStore:
     Attributes:
         url: address of the run.
         attempt: number of this attempt; 0 before `begin_attempt`.
-        throttle: limit that all uploads of the run share; ``None``: none.
+        bytes_per_s: limit of the uploads of all hosts together; ``None``: none.
+        throttle: the same, for those of this process.
+        send_apart: called during an upload, to make other hosts send what their ranks wrote.
     """
 
     def __init__(self, url: str, bytes_per_s: float | None = None) -> None:
         """Send no request yet. ``bytes_per_s``: limit of uploads."""
-        self.url, self.attempt = url, 0
+        self.url, self.attempt, self.bytes_per_s = url, 0, bytes_per_s
+        self.send_apart: SendApart | None = None
         self._folder: Folder = open_folder(url)
         self.throttle = None if bytes_per_s is None else Throttle(bytes_per_s)
 
@@ -99,8 +106,8 @@ class RunStore:
         """Mark checkpoints of steps after ``step``: they no longer count."""
         for later in self.steps():
             if later > step:
-                log.warning("%s no longer counts: the run goes on from step %d", self._url(later), step)
-                open_folder(self._url(later)).write(SUPERSEDED, json.dumps({"resumed_step": step}).encode())
+                log.warning("%s no longer counts: the run goes on from step %d", self.url_of(later), step)
+                open_folder(self.url_of(later)).write(SUPERSEDED, json.dumps({"resumed_step": step}).encode())
 
     def upload(self, checkpoint: Checkpoint, stop: threading.Event) -> None:
         """Copy a checkpoint; files that an earlier, interrupted call has finished are not copied again.
@@ -111,7 +118,7 @@ class RunStore:
             Replaced: see `check_attempt`.
             CancelledError: ``stop`` was set.
         """
-        url = self._url(checkpoint.step)
+        url = self.url_of(checkpoint.step)
         staging, data = open_staging(url, MANIFEST), (checkpoint.path / MANIFEST).read_bytes()
         manifest = parse_manifest(data, str(checkpoint.path / MANIFEST))
         self.check_attempt()
@@ -126,6 +133,9 @@ class RunStore:
             there = {}
             staging.folder.write(UPLOADING, note)
         sizes = {name: entry["bytes"] for name, entry in manifest["files"].items()}
+        if self.send_apart is not None:
+            unsent = {name: size for name, size in sizes.items() if there.get(name) != size}
+            there |= {name: sizes[name] for name in self.send_apart(checkpoint.path, staging.folder.url, unsent)}
         missing = [Copy(name, name, size) for name, size in sizes.items() if there.get(name) != size]
         source = LocalFolder(checkpoint.path, cached=True)  # written a moment ago
         transfer(source, staging.folder, missing, self.throttle, stop)
@@ -161,7 +171,7 @@ class RunStore:
 
     def _fetch(self, step: int, folder: Path, stop: threading.Event) -> None:
         """Copy those files of a checkpoint that ``folder`` does not have as its manifest says, and verify them all."""
-        url = self._url(step)
+        url = self.url_of(step)
         source = open_folder(url)
         data = source.read(MANIFEST)
         manifest = parse_manifest(data, f"{url}/{MANIFEST}")
@@ -180,9 +190,10 @@ class RunStore:
 
     def remove(self, step: int) -> None:
         """Remove a checkpoint, its manifest first."""
-        open_folder(self._url(step)).clear(MANIFEST)
+        open_folder(self.url_of(step)).clear(MANIFEST)
 
-    def _url(self, step: int) -> str:
+    def url_of(self, step: int) -> str:
+        """Address of the checkpoint of a step."""
         return f"{self.url}/global_step_{step}"
 
 
@@ -222,6 +233,27 @@ class Uploader:
         """Steps whose local checkpoints are still needed."""
         with self._changed:
             return {checkpoint.step for checkpoint in self._waiting}
+
+    def settle(self, step: int, timeout_s: float, stop: threading.Event) -> bool:
+        """Wait until a scheduled checkpoint is in the store; give it up after ``timeout_s``, or when ``stop`` is set.
+
+        Returns:
+            Whether it is there.
+
+        Raises:
+            Replaced: another attempt at the run has begun.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while (wanted := self._of(step)) and not stop.is_set() and time.monotonic() < deadline:
+                self._changed.wait(1.0)
+            self._waiting = [checkpoint for checkpoint in self._waiting if checkpoint not in wanted]
+            self._changed.notify_all()
+        self.check()
+        return not wanted
+
+    def _of(self, step: int) -> list[Checkpoint]:
+        return [checkpoint for checkpoint in self._waiting if checkpoint.step == step]
 
     def metrics(self) -> dict[str, float]:
         """Counts since the start, and the seconds of the last finished upload."""
@@ -277,14 +309,16 @@ class Uploader:
                 log.warning("step %d is not in the store yet: %s", checkpoint.step, error)
                 with self._changed:
                     self._failures += 1
-                    self._changed.wait_for(lambda: self._stop.is_set() or len(self._waiting) > 1, retry_s)
+                    self._changed.wait_for(lambda: self._stop.is_set() or len(self._waiting) != 1, retry_s)
                     if len(self._waiting) > 1:
                         log.warning("step %d is given up for the store: a newer one is there", checkpoint.step)
                         self._waiting.remove(checkpoint)
                 retry_s = min(2 * retry_s, LAST_RETRY_S)
                 continue
             with self._changed:
-                self._waiting.remove(checkpoint)
+                if checkpoint in self._waiting:
+                    self._waiting.remove(checkpoint)
+                self._changed.notify_all()
                 self._uploaded, self._seconds = self._uploaded + 1, time.monotonic() - began
             retry_s = FIRST_RETRY_S
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Coroutine
+import threading
+from collections.abc import Awaitable, Collection, Coroutine, Mapping
+from concurrent import futures
 from pathlib import Path
 from typing import Any, final
 
@@ -13,9 +15,10 @@ from megatron_fleet.checkpoint.store import Replaced, Uploader
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.sections.run import CheckpointConfig
 from megatron_fleet.loop.exports import Exports
+from megatron_fleet.loop.start import newest_of
 from megatron_fleet.platform.alerts import alert
 from megatron_fleet.platform.waiting import until_done
-from megatron_fleet.trainer.base import Files, Trainer
+from megatron_fleet.trainer.base import Files, Trainer, TrainerLost
 
 log = logging.getLogger(__name__)
 
@@ -47,10 +50,52 @@ class Saves:
         self.saved_step: int | None = None
         self.failed = 0
         self._saving: tuple[int, asyncio.Task[None]] | None = None
+        self._lost = threading.Event()
 
     async def newest(self) -> Checkpoint | None:
-        """See `Checkpoints.newest_in_thread`."""
+        """Return the newest good checkpoint, see `Checkpoints.newest`; where hosts share no folder, of the store."""
+        if self._trainer.info.hosts_apart and self._uploader is not None:
+            return await asyncio.to_thread(newest_of, self._checkpoints, self._uploader.store)
         return await self._checkpoints.newest_in_thread()
+
+    async def resume(self, found: Checkpoint | None) -> None:
+        """Give the trainer the state of a checkpoint, if there is one; its hosts upload what they will write.
+
+        Raises:
+            UserError: the trainer's hosts share no folder, and the run needs one.
+        """
+        self._lost.clear()
+        if self._trainer.info.hosts_apart:
+            self._check_apart()
+        if self._uploader is not None:
+            store, loop = self._uploader.store, asyncio.get_running_loop()
+
+            def send(path: Path, url: str, sizes: Mapping[str, int]) -> Collection[str]:
+                try:
+                    return _done(self._trainer.send_state(path, url, sizes, store.bytes_per_s), loop)
+                except TrainerLost:
+                    self._lost.set()  # what only its hosts have is gone with it
+                    return []
+
+            store.send_apart = send
+            if found is not None and self._trainer.info.hosts_apart:
+                await self._trainer.fetch_state(store.url_of(found.step), found.path, found.files())
+        if found is not None:
+            await self._trainer.load_state(found.path)
+
+    def _check_apart(self) -> None:
+        export = self._config.export
+        if self._uploader is None:
+            raise UserError(
+                "run.out: not all hosts of the ranks see this folder, and checkpoint.store.url is null; put run.out on "
+                "a file system that they share, or name a store."
+            )
+        if export.last or export.every or export.best:
+            raise UserError(
+                "checkpoint.export: not all hosts of the ranks see run.out, which exports need; set "
+                "checkpoint.export.last=false, every=0 and best=false and convert checkpoints of the store "
+                "(mfleet convert to-hf), or put run.out on a file system that they share."
+            )
 
     async def begin(self, step: int, state: dict[str, Any]) -> bool:
         """Copy the trainer's state, which may change afterwards; with ``checkpoint.asynchronous=false`` write it.
@@ -59,12 +104,15 @@ class Saves:
             Whether anything was begun; not if the step is committed already.
 
         Raises:
-            UserError, OSError: this or the last checkpoint cannot be written, and ``checkpoint.on_failure=stop``.
+            UserError: this or the last checkpoint cannot be written, and ``checkpoint.on_failure=stop``.
         """
         await self.finish()
         copy = self._trainer.copy_state if self._config.asynchronous else self._write_at_once
+        apart = self._trainer.info.hosts_apart
         try:
-            finishing = await self._checkpoints.begin(step, copy, state)
+            if apart:
+                await self._trainer.clear_state(self._checkpoints.folder)
+            finishing = await self._checkpoints.begin(step, copy, state, self._publish if apart else None)
         except (UserError, OSError) as error:
             self._fail(step, error)
             return False
@@ -111,13 +159,50 @@ class Saves:
     async def _finish(self, finishing: Coroutine[Any, Any, Checkpoint]) -> None:
         checkpoint = await finishing
         self.saved_step = checkpoint.step
-        if self._uploader is not None:
+        if self._uploader is not None and not self._trainer.info.hosts_apart:
             self._uploader.add(checkpoint)
         if self._exports is not None:
             await asyncio.to_thread(self._exports.refresh)
 
+    async def _publish(self, checkpoint: Checkpoint) -> None:
+        """Upload a checkpoint whose files lie on several hosts. Raises UserError when it does not get there in time."""
+        uploader, limit_s = self._uploader, self._config.store.drain_timeout_s
+        assert uploader is not None  # `resume` has refused
+        uploader.add(checkpoint)
+        try:
+            there = await asyncio.to_thread(uploader.settle, checkpoint.step, limit_s, self._lost)
+        except asyncio.CancelledError:
+            self._lost.set()
+            raise
+        if not there:
+            raise UserError(
+                f"{uploader.store.url_of(checkpoint.step)}: the files of all hosts did not get there within "
+                f"checkpoint.store.drain_timeout_s={limit_s:g}; see the warnings above."
+            )
+
     def _fail(self, step: int, error: Exception) -> None:
         if self._config.on_failure == "stop":
-            raise error
+            if isinstance(error, UserError):
+                raise error
+            raise UserError(
+                f"step {step} has no checkpoint: {error}; make room in {self._checkpoints.folder}, then the same "
+                f"command goes on from the checkpoint before, or set checkpoint.on_failure=continue."
+            ) from error
         alert(log, "checkpoint", f"step {step} has no checkpoint: {error}", level=logging.ERROR)
         self.failed += 1
+
+
+def _done(work: Coroutine[Any, Any, Collection[str]], loop: asyncio.AbstractEventLoop) -> Collection[str]:
+    """Result of work that another thread wants done; nothing when the run has ended."""
+    if loop.is_closed():
+        work.close()
+        return []
+    future = asyncio.run_coroutine_threadsafe(work, loop)
+    while not future.done():
+        futures.wait([future], timeout=1.0)
+        if loop.is_closed():  # nothing would ever finish it
+            return []
+    try:
+        return future.result()
+    except futures.CancelledError:
+        return []

@@ -73,8 +73,7 @@ class Training:
         state = None if found is None else found.trainer_state()
         if self._config.algorithm.kl.coef > 0:
             await self._trainer.keep_reference()
-        if found is not None:
-            await self._trainer.load_state(found.path)
+        await self._saves.resume(found)
         self._guard = StepGuard(self._config, self._trainer)
         if state is not None:
             self._guard.load(state["guard"])

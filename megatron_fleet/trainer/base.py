@@ -144,6 +144,7 @@ class TrainerInfo:
         replicas: data-parallel copies of the model.
         device: ``cpu`` or ``cuda``.
         part_bytes: for each rank, bytes of each `Part` on its device; empty when nothing can be offloaded.
+        hosts_apart: some ranks write their files where the controller does not see them.
     """
 
     vocab_size: int
@@ -151,6 +152,7 @@ class TrainerInfo:
     replicas: int = 1
     device: str = "cpu"
     part_bytes: Sequence[Mapping[str, int]] = ()
+    hosts_apart: bool = False
 
 
 class Trainer(Protocol):
@@ -213,6 +215,30 @@ class Trainer(Protocol):
 
         Returns:
             Resolves to the files once they are in the existing folder ``path`` and flushed to disk.
+        """
+        ...
+
+    async def send_state(
+        self, path: Path, url: str, sizes: Mapping[str, int], bytes_per_s: float | None
+    ) -> Collection[str]:
+        """Copy files of a saved state from ``path`` to the folder ``url``: each host, but for the controller's, those
+        that its own ranks wrote. Returns the names of those that are there now.
+
+        Args:
+            sizes: the files by name, with their bytes.
+            bytes_per_s: limit for all hosts together.
+        """
+        ...
+
+    async def fetch_state(self, url: str, path: Path, files: Files) -> None:
+        """Copy a saved state from ``url`` to each host that does not see the controller's ``path``, for the next
+        `load_state` of ``path``.
+        """
+        ...
+
+    async def clear_state(self, folder: Path) -> None:
+        """Remove what unfinished saves and `fetch_state` left in ``folder``, on hosts that do not see that of the
+        controller.
         """
         ...
 

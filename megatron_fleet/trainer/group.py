@@ -7,6 +7,7 @@ import itertools
 import math
 import os
 import secrets
+import socket
 from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -114,8 +115,14 @@ class TrainerGroup:
             UserError: model, layout and machine do not fit.
         """
         (rendezvous, *_) = await self._call("bind", only=1)
-        arguments = {"rendezvous": rendezvous, "init": self._init}
-        self._ready = [RankReady(**value) for value in await self._call("build", arguments)]
+        probe = Path(self._config.run.out).absolute() / f".seen-{secrets.token_hex(8)}"
+        probe.parent.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        try:
+            arguments = {"rendezvous": rendezvous, "init": self._init, "probe": str(probe)}
+            self._ready = [RankReady(**value) for value in await self._call("build", arguments)]
+        finally:
+            probe.unlink(missing_ok=True)
 
     async def restart(self, reason: TrainerLost) -> None:
         """Replace lost ranks, retrying until all are up or the restart limit is reached.
@@ -313,9 +320,8 @@ class TrainerGroup:
         """See `Trainer.info`. After `build`."""
         first = self._ready[0]
         sizes = [ready.part_bytes for ready in self._ready] if first.part_bytes else []
-        return TrainerInfo(
-            first.vocab_size, self._config.policy.micro_batch_tokens, first.replicas, first.device, sizes
-        )
+        tokens, apart = self._config.policy.micro_batch_tokens, not all(ready.sees_folder for ready in self._ready)
+        return TrainerInfo(first.vocab_size, tokens, first.replicas, first.device, sizes, apart)
 
     def plan(self, data: Sequence[Datum]) -> Plan:
         """Plan the micro-batches of each replica as indices into ``data``; equal data give equal plans.
@@ -400,6 +406,28 @@ class TrainerGroup:
 
     async def _written(self) -> Files:
         return _merged(await self._call("written_state"))
+
+    async def send_state(
+        self, path: Path, url: str, sizes: Mapping[str, int], bytes_per_s: float | None
+    ) -> Collection[str]:
+        """See `Trainer.send_state`."""
+        here = socket.gethostname()
+        ranks = [rank for rank, link in enumerate(self._links) if link.who.host != here]
+        if not ranks:
+            return []
+        limit = None if bytes_per_s is None else bytes_per_s / (len(ranks) + 1)
+        where = {"path": str(path.absolute()), "url": url, "sizes": dict(sizes)}
+        sent = await self._call("send_state", where | {"ranks": ranks, "bytes_per_s": limit})
+        return [name for names in sent for name in names]
+
+    async def fetch_state(self, url: str, path: Path, files: Files) -> None:
+        """See `Trainer.fetch_state`."""
+        plain = {name: dict(entry) for name, entry in files.items()}
+        await self._call("fetch_state", {"url": url, "path": str(path.absolute()), "files": plain})
+
+    async def clear_state(self, folder: Path) -> None:
+        """See `Trainer.clear_state`."""
+        await self._call("clear_state", {"folder": str(folder.absolute())})
 
     async def load_state(self, path: Path) -> None:
         """See `Trainer.load_state`."""

@@ -86,6 +86,7 @@ class RankReady:
     Attributes:
         replica: its data-parallel index; ranks of one replica get equal data.
         part_bytes: see `TrainerInfo`.
+        sees_folder: it sees the folder ``run.out`` of the controller.
     """
 
     replica: int
@@ -93,6 +94,7 @@ class RankReady:
     vocab_size: int
     device: str
     part_bytes: dict[str, int]
+    sees_folder: bool = True
 
 
 _WHOLE = ("token_ids", "routing")

@@ -219,6 +219,9 @@ class RankServer:
             "save_state": verbs.save_state,
             "copy_state": verbs.copy_state,
             "written_state": verbs.written_state,
+            "send_state": verbs.send_state,
+            "fetch_state": verbs.fetch_state,
+            "clear_state": verbs.clear_state,
             "load_state": verbs.load_state,
             "export_hf": verbs.export_hf,
             "prepare_weights": verbs.prepare_weights,
@@ -232,12 +235,12 @@ class RankServer:
         self._listener = socket.create_server((self._address, 0), backlog=1024)
         return f"{self._address}:{self._listener.getsockname()[1]}"
 
-    def _build(self, rendezvous: str, init: Literal["hf", "random", "none"]) -> dict[str, Any]:
+    def _build(self, rendezvous: str, init: Literal["hf", "random", "none"], probe: str) -> dict[str, Any]:
         from megatron_fleet.trainer.verbs import RankVerbs, join
 
         join(self._config, self._who, rendezvous, self._address, self._listener)
         self._listener = None
-        self._verbs = RankVerbs(self._config, init)
+        self._verbs = RankVerbs(self._config, init, sees_folder=Path(probe).exists())
         return self._verbs.ready()
 
 

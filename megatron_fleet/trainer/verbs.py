@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import os
 import socket
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import fields, replace
@@ -23,6 +24,7 @@ from megatron_fleet.config.schema import AlgorithmConfig, Config
 from megatron_fleet.models.registry import use_family
 from megatron_fleet.platform import device as devices
 from megatron_fleet.platform.communicator import TorchCommunicator, join_at
+from megatron_fleet.trainer import state_files
 from megatron_fleet.trainer.base import PARTS, AdamParams, MicroBatches, Part, as_plain
 from megatron_fleet.trainer.megatron.faults import find_faults
 from megatron_fleet.trainer.megatron.memory import RankMemory
@@ -75,12 +77,13 @@ def _interface(address: str) -> str | None:
 class RankVerbs:
     """One rank's part of the trainer; collective: all ranks call the same method with their own data."""
 
-    def __init__(self, config: str, init: Literal["hf", "random", "none"]) -> None:
+    def __init__(self, config: str, init: Literal["hf", "random", "none"], sees_folder: bool = True) -> None:
         """Build this rank's part of the model. The process group must exist.
 
         Args:
             config: resolved, as JSON.
             init: see `MegatronPolicy`.
+            sees_folder: see `RankReady`.
 
         Raises:
             UserError: configuration, model and machine do not fit each other.
@@ -96,6 +99,9 @@ class RankVerbs:
         self._replica = self._world.split(self._policy.dp_rank, self._config.cluster.collective_timeout_s)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[Written] | None = None
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="checkpoint copies")
+        self._leaving = threading.Event()
+        self._sees_folder, self._fetched = sees_folder, dict[str, Path]()
         self._losses: RecordedLosses | None = None
         self._sender: Sender | None = None
         self._transport = ""
@@ -104,7 +110,8 @@ class RankVerbs:
         """`RankReady`, as plain values."""
         policy = self._policy
         sizes = self._memory.part_bytes()
-        return as_plain(RankReady(policy.dp_rank, policy.dp_size, policy.vocab_size, devices.device().type, sizes))
+        device = devices.device().type
+        return as_plain(RankReady(policy.dp_rank, policy.dp_size, policy.vocab_size, device, sizes, self._sees_folder))
 
     def share_in_replica(self, bodies: Sequence[bytes], count: int) -> list[bytes]:
         """Distribute messages of the replica's first rank to every rank of the replica.
@@ -167,9 +174,32 @@ class RankVerbs:
         assert self._writing is not None, "copy_state comes first"
         return self._writing
 
+    def send_state(
+        self, path: str, url: str, sizes: Mapping[str, int], ranks: Sequence[int], bytes_per_s: float | None
+    ) -> Future[list[str]] | list[str]:
+        """See `Trainer.send_state`; in a thread. ``ranks``: those that send. ``bytes_per_s``: limit of this one."""
+        if self._world.rank not in ranks:
+            return []
+        own = state_files.own_files(self._world.rank, sizes)
+        return self._copier.submit(state_files.send, Path(path), url, own, bytes_per_s, self._leaving)
+
+    def fetch_state(self, url: str, path: str, files: Written) -> Future[None] | None:
+        """See `Trainer.fetch_state`; in a thread of the first rank of each host."""
+        if self._sees_folder:
+            return None
+        self._fetched[path] = state_files.fetched(Path(path))
+        if os.environ["LOCAL_RANK"] != "0":
+            return None
+        return self._copier.submit(state_files.fetch, url, Path(path), files, self._leaving)
+
+    def clear_state(self, folder: str) -> None:
+        """See `Trainer.clear_state`."""
+        if not self._sees_folder and os.environ["LOCAL_RANK"] == "0":
+            state_files.clear(Path(folder))
+
     def load_state(self, path: str) -> None:
         """See `Trainer.load_state`."""
-        self._policy.load_state(Path(path))
+        self._policy.load_state(self._fetched.get(path, Path(path)))
 
     def export_hf(self, path: str) -> None:
         """See `Trainer.export_hf`."""
@@ -209,7 +239,8 @@ class RankVerbs:
         return self._memory.memory(moment, quiet)
 
     def close(self) -> None:
-        """Leave the process groups."""
+        """Leave the process groups; copies that are under way are given up."""
+        self._leaving.set()
         self._close_sender()
         self._policy.close()
 
