@@ -62,11 +62,11 @@ class Run:
             return await open_colocation(self.config, self.trainer, self.rollout)
 
         engines = EngineWeights(self.config, self.trainer, self.rollout, FakeTransport(), colocation, start)
-        attempts = open_attempts(self.config, *self.data, self.rollout, lambda: 0.0)
         if self.config.run.resume == "never":
             set_aside(self.config)
         with RunFolder(self.out, self.config.run.name, self.config.run.id) as folder:
             config = self.config.model_copy(update={"run": self.config.run.model_copy(update={"id": folder.id})})
+            attempts = open_attempts(config, *self.data, self.rollout, lambda: 0.0)
             with open_checkpoints(config) as (checkpoints, uploader, found):
                 saves = Saves(config.checkpoint, self.trainer, checkpoints, uploader)
                 await Training(self.config, self.trainer, engines, attempts, saves, self.stop).run(found)
