@@ -155,7 +155,10 @@ def _setting(config: Any, *names: str) -> str:
 
 def is_run(folder: Path) -> bool:
     """Return whether a folder is one that a run wrote to, ours or one of Fleet's training system."""
-    return any((folder / name).exists() for name in _MARKS)
+    try:
+        return any((folder / name).exists() for name in _MARKS)
+    except OSError:  # a folder of another user, a name that is too long
+        return False
 
 
 def _called(name: str) -> str | None:
