@@ -1,16 +1,23 @@
 """The one format of episodes: read whole or by parts, and refused whenever it is not what was written."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 pytest.importorskip("pyarrow")
 
 from run_maker import groups, trajectory
+from waiting import wait_until
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.storage.local import LocalFolder
 from megatron_fleet.telemetry import shards
 from megatron_fleet.telemetry.shards import RECORD, SCALARS, Shard, encode
+from megatron_fleet.telemetry.trajectories import TrajectoryLog
 
 
 @pytest.fixture
@@ -63,6 +70,38 @@ def test_a_shard_that_is_cut_anywhere_or_changed_is_never_data(some):
         except UserError:
             continue
         assert same == (True, True), place  # bits that mean nothing to a reader, such as the name of the writer
+
+
+WRITING = """
+import sys
+from pathlib import Path
+
+import numpy as np
+from run_maker import trajectory
+
+from megatron_fleet.agents.trajectory import Group
+from megatron_fleet.telemetry.trajectories import TrajectoryLog
+
+log = TrajectoryLog(Path(sys.argv[1]), None)
+ids = np.random.default_rng(0).integers(0, 1 << 20, 400_000).tolist()
+for step in range(1, 1000):
+    log.write(step, [Group(0, "t", "e", [trajectory(ids=ids)])])
+    print(step, flush=True)
+"""
+
+
+def test_a_writer_that_is_killed_leaves_whole_shards(tmp_path):
+    command = [sys.executable, "-c", WRITING, str(tmp_path)]
+    tests = {"PYTHONPATH": str(Path(__file__).parents[1])}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | tests) as writer:
+        steps = [int(writer.stdout.readline()) for _ in range(3)]
+        wait_until(lambda: list(tmp_path.glob(".*.partial")), lambda: writer.poll() is None)
+        writer.kill()
+    shards = sorted(tmp_path.glob("*.parquet"))
+    assert steps == [1, 2, 3] and len(shards) >= 3
+    assert [Shard.open(path).arrays()["offsets"].tolist() for path in shards] == [[0, 400_000]] * len(shards)
+    TrajectoryLog(tmp_path, resumed_step=3)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == [f"step_00000{step}.parquet" for step in (1, 2, 3)]
 
 
 def test_another_table_is_refused(tmp_path):
