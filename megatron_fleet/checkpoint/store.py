@@ -13,6 +13,7 @@ import json
 import logging
 import re
 import secrets
+import shutil
 import socket
 import threading
 import time
@@ -183,7 +184,13 @@ class RunStore:
                 raise DamagedCheckpoint(f"{url}/{name}: has {stored.get(name)} bytes of {entry['bytes']}.")
         missing = [name for name, entry in files.items() if not is_whole(folder, name, entry, stop)]
         copies = [Copy(name, name, files[name]["bytes"]) for name in missing]
-        with progress("downloading", f"{url}", sum(copy.size for copy in copies)) as advance:
+        needed = sum(copy.size for copy in copies)
+        if (free := shutil.disk_usage(folder).free) < needed:
+            raise UserError(
+                f"{folder.parent}: the disk has {free / 1e9:.1f} GB left, and {url} takes {needed / 1e9:.1f} GB; make "
+                f"room, or choose another run.out."
+            )
+        with progress("downloading", f"{url}", needed) as advance:
             transfer(source, LocalFolder(folder), copies, stop=stop, advance=advance)
         write_atomically(folder / MANIFEST, data)
         Checkpoint.open(folder).verify(stop)

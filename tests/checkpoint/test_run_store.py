@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -117,6 +118,17 @@ def test_damage_is_found_and_nothing_takes_the_place(any_url, tmp_path, damage):
     with pytest.raises(DamagedCheckpoint):
         store.download(7, tmp_path / "back", NEVER)
     assert [path.name for path in (tmp_path / "back").iterdir()] == ["before"]
+
+
+def test_a_disk_without_room_is_seen_before_a_download(any_url, tmp_path, monkeypatch):
+    store = begun(any_url)
+    store.upload(save(tmp_path / "here", 7), NEVER)
+    usage = shutil.disk_usage(tmp_path)._replace(free=900_000)  # of 900,100 and the small ones
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(module, "transfer", lambda *_, **__: pytest.fail("something was copied"))
+    with pytest.raises(UserError, match=r"the disk has 0\.0 GB left, and .*global_step_7 takes 0\.0 GB; make room"):
+        store.download(7, tmp_path / "back", NEVER)
+    assert not (tmp_path / "back").exists()
 
 
 def test_a_later_attempt_stops_the_earlier_one(any_url, tmp_path):

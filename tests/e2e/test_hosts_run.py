@@ -166,29 +166,6 @@ def test_nodes_start_ranks_and_engines_on_both_hosts_and_a_lost_host_comes_back(
     assert_nothing_left(tmp_path)
 
 
-def test_hosts_that_share_no_folder_resume_from_the_store(hosts, alone, tmp_path):
-    """``/tmp`` is each host's own; only the store is seen by both."""
-    store, changes = tmp_path / "store", ["run.id=apart_1", "cluster.nodes=2", "checkpoint.interval=1"]
-    changes += [f"checkpoint.store.url={store}", "checkpoint.export.last=false"]
-    for number, steps in enumerate((1, 2)):  # in another folder each time, as on other machines
-        with Processes(hosts, tmp_path) as processes:
-            command = [MFLEET, "train", *SMALL, *changes, f"run.steps={steps}", "--out", f"/tmp/apart-{number}"]
-            processes.start(f"train-{number}", "n1", command)
-            for host in ("n1", "n2"):
-                processes.start(f"node-{host}-{number}", host, [MFLEET, "node"])
-            processes.finish()
-        (saved,) = store.rglob(f"global_step_{steps}")
-        assert {"manifest.json", "trainer_state.json", "__0_0.distcp", "__1_0.distcp"} <= {
-            f.name for f in saved.iterdir()
-        }
-        left = hosts.output("n2", ["sh", "-c", "ls -A /tmp/apart-*/checkpoints"])
-        assert not re.search(r"partial|^step", left, re.M), left
-    rows = hosts.output("n1", ["cat", "/tmp/apart-1/metrics.jsonl"]).splitlines()
-    found = {row["step"]: row["policy/grad_norm"] for row in map(json.loads, rows) if "policy/grad_norm" in row}
-    assert found.keys() == {1, 2}
-    assert found[1] == pytest.approx(alone, rel=EXACT)
-
-
 def test_torchrun_on_two_hosts_with_weights_by_disk(hosts, alone, tmp_path):
     command = [ROOT / "launch" / "torchrun" / "train.sh", *SMALL, "run.steps=2", "--out", tmp_path]
     command += ["rollout.engine.transport=disk"]
