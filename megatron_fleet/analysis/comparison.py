@@ -164,7 +164,7 @@ def _run_row(first: Compared, one: Compared) -> tuple[Cell, ...]:
     over = NOTHING if found is None else f"{found.estimate.tasks} shared tasks" if found.paired else "unpaired"
     steps = [row["step"] for row in run.rows if "accounting/episodes" in row] or run.training_steps
     played = sum(row.get("accounting/episodes") or 0 for row in run.rows)
-    timed = all("time" in row for row in run.rows) and run.rows
+    timed = any("time" in row for row in run.rows)
     digest = str(run.split.get("sha256") or "")
     estimate = pass_rate(episodes)
     place = shown(str(run.folder) if run.files is None else run.files.place)

@@ -101,7 +101,7 @@ def _steps_fact(run: Run) -> Fact | None:
     planned = run.setting("run", "steps")
     attempts = len(resumed_at(run.rows)) + 1
     detail = f"in {duration(seconds_total(run.rows))}" + (f", {attempts} attempts" if attempts > 1 else "")
-    if not all("time" in row for row in run.rows):
+    if not any("time" in row for row in run.rows):
         detail = "of which there are trajectories; duration not recorded"
     done = str(steps[-1]["step"]) if steps else str(max(run.training_steps, default=0))
     return Fact("training steps", f"{done} of {planned}" if planned is not None else done, detail)
