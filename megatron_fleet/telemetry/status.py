@@ -20,7 +20,10 @@ INTERVAL_S = 1.0
 MAX_ALERTS = 20
 """Newest warnings that the file has."""
 
-Number = Annotated[float, Field(allow_inf_nan=False)]
+Time = Annotated[float, Field(ge=0, le=1e11)]
+"""Seconds, of a duration or since 1970."""
+Count = Annotated[int, Field(ge=0, le=1 << 60)]
+Number = Annotated[float, Field(ge=-1e15, le=1e15)]
 State = Literal["running", "finished", "stopped", "failed"]
 
 
@@ -35,10 +38,10 @@ class PhaseStatus:
     """
 
     name: str
-    began: Number
-    seconds: Number | None = None
-    done: int = 0
-    total: int = 0
+    began: Time
+    seconds: Time | None = None
+    done: Count = 0
+    total: Count = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,19 +75,19 @@ class EnvironmentStatus:
         quarantined: episodes that were not played because the environment is in quarantine.
     """
 
-    episodes: int
-    known: int
+    episodes: Count
+    known: Count
     reward: Number | None
-    tool_calls: int
-    tool_errors: int
-    quarantined: int
+    tool_calls: Count
+    tool_errors: Count
+    quarantined: Count
 
 
 @dataclass(frozen=True, slots=True)
 class Alert:
     """A warning of the controller. ``level``: as of `logging`, ``WARNING`` or ``ERROR``."""
 
-    time: Number
+    time: Time
     level: str
     text: str
 
@@ -114,17 +117,17 @@ class RunStatus:
     state: State
     host: str
     pid: int
-    time: Number
-    started: Number
-    step: int
-    steps: int
-    step_began: Number | None = None
+    time: Time
+    started: Time
+    step: Count
+    steps: Count
+    step_began: Time | None = None
     phases: list[PhaseStatus] = field(default_factory=list)
     engines: list[EngineStatus] = field(default_factory=list)
     environments: dict[str, EnvironmentStatus] = field(default_factory=dict)
-    playing: int = 0
-    waiting: int = 0
-    memory: dict[str, int] = field(default_factory=dict)
+    playing: Count = 0
+    waiting: Count = 0
+    memory: dict[str, Count] = field(default_factory=dict)
     alerts: list[Alert] = field(default_factory=list)
 
     def write(self, out: Path) -> None:

@@ -1,4 +1,4 @@
-"""The folder of a run as ``mfleet report`` reads it: configuration, metrics, trajectories, images, tokenizer."""
+"""The folder of a run as ``mfleet report`` and ``mfleet top`` read it: configuration, metrics, state, trajectories."""
 
 from __future__ import annotations
 
@@ -15,6 +15,21 @@ from fuzz.outcomes import command
 from run_maker import RunMaker, groups
 
 from megatron_fleet.analysis import statistics
+from megatron_fleet.telemetry.status import Alert, EngineStatus, EnvironmentStatus, PhaseStatus, RunStatus
+
+STATUS = RunStatus(
+    *("demo", "demo_1", "running", "node-0", 7),
+    time=1000.0,
+    started=0.0,
+    step=2,
+    steps=4,
+    step_began=990.0,
+    phases=[PhaseStatus("rollout", 990.0, None, 1, 2), PhaseStatus("to_trainer", 990.0, 1.0)],
+    engines=[EngineStatus("engine 0", True, 2.0, 1.0, 0.5, 9.0)],
+    environments={"forge": EnvironmentStatus(3, 2, 0.5, 4, 1, 0)},
+    memory={"controller": 1 << 30, "host_used": 1 << 31, "host_total": 1 << 32},
+    alerts=[Alert(990.0, "WARNING", "slow")],
+)
 
 
 @cache
@@ -26,6 +41,7 @@ def seeds() -> list[Any]:
         maker = RunMaker(Path(place, "run"))
         maker.evaluate(0, first, first[:1]).train(1, last).evaluate(1, last)
         maker.train(2, groups({"a": [1.0], "b": [0.0]}, env="forge"))
+        STATUS.write(maker.folder)
         files = folders.read(maker.folder)
     structured = {name: folders.structured(name, data) for name, data in files.items()}
     for number, row in enumerate(structured["metrics.jsonl"]):
@@ -39,6 +55,7 @@ def check(tree: Any, folder: Path) -> bool:
     folders.write(place, tree)
     with patch.object(statistics, "RESAMPLES", statistics._CHUNK):
         done = command("report", place)
+    assert command("top", place, "--once").status in (0, 2)
     assert not folders.left_over(folder)
     pages = [place / name for name in ("report.html", "report.md")]
     if done.status == 0:
