@@ -52,7 +52,7 @@ class EmulatedRank:
             bodies = [(await frames.read(self._reader) or [b""])[-1] for _ in range(following)]
             self.data_bytes += sum(map(len, bodies))
             self.calls.append(verb)
-            self._writer.write(frames.pack("done", call, self._answer(verb, arguments, bodies)))
+            self._writer.write(frames.pack("done", call, self._answer(verb, arguments, bodies), 0.0, 0.0))
             await self._writer.drain()
         self._writer.close()
 

@@ -25,6 +25,7 @@ from megatron_fleet.cluster.rank_identity import controller_address
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
 from megatron_fleet.models.flops import SequenceCost
+from megatron_fleet.platform.timeline import TIMELINE
 from megatron_fleet.trainer.base import AdamParams, LossSpec, TrainerLost
 from megatron_fleet.trainer.group import TrainerGroup, open_trainer, run_token
 from megatron_fleet.trainer.links import RankListener
@@ -81,12 +82,19 @@ async def test_calls_run_in_the_order_in_which_they_were_made(tmp_path):
             await asyncio.sleep(0.05 * self.rank)
             await super().serve()
 
+    TIMELINE.reset(trace_every=1)
     async with emulated(configured(tmp_path), world=3, rank_type=Slow) as (group, ranks):
         steps = [group.optim_step(AdamParams(1.0)), group.discard_gradients(), group.optim_step(AdamParams(2.0))]
         first, _, second = await asyncio.gather(*steps)
     assert (first.lr, second.lr) == (1.0, 2.0)
+    TIMELINE.begin_step(0)
+    TIMELINE.end_step()
+    slices = TIMELINE.traced.popleft().slices
+    TIMELINE.reset(0)
     for rank in ranks:
         assert rank.calls[-3:] == ["optim_step", "discard_gradients", "optim_step"]
+        own = [each.name for each in slices if (each.group, each.lane) == ("trainer", f"rank {rank.rank}")]
+        assert own == rank.calls
 
 
 async def test_only_ranks_of_this_run_are_let_in():
