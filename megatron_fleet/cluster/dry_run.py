@@ -138,6 +138,7 @@ def outputs(config: Config) -> list[str]:
         ("checkpoints/", f"the newest {c.checkpoint.keep}", True),
         ("dumps/", "updates that went wrong, for `mfleet debug replay`", c.policy.safety.max_dumps > 0),
         ("hf/", "the trained model as a Hugging Face folder", c.checkpoint.export.last),
+        ("exports/", "checkpoints, likewise", c.checkpoint.export.every > 0 or c.checkpoint.export.best),
         ("logs/", "what engines, environment server and ranks say, and where they are", True),
     ]
     return [c.run.out] + [f"  {name:<14} {meaning}" for name, meaning, written in rows if written]

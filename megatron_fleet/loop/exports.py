@@ -110,6 +110,7 @@ class Exports:
         self._converted = self._failures = 0
         self._seconds = 0.0
         self._result: Result | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         checkpoints.in_use = self.needed
         self.refresh()
         self._thread = threading.Thread(target=self._run, name="exports", daemon=True)
@@ -165,6 +166,8 @@ class Exports:
             copy_probe(last, self._probe_of(None))
         with self._changed:
             self._ended = self._devices_are_free = True
+            if self._process is not None and self._process.returncode is None:
+                _set_priority(self._process, os.getpriority(os.PRIO_PROCESS, 0))
             self._resting.clear()
             if self._left():
                 log.info("waiting for exports: %s", ", ".join(sorted({_name(job.step) for job in self._left()})))
@@ -306,7 +309,7 @@ class Exports:
             self._uploaded.add(step)
 
     def _call(self, *arguments: str) -> None:
-        """Run ``mfleet convert …`` to its end, at the lowest priority and without a device; it dies with this process.
+        """Run ``mfleet convert …``, at the lowest priority while training goes on. It dies with this process.
 
         Raises:
             ExportFailed: it failed; the message is its last line.
@@ -320,8 +323,10 @@ class Exports:
             environment["CUDA_VISIBLE_DEVICES"] = ""
         own = ("--family", family) if family else ()
         process = spawn([*self._program, "convert", *arguments, *own], environment, logs / "exports.log")
-        with suppress(OSError):  # it has ended already
-            os.setpriority(os.PRIO_PROCESS, process.pid, LOWEST_PRIORITY)
+        with self._changed:
+            self._process = process
+            if not self._ended:
+                _set_priority(process, LOWEST_PRIORITY)
         while process.poll() is None:
             if self._stop.wait(POLL_S):
                 os.killpg(process.pid, signal.SIGKILL)  # with what it started; its id is not free before `wait`
@@ -449,6 +454,12 @@ def _journal(export: Path) -> dict[str, object]:
 
 def _fingerprint(checkpoint: Path) -> str:
     return hashlib.sha256((checkpoint / MANIFEST).read_bytes()).hexdigest()
+
+
+def _set_priority(process: subprocess.Popen[bytes], nice: int) -> None:
+    """Set the priority of all threads of a process. Only root may raise it."""
+    with suppress(OSError):  # it has ended, or this is not permitted
+        os.setpriority(os.PRIO_PGRP, process.pid, nice)
 
 
 def _name(step: int | None) -> str:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
 from megatron_fleet.config.validate import check
 from megatron_fleet.loop import exports as module
-from megatron_fleet.loop.exports import Exports, open_exports, wanted
+from megatron_fleet.loop.exports import Exports, open_exports, upload, wanted
 from megatron_fleet.storage.open import open_folder
 
 PROGRAM = (sys.executable, str(Path(__file__).with_name("export_program.py")))
@@ -120,7 +121,7 @@ def test_exports_are_made_at_the_lowest_priority_and_the_oldest_go(make):
     exports = run.exports()
     for step in (1, 2, 3, 4, 6):
         run.save(step)
-        exports.finish(HANG_S)
+        wait_until(lambda step=step: exports.metrics()["checkpoint/exports"] == step // 2)
     wait_until(lambda: run.steps() == ["step_000004", "step_000006"])
     assert (run.out / "exports" / "step_000006" / "model.safetensors").read_text() == "of step 6"
     assert run.calls() == ["to-hf step_000002", "to-hf step_000004", "to-hf step_000006"]
@@ -209,8 +210,11 @@ def test_closing_ends_the_process_at_once_and_leaves_nothing_that_looks_whole(ma
     run.order(hold=True)
     exports = run.exports()
     wait_until(run.calls)
-    exports.close()
     pid = int((run.out / "calls").read_text().split()[2])
+    assert os.getpriority(os.PRIO_PROCESS, pid) == 19
+    exports.finish(0)  # training is over, nothing else needs the cores
+    assert os.getpriority(os.PRIO_PROCESS, pid) == (19 if os.geteuid() else os.getpriority(os.PRIO_PROCESS, 0))
+    exports.close()
     assert not Path(f"/proc/{pid}").exists()
     assert run.steps() == []
 
@@ -315,6 +319,25 @@ def test_an_interrupted_copy_is_gone_on_with_and_another_checkpoint_s_is_replace
     run.save(1, "2nd way")
     run.exports().finish(HANG_S)
     assert open_folder(url).read("model.safetensors") == b"2nd way"
+
+
+def test_an_unfinished_copy_of_another_checkpoint_is_not_gone_on_with(store, tmp_path, monkeypatch):
+    source = tmp_path / "export"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    (source / "model.safetensors").write_text("one way")
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="down"):
+        copied = module.transfer
+
+        def fails(*arguments):
+            copied(*arguments)
+            raise UserError("the network is down")
+
+        patch.setattr(module, "transfer", fails)
+        upload(store, "exports/global_step_1", source, {"manifest_sha256": "1"}, threading.Event())
+    (source / "model.safetensors").write_text("2nd way")  # as many bytes
+    upload(store, "exports/global_step_1", source, {"manifest_sha256": "2"}, threading.Event())
+    assert open_folder(f"{store.url}/exports/global_step_1").read("model.safetensors") == b"2nd way"
 
 
 def test_an_attempt_that_was_replaced_sends_nothing(make, store):
