@@ -58,7 +58,8 @@ def announced(config: Config) -> Iterator[Announcements]:
     try:
         with listening(AlertHandler(found.alert, slack.cooldown_s)):
             yield found
-        found.ended()
+        if found.status is not None:
+            found.ended()
     except BaseException as error:
         found.failed(error)
         raise

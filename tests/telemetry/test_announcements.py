@@ -18,7 +18,7 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
 from megatron_fleet.config.schema import Config
 from megatron_fleet.platform.alerts import AlertHandler, alert, listening
-from megatron_fleet.telemetry import alert_rules
+from megatron_fleet.telemetry import alert_rules, slack
 from megatron_fleet.telemetry.alert_rules import RATE_FEWEST, RATE_RECENT, SIGNAL_STEPS, AlertRules
 from megatron_fleet.telemetry.announcements import announced
 from megatron_fleet.telemetry.sinks import MetricsLog
@@ -42,13 +42,15 @@ EVALUATION = {"eval/all/episodes": 8, "eval/all/pass_at_1": 0.5, "eval/a<b/pass_
 @pytest.fixture
 def server(monkeypatch):
     monkeypatch.setenv("SLACK_BOT_TOKEN", TOKEN)
+    for name in ("ANSWER_S", "OPEN_S", "CLOSE_S"):
+        monkeypatch.setattr(slack, name, int(HANG_S))
     with slack_server() as running:
         yield running
 
 
 def config_of(server, out, *overrides: str) -> Config:
-    slack = ["logging.slack.channel=#training-runs", f"logging.slack.url={server.url}"]
-    return load([QUICKSTART, f"run.out={out}", "run.id=mine_1", "run.steps=10", *slack, *overrides])
+    where = ["logging.slack.channel=#training-runs", f"logging.slack.url={server.url}"]
+    return load([QUICKSTART, f"run.out={out}", "run.id=mine_1", "run.steps=10", *where, *overrides])
 
 
 def test_a_run_from_start_to_end(server, tmp_path):
@@ -104,6 +106,16 @@ def test_an_attempt_that_goes_on_knows_the_curve_before(server, tmp_path):
     assert (
         end == "*:double_vertical_bar: will go on*\nSaved after step 8, stopped by SIGTERM; the same command goes on."
     )
+
+
+def test_what_a_restarted_trainer_forgot_is_not_in_the_curve(server, tmp_path):
+    with announced(config_of(server, tmp_path)) as said:
+        said.began(None)
+        said.write(0, EVALUATION)
+        said.write(2, FINE | EVALUATION | {"eval/all/greedy_pass_at_1": 1.0})
+        said.write(1, FINE | EVALUATION)
+    after_2, after_1 = server.texts()[-2:]
+    assert "Held-out pass@1 0.500 → 0.500, greedy 1.000" in after_2 and "greedy" not in after_1
 
 
 def test_a_run_that_fails_says_its_last_lines(server, tmp_path, monkeypatch):

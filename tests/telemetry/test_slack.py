@@ -42,8 +42,8 @@ def patient(monkeypatch):
     """No pause is long, and the end of a run waits for whatever is to come."""
     monkeypatch.setattr(slack, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(slack, "LONGEST_PAUSE_S", 0.01)
-    monkeypatch.setattr(slack, "CLOSE_S", HANG_S)
-    monkeypatch.setattr(slack, "OPEN_S", HANG_S)
+    for name in ("ANSWER_S", "OPEN_S", "CLOSE_S"):
+        monkeypatch.setattr(slack, name, int(HANG_S))
 
 
 @pytest.fixture
