@@ -229,7 +229,7 @@ def same_as(run: Run, undisturbed: Run, elsewhere: bool) -> None:
         assert row["accounting/unknown"] == 0
         attempts = [row[f"accounting/attempts_{name}"] for name in ("started", "retried", "aborted", "stale")]
         assert attempts[0] - sum(attempts[1:]) == 16
-    played = sorted(path.stem for path in (run.out / "trajectories").glob("step_*.npz"))
+    played = sorted(path.stem for path in (run.out / "trajectories").glob("step_*.parquet"))
     assert played[-1] == f"step_{STEPS:06d}" and (elsewhere or len(played) == STEPS)
     for step in played:
         for one, two in zip(run.arrays(step), undisturbed.arrays(step), strict=True):

@@ -23,6 +23,7 @@ from megatron_fleet.loop.train import Training, until_lost
 from megatron_fleet.loop.weights import EngineWeights
 from megatron_fleet.rollout.requests import EnvironmentFailed, RolloutFailed
 from megatron_fleet.storage.run_folder import RunFolder
+from megatron_fleet.telemetry.shards import Shard
 from megatron_fleet.trainer.base import TrainerLost
 
 VOCABULARY = 16
@@ -387,8 +388,8 @@ async def test_groups_that_are_too_old_are_played_again_and_counted(tmp_path):
     assert [row["async/staleness_max"] <= 1 for row in run.rows()] == [True] * 4
     again = [request for request in run.rollout.requests if request.step == 2]
     assert [len(request.tasks) for request in again] == [4, 1]
-    lines = (tmp_path / "trajectories" / "step_000003.jsonl").read_text().splitlines()
-    assert [json.loads(line)["group"] for line in lines] == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
+    rows = Shard.open(tmp_path / "trajectories" / "step_000003.parquet").records()
+    assert [row["group"] for row in rows] == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
 
 
 async def test_engines_that_stay_behind_end_the_run(tmp_path):
