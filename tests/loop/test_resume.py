@@ -131,12 +131,14 @@ async def test_a_run_goes_on_by_its_id_on_another_machine(tmp_path):
     first = Run(tmp_path / "here", *stored(tmp_path))
     first.trainer.fail_next("export_hf", RuntimeError("power cut"))
     first.config = first.config.model_copy(update={"run": first.config.run.model_copy(update={"steps": 4})})
+    (first.out / "slack.json").write_text("{}")
     with pytest.raises(RuntimeError, match="power cut"):
         await first.go()
     other = Run(tmp_path / "there", *stored(tmp_path, "run.resume=must"))
     await other.go()
     assert other.take()[1:5] == ["wait_ready", "begin_update", "send_weights 4", "finish_update 4"]
     assert other.rows() == whole.rows()
+    assert (other.out / "slack.json").read_text() == "{}", "messages go on in the same thread"
     np.testing.assert_array_equal(other.trainer.weights, whole.trainer.weights)
     rows = [json.loads(line) for line in (other.out / "metrics.jsonl").read_text().splitlines()]
     emitted = {name for name in rows[-1] if name.startswith("checkpoint/")}
