@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Awaitable, Collection, Coroutine, Mapping
 from concurrent import futures
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
@@ -179,6 +180,8 @@ class Saves:
                 f"{uploader.store.url_of(checkpoint.step)}: the files of all hosts did not get there within "
                 f"checkpoint.store.drain_timeout_s={limit_s:g}; see the warnings above."
             )
+        with suppress(TrainerLost):  # the checkpoint is there all the same
+            await self._trainer.clear_state(self._checkpoints.folder)
 
     def _fail(self, step: int, error: Exception) -> None:
         if self._config.on_failure == "stop":

@@ -51,6 +51,7 @@ async def test_every_host_sends_its_files_and_the_run_resumes_from_the_store(tmp
     await run.go()
     assert "fetch_state step_000002" in run.take()
     assert run.store().steps() == [4, 2]
+    assert not list((tmp_path / "other-host").iterdir())
     assert run.rows() == whole.rows()
     np.testing.assert_array_equal(run.trainer.weights, whole.trainer.weights)
 

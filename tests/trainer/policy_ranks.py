@@ -21,7 +21,9 @@ from megatron_fleet.config.schema import AlgorithmConfig, CorrectionConfig, Para
 from megatron_fleet.loop.update import with_logprobs
 from megatron_fleet.trainer.base import LossReport
 from megatron_fleet.trainer.megatron.build import parameter_shards
+from megatron_fleet.trainer.megatron.optimizer_shards import boxes
 from megatron_fleet.trainer.megatron.policy import MegatronPolicy
+from megatron_fleet.trainer.megatron.state import describe
 from megatron_fleet.trainer.packing.pack_plan import plan_micro_batches
 from megatron_fleet.trainer.validate import micro_batch_alignment, sequence_alignment
 
@@ -42,6 +44,16 @@ def dump(policy: MegatronPolicy) -> list[tuple[Any, ...]]:
     ]
 
 
+def dump_optimizer(policy: MegatronPolicy) -> list[tuple[Any, ...]]:
+    """Main parameters and moments that this rank holds, with their places in the whole ones."""
+    described = [describe(chunk) for chunk in policy.model_chunks]
+    return [
+        (box.key, tuple(box.shape), tuple(box.offsets), 0, box.data.detach().clone())
+        for box in boxes(policy._optimizer, described)
+        if box.is_main
+    ]
+
+
 def run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     parallel = ParallelConfig(**job["parallel"])
     policy = MegatronPolicy(make_config(folder / job["model"], parallel), init="random")
@@ -55,12 +67,15 @@ def run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     if "load" in job:
         policy.load_state(folder / job["load"])
         out["loaded"] = dump(policy)
+        out["loaded_optimizer"] = dump_optimizer(policy)
     else:
         out["initial_logprobs"] = policy.forward(micro_batches)
         policy.keep_reference()
     for step in range(job["first"], job["last"]):
         if step == job.get("save_at"):
             policy.save_state(folder / job["save"])
+            out["saved"] = dump(policy)
+            out["saved_optimizer"] = dump_optimizer(policy)
         report = policy.forward_backward(micro_batches, loss)
         out["reports"].append((report, policy.optim_step(1e-3)))
     out["parameters"] = dump(policy)

@@ -22,6 +22,7 @@ from megatron_fleet.config.schema import ParallelConfig
 LAYOUTS: dict[str, dict[str, int]] = {
     "single": {},
     "tp2": {"tensor": 2},
+    "pp2": {"pipeline": 2},
     "vpp2": {"pipeline": 2, "virtual": 2},
     "cp2": {"context": 2},
     "dp2": {"data": 2},
@@ -36,7 +37,7 @@ TRAINED = {
     "hybrid": ("single", "ep2"),
 }
 RESHARDED = {
-    ("dense", "tp2"): ("single", "vpp2", "dp2"),
+    ("dense", "tp2"): ("single", "pp2", "vpp2", "dp2", "tp2pp2"),
     ("dense", "dp2"): ("tp2", "tp2pp2", "cp2"),
     ("tied", "vpp2"): ("single",),
     ("sparse", "ep2"): ("single", "vpp2", "tp2ep2"),
@@ -182,11 +183,12 @@ class TestCheckpoints:
         run = f"{model}-{source}"
         loss, optim = results[run][0]["reports"][2]
         final = whole(results[run], "parameters")
-        saved = whole(results[f"{run}-to-{source}"], "loaded")
         for target in RESHARDED[model, source]:
             ranks = results[f"{run}-to-{target}"]
-            loaded = whole(ranks, "loaded")
-            assert all(torch.equal(loaded[k], saved[k]) for k in saved), target
+            for what in ("", "_optimizer"):
+                saved, loaded = whole(results[run], f"saved{what}"), whole(ranks, f"loaded{what}")
+                assert saved.keys() == loaded.keys(), target
+                assert all(torch.equal(loaded[k], saved[k]) for k in saved), target
             assert ranks[0]["reports"][0][0].loss == pytest.approx(loss.loss, rel=1e-5)
             assert ranks[0]["reports"][0][1].grad_norm == pytest.approx(optim.grad_norm, rel=1e-5)
             # Adam's moments came along too: the next parameters agree.
