@@ -13,13 +13,17 @@ from pathlib import Path
 import psutil
 
 NAMES = (
-    *("WANDB_API_KEY", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "FLEET_API_KEY", "OPENAI_API_KEY"),
-    *("OPENAI_API_KEY_ADMIN", "SLACK_BOT_TOKEN", "SOME_API_KEY", "PGPASSWORD", "GITHUB_PAT"),
+    *("WANDB_API_KEY", "WANDB_API_KEY_COMPUTER_USE", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "FLEET_API_KEY"),
+    *("OPENAI_API_KEY", "OPENAI_API_KEY_ADMIN", "SLACK_BOT_TOKEN", "SOME_API_KEY", "PGPASSWORD", "GITHUB_PAT"),
+    *("HF_TOKEN", "MLFLOW_TRACKING_PASSWORD", "DATABASE_URL", "MLFLOW_TRACKING_URI"),
 )
 MARKERS = {name: hashlib.sha1(name.encode()).hexdigest() for name in NAMES}
-"""Planted values; as long as a key of W&B has to be."""
-PLANTED = MARKERS | {"DATABASE_URL": f"postgresql://user:{hashlib.sha1(b'DATABASE_URL').hexdigest()}@host/db"}
-MARKERS["DATABASE_URL"] = hashlib.sha1(b"DATABASE_URL").hexdigest()
+"""Parts of the planted values; as long as a key of W&B has to be."""
+PLANTED = MARKERS | {
+    "SLACK_BOT_TOKEN": f"xoxb-{MARKERS['SLACK_BOT_TOKEN']}",
+    "DATABASE_URL": f"postgresql://user:{MARKERS['DATABASE_URL']}@host/db",
+    "MLFLOW_TRACKING_URI": f"http://user:{MARKERS['MLFLOW_TRACKING_URI']}@127.0.0.1:9",
+}
 LOOK_EVERY_S = 0.1
 
 

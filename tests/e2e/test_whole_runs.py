@@ -12,11 +12,16 @@ import pytest
 from chat_server import MODEL, ChatServer, Oracle, serving
 from mlflow import MlflowClient
 from planted import PLANTED, found_in, watched
+from s3_server import BUCKET, s3_server
 from score_rollouts import assert_all_agree
+from slack_server import CHANNEL, slack_server
 from whole_runs import RUN_TIMEOUT_S, Run, wait_for
 
 from megatron_fleet.data.dataset import load_tasks
 from megatron_fleet.embedded_fleet.tasks import SHIPPED_TASKS
+from megatron_fleet.storage.local import LocalFolder
+from megatron_fleet.storage.open import open_folder
+from megatron_fleet.storage.transfer import Copy, transfer
 
 pytestmark = pytest.mark.slow
 
@@ -46,14 +51,25 @@ def convert(*arguments):
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory):
+    """A run that is recorded and stored in every way; the services that it uses know the planted keys alone."""
     folder = tmp_path_factory.mktemp("runs")
-    tracked = [
-        "logging.wandb.project=tests",
-        "logging.wandb.mode=offline",
-        f"logging.mlflow.uri=sqlite:///{folder}/ml.db",
-    ]
-    run = Run(folder / "first", (*PROBED, *tracked))
-    run.output = run.finish()
+    with s3_server((PLANTED["AWS_ACCESS_KEY_ID"], PLANTED["AWS_SECRET_ACCESS_KEY"])) as server, slack_server() as slack:
+        slack.token = PLANTED["SLACK_BOT_TOKEN"]
+        recorded = (
+            *("logging.wandb.project=tests", "logging.wandb.mode=offline"),
+            f"logging.mlflow.uri=sqlite:///{folder}/ml.db",
+            *(f"logging.slack.channel={CHANNEL!r}", f"logging.slack.url={slack.url}"),
+            *(f"checkpoint.store.url=s3://{BUCKET}/runs", f"logging.trajectories.upload=s3://{BUCKET}/episodes"),
+        )
+        run = Run(folder / "first", (*PROBED, *recorded), environ=server.environment())
+        run.output = run.finish()
+        run.slack = slack
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in server.environment().items():
+                patch.setenv(name, value)
+            bucket = open_folder(f"s3://{BUCKET}")
+            copies = [Copy(name, name, size) for name, size in bucket.sizes().items()]
+            transfer(bucket, LocalFolder(folder / "bucket"), copies)
     return run
 
 
@@ -69,7 +85,8 @@ def test_a_run_leaves_what_it_promises(first):
     client = MlflowClient(f"sqlite:///{first.out.parent}/ml.db")
     [tracked] = client.search_runs([client.get_experiment_by_name("megatron_fleet").experiment_id])
     assert tracked.data.metrics["trainer/global_step"] == 3 and tracked.info.status == "FINISHED"
-    assert sorted(p.name for p in (first.out / "checkpoints").iterdir()) == ["step_000002", "step_000003"]
+    kept = sorted(p.name for p in (first.out / "checkpoints").iterdir())
+    assert kept[-2:] == ["step_000002", "step_000003"]  # another one, if it was on its way to the store for long
     assert "finished 3 steps" in first.output.strip().splitlines()[-1]
     first.assert_nothing_left()
 
@@ -88,9 +105,18 @@ def allowed(command: str, names: set[str]) -> bool:
     return "/wandb/bin/wandb-" in command and names <= {"WANDB_API_KEY"}
 
 
-def test_no_record_and_no_line_of_the_terminal_holds_a_secret(first):
+def test_no_record_no_page_no_message_and_no_line_of_the_terminal_holds_a_secret(first):
+    command = [sys.executable, "-m", "megatron_fleet.cli", "report", str(first.out)]
+    reported = subprocess.run(command, env=os.environ | PLANTED, capture_output=True, timeout=RUN_TIMEOUT_S)
+    assert reported.returncode == 0, reported.stderr
+    written = {path.relative_to(first.out.parent).as_posix() for path in first.out.parent.rglob("*")}
+    stored = {name.rpartition("/")[2] for name in written if name.startswith("bucket/runs/")}
+    assert written >= {"first/run.json", "first/report.html"} and stored >= {"manifest.json", "__0_0.distcp"}
+    assert any(name.startswith("bucket/episodes/") for name in written)
     assert files_with_secrets(first.out.parent) == {}
-    assert not found_in(first.output.encode())
+    assert not found_in(first.output.encode() + reported.stdout + reported.stderr)
+    assert len(first.slack.messages) > 2 and first.slack.problems == []
+    assert not found_in(str(first.slack.messages).encode())
 
 
 def files_with_secrets(folder: Path) -> dict[str, set[str]]:

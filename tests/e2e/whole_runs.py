@@ -30,7 +30,8 @@ SMALL = (
 )
 RUN_TIMEOUT_S = 1800
 CLOCK_METRICS = (
-    "time", "attempt", "timing/", "memory/", "engine/", "generate/tokens_per_second", "async/trainer_waits",
+    "time", "attempt", "checkpoint/",
+    "timing/", "memory/", "engine/", "generate/tokens_per_second", "async/trainer_waits",
     "async/engines_idle",
 )  # fmt: skip
 
