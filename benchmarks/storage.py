@@ -1,5 +1,7 @@
 """Bytes per second of ``megatron_fleet.storage`` against ``dd`` and ``cp`` on the same disk. Prints one line of JSON.
 
+Copies to an S3 server are measured by ``checkpoint.py``.
+
     python benchmarks/storage.py FOLDER [--gb 2] [--rounds 3]         # FOLDER on the disk to measure
     python benchmarks/storage.py s3://bucket/prefix [--gb 1]          # no reference then
 

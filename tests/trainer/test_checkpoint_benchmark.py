@@ -15,12 +15,13 @@ pytest.importorskip("megatron_fleet.trainer.megatron")
 
 @pytest.mark.slow
 def test_a_rank_saves_and_loads_its_own_share_in_little_memory():
-    script = Path(__file__).parents[2] / "benchmarks" / "checkpoint_memory.py"
-    model = ["--ranks", "2", "--layers", "1", "--hidden", "64", "--vocab", "64000"]
+    script = Path(__file__).parents[2] / "benchmarks" / "checkpoint.py"
+    model = ["--ranks", "2", "--layers", "1", "--hidden", "64", "--vocab", "64000", "--transfer-mb", "0"]
     done = subprocess.run([sys.executable, script, *model], capture_output=True, text=True, timeout=4 * HANG_S)
     assert done.returncode == 0, done.stderr[-2000:]
     report = json.loads(done.stdout)
     assert report["interchangeable"]
+    assert report["beyond_own_mb"] < 64
     for verb in ("save", "load"):
         ours, gathered = report["ours"][verb], report["gathered"][verb]
         assert ours["collective_mb"] == 0

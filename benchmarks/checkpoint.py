@@ -1,4 +1,5 @@
-"""Memory, traffic and time of a checkpoint on data-parallel ranks, against Megatron's own. Prints one line of JSON.
+"""Memory, traffic and time of a checkpoint on data-parallel ranks, against Megatron's own, and its copies to a store.
+Prints one line of JSON.
 
 Each rank saves and loads its model and optimizer, first as runs do (``ours``), then with the optimizer state that
 Megatron-Core gathers on every rank (``gathered``: ``fully_reshardable``, written by the same writer and read by
@@ -7,10 +8,12 @@ was there before (on a CPU the device is host memory too; VmHWM, Linux with glib
 hold values, ``metadata_mb`` of the bytes that describe them. ``share_mb`` is the parameters and the optimizer state
 that a rank holds anyway. ``copy`` is what training waits for when a checkpoint is written in the background, once its
 host memory exists, and ``ratio_pause`` its time ÷ that of copying as many bytes. ``ratio_save`` and ``ratio_load`` are
-ours ÷ gathered. ``interchangeable``: each way restored, to the bit, what the
-other had saved. Times need a quiet machine.
+ours ÷ gathered. ``beyond_own_mb`` is the host memory of the copy beyond the rank's own bytes. ``interchangeable``: each
+way restored, to the bit, what the other had saved. ``transfers`` is described in ``transfers.py``; 0 MB leaves it out.
+Times need a quiet machine.
 
-    python benchmarks/checkpoint_memory.py [--ranks 4] [--layers 4] [--hidden 512] [--vocab 65536]
+    python benchmarks/checkpoint.py [--ranks 4] [--layers 4] [--hidden 512] [--vocab 65536]
+        [--transfer-mb 512] [--rounds 3] [--obstore PYTHON]
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transfers
 from machine import describe
 from offload import make_config
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -187,7 +191,7 @@ class Gathering:
 
 
 def run_rank(rank: int, port: int, args: argparse.Namespace, folder: str) -> None:
-    """Measure as one of the ranks; the first prints the report."""
+    """Measure as one of the ranks; the first writes the report."""
     from megatron_fleet.platform.megatron.adapt import cuda_calls_answered
 
     warnings.filterwarnings("ignore")
@@ -225,10 +229,11 @@ def run_rank(rank: int, port: int, args: argparse.Namespace, folder: str) -> Non
         gathered(sum(file["bytes"] for file in policy.begin_save(Path(folder, "own"), copy=False).write().values()))
     )
     report["own_mb"] = round(own / MB, 1)
+    report["beyond_own_mb"] = round(report["ours"]["copy"]["host_mb"] - own / MB, 1)
     report["ratio_pause"] = round(report["ours"]["copy"]["seconds"] / plain_copy_s(own), 3)
     if rank == 0:
         given = {name: getattr(args, name) for name in ("ranks", "layers", "hidden", "vocab")}
-        print(json.dumps({"benchmark": "checkpoint_memory", **report, **given, "machine": describe()}), flush=True)
+        Path(folder, "report.json").write_text(json.dumps({"benchmark": "checkpoint", **report, **given}))
     policy.close()
 
 
@@ -238,12 +243,20 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--vocab", type=int, default=65536)
+    parser.add_argument("--transfer-mb", type=int, default=512, help="bytes of the files that are copied to a store")
+    parser.add_argument("--rounds", type=int, default=3, help="of the copies to a store")
+    parser.add_argument("--obstore", metavar="PYTHON", help="interpreter that has the package obstore")
     args = parser.parse_args()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(args.ranks):
             Path(folder, str(rank)).mkdir()
         torch.multiprocessing.spawn(run_rank, (store.port, args, folder), args.ranks)
+        report = json.loads(Path(folder, "report.json").read_text())
+    if args.transfer_mb:
+        with tempfile.TemporaryDirectory() as folder:
+            report["transfers"] = transfers.measure(Path(folder), args.transfer_mb << 20, args.rounds, args.obstore)
+    print(json.dumps(report | {"machine": describe()}), flush=True)
 
 
 if __name__ == "__main__":
