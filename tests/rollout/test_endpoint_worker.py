@@ -54,6 +54,8 @@ def opened(monkeypatch):
 class WorkerHere:
     """A `WorkerSlot` whose worker is in this process."""
 
+    name = "worker 0"
+
     def __init__(self, config, server, max_retries):
         endpoint = EndpointConfig(url=server.url, model=MODEL, max_retries=max_retries)
         sections = (config.rollout.model_dump(), EnvConfig().model_dump(), AgentConfig().model_dump())

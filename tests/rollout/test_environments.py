@@ -103,6 +103,8 @@ async def test_a_server_that_dies_again_and_again_is_given_up_after_the_limit_of
 class WorkerOf:
     """A `WorkerSlot` whose episodes have a reward while ``server`` is alive."""
 
+    name = "worker 0"
+
     def __init__(self, server: FakeServer):
         self._server = server
 
