@@ -242,7 +242,7 @@ async def test_a_run_goes_on_without_a_checkpoint_if_it_may(tmp_path, caplog):
     assert [row["checkpoint/failed"] for row in run.rows()] == [0, 0, 1, 1, 1, 1]
     stops = Run(tmp_path / "stops")
     stops.trainer.fail_next("copy_state", OSError("No space left on device"))
-    with pytest.raises(UserError, match="No space .*; make room in "):
+    with pytest.raises(UserError, match=r"No space .*; make room in "):
         await stops.go()
 
 
@@ -291,7 +291,7 @@ async def test_a_checkpoint_that_fails_while_it_is_written(tmp_path, caplog):
 
     stops = Run(tmp_path / "stops")
     stops.trainer.before_writing = fail
-    with pytest.raises(UserError, match="No space .*; make room in "):
+    with pytest.raises(UserError, match=r"No space .*; make room in "):
         await stops.go()
     assert stops.rows()[-1]["step"] == 3 and list((stops.out / "checkpoints").iterdir()) == []
     goes_on = Run(tmp_path / "goes on", "checkpoint.on_failure=continue")
