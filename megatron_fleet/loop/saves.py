@@ -52,10 +52,17 @@ class Saves:
         self.failed = 0
         self._saving: tuple[int, asyncio.Task[None]] | None = None
         self._lost = threading.Event()
+        self._apart: bool | None = None  # as the trainer says once it is built
 
-    async def newest(self) -> Checkpoint | None:
-        """Return the newest good checkpoint, see `Checkpoints.newest`; where hosts share no folder, of the store."""
-        if self._trainer.info.hosts_apart and self._uploader is not None:
+    async def newest(self, found: Checkpoint | None) -> Checkpoint | None:
+        """Return the newest good checkpoint, see `Checkpoints.newest`; where hosts share no folder, of the store.
+
+        Args:
+            found: where the run started; still the newest if no trainer has resumed from it.
+        """
+        if self._apart is None:
+            return found
+        if self._apart and self._uploader is not None:
             return await asyncio.to_thread(newest_of, self._checkpoints, self._uploader.store)
         return await self._checkpoints.newest_in_thread()
 
@@ -66,7 +73,8 @@ class Saves:
             UserError: the trainer's hosts share no folder, and the run needs one.
         """
         self._lost.clear()
-        if self._trainer.info.hosts_apart:
+        self._apart = self._trainer.info.hosts_apart
+        if self._apart:
             self._check_apart()
         if self._uploader is not None:
             store, loop = self._uploader.store, asyncio.get_running_loop()
@@ -79,7 +87,7 @@ class Saves:
                     return []
 
             store.send_apart = send
-            if found is not None and self._trainer.info.hosts_apart:
+            if found is not None and self._apart:
                 await self._trainer.fetch_state(store.url_of(found.step), found.path, found.files())
         if found is not None:
             await self._trainer.load_state(found.path)
@@ -109,11 +117,10 @@ class Saves:
         """
         await self.finish()
         copy = self._trainer.copy_state if self._config.asynchronous else self._write_at_once
-        apart = self._trainer.info.hosts_apart
         try:
-            if apart:
+            if self._apart:
                 await self._trainer.clear_state(self._checkpoints.folder)
-            finishing = await self._checkpoints.begin(step, copy, state, self._publish if apart else None)
+            finishing = await self._checkpoints.begin(step, copy, state, self._publish if self._apart else None)
         except (UserError, OSError) as error:
             self._fail(step, error)
             return False

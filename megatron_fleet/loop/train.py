@@ -66,7 +66,7 @@ class Training:
                 await start
                 return await until_lost(self._trainer, self._from_checkpoint(found))
             except TrainerLost as reason:
-                found = await self._saves.newest()
+                found = await self._saves.newest(found)
                 start = self._engines.restart(reason)
 
     async def _from_checkpoint(self, found: Checkpoint | None) -> None:

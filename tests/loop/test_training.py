@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -49,10 +50,13 @@ class Run:
         """New processes, as after a restart of everything."""
         self.trainer, self.rollout = FakeTrainer(VOCABULARY, self.calls), FakeRollout(VOCABULARY, self.calls)
         self.restarts: list[str] = []
+        self.lost_at_start: TrainerLost | None = None
         self.stop = StopRequest()
 
     async def go(self) -> None:
         async def start(reason):
+            if reason is None and self.lost_at_start is not None:
+                raise self.lost_at_start
             if reason is not None:
                 self.restarts.append(str(reason))
                 if len(self.restarts) > 2:
@@ -68,9 +72,13 @@ class Run:
         with RunFolder(self.out, self.config.run.name, self.config.run.id) as folder:
             config = self.config.model_copy(update={"run": self.config.run.model_copy(update={"id": folder.id})})
             attempts = open_attempts(config, *self.data, self.rollout, lambda: 0.0)
-            with open_checkpoints(config) as (checkpoints, uploader, found):
+            stack = ExitStack()
+            checkpoints, uploader, found = stack.enter_context(open_checkpoints(config))
+            try:
                 saves = Saves(config.checkpoint, self.trainer, checkpoints, uploader)
                 await Training(self.config, self.trainer, engines, attempts, saves, self.stop).run(found)
+            finally:
+                await asyncio.to_thread(stack.close)  # uploads may need the trainer, and the event loop with it
 
     def take(self, *unwanted: str) -> list[str]:
         """The calls so far, without those that begin with one of ``unwanted``."""
