@@ -246,6 +246,14 @@ class TrainerGroup:
         return set(firsts.values())
 
     async def _read(self, rank: int, link: RankLink) -> None:
+        try:
+            await self._answer(rank, link)
+        except (ValueError, TypeError, LookupError) as error:
+            self._lose(f"rank {rank} sent a message that is none of the protocol ({error})")
+        if not self._closing and not self._lost.done():
+            self._lose(await self._starter.how_ended(rank))
+
+    async def _answer(self, rank: int, link: RankLink) -> None:
         posted: dict[int, asyncio.Task[None]] = {}
         while (frame := await link.read()) is not None:
             kind, number, *rest = frame
@@ -262,8 +270,6 @@ class TrainerGroup:
             else:
                 call.failed(rank, *rest)
                 self._spawn(self._settle(call))
-        if not self._closing and not self._lost.done():
-            self._lose(await self._starter.how_ended(rank))
 
     async def _deliver(
         self,

@@ -261,6 +261,21 @@ async def test_a_lost_rank_is_known_from_its_connection_and_not_from_a_timer(tmp
         assert step.exception() is lost.result()
 
 
+@pytest.mark.parametrize("message", [("done",), ("done", 0), ("post", 0), ("failed", 0), ("done", [])], ids=str)
+async def test_a_rank_that_does_not_keep_to_the_protocol_is_lost(tmp_path, message):
+    class Strange(EmulatedRank):
+        async def serve(self):
+            while (frame := await frames.read(self._reader)) is not None and frame[0] != "quit":
+                _, call, verb, arguments, _ = frame
+                kind, *rest = message if verb == "optim_step" else ("done", 0, self._answer(verb, arguments, []), 0, 0)
+                self._writer.write(frames.pack(kind, *[call if item == 0 else item for item in rest[:1]], *rest[1:]))
+            self._writer.close()
+
+    async with emulated(configured(tmp_path), world=2, rank_type=Strange) as (group, _):
+        with pytest.raises(TrainerLost, match=r"rank \d sent a message that is none of the protocol"):
+            await asyncio.wait_for(group.optim_step(AdamParams(1.0)), HANG_S)
+
+
 async def test_messages_for_engines_arrive_in_order_and_are_confirmed(tmp_path):
     class Sending(EmulatedRank):
         async def serve(self):
