@@ -107,10 +107,10 @@ class Records:
         self._write(step, metrics)
 
     def finish(self) -> None:
-        """Write ``summary.json`` and ``curve.svg``."""
+        """Write ``summary.json`` and, of a run with steps, ``curve.svg``."""
         metrics = self._out / "metrics.jsonl"
         summary = write_summary(metrics, self._out / "summary.json")
-        if self._plot:
+        if self._plot and read_metrics(metrics):
             write_learning_curve(metrics, self._out / "curve.svg", self._name)
         self.close(complete=True)
         say(_last_line(self._out, summary))

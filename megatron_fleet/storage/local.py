@@ -320,10 +320,11 @@ def make_folders(path: Path) -> None:
 
 
 def _open_temporary(path: Path) -> tuple[Path, int]:
-    """Create a locked file next to ``path``."""
+    """Create a locked file next to ``path``; it is private to the user where their folder is."""
+    mode = 0o666 if os.stat(path.parent).st_mode & 0o077 else 0o600
     while True:
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{UNFINISHED}")
-        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             taken = False

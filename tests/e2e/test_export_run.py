@@ -45,8 +45,6 @@ def test_exports_are_what_the_converter_makes_are_checked_sent_and_begin_a_run(t
     assert json.loads((run.out / "hf.check.json").read_text())["largest"] < 1e-3
     assert run.metrics()[-1]["checkpoint/exports_failed"] == 0
     assert "checkpoint/export_difference" not in run.metrics()[0]
-    begun = Run(
-        tmp_path / "begun", ("run.steps=0", f"model.path={exported}", "eval.at_start=false", "logging.plot=false")
-    )
+    begun = Run(tmp_path / "begun", ("run.steps=0", f"model.path={exported}", "eval.at_start=false"))
     begun.finish()
     assert files(begun.out / "hf") == files(exported, "conversion.json")

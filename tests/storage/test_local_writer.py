@@ -34,6 +34,21 @@ def test_parts_written_by_threads_in_any_order_make_the_file(local_folder, small
     assert (local_folder.path / "sub" / "file").stat().st_mode & 0o777 == 0o666 & ~_umask()
 
 
+def test_a_file_is_private_where_its_folder_is(tmp_path):
+    for mode in (0o700, 0o755):
+        folder = tmp_path / oct(mode)
+        folder.mkdir()
+        folder.chmod(mode)
+        local.write_atomically(folder / "written", b"x")
+        fill(writer := open_folder(folder).create("streamed", 1), b"x")
+        writer.commit()
+        expected = 0o600 if mode == 0o700 else 0o666 & ~_umask()
+        assert {name: (folder / name).stat().st_mode & 0o777 for name in os.listdir(folder)} == {
+            "written": expected,
+            "streamed": expected,
+        }
+
+
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
