@@ -105,7 +105,8 @@ class StoreConfig(Section):
     drain_timeout_s: float = Field(
         1800,
         ge=0,
-        description="Wait for unfinished uploads, and for exports, when the run ends; what is left stays in `run.out`.",
+        description="Wait for unfinished uploads, and for exports, when the run ends; what is left stays in `run.out`. "
+        "Without a folder that all hosts share: also the wait for one upload before the next checkpoint.",
     )
 
 
