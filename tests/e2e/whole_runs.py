@@ -31,7 +31,7 @@ SMALL = (
 RUN_TIMEOUT_S = 1800
 CLOCK_METRICS = (
     "time", "attempt", "checkpoint/",
-    "timing/", "memory/", "engine/", "generate/tokens_per_second", "async/trainer_waits",
+    "timing/", "memory/", "engine/", "generate/tokens_per_second", "generate/uploads_failed", "async/trainer_waits",
     "async/engines_idle",
 )  # fmt: skip
 
