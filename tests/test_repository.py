@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "algorithms": {"agents.trajectory"},
     "analysis": {"agents.trajectory", "checkpoint", "data", "models.images", "storage", "telemetry"},
     "checkpoint": {"storage", "trainer.base"},
-    "cluster": {"models", "trainer.validate", "weights.mapping"},
+    "cluster": {"models", "storage", "trainer.validate", "weights.mapping"},
     "convert": {
         "cluster.inventory", "models", "rollout.engine_arguments", "rollout.engine_images", "storage",
         "weight_sync.vllm_plugin", "weights",

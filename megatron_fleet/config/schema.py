@@ -18,6 +18,7 @@ from megatron_fleet.config.sections.base import Section
 from megatron_fleet.config.sections.data import DataConfig
 from megatron_fleet.config.sections.env import EnvConfig
 from megatron_fleet.config.sections.evaluation import EvalConfig
+from megatron_fleet.config.sections.launch import KubernetesConfig, LaunchConfig, SkyPilotConfig, SlurmConfig
 from megatron_fleet.config.sections.logging import LoggingConfig
 from megatron_fleet.config.sections.rollout import EngineConfig, RolloutConfig, SamplingConfig
 from megatron_fleet.config.sections.run import CheckpointConfig, ClusterConfig, RunConfig
@@ -47,6 +48,8 @@ __all__ = [
     "EnvConfig",
     "EvalConfig",
     "KLConfig",
+    "KubernetesConfig",
+    "LaunchConfig",
     "LoggingConfig",
     "LoraConfig",
     "ModelConfig",
@@ -61,6 +64,8 @@ __all__ = [
     "SafetyConfig",
     "SamplingConfig",
     "Section",
+    "SkyPilotConfig",
+    "SlurmConfig",
 ]
 
 
@@ -69,6 +74,7 @@ class Config(Section):
     model: ModelConfig
     precision: PrecisionConfig = PrecisionConfig()
     cluster: ClusterConfig = ClusterConfig()
+    launch: LaunchConfig = LaunchConfig()
     parallel: ParallelConfig = ParallelConfig()
     policy: PolicyConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()

@@ -1,0 +1,186 @@
+"""Make a job of overrides: compose, check, choose ids, and find the secrets that its runs need."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from megatron_fleet.cluster.launch.job import ROOT, Job, Run
+from megatron_fleet.config import validate
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.files import read_object
+from megatron_fleet.config.load import load
+from megatron_fleet.config.schema import Config, LaunchConfig
+from megatron_fleet.config.secrets import SLACK_TOKEN, STORE, WANDB_KEY, without_secrets
+from megatron_fleet.storage.run_folder import IDENTITY, new_id
+
+_FABRICS: dict[str, dict[str, str]] = {
+    "auto": {},
+    "ethernet": {"NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "^lo,docker"},
+    # Links that flap for seconds end no collective; the bootstrap keeps off virtual interfaces.
+    "infiniband": {"NCCL_IB_TIMEOUT": "22", "NCCL_SOCKET_IFNAME": "^lo,docker"},
+    "efa": {"FI_PROVIDER": "efa", "NCCL_SOCKET_IFNAME": "^lo,docker"},
+    "provider": {},
+}
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+CARRIED = ("MFLEET_EPISODE_PYTHON", "HF_HOME", "HF_ENDPOINT", "HF_HUB_OFFLINE", "FLEET_BASE_URL")
+"""Variables of this shell that go to the job when they are set."""
+_NOT_CARRIED = ("MFLEET_TOKEN", "MFLEET_CONTROLLER", "MFLEET_CONTROLLER_FILE", "MFLEET_HOST_ADDRESS")
+"""Of the run that this shell may belong to, not of the one that is launched."""
+
+
+def plan(
+    sets: Sequence[Sequence[str]], environ: Mapping[str, str], check: Callable[[Config], None] = validate.check
+) -> Job:
+    """Plan a job.
+
+    Args:
+        sets: overrides of each run; more than one is a sweep.
+        environ: environment of this process.
+        check: refuses a configuration that could not run.
+
+    Raises:
+        UserError: a run cannot work, or not as the section `launch` says.
+    """
+    configs = [load(overrides) for overrides in sets]
+    for config in configs:
+        check(config)
+        _check_launch(config)
+        if config.launch != configs[0].launch:
+            raise UserError("--multirun varies a key of the section launch; the runs of a sweep are launched alike.")
+    first = configs[0]
+    swept = len(configs) > 1
+    runs = tuple(
+        _run(config, overrides, index if swept else None)
+        for index, (config, overrides) in enumerate(zip(configs, sets, strict=True))
+    )
+    names = secret_names(first, environ)
+    variables = _FABRICS[first.launch.fabric] | first.launch.environment
+    kept = without_secrets(environ, names=names)
+    dropped = [name for name in kept if name in _NOT_CARRIED or _of_provider(first.launch, name)]
+    carried = {name: value for name, value in kept.items() if name not in dropped} | variables
+    return Job(
+        name=first.run.name,
+        config=first,
+        runs=runs,
+        folder=Path(first.run.out, "launch"),
+        environ=carried,
+        variables=(*variables, *(name for name in CARRIED if name in carried)),
+        secrets=names,
+        commit=commit(),
+    )
+
+
+def _of_provider(launch: LaunchConfig, variable: str) -> bool:
+    return launch.fabric == "provider" and variable.startswith("NCCL_")
+
+
+def _run(config: Config, overrides: Sequence[str], index: int | None) -> Run:
+    """Fix the id of a run, and give those of a sweep (``index``) names and folders of their own."""
+    out = Path(config.run.out)
+    own: list[str] = []
+    name = config.run.name
+    if index is not None:
+        out, name = out / str(index), f"{name}_{index}"
+        # Relative where the user's is, because the job's folder may be another one.
+        given = next((text.partition("=")[2] for text in reversed(overrides) if text.startswith("run.out=")), None)
+        own = [f"run.name={name}", f"run.out={given or f'runs/{config.run.name}'}/{index}"]
+    identity = out / IDENTITY
+    found = read_object(identity, "choose another run.out").get("id") if identity.is_file() else None
+    id_ = config.run.id if config.run.id and index is None else found or new_id(name)
+    if index is not None and config.run.id:
+        id_ = f"{config.run.id}_{index}"
+    return Run((*overrides, *own, f"run.id={id_}"), out, id_)
+
+
+def _check_launch(config: Config) -> None:
+    launch, world = config.launch, config.parallel.world_size
+    if config.cluster.ranks == "external" or config.cluster.nodes:
+        raise UserError(
+            f"cluster.ranks={config.cluster.ranks} cluster.nodes={config.cluster.nodes}: the launcher sets them; leave "
+            f"them out, and set launch.hosts."
+        )
+    if config.run.resume == "never":
+        raise UserError(
+            "run.resume=never: a job that is started again would throw away what it has trained; choose a new run.out "
+            "and run.id instead."
+        )
+    if world % launch.hosts:
+        raise UserError(
+            f"launch.hosts={launch.hosts}: {world} ranks (parallel.tensor × pipeline × context × data) cannot be "
+            f"divided among them; change one of them."
+        )
+    if launch.kind != "local" and launch.gpus and world // launch.hosts > launch.gpus:
+        raise UserError(
+            f"launch.gpus={launch.gpus}: each of launch.hosts={launch.hosts} would have {world // launch.hosts} ranks, "
+            f"one for each GPU; raise launch.hosts."
+        )
+    if not launch.shared_disk:
+        _check_disks(config)
+    for name, value in launch.environment.items():
+        if not _VARIABLE.fullmatch(name) or without_secrets({name: value}) != {name: value}:
+            raise UserError(
+                f"launch.environment: {name} is no name of a variable, or one of a secret; secrets come from this "
+                f"shell's environment, by their names in launch.secrets."
+            )
+
+
+def _check_disks(config: Config) -> None:
+    launch = config.launch
+    if config.checkpoint.store.url is None and launch.kubernetes.claim is None:
+        raise UserError(
+            f"launch.kind={launch.kind}: the hosts' disks end with the job, and it could not go on elsewhere; set "
+            f"checkpoint.store.url=s3://bucket/prefix."
+        )
+    if launch.hosts > 1 and config.checkpoint.export.last and launch.kubernetes.claim is None:
+        raise UserError(
+            "checkpoint.export.last=true needs a folder that all hosts share (launch.shared_disk=false); set it to "
+            "false, and convert a checkpoint of the store afterwards."
+        )
+
+
+def secret_names(config: Config, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the names of the variables in ``environ`` that hold the secrets of a run with this configuration.
+
+    Raises:
+        UserError: one that ``launch.secrets`` names is not set.
+    """
+    missing = [name for name in config.launch.secrets if not environ.get(name)]
+    if missing:
+        raise UserError(f"launch.secrets: {', '.join(missing)} is not set in this shell; export it.")
+    families = ["HF_TOKEN"]
+    if "s3://" in config.model_dump_json():
+        families += STORE
+    if config.env.kind == "fleet":
+        families.append("FLEET_")
+    if config.logging.wandb.project:
+        families.append(WANDB_KEY)
+    if config.logging.mlflow.uri:
+        families.append("MLFLOW_TRACKING_")
+    if config.logging.slack.channel:
+        families.append(SLACK_TOKEN)
+    used = {name for name, value in environ.items() if value and name.startswith(tuple(families))}
+    return tuple(sorted(used | set(config.launch.secrets)))
+
+
+def new_token() -> str:
+    """Return a secret for the sockets of one run on several hosts."""
+    return secrets.token_hex(32)
+
+
+def commit() -> str | None:
+    """Return the commit of the project's files; ``None``: no checkout of git, or files differ from it."""
+    try:
+        head, changed = (
+            subprocess.run(
+                ["git", *words], cwd=ROOT, env=without_secrets(os.environ), capture_output=True, text=True, timeout=60
+            )
+            for words in (["rev-parse", "HEAD"], ["status", "--porcelain"])
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return head.stdout.strip() if head.returncode == 0 and changed.returncode == 0 and not changed.stdout else None

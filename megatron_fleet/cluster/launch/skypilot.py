@@ -1,0 +1,168 @@
+"""Managed jobs of SkyPilot: ``launch/skypilot/train.yaml`` with places, hosts, arguments and secrets filled in.
+
+The runs of a sweep are jobs of their own. SkyPilot's command, `sky`, lives in an environment of its own (its
+dependencies contradict ours) and is only called.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron_fleet.cluster.launch.job import FOLLOW_S, ROOT, SCRIPTS, Job, Record, Rendered, Run, State, execute
+from megatron_fleet.cluster.launch.plan import new_token
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.schema import LaunchConfig
+from megatron_fleet.config.secrets import without_secrets
+
+SUBMIT_S = 3600.0
+"""Deadline of a submission, which may start the host of SkyPilot's controller first."""
+TOKEN = "MFLEET_TOKEN"
+IMAGE_PROJECT = "/megatron_fleet"
+_SUCCEEDED, _UNFINISHED = 0, 101
+"""Exit statuses of ``sky jobs logs``."""
+NO_SEVERAL_HOSTS = ("runpod", "vast", "primeintellect")
+"""Places whose hosts SkyPilot 0.14 does not join into one job."""
+
+
+class SkyPilot:
+    """See `job.Launcher`."""
+
+    def check(self, job: Job) -> None:
+        """Check places, and that what is sent is a commit."""
+        launch, sky = job.config.launch, job.config.launch.skypilot
+        if launch.shared_disk:
+            raise UserError("launch.shared_disk=true: SkyPilot's hosts share no disk with this one; set it to false.")
+        if isinstance(job.config.run.resume, int):
+            raise UserError(
+                f"run.resume={job.config.run.resume}: each recovery of the job would go back to that step; set it to "
+                f"auto or must."
+            )
+        if (launch.image is None) != launch.install:
+            raise UserError(
+                f"launch.install={str(launch.install).lower()} launch.image={launch.image or 'null'}: the hosts' "
+                f"environments come from one of them; set launch.image, or launch.install=true."
+            )
+        unknown = [place for place in (*sky.spot, *sky.images) if place not in sky.infra]
+        if unknown:
+            raise UserError(
+                f"launch.skypilot.spot or .images names {unknown[0]}, which launch.skypilot.infra does not."
+            )
+        if launch.hosts > 1 and not _places(launch):
+            raise UserError(
+                f"launch.skypilot.infra: none of {', '.join(sky.infra)} joins launch.hosts={launch.hosts} hosts into "
+                f"one job; add another, such as kubernetes."
+            )
+        if launch.image is None and job.commit is None:
+            raise UserError(
+                f"{ROOT}: has changes that are in no commit (git status), and the job would have them; commit them."
+            )
+
+    def render(self, job: Job) -> Rendered:
+        """Return one task for each run, and the commands that submit them."""
+        files, commands = {}, []
+        for index, run in enumerate(job.runs):
+            name = f"job-{index}.yaml" if len(job.runs) > 1 else "job.yaml"
+            files[name] = _as_yaml(_task(job, run))
+            secrets = [word for secret in (*job.secrets, TOKEN) for word in ("--secret", secret)]
+            path = str(job.folder / name)
+            commands.append(("sky", "jobs", "launch", "--yes", "--detach-run", *secrets, path))
+        return Rendered(files, tuple(commands))
+
+    def submit(self, job: Job, rendered: Rendered) -> Record:
+        """Submit all runs; their secrets go through the environment of the command."""
+        for command in rendered.commands:
+            execute(command, {**job.environ, TOKEN: new_token()}, timeout_s=SUBMIT_S)
+        names = [task_name(run) for run in job.runs]
+        return Record("skypilot", job.name, names, [str(run.out) for run in job.runs], job.commit)
+
+    def follow(self, record: Record, folder: Path) -> State:
+        """Print the logs of the jobs, one after the other, until each has ended."""
+        worst = State("completed", 0)
+        for name in record.ids:
+            status = _UNFINISHED
+            while status == _UNFINISHED:
+                status = subprocess.run(
+                    ["sky", "jobs", "logs", "--follow", "--name", name], env=without_secrets(os.environ), check=False
+                ).returncode
+                time.sleep(FOLLOW_S if status == _UNFINISHED else 0)
+            if status != _SUCCEEDED:
+                worst = State(f"failed (sky jobs logs --name {name})", 1)
+        return worst
+
+    def cancel(self, record: Record, folder: Path) -> None:
+        """Cancel the jobs, whose hosts then end."""
+        for name in record.ids:
+            execute(["sky", "jobs", "cancel", "--yes", "--name", name], without_secrets(os.environ))
+
+
+def task_name(run: Run) -> str:
+    """Return the name of a run's job, which begins with a letter."""
+    return re.sub(r"[^A-Za-z0-9-]+", "-", run.id if run.id[0].isalpha() else f"run-{run.id}").strip("-")
+
+
+def _places(launch: LaunchConfig) -> list[str]:
+    """Return the places that can run a job of so many hosts."""
+    alone = NO_SEVERAL_HOSTS if launch.hosts > 1 else ()
+    return [place for place in launch.skypilot.infra if place.partition("/")[0] not in alone]
+
+
+def _task(job: Job, run: Run) -> dict[str, Any]:
+    import yaml
+
+    launch = job.config.launch
+    text = (SCRIPTS / "skypilot" / "train.yaml").read_text(encoding="utf-8")
+    task: dict[str, Any] = yaml.safe_load(text)
+    common = {key: value for key, value in task["resources"].items() if key != "accelerators"}
+    arguments = shlex.join(run.overrides)
+    environment = {"MFLEET_ARGUMENTS": arguments, "INSTALL_TIMEOUT_S": str(launch.install_timeout_s)}
+    environment["MFLEET_OUT"] = _remote_out(job, run)
+    if launch.image is None:
+        task["workdir"] = str(ROOT)
+    else:
+        environment["MFLEET_PROJECT"] = IMAGE_PROJECT
+        del task["workdir"], task["setup"]
+    return task | {
+        "name": task_name(run),
+        "num_nodes": launch.hosts,
+        "resources": {**common, "disk_size": launch.skypilot.disk_gb, "ordered": _ordered(launch)},
+        "envs": environment | {name: job.environ[name] for name in job.variables},
+        "secrets": dict.fromkeys((*job.secrets, TOKEN)),
+    }
+
+
+def _remote_out(job: Job, run: Run) -> str:
+    """Return ``run.out`` as the hosts see it: relative ones are below the project's folder there."""
+    return str(run.out.relative_to(Path.cwd())) if run.out.is_relative_to(Path.cwd()) else str(run.out)
+
+
+def _ordered(launch: LaunchConfig) -> list[dict[str, Any]]:
+    """Return the resources to try, place by place."""
+    sky = launch.skypilot
+    kinds: list[dict[str, Any]]
+    kinds = [{"accelerators": f"{gpu}:{launch.gpus}"} for gpu in sky.accelerators] if launch.gpus else [{"cpus": "4+"}]
+    tried = []
+    for place in _places(launch):
+        image = f"docker:{launch.image}" if launch.image else sky.images.get(place)
+        own = {"use_spot": True} if place in sky.spot else {}
+        own |= {"image_id": image} if image else {}
+        tried += [{"infra": place, **kind, **own} for kind in kinds]
+    return tried
+
+
+def _as_yaml(task: dict[str, Any]) -> str:
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        """Writes texts of several lines as such."""
+
+    def represent(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+    Dumper.add_representer(str, represent)
+    return "---\n" + yaml.dump(task, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)

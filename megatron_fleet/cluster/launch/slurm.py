@@ -1,0 +1,220 @@
+"""Jobs of a Slurm cluster: ``launch/slurm/train.sbatch`` with the options that the section `launch` asks for.
+
+A sweep is one array job. The script requeues a run that has saved before its end; Slurm requeues a job that has lost a
+host. Neither restarts a run that has ended for good.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from megatron_fleet.cluster.launch.job import (
+    FOLLOW_S,
+    ROOT,
+    SCRIPTS,
+    Job,
+    Record,
+    Rendered,
+    State,
+    Tail,
+    execute,
+)
+from megatron_fleet.config import validate
+from megatron_fleet.config.errors import UserError, say
+from megatron_fleet.config.load import load
+
+SCRIPT = "job.sbatch"
+IMAGE_PROJECT = "/megatron_fleet"
+"""The project's folder in an image of its Dockerfile."""
+_OVER = (
+    "COMPLETED",
+    "CANCELLED",
+    "FAILED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "PREEMPTED",
+    "BOOT_FAIL",
+    "DEADLINE",
+    "OUT_OF_MEMORY",
+)
+
+
+class Slurm:
+    """See `job.Launcher`."""
+
+    def check(self, job: Job) -> None:
+        """Check heterogeneous and shrinking jobs, and the layouts of the latter."""
+        launch = job.config.launch
+        if launch.slurm.rollout_hosts and job.config.rollout.engine.colocated:
+            raise UserError(
+                f"launch.slurm.rollout_hosts={launch.slurm.rollout_hosts} are hosts without ranks; set "
+                f"rollout.engine.colocated=false."
+            )
+        if launch.slurm.rollout_hosts and len(job.runs) > 1:
+            raise UserError("launch.slurm.rollout_hosts: Slurm has no arrays of such jobs; launch the runs one by one.")
+        if not launch.shared_disk and not launch.image and not launch.install:
+            raise UserError(
+                "launch.shared_disk=false: the hosts' environments come from launch.image, or from launch.install=true "
+                "in the project's folder on each host; set one of them."
+            )
+        for run in job.runs:
+            _fewer_hosts(run.overrides, launch.hosts, launch.min_hosts)
+
+    def render(self, job: Job) -> Rendered:
+        """Return the script with its options, and sbatch's command line."""
+        text = (SCRIPTS / "slurm" / "train.sbatch").read_text(encoding="utf-8")
+        first, rest = text.split("\n", 1)
+        overrides = [text for run in job.runs for text in ("--next", *run.overrides)][1:]
+        variables = _variables(job)
+        # In the script and not in the environment, where a shell that launches two jobs would mix them up.
+        lines = [first, *_options(job), *(f"export {name}={shlex.quote(value)}" for name, value in variables.items())]
+        path = str(job.folder / SCRIPT)
+        return Rendered({SCRIPT: _with_head(lines, rest)}, (("sbatch", "--parsable", path, *overrides),))
+
+    def submit(self, job: Job, rendered: Rendered) -> Record:
+        """Ask sbatch whether the cluster can run it, then submit it."""
+        command = rendered.commands[0]
+        for log in job.folder.glob("job*.log"):
+            log.unlink()
+        execute(["sbatch", "--test-only", *command[1:]], job.environ)
+        answer = execute(command, job.environ).strip()
+        id_ = answer.partition(";")[0]
+        if not id_.isdigit():
+            raise UserError(f"sbatch answered {answer[:100]!r} and no number of a job; look with squeue.")
+        return Record("slurm", job.name, [id_], [str(run.out) for run in job.runs], job.commit)
+
+    def follow(self, record: Record, folder: Path) -> State:
+        """Print the log, and the states that the job passes through."""
+        (id_,) = record.ids
+        names = [f"job-{index}.log" for index in range(len(record.outs))] if len(record.outs) > 1 else ["job.log"]
+        tail, last = Tail([folder / name for name in names]), ""
+        while True:
+            state = _state(id_)
+            tail.show()
+            if state.words != last:
+                say(f"mfleet: Slurm job {id_}: {state.words}", sys.stderr)
+                last = state.words
+            if state.status is not None:
+                tail.show()
+                return state
+            time.sleep(FOLLOW_S)
+
+    def cancel(self, record: Record, folder: Path) -> None:
+        """End the job by scancel."""
+        execute(["scancel", *record.ids], os.environ)
+
+
+def _with_head(head: list[str], rest: str) -> str:
+    """Put options and variables before the first command; sbatch heeds no option after it, and the first of two."""
+    comments, body = [], rest.split("\n")
+    while body and (body[0].startswith("#") or not body[0]):
+        comments.append(body.pop(0))
+    options = [line for line in head[1:] if line.startswith("#SBATCH")]
+    given = {_name(line) for line in options}
+    kept = [line for line in comments if not line.startswith("#SBATCH") or _name(line) not in given]
+    exports = [line for line in head[1:] if not line.startswith("#SBATCH")]
+    return "\n".join([head[0], *kept[: _last_comment(kept)], *options, *kept[_last_comment(kept) :], *exports, *body])
+
+
+def _last_comment(lines: list[str]) -> int:
+    return next((i for i, line in enumerate(lines) if line.startswith("#SBATCH")), len(lines))
+
+
+def _name(line: str) -> str:
+    return re.split(r"[= ]", line.removeprefix("#SBATCH").strip())[0]
+
+
+def _options(job: Job) -> Iterator[str]:
+    """Yield the lines of options; those of a second component last, after ``hetjob``."""
+    launch, slurm, world = job.config.launch, job.config.launch.slurm, job.config.parallel.world_size
+    fewest = launch.min_hosts or launch.hosts
+    swept = len(job.runs) > 1
+    options = {
+        "--job-name": re.sub(r"[^\w.-]", "-", job.name),
+        "--nodes": str(launch.hosts) if fewest == launch.hosts else f"{fewest}-{launch.hosts}",
+        "--ntasks-per-node": str(world // launch.hosts),
+        "--gpus-per-node": str(launch.gpus) if launch.gpus else None,
+        "--time": slurm.time,
+        "--signal": f"B:USR1@{slurm.signal_s}",
+        "--output": str(job.folder / ("job-%a.log" if swept else "job.log")),
+        "--partition": slurm.partition,
+        "--account": slurm.account,
+        "--qos": slurm.qos,
+        "--constraint": slurm.constraint,
+        "--array": f"0-{len(job.runs) - 1}{f'%{slurm.parallel}' if slurm.parallel else ''}" if swept else None,
+    }
+    yield from (f"#SBATCH {name}={value}" for name, value in options.items() if value is not None)
+    yield from (f"#SBATCH {option}" for option in (*(["--exclusive"] if slurm.exclusive else []), *slurm.options))
+    if slurm.rollout_hosts:
+        second = [f"--nodes={slurm.rollout_hosts}", "--ntasks-per-node=1", f"--time={slurm.time}"]
+        second += ["--exclusive"] if slurm.exclusive else []
+        yield "#SBATCH hetjob"
+        yield from (f"#SBATCH {option}" for option in (*second, *slurm.rollout_options))
+
+
+def _variables(job: Job) -> Mapping[str, str]:
+    launch = job.config.launch
+    variables = {"MFLEET_MAX_REQUEUES": str(launch.max_requeues), "MFLEET_HOSTS": str(launch.hosts)}
+    variables["MFLEET_PROJECT"] = IMAGE_PROJECT if launch.image else str(ROOT)
+    if launch.image:
+        variables |= {"MFLEET_IMAGE": launch.image, "MFLEET_CONTAINER": launch.slurm.container}
+        variables["MFLEET_MOUNTS"] = ",".join(launch.slurm.mounts)
+    elif launch.install:
+        variables["MFLEET_INSTALL"] = "shared" if launch.shared_disk else "each"
+        variables["INSTALL_TIMEOUT_S"] = str(launch.install_timeout_s)
+    if not launch.shared_disk and not launch.image:
+        variables["MFLEET_OUT"] = str(job.runs[0].out)
+    for hosts, changed in _fewer_hosts(job.runs[0].overrides, launch.hosts, launch.min_hosts).items():
+        variables[f"MFLEET_WITH_{hosts}_HOSTS"] = " ".join(changed)
+    return variables | {name: job.environ[name] for name in job.variables}
+
+
+def _fewer_hosts(overrides: tuple[str, ...], hosts: int, fewest: int | None) -> dict[int, list[str]]:
+    """Return the overrides for each smaller number of hosts.
+
+    Raises:
+        UserError: with one of these the run would not be possible.
+    """
+    if fewest is None or fewest >= hosts:
+        return {}
+    config, found = load(list(overrides)), {}
+    for count in range(fewest, hosts):
+        shares = {"parallel.data": config.parallel.data, "rollout.engine.replicas": config.rollout.engine.replicas}
+        changed = []
+        for key, value in shares.items():
+            if value * count % hosts:
+                raise UserError(
+                    f"launch.min_hosts={fewest}: {key}={value} on {hosts} hosts is no whole number on {count}; raise "
+                    f"launch.min_hosts, or change it."
+                )
+            changed.append(f"{key}={value * count // hosts}")
+        try:
+            validate.check(load([*overrides, *changed]))
+        except UserError as error:
+            raise UserError(f"launch.min_hosts={fewest}: with {count} hosts, {error}") from None
+        found[count] = changed
+    return found
+
+
+def _state(id_: str) -> State:
+    """Ask for the state of a job, or of all tasks of an array: ended when all have."""
+    said = execute(["squeue", "--noheader", f"--job={id_}", "--states=all", "--format=%T"], os.environ).split()
+    going = sorted(set(said) - set(_OVER))
+    if going:
+        return State(", ".join(going).lower())
+    return _ended(id_, said)
+
+
+def _ended(id_: str, states: list[str]) -> State:
+    shown = execute(["scontrol", "show", "job", id_, "--oneliner"], os.environ)
+    statuses = [int(status) or int(number) for status, number in re.findall(r" ExitCode=(\d+):(\d+)", shown)]
+    bad = next((state for state in states if state != "COMPLETED"), None)
+    if bad is None:
+        return State("completed", 0)
+    return State(bad.lower(), next((status for status in statuses if status), 1))

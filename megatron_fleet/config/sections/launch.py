@@ -1,0 +1,114 @@
+"""Section `launch`: where and how `mfleet launch` runs a job. Nothing else reads it, so an experiment is the same one
+with every value of the group `cluster`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from megatron_fleet.config.sections.base import Section
+
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9._/:@+-]*$"
+
+
+class SlurmConfig(Section):
+    partition: str | None = Field(None, pattern=_NAME, description="Partition; null: the cluster's default.")
+    account: str | None = Field(None, pattern=_NAME, description="Account that is charged.")
+    qos: str | None = Field(None, pattern=_NAME, description="Quality of service.")
+    constraint: str | None = Field(None, description="Features that the hosts must have, as sbatch takes them.")
+    time: str = Field(
+        "24:00:00",
+        pattern=r"^(\d+-)?\d{1,3}(:\d{2}){0,2}$",
+        description="Time limit of one attempt, as sbatch takes it; the run is requeued and goes on.",
+    )
+    signal_s: int = Field(
+        600,
+        ge=60,
+        le=65535,
+        description="Seconds before the time limit at which the run is asked to save and end: longer than an update "
+        "and a checkpoint take.",
+    )
+    exclusive: bool = Field(True, description="No other job on the hosts.")
+    parallel: int | None = Field(None, ge=1, description="Runs of a sweep at a time; null: all that fit.")
+    options: tuple[str, ...] = Field((), description="Further options of sbatch, such as --reservation=NAME.")
+    rollout_hosts: int = Field(
+        0,
+        ge=0,
+        description="Further hosts, of another kind, that have engines and no ranks: a heterogeneous job; needs "
+        "rollout.engine.colocated=false.",
+    )
+    rollout_options: tuple[str, ...] = Field(
+        (), description="Options of sbatch for those, such as --partition=NAME or --gpus-per-node=4."
+    )
+    container: Literal["pyxis", "apptainer"] = Field(
+        "pyxis", description="What runs launch.image: Slurm's plugin, or apptainer."
+    )
+    mounts: tuple[str, ...] = Field((), description="Folders of the hosts in the container, as /scratch:/scratch.")
+
+
+class SkyPilotConfig(Section):
+    infra: tuple[str, ...] = Field(
+        ("slurm", "runpod", "lambda", "vast", "nebius", "primeintellect", "kubernetes", "gcp", "aws"),
+        min_length=1,
+        description="Where the job may run, in the order in which it is tried; also with a region, as `aws/us-east-1`.",
+    )
+    accelerators: tuple[str, ...] = Field(
+        ("H100", "H200", "B200"), description="GPUs that will do, in the order in which each place is asked for them."
+    )
+    spot: tuple[str, ...] = Field((), description="Places, as in `infra`, where preemptible hosts are taken.")
+    images: dict[str, str] = Field(
+        {}, description="Machine image by place; others, and places not named, take SkyPilot's own."
+    )
+    disk_gb: int = Field(750, ge=50, description="Disk of each host, for model, checkpoints and both environments.")
+
+
+class KubernetesConfig(Section):
+    namespace: str = Field("default", pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$", description="Namespace.")
+    queue: str | None = Field(None, description="Kueue's local queue; null: the job starts at once.")
+    claim: str | None = Field(
+        None,
+        description="Persistent volume claim, writable by many hosts, for runs/; null: each host's own disk, which is "
+        "lost with it.",
+    )
+    cpus: int | None = Field(None, ge=1, description="CPUs of each host; null: no limit.")
+    memory_gb: int | None = Field(None, ge=1, description="Memory of each host; null: no limit.")
+    shared_memory_gb: int = Field(64, ge=1, description="Size of /dev/shm, which counts as memory.")
+    node_selector: dict[str, str] = Field({}, description="Labels that the nodes must have.")
+
+
+class LaunchConfig(Section):
+    kind: Literal["local", "torchrun", "slurm", "skypilot", "kubernetes"] = Field(
+        "local", description="What starts the job; the group `cluster` sets it."
+    )
+    hosts: int = Field(1, ge=1, description="Hosts of the job.")
+    min_hosts: int | None = Field(
+        None,
+        ge=1,
+        description="Slurm: with fewer hosts than `hosts`, as after the loss of one, the job starts with as few as "
+        "these; parallel.data and rollout.engine.replicas shrink in proportion. null: it waits for all.",
+    )
+    gpus: int = Field(8, ge=0, description="GPUs of each host; 0: ranks and engines compute on CPUs.")
+    shared_disk: bool = Field(
+        True, description="All hosts, and this one, see the project and run.out at the same paths."
+    )
+    install: bool = Field(
+        False, description="Run setup.sh on the hosts first: once where they share a disk, while the others wait."
+    )
+    install_timeout_s: int = Field(3600, ge=60, description="A host that has not been set up by then ends the job.")
+    max_requeues: int = Field(
+        20, ge=0, description="Times that a run which saved before its end, or lost a host, is started again."
+    )
+    fabric: Literal["auto", "ethernet", "infiniband", "efa", "provider"] = Field(
+        "auto",
+        description="Network between the hosts, for NCCL's variables. auto: none, NCCL looks by itself; provider: "
+        "none, and those of this shell are not carried along, because the provider's own script sets them.",
+    )
+    environment: dict[str, str] = Field({}, description="Further environment variables of the job; no secrets.")
+    secrets: tuple[str, ...] = Field(
+        (), description="Names of further environment variables with secrets that the job needs."
+    )
+    image: str | None = Field(None, description="Container image with the project in /megatron_fleet (Dockerfile).")
+    slurm: SlurmConfig = SlurmConfig()
+    skypilot: SkyPilotConfig = SkyPilotConfig()
+    kubernetes: KubernetesConfig = KubernetesConfig()
