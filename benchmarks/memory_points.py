@@ -15,6 +15,7 @@ from typing import Any
 from megatron_fleet.cluster.memory import phases
 from megatron_fleet.cluster.memory.engine import GIB
 from megatron_fleet.cluster.memory.phases import TrainerMemory, trainer_memory
+from megatron_fleet.cluster.planning.shapes import KNOWN as MODELS
 from megatron_fleet.config.schema import Config
 from megatron_fleet.models.hf_config import read_model
 from megatron_fleet.models.model import Model
@@ -22,53 +23,6 @@ from megatron_fleet.models.model import Model
 GB = 10**9
 BRIDGE, SWIFT = "Megatron-Bridge 067f987", "ms-swift 3602360"
 
-
-def _shape(kind: str, *sizes: int, **more: Any) -> dict[str, Any]:
-    """``config.json`` of a model. ``sizes``: in the order of ``_SIZES``."""
-    return {
-        "model_type": kind,
-        **dict(zip(_SIZES, sizes, strict=True)),
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        **more,
-    }
-
-
-_SIZES = (
-    *("num_hidden_layers", "hidden_size", "intermediate_size"),
-    *("num_attention_heads", "num_key_value_heads", "vocab_size"),
-)
-MODELS: Mapping[str, dict[str, Any]] = {
-    "Qwen2.5-14B": _shape("qwen2", 48, 5120, 13824, 40, 8, 152064),
-    "Qwen2.5-72B": _shape("qwen2", 80, 8192, 29568, 64, 8, 152064),
-    "Qwen3-8B": _shape("qwen3", 36, 4096, 12288, 32, 8, 151936, head_dim=128),
-    "Qwen3-14B": _shape("qwen3", 40, 5120, 17408, 40, 8, 151936, head_dim=128),
-    "Llama-3-70B": _shape("llama", 80, 8192, 28672, 64, 8, 128256),
-    "Qwen3-30B-A3B": _shape(
-        *("qwen3_moe", 48, 2048, 6144, 32, 4, 151936),
-        head_dim=128,
-        num_experts=128,
-        num_experts_per_tok=8,
-        moe_intermediate_size=768,
-        norm_topk_prob=True,
-    ),
-    "Moonlight-16B": _shape(
-        *("deepseek_v3", 27, 2048, 11264, 16, 16, 163840),
-        kv_lora_rank=512,
-        q_lora_rank=None,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
-        n_routed_experts=64,
-        n_shared_experts=2,
-        num_experts_per_tok=6,
-        moe_intermediate_size=1408,
-        routed_scaling_factor=2.446,
-        n_group=1,
-        topk_group=1,
-        first_k_dense_replace=1,
-    ),
-}
 
 TE_HEAD, NATIVE_HEAD = 2, 10
 """Bytes per logit: TE's fused cross-entropy writes the gradient into the bfloat16 logits; Megatron's keeps these, a
@@ -116,7 +70,7 @@ _LLAMA = {"model": "Llama-3-70B", "world": 32, "whole": False, "tokens": 4096, "
 _LLAMA |= {"sections": FP8_GRADIENTS, "stored": 1, "assumed": "weights kept in FP8 once; optimizer in float32"}
 POINTS: tuple[Point, ...] = (
     Point(
-        model="Moonlight-16B", where=f"{BRIDGE}, perf-activation-recompute", measured=36.618 * GB, whole=False, world=8,
+        model="Moonlight-16B-A3B", where=f"{BRIDGE}, perf-activation-recompute", measured=36.618 * GB, whole=False, world=8,
         parallel={"tensor": 2, "expert": 8}, tokens=4096, batch=4, logit=TE_HEAD, sections=BF16_GRADIENTS,
         optimizer=6, assumed="master weights as 16 remaining bits, moments in bfloat16 (recipe)",
     ),
@@ -153,7 +107,7 @@ POINTS: tuple[Point, ...] = (
         parallel={"expert": 4}, tokens=8192, batch=16, logit=NATIVE_HEAD, sections=CPU_ADAM, assumed=_SWIFT,
     ),
     Point(
-        model="Moonlight-16B", where=f"{SWIFT}, moe/deepseek_v3.sh", measured=60 * GIB, whole=True, world=8,
+        model="Moonlight-16B-A3B", where=f"{SWIFT}, moe/deepseek_v3.sh", measured=60 * GIB, whole=True, world=8,
         parallel={"pipeline": 2, "expert": 4, "last_stage_layers": 13}, tokens=8192, batch=16, logit=NATIVE_HEAD,
         sections=FULL, assumed=_SWIFT,
     ),

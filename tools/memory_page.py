@@ -24,12 +24,15 @@ from megatron_fleet.weights.random_model import QWEN3_0_6B  # noqa: E402
 
 PAGE = ROOT / "docs" / "understand" / "memory.md"
 PICTURE = PAGE.with_suffix(".svg")
-LONG = "qwen3_8b_8xh100"
+LONG = "qwen3_8b_fleet"
 QWEN3_8B = memory_points.MODELS["Qwen3-8B"]
 EXPERIMENTS: Mapping[str, Mapping[str, Any]] = {
     LONG: QWEN3_8B,
-    f"{LONG}_64k": QWEN3_8B,
-    "qwen3_30b_a3b_8xh100": memory_points.MODELS["Qwen3-30B-A3B"],
+    f"{LONG}_2node": QWEN3_8B,
+    "qwen3_30b_a3b_fleet": memory_points.MODELS["Qwen3-30B-A3B"],
+    "qwen3_32b_fleet": memory_points.MODELS["Qwen3-32B"],
+    "moonlight_16b_fleet": memory_points.MODELS["Moonlight-16B-A3B"],
+    "glm_4_7_flash_fleet": memory_points.MODELS["GLM-4.7-Flash"],
     "gpu_smoke": QWEN3_0_6B,
 }
 RECOMPUTE: tuple[Literal["none", "full"], ...] = ("none", "full")
