@@ -185,6 +185,9 @@ def _add_model_commands(model: Any) -> None:
     trained = "what the model was trained on: 32768 for Qwen 3 (its config.json says 40960, answers included)"
     extend.add_argument("--original", type=int, required=True, metavar="TOKENS", help=trained)
     extend.set_defaults(run=_extend)
+    fetch = model.add_parser("fetch", help="download a model from the Hugging Face hub, as a run does at its start")
+    fetch.add_argument("model", metavar="ID", help="organisation/name, or organisation/name@revision")
+    fetch.set_defaults(run=_fetch)
     random = model.add_parser("make-random", help="make a folder with Qwen3-0.6B's shape and random weights (1.2 GB)")
     random.add_argument("target", type=Path, help="new folder, for model.path; its tokenizer is the embedded fleet's")
     random.set_defaults(run=_make_random)
@@ -195,9 +198,11 @@ def _add_model_commands(model: Any) -> None:
 def _train(args: argparse.Namespace) -> int:
     from megatron_fleet.loop import preflight
     from megatron_fleet.loop.start import in_steps
+    from megatron_fleet.weights.hub import fetched
 
     config = _load(args)
     args.out = Path(config.run.out)
+    config = fetched(config, weights=not args.dry_run)
     assumed = _assumed(args)
     preflight.check(config, assumed)
     config = in_steps(config)
@@ -252,9 +257,12 @@ def _overrides(args: argparse.Namespace) -> list[str]:
 def _evaluate(args: argparse.Namespace) -> int:
     from megatron_fleet.loop.evaluate import main as evaluate
     from megatron_fleet.loop.evaluate import read_config
+    from megatron_fleet.weights.hub import fetched
 
     config, run = read_config(args.overrides, args.out, args.checkpoint, args.endpoint, args.model)
     args.out = Path(config.run.out)
+    if config.eval.endpoint.url is None and args.checkpoint is None:
+        config = fetched(config)
     signal.signal(
         signal.SIGTERM, lambda number, _frame: sys.exit(128 + number)
     )  # as an exception, so that started processes are closed
@@ -309,6 +317,18 @@ def _extend(args: argparse.Namespace) -> int:
 
     context = extend(args.source, args.target, args.factor, args.original)
     say(f"{args.target}: {context} tokens; train with model.path={args.target} rollout.max_context={context}")
+    return 0
+
+
+def _fetch(args: argparse.Namespace) -> int:
+    from megatron_fleet.config.hub import hub_model
+    from megatron_fleet.config.sections.trainer import ModelConfig
+    from megatron_fleet.weights.hub import fetch
+
+    if hub_model(args.model) is None:
+        raise UserError(f"{args.model}: is not the id of a model on the hub; write it as organisation/name[@revision].")
+    path = fetch(args.model)
+    say(f"{path}: its files are in {ModelConfig(path=path).folder}; train with model.path={path}")
     return 0
 
 

@@ -24,7 +24,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "algorithms": {"agents.trajectory"},
     "analysis": {"agents.trajectory", "checkpoint", "data", "models.images", "storage", "telemetry"},
     "checkpoint": {"storage", "trainer.base"},
-    "cluster": {"models", "storage", "trainer.validate", "weights.mapping"},
+    "cluster": {
+        "data.dataset", "envs", "models", "storage", "telemetry", "trainer.validate", "weight_sync.cuda_ipc.controller",
+        "weights",
+    },
     "convert": {
         "cluster.inventory", "models", "rollout.engine_arguments", "rollout.engine_images", "storage",
         "weight_sync.vllm_plugin", "weights",

@@ -56,7 +56,7 @@ def _not_known_yet(config: Config) -> str:
 
 
 def _memory(config: Config, device_bytes: int) -> list[str]:
-    hf_config = read_object(Path(config.model.path) / "config.json", "fetch the model again")
+    hf_config = read_object(Path(config.model.folder) / "config.json", "fetch the model again")
     return describe_memory(run_memory(config, hf_config, device_bytes), device_bytes, config.rollout.max_context)
 
 

@@ -28,6 +28,7 @@ from megatron_fleet.cluster.restarts import OutOfRestarts, Restarts
 from megatron_fleet.config.errors import UserError, say
 from megatron_fleet.config.secrets import without_secrets
 from megatron_fleet.platform.processes import run_processes, stacks
+from megatron_fleet.weights.hub import fetch
 
 CONNECT_DEADLINE_S = 600.0
 """Nodes may be up long before the controller is."""
@@ -79,6 +80,7 @@ async def _serve(address: str, token: str, host: Host) -> int:
         reason = answer[1] if answer else "it waits for no node (cluster.nodes)."
         raise UserError(f"MFLEET_CONTROLLER={address}: the controller refused host {host.name}: {reason}")
     say(f"mfleet node: {host.name} ({host.address}) has joined the run at {address}", sys.stderr)
+    await asyncio.to_thread(fetch, answer[2])  # the processes that are started here get no HF_TOKEN
     node = Node(host, Path(answer[1]), writer)
     try:
         return await node.obey(reader)

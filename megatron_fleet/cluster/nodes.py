@@ -11,7 +11,7 @@ Node to controller, as frames of `cluster.frames`, after the hello of `cluster.h
 Controller to node::
 
     ["refused", reason]
-    ["welcome", logs]                       folder of the logs
+    ["welcome", logs, model]                folder of the logs; `model.path`, to be fetched if it is a hub id
     ["join", head]                          see `RayHead`; the controller's own host has Ray already
     ["leave"]
     ["stacks"]
@@ -129,9 +129,15 @@ class _Link:
 class Nodes:
     """Hosts that run `mfleet node`. A lost one may reconnect."""
 
-    def __init__(self, count: int, logs: Path, timeout_s: float) -> None:
-        """Args: ``count``: number of nodes that the run waits for. ``timeout_s``: seconds to wait for them."""
-        self._count, self._logs, self.timeout_s = count, logs, timeout_s
+    def __init__(self, count: int, logs: Path, timeout_s: float, model: str = "") -> None:
+        """Prepare for nodes.
+
+        Args:
+            count: number of nodes that the run waits for.
+            timeout_s: seconds to wait for them.
+            model: ``model.path``; nodes fetch it if it is a hub id.
+        """
+        self._count, self._logs, self.timeout_s, self._model = count, logs, timeout_s, model
         self._links: dict[str, _Link] = {}
         self._known: dict[str, Host] = {}
         self._changed = asyncio.Condition()
@@ -146,7 +152,7 @@ class Nodes:
             return
         name = link.host.name
         self._links[name], self._known[name] = link, link.host
-        await link.send("welcome", str(self._logs.absolute()))
+        await link.send("welcome", str(self._logs.absolute()), self._model)
         if self._head is not None:
             await self._join(link)
         await self._notify()

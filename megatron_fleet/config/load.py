@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_fleet.config import keys
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import read_object, user_path
+from megatron_fleet.config.hub import hub_model
 from megatron_fleet.config.schema import Config
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ def load(overrides: Sequence[str] = (), config_dir: Path | None = None) -> Confi
     """Compose ``config.yaml`` with ``overrides`` (``group=option``, ``section.key=value``) into a typed tree.
 
     Relative paths given by the user (``run.out``, ``model.path``, ``data.tasks``) are made absolute from the working
-    directory, because ranks and Ray workers may have another one.
+    directory, because ranks and Ray workers may have another one. A ``model.path`` that does not exist and has the form
+    of a hub id stays as it is.
 
     Raises:
         UserError: unknown key or option, value of the wrong type, required key not set, unreadable YAML.
@@ -140,6 +142,8 @@ def _absolute(tree: dict[str, Any]) -> dict[str, Any]:
         values = tree.get(section)
         value = values.get(key) if isinstance(values, dict) else None
         if isinstance(value, str) and value and value != "embedded" and "://" not in value:
+            if (section, key) == ("model", "path") and hub_model(value) and not user_path(value).exists():
+                continue
             tree[section][key] = str(user_path(value).absolute())
     if isinstance(tree.get("data"), dict) and isinstance(names := tree["data"].get("exclusions"), list):
         # Names of the package's own exclusion lists are not paths.

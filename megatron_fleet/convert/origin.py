@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.schema import ModelConfig
 from megatron_fleet.convert.plan import Checksum
 from megatron_fleet.convert.template import KEPT, LAYOUT, Template, open_template
 from megatron_fleet.models.hf_config import write_config
@@ -112,7 +113,7 @@ def _model_of_run(checkpoint: MegatronCheckpoint) -> str | None:
         path = json.loads(folder.read(RUN_CONFIG))["model"]["path"]
     except (UserError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    return path if isinstance(path, str) else None
+    return ModelConfig(path=path).folder if isinstance(path, str) else None
 
 
 def _is_there(path: str) -> bool:

@@ -116,7 +116,7 @@ class Dumps:
 def _write_head(partial: Path, config: Config, data: Sequence[Datum], record: Record) -> None:
     (partial / CONFIG).write_text(dump_resolved(config), encoding="utf-8")
     (partial / MODEL).mkdir()
-    shutil.copyfile(Path(config.model.path) / "config.json", partial / MODEL / "config.json")
+    shutil.copyfile(Path(config.model.folder) / "config.json", partial / MODEL / "config.json")
     save_data(partial / DATA, data)
     write_atomically(partial / RECORD, json.dumps(record.to_json(), indent=1).encode())
 

@@ -66,7 +66,7 @@ def _configure(dump: Dump, outputs: Path, overrides: Sequence[str]) -> tuple[Con
     """The configuration of the replay, and whether its layout is that of the run."""
     recorded = load_resolved(dump.config_file)
     # The state of a run with adapters has only the adapters: the frozen weights come from the model of the run.
-    model = recorded.model.path if recorded.policy.lora.rank else str(dump.model.absolute())
+    model = recorded.model.folder if recorded.policy.lora.rank else str(dump.model.absolute())
     fixed = [f"model.path={model}", f"run.out={outputs}", "cluster.ranks=local", "cluster.nodes=0"]
     config = load_resolved(dump.config_file, [*fixed, *overrides])
     if not any(text.startswith("parallel.") for text in overrides):

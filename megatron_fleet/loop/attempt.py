@@ -119,7 +119,7 @@ def open_attempts(
         evaluator = Evaluator(config, held_out, rollout.collect)
         evaluations = Evaluations(config, evaluator, records)
         evaluations.due = None if state is None else state["unevaluated"]
-        prompts = PromptLog(Path(config.run.out) / "prompts", Tokenizer(config.model.path).decode)
+        prompts = PromptLog(Path(config.run.out) / "prompts", Tokenizer(config.model.folder).decode)
         try:
             with records.phase("starting"):
                 await rollout.wait_ready()

@@ -105,7 +105,7 @@ async def evaluate_model(config: Config, run: Path | None, side: Side) -> int:
     held_out = tasks_of(config, run, side)
     tasks = chosen_tasks(config, held_out)
     preflight.check_images(config, tasks)
-    store = open_store(config, fingerprint(Path(config.model.path)), tasks)
+    store = open_store(config, fingerprint(Path(config.model.folder)), tasks)
     async with AsyncExitStack() as stack:
         services: list[RolloutService] = []
 
@@ -115,7 +115,7 @@ async def evaluate_model(config: Config, run: Path | None, side: Side) -> int:
             return await services[0].collect(*args)
 
         evaluation = await play(config, held_out, store, collect)
-    finish(config, evaluation, Tokenizer(config.model.path).decode)
+    finish(config, evaluation, Tokenizer(config.model.folder).decode)
     check_known(evaluation)
     return 0
 

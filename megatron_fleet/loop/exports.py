@@ -262,7 +262,7 @@ class Exports:
         if self._settings.check and not copy_probe(checkpoint, self._probe_of(step)):
             log.warning("%s holds no log-probs to compare with, so its export is not checked", checkpoint)
         workers = str(min(WORKERS, len(os.sched_getaffinity(0))))
-        template = self._config.model.path
+        template = self._config.model.folder
         self._call("to-hf", str(checkpoint), str(out), "--template", template, "--workers", workers)
         with self._changed:
             self._converted, self._seconds = self._converted + 1, time.monotonic() - began
@@ -317,7 +317,7 @@ class Exports:
         """
         logs = self._out / "logs"
         logs.mkdir(exist_ok=True)
-        path, family = self._config.model.path, self._config.model.family
+        path, family = self._config.model.folder, self._config.model.family
         environment = without_secrets(os.environ, STORE if "://" in path else ())
         if arguments[0] != "check":
             environment["CUDA_VISIBLE_DEVICES"] = ""

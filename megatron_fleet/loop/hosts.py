@@ -54,7 +54,9 @@ async def open_hosts(config: Config, token: str) -> AsyncIterator[RunHosts]:
     """
     cluster = config.cluster
     listener = RankListener(token, None, config.parallel.world_size)
-    nodes = Nodes(cluster.nodes, Path(config.run.out, "logs"), cluster.join_timeout_s) if cluster.nodes else None
+    nodes = None
+    if cluster.nodes:
+        nodes = Nodes(cluster.nodes, Path(config.run.out, "logs"), cluster.join_timeout_s, config.model.path)
     external = nodes is not None or cluster.ranks == "external"
     place = listen_at(os.environ) if external else ListenAt(LOOPBACK, 0, None)
     if nodes is not None:

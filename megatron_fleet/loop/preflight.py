@@ -31,6 +31,7 @@ from megatron_fleet.cluster.rank_identity import rank_identity
 from megatron_fleet.config import extension, validate
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import read_object
+from megatron_fleet.config.hub import hub_model
 from megatron_fleet.config.interfaces import INTERFACES
 from megatron_fleet.config.schema import Config
 from megatron_fleet.config.secrets import wandb_key
@@ -171,12 +172,13 @@ def _model(config: Config) -> dict[str, Any]:
     """Return the model's config.json, after checking that the model folder is complete."""
     from megatron_fleet.models.chat.tokenizer import tokenizer_files
 
-    folder = Path(config.model.path)
+    folder = Path(config.model.folder)
     for names in (("config.json",), tokenizer_files()):
         if not any((folder / name).is_file() for name in names):
             missing = " or ".join(names)
             raise UserError(f"model.path={folder}: {missing} is missing; name a complete Hugging Face model folder.")
-    if not any(folder.glob("*.safetensors")):
+    # Of a model on the hub, `weights.hub` knows that there are weights, which a dry run does not download.
+    if not any(folder.glob("*.safetensors")) and hub_model(config.model.path) is None:
         raise UserError(
             f"model.path={folder}: there is no *.safetensors file; name a complete Hugging Face model folder."
         )
@@ -200,7 +202,7 @@ def _renderer(config: Config) -> None:
     from megatron_fleet.models.chat.detection import AUTO, make_renderer
     from megatron_fleet.models.chat.template_check import check_template
 
-    folder, rollout = config.model.path, config.rollout
+    folder, rollout = config.model.folder, config.rollout
     if extension.is_path(rollout.renderer):
         return
     make_renderer(folder, rollout.thinking, rollout.renderer)
@@ -389,7 +391,7 @@ def check_images(config: Config, tasks: Sequence[Task]) -> None:
     from megatron_fleet.models.images import read_vision
 
     screen = _on_screen(tasks)
-    if screen is not None and read_vision(config.model.path) is None:
+    if screen is not None and read_vision(config.model.folder) is None:
         raise UserError(
             f"model.path={config.model.path}: the model takes no images (or not in a way that is supported), and task "
             f"{screen.key} of data.tasks={config.data.tasks} is a {screen.modality} task; choose a Qwen3-VL model, or "

@@ -54,7 +54,7 @@ class Records:
             self._sinks.append(_mlflow(config, resumed_step, started))
         self._sinks += [OwnSink(path, config, resumed_step, started) for path in config.logging.own]
         self._sinks += sinks
-        self._episodes = EpisodeRecords(config, _id(config), Tokenizer(config.model.path).decode, resumed_step)
+        self._episodes = EpisodeRecords(config, _id(config), Tokenizer(config.model.folder).decode, resumed_step)
         self._progress = RunProgress(config.run.name, config.run.last_step, resumed_step or 0)
 
     @contextmanager

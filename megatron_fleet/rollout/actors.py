@@ -142,7 +142,7 @@ def make_worker(
         # Hard affinity: Ray ignores a soft one of an actor without CPUs.
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
     own_secrets = secrets(os.environ, of_environments(config))
-    access: EngineAccess | EndpointAccess = EngineAccess(config.model.path, endpoints, settings.token, host)
+    access: EngineAccess | EndpointAccess = EngineAccess(config.model.folder, endpoints, settings.token, host)
     if settings.dialect is not None:
         access = EndpointAccess(config.eval.endpoint.model_dump(), settings.dialect)
         own_secrets |= {n: v for n, v in os.environ.items() if n == config.eval.endpoint.api_key_env}

@@ -65,7 +65,7 @@ class EngineActor:
         self._server = EngineServer(self._generate, token)
         self._llm: Any = None
         self._sharing: PrefixSharing | None = None
-        self._vision = read_vision(config.model.path)
+        self._vision = read_vision(config.model.folder)
         self._images: ImageRequests | None = None
         self._numbers = itertools.count()
         self._statistics: StatisticsLogger | None = None
@@ -92,7 +92,7 @@ class EngineActor:
         await self._llm.update_weight_version("0")
 
     def _start(self) -> None:
-        mixer = family_mixer(Path(self._config.model.path))
+        mixer = family_mixer(Path(self._config.model.folder))
         if mixer is not None:
             os.environ[MIXER] = mixer.engine
         if mixer is not None or self._vision is not None:

@@ -79,13 +79,13 @@ def engine_args(config: Config, transport: str, *, cpu: bool, can_sleep: bool) -
     Raises:
         UserError: engines are to be in FP8, and no layer of the model can be.
     """
-    model, engine = Path(config.model.path), config.rollout.engine
+    model, engine = Path(config.model.folder), config.rollout.engine
     context = _longest_sequence(model, config.rollout.max_context)
     sleeps = bool(engine.colocated) and can_sleep
     declared = fp8_declaration(config)
     vision = read_vision(model) is not None
     arguments: dict[str, Any] = {
-        "model": config.model.path,
+        "model": config.model.folder,
         "dtype": config.model.dtype,
         "seed": config.run.seed,
         # vLLM's image processors need a tokenizer to be constructed, although they get no text.

@@ -505,7 +505,7 @@ async def start_trainer(
     run = config.run.model_copy(update={"out": str(Path(config.run.out).absolute())})
     listener.configure(config.model_copy(update={"run": run}).model_dump_json())
     use_family(config.model.family)
-    cost = SequenceCost.of(read_model(read_config(config.model.path)))
+    cost = SequenceCost.of(read_model(read_config(config.model.folder)))
     group = TrainerGroup(config, listener, starter, token, cost, init)
     try:
         yield group

@@ -33,6 +33,7 @@ from megatron_fleet.config.schema import Config
 from megatron_fleet.platform.processes import ONLY_OWNER, write_stacks_on_signal
 from megatron_fleet.trainer.messages import OTHER, SYSTEM, USER, Identity, datum_from_plain
 from megatron_fleet.trainer.process import prepare_process
+from megatron_fleet.weights.hub import fetch
 
 if TYPE_CHECKING:
     from megatron_fleet.algorithms.datum import Datum
@@ -75,7 +76,9 @@ def main(environ: Mapping[str, str]) -> int:
             os.umask(ONLY_OWNER)
         write_output_to(Path(run["out"], "logs", f"rank_{me.rank}.log"))
     write_stacks_on_signal()
-    prepare_process(Config.model_validate_json(answer[1]))
+    config = Config.model_validate_json(answer[1])
+    fetch(config.model.path)  # where torchrun or srun starts the ranks, nobody else has done it on this host
+    prepare_process(config)
     return RankServer(link, who, answer[1], here).serve()
 
 

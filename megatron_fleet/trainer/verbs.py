@@ -210,7 +210,7 @@ class RankVerbs:
         if self._sender is None or self._transport != transport:
             self._close_sender()
             source = self._policy.weight_source()
-            path = self._config.model.path
+            path = self._config.model.folder
             model = open_engine_model(path, fp8_declaration(self._config))
             self._sender = make_sender(transport, source, self._world, devices.device(), model)
             self._transport = transport

@@ -66,10 +66,11 @@ def _compose(args: argparse.Namespace, settings: Sequence[str] = ()) -> Config:
 
 def _checked(args: argparse.Namespace) -> Config:
     from megatron_fleet.config import validate
+    from megatron_fleet.weights.hub import fetched
 
     config = _compose(args)
     validate.check(config)
-    return config
+    return fetched(config)
 
 
 def _precision(args: argparse.Namespace) -> int:

@@ -92,7 +92,7 @@ def _vocabulary(config: Config) -> int:
     from megatron_fleet.models.hf_config import read_model
     from megatron_fleet.weights.hf_folder import read_config
 
-    return read_model(read_config(config.model.path)).vocab
+    return read_model(read_config(config.model.folder)).vocab
 
 
 def _device_bytes() -> int:

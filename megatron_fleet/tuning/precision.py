@@ -123,7 +123,7 @@ def tune(config: Config, layers: int, repeats: int, advance: Callable[[], None])
     with tempfile.TemporaryDirectory(prefix="mfleet-tune-") as scratch:
         model = Path(scratch, "model")
         model.mkdir()
-        report.weights = truncate(config.model.path, layers, model)
+        report.weights = truncate(config.model.folder, layers, model)
         report.layers = read_model(read_config(model)).layers
         logprobs: dict[str, np.ndarray] = {}
         for turn in range(ROUNDS):

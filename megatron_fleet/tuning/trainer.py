@@ -83,7 +83,7 @@ def tune(compose: Compose, choices: Choices, layers: int, repeats: int, advance:
     with tempfile.TemporaryDirectory(prefix="mfleet-tune-") as scratch:
         model = Path(scratch, "model")
         model.mkdir()
-        init = "hf" if truncate(config.model.path, layers, model) else "random"
+        init = "hf" if truncate(config.model.folder, layers, model) else "random"
         bench = _Bench(compose, model, init, repeats, Path(scratch), report, advance)
         for recompute in choices.recompute:
             short = False
@@ -165,7 +165,7 @@ def _check_memory(config: Config) -> None:
     from megatron_fleet.weights.hf_folder import read_config
 
     device_bytes = torch.cuda.get_device_properties(0).total_memory
-    check_memory(config, read_config(config.model.path), device_bytes, host_bytes())
+    check_memory(config, read_config(config.model.folder), device_bytes, host_bytes())
 
 
 def main(compose: Compose, choices: Choices, layers: int, repeats: int, as_json: bool, write: Path | None) -> int:

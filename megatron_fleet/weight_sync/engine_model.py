@@ -38,9 +38,9 @@ def fp8_declaration(config: Config) -> dict[str, Any] | None:
         UserError: the folder is not a model, or none of its layers can be quantised.
     """
     precision = config.precision
-    if not config.rollout.engine.fp8(precision.recipe) or is_quantized(read_config(config.model.path)):
+    if not config.rollout.engine.fp8(precision.recipe) or is_quantized(read_config(config.model.folder)):
         return None
-    model = open_model(config.model.path)
+    model = open_model(config.model.folder)
     tensors = fp8_tensors(model.table, precision.bf16_layers_at_start, precision.bf16_layers_at_end)
     if not tensors:
         raise UserError(
@@ -56,7 +56,7 @@ def check_engine_fp8(config: Config) -> None:
     Raises:
         UserError: the first problem, with advice.
     """
-    engine, path = config.rollout.engine, config.model.path
+    engine, path = config.rollout.engine, config.model.folder
     declared = fp8_declaration(config)
     if declared is not None and engine.speculative.method == "mtp":
         raise UserError(

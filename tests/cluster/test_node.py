@@ -171,7 +171,7 @@ async def test_only_hosts_of_this_run_are_let_in(tmp_path):
         for hello in (("node", {"name": 1}), ("intruder", a)):
             assert (await dial(listener.address, *hello))[0] is None
         welcome, writer = await dial(listener.address, "node", a)
-        assert welcome == ["welcome", str(tmp_path / "logs")]
+        assert welcome == ["welcome", str(tmp_path / "logs"), ""]
         for who, words in ((a, "calls itself a is there already"), (b, "has its 1 hosts")):
             refusal, _ = await dial(listener.address, "node", who)
             assert refusal is not None and refusal[0] == "refused" and words in refusal[1]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from megatron_fleet.config.extension import Open
+from megatron_fleet.config.hub import hub_model
 from megatron_fleet.config.sections.base import MAX_TOKENS, Rule, Section
 
 if TYPE_CHECKING:
@@ -14,7 +16,10 @@ if TYPE_CHECKING:
 
 
 class ModelConfig(Section):
-    path: str = Field(description="HF folder: config.json, tokenizer.json, safetensors.")
+    path: str = Field(
+        description="HF folder: config.json, tokenizer.json, safetensors. Or an id on the Hugging Face hub, "
+        "`organisation/name` or `organisation/name@revision`, which is downloaded once per host."
+    )
     dtype: Literal["float32", "bfloat16"] = Field(
         "bfloat16", description="Data type of the forward pass and of the engines; float32 on CPU."
     )
@@ -23,6 +28,12 @@ class ModelConfig(Section):
         description="Model family of your own (examples/my_family.py); null: one of megatron_fleet/models, by the "
         "model_type of config.json.",
     )
+
+    @property
+    def folder(self) -> str:
+        """The model's folder on this host; that of a hub id exists when `weights.hub.fetch` has made it."""
+        hub = hub_model(self.path)
+        return self.path if hub is None else str(hub.folder(os.environ))
 
 
 class PrecisionConfig(Section):

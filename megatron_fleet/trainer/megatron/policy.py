@@ -67,7 +67,7 @@ class MegatronPolicy:
             UserError: world size, model, capacity of a micro-batch, precision or machine do not fit each other.
         """
         self._config = config
-        self.hf_config = read_config(config.model.path)
+        self.hf_config = read_config(config.model.folder)
         self._model = read_model(self.hf_config)
         self.vocab_size = self._model.vocab
         self._align = micro_batch_alignment(config.parallel, config.precision)
@@ -138,7 +138,7 @@ class MegatronPolicy:
             std = self.hf_config.get("initializer_range", 0.02)
             fill_random(self.model_chunks, std, self._config.run.seed, self.vocab_size)
         elif init == "hf":
-            load_hf(self.model_chunks, self._config.model.path)
+            load_hf(self.model_chunks, self._config.model.folder)
 
     def _pack(self, micro_batches: MicroBatches) -> list[PackedMicroBatch]:
         """Pack the micro-batches, each as wide as needed, followed by empty ones if the layout needs them."""
@@ -275,7 +275,7 @@ class MegatronPolicy:
         a peft folder; collective.
         """
         self.gathered()
-        settings, base, world = self._config.policy.lora, self._config.model.path, TorchCommunicator()
+        settings, base, world = self._config.policy.lora, self._config.model.folder, TorchCommunicator()
         if lora.exports_adapters(settings):
             source = self.adapter_source()
             export_adapters(source, path, base=base, rank=settings.rank, alpha=settings.alpha, world=world)

@@ -1,0 +1,192 @@
+"""Models by hub id: downloaded once, compared with the hub's hashes, and one sentence for whatever goes wrong."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hub_server import COMMIT, TOKEN, hub_server
+from waiting import HANG_S
+
+pytest.importorskip("huggingface_hub")
+
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.hub import HubModel, cache_folder, hub_model
+from megatron_fleet.config.load import load
+from megatron_fleet.weights import hub as weights_hub
+from megatron_fleet.weights.hub import damaged_files, fetch
+
+TINY = Path(__file__).parents[2] / "assets" / "tiny"
+PINNED = f"fleet/tiny@{COMMIT}"
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    with hub_server(TINY) as server:
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        server.files |= {"README.md": b"about", "pytorch_model.bin": b"another format"}
+        yield server
+
+
+def folder() -> Path:
+    found = hub_model(PINNED)
+    assert found is not None
+    return found.folder(os.environ)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Qwen/Qwen3-8B", HubModel("Qwen/Qwen3-8B")),
+        ("Qwen/Qwen3-8B@v1.0", HubModel("Qwen/Qwen3-8B", "v1.0")),
+        ("a/b@refs/pr/3", HubModel("a/b", "refs/pr/3")),
+        *((text, None) for text in ("tiny", "/a/b", "./a/b", "~/a", "a/b/c", "s3://a/b", "http://h:8/m", "a/b@", "")),
+    ],
+)
+def test_the_form_of_an_id(text, expected):
+    assert hub_model(text) == expected
+
+
+def test_the_cache_is_where_huggingface_hub_has_it(monkeypatch):
+    program = "from huggingface_hub import constants; print(constants.HF_HUB_CACHE)"
+    for variables in (
+        {},
+        {"HF_HOME": "/a"},
+        {"XDG_CACHE_HOME": "/b"},
+        {"HF_HUB_CACHE": "~/c"},
+        {"HUGGINGFACE_HUB_CACHE": "/d"},
+    ):
+        environ = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), **variables}
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=HANG_S
+        )
+        assert str(cache_folder(environ)) == done.stdout.strip(), variables
+
+
+def test_it_is_downloaded_once_and_only_what_is_needed(hub):
+    assert fetch("fleet/tiny") == PINNED
+    assert sorted(hub.downloads()) == sorted(path.name for path in TINY.iterdir())
+    for path in TINY.iterdir():
+        assert (folder() / path.name).read_bytes() == path.read_bytes()
+    hub.asked.clear()
+    assert fetch("fleet/tiny@v1") == PINNED
+    assert hub.downloads() == []
+    hub.asked.clear()
+    assert fetch(PINNED) == PINNED
+    assert hub.asked == []  # a commit never changes: the other hosts and ranks ask nobody
+
+
+def test_a_dry_run_leaves_the_weights(hub):
+    assert fetch("fleet/tiny", weights=False) == PINNED
+    assert "model.safetensors" not in hub.downloads() and (folder() / "config.json").is_file()
+    fetch(PINNED)
+    assert hub.downloads().count("model.safetensors") == 1 and (folder() / "model.safetensors").is_file()
+
+
+def test_folders_are_left_alone(hub, tmp_path, monkeypatch):
+    assert fetch(str(TINY)) == str(TINY)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "fleet" / "tiny").mkdir(parents=True)
+    assert load(["experiment=quickstart", "model.path=fleet/tiny"]).model.path == str(tmp_path / "fleet" / "tiny")
+    config = load(["experiment=quickstart", f"model.path=other/tiny@{COMMIT}"])
+    assert config.model.path == f"other/tiny@{COMMIT}"
+    assert config.model.folder == str(tmp_path / "hf" / "hub" / "models--other--tiny" / "snapshots" / COMMIT)
+    assert hub.asked == []
+
+
+def test_a_damaged_download_is_fetched_again_and_one_that_stays_so_refused(hub):
+    hub.damaged["model.safetensors"] = 1
+    fetch("fleet/tiny")
+    assert hub.downloads().count("model.safetensors") == 2
+    assert (folder() / "model.safetensors").read_bytes() == (TINY / "model.safetensors").read_bytes()
+    shutil.rmtree(folder().parents[1])
+    hub.damaged["model.safetensors"] = 9
+    with pytest.raises(UserError, match=r"model\.safetensors in .* differs from the hash that the hub states"):
+        fetch("fleet/tiny")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_file_that_changes_later_is_noticed(hub, name):
+    fetch("fleet/tiny")
+    assert damaged_files(folder()) == (5, [])
+    path = (folder() / name).resolve()
+    path.chmod(0o600)
+    path.write_bytes(path.read_bytes()[:-1] + b"~")
+    assert damaged_files(folder()) == (5, [name])
+    fetch(PINNED)
+    assert damaged_files(folder()) == (5, []) and hub.downloads().count(name) == 2
+
+
+def test_hashes_are_known_without_the_tree_of_a_newer_client(hub):
+    fetch("fleet/tiny")
+    shutil.rmtree(folder().parents[1] / "trees")
+    assert damaged_files(folder()) == (5, [])
+
+
+def test_offline(hub, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UserError, match=r"is not in .* and HF_HUB_OFFLINE forbids to fetch it; unset that"):
+        fetch("fleet/tiny")
+    assert hub.asked == []
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    fetch("fleet/tiny")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    hub.asked.clear()
+    assert fetch("fleet/tiny") == PINNED and hub.asked == []
+
+
+def refused(match: str, model: str = "fleet/tiny") -> None:
+    with pytest.raises(UserError, match=match) as caught:
+        fetch(model)
+    assert "\n" not in str(caught.value) and TOKEN not in str(caught.value)
+
+
+def test_an_unknown_model_or_revision(hub):
+    refused("is no folder here, and http://127.*has no such model, or it is private; correct the name", "fleet/other")
+    refused("the hub has no such revision of it", "fleet/tiny@v2")
+
+
+def test_no_access(hub, monkeypatch):
+    hub.gated = True
+    refused(r"its owner must grant access to it; ask for it at http://.*/fleet/tiny, and set HF_TOKEN")
+    hub.gated, hub.private = False, True
+    refused("or it is private")
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert fetch("fleet/tiny") == PINNED
+
+
+def test_a_hub_that_is_ill_or_not_there(hub, monkeypatch):
+    hub.status = 418
+    refused("answers 418; try again later")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    refused("does not answer .* check the network, set HF_ENDPOINT to a mirror")
+
+
+def test_no_room_and_no_folder(hub, monkeypatch, tmp_path):
+    monkeypatch.setattr(weights_hub, "ROOM", 1 << 60)
+    refused(r"needs 0\.0 GB in .*, where .* GB are free; free some space, or set HF_HOME to a larger disk")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "file"))
+    refused("cannot be written to")
+
+
+def test_a_model_without_weights_that_can_be_read(hub):
+    del hub.files["model.safetensors"]
+    refused(r"there is no \*\.safetensors file; name a model with such weights")
+
+
+def test_processes_of_one_host_take_turns(hub):
+    """Eight at once: one downloads."""
+    program = "from megatron_fleet.weights.hub import fetch; print(fetch('fleet/tiny'))"
+    processes = [
+        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    said = [process.communicate(timeout=HANG_S) for process in processes]
+    assert [out.strip() for out, _ in said] == [PINNED] * 3, said
+    assert sorted(hub.downloads()) == sorted(path.name for path in TINY.iterdir())
