@@ -3,7 +3,8 @@ writes its host's name to $STUB_FOLDER/nodes and stays until the controller is g
 
 ``train`` writes what it sees to $STUB_FOLDER/train.jsonl. Overrides that start with ``stub.`` are for it:
 ``stub.world=N`` ranks are gathered; ``stub.status=N``: it ends at once; ``stub.restart``: it loses a rank once;
-``stub.wait``: it waits for SIGTERM.
+``stub.wait``: it waits for SIGTERM or SIGUSR1; ``stub.saves``: it then ends as a run that has saved, and an attempt
+with run.resume ends by itself, except with ``stub.again``.
 """
 
 import json
@@ -30,14 +31,21 @@ def train(overrides: list[str]) -> int:
     if "status" in stub:
         return int(stub["status"])
     place, token = listen_at(os.environ), os.environ["MFLEET_TOKEN"]
-    signal.signal(signal.SIGTERM, lambda *_: (report({"stopped": True}), sys.exit(143)))
+    resumed = "again" not in stub and any(o.startswith("run.resume=") for o in overrides)
+
+    def stop(number: int, _frame: object) -> None:
+        report({"stopped": signal.Signals(number).name})
+        sys.exit(os.EX_TEMPFAIL if "saves" in stub else 128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, stop)
     with socket.create_server((place.host, place.port)) as listener:
         if place.file is not None:
             write_atomically(place.file, f"{place.host}:{listener.getsockname()[1]}".encode())
         for command in ["die", "quit"] if "restart" in stub else ["quit"]:
             ranks = gather(listener, token, int(stub["world"]))
             report({"ranks": [who for who, _ in ranks]})
-            while "wait" in stub:
+            while "wait" in stub and not resumed:
                 time.sleep(1)
             for who, connection in ranks:
                 connection.sendall(command.encode() if who["rank"] == 1 else b"quit")

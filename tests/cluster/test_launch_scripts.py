@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ import slurm_cluster
 from namespace_hosts import ROOT, Hosts, stop
 from slurm_cluster import CONTROLLER, Slurm
 from stub_mfleet import GIVES_UP_S
+from waiting import wait_until
 
 TORCHRUN = ROOT / "launch" / "torchrun" / "train.sh"
 SBATCH = ROOT / "launch" / "slurm" / "train.sbatch"
@@ -102,7 +102,7 @@ def test_a_signal_stops_the_controller_in_order(environ, tmp_path):
         time.sleep(0.1)
     script.send_signal(signal.SIGTERM)
     assert script.wait(LIMIT_S) == 143
-    assert reports(tmp_path)[-1] == {"stopped": True}
+    assert reports(tmp_path)[-1] == {"stopped": "SIGTERM"}
 
 
 @several_hosts
@@ -127,11 +127,16 @@ def test_several_hosts_need_a_token_of_the_users(environ):
     assert done.stderr.startswith("error: MFLEET_TOKEN is not set")
 
 
-def submit(slurm: Slurm, environ: dict[str, str], folder: Path, *overrides: str) -> int:
-    """Run the batch job to its end; its exit status."""
+def sbatch(slurm: Slurm, environ: dict[str, str], folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """Submit a batch job; the process that returned waits for its end and has its status."""
     options = ["--wait", "--nodes=2", "--ntasks-per-node=2", f"--output={folder}/job.log", f"--chdir={folder}"]
     both = environ | {"SLURM_CONF": slurm.environ["SLURM_CONF"]}
-    job = slurm.hosts.run(CONTROLLER, ["sbatch", *options, SBATCH, *overrides], both)
+    return slurm.hosts.run(CONTROLLER, ["sbatch", *options, *arguments], both)
+
+
+def submit(slurm: Slurm, environ: dict[str, str], folder: Path, *overrides: str) -> int:
+    """Run the batch job to its end; its exit status."""
+    job = sbatch(slurm, environ, folder, str(SBATCH), *overrides)
     try:
         return job.wait(LIMIT_S)
     finally:
@@ -154,20 +159,115 @@ def test_slurm_tells_the_controllers_status(slurm, environ, tmp_path):
     slurm.wait_until_idle()
 
 
-@several_hosts
-def test_slurm_stops_the_controller_in_order(slurm, environ, tmp_path):
-    result: list[int] = []
-    job = threading.Thread(
-        target=lambda: result.append(submit(slurm, environ, tmp_path, *LAYOUT, "stub.world=4", "stub.wait"))
-    )
-    job.start()
+def wait_for_reports(folder: Path, count: int, job: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + LIMIT_S
-    while len(reports(tmp_path)) < 2:
-        assert time.monotonic() < deadline and job.is_alive()
+    while len(reports(folder)) < count:
+        assert time.monotonic() < deadline and job.poll() is None, (folder / "job.log").read_text()
         time.sleep(0.1)
-    # As two minutes before the time limit.
-    slurm.output(["sh", "-c", "scancel --batch --signal=TERM $(squeue -h -o %i)"])
-    job.join()
-    assert result == [143]
-    assert reports(tmp_path)[-1] == {"stopped": True}
+
+
+def of_job(slurm: Slurm, field: str) -> str:
+    return slurm.output(["squeue", "--noheader", "--states=all", "--sort=-i", f"--format={field}"]).split("\n")[0]
+
+
+def start_again(slurm: Slurm, id_: str) -> None:
+    """Wait until a job is requeued, and start it now: Slurm would wait for two minutes."""
+
+    def requeued() -> bool:
+        shown = slurm.output(["scontrol", "show", "job", id_])
+        return "Restarts=1" in shown and "JobState=PENDING" in shown
+
+    wait_until(requeued)
+    slurm.output(["scontrol", "update", f"JobId={id_}", "StartTime=now"])
+
+
+@several_hosts
+def test_slurm_requeues_a_run_that_saved_and_it_must_resume(slurm, environ, tmp_path):
+    job = sbatch(slurm, environ, tmp_path, str(SBATCH), *LAYOUT, "stub.world=4", "stub.wait", "stub.saves")
+    try:
+        wait_for_reports(tmp_path, 2, job)
+        id_ = of_job(slurm, "%A")
+        # As ahead of the time limit.
+        slurm.output(["scancel", "--batch", "--signal=USR1", id_])
+        start_again(slurm, id_)
+        assert job.wait(LIMIT_S) == 0, (tmp_path / "job.log").read_text()
+    finally:
+        stop(job)
+    starts = [report for report in reports(tmp_path) if "overrides" in report]
+    assert [start["overrides"][-1] for start in starts] == [LAYOUT[-1], "run.resume=must"]
+    assert {"stopped": "SIGUSR1"} in reports(tmp_path)
+    slurm.wait_until_idle()
+
+
+@several_hosts
+def test_a_run_that_had_nothing_to_save_may_begin_again_and_not_more_often_than_allowed(slurm, environ, tmp_path):
+    limited = environ | {"MFLEET_MAX_REQUEUES": "1"}
+    job = sbatch(slurm, limited, tmp_path, str(SBATCH), "parallel.data=4", "stub.world=4", "stub.wait", "stub.again")
+    try:
+        for attempt in range(2):
+            wait_for_reports(tmp_path, 3 * attempt + 2, job)
+            id_ = of_job(slurm, "%A")
+            slurm.output(["scancel", "--batch", "--signal=USR1", id_])
+            if attempt == 0:
+                start_again(slurm, id_)
+        assert job.wait(LIMIT_S) == 138
+    finally:
+        stop(job)
+    starts = [report for report in reports(tmp_path) if "overrides" in report]
+    assert [start["overrides"][-1] for start in starts] == ["parallel.data=4", "run.resume=auto"]
+    assert "not requeued: 1 restarts are the most" in (tmp_path / "job.log").read_text()
+    slurm.wait_until_idle()
+
+
+@several_hosts
+def test_a_cancelled_job_saves_and_is_gone(slurm, environ, tmp_path):
+    job = sbatch(slurm, environ, tmp_path, str(SBATCH), *LAYOUT, "stub.world=4", "stub.wait", "stub.saves")
+    try:
+        wait_for_reports(tmp_path, 2, job)
+        slurm.output(["scancel", of_job(slurm, "%A")])
+        job.wait(LIMIT_S)
+    finally:
+        stop(job)
+    slurm.wait_until_idle()
+    assert reports(tmp_path)[-1] == {"stopped": "SIGTERM"}
+    assert of_job(slurm, "%T") == "CANCELLED"
+
+
+@several_hosts
+def test_an_array_takes_the_overrides_of_its_runs(slurm, environ, tmp_path):
+    array = ["--array=0-2%1", "--exclusive", str(SBATCH)]
+    runs = [["parallel.data=4", "stub.status=0", f"run.seed={seed}"] for seed in (5, 6, 7)]
+    arguments = [text for run in runs for text in ("--next", *run)][1:]
+    job = sbatch(slurm, environ, tmp_path, *array, *arguments)
+    try:
+        assert job.wait(LIMIT_S) == 0
+    finally:
+        stop(job)
+    assert [report["overrides"][-1] for report in reports(tmp_path)] == ["run.seed=5", "run.seed=6", "run.seed=7"]
+    slurm.wait_until_idle()
+
+
+@several_hosts
+def test_a_heterogeneous_job_has_ranks_on_its_first_component_and_engines_on_all(slurm, environ, tmp_path):
+    first = ["--nodes=1", "--ntasks-per-node=2", f"--output={tmp_path}/job.log", f"--chdir={tmp_path}", "--wait"]
+    second = [":", "--nodes=1", "--ntasks-per-node=1"]
+    both = environ | {"SLURM_CONF": slurm.environ["SLURM_CONF"]}
+    command = ["sbatch", *first, *second, SBATCH, "parallel.data=2", "stub.world=2"]
+    job = slurm.hosts.run(CONTROLLER, command, both)
+    try:
+        assert job.wait(LIMIT_S) == 0, (tmp_path / "job.log").read_text()
+    finally:
+        stop(job)
+    start, gathered = reports(tmp_path)
+    assert start["overrides"][:2] == ["cluster.ranks=external", "cluster.nodes=2"]
+    assert {rank["host"] for rank in gathered["ranks"]} == {"n1"}
+    assert nodes(tmp_path) == {"n1", "n2"}
+    slurm.wait_until_idle()
+
+
+@several_hosts
+def test_with_fewer_hosts_a_job_has_their_share_of_the_replicas(slurm, environ, tmp_path):
+    fewer = environ | {"MFLEET_HOSTS": "4", "MFLEET_WITH_2_HOSTS": "parallel.data=4 rollout.engine.replicas=2"}
+    assert submit(slurm, fewer, tmp_path, "parallel.data=8", "stub.status=0") == 0
+    assert reports(tmp_path)[0]["overrides"][-2:] == ["parallel.data=4", "rollout.engine.replicas=2"]
     slurm.wait_until_idle()

@@ -111,19 +111,16 @@ class Slurm:
 
 
 def _with_head(head: list[str], rest: str) -> str:
-    """Put options and variables before the first command; sbatch heeds no option after it, and the first of two."""
+    """Put options and variables before the first command, after which sbatch heeds no options; they replace equal ones
+    of the script."""
     comments, body = [], rest.split("\n")
-    while body and (body[0].startswith("#") or not body[0]):
+    while body[0].startswith("#"):
         comments.append(body.pop(0))
     options = [line for line in head[1:] if line.startswith("#SBATCH")]
+    exports = [line for line in head[1:] if not line.startswith("#SBATCH")]
     given = {_name(line) for line in options}
     kept = [line for line in comments if not line.startswith("#SBATCH") or _name(line) not in given]
-    exports = [line for line in head[1:] if not line.startswith("#SBATCH")]
-    return "\n".join([head[0], *kept[: _last_comment(kept)], *options, *kept[_last_comment(kept) :], *exports, *body])
-
-
-def _last_comment(lines: list[str]) -> int:
-    return next((i for i, line in enumerate(lines) if line.startswith("#SBATCH")), len(lines))
+    return "\n".join([head[0], *kept, *options, *exports, *body])
 
 
 def _name(line: str) -> str:
