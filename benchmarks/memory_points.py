@@ -70,8 +70,8 @@ _LLAMA = {"model": "Llama-3-70B", "world": 32, "whole": False, "tokens": 4096, "
 _LLAMA |= {"sections": FP8_GRADIENTS, "stored": 1, "assumed": "weights kept in FP8 once; optimizer in float32"}
 POINTS: tuple[Point, ...] = (
     Point(
-        model="Moonlight-16B-A3B", where=f"{BRIDGE}, perf-activation-recompute", measured=36.618 * GB, whole=False, world=8,
-        parallel={"tensor": 2, "expert": 8}, tokens=4096, batch=4, logit=TE_HEAD, sections=BF16_GRADIENTS,
+        model="Moonlight-16B-A3B", where=f"{BRIDGE}, perf-activation-recompute", measured=36.618 * GB, whole=False,
+        world=8, parallel={"tensor": 2, "expert": 8}, tokens=4096, batch=4, logit=TE_HEAD, sections=BF16_GRADIENTS,
         optimizer=6, assumed="master weights as 16 remaining bits, moments in bfloat16 (recipe)",
     ),
     Point(

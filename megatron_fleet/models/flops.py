@@ -30,18 +30,21 @@ class SequenceCost:
     @classmethod
     def of(cls, model: Model) -> SequenceCost:
         """Build the cost of a model; counts only the experts active for a token."""
-        with_experts = sum(map(model.has_experts, range(model.layers)))
-        dense = (model.layers - with_experts) * 6 * model.hidden * model.ffn
-        mixers = sum(map(model.has_mixer, range(model.layers)))
-        projections, pair = _latent(model) if model.latent else _grouped(model)
-        mixing = (model.layers - mixers) * projections
-        if model.mixer is not None:
-            mixing += mixers * model.mixer.flops(model.hidden)
+        layers = [cls.of_layer(model, layer) for layer in range(model.layers)]
         return cls(
-            token=mixing + dense + with_experts * _experts(model),
-            pair=(model.layers - mixers) * pair,
+            token=sum(layer.token for layer in layers),
+            pair=sum(layer.pair for layer in layers),
             prediction=2 * model.hidden * model.vocab,
         )
+
+    @classmethod
+    def of_layer(cls, model: Model, layer: int) -> SequenceCost:
+        """Build the cost of one layer, counted from 0."""
+        projections, pair = _latent(model) if model.latent else _grouped(model)
+        if model.has_mixer(layer) and model.mixer is not None:
+            projections, pair = model.mixer.flops(model.hidden), 0
+        feed_forward = _experts(model) if model.has_experts(layer) else 6 * model.hidden * model.ffn
+        return cls(token=projections + feed_forward, pair=pair, prediction=0)
 
     def __call__(self, tokens: Sequence[int], trained: Sequence[int]) -> np.ndarray:
         """Forward FLOPs, float64 ``[N]``, of sequences with the given numbers of tokens and of trained tokens."""

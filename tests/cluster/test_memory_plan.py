@@ -232,7 +232,7 @@ BF16_MOMENTS = ("policy.optimizer.moments=bfloat16", "policy.optimizer.betas=[0.
 
 
 def test_tensors_on_their_way_to_the_engines():
-    """A layer of 128 experts whole, and an eighth of it; the embedding of Qwen3-8B whole, and the quarter of one rank."""
+    """A layer of 128 experts whole, and an eighth of it; the embedding of Qwen3-8B whole, and a quarter of it."""
     experts = parts("qwen3_30b_a3b_fleet", "sync")
     layer = 128 * 3 * 2048 * 768
     attention = 2048 * 128 * (2 * 32 + 2 * 4)

@@ -1,0 +1,58 @@
+"""GPUs that a run can be planned for, from their makers' data sheets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from megatron_fleet.cluster.memory.phases import DEVICES_PER_HOST, H100_BYTES
+from megatron_fleet.config.errors import UserError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """A GPU and its share of the host around it.
+
+    Attributes:
+        memory: bytes, as ``nvidia-smi`` shows them.
+        flops: dense FLOP/s in bfloat16.
+        hbm: bytes per second of its own memory.
+        nvlink: bytes per second to the other GPUs of the host, in one direction.
+        network: bytes per second to other hosts, in one direction: one port for each GPU.
+        pcie: bytes per second to host memory, from pinned memory.
+        per_host: GPUs of a host.
+        host_memory: bytes of a host; a usual size, not a limit.
+    """
+
+    name: str
+    memory: int
+    flops: float
+    hbm: float
+    nvlink: float
+    network: float = 50e9
+    pcie: float = 50e9
+    per_host: int = DEVICES_PER_HOST
+    host_memory: int = 2000 << 30
+
+
+_H100 = Gpu(name="H100", memory=H100_BYTES, flops=989e12, hbm=3.35e12, nvlink=450e9)
+_ALL = (
+    _H100,
+    replace(_H100, name="H200", memory=143_771 << 20, hbm=4.8e12),
+    replace(_H100, name="H20", memory=97_871 << 20, flops=148e12, hbm=4.0e12),
+    Gpu(name="A100", memory=81_920 << 20, flops=312e12, hbm=2.04e12, nvlink=300e9, network=25e9, pcie=25e9),
+    Gpu(name="B200", memory=183_359 << 20, flops=2250e12, hbm=8.0e12, nvlink=900e9),
+    Gpu(name="B300", memory=275_040 << 20, flops=2250e12, hbm=8.0e12, nvlink=900e9, network=100e9),
+)
+GPUS: Mapping[str, Gpu] = {gpu.name: gpu for gpu in _ALL}
+
+
+def gpu_named(name: str) -> Gpu:
+    """Return the GPU of that name, in any case.
+
+    Raises:
+        UserError: it is not known.
+    """
+    if name.upper() not in GPUS:
+        raise UserError(f"--gpu {name}: it is not known; choose one of {', '.join(GPUS)}.")
+    return GPUS[name.upper()]

@@ -1,0 +1,121 @@
+"""Episodes of a step: how many, how long, how much of them is sampled, how long tools take.
+
+Lengths are log-normal, as those of agents' episodes are, cut off at ``rollout.max_context``. What a configuration does
+not say (the mean, the spread, the tools' latency) is an assumption here, which the command line can replace.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.schema import Config
+
+MEAN_SHARE = 0.3
+"""Mean length of an episode, as a share of ``rollout.max_context``: the users' episodes end having used 0.28 to 0.7."""
+SAMPLED_SHARE = 0.4
+"""Share of an episode's tokens that the policy sampled; the rest is prompt, tools and their results."""
+SIGMA = 0.7
+"""Standard deviation of the logarithm of an episode's length."""
+TURNS = 20
+TOOL_S = 2.0
+START_S = 10.0
+"""Seconds until an environment is ready for its episode."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Episodes of one step.
+
+    Attributes:
+        episodes: number of them.
+        mean: mean number of tokens.
+        longest: where lengths are cut off.
+        sampled: share of the tokens that the policy sampled.
+        sigma: standard deviation of the logarithm of lengths.
+        turns: mean number of turns.
+        tool_s: mean seconds of a turn's tool calls.
+        start_s: seconds until an environment is ready.
+    """
+
+    episodes: int
+    mean: float
+    longest: int
+    sampled: float = SAMPLED_SHARE
+    sigma: float = SIGMA
+    turns: float = TURNS
+    tool_s: float = TOOL_S
+    start_s: float = START_S
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        mean: float | None = None,
+        sampled: float | None = None,
+        turns: float | None = None,
+        tool_s: float | None = None,
+    ) -> Workload:
+        """Return the workload of a configuration; ``None``: an assumption of this module.
+
+        Raises:
+            UserError: a number is out of its range.
+        """
+        rollout = config.rollout
+        mean = MEAN_SHARE * rollout.max_context if mean is None else mean
+        sampled = SAMPLED_SHARE if sampled is None else sampled
+        turns = float(min(TURNS, rollout.sampling.max_turns)) if turns is None else turns
+        for flag, value, low, high in (
+            ("--tokens", mean, 1, rollout.max_context),
+            ("--sampled", sampled, 0.001, 1),
+            ("--turns", turns, 1, rollout.sampling.max_turns),
+            ("--tool-seconds", TOOL_S if tool_s is None else tool_s, 0, 86400),
+        ):
+            if not low <= value <= high:
+                raise UserError(f"{flag} {value:g} is out of its range; give a number from {low:g} to {high:g}.")
+        return cls(
+            episodes=rollout.prompts_per_step * rollout.samples_per_prompt,
+            mean=mean,
+            longest=rollout.max_context,
+            sampled=sampled,
+            turns=turns,
+            tool_s=TOOL_S if tool_s is None else tool_s,
+            start_s=START_S if config.env.kind == "fleet" else 0.0,
+        )
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of all episodes."""
+        return self.episodes * self.mean
+
+    def lengths(self, count: int) -> np.ndarray:
+        """Return quantiles of the distribution, float64 ``[count]``, ascending, with the mean that is asked for."""
+        normal = _normal_quantiles((np.arange(count) + 0.5) / count)
+        low, high = 0.0, 60.0
+        for _ in range(50):  # the location at which the cut-off distribution has the mean
+            middle = (low + high) / 2
+            low, high = (middle, high) if self._at(middle, normal).mean() < self.mean else (low, middle)
+        return self._at(high, normal)
+
+    def _at(self, location: float, normal: np.ndarray) -> np.ndarray:
+        return np.minimum(np.exp(np.minimum(location + self.sigma * normal, 60.0)), float(self.longest))
+
+    def pairs(self) -> float:
+        """Return the mean number of attended query-key pairs of an episode."""
+        lengths = self.lengths(200)
+        return float((lengths * (lengths + 1) / 2).mean())
+
+    @property
+    def waiting(self) -> float:
+        """Seconds that an episode spends outside of the engine."""
+        return self.start_s + self.turns * self.tool_s
+
+
+def _normal_quantiles(shares: np.ndarray) -> np.ndarray:
+    """Return quantiles of the standard normal distribution."""
+    from statistics import NormalDist
+
+    inverse = NormalDist().inv_cdf
+    return np.array([inverse(share) for share in shares.tolist()])
