@@ -19,7 +19,6 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +33,13 @@ from megatron_fleet.config.files import read_object
 from megatron_fleet.config.hub import hub_model
 from megatron_fleet.config.interfaces import INTERFACES
 from megatron_fleet.config.schema import Config
-from megatron_fleet.config.secrets import wandb_key
 from megatron_fleet.data.task import Task
 from megatron_fleet.models.hf_config import is_quantized
 from megatron_fleet.models.model import Model
 from megatron_fleet.models.registry import use_family
+from megatron_fleet.storage.open import check_writable
 from megatron_fleet.telemetry.slack import check_slack
+from megatron_fleet.telemetry.trackers import check_mlflow, check_wandb
 from megatron_fleet.weight_sync.cuda_ipc.controller import check_allocator
 from megatron_fleet.weight_sync.engine_model import check_engine_fp8
 from megatron_fleet.weight_sync.registry import halves
@@ -71,9 +71,10 @@ def check(config: Config, assumed: Inventory | None = None) -> None:
     _mixer(hf_config)
     _renderer(config)
     _environment(config)
-    _wandb_key(config)
-    _mlflow_server(config)
+    check_wandb(config)
+    check_mlflow(config)
     check_slack(config.logging.slack, os.environ)
+    check_stores(config)
     _tasks(config)
 
 
@@ -90,6 +91,7 @@ def check_evaluation(config: Config) -> None:
     _engine(config, _model(config))
     _renderer(config)
     _environment(config)
+    check_stores(config)
 
 
 def check_endpoint(config: Config) -> None:
@@ -154,7 +156,7 @@ def _out(config: Config) -> None:
 
 def _own_parts(config: Config) -> None:
     """Refuse user-defined components that cannot be loaded, and an unknown transport; add the user's model family."""
-    from megatron_fleet.rollout.service import episode_python
+    from megatron_fleet.cluster.launcher import episode_python
 
     pythons = {"engine": sys.executable, "episode": str(episode_python())}
     for key, interface in INTERFACES.items():
@@ -319,57 +321,6 @@ def _environment(config: Config) -> None:
         check_key()
 
 
-def _wandb_key(config: Config) -> None:
-    """Check that a W&B key exists, and that W&B knows it. If it does not answer now, the run finds out."""
-    wandb, key = config.logging.wandb, wandb_key(config.data.modality)
-    if wandb.project is None or wandb.mode == "offline":
-        return
-    if key is None and not Path(os.environ.get("NETRC", "~/.netrc")).expanduser().is_file():
-        raise UserError(
-            f"logging.wandb.project={wandb.project}: there is no key; set WANDB_API_KEY, run `wandb login`, or set "
-            f"logging.wandb.mode=offline."
-        )
-    if key is not None and not _is_known(key):
-        raise UserError(
-            f"logging.wandb.project={wandb.project}: W&B does not know the key; correct WANDB_API_KEY, or that of the "
-            f"modality, or set logging.wandb.mode=offline."
-        )
-
-
-def _is_known(key: str) -> bool:
-    """Whether W&B knows a key; true also if it does not answer, or answers something else."""
-    import httpx
-
-    url = f"{os.environ.get('WANDB_BASE_URL', 'https://api.wandb.ai').rstrip('/')}/graphql"
-    try:
-        asked = {"query": "query Viewer { viewer { id } }"}
-        answer = httpx.post(url, json=asked, auth=("api", key), timeout=ANSWER_S)
-        found = answer.json()
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        log.warning("W&B at %s does not say whether it knows the key (%s)", url, type(error).__name__)
-        return True
-    nobody = isinstance(found, dict) and isinstance(found.get("data"), dict) and found["data"].get("viewer") is None
-    return answer.status_code != 401 and not (answer.status_code == 200 and nobody)
-
-
-def _mlflow_server(config: Config) -> None:
-    """Check that the MLflow server answers; credentials are not validated before the run starts."""
-    uri = config.logging.mlflow.uri
-    if uri is None:
-        return
-    if find_spec("mlflow") is None:
-        raise UserError(f"logging.mlflow.uri={uri}: MLflow is missing; pip install mlflow-skinny, or remove the key.")
-    if uri.startswith("http"):
-        import httpx
-
-        try:
-            httpx.get(uri, timeout=ANSWER_S)
-        except httpx.HTTPError as error:
-            raise UserError(
-                f"logging.mlflow.uri={uri}: nothing answers there ({error}); start the server, or correct it."
-            ) from error
-
-
 def _tasks(config: Config) -> None:
     """Check the tasks of the run, and refuse to train on those that need screenshots."""
     from megatron_fleet.data.dataset import run_dataset
@@ -380,6 +331,25 @@ def _tasks(config: Config) -> None:
             f"data.tasks={config.data.tasks}: task {screen.key} is a {screen.modality} task, and training on images "
             f"is not possible yet; set data.modality=tool_use, or evaluate with mfleet eval."
         )
+
+
+def check_stores(config: Config) -> None:
+    """Check that files can be written wherever the run will copy files to.
+
+    Raises:
+        UserError: naming the key and what the store refuses.
+    """
+    urls = {
+        "checkpoint.store.url": config.checkpoint.store.url,
+        "eval.upload": config.eval.upload,
+        "logging.trajectories.upload": config.logging.trajectories.upload,
+    }
+    for key, url in urls.items():
+        if url is not None:
+            try:
+                check_writable(url)
+            except UserError as error:
+                raise UserError(f"{key}: {error}") from None
 
 
 def check_images(config: Config, tasks: Sequence[Task]) -> None:

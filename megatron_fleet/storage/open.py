@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from pathlib import Path
 
 from megatron_fleet.config.errors import UserError
@@ -25,6 +26,17 @@ def open_folder(url: str | Path, *, cached: bool = False) -> Folder:
     from megatron_fleet.storage.s3 import S3Folder
 
     return S3Folder(*remote)
+
+
+def check_writable(url: str) -> None:
+    """Write an empty file to the folder at an address and remove it.
+
+    Raises:
+        UserError: as of ``open_folder``, or files cannot be written or removed there.
+    """
+    folder, name = open_folder(url), f"write-test-{secrets.token_hex(4)}"
+    folder.write(name, b"")
+    folder.delete(name)
 
 
 def open_staging(url: str | Path, marker: str) -> Staging:

@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("hydra")
 
 from held_ports import held_ports
+from s3_server import BUCKET, found_by_boto3
 from wandb_server import WandbServer
 
 from megatron_fleet import cli
@@ -23,6 +24,7 @@ from megatron_fleet.config.load import load
 from megatron_fleet.loop import preflight
 from megatron_fleet.models import registry
 from megatron_fleet.models.chat.detection import FORMATS
+from megatron_fleet.storage.open import open_folder
 from megatron_fleet.weight_sync.registry import TRANSPORTS
 
 HF_CONFIG = {
@@ -250,6 +252,19 @@ def test_a_key_that_weights_and_biases_does_not_know_is_refused(model, monkeypat
     monkeypatch.setattr(server, "answer", lambda *_: {"viewer": None})
     assert "W&B does not know the key" in refusal(model, "logging.wandb.project=fleet")
     server.close()
+
+
+@pytest.mark.parametrize("key", ["checkpoint.store.url", "eval.upload", "logging.trajectories.upload"])
+def test_where_files_will_be_copied_must_be_writable(model, key):
+    with found_by_boto3() as server:
+        check(model, f"{key}=s3://{BUCKET}/runs")
+        assert open_folder(f"s3://{BUCKET}").sizes() == {}
+        assert "the bucket does not exist" in refusal(model, f"{key}=s3://another/runs")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("AWS_ACCESS_KEY_ID", server.reader_key)
+            patch.setenv("AWS_SECRET_ACCESS_KEY", server.reader_secret)
+            denied = refusal(model, f"{key}=s3://{BUCKET}/runs")
+        assert denied.startswith(f"{key}: s3://{BUCKET}/runs/") and "denies" in denied
 
 
 def test_an_mlflow_server_must_answer(model, tmp_path):
