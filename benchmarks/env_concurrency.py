@@ -33,8 +33,8 @@ import psutil
 from machine import describe
 from roles import Role
 
+from megatron_fleet.cluster.launcher import episode_python
 from megatron_fleet.config.load import load
-from megatron_fleet.rollout.service import episode_python
 
 ROLES = Path(__file__).with_name("env_concurrency_roles.py")
 SETTLE_S = 2.0

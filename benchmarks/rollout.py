@@ -33,6 +33,7 @@ from machine import describe
 from roles import Role, children, cpu_seconds
 
 from megatron_fleet.cluster.janitor import marked
+from megatron_fleet.cluster.launcher import episode_python
 from megatron_fleet.config.schema import Config
 from megatron_fleet.data.dataset import load_tasks
 from megatron_fleet.embedded_fleet.fleet import EmbeddedFleet
@@ -41,7 +42,7 @@ from megatron_fleet.models.chat.tokenizer import train_tokenizer
 from megatron_fleet.models.qwen3.chat import QWEN3_TOKENS
 from megatron_fleet.rollout.engine_arguments import environment
 from megatron_fleet.rollout.requests import CollectRequest
-from megatron_fleet.rollout.service import RolloutService, episode_python
+from megatron_fleet.rollout.service import RolloutService
 
 TINY = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 1024}  # fmt: skip

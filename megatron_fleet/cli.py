@@ -107,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command")
 
     _add_run_commands(commands)
+    _add_doctor(commands)
     evaluate = commands.add_parser("eval", help="evaluate a model without training; resumes an interrupted evaluation")
     evaluate.add_argument("--out", type=Path, metavar="DIR", help="folder of the outputs (default: runs/eval)")
     evaluate.add_argument("--checkpoint", metavar="PATH", help="a run's folder, or a checkpoint, instead of model.path")
@@ -177,6 +178,16 @@ def _add_run_commands(commands: Any) -> None:
     node.set_defaults(run=_node)
 
 
+def _add_doctor(commands: Any) -> None:
+    doctor = commands.add_parser("doctor", help="probe this host, or all hosts, and the services of a run before it")
+    text = "leave out the content of the model's files, an engine's token and an environment's step"
+    doctor.add_argument("--quick", action="store_true", help=text)
+    doctor.add_argument("--json", action="store_true", help="print everything as JSON")
+    text = "the run that is to be started; without any, the machine alone is probed"
+    doctor.add_argument("overrides", nargs="*", help=f"{text}; {OVERRIDES_HELP}")
+    doctor.set_defaults(run=_doctor)
+
+
 def _add_model_commands(model: Any) -> None:
     extend = model.add_parser("extend", help="make a model folder with a longer context, by YaRN")
     extend.add_argument("source", type=Path, help="HF folder of the model as it was trained; TARGET has links to it")
@@ -226,6 +237,17 @@ def _assumed(args: argparse.Namespace) -> Inventory | None:
     if args.gpus < 1 or not args.dry_run:
         raise UserError(f"--gpus={args.gpus} plans for GPUs that need not be here; give 1 or more, with --dry-run.")
     return assumed_inventory(args.gpus, "H100 80GB (assumed)", H100_BYTES)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from megatron_fleet.cluster.doctor.command import main as doctor
+    from megatron_fleet.config import validate
+    from megatron_fleet.config.load import load
+
+    config = load(args.overrides) if args.overrides else None
+    if config is not None:
+        validate.check(config)
+    return doctor(config, os.environ, args.quick, args.json)
 
 
 def _rank(args: argparse.Namespace) -> int:

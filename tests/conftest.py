@@ -39,8 +39,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def episode_python() -> Path:
     """Interpreter of the episode environment, as a run finds it."""
+    from megatron_fleet.cluster.launcher import episode_python as find
     from megatron_fleet.config.errors import UserError
-    from megatron_fleet.rollout.service import episode_python as find
 
     try:
         return find()

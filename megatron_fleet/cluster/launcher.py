@@ -16,6 +16,7 @@ from typing import Protocol
 
 from megatron_fleet.cluster.nodes import RanksOfHost
 from megatron_fleet.cluster.rank_identity import without_rank_variables
+from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.secrets import STORE, without_secrets
 
 POLL_S = 0.05
@@ -194,6 +195,24 @@ def die_with_parent() -> Callable[[], None]:
             os._exit(143)
 
     return prepare
+
+
+def episode_python() -> Path:
+    """Return the interpreter of the episode environment: ``MFLEET_EPISODE_PYTHON``, else the one that setup installs
+    next to the engine environment.
+
+    Raises:
+        UserError: it is missing.
+    """
+    given = os.environ.get("MFLEET_EPISODE_PYTHON")
+    python = Path(given) if given else Path(sys.prefix).parent / "episode" / "bin" / "python"
+    if not (python.is_file() and os.access(python, os.X_OK)):
+        if given:
+            raise UserError(f"MFLEET_EPISODE_PYTHON={given} is not a program; name the episode environment's python.")
+        raise UserError(
+            f"{python}: the episode environment is missing; run ./setup.sh, or name it in MFLEET_EPISODE_PYTHON."
+        )
+    return python.absolute()
 
 
 def write_output_to(log: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_fleet.agents.trajectory import Trajectory
+from megatron_fleet.cluster.launcher import episode_python
 from megatron_fleet.config.errors import UserError, say
 from megatron_fleet.config.load import dump_resolved, load, load_resolved
 from megatron_fleet.config.schema import Config
@@ -28,7 +29,7 @@ from megatron_fleet.models.chat.tokenizer import Tokenizer
 from megatron_fleet.models.registry import use_family
 from megatron_fleet.rollout.collection import Collection
 from megatron_fleet.rollout.requests import CollectRequest, CollectResult, Progress
-from megatron_fleet.rollout.service import RolloutService, episode_python
+from megatron_fleet.rollout.service import RolloutService
 from megatron_fleet.storage.local import write_atomically
 from megatron_fleet.storage.run_folder import RunFolder
 from megatron_fleet.telemetry.episodes import why_nothing_is_known

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import secrets
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +19,6 @@ from megatron_fleet.cluster.inventory import Inventory, local_inventory
 from megatron_fleet.cluster.janitor import Janitor, marks
 from megatron_fleet.cluster.nodes import Nodes, RayHead
 from megatron_fleet.cluster.placement import Placement, Wanted, place
-from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
 from megatron_fleet.models.registry import family_environment
 from megatron_fleet.rollout import ray_local
@@ -273,24 +271,6 @@ class RolloutService:
             inventory=self._ground.inventory,
             dialect=self._dialect,
         )
-
-
-def episode_python() -> Path:
-    """Return the interpreter of the episode environment: ``MFLEET_EPISODE_PYTHON``, else the one that setup installs
-    next to the engine environment.
-
-    Raises:
-        UserError: it is missing.
-    """
-    given = os.environ.get("MFLEET_EPISODE_PYTHON")
-    python = Path(given) if given else Path(sys.prefix).parent / "episode" / "bin" / "python"
-    if not (python.is_file() and os.access(python, os.X_OK)):
-        if given:
-            raise UserError(f"MFLEET_EPISODE_PYTHON={given} is not a program; name the episode environment's python.")
-        raise UserError(
-            f"{python}: the episode environment is missing; run ./setup.sh, or name it in MFLEET_EPISODE_PYTHON."
-        )
-    return python.absolute()
 
 
 async def _end(*tasks: asyncio.Task[Any]) -> None:

@@ -11,13 +11,15 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.secrets import WANDB_KEY, only_secrets
+from megatron_fleet.config.schema import Config
+from megatron_fleet.config.secrets import WANDB_KEY, only_secrets, wandb_key
 from megatron_fleet.telemetry.samples import COLUMNS, choose, row
 
 if TYPE_CHECKING:
@@ -27,6 +29,8 @@ STEP = "trainer/global_step"
 """Metric on the x axis of curves, because W&B's own step counts calls."""
 FINISH_TIMEOUT_S = 120.0
 """Maximum wait at the end of a run for unsent data. W&B keeps the rest in its folder for `wandb sync`."""
+ANSWER_S = 10.0
+"""Time for a tracker to answer before a run."""
 MLFLOW_BATCH = 1000
 """Limit of MLflow's REST API on metrics per request (100 for parameters). It truncates long values itself."""
 
@@ -231,3 +235,62 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def _allowed(name: str) -> str:
     """Sanitise a metric name: MLflow allows letters, digits, ``_ - . : /`` and spaces."""
     return re.sub(r"[^\w\-. :/]", "_", name)
+
+
+def check_wandb(config: Config) -> None:
+    """Check that a W&B key exists, and that W&B knows it. That it does not answer is only a warning.
+
+    Raises:
+        UserError: there is no key, or W&B does not know it.
+    """
+    wandb, key = config.logging.wandb, wandb_key(config.data.modality)
+    if wandb.project is None or wandb.mode == "offline":
+        return
+    if key is None and not Path(os.environ.get("NETRC", "~/.netrc")).expanduser().is_file():
+        raise UserError(
+            f"logging.wandb.project={wandb.project}: there is no key; set WANDB_API_KEY, run `wandb login`, or set "
+            f"logging.wandb.mode=offline."
+        )
+    if key is not None and not _is_known(key):
+        raise UserError(
+            f"logging.wandb.project={wandb.project}: W&B does not know the key; correct WANDB_API_KEY, or that of the "
+            f"modality, or set logging.wandb.mode=offline."
+        )
+
+
+def _is_known(key: str) -> bool:
+    """Whether W&B knows a key; true also if it does not answer, or answers something else."""
+    import httpx
+
+    url = f"{os.environ.get('WANDB_BASE_URL', 'https://api.wandb.ai').rstrip('/')}/graphql"
+    try:
+        asked = {"query": "query Viewer { viewer { id } }"}
+        answer = httpx.post(url, json=asked, auth=("api", key), timeout=ANSWER_S)
+        found = answer.json()
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        log.warning("W&B at %s does not say whether it knows the key (%s)", url, type(error).__name__)
+        return True
+    nobody = isinstance(found, dict) and isinstance(found.get("data"), dict) and found["data"].get("viewer") is None
+    return answer.status_code != 401 and not (answer.status_code == 200 and nobody)
+
+
+def check_mlflow(config: Config) -> None:
+    """Check that the MLflow server answers; credentials are not validated before the run starts.
+
+    Raises:
+        UserError: MLflow is not installed, or the server does not answer.
+    """
+    uri = config.logging.mlflow.uri
+    if uri is None:
+        return
+    if find_spec("mlflow") is None:
+        raise UserError(f"logging.mlflow.uri={uri}: MLflow is missing; pip install mlflow-skinny, or remove the key.")
+    if uri.startswith("http"):
+        import httpx
+
+        try:
+            httpx.get(uri, timeout=ANSWER_S)
+        except httpx.HTTPError as error:
+            raise UserError(
+                f"logging.mlflow.uri={uri}: nothing answers there ({error}); start the server, or correct it."
+            ) from error

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
+from megatron_fleet.cluster.launcher import episode_python
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.rollout.service import episode_python
 
 
 def test_it_is_the_one_named_in_the_environment(monkeypatch):

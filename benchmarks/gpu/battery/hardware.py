@@ -155,8 +155,8 @@ def _engine_problem() -> str:
 
 def _episode_problem() -> str:
     try:
+        from megatron_fleet.cluster.launcher import episode_python
         from megatron_fleet.config.errors import UserError
-        from megatron_fleet.rollout.service import episode_python
     except ImportError as error:
         return str(error)
     try:
