@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from megatron_fleet import __version__
 from megatron_fleet.analysis.runs_commands import add_commands as add_runs_commands
 from megatron_fleet.analysis.trajectories_commands import add_arguments as add_trajectories_arguments
+from megatron_fleet.cluster.launch.commands import add_arguments as add_launch_arguments
+from megatron_fleet.cluster.planning.commands import add_arguments as add_plan_arguments
 from megatron_fleet.config.errors import UserError, printable, say
 from megatron_fleet.convert.commands import add_commands as add_convert_commands
 from megatron_fleet.data.commands import add_commands as add_data_commands
@@ -117,6 +119,9 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("overrides", nargs="*", help=OVERRIDES_HELP)
     evaluate.set_defaults(run=_evaluate)
 
+    plan = commands.add_parser("plan", help="memory, step time and cost of a run on GPUs that need not be here")
+    add_plan_arguments(plan, OVERRIDES_HELP)
+
     config = commands.add_parser("config", help="print the resolved configuration")
     config.add_argument("--out", type=Path, metavar="DIR", help="short for run.out=DIR")
     config.add_argument("overrides", nargs="*", help=OVERRIDES_HELP)
@@ -172,6 +177,9 @@ def _add_run_commands(commands: Any) -> None:
     train.add_argument("--resolved", type=Path, metavar="FILE", help="the config.json of a run, instead of overrides")
     train.add_argument("overrides", nargs="*", help=OVERRIDES_HELP)
     train.set_defaults(run=_train)
+    launch = commands.add_parser("launch", help="submit a run to this machine or a cluster, follow or cancel it")
+    add_launch_arguments(launch, OVERRIDES_HELP)
+    launch.set_defaults(run=_launch)
     rank = commands.add_parser("rank", help="run one rank, under torchrun or srun; see docs/run/cluster.md")
     rank.set_defaults(run=_rank)
     node = commands.add_parser("node", help="run one host of a run with cluster.nodes; see docs/run/cluster.md")
@@ -237,6 +245,23 @@ def _assumed(args: argparse.Namespace) -> Inventory | None:
     if args.gpus < 1 or not args.dry_run:
         raise UserError(f"--gpus={args.gpus} plans for GPUs that need not be here; give 1 or more, with --dry-run.")
     return assumed_inventory(args.gpus, "H100 80GB (assumed)", H100_BYTES)
+
+
+def _launch(args: argparse.Namespace) -> int:
+    from megatron_fleet.cluster.launch.commands import main as launch
+
+    def check(config: Config) -> None:
+        # Of other machines, only the configuration is known here.
+        from megatron_fleet.config import validate
+        from megatron_fleet.loop import preflight
+        from megatron_fleet.weights.hub import fetched
+
+        if config.launch.kind in ("local", "torchrun"):
+            preflight.check(fetched(config, weights=False))
+        else:
+            validate.check(config)
+
+    return launch(args, os.environ, check)
 
 
 def _doctor(args: argparse.Namespace) -> int:

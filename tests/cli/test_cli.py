@@ -116,7 +116,7 @@ def test_traceback_survives_outputs_that_cannot_be_written(monkeypatch, capsys, 
 
 
 COMMANDS = (
-    *("train", "eval", "rank", "node", "config", "data inspect T", "data prepare T --out OUT", "data export T"),
+    *("train", "eval", "launch", "rank", "node", "config", "data inspect T", "data prepare T --out OUT", "data export T"),
     *("convert to-megatron A OUT", "convert to-hf A OUT", "convert inspect A", "convert verify A B", "report R"),
     *("convert check A C", "doctor --quick"),
     *("top R", "runs list", "runs show R", "runs diff R S", "runs compare R S", "runs prune R", "trajectories R"),

@@ -28,6 +28,8 @@ _SUCCEEDED, _UNFINISHED = 0, 101
 """Exit statuses of ``sky jobs logs``."""
 NO_SEVERAL_HOSTS = ("runpod", "vast", "primeintellect")
 """Places whose hosts SkyPilot 0.14 does not join into one job."""
+NO_IMAGES = ("primeintellect", "slurm")
+"""Places where it takes no container images (on Slurm only with a plugin), and refuses the whole job for them."""
 
 
 class SkyPilot:
@@ -53,10 +55,10 @@ class SkyPilot:
             raise UserError(
                 f"launch.skypilot.spot or .images names {unknown[0]}, which launch.skypilot.infra does not."
             )
-        if launch.hosts > 1 and not _places(launch):
+        if not _places(launch):
             raise UserError(
                 f"launch.skypilot.infra: none of {', '.join(sky.infra)} joins launch.hosts={launch.hosts} hosts into "
-                f"one job; add another, such as kubernetes."
+                f"one job, from launch.image={launch.image or 'null'}; add another, such as kubernetes."
             )
         if launch.image is None and job.commit is None:
             raise UserError(
@@ -107,9 +109,9 @@ def task_name(run: Run) -> str:
 
 
 def _places(launch: LaunchConfig) -> list[str]:
-    """Return the places that can run a job of so many hosts."""
-    alone = NO_SEVERAL_HOSTS if launch.hosts > 1 else ()
-    return [place for place in launch.skypilot.infra if place.partition("/")[0] not in alone]
+    """Return the places that can run a job of so many hosts, from its image if it has one."""
+    left_out = (*(NO_SEVERAL_HOSTS if launch.hosts > 1 else ()), *(NO_IMAGES if launch.image else ()))
+    return [place for place in launch.skypilot.infra if place.partition("/")[0] not in left_out]
 
 
 def _task(job: Job, run: Run) -> dict[str, Any]:

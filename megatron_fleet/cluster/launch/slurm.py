@@ -147,12 +147,16 @@ def _options(job: Job) -> Iterator[str]:
         "--array": f"0-{len(job.runs) - 1}{f'%{slurm.parallel}' if slurm.parallel else ''}" if swept else None,
     }
     yield from (f"#SBATCH {name}={value}" for name, value in options.items() if value is not None)
-    yield from (f"#SBATCH {option}" for option in (*(["--exclusive"] if slurm.exclusive else []), *slurm.options))
+    exclusive = ["#SBATCH --exclusive"] if slurm.exclusive else []
+    yield from (*exclusive, *_lines(slurm.options))
     if slurm.rollout_hosts:
-        second = [f"--nodes={slurm.rollout_hosts}", "--ntasks-per-node=1", f"--time={slurm.time}"]
-        second += ["--exclusive"] if slurm.exclusive else []
         yield "#SBATCH hetjob"
-        yield from (f"#SBATCH {option}" for option in (*second, *slurm.rollout_options))
+        yield from _lines({"nodes": str(slurm.rollout_hosts), "ntasks-per-node": "1", "time": slurm.time})
+        yield from (*exclusive, *_lines(slurm.rollout_options))
+
+
+def _lines(options: Mapping[str, str]) -> list[str]:
+    return [f"#SBATCH --{name}={value}" if value else f"#SBATCH --{name}" for name, value in options.items()]
 
 
 def _variables(job: Job) -> Mapping[str, str]:

@@ -31,15 +31,17 @@ class SlurmConfig(Section):
     )
     exclusive: bool = Field(True, description="No other job on the hosts.")
     parallel: int | None = Field(None, ge=1, description="Runs of a sweep at a time; null: all that fit.")
-    options: tuple[str, ...] = Field((), description="Further options of sbatch, such as --reservation=NAME.")
+    options: dict[str, str] = Field(
+        {}, description="Further options of sbatch, as {reservation: NAME}; with an empty value one that takes none."
+    )
     rollout_hosts: int = Field(
         0,
         ge=0,
         description="Further hosts, of another kind, that have engines and no ranks: a heterogeneous job; needs "
         "rollout.engine.colocated=false.",
     )
-    rollout_options: tuple[str, ...] = Field(
-        (), description="Options of sbatch for those, such as --partition=NAME or --gpus-per-node=4."
+    rollout_options: dict[str, str] = Field(
+        {}, description="Options of sbatch for those, as {partition: NAME, gpus-per-node: '4'}."
     )
     container: Literal["pyxis", "apptainer"] = Field(
         "pyxis", description="What runs launch.image: Slurm's plugin, or apptainer."
