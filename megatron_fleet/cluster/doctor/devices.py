@@ -151,7 +151,7 @@ def devices(here: Here) -> Result:
         return Result("failed", "torch is built for GPUs, and there is none", "mend the driver, or pass GPUs on")
     kinds = sorted({f"{gpu.name} of {gpu.total / 1024:.0f} GiB" for gpu in gpus})
     seen = f"{len(gpus)} × {', '.join(kinds)}"
-    if broken := [f"GPU {i} {fault}" for i, gpu in enumerate(gpus) for fault in gpu.faults]:
+    if broken := [f"GPU {i}: {fault}" for i, gpu in enumerate(gpus) for fault in gpu.faults]:
         fix = "reset it (nvidia-smi --gpu-reset) or leave the host out; dmesg has the Xid errors"
         return Result("failed", f"{seen}: {'; '.join(broken)}", fix)
     if len(kinds) > 1:

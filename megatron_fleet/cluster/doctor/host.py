@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_fleet.cluster.doctor.model import elements, engine_bytes
-from megatron_fleet.cluster.doctor.probe import Here, Probe, Result, output, with_devices
+from megatron_fleet.cluster.doctor.probe import Here, Probe, Result, output, split_advice, with_devices
 from megatron_fleet.cluster.memory.phases import run_memory
 from megatron_fleet.cluster.nodes import OBJECT_STORE_BYTES
 from megatron_fleet.config.errors import UserError
@@ -292,7 +292,7 @@ def compiler(here: Here) -> Result:
             output(command, environ, 15)
             version = output(["cc", "--version"], environ, 15).splitlines()[0]
         except UserError as error:
-            return Result("failed", str(error).rstrip("."), "install g++, and have cc in PATH")
+            return Result("failed", split_advice(str(error))[0], "install g++, and have cc in PATH")
     return Result("ok", version)
 
 

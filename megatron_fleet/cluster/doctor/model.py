@@ -85,7 +85,9 @@ def engine_token(here: Here) -> Result:
     if devices:
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(device.uuid for device in devices[:wanted])
     deadline_s = config.rollout.engine.start_timeout_s + LOAD_S
-    found = _ask("megatron_fleet.rollout.first_token", config.model_dump(mode="json"), environ, deadline_s)
+    found = _ask(
+        sys.executable, "megatron_fleet.rollout.first_token", config.model_dump(mode="json"), environ, deadline_s
+    )
     return Result("ok", f"token {found['token']} after {found['seconds']:.0f} s")
 
 
@@ -105,16 +107,14 @@ def environment_step(here: Here) -> Result:
     env = config.env
     deadline_s = env.start_timeout_s + env.make_timeout_s + env.reset_timeout_s + env.step_timeout_s
     environ = without_secrets(here.environ, of_environments(config))
-    found = _ask("megatron_fleet.envs.first_step", request, environ, deadline_s + LOAD_S, str(episode_python()))
+    found = _ask(str(episode_python()), "megatron_fleet.envs.first_step", request, environ, deadline_s + LOAD_S)
     said = f"{task.env_key}, task {task.key}: {found['tools']} tools; {found['tool'] or 'no tool'} {found['answer']}"
     if not found["works"]:
         return Result("failed", said, "see the environment server's log, and env.step_timeout_s")
     return Result("ok", f"{said}, {found['seconds']:.1f} s")
 
 
-def _ask(
-    module: str, request: Mapping[str, Any], environ: Mapping[str, str], deadline_s: float, python: str = sys.executable
-) -> Any:
+def _ask(python: str, module: str, request: Mapping[str, Any], environ: Mapping[str, str], deadline_s: float) -> Any:
     """Run a module with a request on its standard input; returns what the last line of its output holds."""
     said = output([python, "-m", module], environ, deadline_s, json.dumps(request)).strip().splitlines()
     answer = json.loads(said[-1])
@@ -123,12 +123,12 @@ def _ask(
     return answer
 
 
-def _quick_model(here: Here) -> bool:
+def _with_own_model(here: Here) -> bool:
     return with_config(here) and here.config is not None and here.config.eval.endpoint.url is None
 
 
 PROBES = (
-    Probe("model files", model_files, _quick_model, "runs with a model of their own", deadline_s=HASHING_S),
-    Probe("engine", engine_token, _quick_model, "runs with a model of their own", deadline_s=HASHING_S, slow=True),
+    Probe("model files", model_files, _with_own_model, "runs with a model of their own", deadline_s=HASHING_S),
+    Probe("engine", engine_token, _with_own_model, "runs with a model of their own", deadline_s=HASHING_S, slow=True),
     Probe("environment", environment_step, with_config, "runs", deadline_s=HASHING_S, slow=True),
 )
