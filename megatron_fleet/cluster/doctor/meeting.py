@@ -96,7 +96,7 @@ class Meeting:
         """Args: ``hosts``: number of hosts, this one included. ``timeout_s``: seconds to wait for them."""
         self._here, self._probes, self._hosts, self._timeout_s = here, probes, hosts, timeout_s
         self._links: dict[str, _Link] = {}
-        self._changed = asyncio.Event()
+        self._changed, self._begun = asyncio.Event(), False
 
     async def run(self) -> list[Finding]:
         """Wait for the others, ask all, and return the findings. Raises UserError when the address is taken."""
@@ -106,7 +106,7 @@ class Meeting:
         async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with suppress(ValueError, TimeoutError):
                 match await handshake.admit(reader, writer, token):
-                    case ["doctor", identity]:
+                    case ["doctor", identity] if not self._begun:
                         link = _Link(host_from_plain(identity), reader, writer)
                         self._links[link.host.name] = link
                         self._changed.set()
@@ -135,6 +135,7 @@ class Meeting:
                 while len(self._links) < self._hosts - 1:
                     await self._changed.wait()
                     self._changed.clear()
+        self._begun = True  # who comes later is sent away
 
     async def _ask_all(self) -> list[Finding]:
         offsets: dict[str, float] = {}
