@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 
-from megatron_fleet.cluster.doctor import devices, host, meeting, model, network, services
+from megatron_fleet.cluster.doctor import devices, host, meeting, model, network, services, versions
 from megatron_fleet.cluster.doctor.probe import NOT_NEEDED, Finding, Here, Probe, ask
 from megatron_fleet.cluster.inventory import local_inventory
 from megatron_fleet.cluster.rank_identity import controller_address
@@ -17,6 +17,7 @@ from megatron_fleet.config.errors import printable, say
 from megatron_fleet.config.schema import Config
 
 PROBES: tuple[Probe, ...] = (
+    *versions.PROBES,
     *devices.PROBES,
     *host.PROBES,
     *network.PROBES,

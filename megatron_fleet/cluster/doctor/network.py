@@ -37,7 +37,7 @@ def ports(here: Here) -> Result:
     if high - low < LEAST_PORTS:
         return Result("failed", seen, "widen net.ipv4.ip_local_port_range")
     named = {"MFLEET_CONTROLLER": here.environ.get("MFLEET_CONTROLLER", "")}
-    if "MASTER_ADDR" in here.environ:
+    if "MASTER_ADDR" in here.environ and "TORCHELASTIC_RUN_ID" not in here.environ:  # torchrun itself listens there
         named["MASTER_PORT"] = f"{here.environ['MASTER_ADDR']}:{here.environ.get('MASTER_PORT', '')}"
     for name, address in named.items():
         host, _, port = address.rpartition(":")
