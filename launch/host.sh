@@ -69,7 +69,7 @@ else
     ) &
     of_head=$!
   fi
-  run "$bin/mfleet" train cluster.nodes="$nodes" "$@"
+  run "$bin/mfleet" train "$@" cluster.nodes="$nodes"
   if [ "$hosts" -gt 1 ]; then
     kill -TERM "$of_head" 2>/dev/null || true
     wait "$of_head" || true

@@ -55,7 +55,7 @@ if [ "$node_rank" -ne 0 ]; then
 fi
 listening=$(mktemp)
 joined=$((nodes > 1 ? nodes : 0))
-MFLEET_CONTROLLER_FILE=$listening "$bin/mfleet" train cluster.ranks=external cluster.nodes="$joined" "$@" &
+MFLEET_CONTROLLER_FILE=$listening "$bin/mfleet" train "$@" cluster.ranks=external cluster.nodes="$joined" &
 controller=$!
 trap 'kill -TERM "$controller" 2>/dev/null' TERM
 trap : INT

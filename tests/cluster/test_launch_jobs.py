@@ -25,7 +25,7 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.sweep import sweep
 
 STORE = "checkpoint.store.url=s3://bucket/prefix"
-TWO = ("parallel.data=2", "launch.hosts=2", "checkpoint.export.last=false")
+TWO = ("parallel.data=2", "cluster.nodes=2", "checkpoint.export.last=false")
 SECRETS = {
     "WANDB_API_KEY": "planted-wandb-key",
     "AWS_SECRET_ACCESS_KEY": "planted-aws-key",
@@ -73,9 +73,9 @@ def jobset(*overrides: str) -> dict:
 @pytest.mark.parametrize(
     ("launcher", "kind", "overrides", "said"),
     [
-        (Slurm(), "slurm", ["cluster.ranks=external"], "the launcher sets them"),
+        (Slurm(), "slurm", ["cluster.ranks=external"], "the launcher sets it"),
         (Slurm(), "slurm", ["run.resume=never"], "would throw away what it has trained"),
-        (Slurm(), "slurm", ["launch.hosts=2"], "1 ranks .* cannot be divided"),
+        (Slurm(), "slurm", ["cluster.nodes=2"], "1 ranks .* cannot be divided"),
         (Slurm(), "slurm", ["parallel.data=4", "launch.gpus=2"], "would have 4 ranks"),
         (Slurm(), "slurm", ["launch.environment={FLEET_API_KEY: x}"], "one of a secret"),
         (Slurm(), "slurm", ["launch.environment={A-B: x}"], "A-B is no name of a variable"),
@@ -195,7 +195,7 @@ def test_a_second_component_has_its_own_options():
 
 def test_a_job_may_start_with_fewer_hosts_whose_layout_is_valid():
     script, _ = slurm_script(
-        "parallel.data=4", "launch.hosts=4", "launch.min_hosts=3", "rollout.engine.replicas=4", "eval=none"
+        "parallel.data=4", "cluster.nodes=4", "launch.min_hosts=3", "rollout.engine.replicas=4", "eval=none"
     )
     assert "#SBATCH --nodes=3-4\n" in script
     assert "export MFLEET_WITH_3_HOSTS='parallel.data=3 rollout.engine.replicas=3'" in script

@@ -23,7 +23,7 @@ jsonschema = pytest.importorskip("jsonschema")
 SCHEMAS = Path(__file__).with_name("schemas")
 STATIC = ROOT / "launch"
 STORE = "checkpoint.store.url=s3://bucket/prefix"
-TWO = ("parallel.data=2", "launch.hosts=2", "checkpoint.export.last=false")
+TWO = ("parallel.data=2", "cluster.nodes=2", "checkpoint.export.last=false")
 SKY: dict[str, list[str]] = {
     "one host": [],
     "two hosts": [*TWO],

@@ -83,7 +83,7 @@ def test_two_runs_of_torchrun_on_one_host_each_start_the_configured_world(enviro
     assert [run.wait(LIMIT_S) for run in runs] == [0, 0]
     for name in ("one", "other"):
         first, gathered = reports(tmp_path / name)
-        assert first["overrides"] == ["cluster.ranks=external", "cluster.nodes=0", *LAYOUT]
+        assert first["overrides"] == [*LAYOUT, "cluster.ranks=external", "cluster.nodes=0"]
         assert [rank[:3] for rank in placed(gathered)] == [(i, 4, i) for i in range(4)]
 
 
@@ -148,7 +148,7 @@ def test_slurm_starts_the_ranks_on_all_hosts_and_lost_ones_again(slurm, environ,
     status = submit(slurm, environ, tmp_path, *LAYOUT, "stub.world=4", "stub.restart")
     assert status == 0, (tmp_path / "job.log").read_text()
     first, *gathered = reports(tmp_path)
-    assert first == {"overrides": ["cluster.ranks=external", "cluster.nodes=2", *LAYOUT], "host": "n1"}
+    assert first == {"overrides": [*LAYOUT, "cluster.ranks=external", "cluster.nodes=2"], "host": "n1"}
     assert nodes(tmp_path) == {"n1", "n2"}
     assert [placed(report) for report in gathered] == [FOUR, FOUR]
 
@@ -194,7 +194,7 @@ def test_slurm_requeues_a_run_that_saved_and_it_must_resume(slurm, environ, tmp_
     finally:
         stop(job)
     starts = [report for report in reports(tmp_path) if "overrides" in report]
-    assert [start["overrides"][-1] for start in starts] == [LAYOUT[-1], "run.resume=must"]
+    assert [start["overrides"][-3] for start in starts] == [LAYOUT[-1], "run.resume=must"]
     assert {"stopped": "SIGUSR1"} in reports(tmp_path)
     slurm.wait_until_idle()
 
@@ -214,7 +214,7 @@ def test_a_run_that_had_nothing_to_save_may_begin_again_and_not_more_often_than_
     finally:
         stop(job)
     starts = [report for report in reports(tmp_path) if "overrides" in report]
-    assert [start["overrides"][-1] for start in starts] == ["parallel.data=4", "run.resume=auto"]
+    assert [start["overrides"][-3] for start in starts] == ["parallel.data=4", "run.resume=auto"]
     assert "not requeued: 1 restarts are the most" in (tmp_path / "job.log").read_text()
     slurm.wait_until_idle()
 
@@ -243,7 +243,7 @@ def test_an_array_takes_the_overrides_of_its_runs(slurm, environ, tmp_path):
         assert job.wait(LIMIT_S) == 0
     finally:
         stop(job)
-    assert [report["overrides"][-1] for report in reports(tmp_path)] == ["run.seed=5", "run.seed=6", "run.seed=7"]
+    assert [report["overrides"][-3] for report in reports(tmp_path)] == ["run.seed=5", "run.seed=6", "run.seed=7"]
     slurm.wait_until_idle()
 
 
@@ -259,7 +259,7 @@ def test_a_heterogeneous_job_has_ranks_on_its_first_component_and_engines_on_all
     finally:
         stop(job)
     start, gathered = reports(tmp_path)
-    assert start["overrides"][:2] == ["cluster.ranks=external", "cluster.nodes=2"]
+    assert start["overrides"][-2:] == ["cluster.ranks=external", "cluster.nodes=2"]
     assert {rank["host"] for rank in gathered["ranks"]} == {"n1"}
     assert nodes(tmp_path) == {"n1", "n2"}
     slurm.wait_until_idle()
@@ -269,5 +269,5 @@ def test_a_heterogeneous_job_has_ranks_on_its_first_component_and_engines_on_all
 def test_with_fewer_hosts_a_job_has_their_share_of_the_replicas(slurm, environ, tmp_path):
     fewer = environ | {"MFLEET_HOSTS": "4", "MFLEET_WITH_2_HOSTS": "parallel.data=4 rollout.engine.replicas=2"}
     assert submit(slurm, fewer, tmp_path, "parallel.data=8", "stub.status=0") == 0
-    assert reports(tmp_path)[0]["overrides"][-2:] == ["parallel.data=4", "rollout.engine.replicas=2"]
+    assert reports(tmp_path)[0]["overrides"][-4:-2] == ["parallel.data=4", "rollout.engine.replicas=2"]
     slurm.wait_until_idle()

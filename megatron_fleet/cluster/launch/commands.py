@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser, overrides_help: str) -> None:
     what.add_argument("--cancel", type=Path, metavar="RUN", help="end the job of this run.out")
     parser.add_argument("--multirun", action="store_true", help="one run for each combination of key=a,b values")
     parser.add_argument("--out", type=Path, metavar="DIR", help="short for run.out=DIR; of a sweep: DIR/0, DIR/1, …")
-    parser.add_argument("overrides", nargs="*", help=f"cluster=slurm, launch.hosts=2, …; {overrides_help}")
+    parser.add_argument("overrides", nargs="*", help=f"cluster=slurm, cluster.nodes=2, …; {overrides_help}")
 
 
 def main(args: argparse.Namespace, environ: Mapping[str, str], check: Callable[[Config], None]) -> int:

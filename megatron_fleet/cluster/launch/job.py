@@ -63,9 +63,14 @@ class Job:
     commit: str | None
 
     @property
-    def ranks_per_host(self) -> int:
-        """Ranks of each host that has ranks."""
-        return self.config.parallel.world_size // self.config.launch.hosts
+    def hosts(self) -> int:
+        """Hosts with ranks."""
+        return hosts_of(self.config)
+
+
+def hosts_of(config: Config) -> int:
+    """Return the number of hosts that a run asks for: ``cluster.nodes``, where 0 is one alone."""
+    return max(config.cluster.nodes, 1)
 
 
 @dataclass(frozen=True, slots=True)

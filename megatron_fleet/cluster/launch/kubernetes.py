@@ -104,13 +104,13 @@ def _jobset(job: Job, run: Run) -> dict[str, Any]:
         jobset["metadata"]["labels"] = {QUEUE_LABEL: kubernetes.queue}
     jobset["spec"]["failurePolicy"]["maxRestarts"] = launch.max_requeues
     indexed = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
-    indexed["parallelism"] = indexed["completions"] = launch.hosts
+    indexed["parallelism"] = indexed["completions"] = job.hosts
     pod = indexed["template"]["spec"]
     if kubernetes.node_selector:
         pod["nodeSelector"] = kubernetes.node_selector
     (host,) = pod["containers"]
     host["image"], host["args"] = launch.image, list(run.overrides)
-    fixed = {"HOSTS": str(launch.hosts), "HEAD": f"{name}-host-0-0.{name}"}
+    fixed = {"HOSTS": str(job.hosts), "HEAD": f"{name}-host-0-0.{name}"}
     ours = {"MFLEET_OUT": str(run.out.relative_to(Path.cwd()) if run.out.is_relative_to(Path.cwd()) else run.out)}
     for variable in host["env"]:
         variable |= {"value": fixed[variable["name"]]} if variable["name"] in fixed else {}

@@ -26,11 +26,10 @@ class Local:
 
     def check(self, job: Job) -> None:
         """Refuse several hosts."""
-        hosts = job.config.launch.hosts
-        if hosts > 1:
+        if job.hosts > 1:
             raise UserError(
-                f"launch.hosts={hosts}: cluster={self.kind} starts everything on this machine; choose cluster=slurm, "
-                f"skypilot or kubernetes, or start the hosts by hand (docs/run/cluster.md)."
+                f"cluster.nodes={job.hosts}: cluster={self.kind} starts everything on this machine; choose "
+                f"cluster=slurm, skypilot or kubernetes, or start the hosts by hand (docs/run/cluster.md)."
             )
 
     def program(self) -> list[str]:

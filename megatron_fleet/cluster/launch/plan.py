@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from megatron_fleet.cluster.launch.job import ROOT, Job, Run
+from megatron_fleet.cluster.launch.job import ROOT, Job, Run, hosts_of
 from megatron_fleet.config import validate
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import read_object
@@ -98,26 +98,23 @@ def _run(config: Config, overrides: Sequence[str], index: int | None) -> Run:
 
 
 def _check_launch(config: Config) -> None:
-    launch, world = config.launch, config.parallel.world_size
-    if config.cluster.ranks == "external" or config.cluster.nodes:
-        raise UserError(
-            f"cluster.ranks={config.cluster.ranks} cluster.nodes={config.cluster.nodes}: the launcher sets them; leave "
-            f"them out, and set launch.hosts."
-        )
+    launch, world, hosts = config.launch, config.parallel.world_size, hosts_of(config)
+    if config.cluster.ranks == "external":
+        raise UserError("cluster.ranks=external: the launcher sets it where something else starts ranks; leave it out.")
     if config.run.resume == "never":
         raise UserError(
             "run.resume=never: a job that is started again would throw away what it has trained; choose a new run.out "
             "and run.id instead."
         )
-    if world % launch.hosts:
+    if world % hosts:
         raise UserError(
-            f"launch.hosts={launch.hosts}: {world} ranks (parallel.tensor × pipeline × context × data) cannot be "
-            f"divided among them; change one of them."
+            f"cluster.nodes={hosts}: {world} ranks (parallel.tensor × pipeline × context × data) cannot be divided "
+            f"among them; change one of them."
         )
-    if launch.kind != "local" and launch.gpus and world // launch.hosts > launch.gpus:
+    if launch.kind not in ("local", "torchrun") and launch.gpus and world // hosts > launch.gpus:
         raise UserError(
-            f"launch.gpus={launch.gpus}: each of launch.hosts={launch.hosts} would have {world // launch.hosts} ranks, "
-            f"one for each GPU; raise launch.hosts."
+            f"launch.gpus={launch.gpus}: each of cluster.nodes={hosts} hosts would have {world // hosts} ranks, one "
+            f"for each GPU; raise cluster.nodes."
         )
     if not launch.shared_disk:
         _check_disks(config)
@@ -136,7 +133,7 @@ def _check_disks(config: Config) -> None:
             f"launch.kind={launch.kind}: the hosts' disks end with the job, and it could not go on elsewhere; set "
             f"checkpoint.store.url=s3://bucket/prefix."
         )
-    if launch.hosts > 1 and config.checkpoint.export.last and launch.kubernetes.claim is None:
+    if hosts_of(config) > 1 and config.checkpoint.export.last and launch.kubernetes.claim is None:
         raise UserError(
             "checkpoint.export.last=true needs a folder that all hosts share (launch.shared_disk=false); set it to "
             "false, and convert a checkpoint of the store afterwards."

@@ -55,9 +55,9 @@ class SkyPilot:
             raise UserError(
                 f"launch.skypilot.spot or .images names {unknown[0]}, which launch.skypilot.infra does not."
             )
-        if not _places(launch):
+        if not _places(launch, job.hosts):
             raise UserError(
-                f"launch.skypilot.infra: none of {', '.join(sky.infra)} joins launch.hosts={launch.hosts} hosts into "
+                f"launch.skypilot.infra: none of {', '.join(sky.infra)} joins cluster.nodes={job.hosts} hosts into "
                 f"one job, from launch.image={launch.image or 'null'}; add another, such as kubernetes."
             )
         if launch.image is None and job.commit is None:
@@ -108,9 +108,9 @@ def task_name(run: Run) -> str:
     return re.sub(r"[^A-Za-z0-9-]+", "-", run.id if run.id[0].isalpha() else f"run-{run.id}").strip("-")
 
 
-def _places(launch: LaunchConfig) -> list[str]:
+def _places(launch: LaunchConfig, hosts: int) -> list[str]:
     """Return the places that can run a job of so many hosts, from its image if it has one."""
-    left_out = (*(NO_SEVERAL_HOSTS if launch.hosts > 1 else ()), *(NO_IMAGES if launch.image else ()))
+    left_out = (*(NO_SEVERAL_HOSTS if hosts > 1 else ()), *(NO_IMAGES if launch.image else ()))
     return [place for place in launch.skypilot.infra if place.partition("/")[0] not in left_out]
 
 
@@ -131,8 +131,8 @@ def _task(job: Job, run: Run) -> dict[str, Any]:
         del task["workdir"], task["setup"]
     return task | {
         "name": task_name(run),
-        "num_nodes": launch.hosts,
-        "resources": {**common, "disk_size": launch.skypilot.disk_gb, "ordered": _ordered(launch)},
+        "num_nodes": job.hosts,
+        "resources": {**common, "disk_size": launch.skypilot.disk_gb, "ordered": _ordered(launch, job.hosts)},
         "envs": environment | {name: job.environ[name] for name in job.variables},
         "secrets": dict.fromkeys((*job.secrets, TOKEN)),
     }
@@ -143,13 +143,13 @@ def _remote_out(job: Job, run: Run) -> str:
     return str(run.out.relative_to(Path.cwd())) if run.out.is_relative_to(Path.cwd()) else str(run.out)
 
 
-def _ordered(launch: LaunchConfig) -> list[dict[str, Any]]:
+def _ordered(launch: LaunchConfig, hosts: int) -> list[dict[str, Any]]:
     """Return the resources to try, place by place."""
     sky = launch.skypilot
     kinds: list[dict[str, Any]]
     kinds = [{"accelerators": f"{gpu}:{launch.gpus}"} for gpu in sky.accelerators] if launch.gpus else [{"cpus": "4+"}]
     tried = []
-    for place in _places(launch):
+    for place in _places(launch, hosts):
         image = f"docker:{launch.image}" if launch.image else sky.images.get(place)
         own = {"use_spot": True} if place in sky.spot else {}
         own |= {"image_id": image} if image else {}

@@ -64,7 +64,7 @@ class Slurm:
                 "in the project's folder on each host; set one of them."
             )
         for run in job.runs:
-            _fewer_hosts(run.overrides, launch.hosts, launch.min_hosts)
+            _fewer_hosts(run.overrides, job.hosts, launch.min_hosts)
 
     def render(self, job: Job) -> Rendered:
         """Return the script with its options, and sbatch's command line."""
@@ -130,12 +130,12 @@ def _name(line: str) -> str:
 def _options(job: Job) -> Iterator[str]:
     """Yield the lines of options; those of a second component last, after ``hetjob``."""
     launch, slurm, world = job.config.launch, job.config.launch.slurm, job.config.parallel.world_size
-    fewest = launch.min_hosts or launch.hosts
+    fewest = launch.min_hosts or job.hosts
     swept = len(job.runs) > 1
     options = {
         "--job-name": re.sub(r"[^\w.-]", "-", job.name),
-        "--nodes": str(launch.hosts) if fewest == launch.hosts else f"{fewest}-{launch.hosts}",
-        "--ntasks-per-node": str(world // launch.hosts),
+        "--nodes": str(job.hosts) if fewest == job.hosts else f"{fewest}-{job.hosts}",
+        "--ntasks-per-node": str(world // job.hosts),
         "--gpus-per-node": str(launch.gpus) if launch.gpus else None,
         "--time": slurm.time,
         "--signal": f"B:USR1@{slurm.signal_s}",
@@ -161,7 +161,7 @@ def _lines(options: Mapping[str, str]) -> list[str]:
 
 def _variables(job: Job) -> Mapping[str, str]:
     launch = job.config.launch
-    variables = {"MFLEET_MAX_REQUEUES": str(launch.max_requeues), "MFLEET_HOSTS": str(launch.hosts)}
+    variables = {"MFLEET_MAX_REQUEUES": str(launch.max_requeues), "MFLEET_HOSTS": str(job.hosts)}
     variables["MFLEET_PROJECT"] = IMAGE_PROJECT if launch.image else str(ROOT)
     if launch.image:
         variables |= {"MFLEET_IMAGE": launch.image, "MFLEET_CONTAINER": launch.slurm.container}
@@ -171,7 +171,7 @@ def _variables(job: Job) -> Mapping[str, str]:
         variables["INSTALL_TIMEOUT_S"] = str(launch.install_timeout_s)
     if not launch.shared_disk and not launch.image:
         variables["MFLEET_OUT"] = str(job.runs[0].out)
-    for hosts, changed in _fewer_hosts(job.runs[0].overrides, launch.hosts, launch.min_hosts).items():
+    for hosts, changed in _fewer_hosts(job.runs[0].overrides, job.hosts, launch.min_hosts).items():
         variables[f"MFLEET_WITH_{hosts}_HOSTS"] = " ".join(changed)
     return variables | {name: job.environ[name] for name in job.variables}
 

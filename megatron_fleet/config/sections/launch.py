@@ -83,12 +83,11 @@ class LaunchConfig(Section):
     kind: Literal["local", "torchrun", "slurm", "skypilot", "kubernetes"] = Field(
         "local", description="What starts the job; the group `cluster` sets it."
     )
-    hosts: int = Field(1, ge=1, description="Hosts of the job.")
     min_hosts: int | None = Field(
         None,
         ge=1,
-        description="Slurm: with fewer hosts than `hosts`, as after the loss of one, the job starts with as few as "
-        "these; parallel.data and rollout.engine.replicas shrink in proportion. null: it waits for all.",
+        description="Slurm: with fewer hosts than cluster.nodes, as after the loss of one, the job starts with as few "
+        "as these; parallel.data and rollout.engine.replicas shrink in proportion. null: it waits for all.",
     )
     gpus: int = Field(8, ge=0, description="GPUs of each host; 0: ranks and engines compute on CPUs.")
     shared_disk: bool = Field(
