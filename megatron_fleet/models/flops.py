@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -28,6 +29,7 @@ class SequenceCost:
     prediction: float
 
     @classmethod
+    @lru_cache(maxsize=16)
     def of(cls, model: Model) -> SequenceCost:
         """Build the cost of a model; counts only the experts active for a token."""
         layers = [cls.of_layer(model, layer) for layer in range(model.layers)]

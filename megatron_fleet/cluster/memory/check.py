@@ -48,18 +48,39 @@ def check_memory(config: Config, hf_config: Mapping[str, Any], device_bytes: int
     Raises:
         UserError: it cannot fit.
     """
+    refuse_memory(config, hf_config, device_bytes, available)
+    likely = run_memory(config, hf_config, device_bytes, IMBALANCE)
+    if problem := _no_room(
+        config, engine_memory(config, read_model(hf_config), hf_config), device_bytes, certain=False
+    ):
+        log.warning("%s", problem)
+    for devices in likely.devices:
+        for phase in devices.phases:
+            _warn(config, devices, phase, device_bytes)
+    if available is not None and sum(likely.host.values()) > available:
+        log.warning(
+            "memory: about %.0f GiB of host memory are needed, and the host has %.0f GiB.",
+            sum(likely.host.values()) / GIB,
+            available / GIB,
+        )
+
+
+def refuse_memory(config: Config, hf_config: Mapping[str, Any], device_bytes: int, available: int | None) -> None:
+    """Refuse a run whose counted memory alone is more than there is, see `check_memory`.
+
+    Raises:
+        UserError: it cannot fit.
+    """
     model = read_model(hf_config)
-    least, likely = (run_memory(config, hf_config, device_bytes, imbalance) for imbalance in (1.0, IMBALANCE))
+    least = run_memory(config, hf_config, device_bytes, imbalance=1.0)
     parts = (*CERTAIN, "activations") if _counted(config, model) else CERTAIN
     for devices in least.devices:
         for phase in devices.phases:
             _refuse(config, devices, phase, {part: phase.parts.get(part, 0) for part in parts}, device_bytes)
-    _check_cache(config, engine_memory(config, model, hf_config), device_bytes)
-    for devices in likely.devices:
-        for phase in devices.phases:
-            _warn(config, devices, phase, device_bytes)
+    if problem := _no_room(config, engine_memory(config, model, hf_config), device_bytes, certain=True):
+        raise UserError(problem)
     if available is not None:
-        _check_host(config, likely.host, available)
+        _check_host(config, least.host, available)
 
 
 def _counted(config: Config, model: Model) -> bool:
@@ -73,12 +94,6 @@ def _check_host(config: Config, host: Mapping[str, int], available: int) -> None
         raise UserError(
             f"memory: the trainer's state takes {needed / GIB:.0f} GiB of host memory, and the host has "
             f"{available / GIB:.0f} GiB; {_advice_for_host(config)}."
-        )
-    if sum(host.values()) > available:
-        log.warning(
-            "memory: about %.0f GiB of host memory are needed, and the host has %.0f GiB.",
-            sum(host.values()) / GIB,
-            available / GIB,
         )
 
 
@@ -112,22 +127,19 @@ def _warn(config: Config, devices: DeviceMemory, phase: PhaseMemory, device_byte
         )
 
 
-def _check_cache(config: Config, memory: EngineMemory, device_bytes: int) -> None:
-    """Refuse an engine whose KV cache has no room for one sequence; warn if it has none beside what is estimated."""
+def _no_room(config: Config, memory: EngineMemory, device_bytes: int, certain: bool) -> str | None:
+    """Return why an engine's KV cache has no room for one sequence: ``certain``, or beside what is estimated only."""
     engine, context = config.rollout.engine, config.rollout.max_context
     allowed = int(device_bytes * engine.gpu_memory_utilization)
     most, likely = ((allowed - nbytes) // memory.token for nbytes in (memory.weights, memory.fixed))
-    if engine.kv_cache_bytes is not None or likely > context:
-        return
-    problem = (
+    if engine.kv_cache_bytes is not None or likely > context or certain != (most <= context):
+        return None
+    return (
         f"rollout.engine.gpu_memory_utilization={engine.gpu_memory_utilization:g} of {device_bytes / GIB:.1f} GiB "
         f"leaves room for {max(0, most if most <= context else likely)} tokens of KV cache, less than one sequence of "
         f"rollout.max_context={context}; raise it or rollout.engine.tensor_parallel={engine.tensor_parallel}, or lower "
         f"rollout.max_context."
     )
-    if most <= context:
-        raise UserError(problem)
-    log.warning("%s", problem)
 
 
 def _advice(config: Config, part: str) -> str:

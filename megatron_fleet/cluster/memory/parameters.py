@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from megatron_fleet.config.schema import LoraConfig, ParallelConfig
 from megatron_fleet.models import table
@@ -98,8 +99,13 @@ def held_by_stage(
 
 def layer_tensors(model: Model, parallel: ParallelConfig, layer: int) -> list[HeldTensor]:
     """Tensors of a layer on one rank; ``layer`` counts from 0."""
-    rules = table.layer(model, model.has_mixer(layer), model.has_experts(layer))
-    return held_by_rules(rules, model, parallel)
+    return list(_tensors_of_kind(model, parallel, model.has_mixer(layer), model.has_experts(layer)))
+
+
+@lru_cache(maxsize=512)
+def _tensors_of_kind(model: Model, parallel: ParallelConfig, mixer: bool, experts: bool) -> tuple[HeldTensor, ...]:
+    """Tensors of the layers of one kind; a search of layouts asks for the same ones again and again."""
+    return tuple(held_by_rules(table.layer(model, mixer, experts), model, parallel))
 
 
 def held_by_rules(rules: Sequence[Rule], model: Model, parallel: ParallelConfig) -> list[HeldTensor]:

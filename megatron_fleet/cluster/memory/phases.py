@@ -7,6 +7,7 @@ fragments, processes) is a constant here, marked as an estimate.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -164,8 +165,10 @@ def trainer_memory(config: Config, model: Model, stage: int, imbalance: float = 
         imbalance=imbalance if parallel.expert > 1 else 1.0,
     )
     layers = [layer for chunk in chunks_of_stage(model, parallel, stage) for layer in chunk]
+    kinds = Counter((model.has_mixer(layer), model.has_experts(layer)) for layer in layers)
+    one_of = {(model.has_mixer(layer), model.has_experts(layer)): layer for layer in layers}
     in_flight = chunks_in_flight(parallel, stage, micro_batches(config))
-    kept = sum(layer_kept(of, layer) for layer in layers) * in_flight // parallel.virtual
+    kept = sum(layer_kept(of, one_of[kind]) * count for kind, count in kinds.items()) * in_flight // parallel.virtual
     last = stage == parallel.pipeline - 1
     return TrainerMemory(
         elements=count,
@@ -174,7 +177,7 @@ def trainer_memory(config: Config, model: Model, stage: int, imbalance: float = 
         optimizer=int(count.shards * optimizer_bytes(policy.optimizer, value_bytes)),
         fp8_weights=2 * count.linear if precision.fp8 and not precision.fp8_param_gather else 0,
         kept=kept + (value_bytes * model.hidden * of.sliced if stage == 0 else 0),
-        working=max(layer_working(of, layer) for layer in layers),
+        working=max(layer_working(of, layer) for layer in one_of.values()),
         head=head_bytes(of, logprob_chunk(policy, cuda=True), gradient_bytes) if last else 0,
         step=4 * count.shards if gradient_bytes == 2 else 0,
         host_optimizer=int(CPU_ADAM * policy.optimizer.offload_fraction * count.shards),
@@ -239,9 +242,7 @@ def run_memory(
     colocated = engine_config.colocated is not False
     stages = [trainer_memory(config, model, stage, imbalance) for stage in range(parallel.pipeline)]
     engine = engine_memory(config, model, hf_config)
-    cache = engine_config.kv_cache_bytes or max(
-        0, int(device_bytes * engine_config.gpu_memory_utilization) - engine.fixed
-    )
+    cache = cache_bytes(config, engine, device_bytes)
     roll = {"engine context": _engine_context(config), **_engine_parts(engine, cache)}
     size = parallel.world_size // parallel.pipeline
     ranks = range(parallel.world_size)
@@ -257,10 +258,22 @@ def run_memory(
     if not colocated:
         count = engine_config.replicas * engine_config.tensor_parallel
         devices.append(DeviceMemory("engines", range(count), (PhaseMemory("roll", roll),)))
-    tokens = max(0, cache - engine.state * engine_config.sequences(config.rollout.episodes_in_flight)) // engine.token
+    tokens = cache_tokens(config, engine, device_bytes)
     return RunMemory(
         tuple(devices), _host(config, stages, colocated), tokens, tokens / (config.rollout.max_context + 1)
     )
+
+
+def cache_bytes(config: Config, engine: EngineMemory, device_bytes: int) -> int:
+    """Return the size of an engine's KV cache on each of its devices."""
+    given = config.rollout.engine
+    return given.kv_cache_bytes or max(0, int(device_bytes * given.gpu_memory_utilization) - engine.fixed)
+
+
+def cache_tokens(config: Config, engine: EngineMemory, device_bytes: int) -> int:
+    """Return the number of tokens that an engine's KV cache holds."""
+    states = engine.state * config.rollout.engine.sequences(config.rollout.episodes_in_flight)
+    return max(0, cache_bytes(config, engine, device_bytes) - states) // engine.token
 
 
 def _engine_context(config: Config) -> int:

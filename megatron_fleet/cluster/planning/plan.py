@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_fleet.cluster.inventory import Device, Host, Inventory
-from megatron_fleet.cluster.memory.check import check_memory
+from megatron_fleet.cluster.memory.check import refuse_memory
 from megatron_fleet.cluster.memory.engine import GIB
 from megatron_fleet.cluster.memory.phases import RunMemory, run_memory
 from megatron_fleet.cluster.placement import Wanted, place
@@ -119,7 +119,7 @@ def why_not(config: Config, hf_config: Mapping[str, Any], gpu: Gpu, memory: RunM
     """Return why a run cannot have its GPUs, by the checks that precede a start and by what they only warn of."""
     try:
         place(_inventory(gpu, devices_of(config)), Wanted.of(config))
-        check_memory(config, hf_config, gpu.memory, gpu.host_memory)
+        refuse_memory(config, hf_config, gpu.memory, gpu.host_memory)
     except UserError as error:
         return str(error)
     for device in memory.devices:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from megatron_fleet.cluster.memory.engine import EngineMemory, engine_memory
-from megatron_fleet.cluster.memory.phases import run_memory
+from megatron_fleet.cluster.memory.phases import cache_tokens
 from megatron_fleet.cluster.planning.hardware import Gpu
 from megatron_fleet.cluster.planning.training import FP8_SPEED, NVLINK
 from megatron_fleet.cluster.planning.workload import Workload
@@ -66,7 +66,8 @@ class Engine:
     def of(cls, config: Config, hf_config: Mapping[str, Any], model: Model, gpu: Gpu, load: Workload) -> Engine:
         """Return an engine of the configuration. It has no slot if its KV cache has no room for a mean episode."""
         engine = config.rollout.engine
-        kv_tokens = run_memory(config, hf_config, gpu.memory).kv_tokens
+        memory = engine_memory(config, model, hf_config)
+        kv_tokens = cache_tokens(config, memory, gpu.memory)
         limits = {
             "rollout.engine.max_num_seqs": engine.sequences(config.rollout.episodes_in_flight),
             "rollout.episodes_in_flight": math.ceil(config.rollout.episodes_in_flight / engine.replicas),
@@ -74,7 +75,6 @@ class Engine:
             "KV cache": int(kv_tokens / (CONTEXT_SHARE * load.mean)),
         }
         bound = min(limits, key=lambda name: limits[name])
-        memory = engine_memory(config, model, hf_config)
         return cls(config, model, gpu, load, memory, limits[bound], kv_tokens, bound)
 
     def step_s(self, sequences: float) -> float:

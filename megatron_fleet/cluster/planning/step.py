@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from megatron_fleet.cluster.memory.parameters import count_elements, held_by_stage
 from megatron_fleet.cluster.memory.phases import trainer_memory
 from megatron_fleet.cluster.planning.hardware import Gpu
 from megatron_fleet.cluster.planning.rollout import Engine, rollout_time
-from megatron_fleet.cluster.planning.training import PassTime, forward_time, training_time
+from megatron_fleet.cluster.planning.training import forward_time, training_flops, training_time
 from megatron_fleet.cluster.planning.workload import Workload
 from megatron_fleet.config.schema import Config, ParallelConfig
 from megatron_fleet.models.model import Model
@@ -30,7 +31,7 @@ DISK = 2e9
 STEP_S = 2.0
 """Seconds of a step beside its phases: sampling of tasks, advantages, data for the ranks, records."""
 
-ROLLOUT = "rollout"
+ROLLOUT, TRAINING = "rollout", "training"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +42,7 @@ class StepTime:
         phases: seconds by phase, each by what they are spent on.
         concurrent: engines play while the trainer works.
         devices, trainer_devices: GPUs of the run, and those of them that train.
-        training: the training pass alone.
+        flops: FLOPs that the model needs in training, without what is recomputed.
         engine: speed of one engine.
     """
 
@@ -49,7 +50,7 @@ class StepTime:
     concurrent: bool
     devices: int
     trainer_devices: int
-    training: PassTime
+    flops: float
     engine: Engine
 
     def seconds(self, phase: str) -> float:
@@ -81,8 +82,7 @@ class StepTime:
     @property
     def mfu(self) -> float:
         """FLOPs that the model needs in training, of what the trainer's GPUs could compute meanwhile."""
-        could = self.training.total * self.trainer_devices * self.engine.gpu.flops
-        return self.training.flops / could
+        return self.flops / (self.seconds(TRAINING) * self.trainer_devices * self.engine.gpu.flops)
 
 
 def step_time(
@@ -94,36 +94,43 @@ def step_time(
         old_pass: log-probs of the old policy are computed by a pass of their own; ``None``: as the trainer does.
     """
     engine = Engine.of(config, hf_config, model, gpu, load)
-    training = training_time(config, model, gpu, load)
     shared = config.rollout.engine.colocated is not False
-    phases: dict[str, Mapping[str, float]] = {ROLLOUT: rollout_time(engine)}
+    trainer = trainer_phases(config, model, gpu, load, old_pass)
+    own = config.rollout.engine.replicas * config.rollout.engine.tensor_parallel
+    ranks = config.parallel.world_size
+    return StepTime(
+        phases={ROLLOUT: rollout_time(engine), **trainer},
+        concurrent=not shared and config.rollout.max_staleness > 0,
+        devices=max(ranks, own) if shared else ranks + own,
+        trainer_devices=ranks,
+        flops=training_flops(model, load),
+        engine=engine,
+    )
+
+
+def trainer_phases(
+    config: Config, model: Model, gpu: Gpu, load: Workload, old_pass: bool | None = None
+) -> dict[str, Mapping[str, float]]:
+    """Return the seconds of the phases that take the trainer, see `step_time`."""
+    phases: dict[str, Mapping[str, float]] = {}
     if config.policy.updates_per_batch > 1 if old_pass is None else old_pass:
-        phases["old log-probs"] = forward_time(config, model, gpu, load).parts
+        phases["old log-probs"] = forward_time(config, model, gpu, load)
     if config.algorithm.kl.coef:
         phases["reference log-probs"] = _reference(config, model, gpu, load)
-    phases["training"] = training.parts
+    phases[TRAINING] = training_time(config, model, gpu, load)
     phases["weight sync"] = {"messages": SYNC_S, "bytes": sync_bytes(model, config) / SYNC_RATE}
-    if shared:
+    if config.rollout.engine.colocated is not False:
         phases["offload and onload"] = _offload(config, model, gpu)
     if config.checkpoint.interval:
         phases["checkpoint"] = {"pause": checkpoint_pause(config, model, gpu) / config.checkpoint.interval}
     phases["other"] = {"controller": STEP_S}
-    own = config.rollout.engine.replicas * config.rollout.engine.tensor_parallel
-    ranks = config.parallel.world_size
-    return StepTime(
-        phases=phases,
-        concurrent=not shared and config.rollout.max_staleness > 0,
-        devices=max(ranks, own) if shared else ranks + own,
-        trainer_devices=ranks,
-        training=training,
-        engine=engine,
-    )
+    return phases
 
 
 def _reference(config: Config, model: Model, gpu: Gpu, load: Workload) -> Mapping[str, float]:
     """A forward pass, with the reference's weights brought from host memory and the policy's brought back."""
     swapped = 2 * trainer_memory(config, model, 0).parameters / gpu.pcie
-    return {**forward_time(config, model, gpu, load).parts, "weights from the host": swapped}
+    return {**forward_time(config, model, gpu, load), "weights from the host": swapped}
 
 
 def _offload(config: Config, model: Model, gpu: Gpu) -> Mapping[str, float]:
@@ -131,6 +138,7 @@ def _offload(config: Config, model: Model, gpu: Gpu) -> Mapping[str, float]:
     return {"copies": 2 * (memory.parameters + memory.optimizer) / gpu.pcie, "engines": WAKE_S}
 
 
+@lru_cache(maxsize=16)
 def parameters(model: Model) -> int:
     """Return the number of the language model's parameters."""
     return count_elements(held_by_stage(model, ParallelConfig()), ParallelConfig(), 2).trained

@@ -49,25 +49,6 @@ MESSAGE_S = 20e-6
 """Seconds until a message between GPUs begins to arrive."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassTime:
-    """Seconds of a pass over the data of a step.
-
-    Attributes:
-        parts: seconds by what they are spent on; their sum is the whole.
-        micro_batches: of each update on a data-parallel rank.
-        flops: FLOPs that the model needs, without what is recomputed.
-    """
-
-    parts: Mapping[str, float]
-    micro_batches: int
-    flops: float
-
-    @property
-    def total(self) -> float:
-        return sum(self.parts.values())
-
-
 @dataclass(frozen=True, slots=True)
 class _Layer:
     """Seconds of a layer's forward pass over a micro-batch, by part."""
@@ -81,17 +62,17 @@ class _Layer:
     host: float
 
 
-def training_time(config: Config, model: Model, gpu: Gpu, load: Workload) -> PassTime:
-    """Return the seconds of forward and backward passes and updates."""
+def training_time(config: Config, model: Model, gpu: Gpu, load: Workload) -> Mapping[str, float]:
+    """Return the seconds of forward and backward passes and updates of a step, by what they are spent on."""
     return _pass(config, model, gpu, load, backward=True)
 
 
-def forward_time(config: Config, model: Model, gpu: Gpu, load: Workload) -> PassTime:
-    """Return the seconds of a pass that computes log-probs only, of the reference or of the old policy."""
+def forward_time(config: Config, model: Model, gpu: Gpu, load: Workload) -> Mapping[str, float]:
+    """Return the seconds of a pass that computes log-probs only, of the reference or of the old policy, likewise."""
     return _pass(config, model, gpu, load, backward=False)
 
 
-def _pass(config: Config, model: Model, gpu: Gpu, load: Workload, backward: bool) -> PassTime:
+def _pass(config: Config, model: Model, gpu: Gpu, load: Workload, backward: bool) -> Mapping[str, float]:
     parallel, updates = config.parallel, config.policy.updates_per_batch if backward else 1
     tokens = load.tokens / updates / parallel.data
     number = micro_batches(config, load, updates)
@@ -110,14 +91,14 @@ def _pass(config: Config, model: Model, gpu: Gpu, load: Workload, backward: bool
     parts["pipeline bubble"] = bubble
     if backward:
         parts |= {name: updates * seconds for name, seconds in _update(config, model, gpu, width).items()}
+    return {name: seconds for name, seconds in parts.items() if seconds > 0}
+
+
+def training_flops(model: Model, load: Workload) -> float:
+    """Return the FLOPs that the model needs for forward and backward pass of a step, without what is recomputed."""
     cost = SequenceCost.of(model)
     forward = cost.token * load.tokens + cost.pair * load.episodes * load.pairs()
-    forward += cost.prediction * load.tokens * load.sampled
-    return PassTime(
-        parts={name: seconds for name, seconds in parts.items() if seconds > 0},
-        micro_batches=number,
-        flops=forward * (3 if backward else 1),
-    )
+    return 3 * (forward + cost.prediction * load.tokens * load.sampled)
 
 
 def micro_batches(config: Config, load: Workload, updates: int) -> int:

@@ -7,6 +7,8 @@ not say (the mean, the spread, the tools' latency) is an assumption here, which 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from statistics import NormalDist
 
 import numpy as np
 
@@ -92,15 +94,7 @@ class Workload:
 
     def lengths(self, count: int) -> np.ndarray:
         """Return quantiles of the distribution, float64 ``[count]``, ascending, with the mean that is asked for."""
-        normal = _normal_quantiles((np.arange(count) + 0.5) / count)
-        low, high = 0.0, 60.0
-        for _ in range(50):  # the location at which the cut-off distribution has the mean
-            middle = (low + high) / 2
-            low, high = (middle, high) if self._at(middle, normal).mean() < self.mean else (low, middle)
-        return self._at(high, normal)
-
-    def _at(self, location: float, normal: np.ndarray) -> np.ndarray:
-        return np.minimum(np.exp(np.minimum(location + self.sigma * normal, 60.0)), float(self.longest))
+        return _lengths(self.mean, self.longest, self.sigma, count)
 
     def pairs(self) -> float:
         """Return the mean number of attended query-key pairs of an episode."""
@@ -113,9 +107,17 @@ class Workload:
         return self.start_s + self.turns * self.tool_s
 
 
-def _normal_quantiles(shares: np.ndarray) -> np.ndarray:
-    """Return quantiles of the standard normal distribution."""
-    from statistics import NormalDist
-
+@lru_cache(maxsize=256)
+def _lengths(mean: float, longest: int, sigma: float, count: int) -> np.ndarray:
     inverse = NormalDist().inv_cdf
-    return np.array([inverse(share) for share in shares.tolist()])
+    normal = np.array([inverse((i + 0.5) / count) for i in range(count)])
+    low, high = 0.0, 60.0
+    for _ in range(50):  # the location at which the cut-off distribution has the mean
+        middle = (low + high) / 2
+        if np.minimum(np.exp(middle + sigma * normal), longest).mean() < mean:
+            low = middle
+        else:
+            high = middle
+    lengths = np.minimum(np.exp(high + sigma * normal), longest)
+    lengths.flags.writeable = False  # kept for the next one who asks
+    return lengths
