@@ -1,10 +1,11 @@
 """Stand-in for `mfleet` in tests of the launch scripts: ``train`` gathers ranks, ``rank`` connects and obeys, ``node``
-writes its host's name to $STUB_FOLDER/nodes and stays until the controller is gone.
+writes its host's name to $STUB_FOLDER/nodes and stays until the controller has ended (status 0) or is gone (3).
 
 ``train`` writes what it sees to $STUB_FOLDER/train.jsonl. Overrides that start with ``stub.`` are for it:
 ``stub.world=N`` ranks are gathered; ``stub.status=N``: it ends at once; ``stub.restart``: it loses a rank once;
-``stub.wait``: it waits for SIGTERM or SIGUSR1; ``stub.saves``: it then ends as a run that has saved, and an attempt
-with run.resume ends by itself, except with ``stub.again``.
+``stub.nodes=N``: it waits until so many nodes have found it; ``stub.ends=N``: its status in the end; ``stub.wait``: it
+waits for SIGTERM or SIGUSR1; ``stub.saves``: it then ends as a run that has saved, and an attempt with run.resume
+ends by itself, except with ``stub.again``.
 """
 
 import json
@@ -35,6 +36,7 @@ def train(overrides: list[str]) -> int:
 
     def stop(number: int, _frame: object) -> None:
         report({"stopped": signal.Signals(number).name})
+        Path(os.environ["STUB_FOLDER"], "ended").touch()
         sys.exit(os.EX_TEMPFAIL if "saves" in stub else 128 + number)
 
     for number in (signal.SIGTERM, signal.SIGUSR1):
@@ -43,14 +45,17 @@ def train(overrides: list[str]) -> int:
         if place.file is not None:
             write_atomically(place.file, f"{place.host}:{listener.getsockname()[1]}".encode())
         for command in ["die", "quit"] if "restart" in stub else ["quit"]:
-            ranks = gather(listener, token, int(stub["world"]))
+            ranks = gather(listener, token, int(stub.get("world", 0)))
             report({"ranks": [who for who, _ in ranks]})
+            while lines("joined") < int(stub.get("nodes", 0)):
+                time.sleep(0.1)
             while "wait" in stub and not resumed:
                 time.sleep(1)
             for who, connection in ranks:
                 connection.sendall(command.encode() if who["rank"] == 1 else b"quit")
                 connection.close()
-    return 0
+    Path(os.environ["STUB_FOLDER"], "ended").touch()
+    return int(stub.get("ends", 0))
 
 
 def gather(listener: socket.socket, token: str, world: int) -> list[tuple[Any, socket.socket]]:
@@ -90,9 +95,16 @@ def node() -> int:
     while not listens(host, int(port)):
         assert time.monotonic() < deadline
         time.sleep(0.2)
+    with Path(os.environ["STUB_FOLDER"], "joined").open("a") as file:
+        file.write(f"{socket.gethostname()}\n")
     while listens(host, int(port)):
         time.sleep(0.2)
-    return 0
+    return 0 if Path(os.environ["STUB_FOLDER"], "ended").exists() else 3
+
+
+def lines(name: str) -> int:
+    file = Path(os.environ["STUB_FOLDER"], name)
+    return len(file.read_text().splitlines()) if file.exists() else 0
 
 
 def listens(host: str, port: int) -> bool:

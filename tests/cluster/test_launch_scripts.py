@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import namespace_hosts
 import pytest
 import slurm_cluster
+import yaml
 from namespace_hosts import ROOT, Hosts, stop
 from slurm_cluster import CONTROLLER, Slurm
 from stub_mfleet import GIVES_UP_S
@@ -271,3 +273,71 @@ def test_with_fewer_hosts_a_job_has_their_share_of_the_replicas(slurm, environ, 
     assert submit(slurm, fewer, tmp_path, "parallel.data=8", "stub.status=0") == 0
     assert reports(tmp_path)[0]["overrides"][-4:-2] == ["parallel.data=4", "rollout.engine.replicas=2"]
     slurm.wait_until_idle()
+
+
+def hosts_of_skypilot(slurm: Slurm, environ: dict[str, str], folder: Path, *overrides: str) -> list[Any]:
+    """Run the task's own `run` section on two hosts, with the variables that SkyPilot sets."""
+    task = yaml.safe_load((ROOT / "launch" / "skypilot" / "train.yaml").read_text())
+    addresses = [slurm.hosts.addresses[name] for name in ("n1", "n2")]
+    sky = {"SKYPILOT_NODE_IPS": "\n".join(addresses), "SKYPILOT_NUM_NODES": "2", "MFLEET_TOKEN": "secret"}
+    sky |= {"MFLEET_ARGUMENTS": shlex.join(overrides), "RAY_ADDRESS": "127.0.0.1:6380", "MFLEET_OUT": str(folder)}
+    return [
+        slurm.hosts.run(
+            name,
+            ["bash", "-c", task["run"]],
+            environ | task["envs"] | sky | {"SKYPILOT_NODE_RANK": str(rank)},
+            stdout=(folder / f"{name}.txt").open("w"),
+        )
+        for rank, name in enumerate(("n1", "n2"))
+    ]
+
+
+@several_hosts
+@pytest.mark.parametrize("status", [0, 2, os.EX_TEMPFAIL])
+def test_skypilots_run_section_ends_on_all_hosts_with_the_run(slurm, environ, tmp_path, status):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank_1.log").write_text("its last words\n")
+    ending = ["stub.nodes=2", "stub.wait", "stub.saves"] if status == os.EX_TEMPFAIL else ["stub.nodes=2"]
+    scripts = hosts_of_skypilot(slurm, environ, tmp_path, "a=b c", *ending, f"stub.ends={status}")
+    try:
+        if status == os.EX_TEMPFAIL:
+            wait_until(lambda: joined(tmp_path) == 2)
+            for script in scripts:  # SkyPilot stops all of them
+                os.killpg(script.pid, signal.SIGTERM)
+        assert [script.wait(LIMIT_S) for script in scripts] == [status, 0]
+    finally:
+        for script in scripts:
+            stop(script)
+    start = reports(tmp_path)[0]
+    assert start["host"] == "n1" and start["overrides"] == ["a=b c", "cluster.nodes=2"]
+    assert ("its last words" in (tmp_path / "n1.txt").read_text()) == (status != 0)
+
+
+def joined(folder: Path) -> int:
+    file = folder / "joined"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+@several_hosts
+def test_hosts_end_when_that_of_the_controller_is_lost(slurm, environ, tmp_path):
+    scripts = hosts_of_skypilot(slurm, environ, tmp_path, "stub.nodes=3")
+    try:
+        wait_until(lambda: joined(tmp_path) == 2)
+        os.killpg(scripts[0].pid, signal.SIGKILL)
+        assert scripts[1].wait(LIMIT_S) == 3
+    finally:
+        for script in scripts:
+            stop(script)
+
+
+@pytest.mark.parametrize(("setup", "status"), [("exit 7", 7), ("sleep 100", 124), ("echo done >made", 0)])
+def test_setting_up_a_host_has_a_deadline(tmp_path, setup, status):
+    (tmp_path / "launch").mkdir()
+    script = tmp_path / "launch" / "install.sh"
+    script.write_bytes((ROOT / "launch" / "install.sh").read_bytes())
+    (tmp_path / "setup.sh").write_text(f"#!/bin/sh\n{setup}\n")
+    for file in (script, tmp_path / "setup.sh"):
+        file.chmod(0o755)
+    seconds = "1" if status == 124 else "100"
+    done = subprocess.run([script], env=os.environ | {"INSTALL_TIMEOUT_S": seconds}, check=False, timeout=LIMIT_S)
+    assert done.returncode == status and (tmp_path / "made").exists() == (status == 0)

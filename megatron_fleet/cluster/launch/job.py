@@ -73,6 +73,12 @@ def hosts_of(config: Config) -> int:
     return max(config.cluster.nodes, 1)
 
 
+def install_variables(config: Config) -> dict[str, str]:
+    """Return the variables of launch/install.sh."""
+    own = {"FLEET_PACKAGE": config.env.fleet.package} if config.env.kind == "fleet" and config.env.fleet.package else {}
+    return {"INSTALL_TIMEOUT_S": str(config.launch.install_timeout_s), **own}
+
+
 @dataclass(frozen=True, slots=True)
 class Rendered:
     """What is submitted.

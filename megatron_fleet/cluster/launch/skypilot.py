@@ -14,7 +14,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_fleet.cluster.launch.job import FOLLOW_S, ROOT, SCRIPTS, Job, Record, Rendered, Run, State, execute
+from megatron_fleet.cluster.launch.job import (
+    FOLLOW_S,
+    ROOT,
+    SCRIPTS,
+    Job,
+    Record,
+    Rendered,
+    Run,
+    State,
+    execute,
+    install_variables,
+)
 from megatron_fleet.cluster.launch.plan import new_token
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import LaunchConfig
@@ -122,7 +133,7 @@ def _task(job: Job, run: Run) -> dict[str, Any]:
     task: dict[str, Any] = yaml.safe_load(text)
     common = {key: value for key, value in task["resources"].items() if key != "accelerators"}
     arguments = shlex.join(run.overrides)
-    environment = {"MFLEET_ARGUMENTS": arguments, "INSTALL_TIMEOUT_S": str(launch.install_timeout_s)}
+    environment = {"MFLEET_ARGUMENTS": arguments, **install_variables(job.config)}
     environment["MFLEET_OUT"] = _remote_out(job, run)
     if launch.image is None:
         task["workdir"] = str(ROOT)

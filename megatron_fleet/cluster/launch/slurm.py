@@ -24,6 +24,7 @@ from megatron_fleet.cluster.launch.job import (
     State,
     Tail,
     execute,
+    install_variables,
 )
 from megatron_fleet.config import validate
 from megatron_fleet.config.errors import UserError, say
@@ -168,7 +169,7 @@ def _variables(job: Job) -> Mapping[str, str]:
         variables["MFLEET_MOUNTS"] = ",".join(launch.slurm.mounts)
     elif launch.install:
         variables["MFLEET_INSTALL"] = "shared" if launch.shared_disk else "each"
-        variables["INSTALL_TIMEOUT_S"] = str(launch.install_timeout_s)
+        variables |= install_variables(job.config)
     if not launch.shared_disk and not launch.image:
         variables["MFLEET_OUT"] = str(job.runs[0].out)
     for hosts, changed in _fewer_hosts(job.runs[0].overrides, job.hosts, launch.min_hosts).items():
