@@ -35,7 +35,8 @@ CONNECT_DEADLINE_S = 600.0
 CONNECT_INTERVAL_S = 0.5
 CONTROLLER_GONE = 3
 """Exit status of a node whose controller died."""
-MAX_RAY_RESTARTS = 3
+MAX_RAY_RESTARTS = 10
+"""Within an hour. Ray gives a node 30 s to register, which is too little on a host that is very busy."""
 READ_LIMIT = 1 << 20
 
 
