@@ -11,7 +11,7 @@ from megatron_fleet.cluster.memory.check import refuse_memory
 from megatron_fleet.cluster.memory.engine import GIB
 from megatron_fleet.cluster.memory.phases import RunMemory, run_memory
 from megatron_fleet.cluster.placement import Wanted, place
-from megatron_fleet.cluster.planning.hardware import Gpu
+from megatron_fleet.cluster.planning.hardware import GPUS, Gpu
 from megatron_fleet.cluster.planning.shapes import shape_of
 from megatron_fleet.cluster.planning.step import (
     StepTime,
@@ -132,6 +132,17 @@ def why_not(config: Config, hf_config: Mapping[str, Any], gpu: Gpu, memory: RunM
     host = sum(memory.host.values())
     if host > gpu.host_memory:
         return f"memory: a host needs about {host / GIB:.0f} GiB, and has {gpu.host_memory / GIB:.0f} GiB."
+    return None
+
+
+def larger_gpu(plan: Plan) -> str | None:
+    """Return the smallest kind of GPU with more memory into which the same run fits, if there is one."""
+    hf_config, _ = shape_of(plan.config.model.path)
+    for gpu in sorted(GPUS.values(), key=lambda gpu: gpu.memory):
+        if gpu.memory > plan.gpu.memory and gpu.flops >= plan.gpu.flops:
+            memory = run_memory(plan.config, hf_config, gpu.memory)
+            if why_not(plan.config, hf_config, gpu, memory) is None:
+                return gpu.name
     return None
 
 

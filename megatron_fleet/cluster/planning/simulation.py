@@ -1,0 +1,404 @@
+"""Discrete-event simulation of a run: many steps with long-tailed episodes, tools, failures and staleness.
+
+Episodes play on engines that serve all of theirs at one speed, which falls with their number (`rollout.Engine`). As in
+`loop.batches`, the episodes of the next ``staleness`` steps play while the trainer works on the current one; with 0 the
+next step begins when the weights are synced, during which engines stand still. An episode that fails is played again.
+An engine that is lost starts again, and its episodes elsewhere; a trainer that is lost repeats the steps since its last
+checkpoint.
+
+The only state that events do not change is how far episodes are; engines keep it as one number, the tokens that each of
+their episodes has advanced, and episodes as the number at which they end. So events are few: a heap of times is enough,
+and no library for processes is needed.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+LATENCY_SIGMA = 1.0
+"""Standard deviation of the logarithm of an episode's waiting for tools."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What is simulated.
+
+    Attributes:
+        engines, slots: engines, and episodes that each plays at once.
+        token_s: episodes on an engine → seconds in which each of them advances by one sampled token.
+        lengths: sampled tokens of episodes to draw from, ``[N]``.
+        waiting_s: mean seconds of an episode's tools, which `token_s` includes; what an episode waits longer delays it.
+        episodes: of a step.
+        trainer_s, sync_s: seconds of the trainer's work of a step, and of a weight sync.
+        staleness: steps that may play ahead.
+        failures: share of episodes that fail and are played again.
+        mtbf_hours: mean hours between two failures of one GPU; 0: none fails.
+        gpus_of_engine, gpus_of_trainer: for the rate of failures.
+        restart_s: seconds until a lost engine or trainer works again.
+        checkpoint_interval: steps between checkpoints.
+        contention: how many times slower trainer and engines are while both work, if they share processors.
+    """
+
+    engines: int
+    slots: int
+    token_s: Callable[[int], float]
+    lengths: np.ndarray
+    waiting_s: float
+    episodes: int
+    trainer_s: float
+    sync_s: float
+    staleness: int = 0
+    failures: float = 0.02
+    mtbf_hours: float = 0.0
+    gpus_of_engine: int = 1
+    gpus_of_trainer: int = 0
+    restart_s: float = 300.0
+    checkpoint_interval: int = 10
+    contention: float = 1.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Result:
+    """What was seen.
+
+    Attributes:
+        seconds: of all steps.
+        step_s: mean seconds of a step.
+        trainer_busy: share of the time in which the trainer worked.
+        engines_busy: mean share of engines that had an episode to play and could.
+        slots_used: mean share of their slots.
+        staleness: mean weight versions between an episode's start and its use.
+        episodes: episodes that were trained on, those of repeated steps too.
+        replayed: episodes that were played again.
+        engine_losses, trainer_losses: failures.
+    """
+
+    seconds: float
+    step_s: float
+    trainer_busy: float
+    engines_busy: float
+    slots_used: float
+    staleness: float
+    episodes: int
+    replayed: int
+    engine_losses: int
+    trainer_losses: int
+
+
+@dataclass(slots=True)
+class _Episode:
+    batch: int
+    tokens: float
+    delay: float
+    version: int = 0
+
+
+@dataclass(slots=True)
+class _Engine:
+    """``passed``: tokens that each episode advanced by ``at``; ``playing``: (where it ends, number, episode)."""
+
+    playing: list[tuple[float, int, _Episode]] = field(default_factory=list)
+    passed: float = 0.0
+    at: float = 0.0
+    timer: int = 0
+    lost: bool = False
+
+
+class Simulation:
+    """A run; `play` plays it."""
+
+    def __init__(self, setup: Setup, seed: int = 0) -> None:
+        self._setup, self._random = setup, np.random.default_rng(seed)
+        self._speed: dict[int, float] = {}
+        self._engines = [_Engine() for _ in range(setup.engines)]
+        self._queue: list[_Episode] = []
+        self._delayed: dict[int, _Episode] = {}
+        self._active = self._playing = 0
+        self._events: list[tuple[float, int, str, int, int]] = []
+        self._number = itertools.count()
+        self._now = 0.0
+        self._missing: dict[int, int] = {}
+        self._versions: dict[int, list[int]] = {}
+        self._launched = self._done = self._version = 0
+        self._saved = 0
+        self._work_left = 0.0
+        self._working_since: float | None = None
+        self._training = self._syncing = self._trainer_lost = False
+        self._trainer_timer = 0
+        self._factor = 1.0
+        self._busy = self._engine_s = self._slot_s = 0.0
+        self._measured_at = 0.0
+        self._counts = dict.fromkeys(("episodes", "replayed", "engines", "trainer"), 0)
+        self._staleness = 0.0
+
+    def play(self, steps: int) -> Result:
+        """Play a number of steps."""
+        s = self._setup
+        if s.mtbf_hours:
+            for index in range(s.engines):
+                self._later(self._lifetime(s.gpus_of_engine), "engine lost", index)
+            if s.gpus_of_trainer:
+                self._later(self._lifetime(s.gpus_of_trainer), "trainer lost", 0)
+        self._launch()
+        while self._done < steps:
+            time, _, what, index, timer = heapq.heappop(self._events)
+            self._measure(time)
+            self._now = time
+            self._handle(what, index, timer)
+        seconds = self._now
+        return Result(
+            seconds=seconds,
+            step_s=seconds / steps,
+            trainer_busy=self._busy / seconds,
+            engines_busy=self._engine_s / seconds / s.engines,
+            slots_used=self._slot_s / seconds / s.engines / s.slots,
+            staleness=self._staleness / max(1, self._counts["episodes"]),
+            episodes=self._counts["episodes"],
+            replayed=self._counts["replayed"],
+            engine_losses=self._counts["engines"],
+            trainer_losses=self._counts["trainer"],
+        )
+
+    def _handle(self, what: str, index: int, timer: int) -> None:
+        if what == "episode" and timer == self._engines[index].timer:
+            self._finish(index)
+        elif what == "delayed":
+            if index in self._delayed:
+                self._ended(self._delayed.pop(index))
+        elif what == "trained" and timer == self._trainer_timer:
+            self._trained()
+        elif what == "synced" and timer == self._trainer_timer:
+            self._synced()
+        elif what == "engine lost":
+            self._lose_engine(index)
+        elif what == "engine back":
+            self._engines[index].lost = False
+            self._later(self._lifetime(self._setup.gpus_of_engine), "engine lost", index)
+            self._fill()
+        elif what == "trainer lost":
+            self._lose_trainer()
+        elif what == "trainer back":
+            self._trainer_lost = False
+            self._later(self._lifetime(self._setup.gpus_of_trainer), "trainer lost", 0)
+            self._launch()
+            self._train()
+
+    # Episodes and engines.
+
+    def _launch(self) -> None:
+        """Queue the episodes of the steps that may play now."""
+        while self._launched <= self._done + self._setup.staleness and not self._blocked():
+            self._missing[self._launched] = self._setup.episodes
+            self._versions[self._launched] = []
+            self._queue += [self._episode(self._launched) for _ in range(self._setup.episodes)]
+            self._launched += 1
+        self._fill()
+
+    def _blocked(self) -> bool:
+        """Whether nothing new may play: on-policy while the trainer works."""
+        return self._setup.staleness == 0 and (self._training or self._syncing or self._trainer_lost)
+
+    def _episode(self, batch: int) -> _Episode:
+        s = self._setup
+        tokens = float(s.lengths[self._random.integers(len(s.lengths))])
+        waits = s.waiting_s * float(np.exp(self._random.normal(-(LATENCY_SIGMA**2) / 2, LATENCY_SIGMA)))
+        return _Episode(batch, max(1.0, tokens), max(0.0, waits - s.waiting_s) if s.waiting_s else 0.0)
+
+    def _fill(self, among: Iterable[int] | None = None) -> None:
+        """Give queued episodes to the engines with the fewest; ``None``: among all."""
+        if self._syncing or not self._queue:
+            return
+        slots, engines = self._setup.slots, self._engines
+        indices = range(len(engines)) if among is None else among
+        free = [
+            (len(engines[i].playing), i) for i in indices if not engines[i].lost and len(engines[i].playing) < slots
+        ]
+        heapq.heapify(free)
+        changed = set()
+        taken = 0
+        for episode in self._queue:
+            if not free:
+                break
+            count, index = heapq.heappop(free)
+            engine = self._engines[index]
+            if index not in changed:
+                self._advance(engine)
+                changed.add(index)
+            episode.version = self._version
+            heapq.heappush(engine.playing, (engine.passed + episode.tokens, next(self._number), episode))
+            self._active += not count
+            self._playing += 1
+            taken += 1
+            if count + 1 < slots:
+                heapq.heappush(free, (count + 1, index))
+        del self._queue[:taken]
+        for index in changed:
+            self._plan(index)
+        self._share()
+
+    def _advance(self, engine: _Engine) -> None:
+        """Bring an engine's progress up to now."""
+        if engine.playing and not self._syncing and not engine.lost:
+            engine.passed += (self._now - engine.at) / (self._token_s(len(engine.playing)) * self._factor)
+        engine.at = self._now
+
+    def _token_s(self, episodes: int) -> float:
+        if episodes not in self._speed:
+            self._speed[episodes] = self._setup.token_s(episodes)
+        return self._speed[episodes]
+
+    def _plan(self, index: int) -> None:
+        """Plan the end of an engine's next episode; an earlier plan no longer counts."""
+        engine = self._engines[index]
+        engine.timer += 1
+        if engine.playing and not self._syncing and not engine.lost:
+            left = max(0.0, engine.playing[0][0] - engine.passed)
+            self._later(left * self._token_s(len(engine.playing)) * self._factor, "episode", index, engine.timer)
+
+    def _finish(self, index: int) -> None:
+        engine = self._engines[index]
+        self._advance(engine)
+        _, _, episode = heapq.heappop(engine.playing)
+        self._playing -= 1
+        self._active -= not engine.playing
+        self._plan(index)
+        if episode.delay:
+            number = next(self._number)
+            self._delayed[number] = episode
+            self._later(episode.delay, "delayed", number)
+        else:
+            self._ended(episode)
+        self._fill([index])
+        self._share()
+
+    def _ended(self, episode: _Episode) -> None:
+        if episode.batch not in self._missing:
+            return  # its step was trained on, before the trainer was lost
+        if self._random.random() < self._setup.failures:
+            self._counts["replayed"] += 1
+            self._queue.insert(0, self._episode(episode.batch))
+            self._fill()
+            return
+        self._missing[episode.batch] -= 1
+        self._versions[episode.batch].append(episode.version)
+        self._train()
+
+    def _lose_engine(self, index: int) -> None:
+        engine = self._engines[index]
+        self._counts["engines"] += 1
+        again = [self._episode(episode.batch) for _, _, episode in engine.playing]
+        self._counts["replayed"] += len(again)
+        self._clear(engine)
+        engine.lost = True
+        engine.timer += 1
+        self._queue[:0] = again
+        self._later(self._setup.restart_s, "engine back", index)
+        self._fill()
+
+    def _clear(self, engine: _Engine) -> None:
+        """Give up an engine's episodes."""
+        self._playing -= len(engine.playing)
+        self._active -= bool(engine.playing)
+        engine.playing.clear()
+
+    # The trainer.
+
+    def _train(self) -> None:
+        """Begin the next step if its episodes have ended and the trainer is free."""
+        if self._training or self._syncing or self._trainer_lost or self._missing.get(self._done, 1):
+            return
+        versions = self._versions.pop(self._done)
+        del self._missing[self._done]
+        self._staleness += sum(self._version - version for version in versions)
+        self._counts["episodes"] += len(versions)
+        self._training = True
+        self._work_left = self._setup.trainer_s
+        self._working_since = self._now
+        self._share()
+        self._plan_trainer()
+        self._launch()
+
+    def _plan_trainer(self) -> None:
+        self._trainer_timer += 1
+        if self._training:
+            self._later(self._work_left * self._factor, "trained", 0, self._trainer_timer)
+
+    def _trained(self) -> None:
+        for engine in self._engines:
+            self._advance(engine)
+        self._training, self._syncing = False, True
+        for index in range(len(self._engines)):
+            self._plan(index)
+        self._trainer_timer += 1
+        self._later(self._setup.sync_s, "synced", 0, self._trainer_timer)
+
+    def _synced(self) -> None:
+        for engine in self._engines:
+            engine.at = self._now
+        self._syncing = False
+        self._version += 1
+        self._done += 1
+        if self._done % self._setup.checkpoint_interval == 0:
+            self._saved = self._done
+        for index in range(len(self._engines)):
+            self._plan(index)
+        self._share()
+        self._launch()
+        self._train()
+
+    def _lose_trainer(self) -> None:
+        """Go back to the last checkpoint; the steps since are played again."""
+        self._counts["trainer"] += 1
+        for engine in self._engines:
+            self._advance(engine)
+            self._clear(engine)
+        self._syncing = self._training = False
+        self._trainer_lost = True
+        self._trainer_timer += 1
+        self._queue.clear()
+        self._missing.clear()
+        self._versions.clear()
+        self._delayed = {}
+        self._done = self._launched = self._saved
+        for index in range(len(self._engines)):
+            self._plan(index)
+        self._later(self._setup.restart_s, "trainer back", 0)
+
+    def _share(self) -> None:
+        """Slow down what shares processors, from now on."""
+        if self._setup.contention == 1.0:
+            return
+        factor = self._setup.contention if self._training and self._active else 1.0
+        if factor == self._factor:
+            return
+        for engine in self._engines:
+            self._advance(engine)
+        if self._training and self._working_since is not None:
+            self._work_left -= (self._now - self._working_since) / self._factor
+            self._working_since = self._now
+        self._factor = factor
+        for index in range(len(self._engines)):
+            self._plan(index)
+        if self._training:
+            self._plan_trainer()
+
+    def _measure(self, until: float) -> None:
+        """Count the time until the next event."""
+        span = until - self._measured_at
+        self._measured_at = until
+        if self._training or self._syncing:
+            self._busy += span
+        if not self._syncing:
+            self._engine_s += span * self._active
+            self._slot_s += span * self._playing
+
+    def _lifetime(self, gpus: int) -> float:
+        return float(self._random.exponential(3600 * self._setup.mtbf_hours / gpus))
+
+    def _later(self, seconds: float, what: str, index: int, timer: int = 0) -> None:
+        heapq.heappush(self._events, (self._now + seconds, next(self._number), what, index, timer))

@@ -1,0 +1,157 @@
+"""Fill in the tables of ``docs/run/planning.md`` and draw its picture. Usage: python tools/planning_page.py"""
+
+from __future__ import annotations
+
+import re
+import sys
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "benchmarks"))
+
+import memory_points  # noqa: E402
+import step_points  # noqa: E402
+
+from megatron_fleet.cluster.memory.engine import GIB  # noqa: E402
+from megatron_fleet.cluster.planning import rollout, scaling, step, training, workload  # noqa: E402
+from megatron_fleet.cluster.planning.hardware import GPUS, gpu_named  # noqa: E402
+from megatron_fleet.cluster.planning.plan import Plan, make_plan  # noqa: E402
+from megatron_fleet.cluster.planning.workload import Workload  # noqa: E402
+from megatron_fleet.config.load import load  # noqa: E402
+
+PAGE = ROOT / "docs" / "run" / "planning.md"
+PICTURE = PAGE.with_suffix(".svg")
+EXPERIMENTS = {
+    **dict.fromkeys(("qwen3_8b_fleet", "qwen3_8b_fleet_2node", "qwen3_8b_fleet_no_kl", "qwen3_8b_fleet_async"), "H100"),
+    **dict.fromkeys(("qwen3_30b_a3b_fleet", "qwen3_32b_fleet", "moonlight_16b_fleet", "glm_4_7_flash_fleet"), "H100"),
+    "kimi_k2_5_fleet": "H200",
+}
+"""Experiment → the GPUs that it is for."""
+DRAWN = "qwen3_8b_fleet"
+
+
+@cache
+def planned(experiment: str) -> Plan:
+    """The plan of an experiment."""
+    config = load([f"experiment={experiment}"])
+    return make_plan(config, gpu_named(EXPERIMENTS[experiment]), Workload.of(config))
+
+
+def experiments() -> str:
+    """Time, memory and cost of each experiment."""
+    head = ["experiment", "GPUs", "train GiB", "roll GiB", "host GiB", "rollout s", "training s", "step s"]
+    lines = [f"| {' | '.join([*head, 'GPU-hours', 'what binds'])} |", "|---" * 10 + "|"]
+    for name in EXPERIMENTS:
+        plan = planned(name)
+        assert plan.step is not None and plan.problem is None
+        peak = {
+            phase: max(p.total for device in plan.memory.devices for p in device.phases if p.name == phase) / GIB
+            for phase in ("train", "roll")
+        }
+        cells = [f"{plan.devices} {plan.gpu.name}", f"{peak['train']:.0f}", f"{peak['roll']:.0f}"]
+        cells += [f"{sum(plan.memory.host.values()) / GIB:.0f}"]
+        cells += [f"{seconds:.0f}" for seconds in (plan.step.seconds("rollout"), plan.step.seconds("training"))]
+        cells += [f"{plan.step.total:.0f}", f"{plan.gpu_hours:.2f}", ", ".join(plan.step.binds)]
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def constants() -> str:
+    """The constants of the time model."""
+    rows = {
+        "dense layers' products, share of the peak": training.DENSE,
+        "attention, share of the peak": training.ATTENTION,
+        "experts' products, share of the peak": training.EXPERTS,
+        "tokens of an expert at half of that speed": training.HALF_SPEED_TOKENS,
+        "pass without gradients, × the forward part of training": training.FORWARD_ONLY,
+        "products in FP8, × BF16": training.FP8_SPEED,
+        "copies in a GPU, NVLink, network: shares": f"{training.HBM}, {training.NVLINK}, {training.NETWORK}",
+        "an all-to-all, of these": training.ALL_TO_ALL,
+        "launching a layer forward, dense and with experts": f"{1e3 * training.LAYER_S:g}, "
+        f"{1e3 * training.EXPERT_LAYER_S:g} ms",
+        "an update beside what is counted": f"{training.UPDATE_S} s",
+        "decoding, share of the memory's bandwidth; experts": f"{rollout.DECODE}, {rollout.EXPERT_READS}",
+        "decoding, a step; each sequence": f"{1e3 * rollout.STEP_S:g} ms, {1e6 * rollout.SEQUENCE_S:g} µs",
+        "decoding, at least for a layer; latent attention besides": f"{1e6 * rollout.LAYER_KERNELS_S:g}, "
+        f"{1e6 * rollout.LATENT_S:g} µs",
+        "small all-reduce in a host; for each doubling of hosts": f"{1e6 * rollout.MESSAGE_S:g}, "
+        f"{1e6 * rollout.NETWORK_MESSAGE_S / 2:g} µs",
+        "prompts, share of the peak": rollout.PREFILL,
+        "weight sync": f"{step.SYNC_S} s, and {step.SYNC_RATE / 1e9:g} GB/s",
+        "Adam on the host": f"{training.HOST_ADAM / 1e9:g} GB/s",
+        "checkpoint on disk": f"{step.DISK / 1e9:g} GB/s a host",
+        "mean length of an episode, of rollout.max_context": workload.MEAN_SHARE,
+        "sampled share of it": workload.SAMPLED_SHARE,
+        "sigma of the logarithm of lengths": workload.SIGMA,
+        "turns; seconds of a turn's tools": f"{workload.TURNS}, {workload.TOOL_S:g} s",
+    }
+    return "\n".join(["| estimate | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
+
+
+def summary() -> str:
+    """How many points are within the goals."""
+    times = list(step_points.errors().values())
+    steps = [error for (_, phase), error in step_points.errors().items() if phase == "step"]
+    memory = [memory_points.predicted(p) / p.measured - 1 for p in memory_points.POINTS]
+    memory.append(memory_points.host_predicted() / memory_points.HOST_MEASURED - 1)
+    rows = [
+        ("memory", memory, 0.10),
+        ("seconds of a step", steps, 0.25),
+        ("seconds of a step or a phase", times, 0.25),
+    ]
+    lines = ["| | points | goal | within it | mean error | largest |", "|---" * 6 + "|"]
+    for name, errors, goal in rows:
+        sizes = [abs(error) for error in errors]
+        within = sum(size <= goal for size in sizes)
+        mean = sum(sizes) / len(sizes)
+        lines.append(f"| {name} | {len(sizes)} | {goal:.0%} | {within} | {mean:.0%} | {max(sizes):.0%} |")
+    return "\n".join(lines)
+
+
+@cache
+def simulated() -> list[scaling.Row]:
+    """The simulation of the picture."""
+    config = load([f"experiment={DRAWN}"])
+    return scaling.simulate(
+        config, GPUS["H100"], Workload.of(config), steps=6, failures=0.02, mtbf_hours=50_000, most=64
+    )
+
+
+def simulation() -> str:
+    """The simulated runs."""
+    head, *rows = scaling.as_rows(simulated())
+    return "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+TABLES = {
+    "experiments": experiments,
+    "summary": summary,
+    "points": lambda: step_points.table().rstrip(),
+    "constants": constants,
+    "simulation": simulation,
+}
+
+
+def page(text: str) -> str:
+    """Return the page with its tables made anew. Each stands between ``<!-- table: NAME -->`` and ``<!-- end -->``."""
+
+    def fill(match: re.Match[str]) -> str:
+        return f"<!-- table: {match[1]} -->\n\n{TABLES[match[1]]()}\n\n<!-- end -->"
+
+    return re.sub(r"<!-- table: (\w+) -->\n.*?<!-- end -->", fill, text, flags=re.DOTALL)
+
+
+def draw(path: Path) -> None:
+    """Draw the simulation."""
+    scaling.write_picture(simulated(), path, f"{DRAWN} on H100, simulated")
+
+
+def main() -> None:
+    """Write page and picture."""
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    draw(PICTURE)
+
+
+if __name__ == "__main__":
+    main()
