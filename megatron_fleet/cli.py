@@ -188,7 +188,7 @@ def _add_run_commands(commands: Any) -> None:
 
 def _add_doctor(commands: Any) -> None:
     doctor = commands.add_parser("doctor", help="probe this host, or all hosts, and the services of a run before it")
-    text = "leave out the content of the model's files, an engine's token and an environment's step"
+    text = "seconds: leave out the hashes of the model, the import of libraries, an engine and an environment"
     doctor.add_argument("--quick", action="store_true", help=text)
     doctor.add_argument("--json", action="store_true", help="print everything as JSON")
     text = "the run that is to be started; without any, the machine alone is probed"

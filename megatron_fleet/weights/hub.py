@@ -187,7 +187,10 @@ def _is_verified(model: HubModel, weights: bool) -> bool:
     record, folder = _record(model), model.folder(os.environ)
     if not record.is_file():
         return False
-    known = json.loads(record.read_text(encoding="utf-8"))
+    try:
+        known = json.loads(record.read_text(encoding="utf-8"))
+    except ValueError:  # damaged itself
+        return False
     if weights and not any(Path(name).match(WEIGHTS) for name in known):
         return False
     return all(_fingerprint(folder / name) == known[name] for name in known)

@@ -19,7 +19,7 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import read_object
 from megatron_fleet.config.secrets import without_secrets
 from megatron_fleet.storage.folder import PART, aligned_buffer
-from megatron_fleet.storage.local import LocalFolder
+from megatron_fleet.storage.local import LocalFolder, os_errors_as_user_error
 from megatron_fleet.weight_sync.cuda_ipc.controller import check_allocator
 
 GIB = 1 << 30
@@ -222,7 +222,9 @@ class _Sleeper:
 
     def __init__(self) -> None:
         self._read, write = os.pipe()
-        self.pid = os.posix_spawn("/bin/sleep", ["sleep", "60"], {}, file_actions=[(os.POSIX_SPAWN_CLOSE, write)])
+        self.pid = os.posix_spawn(
+            "/bin/sleep", ["sleep", "60"], {}, file_actions=[(os.POSIX_SPAWN_DUP2, self._read, 0)]
+        )
         os.close(write)
 
     def end(self) -> None:
@@ -252,7 +254,12 @@ def disk_space(here: Here) -> Result:
 def disk_speed(here: Here) -> Result:
     """Write and read a file as checkpoints are, past the page cache."""
     size = TRIAL_PARTS * PART
-    with tempfile.TemporaryDirectory(prefix=".mfleet-doctor-", dir=here.folder) as name:
+    if not os.access(here.folder, os.W_OK | os.X_OK):
+        return Result("skipped", f"{here.folder} cannot be written to")
+    with (
+        os_errors_as_user_error(here.folder, "written", size),
+        tempfile.TemporaryDirectory(prefix=".mfleet-doctor-", dir=here.folder) as name,
+    ):
         folder, buffer = LocalFolder(Path(name)), aligned_buffer(PART)
         buffer[:] = os.urandom(1 << 16) * (PART >> 16)
         begun = time.perf_counter()

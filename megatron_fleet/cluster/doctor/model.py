@@ -82,8 +82,7 @@ def engine_token(here: Here) -> Result:
     if devices and wanted > len(devices):
         return Result("skipped", f"an engine takes {wanted} GPUs, on several hosts")
     environ = without_secrets(here.environ)
-    if devices:
-        environ["CUDA_VISIBLE_DEVICES"] = ",".join(device.uuid for device in devices[:wanted])
+    environ["CUDA_VISIBLE_DEVICES"] = ",".join(device.uuid for device in devices[:wanted])  # none: the CPU
     deadline_s = config.rollout.engine.start_timeout_s + LOAD_S
     found = _ask(
         sys.executable, "megatron_fleet.rollout.first_token", config.model_dump(mode="json"), environ, deadline_s
