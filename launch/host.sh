@@ -5,7 +5,8 @@
 # node, which starts its ranks and engines. The others end with status 0 when the run has ended, whatever it ended with,
 # and with 3 when its controller is gone: no host waits for one that is lost.
 # CONTROLLER_PORT (29600) must be free on HEAD, all other ports are any free ones. MFLEET_OUT: run.out, whose logs are
-# printed after a bad end. ATTEMPT (0): above 0 the run goes on from its newest checkpoint, whatever run.resume says.
+# printed after a bad end. MFLEET_DOCTOR=1: `mfleet doctor` goes first, and ends the job where the run would not work.
+# ATTEMPT (0): above 0 the run goes on from its newest checkpoint, whatever run.resume says.
 set -euo pipefail
 project=$(cd "$(dirname "$0")/.." && pwd)
 bin=${MFLEET_BIN:-$project/.venv/engine/bin}
@@ -17,6 +18,10 @@ if [ "${ATTEMPT:-0}" -gt 0 ]; then set -- "$@" run.resume=auto; fi
 if [ "$hosts" -gt 1 ]; then
   [ -n "${MFLEET_TOKEN:-}" ] || { echo "error: MFLEET_TOKEN is not set; set the same secret on all $hosts hosts." >&2; exit 2; }
   export MFLEET_CONTROLLER=$HEAD:${CONTROLLER_PORT:-29600}
+fi
+
+if [ -n "${MFLEET_DOCTOR:-}" ]; then
+  "$bin/mfleet" doctor "$@" cluster.nodes="$((hosts > 1 ? hosts : 0))" --quick
 fi
 
 child='' asked=''

@@ -102,6 +102,13 @@ def node() -> int:
     return 0 if Path(os.environ["STUB_FOLDER"], "ended").exists() else 3
 
 
+def doctor() -> int:
+    """End with $STUB_DOCTOR, after noting where it was asked."""
+    with Path(os.environ["STUB_FOLDER"], "asked").open("a") as file:
+        file.write(f"{socket.gethostname()} {os.environ.get('MFLEET_CONTROLLER', '')}\n")
+    return int(os.environ["STUB_DOCTOR"])
+
+
 def lines(name: str) -> int:
     file = Path(os.environ["STUB_FOLDER"], name)
     return len(file.read_text().splitlines()) if file.exists() else 0
@@ -124,4 +131,6 @@ if __name__ == "__main__":
     if sys.argv[1] == "config":
         kept = [argument for argument in sys.argv[1:] if not argument.startswith("stub.")]
         sys.exit(subprocess.run([sys.executable, "-m", "megatron_fleet.cli", *kept], check=False).returncode)
-    sys.exit(train(sys.argv[2:]) if sys.argv[1] == "train" else {"rank": rank, "node": node}[sys.argv[1]]())
+    sys.exit(
+        train(sys.argv[2:]) if sys.argv[1] == "train" else {"rank": rank, "node": node, "doctor": doctor}[sys.argv[1]]()
+    )

@@ -284,7 +284,7 @@ def hosts_of_skypilot(slurm: Slurm, environ: dict[str, str], folder: Path, *over
     return [
         slurm.hosts.run(
             name,
-            ["bash", "-c", task["run"]],
+            ["bash", "-c", f"echo $$ >{folder}/{name}.pid\n{task['run']}"],
             environ | task["envs"] | sky | {"SKYPILOT_NODE_RANK": str(rank)},
             stdout=(folder / f"{name}.txt").open("w"),
         )
@@ -302,8 +302,8 @@ def test_skypilots_run_section_ends_on_all_hosts_with_the_run(slurm, environ, tm
     try:
         if status == os.EX_TEMPFAIL:
             wait_until(lambda: joined(tmp_path) == 2)
-            for script in scripts:  # SkyPilot stops all of them
-                os.killpg(script.pid, signal.SIGTERM)
+            for name in ("n1", "n2"):  # as the pods of a JobSet, which all end
+                slurm.hosts.output(name, ["kill", "-TERM", (tmp_path / f"{name}.pid").read_text().strip()])
         assert [script.wait(LIMIT_S) for script in scripts] == [status, 0]
     finally:
         for script in scripts:
@@ -341,3 +341,23 @@ def test_setting_up_a_host_has_a_deadline(tmp_path, setup, status):
     seconds = "1" if status == 124 else "100"
     done = subprocess.run([script], env=os.environ | {"INSTALL_TIMEOUT_S": seconds}, check=False, timeout=LIMIT_S)
     assert done.returncode == status and (tmp_path / "made").exists() == (status == 0)
+
+
+@several_hosts
+@pytest.mark.parametrize("found", [0, 1])
+def test_the_doctor_goes_first_on_all_hosts(slurm, environ, tmp_path, found):
+    both = environ | {"MFLEET_DOCTOR": "1", "STUB_DOCTOR": str(found)}
+    assert submit(slurm, both, tmp_path, *LAYOUT, "stub.status=0") == found
+    slurm.wait_until_idle()
+    assert len(reports(tmp_path)) == 1 - found
+    asked = (tmp_path / "asked").read_text().split("\n")[:-1]
+    assert {line.split()[0] for line in asked} == {"n1", "n2"} and len({line.split()[1] for line in asked}) == 1
+    (tmp_path / "asked").unlink()
+    scripts = hosts_of_skypilot(slurm, both, tmp_path, "stub.nodes=2")
+    try:
+        assert [script.wait(LIMIT_S) for script in scripts] == [found, found]
+    finally:
+        for script in scripts:
+            stop(script)
+    assert len(reports(tmp_path)) == 3 * (1 - found)
+    assert sorted(line.split()[0] for line in (tmp_path / "asked").read_text().split("\n")[:-1]) == ["n1", "n2"]

@@ -73,10 +73,16 @@ def hosts_of(config: Config) -> int:
     return max(config.cluster.nodes, 1)
 
 
-def install_variables(config: Config) -> dict[str, str]:
-    """Return the variables of launch/install.sh."""
-    own = {"FLEET_PACKAGE": config.env.fleet.package} if config.env.kind == "fleet" and config.env.fleet.package else {}
-    return {"INSTALL_TIMEOUT_S": str(config.launch.install_timeout_s), **own}
+def host_variables(config: Config) -> dict[str, str]:
+    """Return the variables of launch/install.sh and of what comes before the run on a host."""
+    launch, variables = config.launch, {}
+    if launch.doctor:
+        variables["MFLEET_DOCTOR"] = "1"
+    if launch.install:
+        variables["INSTALL_TIMEOUT_S"] = str(launch.install_timeout_s)
+        if config.env.kind == "fleet" and config.env.fleet.package:
+            variables["FLEET_PACKAGE"] = config.env.fleet.package
+    return variables
 
 
 @dataclass(frozen=True, slots=True)

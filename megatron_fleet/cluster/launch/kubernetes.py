@@ -14,7 +14,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_fleet.cluster.launch.job import FOLLOW_S, SCRIPTS, Job, Record, Rendered, Run, State, execute
+from megatron_fleet.cluster.launch.job import (
+    FOLLOW_S,
+    SCRIPTS,
+    Job,
+    Record,
+    Rendered,
+    Run,
+    State,
+    execute,
+    host_variables,
+)
 from megatron_fleet.cluster.launch.plan import new_token
 from megatron_fleet.cluster.launch.skypilot import TOKEN
 from megatron_fleet.config.errors import UserError
@@ -114,7 +124,7 @@ def _jobset(job: Job, run: Run) -> dict[str, Any]:
     ours = {"MFLEET_OUT": str(run.out.relative_to(Path.cwd()) if run.out.is_relative_to(Path.cwd()) else run.out)}
     for variable in host["env"]:
         variable |= {"value": fixed[variable["name"]]} if variable["name"] in fixed else {}
-    ours |= {variable: job.environ[variable] for variable in job.variables}
+    ours |= host_variables(job.config) | {variable: job.environ[variable] for variable in job.variables}
     host["env"] += [{"name": variable, "value": value} for variable, value in ours.items()]
     host["envFrom"][0]["secretRef"]["name"] = name
     host["resources"] = _resources(job)

@@ -24,7 +24,7 @@ from megatron_fleet.cluster.launch.job import (
     Run,
     State,
     execute,
-    install_variables,
+    host_variables,
 )
 from megatron_fleet.cluster.launch.plan import new_token
 from megatron_fleet.config.errors import UserError
@@ -133,7 +133,7 @@ def _task(job: Job, run: Run) -> dict[str, Any]:
     task: dict[str, Any] = yaml.safe_load(text)
     common = {key: value for key, value in task["resources"].items() if key != "accelerators"}
     arguments = shlex.join(run.overrides)
-    environment = {"MFLEET_ARGUMENTS": arguments, **install_variables(job.config)}
+    environment = {"MFLEET_ARGUMENTS": arguments, **host_variables(job.config)}
     environment["MFLEET_OUT"] = _remote_out(job, run)
     if launch.image is None:
         task["workdir"] = str(ROOT)

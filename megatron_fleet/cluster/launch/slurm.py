@@ -24,7 +24,7 @@ from megatron_fleet.cluster.launch.job import (
     State,
     Tail,
     execute,
-    install_variables,
+    host_variables,
 )
 from megatron_fleet.config import validate
 from megatron_fleet.config.errors import UserError, say
@@ -163,13 +163,13 @@ def _lines(options: Mapping[str, str]) -> list[str]:
 def _variables(job: Job) -> Mapping[str, str]:
     launch = job.config.launch
     variables = {"MFLEET_MAX_REQUEUES": str(launch.max_requeues), "MFLEET_HOSTS": str(job.hosts)}
+    variables |= host_variables(job.config)
     variables["MFLEET_PROJECT"] = IMAGE_PROJECT if launch.image else str(ROOT)
     if launch.image:
         variables |= {"MFLEET_IMAGE": launch.image, "MFLEET_CONTAINER": launch.slurm.container}
         variables["MFLEET_MOUNTS"] = ",".join(launch.slurm.mounts)
     elif launch.install:
         variables["MFLEET_INSTALL"] = "shared" if launch.shared_disk else "each"
-        variables |= install_variables(job.config)
     if not launch.shared_disk and not launch.image:
         variables["MFLEET_OUT"] = str(job.runs[0].out)
     for hosts, changed in _fewer_hosts(job.runs[0].overrides, job.hosts, launch.min_hosts).items():

@@ -97,6 +97,11 @@ class LaunchConfig(Section):
         False, description="Run setup.sh on the hosts first: once where they share a disk, while the others wait."
     )
     install_timeout_s: int = Field(3600, ge=60, description="A host that has not been set up by then ends the job.")
+    doctor: bool = Field(
+        True,
+        description="Slurm, SkyPilot, Kubernetes: `mfleet doctor --quick` runs on the hosts first, and a host on which "
+        "the run would not work ends the job.",
+    )
     max_requeues: int = Field(
         20, ge=0, description="Times that a run which saved before its end, or lost a host, is started again."
     )
