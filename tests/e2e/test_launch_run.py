@@ -87,9 +87,9 @@ class Launched:
         return status
 
     def start_again(self) -> None:
-        """Wait until the job is requeued, and start it now: Slurm would wait for two minutes."""
+        """Wait until the job is requeued; start it now (Slurm would wait for two minutes), with its old time limit."""
         self.until(lambda: re.search(r"JobState=PENDING.* Restarts=1 ", self._shown()))
-        self._slurm.output(["scontrol", "update", f"JobId={self.job}", "StartTime=now"])
+        self._slurm.output(["scontrol", "update", f"JobId={self.job}", "StartTime=now", "TimeLimit=600"])
 
     def _shown(self) -> str:
         return self._slurm.output(["scontrol", "show", "job", self.job, "--oneliner"])
@@ -100,18 +100,18 @@ class Launched:
 
 
 def test_a_run_saves_before_its_time_limit_is_requeued_resumes_and_completes(slurm, tmp_path):
-    with Launched(slurm, tmp_path / "out", "run.steps=24", "launch.slurm.signal_s=3600") as launched:
+    with Launched(slurm, tmp_path / "out", "run.steps=12", "launch.slurm.signal_s=3600") as launched:
         launched.until(lambda: len(launched.steps()) >= 2)
         # An hour is left, which is when it is to be asked.
         slurm.output(["scontrol", "update", f"JobId={launched.job}", "TimeLimit=60"])
         launched.start_again()
         first = launched.steps()
-        assert first == list(range(1, len(first) + 1)) and len(first) < 24
+        assert first == list(range(1, len(first) + 1)) and len(first) < 12
         assert launched.end() == 0, launched.said() + tail(launched.out)
     assert f"stopped by SIGUSR1; the same command goes on from step {len(first)}" in launched.said()
     assert "mfleet: requeued (restart 1 of at most 20)" in launched.said()
-    assert launched.steps() == list(range(1, 25))
-    assert json.loads((launched.out / "summary.json").read_text())["steps"] == 24
+    assert launched.steps() == list(range(1, 13))
+    assert json.loads((launched.out / "summary.json").read_text())["steps"] == 12
     slurm.wait_until_idle()
     assert_nothing_left(launched.out)
 
