@@ -1,0 +1,216 @@
+"""Plans: time follows from layout, length and GPUs; what does not fit is said; layouts are searched."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+pytest.importorskip("hydra")
+
+from waiting import HANG_S
+
+from megatron_fleet import cli
+from megatron_fleet.cluster.planning import training
+from megatron_fleet.cluster.planning.hardware import GPUS
+from megatron_fleet.cluster.planning.plan import make_plan
+from megatron_fleet.cluster.planning.rollout import Engine
+from megatron_fleet.cluster.planning.search import layouts, search
+from megatron_fleet.cluster.planning.shapes import KNOWN, shape_of
+from megatron_fleet.cluster.planning.step import active_parameters, parameters, step_time
+from megatron_fleet.cluster.planning.workload import Workload
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.load import load
+from megatron_fleet.models.hf_config import read_model
+from megatron_fleet.trainer.validate import validate
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "weights"))
+from published_configs import published
+
+H100 = GPUS["H100"]
+
+
+@cache
+def composed(*overrides: str, experiment: str = "qwen3_8b_fleet"):
+    return load([f"experiment={experiment}", *overrides])
+
+
+def times(*overrides: str, gpu=H100, mean: float | None = None, experiment: str = "qwen3_8b_fleet"):
+    config = composed(*overrides, experiment=experiment)
+    shape, _ = shape_of(config.model.path)
+    return step_time(config, shape, read_model(shape), gpu, Workload.of(config, mean))
+
+
+@pytest.mark.parametrize("name", sorted(set(KNOWN) & set(published())))
+def test_known_shapes_are_those_of_the_published_files(name):
+    ours, theirs = read_model(KNOWN[name]), read_model(published()[name])
+    no_size = {"norm_eps", "rope"}
+    for field in dataclasses.fields(ours):
+        assert field.name in no_size or getattr(ours, field.name) == getattr(theirs, field.name), field.name
+    assert ours.rope.kind == theirs.rope.kind or name.startswith("Llama")
+    assert bool(KNOWN[name].get("quantization_config")) == bool(published()[name].get("quantization_config")) or (
+        name.startswith("Kimi")
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "whole", "active"),
+    [("Qwen3-8B", 8.19, 8.19), ("Qwen3-30B-A3B", 30.5, 3.3), ("DeepSeek-V3", 671, 37.5), ("Kimi-K2.5", 1026, 32.9)],
+)
+def test_parameters(name, whole, active):
+    model = read_model(KNOWN[name])
+    assert parameters(model) / 1e9 == pytest.approx(whole, rel=0.01)
+    assert active_parameters(model) / 1e9 == pytest.approx(active, rel=0.02)
+
+
+def test_a_shape_is_found_by_the_name_of_the_folder_or_repository(tmp_path):
+    assert shape_of("Qwen/Qwen3-8B")[0] == shape_of("/models/Qwen3-8B-64k")[0] == KNOWN["Qwen3-8B"]
+    with pytest.raises(UserError, match=r"model\.path=/models/Qwen3-80B: there is no config\.json"):
+        shape_of("/models/Qwen3-80B")
+    (tmp_path / "config.json").write_text(json.dumps(KNOWN["Qwen3-4B"]))
+    assert shape_of(str(tmp_path))[0] == KNOWN["Qwen3-4B"]
+
+
+def test_lengths_have_the_mean_and_the_cut_that_are_asked_for():
+    load = Workload(episodes=64, mean=10_000, longest=32_768)
+    lengths = load.lengths(500)
+    assert lengths.mean() == pytest.approx(10_000, rel=1e-3) and lengths.max() <= 32_768
+    assert (lengths[1:] >= lengths[:-1]).all() and lengths[-1] > 3 * 10_000
+
+
+def test_training_is_not_faster_than_the_gpus_and_scales_with_them():
+    eight, sixteen = times(), times("parallel.data=4", "rollout.engine.replicas=16")
+    assert 0.2 < eight.mfu < 0.5
+    assert eight.seconds("training") / sixteen.seconds("training") == pytest.approx(2, rel=0.03)
+    longer = times(mean=2 * 0.3 * 65536)
+    assert longer.seconds("training") > 2 * eight.seconds("training")  # attention grows faster than its tokens
+    without = times("policy.recompute=none").seconds("training")
+    assert 0.7 < without / eight.seconds("training") < 0.8
+
+
+def test_a_pipeline_has_a_bubble_of_its_stages():
+    keys = ("parallel.tensor=1", "parallel.pipeline=4", "parallel.data=2")
+    parts = times(*keys).phases["training"]
+    config = composed(*keys)
+    count = training.micro_batches(config, Workload.of(config), 1)
+    stages = ("matrix products", "attention", "head")
+    work = sum(parts.get(name, 0.0) for name in stages)
+    # Middle stages have no head; the slowest stage sets the pace.
+    assert parts["pipeline bubble"] / work == pytest.approx(3 / count, rel=0.05)
+
+
+def test_an_engine_is_faster_with_more_sequences_and_slower_for_each():
+    config = composed()
+    shape, _ = shape_of(config.model.path)
+    engine = Engine.of(config, shape, read_model(shape), H100, Workload.of(config))
+    steps = [engine.step_s(n) for n in (1, 8, 32, 128)]
+    assert steps == sorted(steps) and 128 / steps[3] > 32 / steps[2] > 8 / steps[1]
+    assert engine.bound == "KV cache" and engine.slots * 0.5 * 0.3 * 65536 < engine.kv_tokens
+    assert engine.play_s(Workload.of(config).lengths(32)) > 32 * 0.3 * 65536 / engine.tokens_per_s()
+
+
+def test_engines_apart_work_while_the_trainer_does():
+    apart = times(experiment="qwen3_8b_fleet_async")
+    assert apart.concurrent and apart.devices == 8
+    assert apart.total == max(apart.seconds("rollout"), apart.trainer)
+    together = times()
+    assert not together.concurrent and together.total == together.seconds("rollout") + together.trainer
+    assert together.binds == ("rollout", "last episodes")
+
+
+def test_a_plan_on_the_terminal(capsys, tmp_path):
+    picture = tmp_path / "plan.svg"
+    assert cli.main(["plan", "experiment=qwen3_8b_fleet", "--price", "2", "--picture", str(picture)]) == 0
+    text = capsys.readouterr().out
+    for shown in (
+        "8.19B parameters",
+        "together, of 79.6",
+        "what binds: rollout",
+        "GPU-hours a step",
+        "at 2 a GPU-hour",
+    ):
+        assert shown in text
+    assert len(ElementTree.parse(picture).findall(".//{*}svg")) == 3
+
+
+def test_a_plan_as_json(capsys):
+    assert cli.main(["plan", "experiment=qwen3_8b_fleet", "--json", "--tokens", "8000", "--price", "2"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] and found["gpus"] == 8
+    assert found["gpu_hours"] == pytest.approx(8 * found["step_seconds"] / 3600)
+    assert found["cost"] == pytest.approx(2 * found["gpu_hours"])
+    assert sum(sum(parts.values()) for parts in found["seconds"].values()) == pytest.approx(found["step_seconds"])
+
+
+def test_what_does_not_fit_is_said_with_what_does(capsys):
+    assert cli.main(["plan", "experiment=kimi_k2_5_fleet"]) == 2
+    printed = capsys.readouterr()
+    assert "together, of 79.6" in printed.out
+    assert "does not fit into 256 H100" in printed.err and "(--gpu H200)" in printed.err
+    assert cli.main(["plan", "experiment=qwen3_8b_fleet", "policy.recompute=none"]) == 2
+    assert "80.2 GiB are activations: set policy.recompute=full" in capsys.readouterr().err
+    config = composed("rollout.engine.tensor_parallel=16", experiment="kimi_k2_5_fleet")
+    assert "cannot extend over several hosts" in str(make_plan(config, H100, Workload.of(config)).problem)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpu", "V100"], "--gpu V100: it is not known; choose one of H100"),
+        (["--tokens", "1e9"], "--tokens 1e+09 is out of its range"),
+        (["--sampled", "0"], "--sampled 0 is out of its range"),
+        (["--search", "0"], "--search 0 searches layouts"),
+        (["--search", "8", "--simulate"], "give one of them"),
+        (["--simulate", "8", "--failures", "1"], "--failures from 0 to below 1"),
+        (["--price", "-1"], "is no price"),
+    ],
+)
+def test_arguments_that_mean_nothing(words, message, capsys):
+    assert cli.main(["plan", "experiment=qwen3_8b_fleet", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_planning_imports_no_torch():
+    program = "import sys\nfrom megatron_fleet import cli\n"
+    program += "cli.main(['plan', 'experiment=kimi_k2_5_fleet', '--gpu', 'H200'])\n"
+    program += "print('torch' in sys.modules, 'vllm' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG_S, check=True)
+    assert done.stdout.splitlines()[-1] == "False False"
+
+
+def test_layouts_use_all_ranks_and_are_valid():
+    model, shape = read_model(KNOWN["Qwen3-30B-A3B"]), KNOWN["Qwen3-30B-A3B"]
+    found = list(layouts(model, 16, 8))
+    assert len(found) == len(set(found)) > 50
+    accepted = 0
+    for parallel in found:
+        assert parallel.world_size == 16
+        try:
+            validate(shape, parallel, "full")
+        except UserError:
+            continue
+        accepted += 1
+    assert accepted > 30
+
+
+def test_a_search_ranks_what_fits():
+    config = composed()
+    found = search(config, H100, Workload.of(config), 8, top=4)
+    seconds = [one.step.total for one in found]
+    assert seconds == sorted(seconds) and seconds[0] < times().total
+    again = load(["experiment=qwen3_8b_fleet", *found[0].overrides])
+    assert again.parallel == found[0].config.parallel and again.policy == found[0].config.policy
+    plan = make_plan(again, H100, Workload.of(again))
+    assert plan.problem is None and plan.devices == 8 and plan.step.total == pytest.approx(seconds[0])
+
+
+def test_a_search_that_finds_nothing_says_why():
+    config = composed(experiment="qwen3_32b_fleet")
+    with pytest.raises(UserError, match="No layout of 1 H100 fits; use more GPUs, or larger ones"):
+        search(config, H100, Workload.of(config), 1)

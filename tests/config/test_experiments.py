@@ -1,0 +1,67 @@
+"""Every shipped experiment composes, is valid, and fits the GPUs that it is for."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+pytest.importorskip("hydra")
+
+from megatron_fleet.cluster.planning.hardware import GPUS
+from megatron_fleet.cluster.planning.plan import make_plan
+from megatron_fleet.cluster.planning.workload import Workload
+from megatron_fleet.config import validate
+from megatron_fleet.config.load import ROOT, load
+
+EXPERIMENTS = sorted(path.stem for path in (ROOT / "configs" / "experiment").glob("*.yaml"))
+GPU_OF = {"kimi_k2_5_fleet": "H200"}
+ON_CPU = ("faults", "quickstart", "smoke")
+SHAPES = {"gpu_smoke": "model.path=Qwen3-0.6B"}
+"""Experiments whose model is made first, and one of the same shape."""
+
+
+@cache
+def composed(name: str):
+    return load([f"experiment={name}", *filter(None, [SHAPES.get(name)])])
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_an_experiment_is_valid_and_fits(name):
+    config = composed(name)
+    validate.check(config)
+    plan = make_plan(config, GPUS[GPU_OF.get(name, "H100")], Workload.of(config))
+    assert plan.problem is None
+    assert plan.step is not None and plan.step.total > 0
+    if name not in ON_CPU:
+        assert plan.devices == plan.step.devices == 8 * max(1, config.cluster.nodes) or name == "gpu_smoke"
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_an_experiment_says_where_its_numbers_come_from(name):
+    text = (ROOT / "configs" / "experiment" / f"{name}.yaml").read_text(encoding="utf-8")
+    first, *comment = text.split("defaults:")[0].splitlines()
+    assert first == "# @package _global_"
+    assert comment and all(not line or line.startswith("#") for line in comment)
+    assert composed(name).run.name in {name, "quickstart", "faults"}
+
+
+def test_ablations_differ_from_their_base_in_what_they_are_named_for():
+    base = composed("qwen3_8b_fleet")
+    assert base.algorithm.kl.coef > 0 and composed("qwen3_8b_fleet_no_kl").algorithm.kl.coef == 0
+    assert composed("qwen3_8b_fleet_sequence_mean").algorithm.model_copy(
+        update={"reduction": base.algorithm.reduction}
+    ) == (base.algorithm)
+    apart = composed("qwen3_8b_fleet_async")
+    assert apart.rollout.max_staleness == 2 and apart.rollout.engine.colocated is False
+    two = composed("qwen3_8b_fleet_2node")
+    assert two.rollout.prompts_per_step == base.rollout.prompts_per_step
+    assert two.parallel.world_size == 2 * base.parallel.world_size == 8 * two.cluster.nodes
+
+
+def test_smoke_is_one_environment_four_tasks_ten_steps():
+    from megatron_fleet.data.dataset import run_dataset
+
+    config = composed("smoke")
+    tasks = [*run_dataset(config).split.train, *run_dataset(config).split.held_out]
+    assert len(tasks) == 4 and len({task.env_key for task in tasks}) == 1 and config.run.steps == 10
