@@ -293,7 +293,15 @@ def compiler(here: Here) -> Result:
     with tempfile.TemporaryDirectory() as name:
         source = Path(name, "launcher.c")
         source.write_text("#include <Python.h>\nint one(void) { return PY_MAJOR_VERSION; }\n")
-        command = ["cc", "-shared", "-fPIC", f"-I{PYTHON_H.parent}", source, "-o", Path(name, "launcher.so")]
+        command: list[str | Path] = [
+            "cc",
+            "-shared",
+            "-fPIC",
+            f"-I{PYTHON_H.parent}",
+            source,
+            "-o",
+            Path(name, "launcher.so"),
+        ]
         environ = without_secrets(here.environ)
         try:
             output(command, environ, 15)
