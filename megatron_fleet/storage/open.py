@@ -1,31 +1,32 @@
-"""Open a folder by its address: a local path or ``s3://bucket/prefix``."""
+"""Open a folder by its address: a local path, ``s3://bucket/prefix`` or ``gs://bucket/prefix``."""
 
 from __future__ import annotations
 
 import secrets
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.storage.folder import Folder, is_path
 from megatron_fleet.storage.local import LocalFolder
-from megatron_fleet.storage.staging import LocalStaging, S3Staging, Staging
+from megatron_fleet.storage.staging import LocalStaging, Staging, StoreStaging
+
+if TYPE_CHECKING:
+    from megatron_fleet.storage.gcs import GCSFolder
+    from megatron_fleet.storage.s3 import S3Folder
 
 
 def open_folder(url: str | Path, *, cached: bool = False) -> Folder:
-    """Open the folder at an address; it need not exist. boto3 is imported for ``s3://`` only.
+    """Open the folder at an address; it need not exist. The client of a store is imported for its addresses only.
 
     Args:
         cached: read local files through the page cache, because other processes of this machine read the same ones.
 
     Raises:
-        UserError: another scheme, or an S3 address without a bucket.
+        UserError: another scheme, or an address in a store without a bucket.
     """
-    remote = _split_s3(url)
-    if remote is None:
-        return LocalFolder(Path(url), cached)
-    from megatron_fleet.storage.s3 import S3Folder
-
-    return S3Folder(*remote)
+    remote = _open_remote(url)
+    return LocalFolder(Path(url), cached) if remote is None else remote
 
 
 def check_writable(url: str) -> None:
@@ -49,24 +50,26 @@ def open_staging(url: str | Path, marker: str) -> Staging:
     Raises:
         UserError: as of ``open_folder``.
     """
-    remote = _split_s3(url)
-    if remote is None:
-        return LocalStaging(Path(url), marker)
-    from megatron_fleet.storage.s3 import S3Folder
-
-    return S3Staging(S3Folder(*remote), marker)
+    remote = _open_remote(url)
+    return LocalStaging(Path(url), marker) if remote is None else StoreStaging(remote, marker)
 
 
-def _split_s3(url: str | Path) -> tuple[str, str] | None:
-    """Bucket and prefix (without slashes around it) of an S3 address, ``None`` for a local one."""
+def _open_remote(url: str | Path) -> S3Folder | GCSFolder | None:
+    """Open the folder at an address in an object store, ``None`` for a local one."""
     scheme, found, rest = str(url).partition("://")
     if not found:
         if not str(url):
-            raise UserError("the address of a folder is empty; give a path or s3://bucket/prefix.")
+            raise UserError("the address of a folder is empty; give a path, s3://bucket/prefix or gs://bucket/prefix.")
         if not is_path(str(url)):
             raise UserError(f"{url}: cannot be a path (a NUL or half of a surrogate pair); give another one.")
         return None
     bucket, _, prefix = rest.partition("/")
-    if scheme != "s3" or not bucket:
-        raise UserError(f"{url}: is not the address of a folder; give a path or s3://bucket/prefix.")
-    return bucket, prefix.strip("/")
+    if bucket and scheme == "s3":
+        from megatron_fleet.storage.s3 import S3Folder
+
+        return S3Folder(bucket, prefix.strip("/"))
+    if bucket and scheme == "gs":
+        from megatron_fleet.storage.gcs import GCSFolder
+
+        return GCSFolder(bucket, prefix.strip("/"))
+    raise UserError(f"{url}: is not the address of a folder; give a path, s3://bucket/prefix or gs://bucket/prefix.")

@@ -12,8 +12,6 @@ from __future__ import annotations
 import base64
 import functools
 import os
-import random
-import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +21,17 @@ import urllib3.exceptions
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.storage.folder import PART, Parts, check_name
+from megatron_fleet.storage.remote import (
+    BODY_ATTEMPTS,
+    NO_BUCKET,
+    NO_FILE,
+    PIECE,
+    UPLOAD_REMOVED,
+    broken_too_often,
+    denied,
+    pause,
+    retried,
+)
 
 try:
     import boto3
@@ -56,14 +65,10 @@ MOST_PARTS = 10_000
 """Maximum number of parts of one upload, by the protocol."""
 MOST_KEYS = 1_000
 """Maximum number of objects in one request to delete them, by the protocol."""
-BODY_ATTEMPTS = 6
-"""Attempts at one read whose connection breaks in the middle; bytes already received are kept."""
 AGAIN = {"BadDigest", "XAmzContentSHA256Mismatch", "ConditionalRequestConflict", "OperationAborted"}
 """Codes of refusals that boto3 does not try again: the bytes were damaged on the way, or another request for the same
 object was under way."""
 BROKEN = (exceptions.HTTPClientError, exceptions.IncompleteReadError, urllib3.exceptions.HTTPError, OSError)
-PIECE = 1 << 20
-"""Bytes received per read from a connection."""
 
 
 def connect() -> Any:
@@ -112,14 +117,9 @@ def store_errors_as_user_error(url: str) -> Iterator[None]:
 
 def send(request: Callable[..., Any], **arguments: Any) -> Any:
     """Send a request with a body, again after refusals of `AGAIN`; returns the answer."""
-    for attempt in range(1, BODY_ATTEMPTS):
-        try:
-            return request(**arguments)
-        except exceptions.ClientError as e:
-            if error_code(e) not in AGAIN:
-                raise
-            time.sleep(random.uniform(0, 0.1 * 2**attempt))
-    return request(**arguments)
+    return retried(
+        lambda: request(**arguments), lambda e: isinstance(e, exceptions.ClientError) and error_code(e) in AGAIN
+    )
 
 
 def error_code(error: exceptions.ClientError) -> str:
@@ -131,15 +131,15 @@ def _meaning(error: exceptions.ClientError) -> str:
     code = error_code(error)
     status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
     if code == "NoSuchBucket":
-        return "the bucket does not exist; create it or correct the address."
+        return NO_BUCKET
     if code == "NoSuchUpload":
-        return "the unfinished upload was removed, by another process or the store's own rules; write the file again."
+        return UPLOAD_REMOVED
     if code in ("NoSuchKey", "404"):
-        return "there is no such file; check the address."
+        return NO_FILE
     if code in WRONG_CREDENTIALS:
         return f"the store refuses the credentials ({code}); check key, secret, session token and clock."
     if status == 403:
-        return f"the store denies the access ({code}); give this identity the permission or use another one."
+        return denied(code)
     message = error.response.get("Error", {}).get("Message", "")
     return f"the store refuses the {error.operation_name} request ({code}, HTTP {status}: {message})."
 
@@ -187,7 +187,7 @@ class S3Folder:
         if length is None:
             size = self.size(name)
             if size is None:
-                raise UserError(f"{self.join(name)}: there is no such file; check the address.")
+                raise UserError(f"{self.join(name)}: {NO_FILE}")
             length = max(size - offset, 0)
         data = bytearray(length)
         self.read_into(name, offset, memoryview(data))
@@ -198,7 +198,7 @@ class S3Folder:
         done, etag = 0, None
         broken: Exception | None = None
         for attempt in range(BODY_ATTEMPTS if len(view) else 0):
-            time.sleep(random.uniform(0, 0.1 * 2**attempt) if attempt else 0)
+            pause(attempt)
             body, etag = self._get(name, offset + done, len(view) - done, etag)
             try:
                 while done < len(view):
@@ -209,9 +209,7 @@ class S3Folder:
             finally:
                 body.close()
         if broken:
-            raise UserError(
-                f"{self.join(name)}: the connection broke {BODY_ATTEMPTS} times ({broken}); check the network."
-            )
+            raise broken_too_often(self.join(name), broken)
 
     def write(self, name: str, data: bytes) -> None:
         with store_errors_as_user_error(self.join(name)):

@@ -1,7 +1,7 @@
 """Folder of many files that appears whole or not at all.
 
-On a disk the files are written to ``.NAME.partial`` next to the final folder, which takes its name by one rename. S3
-has no rename: there the files go to their final keys, and the folder exists once its marker file does.
+On a disk the files are written to ``.NAME.partial`` next to the final folder, which takes its name by one rename. An
+object store has no rename: there the files go to their final keys, and the folder exists once its marker file does.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from megatron_fleet.storage.local import (
 )
 
 if TYPE_CHECKING:
+    from megatron_fleet.storage.gcs import GCSFolder
     from megatron_fleet.storage.s3 import S3Folder
 
 
@@ -121,10 +122,10 @@ def _sweep(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-class S3Staging:
-    """``Staging`` on S3: readers look for the marker, which is written atomically to its final key."""
+class StoreStaging:
+    """``Staging`` in an object store: readers look for the marker, which is written atomically to its final key."""
 
-    def __init__(self, folder: S3Folder, marker: str) -> None:
+    def __init__(self, folder: S3Folder | GCSFolder, marker: str) -> None:
         self.url = folder.url
         self._folder = folder
         self._marker = check_name(marker)
