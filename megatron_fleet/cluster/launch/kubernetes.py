@@ -51,7 +51,9 @@ class Kubernetes:
     def render(self, job: Job) -> Rendered:
         """Return one JobSet for each run, and the commands that make its Secret and itself."""
         namespace = f"--namespace={job.config.launch.kubernetes.namespace}"
-        files, commands, stdin = {}, [], []
+        files: dict[str, str] = {}
+        commands: list[tuple[str, ...]] = []
+        stdin: list[str] = []
         for index, run in enumerate(job.runs):
             name = f"job-{index}.yaml" if len(job.runs) > 1 else "job.yaml"
             files[name] = _as_yaml(_jobset(job, run))
@@ -75,7 +77,7 @@ class Kubernetes:
         """Print the logs of the JobSets, one after the other, until each has ended."""
         worst, kubectl = State("completed", 0), _kubectl(record)
         for name in record.ids:
-            since = []
+            since: list[str] = []
             while (state := _state(kubectl, name)).status is None:
                 selector = f"--selector=jobset.sigs.k8s.io/jobset-name={name}"
                 logs = [*kubectl, "logs", "--follow", "--prefix", "--max-log-requests=100", selector, *since]

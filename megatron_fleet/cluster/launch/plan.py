@@ -131,7 +131,7 @@ def _check_disks(config: Config) -> None:
     if config.checkpoint.store.url is None and launch.kubernetes.claim is None:
         raise UserError(
             f"launch.kind={launch.kind}: the hosts' disks end with the job, and it could not go on elsewhere; set "
-            f"checkpoint.store.url=s3://bucket/prefix."
+            f"checkpoint.store.url=s3://bucket/prefix or gs://bucket/prefix."
         )
     if hosts_of(config) > 1 and config.checkpoint.export.last and launch.kubernetes.claim is None:
         raise UserError(
@@ -150,7 +150,8 @@ def secret_names(config: Config, environ: Mapping[str, str]) -> tuple[str, ...]:
     if missing:
         raise UserError(f"launch.secrets: {', '.join(missing)} is not set in this shell; export it.")
     families = ["HF_TOKEN"]
-    if "s3://" in config.model_dump_json():
+    dumped = config.model_dump_json()
+    if "s3://" in dumped or "gs://" in dumped:
         families += STORE
     if config.env.kind == "fleet":
         families.append("FLEET_")

@@ -162,7 +162,7 @@ def _ordered(launch: LaunchConfig, hosts: int) -> list[dict[str, Any]]:
     tried = []
     for place in _places(launch, hosts):
         image = f"docker:{launch.image}" if launch.image else sky.images.get(place)
-        own = {"use_spot": True} if place in sky.spot else {}
+        own: dict[str, Any] = {"use_spot": True} if place in sky.spot else {}
         own |= {"image_id": image} if image else {}
         tried += [{"infra": place, **kind, **own} for kind in kinds]
     return tried
