@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from dataclasses import replace
 from itertools import cycle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +17,10 @@ from megatron_fleet.cluster.planning.hardware import GPUS
 from megatron_fleet.cluster.planning.scaling import simulate
 from megatron_fleet.cluster.planning.simulation import Setup, Simulation
 from megatron_fleet.cluster.planning.workload import Workload
-from megatron_fleet.config.load import load
+from megatron_fleet.config.load import dump_resolved, load
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import simulator
 
 EQUAL = Setup(
     engines=2, slots=4, token_s=lambda n: 0.01 * n, lengths=np.array([100.0]), waiting_s=0.0, episodes=8, trainer_s=6.0,
@@ -108,3 +114,25 @@ def test_a_configuration_on_more_gpus():
     by = {(row.gpus, row.mode, row.staleness): row for row in rows}
     assert by[8, "apart", 2].tokens_per_s > by[8, "apart", 0].tokens_per_s
     assert by[8, "apart", 0].result.staleness == 0 < by[8, "apart", 1].result.staleness <= 1
+
+
+def run_folder(folder: Path, staleness: int, step_s: float) -> Path:
+    """A run of twelve equal steps: 8 s of rollout and 1 of sync when it plays on-policy."""
+    folder.mkdir()
+    overrides = ["rollout.max_staleness=1", "algorithm=importance_weighted"] if staleness else []
+    (folder / "config.json").write_text(dump_resolved(load(["experiment=quickstart", *overrides])))
+    names = ("timing/step", "timing/generate", "timing/sync_weights", "generate/avg_num_tokens", "timing/episode_s/all")
+    values = dict(zip(names, (step_s, 8.0, 1.0, 50.0, 4.0), strict=True))
+    rows = [json.dumps({"step": step, **values}) for step in range(1, 13)]
+    (folder / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    return folder
+
+
+def test_the_benchmark_plays_the_first_run_in_its_time(tmp_path, monkeypatch, capsys):
+    folders = [run_folder(tmp_path / "bound0", 0, 15.0), run_folder(tmp_path / "bound1", 1, 9.0)]
+    monkeypatch.setattr(sys, "argv", ["simulator.py", *map(str, folders)])
+    simulator.main()
+    first, second = (line.split(" | ") for line in capsys.readouterr().out.splitlines()[1:])
+    assert first[1:3] == ["0", "15.0"] and abs(float(first[3]) / 15.0 - 1) < 0.03
+    # 8 s of rollout, 6 of training and 1 of sync: the rollout is what is left to wait for.
+    assert second[1:3] == ["1", "9.0"] and 8.0 < float(second[3]) < 11.0

@@ -118,7 +118,7 @@ def _trainers(
     config: Config, hf_config: Mapping[str, Any], model: Model, gpu: Gpu, load: Workload, ranks: int
 ) -> Iterator[Config]:
     """Trainer layouts whose memory fits by itself, the fastest first."""
-    timed = []
+    timed: list[tuple[float, int, Config]] = []
     for parallel in layouts(model, ranks, gpu.per_host):
         if not _valid(config.model_copy(update={"parallel": parallel}), hf_config):
             continue
