@@ -75,7 +75,7 @@ class RunFiles:
             return
         if "://" not in place and not folder.is_dir():
             raise UserError(
-                f"{place}: no such folder; name the folder that a run wrote to (run.out), or s3://bucket/…."
+                f"{place}: no such folder; name the folder that a run wrote to (run.out), s3://bucket/… or gs://bucket/…."
             )
         self._find(place)
         address = place.rstrip("/") if "://" in place else os.path.abspath(place)
@@ -141,9 +141,7 @@ class RunFiles:
         run = _setting(config, "run", "id")
         places = {"evals": _setting(config, "eval", "upload")}
         places["rollouts"] = _setting(config, "logging", "trajectories", "upload")
-        return [
-            f"{place.rstrip('/')}/{kind}/{run}" for kind, place in places.items() if run and place.startswith("s3://")
-        ]
+        return [f"{place.rstrip('/')}/{kind}/{run}" for kind, place in places.items() if run and "://" in place]
 
 
 def _setting(config: Any, *names: str) -> str:

@@ -77,7 +77,7 @@ class RunSummary:
 
 
 def find_runs(place: str) -> list[RunSummary]:
-    """Summaries of the runs directly in a folder, or anywhere below an ``s3://`` address, by id.
+    """Summaries of the runs directly in a folder, or anywhere below an address in an object store, by id.
 
     Raises:
         UserError: there is no such folder, or the store refuses.
@@ -86,7 +86,9 @@ def find_runs(place: str) -> list[RunSummary]:
         return sorted(_stored(place), key=lambda run: run.id)
     folder = Path(place)
     if not folder.is_dir():
-        raise UserError(f"{place}: no such folder; name the folder of your runs, or s3://bucket/prefix.")
+        raise UserError(
+            f"{place}: no such folder; name the folder of your runs, s3://bucket/prefix or gs://bucket/prefix."
+        )
     here = [folder] if is_run(folder) else sorted(path for path in folder.iterdir() if is_run(path))
     return [_local(path) for path in here] or sorted(_stored(place), key=lambda run: run.id)
 

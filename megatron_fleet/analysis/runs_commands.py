@@ -7,14 +7,14 @@ from pathlib import Path
 
 from megatron_fleet.config.errors import UserError, say
 
-PLACE = "a run's folder (run.out), or its address in a store, s3://bucket/…/ID"
+PLACE = "a run's folder (run.out), or its address in a store, s3://… or gs://bucket/…/ID"
 
 
 def add_commands(parser: argparse.ArgumentParser) -> None:
     """Add the subcommands of ``mfleet runs``."""
     commands = parser.add_subparsers(required=True, metavar="command")
     listing = commands.add_parser("list", help="the runs in folders and buckets, a line each")
-    listing.add_argument("places", nargs="*", default=["runs"], help="folders of runs, or s3://bucket/prefix (runs)")
+    listing.add_argument("places", nargs="*", default=["runs"], help="folders of runs, or s3://… or gs://… (runs)")
     listing.add_argument("--json", action="store_true", help="print them as JSON")
     listing.set_defaults(run=_list)
     show = commands.add_parser("show", help="one run: its state, its checkpoints, its main settings")

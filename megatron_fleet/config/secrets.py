@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megatron_fleet.config.schema import Config
 
-STORE = ("AWS_",)
+STORE = ("AWS_", "GOOGLE_APPLICATION_CREDENTIALS")
 """Name prefixes of an object store's variables."""
 RAY = ("RAY_AUTH_TOKEN",)
 """Needed by Ray's own processes to talk to each other."""

@@ -24,7 +24,9 @@ SHOWN_ARGS = (
 )
 """Arguments of the writer's command line that `inspect` prints; its JSON output has all of them."""
 SHOWN_DIFFERENCES = 10
-EPILOG = "Folders are local paths or s3://bucket/prefix. docs/run/convert.md shows each command at work."
+EPILOG = (
+    "Folders are local paths, s3://bucket/prefix or gs://bucket/prefix. docs/run/convert.md shows each command at work."
+)
 
 
 def add_commands(parser: argparse.ArgumentParser) -> None:

@@ -57,7 +57,7 @@ def execute(plan: Plan, out: str, workers: int, share: Share, progress: ByteProg
     completes the folder, so runs on several machines need no coordination; several may even do the same share.
 
     Args:
-        out: local path or ``s3://`` address; must not exist.
+        out: local path, ``s3://`` or ``gs://`` address; must not exist.
         workers: number of threads; each needs about 30 MB, more if rows are very wide.
 
     Returns:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megatron_fleet.config.sections.data import DataConfig
 
 OVERRIDES = "data=preset or data.key=value; docs/reference/config.md lists the keys"
-SOURCE = "a file, s3://bucket/file.json, a prepared folder, or `embedded`"
+SOURCE = "a file, s3://… or gs://bucket/file.json, a prepared folder, or `embedded`"
 
 
 def add_commands(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +30,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
 
     prepare = commands.add_parser("prepare", help="select and split tasks; write them with their split manifest")
     prepare.add_argument("source", help=SOURCE)
-    prepare.add_argument("--out", required=True, metavar="DIR", help="new folder, or s3://bucket/folder")
+    prepare.add_argument("--out", required=True, metavar="DIR", help="new folder, s3://… or gs://bucket/folder")
     prepare.add_argument("--previous", metavar="FILE", help="split.json whose tasks stay on their sides")
     prepare.add_argument("overrides", nargs="*", help=OVERRIDES)
     prepare.set_defaults(run=_prepare)

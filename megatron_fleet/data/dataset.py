@@ -55,7 +55,7 @@ class Dataset:
 
 
 def load_tasks(address: str | Path) -> list[Task]:
-    """Load all tasks of a file (a path, ``s3://…json``, ``embedded``) or of a prepared folder, in order.
+    """Load all tasks of a file (a path, ``s3://…``, ``gs://…``, ``embedded``) or of a prepared folder, in order.
 
     Raises:
         UserError: it cannot be read, or a row is invalid or a duplicate; names row (from 1), field, expectation.

@@ -83,7 +83,7 @@ def read_bytes(address: str, key: str = "data.tasks") -> bytes:
         from megatron_fleet.storage.open import open_folder
 
         if address.count("/") < 3:
-            raise UserError(f"{key}={address}: names no file in a bucket; write s3://bucket/file.json.")
+            raise UserError(f"{key}={address}: names no file in a bucket; write s3://bucket/file.json or gs://….")
         folder, _, name = address.rpartition("/")
         return open_folder(folder).read(name)
     if address == EMBEDDED:

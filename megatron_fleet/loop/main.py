@@ -111,7 +111,7 @@ async def _train(
 
 
 def weights_url(config: Config) -> str:
-    """Return the folder of the weights for the ``disk`` transport: an absolute path, or ``s3://bucket/prefix``."""
+    """Return the folder of the weights for the ``disk`` transport: an absolute path, ``s3://…`` or ``gs://…``."""
     url = config.rollout.engine.weights_url or str(Path(config.run.out, "weights"))
     return url if "://" in url else str(Path(url).absolute())
 

@@ -53,7 +53,7 @@ def make_transport(name: str, options: Mapping[str, Any] | None = None) -> Trans
 
     Args:
         options: ``nccl`` and ``gloo`` need ``address`` (of the host of trainer rank 0, as engines reach it), ``disk``
-            needs ``url`` (a folder that trainer and engines can access, or ``s3://bucket/prefix``).
+            needs ``url`` (a folder that trainer and engines can access, ``s3://…`` or ``gs://…``).
 
     Raises:
         UserError: there is no such transport, or an option is missing.

@@ -32,7 +32,7 @@ def test_a_task_file_is_read(s3_data, tmp_path):
     for address, word in (
         (f"{s3_data}/all_computer_use.json", "no such file"),
         (f"s3://{BUCKET}-2/all.json", "bucket"),
-        ("gs://bucket/all.json", "s3://"),
+        ("ftp://bucket/all.json", "s3://"),
         ("s3://all.json", "no file in a bucket"),
     ):
         with pytest.raises(UserError, match=word):

@@ -162,5 +162,5 @@ def test_a_local_folder_will_do_and_close_does_not_wait_for_ever(tmp_path):
     uploads.close()
     assert (tmp_path / "there" / "evals" / "sub" / "large.npz").read_bytes() == files["sub/large.npz"].read_bytes()
     uploads.close()
-    with pytest.raises(UserError, match="gs://"):
-        Uploads("gs://bucket")
+    with pytest.raises(UserError, match="ftp://"):
+        Uploads("ftp://bucket")

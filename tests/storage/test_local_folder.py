@@ -151,7 +151,7 @@ def test_what_cannot_be_read_is_told(local_folder):
             local_folder.read(name)
 
 
-@pytest.mark.parametrize("url", ["s3://", "s3:///x", "gs://bucket/x", "file:///x", ""])
+@pytest.mark.parametrize("url", ["s3://", "s3:///x", "gs://", "gs:///x", "ftp://bucket/x", "file:///x", ""])
 def test_an_address_that_is_none_is_told(url):
     with pytest.raises(UserError, match=r"give a path or s3://bucket/prefix"):
         open_folder(url)

@@ -63,7 +63,7 @@ def test_a_folder_is_told_to_all_hosts_as_a_whole_path(tmp_path, monkeypatch):
     [
         ("s3://b/p", "auto", "requires rollout.engine.transport=disk, but the transport is auto"),
         ("s3://b/p", "nccl", "requires rollout.engine.transport=disk, but the transport is nccl"),
-        ("s3://", "disk", "is not the address of a folder; write a path or s3://bucket/prefix"),
+        ("s3://", "disk", "is not the address of a folder; write a path, s3://… or gs://…"),
         ("http://host/p", "disk", "weights_url=http://host/p is not the address of a folder"),
         ("' '", "disk", "is not the address of a folder"),
         ("'s3://key:secret@b/p'", "disk", "holds an @"),

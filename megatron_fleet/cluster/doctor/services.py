@@ -139,7 +139,7 @@ def _with_server(here: Here) -> bool:
 
 
 PROBES = (
-    Probe("object store", object_store, _with_store, "runs that write to s3:// addresses", deadline_s=STORE_S),
+    Probe("object store", object_store, _with_store, "runs that write to s3:// or gs:// addresses", deadline_s=STORE_S),
     Probe("W&B", wandb, _with_wandb, "runs with logging.wandb.project"),
     Probe("MLflow", mlflow, _with_mlflow, "runs with logging.mlflow.uri"),
     Probe("Slack", slack, _with_slack, "runs with logging.slack.channel"),

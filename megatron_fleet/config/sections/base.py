@@ -50,13 +50,18 @@ def url_problem(
     return f"{name}={url} is not the address of a server; write {accepted}."
 
 
+def is_in_store(url: str) -> bool:
+    """Whether an address is one of a bucket, or below one, in an object store."""
+    return re.fullmatch(r"(s3|gs)://[^/]+(/.*)?", url) is not None
+
+
 def bucket_problem(name: str, url: str | None) -> str | None:
     """Return an error message if the value of key ``name`` is neither ``None`` nor an address in an object store."""
     if url is not None and "@" in url:
         return f"{name} holds an @, as an address with a key does, which would be written to files; leave it out."
-    if url is None or re.fullmatch(r"s3://[^/]+(/.*)?", url):
+    if url is None or is_in_store(url):
         return None
-    return f"{name}={url} is not an address in an object store; write s3://bucket or s3://bucket/prefix."
+    return f"{name}={url} is not an address in an object store; write s3://bucket/prefix or gs://bucket/prefix."
 
 
 def secret_parameter(url: str) -> str | None:

@@ -47,7 +47,7 @@ class MixtureConfig(Section):
 
 class DataConfig(Section):
     tasks: str = Field(
-        description="Fleet task file (JSON; a path or `s3://bucket/file.json`) or a folder of `mfleet data prepare`. "
+        description="Fleet task file (JSON; a path, `s3://…` or `gs://…`) or a folder of `mfleet data prepare`. "
         "`embedded` = the embedded fleet's own tasks."
     )
     duplicates: Literal["refuse", "first"] = Field(

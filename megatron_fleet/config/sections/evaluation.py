@@ -64,7 +64,7 @@ class EvalConfig(Section):
     )
     upload: str | None = Field(
         None,
-        description="s3://bucket/prefix: evaluations are copied to evals/<run.id>/global_step_<N>/ below it.",
+        description="s3://… or gs://bucket/prefix: evaluations are copied to evals/<run.id>/global_step_<N>/ below it.",
     )
     endpoint: EndpointConfig = EndpointConfig()
 

@@ -51,7 +51,7 @@ class TrajectoriesConfig(Section):
     )
     upload: str | None = Field(
         None,
-        description="s3://bucket/prefix: trajectories of training steps are copied to rollouts/<run.id>/ below it; "
+        description="s3://… or gs://…: trajectories of training steps are copied to rollouts/<run.id>/ below it; "
         "those of evaluations go to `eval.upload`.",
     )
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from megatron_fleet.config.extension import Open, is_path
-from megatron_fleet.config.sections.base import MAX_TOKENS, Rule, Section
+from megatron_fleet.config.sections.base import MAX_TOKENS, Rule, Section, is_in_store
 
 if TYPE_CHECKING:
     from megatron_fleet.config.schema import Config
@@ -113,7 +112,7 @@ class EngineConfig(Section):
     )
     weights_url: str | None = Field(
         None,
-        description="transport=disk: the folder, a path or s3://bucket/prefix, of this run alone: weights of other "
+        description="transport=disk: the folder, a path, s3://… or gs://…, of this run alone: weights of other "
         "runs in it are removed; none: <run.out>/weights.",
     )
     residual_gib: float = Field(
@@ -316,9 +315,9 @@ def _weights_url(c: Config) -> str | None:
             "rollout.engine.weights_url holds an @, as an address with a key does, which would be written to files; "
             "leave it out."
         )
-    if re.fullmatch(r"s3://[^/]+(/.*)?", url):
+    if is_in_store(url):
         return None
-    return f"rollout.engine.weights_url={url} is not the address of a folder; write a path or s3://bucket/prefix."
+    return f"rollout.engine.weights_url={url} is not the address of a folder; write a path, s3://… or gs://…"
 
 
 RULES: tuple[Rule, ...] = (

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from megatron_fleet.config.sections.base import Rule, Section
+from megatron_fleet.config.sections.base import Rule, Section, is_in_store
 
 if TYPE_CHECKING:
     from megatron_fleet.config.schema import Config
@@ -97,7 +96,7 @@ class ClusterConfig(Section):
 class StoreConfig(Section):
     url: str | None = Field(
         None,
-        description="Where every checkpoint is copied in the background: s3://bucket/prefix, or a folder on another "
+        description="Where every checkpoint is copied in the background: s3://…, gs://…, or a folder on another "
         "disk. Below it: `<run.project>/<last part of model.path>/<run.id>/global_step_<N>/`.",
     )
     keep: int | None = Field(None, ge=1, description="Number of newest checkpoints to keep in the store; null: all.")
@@ -168,8 +167,8 @@ def _store(c: Config) -> str | None:
         return None
     if "@" in url:
         return "checkpoint.store.url holds an @, as an address with a key does, which would be written to files."
-    if "://" in url and not re.fullmatch(r"s3://[^/]+(/.*)?", url):
-        return f"checkpoint.store.url={url} is not the address of a folder; write s3://bucket/prefix or a path."
+    if "://" in url and not is_in_store(url):
+        return f"checkpoint.store.url={url} is not the address of a folder; write a path, s3://… or gs://bucket/prefix."
     return None
 
 

@@ -29,7 +29,9 @@ class DiskTransport:
     def __init__(self, options: Mapping[str, Any]) -> None:
         """Raises UserError without a ``url``."""
         if not options.get("url"):
-            raise UserError("rollout.engine.transport=disk: needs a folder that trainer and engines see, or s3://…")
+            raise UserError(
+                "rollout.engine.transport=disk: needs a folder that trainer and engines see, s3://… or gs://…"
+            )
         self._url = str(options["url"]).rstrip("/")
         self._versions: list[str] = []
 
