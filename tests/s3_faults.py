@@ -1,4 +1,4 @@
-"""A proxy in front of an S3 server that does to chosen requests what networks and stores do."""
+"""A proxy in front of a server of S3 or GCS that does to chosen requests what networks and stores do."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 
+from gcs_server import GCSServer
 from s3_server import S3Server
 
 DROPPED = {"connection", "expect", "keep-alive", "transfer-encoding"}
 """Headers about one connection, which are not forwarded. Signatures do not cover them."""
 REASONS = {
+    401: "Unauthorized",
     403: "AccessDenied",
     404: "NoSuchUpload",
     409: "ConditionalRequestConflict",
@@ -52,7 +54,7 @@ class Fault:
 class FaultyStore:
     """The proxy. ``endpoint`` is its address; ``requests`` are those that came, as `Fault.match` sees them."""
 
-    def __init__(self, server: S3Server, bytes_per_s: float | None = None) -> None:
+    def __init__(self, server: S3Server | GCSServer, bytes_per_s: float | None = None) -> None:
         """``bytes_per_s``: of each connection, each way."""
         self.target = ("127.0.0.1", int(server.endpoint.rpartition(":")[2]))
         self.bytes_per_s = bytes_per_s

@@ -12,6 +12,7 @@ the file in ``.NAME.TOKEN.partial/`` until it is committed or aborted.
 
 from __future__ import annotations
 
+import base64
 import functools
 import logging
 import os
@@ -42,6 +43,7 @@ from megatron_fleet.storage.remote import (
 
 try:
     import google.auth
+    import google_crc32c
     import requests
     from google.api_core import exceptions
     from google.auth import exceptions as auth_exceptions
@@ -154,7 +156,7 @@ def _transient(error: Exception) -> bool:
     """Whether the same request may succeed: the store is busy, the connection broke, or bytes were damaged."""
     if isinstance(error, exceptions.GoogleAPICallError):
         return error.code in TRY_AGAIN or (error.code == 400 and "match calculated" in str(error))
-    return isinstance(error, (*BROKEN, auth_exceptions.TransportError))
+    return isinstance(error, (*BROKEN, auth_exceptions.TransportError, _Damaged))
 
 
 class GCSFolder:
@@ -181,7 +183,7 @@ class GCSFolder:
     def sizes(self) -> dict[str, int]:
         listed = self._listed("")
         # Consoles represent a folder by an object whose name ends with a slash.
-        return dict(sorted((n, size) for n, size in listed.items() if not n.endswith("/") and not _is_part(n)))
+        return dict(sorted((n, size) for n, size in listed.items() if n and not n.endswith("/") and not _is_part(n)))
 
     def _listed(self, below: str) -> dict[str, int]:
         """Sizes of all objects whose names begin with ``below``, those of unfinished files too."""
@@ -281,6 +283,7 @@ class GCSFolder:
 
     def _upload(self, url: str, key: str, data: bytes, only_new: bool = False) -> int:
         """Write an object, whose checksum the store compares; returns its generation."""
+        checksum = base64.b64encode(google_crc32c.Checksum(data).digest()).decode()
 
         def put() -> int:
             blob = self._bucket.blob(key)
@@ -292,6 +295,10 @@ class GCSFolder:
                 timeout=TIMEOUT_S,
                 retry=None,
             )
+            # The store refuses what does not have the checksum sent along; what it says to hold is compared as well.
+            if blob.crc32c != checksum:
+                blob.delete(timeout=TIMEOUT_S, retry=None)
+                raise _Damaged
             return int(blob.generation)
 
         return self._ask(url, put, missing=NO_BUCKET)
@@ -330,12 +337,18 @@ class GCSFolder:
                 return retried(request, _transient, ATTEMPTS)
             except exceptions.PreconditionFailed:
                 raise _Exists(f"{url}: is there already.") from None
+            except _Damaged:
+                raise UserError(f"{url}: the bytes are damaged on the way each time; check the network.") from None
             except exceptions.RequestRangeNotSatisfiable:
                 raise _Unsatisfiable(f"{url}: is shorter.") from None
 
 
 class _Exists(UserError):
     """A file that must be new is there."""
+
+
+class _Damaged(Exception):
+    """The store holds other bytes than were sent."""
 
 
 class _Unsatisfiable(UserError):

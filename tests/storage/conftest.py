@@ -1,4 +1,4 @@
-"""The S3 server of the storage tests, and local folders on file systems of all kinds."""
+"""The servers of the storage tests, and local folders on file systems of all kinds."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from gcs_server import GCS_BUCKET, gcs_server
 from s3_server import BUCKET, s3_server
 
 from megatron_fleet.storage import direct, local
@@ -37,6 +38,34 @@ def s3(s3_running, monkeypatch):
 def s3_url(s3, request):
     """An S3 address that no other test uses."""
     return f"s3://{BUCKET}/{request.node.name.replace('[', '-').replace(']', '')}"
+
+
+@pytest.fixture(scope="session")
+def gcs_running():
+    """A GCS server for the whole session."""
+    pytest.importorskip("google.cloud.storage")
+    with gcs_server() as server:
+        yield server
+
+
+@pytest.fixture
+def gcs(gcs_running, monkeypatch):
+    """The server, found by Google's client."""
+    for name, value in gcs_running.environment().items():
+        monkeypatch.setenv(name, value)
+    return gcs_running
+
+
+@pytest.fixture
+def gcs_url(gcs, request):
+    """A GCS address that no other test uses."""
+    return f"gs://{GCS_BUCKET}/{request.node.name.replace('[', '-').replace(']', '')}"
+
+
+@pytest.fixture(params=["s3", "gcs"])
+def store_url(request):
+    """An address in a store of each kind that no other test uses."""
+    return request.getfixturevalue(f"{request.param}_url")
 
 
 @pytest.fixture(params=["disk", "memory", "refusing disk"])

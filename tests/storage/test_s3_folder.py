@@ -1,19 +1,14 @@
-"""Objects on a real S3 server: exact bytes, refusals in plain words, broken connections survived."""
+"""Objects on a real S3 server: what S3 alone does. ``test_store_folders.py`` has what all stores do."""
 
 from __future__ import annotations
 
-import random
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 from held_ports import held_ports
-from s3_server import BUCKET, Wire
 from storage_helpers import fill
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.storage.open import open_folder
 
-BYTES = random.Random(0).randbytes(12_000_017)
 LEAST_PART = 5 << 20
 """Bytes of the smallest part that the protocol allows before the last one."""
 
@@ -32,83 +27,6 @@ def module(s3, monkeypatch):
     monkeypatch.setattr(s3.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(s3, "ATTEMPTS", 2)
     return s3
-
-
-@pytest.fixture
-def wire(s3, monkeypatch):
-    """Route the clients made hereafter through a wire that cuts answers."""
-    wires = []
-
-    def through(cuts: int, after: int = 200_000) -> Wire:
-        wires.append(Wire(s3, cuts, after))
-        monkeypatch.setenv("AWS_ENDPOINT_URL", wires[-1].endpoint)
-        return wires[-1]
-
-    yield through
-    for each in wires:
-        each.close()
-
-
-def read(folder, name: str, offset: int, length: int) -> bytes:
-    buffer = memoryview(bytearray(length))
-    folder.read_into(name, offset, buffer)
-    return bytes(buffer)
-
-
-def test_parts_sent_by_threads_in_any_order_make_the_object(folder, module):
-    for size in (len(BYTES), 2 * LEAST_PART, 1, 0):
-        writer = folder.create("sub/big", size)
-        fill(writer, BYTES[:size], threads=3)
-        before = folder.sizes()
-        writer.commit()
-        writer.abort()
-        assert "sub/big" not in before or size < len(BYTES)
-        assert folder.sizes() == {"sub/big": size}
-        assert folder.read("sub/big") == BYTES[:size]
-        folder.delete("sub/big")
-        assert folder.sizes() == {}
-
-
-def test_any_range_gives_the_bytes_of_the_object(folder):
-    folder.write("file", BYTES)
-    draw = random.Random(2)
-    spans = [(0, 0), (0, 1), (len(BYTES) - 1, 1), (0, len(BYTES)), (7, 3_000_000)]
-    spans += [(offset := draw.randrange(len(BYTES)), draw.randrange(min(100_000, len(BYTES) - offset))) for _ in "123"]
-    with ThreadPoolExecutor(4) as pool:
-        for (offset, length), data in zip(spans, pool.map(lambda s: read(folder, "file", *s), spans), strict=True):
-            assert data == BYTES[offset : offset + length]
-    assert folder.read("file", 5, 10) == BYTES[5:15]
-    assert folder.read("file", len(BYTES) - 3) == BYTES[-3:]
-
-
-def test_a_folder_is_not_its_neighbour_whose_name_begins_alike(s3_url):
-    folder, neighbour = open_folder(f"{s3_url}/a/"), open_folder(f"{s3_url}/ab")
-    folder.write("b/c", b"1")
-    neighbour.write("x", b"22")
-    folder._client.put_object(Bucket=BUCKET, Key=s3_url.removeprefix(f"s3://{BUCKET}/") + "/a/", Body=b"")
-    assert folder.sizes() == {"b/c": 1}
-    assert neighbour.sizes() == {"x": 2}
-    assert folder.join("b/c") == f"{s3_url}/a/b/c"
-    assert open_folder(s3_url).sizes() == {"a/b/c": 1, "ab/x": 2}
-    with pytest.raises(UserError, match="is not the name of a file inside a folder"):
-        folder.read("../ab/x")
-
-
-def test_what_cannot_be_read_is_told(folder):
-    folder.write("file", b"12345")
-    for call in (lambda: folder.read("none"), lambda: read(folder, "none", 0, 3)):
-        with pytest.raises(UserError, match="none: there is no such file"):
-            call()
-    for offset, length in ((3, 3), (5, 1), (100, 2)):
-        with pytest.raises(UserError, match=f"file: has 5 bytes and byte {offset + length} was asked for"):
-            read(folder, "file", offset, length)
-
-
-def test_a_bucket_that_does_not_exist_is_told(s3):
-    folder = open_folder("s3://nobody-has-this/prefix")
-    for call in (folder.sizes, lambda: folder.write("x", b"1"), lambda: folder.create("x", 1)):
-        with pytest.raises(UserError, match=r"^s3://nobody-has-this/prefix.*: the bucket does not exist"):
-            call()
 
 
 def test_a_bucket_that_cannot_exist_is_told(s3):
@@ -167,34 +85,6 @@ def test_a_store_that_is_not_there_is_told(module, monkeypatch):
         open_folder("s3://bucket/x")
 
 
-def test_a_connection_that_breaks_is_taken_up_where_it_broke(module, folder, s3_url, wire, monkeypatch):
-    folder.write("file", BYTES)
-    cut = wire(cuts=3, after=3_000_000)
-    through = open_folder(s3_url)
-    spans = []
-    get = through._get
-    monkeypatch.setattr(through, "_get", lambda name, offset, *rest: spans.append(offset) or get(name, offset, *rest))
-    assert read(through, "file", 11, len(BYTES) - 11) == BYTES[11:]
-    assert cut.cuts_left == 0
-    assert len(spans) == 4
-    assert spans == sorted(set(spans))
-
-
-def test_a_connection_that_breaks_every_time_is_given_up(module, folder, s3_url, wire):
-    folder.write("file", BYTES)
-    wire(cuts=1000, after=70_000)
-    with pytest.raises(UserError, match=f"file: the connection broke {module.BODY_ATTEMPTS} times"):
-        read(open_folder(s3_url), "file", 0, len(BYTES))
-
-
-def test_an_object_that_changes_between_two_attempts_is_not_mixed(module, folder, s3_url, wire, monkeypatch):
-    folder.write("file", BYTES)
-    wire(cuts=1, after=3_000_000)
-    monkeypatch.setattr(module.time, "sleep", lambda seconds: seconds and folder.write("file", BYTES[::-1]))
-    with pytest.raises(UserError, match=r"file: the store refuses the GetObject request .*412"):
-        read(open_folder(s3_url), "file", 0, len(BYTES))
-
-
 def test_the_store_checks_what_it_receives(module, folder, monkeypatch):
     monkeypatch.setattr(module, "_crc32", lambda data: "AAAAAA==")
     with pytest.raises(UserError, match="file: the store refuses the PutObject request"):
@@ -237,23 +127,6 @@ def test_an_upload_is_aborted_once_and_never_after_its_commit(module, folder, mo
         writer.abort()
     assert aborted == ["one", "three"]
     assert folder.sizes() == {"two": 5}
-
-
-def test_an_object_of_another_size_does_not_stay(module, folder, monkeypatch):
-    writer = folder.create("file", 5)
-    fill(writer, b"12345")
-    monkeypatch.setattr(folder, "size", lambda name: 4)
-    with pytest.raises(UserError, match="file: the store holds 4 bytes of 5"):
-        writer.commit()
-    assert folder.sizes() == {}
-
-
-def test_a_write_that_is_no_part_is_refused(module, folder):
-    writer = folder.create("file", LEAST_PART + 10)
-    for offset, length in ((1, LEAST_PART), (0, 4096), (LEAST_PART, 11)):
-        with pytest.raises(ValueError, match=f"{length} bytes at {offset} are not part"):
-            writer.write_at(offset, memoryview(bytearray(length)))
-    writer.abort()
 
 
 @pytest.mark.parametrize("size", [0, 1, 16 << 20, 160 << 30, 2 << 40, 5 << 40])

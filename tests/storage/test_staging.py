@@ -20,9 +20,11 @@ from megatron_fleet.storage.open import open_folder, open_staging
 MARKER = "index.json"
 
 
-@pytest.fixture(params=["local", "s3"])
+@pytest.fixture(params=["local", "s3", "gcs"])
 def url(request, tmp_path):
-    return str(tmp_path / "deep" / "out") if request.param == "local" else request.getfixturevalue("s3_url")
+    return (
+        str(tmp_path / "deep" / "out") if request.param == "local" else request.getfixturevalue(f"{request.param}_url")
+    )
 
 
 def visible(url: str) -> dict[str, int]:
@@ -173,8 +175,8 @@ def test_after_a_kill_the_unfinished_upload_is_invisible_and_goes_with_publishin
     assert visible(s3_url) == {"a": 2, MARKER: 2}
 
 
-def test_a_store_that_does_not_list_uploads_is_committed_to_all_the_same(s3_url, monkeypatch, caplog):
-    staging = open_staging(s3_url, MARKER)
+def test_a_store_that_does_not_list_uploads_is_committed_to_all_the_same(store_url, monkeypatch, caplog):
+    staging = open_staging(store_url, MARKER)
 
     def denied():
         raise UserError("the store denies the access (AccessDenied)")

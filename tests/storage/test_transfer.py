@@ -1,4 +1,4 @@
-"""Files copied between folders, local and S3."""
+"""Files copied between folders, local and in stores."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def files(tmp_path):
     return source, [Copy(name, f"to/{name}", size) for name, size in sizes.items()]
 
 
-@pytest.fixture(params=["disk", "s3"])
+@pytest.fixture(params=["disk", "s3", "gcs"])
 def any_url(request, tmp_path):
-    return str(tmp_path / "store") if request.param == "disk" else request.getfixturevalue("s3_url")
+    return str(tmp_path / "store") if request.param == "disk" else request.getfixturevalue(f"{request.param}_url")
 
 
 def assert_equal(source, target, copies):
