@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -116,7 +117,7 @@ class Simulation:
         self._setup, self._random = setup, np.random.default_rng(seed)
         self._speed: dict[int, float] = {}
         self._engines = [_Engine() for _ in range(setup.engines)]
-        self._queue: list[_Episode] = []
+        self._queue: deque[_Episode] = deque()
         self._delayed: dict[int, _Episode] = {}
         self._active = self._playing = 0
         self._events: list[tuple[float, int, str, int, int]] = []
@@ -220,10 +221,8 @@ class Simulation:
         ]
         heapq.heapify(free)
         changed = set()
-        taken = 0
-        for episode in self._queue:
-            if not free:
-                break
+        while self._queue and free:
+            episode = self._queue.popleft()
             count, index = heapq.heappop(free)
             engine = self._engines[index]
             if index not in changed:
@@ -233,10 +232,8 @@ class Simulation:
             heapq.heappush(engine.playing, (engine.passed + episode.tokens, next(self._number), episode))
             self._active += not count
             self._playing += 1
-            taken += 1
             if count + 1 < slots:
                 heapq.heappush(free, (count + 1, index))
-        del self._queue[:taken]
         for index in changed:
             self._plan(index)
         self._share()
@@ -281,7 +278,7 @@ class Simulation:
             return  # its step was trained on, before the trainer was lost
         if self._random.random() < self._setup.failures:
             self._counts["replayed"] += 1
-            self._queue.insert(0, self._episode(episode.batch))
+            self._queue.appendleft(self._episode(episode.batch))
             self._fill()
             return
         self._missing[episode.batch] -= 1
@@ -296,7 +293,7 @@ class Simulation:
         self._clear(engine)
         engine.lost = True
         engine.timer += 1
-        self._queue[:0] = again
+        self._queue.extendleft(again)
         self._later(self._setup.restart_s, "engine back", index)
         self._fill()
 
