@@ -2,7 +2,7 @@
 of ``FOLDER/commands.json`` one after the other and writes ``FOLDER/ended.json``.
 
 A command that ends with status 75 has saved before its end, as for ``run.time_limit_s``, and is started again with
-``run.resume=must``. SIGTERM is passed on, and ends the job.
+``run.resume=must``. The environment is the one that the launcher has chosen. SIGTERM is passed on, and ends the job.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Supervisor:
         status, attempts = os.EX_TEMPFAIL, 0
         while status == os.EX_TEMPFAIL and attempts <= self._max_requeues and not self._stopped:
             again = ["run.resume=must"] if attempts else []
-            self._child = subprocess.Popen([*command, *again], stdin=subprocess.DEVNULL)
+            self._child = subprocess.Popen([*command, *again], env=dict(os.environ), stdin=subprocess.DEVNULL)
             status = self._child.wait()
             attempts += 1
         return status if status >= 0 else 128 - status
