@@ -1,7 +1,9 @@
 """A real GCS server (fake-gcs-server) on loopback.
 
-It checks CRC32Cs and generations as the store does. It asks for no credentials, and answers a join of objects that are
-missing with 500 instead of 404: what the store says to these is tested with answers that ``s3_faults.py`` plans.
+It checks generations as the store does, and answers with the CRC32C of what it holds, but takes content whose CRC32C is
+not the announced one: tests of damage rest on our comparison with the answer. It asks for no credentials, and answers a
+join of objects that are missing with 500 instead of 404: what the store says to these is tested with answers that
+``s3_faults.py`` plans.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ try:
     import requests
     from google.api_core import exceptions
     from google.auth import exceptions as auth_exceptions
-    from google.auth.credentials import AnonymousCredentials
+    from google.auth.credentials import AnonymousCredentials, Credentials
     from google.auth.transport.requests import AuthorizedSession
     from google.cloud import storage
 except ImportError:
@@ -100,7 +100,7 @@ def _connect(process: int, environment: frozenset[tuple[str, str]]) -> storage.C
     """Args: what makes clients differ."""
     with store_errors_as_user_error("gs"):
         if os.environ.get("STORAGE_EMULATOR_HOST"):
-            credentials = AnonymousCredentials()
+            credentials: Credentials = AnonymousCredentials()
         else:
             credentials, _ = google.auth.default(scopes=[SCOPE])
         session = AuthorizedSession(credentials)

@@ -233,14 +233,14 @@ def _tflops(product: Callable[[], object], n: int) -> float:
         for _ in range(10):
             product()
 
-    return round(10 * 2 * n**3 / median_seconds(ten, 3) / 1e12, 3)
+    return float(f"{10 * 2 * n**3 / median_seconds(ten, 3) / 1e12:.4g}")
 
 
 def copy_tb_s(size: str) -> float:
     """TB/s, read and written, of a copy within the device's memory."""
     source = torch.ones(COPY_BYTES[size], dtype=torch.uint8, device=device())
     target = torch.empty_like(source)
-    return round(2 * len(source) / median_seconds(lambda: target.copy_(source), 5) / 1e12, 4)
+    return float(f"{2 * len(source) / median_seconds(lambda: target.copy_(source), 5) / 1e12:.4g}")
 
 
 def finite(value: float, digits: int = 4) -> float:
