@@ -111,7 +111,7 @@ async def test_a_rank_gets_the_store_s_secrets_and_its_token_alone(tmp_path, mon
     await ranks.start("h:1", "the run's")
     await ranks.stop(20)
     assert (tmp_path / "rank_0.log").read_text().split("] ") == [
-        "['AWS_ACCESS_KEY_ID', 'AWS_SECRET_ACCESS_KEY', 'AWS_SESSION_TOKEN'",
+        "['AWS_ACCESS_KEY_ID', 'AWS_SECRET_ACCESS_KEY', 'AWS_SESSION_TOKEN', 'GOOGLE_APPLICATION_CREDENTIALS'",
         "the run's\n",
     ]
 

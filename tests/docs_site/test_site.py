@@ -60,7 +60,8 @@ def test_diagrams_are_as_drawn():
     drawn = {DOCS / f"{name}.svg": diagrams.draw(diagram) for name, diagram in diagrams.DIAGRAMS.items()}
     charts = {DOCS / "learn" / "quickstart.svg", DOCS / "understand" / "mixture.svg"}  # of measurements
     charts.update((DOCS / "understand").glob("gpu-*.svg"))
-    charts.add(DOCS / "understand" / "memory.svg")  # of computed memory, see tests/cluster/test_memory_page.py
+    # Of computed memory and time, see tests/cluster.
+    charts |= {DOCS / "understand" / "memory.svg", DOCS / "run" / "planning.svg"}
     assert {path: path.read_text(encoding="utf-8") for path in {*DOCS.rglob("*.svg")} - charts} == drawn, (
         "run: python tools/diagrams.py"
     )

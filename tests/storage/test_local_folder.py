@@ -153,7 +153,7 @@ def test_what_cannot_be_read_is_told(local_folder):
 
 @pytest.mark.parametrize("url", ["s3://", "s3:///x", "gs://", "gs:///x", "ftp://bucket/x", "file:///x", ""])
 def test_an_address_that_is_none_is_told(url):
-    with pytest.raises(UserError, match=r"give a path or s3://bucket/prefix"):
+    with pytest.raises(UserError, match=r"give a path, s3://bucket/prefix or gs://bucket/prefix"):
         open_folder(url)
 
 

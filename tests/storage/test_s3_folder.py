@@ -21,10 +21,10 @@ def folder(s3_url):
 @pytest.fixture
 def module(s3, monkeypatch):
     """The module, with small parts and no long waits."""
-    from megatron_fleet.storage import s3
+    from megatron_fleet.storage import remote, s3
 
     monkeypatch.setattr(s3, "PART", LEAST_PART)
-    monkeypatch.setattr(s3.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(remote.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(s3, "ATTEMPTS", 2)
     return s3
 

@@ -22,8 +22,8 @@ from megatron_fleet.models.model import Model
 
 SYNC_S, SYNC_RATE = 0.3, 27e9
 """Seconds of a weight sync, and bytes per second besides: NCCL broadcasts of 30B to 1T parameters in buckets take 19 to
-44 GB/s (miles, docs/advanced/p2p-weight-transfer.md). Every rank gathers every layer whole, so it does not get faster
-with more of them."""
+44 GB/s (miles, its page on peer-to-peer weight transfer). Every rank gathers every layer whole, so it does not get
+faster with more of them."""
 WAKE_S = 1.0
 """Seconds of an engine's sleep and wake, besides the trainer's copies (vLLM frees and maps memory)."""
 DISK = 2e9
