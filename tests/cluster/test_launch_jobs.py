@@ -74,6 +74,7 @@ def jobset(*overrides: str) -> dict:
     ("launcher", "kind", "overrides", "said"),
     [
         (Slurm(), "slurm", ["cluster.ranks=external"], "the launcher sets it"),
+        (SkyPilot(), "skypilot", ["launch.kubernetes.claim=runs"], "the hosts' disks end with the job"),
         (Slurm(), "slurm", ["run.resume=never"], "would throw away what it has trained"),
         (Slurm(), "slurm", ["cluster.nodes=2"], "1 ranks .* cannot be divided"),
         (Slurm(), "slurm", ["parallel.data=4", "launch.gpus=2"], "would have 4 ranks"),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import secrets
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from megatron_fleet.config.errors import UserError, say
 from megatron_fleet.config.files import read_object
@@ -23,6 +24,10 @@ RECORD = "job.json"
 COMMAND_S = 300.0
 """Deadline of a scheduler's command; SkyPilot's takes minutes when it starts its server."""
 FOLLOW_S = 2.0
+TOKEN = "MFLEET_TOKEN"
+"""Variable with the secret of the sockets of a run on several hosts."""
+IMAGE_PROJECT = "/megatron_fleet"
+"""Folder of the project in an image of its Dockerfile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +92,7 @@ def host_variables(config: Config) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """What is submitted.
+    """Files and commands of a submission.
 
     Attributes:
         files: text by name, written to the job's folder; no secrets.
@@ -158,6 +163,31 @@ class Launcher(Protocol):
     def cancel(self, record: Record, folder: Path) -> None:
         """End the job for good; what it has saved stays."""
         ...
+
+
+def new_token() -> str:
+    """Return a secret for the sockets of one run on several hosts."""
+    return secrets.token_hex(32)
+
+
+def remote_out(run: Run) -> str:
+    """Return ``run.out`` as hosts without this disk see it: relative ones are below the project's folder there."""
+    here = Path.cwd()
+    return str(run.out.relative_to(here) if run.out.is_relative_to(here) else run.out)
+
+
+def as_yaml(tree: dict[str, Any]) -> str:
+    """Return a manifest as YAML, texts of several lines as blocks."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        """Writes texts of several lines as blocks."""
+
+    def represent(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+    Dumper.add_representer(str, represent)
+    return "---\n" + yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 def write_files(job: Job, rendered: Rendered) -> None:

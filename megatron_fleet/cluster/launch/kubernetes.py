@@ -17,16 +17,18 @@ from typing import Any
 from megatron_fleet.cluster.launch.job import (
     FOLLOW_S,
     SCRIPTS,
+    TOKEN,
     Job,
     Record,
     Rendered,
     Run,
     State,
+    as_yaml,
     execute,
     host_variables,
+    new_token,
+    remote_out,
 )
-from megatron_fleet.cluster.launch.plan import new_token
-from megatron_fleet.cluster.launch.skypilot import TOKEN
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.secrets import without_secrets
 
@@ -56,7 +58,7 @@ class Kubernetes:
         stdin: list[str] = []
         for index, run in enumerate(job.runs):
             name = f"job-{index}.yaml" if len(job.runs) > 1 else "job.yaml"
-            files[name] = _as_yaml(_jobset(job, run))
+            files[name] = as_yaml(_jobset(job, run))
             commands.append(("kubectl", namespace, "apply", "--server-side", "--filename=-"))
             commands.append(("kubectl", namespace, "create", f"--filename={job.folder / name}"))
             stdin += [json.dumps(_secret(job, run)), ""]
@@ -123,7 +125,7 @@ def _jobset(job: Job, run: Run) -> dict[str, Any]:
     (host,) = pod["containers"]
     host["image"], host["args"] = launch.image, list(run.overrides)
     fixed = {"HOSTS": str(job.hosts), "HEAD": f"{name}-host-0-0.{name}"}
-    ours = {"MFLEET_OUT": str(run.out.relative_to(Path.cwd()) if run.out.is_relative_to(Path.cwd()) else run.out)}
+    ours = {"MFLEET_OUT": remote_out(run)}
     for variable in host["env"]:
         variable |= {"value": fixed[variable["name"]]} if variable["name"] in fixed else {}
     ours |= host_variables(job.config) | {variable: job.environ[variable] for variable in job.variables}
@@ -147,12 +149,6 @@ def _resources(job: Job) -> dict[str, Any]:
     }
     given = {name: value for name, value in limits.items() if value is not None}
     return {"limits": given} if given else {}
-
-
-def _as_yaml(jobset: dict[str, Any]) -> str:
-    import yaml
-
-    return "---\n" + yaml.safe_dump(jobset, sort_keys=False, allow_unicode=True, width=120)
 
 
 def _kubectl(record: Record) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -30,7 +29,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 CARRIED = ("MFLEET_EPISODE_PYTHON", "HF_HOME", "HF_ENDPOINT", "HF_HUB_OFFLINE", "FLEET_BASE_URL")
 """Variables of this shell that go to the job when they are set."""
 _NOT_CARRIED = ("MFLEET_TOKEN", "MFLEET_CONTROLLER", "MFLEET_CONTROLLER_FILE", "MFLEET_HOST_ADDRESS")
-"""Of the run that this shell may belong to, not of the one that is launched."""
+"""Variables that describe the run that this shell may belong to; a launched job does not inherit them."""
 
 
 def plan(
@@ -128,12 +127,13 @@ def _check_launch(config: Config) -> None:
 
 def _check_disks(config: Config) -> None:
     launch = config.launch
-    if config.checkpoint.store.url is None and launch.kubernetes.claim is None:
+    claim = launch.kubernetes.claim if launch.kind == "kubernetes" else None
+    if config.checkpoint.store.url is None and claim is None:
         raise UserError(
             f"launch.kind={launch.kind}: the hosts' disks end with the job, and it could not go on elsewhere; set "
             f"checkpoint.store.url=s3://bucket/prefix or gs://bucket/prefix."
         )
-    if hosts_of(config) > 1 and config.checkpoint.export.last and launch.kubernetes.claim is None:
+    if hosts_of(config) > 1 and config.checkpoint.export.last and claim is None:
         raise UserError(
             "checkpoint.export.last=true needs a folder that all hosts share (launch.shared_disk=false); set it to "
             "false, and convert a checkpoint of the store afterwards."
@@ -163,11 +163,6 @@ def secret_names(config: Config, environ: Mapping[str, str]) -> tuple[str, ...]:
         families.append(SLACK_TOKEN)
     used = {name for name, value in environ.items() if value and name.startswith(tuple(families))}
     return tuple(sorted(used | set(config.launch.secrets)))
-
-
-def new_token() -> str:
-    """Return a secret for the sockets of one run on several hosts."""
-    return secrets.token_hex(32)
 
 
 def commit() -> str | None:

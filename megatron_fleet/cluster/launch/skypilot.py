@@ -16,25 +16,27 @@ from typing import Any
 
 from megatron_fleet.cluster.launch.job import (
     FOLLOW_S,
+    IMAGE_PROJECT,
     ROOT,
     SCRIPTS,
+    TOKEN,
     Job,
     Record,
     Rendered,
     Run,
     State,
+    as_yaml,
     execute,
     host_variables,
+    new_token,
+    remote_out,
 )
-from megatron_fleet.cluster.launch.plan import new_token
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import LaunchConfig
 from megatron_fleet.config.secrets import without_secrets
 
 SUBMIT_S = 3600.0
 """Deadline of a submission, which may start the host of SkyPilot's controller first."""
-TOKEN = "MFLEET_TOKEN"
-IMAGE_PROJECT = "/megatron_fleet"
 _SUCCEEDED, _UNFINISHED = 0, 101
 """Exit statuses of ``sky jobs logs``."""
 NO_SEVERAL_HOSTS = ("runpod", "vast", "primeintellect")
@@ -81,7 +83,7 @@ class SkyPilot:
         files, commands = {}, []
         for index, run in enumerate(job.runs):
             name = f"job-{index}.yaml" if len(job.runs) > 1 else "job.yaml"
-            files[name] = _as_yaml(_task(job, run))
+            files[name] = as_yaml(_task(job, run))
             secrets = [word for secret in (*job.secrets, TOKEN) for word in ("--secret", secret)]
             path = str(job.folder / name)
             commands.append(("sky", "jobs", "launch", "--yes", "--detach-run", *secrets, path))
@@ -134,7 +136,7 @@ def _task(job: Job, run: Run) -> dict[str, Any]:
     common = {key: value for key, value in task["resources"].items() if key != "accelerators"}
     arguments = shlex.join(run.overrides)
     environment = {"MFLEET_ARGUMENTS": arguments, **host_variables(job.config)}
-    environment["MFLEET_OUT"] = _remote_out(job, run)
+    environment["MFLEET_OUT"] = remote_out(run)
     if launch.image is None:
         task["workdir"] = str(ROOT)
     else:
@@ -149,11 +151,6 @@ def _task(job: Job, run: Run) -> dict[str, Any]:
     }
 
 
-def _remote_out(job: Job, run: Run) -> str:
-    """Return ``run.out`` as the hosts see it: relative ones are below the project's folder there."""
-    return str(run.out.relative_to(Path.cwd())) if run.out.is_relative_to(Path.cwd()) else str(run.out)
-
-
 def _ordered(launch: LaunchConfig, hosts: int) -> list[dict[str, Any]]:
     """Return the resources to try, place by place."""
     sky = launch.skypilot
@@ -166,16 +163,3 @@ def _ordered(launch: LaunchConfig, hosts: int) -> list[dict[str, Any]]:
         own |= {"image_id": image} if image else {}
         tried += [{"infra": place, **kind, **own} for kind in kinds]
     return tried
-
-
-def _as_yaml(task: dict[str, Any]) -> str:
-    import yaml
-
-    class Dumper(yaml.SafeDumper):
-        """Writes texts of several lines as such."""
-
-    def represent(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
-
-    Dumper.add_representer(str, represent)
-    return "---\n" + yaml.dump(task, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from megatron_fleet.cluster.launch.job import (
     FOLLOW_S,
+    IMAGE_PROJECT,
     ROOT,
     SCRIPTS,
     Job,
@@ -31,8 +32,6 @@ from megatron_fleet.config.errors import UserError, say
 from megatron_fleet.config.load import load
 
 SCRIPT = "job.sbatch"
-IMAGE_PROJECT = "/megatron_fleet"
-"""The project's folder in an image of its Dockerfile."""
 _OVER = (
     "COMPLETED",
     "CANCELLED",
