@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -136,6 +137,19 @@ def sbatch(slurm: Slurm, environ: dict[str, str], folder: Path, *arguments: str)
     return slurm.hosts.run(CONTROLLER, ["sbatch", *options, *arguments], both)
 
 
+def final_status(slurm: Slurm, id_: str) -> int:
+    """Wait until a job has ended for good; returns its exit status. `sbatch --wait` may end when it is requeued."""
+    found: list[str] = []
+
+    def ended() -> bool:
+        shown = slurm.output(["scontrol", "show", "job", id_, "--oneliner"])
+        found[:] = re.findall(r" JobState=(\w+) .* ExitCode=(\d+):(\d+)", shown)[0]
+        return found[0] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
+
+    wait_until(ended)
+    return int(found[1])
+
+
 def submit(slurm: Slurm, environ: dict[str, str], folder: Path, *overrides: str) -> int:
     """Run the batch job to its end; its exit status."""
     job = sbatch(slurm, environ, folder, str(SBATCH), *overrides)
@@ -161,10 +175,10 @@ def test_slurm_tells_the_controllers_status(slurm, environ, tmp_path):
     slurm.wait_until_idle()
 
 
-def wait_for_reports(folder: Path, count: int, job: subprocess.Popen[str]) -> None:
+def wait_for_reports(folder: Path, count: int) -> None:
     deadline = time.monotonic() + LIMIT_S
     while len(reports(folder)) < count:
-        assert time.monotonic() < deadline and job.poll() is None, (folder / "job.log").read_text()
+        assert time.monotonic() < deadline, (folder / "job.log").read_text()
         time.sleep(0.1)
 
 
@@ -187,12 +201,12 @@ def start_again(slurm: Slurm, id_: str) -> None:
 def test_slurm_requeues_a_run_that_saved_and_it_must_resume(slurm, environ, tmp_path):
     job = sbatch(slurm, environ, tmp_path, str(SBATCH), *LAYOUT, "stub.world=4", "stub.wait", "stub.saves")
     try:
-        wait_for_reports(tmp_path, 2, job)
+        wait_for_reports(tmp_path, 2)
         id_ = of_job(slurm, "%A")
         # As ahead of the time limit.
         slurm.output(["scancel", "--batch", "--signal=USR1", id_])
         start_again(slurm, id_)
-        assert job.wait(LIMIT_S) == 0, (tmp_path / "job.log").read_text()
+        assert final_status(slurm, id_) == 0, (tmp_path / "job.log").read_text()
     finally:
         stop(job)
     starts = [report for report in reports(tmp_path) if "overrides" in report]
@@ -207,12 +221,12 @@ def test_a_run_that_had_nothing_to_save_may_begin_again_and_not_more_often_than_
     job = sbatch(slurm, limited, tmp_path, str(SBATCH), "parallel.data=4", "stub.world=4", "stub.wait", "stub.again")
     try:
         for attempt in range(2):
-            wait_for_reports(tmp_path, 3 * attempt + 2, job)
+            wait_for_reports(tmp_path, 3 * attempt + 2)
             id_ = of_job(slurm, "%A")
             slurm.output(["scancel", "--batch", "--signal=USR1", id_])
             if attempt == 0:
                 start_again(slurm, id_)
-        assert job.wait(LIMIT_S) == 138
+        assert final_status(slurm, id_) == 138
     finally:
         stop(job)
     starts = [report for report in reports(tmp_path) if "overrides" in report]
@@ -225,7 +239,7 @@ def test_a_run_that_had_nothing_to_save_may_begin_again_and_not_more_often_than_
 def test_a_cancelled_job_saves_and_is_gone(slurm, environ, tmp_path):
     job = sbatch(slurm, environ, tmp_path, str(SBATCH), *LAYOUT, "stub.world=4", "stub.wait", "stub.saves")
     try:
-        wait_for_reports(tmp_path, 2, job)
+        wait_for_reports(tmp_path, 2)
         slurm.output(["scancel", of_job(slurm, "%A")])
         job.wait(LIMIT_S)
     finally:
