@@ -90,7 +90,7 @@ def constants() -> str:
 
 
 def summary() -> str:
-    """How many points are within the goals."""
+    """Table of the number of points within the goals."""
     times = list(step_points.errors().values())
     steps = [error for (_, phase), error in step_points.errors().items() if phase == "step"]
     memory = [memory_points.predicted(p) / p.measured - 1 for p in memory_points.POINTS]

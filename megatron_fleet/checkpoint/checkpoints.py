@@ -99,7 +99,7 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints under one folder, which the ranks see too, but for what `begin` is told to publish.
+    """Checkpoints in one folder, which the ranks can read too, unless `begin` is given a function that publishes them.
 
     Attributes:
         folder: where they are.

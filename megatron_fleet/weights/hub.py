@@ -36,7 +36,7 @@ _TRUE = ("1", "ON", "YES", "TRUE")
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What the hub says of a model: its commit, and bytes by file of those that are needed."""
+    """A model as the hub lists it: its commit, and the size in bytes of each file that a run needs."""
 
     model: HubModel
     sizes: Mapping[str, int]

@@ -41,7 +41,7 @@ def here(name: str, environ: dict[str, str]) -> Here:
 
 
 async def host_with_clock(environ: dict[str, str], ahead_s: float) -> None:
-    """A host whose clock is wrong, and which finds nothing."""
+    """Meet as a host whose clock is wrong and whose probes find nothing."""
     reader, writer = await meeting._dial(environ["MFLEET_CONTROLLER"], HANG_S)
     writer.write(
         frames.pack("doctor", await handshake.dial(reader, writer, TOKEN), host_to_plain(Host("late", "127.0.0.1")))
@@ -59,7 +59,7 @@ async def host_with_clock(environ: dict[str, str], ahead_s: float) -> None:
 
 
 async def met(environ: dict[str, str], *others, timeout_s: float = HANG_S) -> tuple[list[Finding], list[int]]:
-    """What the first host finds, and what the others are told."""
+    """Run a meeting; returns the findings of the first host and the exit statuses sent to the others."""
     first = Meeting(here("first", environ), PROBES, 1 + len(others), timeout_s)
     found, *told = await asyncio.gather(first.run(), *others)
     return found, told

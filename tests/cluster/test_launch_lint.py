@@ -31,7 +31,7 @@ STORE = "checkpoint.store.url=s3://bucket/prefix"
 
 
 def lint(program: str, *arguments: object) -> str:
-    """What a linter finds."""
+    """Run a linter; returns its findings, empty when there are none."""
     words = [str(PROGRAMS / program), *map(str, arguments)]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=False)
     return "" if done.returncode == 0 else done.stdout + done.stderr
@@ -117,7 +117,7 @@ GOOD = {
 
 
 def submitted(folder: Path, **inputs: str) -> subprocess.CompletedProcess[str]:
-    """What launch/workflow.sh does with a stand-in for mfleet that prints its arguments."""
+    """Run launch/workflow.sh with a stand-in for mfleet that prints its arguments."""
     program = folder / "mfleet"
     program.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n[ -z "${SLACK_BOT_TOKEN+x}" ] || echo "an empty secret"\n')
     program.chmod(0o755)

@@ -25,7 +25,7 @@ from megatron_fleet.weight_sync.cuda_ipc.controller import check_allocator
 GIB = 1 << 30
 PROC, CGROUP, SHARED = Path("/proc"), Path("/sys/fs/cgroup"), Path("/dev/shm")
 LEAST_MEMORY = 4 * GIB
-"""What the quickstart takes, with its tests."""
+"""Bytes of free memory that the quickstart needs."""
 LEAST_TASKS = 1000
 """Threads and processes: Ray's, those of an engine and of a rank have about a hundred each, and grow with the cores."""
 LEAST_FILES, FILES_PER_EPISODE = 4096, 4
@@ -35,7 +35,7 @@ NCCL_SHARED = GIB
 OUTPUTS = GIB
 """Logs, trajectories and metrics of a run, besides its checkpoints."""
 CHECKPOINT_BYTES = 16
-"""Of a parameter: master weight and two moments in float32, and the model's own at most."""
+"""Bytes of a checkpoint per parameter, at most: master weight, two moments and the model's own weight in float32."""
 TRIAL_PARTS = 4
 SLOW, TOO_SLOW = 200e6, 20e6
 """Bytes per second of a disk below which a checkpoint holds a run up, and below which it takes hours."""

@@ -211,4 +211,4 @@ def alone(here: Here) -> Result:
 
 PROBES = (Probe("ports", ports),)
 ALONE = Probe("all-reduce", alone, deadline_s=EXCHANGE_S + 10, slow=True)
-"""Of a host without others; several do it together, see `meeting`."""
+"""All-reduce probe of a single host; several hosts do one together, see `meeting`."""

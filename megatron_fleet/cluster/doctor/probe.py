@@ -42,7 +42,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """What a probe is asked about.
+    """Host and configuration that a probe examines.
 
     Attributes:
         config: of the run that is to be started; ``None``: this machine alone is looked at.

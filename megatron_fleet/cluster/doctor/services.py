@@ -14,7 +14,7 @@ ANSWER_S = 10.0
 STORE_S = 60.0
 """The store's client tries again several times."""
 FLEET_URL = "https://orchestrator.fleetai.com"
-"""What fleet-python asks without FLEET_BASE_URL."""
+"""Address that fleet-python uses when FLEET_BASE_URL is not set."""
 
 
 def stores(config: Config) -> dict[str, str]:

@@ -27,7 +27,7 @@ LATENCY_SIGMA = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What is simulated.
+    """Parameters of a simulation.
 
     Attributes:
         engines, slots: engines, and episodes that each plays at once.
@@ -65,7 +65,7 @@ class Setup:
 
 @dataclass(slots=True, kw_only=True)
 class Result:
-    """What was seen.
+    """Totals of a simulation.
 
     Attributes:
         seconds: of all steps.

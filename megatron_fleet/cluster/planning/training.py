@@ -34,7 +34,7 @@ FP8_SPEED = 1.3
 HBM, NVLINK, NETWORK = 0.75, 0.7, 0.6
 """Shares of bandwidths that copies and messages reach."""
 ALL_TO_ALL = 0.5
-"""Of these: what an all-to-all of many small messages reaches."""
+"""Share of these bandwidths that an all-to-all of many small messages reaches."""
 LAYER_S, EXPERT_LAYER_S = 0.3e-3, 0.9e-3
 """Host seconds to launch a layer's forward pass; its backward pass takes twice that."""
 ADAM_BYTES = 30
