@@ -16,11 +16,11 @@ settings.register_profile("repeatable", settings.get_profile("random"), derandom
 settings.load_profile("repeatable")
 
 LONGEST = (
-    "e2e/test_whole_runs.py", "e2e/test_hosts_run.py", "e2e/test_kills.py", "e2e/test_expert_runs.py",
-    "weight_sync/test_families_updated.py", "parity/test_parity.py", "loop/test_guard_ranks.py",
-    "rollout/test_start.py", "rollout/test_service.py", "loop/test_colocation_ranks.py", "rollout/test_owner.py",
-    "weights/test_families.py", "fuzz/test_fuzz.py", "e2e/test_faults_run.py", "trainer/test_group.py",
-    "weight_sync/test_passthrough.py",
+    "e2e/test_whole_runs.py", "e2e/test_hosts_run.py", "e2e/test_launch_run.py", "e2e/test_kills.py",
+    "e2e/test_expert_runs.py", "weight_sync/test_families_updated.py", "parity/test_parity.py",
+    "loop/test_guard_ranks.py", "rollout/test_start.py", "rollout/test_service.py", "loop/test_colocation_ranks.py",
+    "rollout/test_owner.py", "weights/test_families.py", "fuzz/test_fuzz.py", "e2e/test_faults_run.py",
+    "trainer/test_group.py", "weight_sync/test_passthrough.py",
 )  # fmt: skip
 """These files run first, so that none of them is left for the end of a run in several processes."""
 

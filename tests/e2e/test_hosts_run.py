@@ -1,4 +1,7 @@
-"""Whole runs over two hosts: ranks, engines and workers on both, started by `mfleet node`, torchrun and Slurm."""
+"""Whole runs over two hosts: ranks, engines and workers on both, started by `mfleet node` and torchrun.
+
+Slurm: test_launch_run.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,7 @@ from pathlib import Path
 
 import namespace_hosts
 import pytest
-import slurm_cluster
 from namespace_hosts import ROOT, Hosts, stop
-from slurm_cluster import CONTROLLER, Slurm
 from waiting import wait_until
 
 reason = namespace_hosts.why_not()
@@ -43,7 +44,7 @@ EXACT = 1e-5
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory) -> Iterator[Hosts]:
-    with Hosts([CONTROLLER, "n1", "n2"], visible=[tmp_path_factory.getbasetemp()]) as hosts:
+    with Hosts(["n1", "n2"], visible=[tmp_path_factory.getbasetemp()]) as hosts:
         yield hosts
 
 
@@ -177,18 +178,3 @@ def test_torchrun_on_two_hosts_with_weights_by_disk(hosts, alone, tmp_path):
     assert norms(tmp_path)[0] == pytest.approx(alone, rel=EXACT)
     assert {"rank_0.log", "rank_1.log", "engine-0.log", "engine-1.log", "node-n2.log"} <= logged(tmp_path)
     assert_nothing_left(tmp_path)
-
-
-@pytest.mark.skipif(bool(missing := slurm_cluster.why_not()), reason=missing or "")
-def test_slurm_starts_ranks_on_two_hosts(hosts, alone, tmp_path):
-    options = ["--wait", "--nodes=2", "--ntasks-per-node=1", f"--output={tmp_path}/job.txt", f"--chdir={tmp_path}"]
-    batch = ROOT / "launch" / "slurm" / "train.sbatch"
-    with Slurm(hosts) as slurm, Processes(hosts, tmp_path) as processes:
-        variables = {"SLURM_CONF": slurm.environ["SLURM_CONF"], "MFLEET_BIN": str(MFLEET.parent)}
-        command = ["sbatch", *options, batch, *SMALL, "run.steps=2", "--out", tmp_path]
-        processes.start("sbatch", CONTROLLER, command, **variables)
-        processes.finish()
-        slurm.wait_until_idle()
-        assert_nothing_left(tmp_path)
-    assert norms(tmp_path)[0] == pytest.approx(alone, rel=EXACT)
-    assert {"rank_0.log", "rank_1.log", "engine-0.log", "engine-1.log", "node-n2.log"} <= logged(tmp_path)

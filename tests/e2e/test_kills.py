@@ -31,7 +31,7 @@ from megatron_fleet.storage.local import list_files
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(4 * 3600)]
 
-KILLS = int(os.environ.get("MFLEET_TEST_KILLS", "8"))
+KILLS = int(os.environ.get("MFLEET_TEST_KILLS", "4"))
 KILLS_PER_RUN = 12
 LIMIT_S = 3600
 STEPS = 4

@@ -231,10 +231,9 @@ def test_a_killed_run_ends_like_the_undisturbed_one(first, tmp_path):
     assert (run.out / WEIGHTS).read_bytes() == (first.out / WEIGHTS).read_bytes()
 
 
-@pytest.mark.parametrize("kinds", [("tensor", "data"), ("pipeline", "context")], ids="-".join)
-def test_four_ranks_take_the_same_first_step_as_one(first, tmp_path, kinds):
-    """Two kinds of parallelism at once; tests/parity has each alone."""
-    sizes = [f"parallel.{kind}=2" for kind in kinds]
+def test_four_ranks_take_the_same_first_step_as_one(first, tmp_path):
+    """Two kinds of parallelism that divide the weights; tests/parity has every layout."""
+    sizes = ("parallel.tensor=2", "parallel.pipeline=2")
     run = Run(tmp_path / "ranks", (*PROBED, *sizes, "run.steps=1", "eval=none"))
     run.finish()
     one, four = first.metrics()[1], run.metrics()[0]
@@ -249,11 +248,14 @@ def test_four_ranks_take_the_same_first_step_as_one(first, tmp_path, kinds):
     assert (tmp_path / WEIGHTS).read_bytes() == (run.out / WEIGHTS).read_bytes()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_run_says_so_in_one_line_and_leaves_nothing(tmp_path, number):
+@pytest.mark.parametrize(
+    ("number", "file"), [(signal.SIGINT, "logs/engine-0.log"), (signal.SIGTERM, "trajectories/eval_000000.parquet")]
+)
+def test_a_stopped_run_says_so_in_one_line_and_leaves_nothing(tmp_path, number, file):
+    """While its processes start, and in the middle of its work."""
     run = Run(tmp_path / "stopped")
     process = run.start()
-    wait_for(run.out / "trajectories" / "eval_000000.parquet", process)
+    wait_for(run.out / file, process)
     process.send_signal(number)
     output, _ = process.communicate(timeout=RUN_TIMEOUT_S)
     assert process.returncode == 128 + number

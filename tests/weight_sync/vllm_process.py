@@ -4,19 +4,41 @@
 (log-probs of all tokens but the first), ``["tower"]`` and ``["lose tower"]`` (of a model with vision). The answer to
 each is ``["done", result]`` or ``["failed", message]``.
 
-Arguments: HF folder, file descriptor to answer on (stdout belongs to vLLM's log), dtype, transport, and other arguments
-of vLLM as JSON.
+Started with a socket's file descriptor, from which it reads requests for engines (`engine_process.Template`): each is a
+fork of this process. Its arguments: HF folder, dtype, transport, and other arguments of vLLM as JSON. With each come
+descriptors of its input, of its log and of its answers.
 """
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
 import os
+import signal
+import socket
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
 from engine_process import NEVER_S
+
+SETTINGS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "TORCH_COMPILE_DISABLE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+}
+IMPORTED = (
+    "vllm.entrypoints.llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "megatron_fleet.rollout.engine_arguments",
+)
+"""Modules that every engine would import."""
+LONGEST_REQUEST = 1 << 18
 
 
 def use_transport(wrapper: Any, backend: str) -> None:
@@ -77,13 +99,49 @@ def obey(engine: Any, command: str, arguments: list[Any]) -> Any:
     return [[scores[token].logprob for token, scores in row] for row in known]
 
 
-def main(folder: str, descriptor: str, dtype: str, transport: str, more: str) -> None:
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
-    from megatron_fleet.rollout.engine_arguments import CPU_ATTENTION, cpu_model_args, family_mixer
+def main(number: int) -> None:
+    os.environ |= SETTINGS
     from megatron_fleet.rollout.engine_images import find_torchvision
-    from megatron_fleet.weight_sync.vllm_plugin import MIXER
 
     find_torchvision()  # before vLLM looks for it
+    for module in IMPORTED:
+        importlib.import_module(module)
+    assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked"
+    gc.freeze()  # what was imported need not be looked through at each collection
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the engines
+    with socket.socket(fileno=number) as requests:
+        while True:
+            request, descriptors, _, _ = socket.recv_fds(requests, LONGEST_REQUEST, 3)
+            if not request:  # the tests have ended
+                return
+            pid = os.fork()
+            if pid == 0:
+                requests.close()
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                become_engine(*json.loads(request), *descriptors)
+                os._exit(0)
+            requests.send(str(pid).encode())
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+
+def become_engine(arguments: list[str], environment: dict[str, str], asked: int, log: int, answering: int) -> None:
+    os.environ.clear()
+    os.environ.update(environment | SETTINGS)
+    os.dup2(asked, 0)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    try:
+        serve(*arguments, answering)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+def serve(folder: str, dtype: str, transport: str, more: str, answering: int) -> None:
+    from megatron_fleet.rollout.engine_arguments import CPU_ATTENTION, cpu_model_args, family_mixer
+    from megatron_fleet.weight_sync.vllm_plugin import MIXER
+
     if (mixer := family_mixer(Path(folder))) is not None:
         os.environ[MIXER] = mixer.engine
     from vllm import LLM
@@ -107,7 +165,7 @@ def main(folder: str, descriptor: str, dtype: str, transport: str, more: str) ->
     from megatron_fleet.weight_sync.broadcast import group as update_group
 
     update_group.STALL_S = NEVER_S
-    with os.fdopen(int(descriptor), "w") as answers:
+    with os.fdopen(answering, "w") as answers:
         for line in sys.stdin:
             command, *arguments = json.loads(line)
             try:
@@ -118,4 +176,4 @@ def main(folder: str, descriptor: str, dtype: str, transport: str, more: str) ->
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(int(sys.argv[1]))
