@@ -1,13 +1,14 @@
 """Probes of GPUs, on what nvidia-smi writes: element names of NVIDIA's nvsmi_device DTD, version 12 and later."""
 
 import os
+import resource
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("hydra")
 
-from megatron_fleet.cluster.doctor import devices
+from megatron_fleet.cluster.doctor import devices, network
 from megatron_fleet.cluster.doctor.probe import Here, Result, ask
 from megatron_fleet.cluster.inventory import Device, Host
 from megatron_fleet.config.errors import UserError
@@ -199,3 +200,51 @@ def test_the_gpus_of_this_machine():
     (mine,) = local_inventory(os.environ).hosts
     findings = ask([p for p in devices.PROBES if not p.slow], Here(None, os.environ, mine))
     assert {f.name: f.result for f in findings if f.result.status == "failed"} == {}
+
+
+@pytest.fixture
+def adapters(tmp_path, monkeypatch):
+    """A function that makes ports of InfiniBand adapters with these states, and their devices."""
+
+    def make(*states: str, verbs: bool = True, locked: int = resource.RLIM_INFINITY) -> None:
+        for number, state in enumerate(states):
+            port = tmp_path / "class" / f"mlx5_{number}" / "ports" / "1"
+            port.mkdir(parents=True)
+            for name, text in (("state", state), ("link_layer", "InfiniBand"), ("rate", "400 Gb/sec (4X NDR)")):
+                (port / name).write_text(f"{text}\n")
+        (tmp_path / "dev").mkdir()
+        if verbs:
+            (tmp_path / "dev" / "uverbs0").touch()
+        monkeypatch.setattr(network, "ADAPTERS", tmp_path / "class")
+        monkeypatch.setattr(network, "VERBS", tmp_path / "dev")
+        monkeypatch.setattr(resource, "getrlimit", lambda which: (locked, locked))
+
+    return make
+
+
+def rdma(fabric: str = "infiniband") -> Result:
+    config = load(["experiment=quickstart", "parallel.data=2", "cluster.nodes=2", f"launch.fabric={fabric}"])
+    return network.rdma(Here(config, {}, Host("here", devices=(Device(0, "GPU-0", "NVIDIA H100", 80 * GIB),))))
+
+
+def test_adapters_of_a_fabric(adapters):
+    adapters("4: ACTIVE", "4: ACTIVE")
+    assert rdma() == Result("ok", "2 of 2 ports active: InfiniBand 400 Gb/sec (4X NDR)")
+    assert rdma("ethernet").status == "skipped"
+
+
+@pytest.mark.parametrize(
+    ("states", "rest", "status", "said"),
+    [
+        ((), {}, "failed", "no adapter: exchanges between hosts go over TCP"),
+        (("1: DOWN", "2: INIT"), {}, "failed", "0 of 2 ports active"),
+        (("4: ACTIVE",), {"verbs": False}, "failed", "but no /dev/infiniband/uverbs* here"),
+        (("4: ACTIVE",), {"locked": 8 << 20}, "warning", "only 8192 KiB of memory may be locked"),
+        (("4: ACTIVE", "1: DOWN"), {}, "warning", "1 of 2 ports active"),
+    ],
+)
+def test_a_broken_fabric(adapters, states, rest, status, said):
+    adapters(*states, **rest)
+    result = rdma()
+    assert result.status == status and said in result.detail and result.fix
+    assert rdma("auto").status == "warning"

@@ -16,7 +16,7 @@ from namespace_hosts import ROOT
 
 from megatron_fleet import cli
 from megatron_fleet.cluster.launch import plan as planning
-from megatron_fleet.cluster.launch.job import Job
+from megatron_fleet.cluster.launch.job import Job, Record, State
 from megatron_fleet.cluster.launch.kubernetes import Kubernetes, jobset_name
 from megatron_fleet.cluster.launch.plan import plan
 from megatron_fleet.cluster.launch.skypilot import NO_SEVERAL_HOSTS, SkyPilot
@@ -340,3 +340,26 @@ def test_what_a_scheduler_refuses_is_one_sentence(tmp_path, monkeypatch, capsys)
 
 def test_the_scripts_are_in_the_project():
     assert (ROOT / "launch" / "host.sh").stat().st_mode & 0o100
+
+
+def test_a_job_is_followed_through_a_restart_of_the_scheduler(tmp_path, monkeypatch, capfd):
+    """squeue fails the second and third time."""
+    squeue = (
+        "echo >>asked\n[ $(wc -l <asked) -ne 2 ] && [ $(wc -l <asked) -ne 3 ] || { echo no contact >&2; exit 1; }\n"
+    )
+    answers = squeue + "[ $(wc -l <asked) -lt 4 ] && echo RUNNING || echo COMPLETED"
+    for name, body in (("squeue", answers), ("scontrol", "echo ' ExitCode=0:0'")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr("megatron_fleet.cluster.launch.slurm.FOLLOW_S", 0.01)
+    monkeypatch.setattr("megatron_fleet.cluster.launch.job.FOLLOW_S", 0.01)
+    record = Record("slurm", "name", ["7"], [str(tmp_path)])
+    assert Slurm().follow(record, tmp_path) == State("completed", 0)
+    said = capfd.readouterr().err
+    assert said.count("asking again: `squeue --noheader` failed with status 1: no contact") == 1
+    assert "job 7: running" in said and "job 7: completed" in said
+    monkeypatch.setattr("megatron_fleet.cluster.launch.job.OUTAGE_S", 0.05)
+    (tmp_path / "squeue").write_text("#!/bin/sh\n[ -e once ] && exit 1\n>once; echo RUNNING\n")
+    with pytest.raises(UserError, match="failed with status 1"):
+        Slurm().follow(record, tmp_path)

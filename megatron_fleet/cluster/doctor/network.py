@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import resource
 import secrets
 import socket
 import subprocess
@@ -12,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_fleet.cluster.doctor.probe import NOT_NEEDED, Here, Probe, Result
+from megatron_fleet.cluster.doctor.probe import NOT_NEEDED, Here, Probe, Result, Status
 from megatron_fleet.cluster.inventory import LOOPBACK, Host
 from megatron_fleet.cluster.launcher import die_with_parent
 from megatron_fleet.cluster.rank_identity import without_rank_variables
@@ -21,6 +22,8 @@ from megatron_fleet.config.secrets import without_secrets
 PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 LEAST_PORTS = 4096
 """Free ports that ranks, engines, environments and Ray take from, and their connections."""
+ADAPTERS, VERBS = Path("/sys/class/infiniband"), Path("/dev/infiniband")
+"""Host channel adapters and their ports, and the devices by which programs use them (InfiniBand and RoCE)."""
 FAR, WRONG = 0.5, 5.0
 """Seconds between clocks: beyond the first, events of hosts are out of order in traces and logs; beyond the second,
 signed requests and certificates are refused sooner or later."""
@@ -69,6 +72,42 @@ def _taken(host: str, port: int) -> str | None:
         except OSError as error:
             return "another program listens there" if error.errno == errno.EADDRINUSE else str(error.strerror)
     return None
+
+
+def _of_several_hosts(here: Here) -> bool:
+    return bool(here.host.devices) and here.config is not None and here.config.cluster.nodes > 1
+
+
+def rdma(here: Here) -> Result:
+    """Look for adapters of InfiniBand or RoCE with an active port, and whether programs may use them."""
+    assert here.config is not None
+    fabric = here.config.launch.fabric
+    if fabric in ("ethernet", "efa", "provider"):
+        return Result("skipped", f"{NOT_NEEDED}InfiniBand and RoCE; launch.fabric is {fabric}")
+    absent: Status = "failed" if fabric == "infiniband" else "warning"
+    states = {port.parent: port for port in sorted(ADAPTERS.glob("*/ports/*/state"))}
+    if not states:
+        seen = "no adapter: exchanges between hosts go over TCP"
+        return Result(absent, seen, "load the adapters' driver, or set launch.fabric to the network that there is")
+    active = [port for port, state in states.items() if state.read_text().strip().endswith("ACTIVE")]
+    kinds = sorted({f"{_line(port / 'link_layer')} {_line(port / 'rate')}" for port in active or states})
+    seen = f"{len(active)} of {len(states)} ports active: {', '.join(kinds)}"
+    if not active:
+        return Result(absent, seen, "look for a cable or a subnet manager that is missing (ibstat)")
+    if not list(VERBS.glob("uverbs*")):
+        fix = "give the container the devices of /dev/infiniband, as --privileged or --device does"
+        return Result(absent, f"{seen}, but no /dev/infiniband/uverbs* here", fix)
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if locked != resource.RLIM_INFINITY:
+        fix = "run `ulimit -l unlimited` before the run, as root or by the container's or Slurm's settings"
+        return Result("warning", f"{seen}, but only {locked >> 10} KiB of memory may be locked", fix)
+    if len(active) < len(states):
+        return Result("warning", seen, "see ibstat for the others; name those to use in NCCL_IB_HCA")
+    return Result("ok", seen)
+
+
+def _line(file: Path) -> str:
+    return file.read_text().strip() if file.exists() else "unknown"
 
 
 def clock(offsets: Mapping[str, float]) -> Result:
@@ -209,6 +248,6 @@ def alone(here: Here) -> Result:
         return judge_exchange({host.name: exchange(host, count, what, here.environ, listener)}, count)
 
 
-PROBES = (Probe("ports", ports),)
+PROBES = (Probe("ports", ports), Probe("RDMA", rdma, _of_several_hosts, "several hosts with GPUs"))
 ALONE = Probe("all-reduce", alone, deadline_s=EXCHANGE_S + 10, slow=True)
 """All-reduce probe of a single host; several hosts do one together, see `meeting`."""

@@ -7,7 +7,7 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +24,8 @@ RECORD = "job.json"
 COMMAND_S = 300.0
 """Deadline of a scheduler's command; SkyPilot's takes minutes when it starts its server."""
 FOLLOW_S = 2.0
+OUTAGE_S = 300.0
+"""A job is followed through this much silence of the scheduler, which is restarted now and then; the job goes on."""
 TOKEN = "MFLEET_TOKEN"
 """Variable with the secret of the sockets of a run on several hosts."""
 IMAGE_PROJECT = "/megatron_fleet"
@@ -240,6 +242,25 @@ def execute(
         said = (done.stderr.strip() or done.stdout.strip() or "it said nothing").splitlines()[-1]
         raise UserError(f"`{words[0]} {words[1]}` failed with status {done.returncode}: {said}")
     return done.stdout
+
+
+def later_state(ask: Callable[[], State]) -> State:
+    """Ask for the state of a job that was there before, again and again while the scheduler does not answer.
+
+    Raises:
+        UserError: it has not answered for ``OUTAGE_S``.
+    """
+    end, told = time.monotonic() + OUTAGE_S, False
+    while True:
+        try:
+            return ask()
+        except UserError as error:
+            if time.monotonic() > end:
+                raise
+            if not told:
+                say(f"mfleet: the scheduler does not tell the job's state, asking again: {error}", sys.stderr)
+                told = True
+        time.sleep(FOLLOW_S)
 
 
 class Tail:

@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from megatron_fleet.cluster.launch.job import (
     as_yaml,
     execute,
     host_variables,
+    later_state,
     new_token,
     remote_out,
 )
@@ -80,12 +82,14 @@ class Kubernetes:
         worst, kubectl = State("completed", 0), _kubectl(record)
         for name in record.ids:
             since: list[str] = []
-            while (state := _state(kubectl, name)).status is None:
+            state = _state(kubectl, name)
+            while state.status is None:
                 selector = f"--selector=jobset.sigs.k8s.io/jobset-name={name}"
                 logs = [*kubectl, "logs", "--follow", "--prefix", "--max-log-requests=100", selector, *since]
                 subprocess.run(logs, env=without_secrets(os.environ), check=False)
                 since = [f"--since={FOLLOW_S:.0f}s"]
                 time.sleep(FOLLOW_S)
+                state = later_state(partial(_state, kubectl, name))
             worst = state if state.status else worst
         return worst
 

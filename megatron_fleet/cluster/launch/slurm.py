@@ -26,6 +26,7 @@ from megatron_fleet.cluster.launch.job import (
     Tail,
     execute,
     host_variables,
+    later_state,
 )
 from megatron_fleet.config import validate
 from megatron_fleet.config.errors import UserError, say
@@ -94,8 +95,8 @@ class Slurm:
         (id_,) = record.ids
         names = [f"job-{index}.log" for index in range(len(record.outs))] if len(record.outs) > 1 else ["job.log"]
         tail, last = Tail([folder / name for name in names]), ""
+        state = _state(id_)
         while True:
-            state = _state(id_)
             tail.show()
             if state.words != last:
                 say(f"mfleet: Slurm job {id_}: {state.words}", sys.stderr)
@@ -104,6 +105,7 @@ class Slurm:
                 tail.show()
                 return state
             time.sleep(FOLLOW_S)
+            state = later_state(lambda: _state(id_))
 
     def cancel(self, record: Record, folder: Path) -> None:
         """End the job by scancel."""
