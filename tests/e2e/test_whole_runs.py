@@ -62,7 +62,7 @@ def first(tmp_path_factory):
             *(f"checkpoint.store.url=s3://{BUCKET}/runs", f"logging.trajectories.upload=s3://{BUCKET}/episodes"),
         )
         run = Run(folder / "first", (*PROBED, *recorded), environ=server.environment())
-        run.output = run.finish()
+        run.output = run.finish(watch=True)
         run.slack = slack
         with pytest.MonkeyPatch.context() as patch:
             for name, value in server.environment().items():
