@@ -198,7 +198,9 @@ def test_a_job_may_start_with_fewer_hosts_whose_layout_is_valid():
     script, _ = slurm_script(
         "parallel.data=4", "cluster.nodes=4", "launch.min_hosts=3", "rollout.engine.replicas=4", "eval=none"
     )
-    assert "#SBATCH --nodes=3-4\n" in script
+    # Slurm gives a range of hosts its least when it is told a number of tasks.
+    assert "#SBATCH --nodes=3-4\n" in script and "#SBATCH --ntasks" not in script
+    assert "export MFLEET_RANKS_PER_HOST=1\n" in script
     assert "export MFLEET_WITH_3_HOSTS='parallel.data=3 rollout.engine.replicas=3'" in script
 
 

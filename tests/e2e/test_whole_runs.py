@@ -99,10 +99,10 @@ def test_only_the_processes_that_use_a_secret_hold_it(first):
 
 
 def allowed(command: str, names: set[str]) -> bool:
-    """A rank reads models and writes checkpoints in an object store; W&B's own processes send metrics."""
+    """A rank reads models and writes checkpoints in an object store; W&B's own processes send metrics and ask git."""
     if command.endswith("megatron_fleet.cli rank "):
         return names <= {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"}
-    return "/wandb/bin/wandb-" in command and names <= {"WANDB_API_KEY"}
+    return ("/wandb/bin/wandb-" in command or command.startswith("git ")) and names <= {"WANDB_API_KEY"}
 
 
 def test_no_record_no_page_no_message_and_no_line_of_the_terminal_holds_a_secret(first):

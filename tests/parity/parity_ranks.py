@@ -1,4 +1,7 @@
-"""One rank of the parity runs: every model in every layout of its world size. Argument: the folder of the runs."""
+"""One rank of the parity runs: every model in every layout of its world size.
+
+Arguments: the folder of the runs, and the number of optimizer steps.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parity_layouts import LAYOUTS, LR, MICRO_BATCHES, MODELS, STEPS, Layout, batch, config, loss
+from parity_layouts import LAYOUTS, LR, MICRO_BATCHES, MODELS, Layout, batch, config, loss
 from rank_groups import leave_groups
 
 from megatron_fleet.trainer.megatron.policy import MegatronPolicy
@@ -21,13 +24,13 @@ def micro_batches_of(layout: Layout, policy: MegatronPolicy) -> list[list[int]]:
     return MICRO_BATCHES[layout.sequences][policy.dp_rank :: policy.dp_size]
 
 
-def train(layout: Layout, model: Path) -> dict[str, Any]:
+def train(layout: Layout, model: Path, steps: int) -> dict[str, Any]:
     policy = MegatronPolicy(config(model, layout))
     data = batch()
     indices = micro_batches_of(layout, policy)
     micro_batches = [[data[i] for i in micro_batch] for micro_batch in indices]
     out: dict[str, Any] = {"micro_batches": indices, "first": policy.forward(micro_batches), "losses": [], "norms": []}
-    for _ in range(STEPS):
+    for _ in range(steps):
         out["losses"].append(policy.forward_backward(micro_batches, loss).loss)
         out["norms"].append(policy.optim_step(LR).grad_norm)
     # The live export names parameters as the model's folder does, whatever the layout.
@@ -35,14 +38,14 @@ def train(layout: Layout, model: Path) -> dict[str, Any]:
     return out
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, steps: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     world = int(os.environ["WORLD_SIZE"])
     for layout in [x for x in LAYOUTS if x.world == world]:
         for model in layout.models:
             began = time.monotonic()
-            result = train(layout, folder / model)
+            result = train(layout, folder / model, steps)
             torch.save(result, folder / f"{model} {layout.name}.{dist.get_rank()}.pt")
             leave_groups()
             if dist.get_rank() == 0:
@@ -52,4 +55,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

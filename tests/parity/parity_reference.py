@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from parity_layouts import CLIP, EPS, LR, STEPS, TEMPERATURE, WEIGHT_DECAY, batch, objective
+from parity_layouts import CLIP, EPS, LR, TEMPERATURE, WEIGHT_DECAY, batch, objective
 from tiny_models import reference_model, stored_tensors, unstacked
 
 
-def train_reference(folder: Path) -> dict[str, Any]:
+def train_reference(folder: Path, steps: int) -> dict[str, Any]:
     """Results of `parity_ranks.train`, but for parameters of a trained folder's names."""
     model = reference_model(folder).train()
     matrices = [p for p in model.parameters() if p.dim() > 1]
@@ -21,7 +21,7 @@ def train_reference(folder: Path) -> dict[str, Any]:
     with torch.no_grad():
         first = [answers(model, datum)[0].numpy() for datum in batch()]
     out: dict[str, Any] = {"first": first, "losses": [], "norms": []}
-    for _ in range(STEPS):
+    for _ in range(steps):
         total = 0.0
         for datum in batch():
             mask, weights = torch.from_numpy(datum.loss_scale), torch.from_numpy(datum.scaled_advantages)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from parity_layouts import LAYOUTS, MODELS, SEEDS, SINGLE, Layout
+from parity_layouts import LAYOUTS, MODELS, SEEDS, SINGLE, STEPS, Layout
 from parity_reference import train_reference
 from rank_processes import run_ranks
 from tiny_models import make, stored_tensors, unstacked
@@ -50,14 +50,15 @@ class Row:
     transformers: Difference
 
 
-def run_all(folder: Path, models: tuple[str, ...] = tuple(MODELS)) -> list[Row]:
+def run_all(folder: Path, steps: int = STEPS) -> list[Row]:
     """Train every model in every layout, and by ``transformers``; files go into ``folder``."""
+    models = tuple(MODELS)
     started = {
         model: dict_of(make(model, folder / model, dtype=torch.float32, seed=SEEDS.get(model, 0))) for model in models
     }
-    reference = {model: train_reference(folder / model) for model in models}
+    reference = {model: train_reference(folder / model, steps) for model in models}
     for world in sorted({layout.world for layout in LAYOUTS}):
-        run_ranks(Path(__file__).with_name("parity_ranks.py"), world, folder, timeout_s=TIMEOUT_S)
+        run_ranks(Path(__file__).with_name("parity_ranks.py"), world, folder, str(steps), timeout_s=TIMEOUT_S)
     rows = []
     for model in models:
         single = gathered(folder, model, SINGLE)

@@ -132,12 +132,14 @@ def _name(line: str) -> str:
 def _options(job: Job) -> Iterator[str]:
     """Yield the lines of options; those of a second component last, after ``hetjob``."""
     launch, slurm, world = job.config.launch, job.config.launch.slurm, job.config.parallel.world_size
-    fewest = launch.min_hosts or job.hosts
-    swept = len(job.runs) > 1
+    fewest, ranks = launch.min_hosts or job.hosts, world // job.hosts
+    swept, elastic = len(job.runs) > 1, fewest < job.hosts
     options = {
         "--job-name": re.sub(r"[^\w.-]", "-", job.name),
-        "--nodes": str(job.hosts) if fewest == job.hosts else f"{fewest}-{job.hosts}",
-        "--ntasks-per-node": str(world // job.hosts),
+        "--nodes": f"{fewest}-{job.hosts}" if elastic else str(job.hosts),
+        # With a number of tasks, Slurm gives a range of hosts its least.
+        "--ntasks-per-node": None if elastic else str(ranks),
+        "--cpus-per-task": str(ranks) if elastic and not slurm.exclusive else None,
         "--gpus-per-node": str(launch.gpus) if launch.gpus else None,
         "--time": slurm.time,
         "--signal": f"B:USR1@{slurm.signal_s}",
@@ -173,7 +175,10 @@ def _variables(job: Job) -> Mapping[str, str]:
         variables["MFLEET_INSTALL"] = "shared" if launch.shared_disk else "each"
     if not launch.shared_disk and not launch.image:
         variables["MFLEET_OUT"] = str(job.runs[0].out)
-    for hosts, changed in _fewer_hosts(job.runs[0].overrides, job.hosts, launch.min_hosts).items():
+    fewer = _fewer_hosts(job.runs[0].overrides, job.hosts, launch.min_hosts)
+    if fewer:
+        variables["MFLEET_RANKS_PER_HOST"] = str(job.config.parallel.world_size // job.hosts)
+    for hosts, changed in fewer.items():
         variables[f"MFLEET_WITH_{hosts}_HOSTS"] = " ".join(changed)
     return variables | {name: job.environ[name] for name in job.variables}
 
