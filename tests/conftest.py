@@ -31,7 +31,15 @@ three threads, one of which wakes a hundred times a second; they belong to cycle
 Hundreds take a third of a core from all later tests."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--nightly", action="store_true", help="also run the tests marked nightly")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--nightly"):
+        kept = [item for item in items if item.get_closest_marker("nightly") is None]
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("nightly") is not None])
+        items[:] = kept
     rank = {TESTS / file: number for number, file in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path, len(rank)))
 

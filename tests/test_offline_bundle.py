@@ -528,6 +528,7 @@ def test_setup_installs_from_a_sound_bundle_for_its_target_only(made, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_episode_environment_is_installed_from_a_bundle_without_a_network(tool, tmp_path):
     """In a network namespace where that is allowed; else with proxies that answer nothing."""
     pin = "setuptools==78.1.1\n"

@@ -198,6 +198,7 @@ def start_again(slurm: Slurm, id_: str) -> None:
 
 
 @several_hosts
+@pytest.mark.nightly
 def test_slurm_requeues_a_run_that_saved_and_it_must_resume(slurm, environ, tmp_path):
     job = sbatch(slurm, environ, tmp_path, str(SBATCH), *LAYOUT, "stub.world=4", "stub.wait", "stub.saves")
     try:

@@ -167,6 +167,7 @@ def test_nodes_start_ranks_and_engines_on_both_hosts_and_a_lost_host_comes_back(
     assert_nothing_left(tmp_path)
 
 
+@pytest.mark.nightly
 def test_torchrun_on_two_hosts_with_weights_by_disk(hosts, alone, tmp_path):
     command = [ROOT / "launch" / "torchrun" / "train.sh", *SMALL, "run.steps=2", "--out", tmp_path]
     command += ["rollout.engine.transport=disk"]

@@ -29,7 +29,7 @@ from megatron_fleet.checkpoint.checkpoints import Checkpoint
 from megatron_fleet.checkpoint.store import RunStore, run_url
 from megatron_fleet.storage.local import list_files
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(4 * 3600)]
+pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(4 * 3600)]
 
 KILLS = int(os.environ.get("MFLEET_TEST_KILLS", "4"))
 KILLS_PER_RUN = 12
