@@ -50,8 +50,12 @@ class LocalFolder:
                 folders[:] = [f for f in folders if not is_unfinished(f)]
                 for name in names:
                     path = Path(folder, name)
-                    if not is_unfinished(name) and path.is_file():
-                        found[path.relative_to(self.path).as_posix()] = path.stat().st_size
+                    if is_unfinished(name):
+                        continue
+                    with suppress(FileNotFoundError):  # another process has removed it since
+                        status = path.stat()
+                        if stat.S_ISREG(status.st_mode):
+                            found[path.relative_to(self.path).as_posix()] = status.st_size
         return dict(sorted(found.items()))
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
@@ -85,14 +89,17 @@ class LocalFolder:
         path = self._path(name)
         with os_errors_as_user_error(path, "written", len(data)):
             make_folders(path.parent)
-            beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-            write_atomically(beside, data)
+            temporary, fd = _open_temporary(path)
             try:
-                os.link(beside, path)  # unlike a rename, fails where there is a file
+                with os.fdopen(fd, "wb") as f:
+                    f.write(data)
+                    f.flush()
+                    os.fsync(fd)
+                    os.link(temporary, path)  # unlike a rename, fails where there is a file
             except FileExistsError:
                 return False
             finally:
-                beside.unlink()
+                temporary.unlink()
             sync_folder(path.parent)
         self._files.cache_clear()
         return True

@@ -145,7 +145,6 @@ def test_a_later_attempt_stops_the_earlier_one(any_url, tmp_path):
         uploader.check()
 
 
-@pytest.mark.nightly
 def test_of_attempts_that_begin_at_once_each_has_its_number(any_url):
     stores = [RunStore(any_url) for _ in range(8)]
     threads = [threading.Thread(target=store.begin_attempt) for store in stores]

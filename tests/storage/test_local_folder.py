@@ -129,6 +129,42 @@ def test_listing_tells_finished_files_only(local_folder):
     writer.abort()
 
 
+@pytest.mark.parametrize("looks", [0, 1])
+def test_a_listing_bears_that_another_process_removes_a_file_meanwhile(local_folder, monkeypatch, looks):
+    """After so many looks at it."""
+    local_folder.write("here", b"1")
+    local_folder.write("removed", b"12")
+    stat, left = Path.stat, looks
+
+    def seen(path: Path, **more: bool) -> os.stat_result:
+        nonlocal left
+        if path.name == "removed":
+            if left == 0:
+                path.unlink(missing_ok=True)
+            left -= 1
+        return stat(path, **more)
+
+    monkeypatch.setattr(Path, "stat", seen)
+    assert local_folder.sizes() == {"here": 1} | ({"removed": 2} if looks else {})
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_file_that_only_one_writer_may_make_is_never_listed_unfinished(local_folder, monkeypatch, taken):
+    if taken:
+        local_folder.write("number", b"first")
+    before, listed, link = local_folder.sizes(), [], os.link
+
+    def seen(source: Path, target: Path) -> None:
+        listed.append(local_folder.sizes())
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", seen)
+    assert local_folder.write_new("number", b"12") is not taken
+    assert listed == [before]
+    assert local_folder.sizes() == {"number": 5 if taken else 2}
+    assert [path.name for path in local_folder.path.iterdir()] == ["number"]
+
+
 def test_what_cannot_be_read_is_told(local_folder):
     local_folder.write("file", b"12345")
     buffer = memoryview(bytearray(4))
