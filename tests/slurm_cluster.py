@@ -7,7 +7,7 @@ import secrets
 import shutil
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -84,19 +84,32 @@ class Slurm:
         """Start Slurm's daemon of a node, also after `Hosts.power_on`."""
         self._start(f"slurmd-{name}", name, ["slurmd", "-D", "-N", name, "-c"])
 
-    def wait_until_idle(self, deadline_s: float = START_DEADLINE_S) -> None:
+    def wait_until_idle(self) -> None:
         """Wait until every node takes jobs and has none. Raises TimeoutError with what the daemons logged."""
-        deadline = time.monotonic() + deadline_s
-        state = ["timeout", "30", "sinfo", "-h", "-N", "-o", "%N %T"]
+        self._wait_for_nodes("idle", lambda states: set(states) == {"idle"} and len(states) == len(self.nodes))
+
+    def wait_until_nothing_completes(self) -> None:
+        """Wait until no node has processes of a job that has ended or is requeued.
+
+        A job that is requeued must not start before, which Slurm takes care of by a pause of two minutes: the exit
+        status of its former script would be taken for that of its new one.
+        """
+        self._wait_for_nodes(
+            "without a job that completes", lambda states: not any(state.startswith("completing") for state in states)
+        )
+
+    def _wait_for_nodes(self, what: str, true: Callable[[list[str]], bool]) -> None:
+        deadline = time.monotonic() + START_DEADLINE_S
+        command = ["timeout", "30", "sinfo", "-h", "-N", "-o", "%T"]
         while True:
             sinfo = self.hosts.run(
-                CONTROLLER, state, self.environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+                CONTROLLER, command, self.environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
             ).communicate()[0]
-            if sorted(sinfo.split("\n")[:-1]) == sorted(f"{name} idle" for name in self.nodes):
+            if sinfo and true(sinfo.split()):
                 return
             if time.monotonic() > deadline:
                 logs = "\n".join(log.read_text()[-2000:] for log in sorted(self._folder.glob("*.log")))
-                raise TimeoutError(f"Slurm's nodes are not idle: {sinfo}\n{logs}")
+                raise TimeoutError(f"Slurm's nodes are not {what}: {sinfo}\n{logs}")
             time.sleep(0.05)
 
     def output(self, command: Sequence[str | Path], timeout_s: float = 300) -> str:

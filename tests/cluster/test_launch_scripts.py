@@ -194,11 +194,11 @@ def start_again(slurm: Slurm, id_: str) -> None:
         return "Restarts=1" in shown and "JobState=PENDING" in shown
 
     wait_until(requeued)
+    slurm.wait_until_nothing_completes()
     slurm.output(["scontrol", "update", f"JobId={id_}", "StartTime=now"])
 
 
 @several_hosts
-@pytest.mark.nightly
 def test_slurm_requeues_a_run_that_saved_and_it_must_resume(slurm, environ, tmp_path):
     job = sbatch(slurm, environ, tmp_path, str(SBATCH), *LAYOUT, "stub.world=4", "stub.wait", "stub.saves")
     try:

@@ -90,6 +90,7 @@ class Launched:
     def start_again(self) -> None:
         """Wait until the job is requeued; start it now (Slurm would wait for two minutes), with its old time limit."""
         self.until(lambda: re.search(r"JobState=PENDING.* Restarts=1 ", self._shown()))
+        self._slurm.wait_until_nothing_completes()
         self._slurm.output(["scontrol", "update", f"JobId={self.job}", "StartTime=now", "TimeLimit=600"])
 
     def _shown(self) -> str:
