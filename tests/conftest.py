@@ -37,9 +37,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--nightly"):
-        kept = [item for item in items if item.get_closest_marker("nightly") is None]
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("nightly") is not None])
-        items[:] = kept
+        left_out = [item for item in items if item.get_closest_marker("nightly")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     rank = {TESTS / file: number for number, file in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path, len(rank)))
 

@@ -89,10 +89,10 @@ class Slurm:
         self._wait_for_nodes("idle", lambda states: set(states) == {"idle"} and len(states) == len(self.nodes))
 
     def wait_until_nothing_completes(self) -> None:
-        """Wait until no node has processes of a job that has ended or is requeued.
+        """Wait until no node still ends processes of an ended or requeued job.
 
-        A job that is requeued must not start before, which Slurm takes care of by a pause of two minutes: the exit
-        status of its former script would be taken for that of its new one.
+        Slurm starts a requeued job after two minutes. One that a test starts at once may be given the exit status of
+        its previous script, which is still ending.
         """
         self._wait_for_nodes(
             "without a job that completes", lambda states: not any(state.startswith("completing") for state in states)

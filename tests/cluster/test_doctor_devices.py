@@ -204,7 +204,7 @@ def test_the_gpus_of_this_machine():
 
 @pytest.fixture
 def adapters(tmp_path, monkeypatch):
-    """A function that makes ports of InfiniBand adapters with these states, and their devices."""
+    """A function that fakes InfiniBand adapters: a port for each state, and their device files."""
 
     def make(*states: str, verbs: bool = True, locked: int = resource.RLIM_INFINITY) -> None:
         for number, state in enumerate(states):
@@ -236,10 +236,10 @@ def test_adapters_of_a_fabric(adapters):
 @pytest.mark.parametrize(
     ("states", "rest", "status", "said"),
     [
-        ((), {}, "failed", "no adapter: exchanges between hosts go over TCP"),
+        ((), {}, "failed", "no RDMA adapter: NCCL uses TCP between hosts"),
         (("1: DOWN", "2: INIT"), {}, "failed", "0 of 2 ports active"),
         (("4: ACTIVE",), {"verbs": False}, "failed", "but no /dev/infiniband/uverbs* here"),
-        (("4: ACTIVE",), {"locked": 8 << 20}, "warning", "only 8192 KiB of memory may be locked"),
+        (("4: ACTIVE",), {"locked": 8 << 20}, "warning", "may lock only 8192 KiB of memory"),
         (("4: ACTIVE", "1: DOWN"), {}, "warning", "1 of 2 ports active"),
     ],
 )

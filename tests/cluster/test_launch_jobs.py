@@ -198,7 +198,7 @@ def test_a_job_may_start_with_fewer_hosts_whose_layout_is_valid():
     script, _ = slurm_script(
         "parallel.data=4", "cluster.nodes=4", "launch.min_hosts=3", "rollout.engine.replicas=4", "eval=none"
     )
-    # Slurm gives a range of hosts its least when it is told a number of tasks.
+    # With --ntasks-per-node, Slurm allocates only the minimum of the range.
     assert "#SBATCH --nodes=3-4\n" in script and "#SBATCH --ntasks" not in script
     assert "export MFLEET_RANKS_PER_HOST=1\n" in script
     assert "export MFLEET_WITH_3_HOSTS='parallel.data=3 rollout.engine.replicas=3'" in script
@@ -345,7 +345,7 @@ def test_the_scripts_are_in_the_project():
 
 
 def test_a_job_is_followed_through_a_restart_of_the_scheduler(tmp_path, monkeypatch, capfd):
-    """squeue fails the second and third time."""
+    """The second and third calls of squeue fail."""
     squeue = (
         "echo >>asked\n[ $(wc -l <asked) -ne 2 ] && [ $(wc -l <asked) -ne 3 ] || { echo no contact >&2; exit 1; }\n"
     )
@@ -359,7 +359,7 @@ def test_a_job_is_followed_through_a_restart_of_the_scheduler(tmp_path, monkeypa
     record = Record("slurm", "name", ["7"], [str(tmp_path)])
     assert Slurm().follow(record, tmp_path) == State("completed", 0)
     said = capfd.readouterr().err
-    assert said.count("asking again: `squeue --noheader` failed with status 1: no contact") == 1
+    assert said.count("retrying: `squeue --noheader` failed with status 1: no contact") == 1
     assert "job 7: running" in said and "job 7: completed" in said
     monkeypatch.setattr("megatron_fleet.cluster.launch.job.OUTAGE_S", 0.05)
     (tmp_path / "squeue").write_text("#!/bin/sh\n[ -e once ] && exit 1\n>once; echo RUNNING\n")

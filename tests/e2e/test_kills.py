@@ -1,6 +1,7 @@
 """Whole runs whose processes are killed at random moments, in saves and uploads too, lose nothing and leave nothing.
 
-In CI it is one run. The long test: ``MFLEET_TEST_KILLS=30 .venv/engine/bin/python -m pytest tests/e2e/test_kills.py``.
+The long test: ``MFLEET_TEST_KILLS=30 ./test --nightly tests/e2e/test_kills.py``. In CI, without ``--nightly``,
+test_whole_runs kills one run.
 """
 
 from __future__ import annotations

@@ -21,9 +21,8 @@ HEAD = f"""# Every layout trains like one process, and like transformers
 
 Made by `python tests/parity/parity_page.py`; `./test` asserts it with four steps (`tests/parity`). Tiny models of each
 family with all their parts (odd vocabulary, 4 layers, 8 experts), float32, on CPU: Megatron-Core's own layers over gloo
-with our norm, attention and patches (`platform/megatron`), packed micro-batches, distributed optimizer. {STEPS}
-optimizer steps of AdamW (learning rate {LR:g}, ε {EPS:g}, weight decay, clipping)
-of a policy gradient with an entropy term.
+with our norm, attention and patches (`platform/megatron`), packed micro-batches, distributed optimizer. {STEPS} steps
+of AdamW (learning rate {LR:g}, ε {EPS:g}, weight decay, clipping) of a policy gradient with an entropy term.
 
 Each cell is against *one process* / against *transformers* with PyTorch's AdamW, one unpacked sequence at a time.
 Relative differences: **log-prob** mean over all trained tokens, **loss** and **gradient norm** of the first step (bound

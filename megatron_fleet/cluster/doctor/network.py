@@ -23,7 +23,7 @@ PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 LEAST_PORTS = 4096
 """Free ports that ranks, engines, environments and Ray take from, and their connections."""
 ADAPTERS, VERBS = Path("/sys/class/infiniband"), Path("/dev/infiniband")
-"""Host channel adapters and their ports, and the devices by which programs use them (InfiniBand and RoCE)."""
+"""RDMA adapters (InfiniBand and RoCE) with their ports, and the device files through which programs use them."""
 FAR, WRONG = 0.5, 5.0
 """Seconds between clocks: beyond the first, events of hosts are out of order in traces and logs; beyond the second,
 signed requests and certificates are refused sooner or later."""
@@ -74,12 +74,12 @@ def _taken(host: str, port: int) -> str | None:
     return None
 
 
-def _of_several_hosts(here: Here) -> bool:
+def _on_several_gpu_hosts(here: Here) -> bool:
     return bool(here.host.devices) and here.config is not None and here.config.cluster.nodes > 1
 
 
 def rdma(here: Here) -> Result:
-    """Look for adapters of InfiniBand or RoCE with an active port, and whether programs may use them."""
+    """Look for InfiniBand or RoCE adapters with an active port that programs may use."""
     assert here.config is not None
     fabric = here.config.launch.fabric
     if fabric in ("ethernet", "efa", "provider"):
@@ -87,22 +87,22 @@ def rdma(here: Here) -> Result:
     absent: Status = "failed" if fabric == "infiniband" else "warning"
     states = {port.parent: port for port in sorted(ADAPTERS.glob("*/ports/*/state"))}
     if not states:
-        seen = "no adapter: exchanges between hosts go over TCP"
-        return Result(absent, seen, "load the adapters' driver, or set launch.fabric to the network that there is")
+        seen = "no RDMA adapter: NCCL uses TCP between hosts"
+        return Result(absent, seen, "load the adapter's driver, or set launch.fabric=ethernet")
     active = [port for port, state in states.items() if state.read_text().strip().endswith("ACTIVE")]
     kinds = sorted({f"{_line(port / 'link_layer')} {_line(port / 'rate')}" for port in active or states})
     seen = f"{len(active)} of {len(states)} ports active: {', '.join(kinds)}"
     if not active:
-        return Result(absent, seen, "look for a cable or a subnet manager that is missing (ibstat)")
+        return Result(absent, seen, "check the cables and the subnet manager; ibstat shows the ports")
     if not list(VERBS.glob("uverbs*")):
-        fix = "give the container the devices of /dev/infiniband, as --privileged or --device does"
+        fix = "pass /dev/infiniband into the container, with --device or --privileged"
         return Result(absent, f"{seen}, but no /dev/infiniband/uverbs* here", fix)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if locked != resource.RLIM_INFINITY:
-        fix = "run `ulimit -l unlimited` before the run, as root or by the container's or Slurm's settings"
-        return Result("warning", f"{seen}, but only {locked >> 10} KiB of memory may be locked", fix)
+        fix = "set `ulimit -l unlimited` for the run (containers: --ulimit memlock=-1)"
+        return Result("warning", f"{seen}, but a process may lock only {locked >> 10} KiB of memory", fix)
     if len(active) < len(states):
-        return Result("warning", seen, "see ibstat for the others; name those to use in NCCL_IB_HCA")
+        return Result("warning", seen, "check the other ports with ibstat, or list the ones to use in NCCL_IB_HCA")
     return Result("ok", seen)
 
 
@@ -248,6 +248,6 @@ def alone(here: Here) -> Result:
         return judge_exchange({host.name: exchange(host, count, what, here.environ, listener)}, count)
 
 
-PROBES = (Probe("ports", ports), Probe("RDMA", rdma, _of_several_hosts, "several hosts with GPUs"))
+PROBES = (Probe("ports", ports), Probe("RDMA", rdma, _on_several_gpu_hosts, "several hosts with GPUs"))
 ALONE = Probe("all-reduce", alone, deadline_s=EXCHANGE_S + 10, slow=True)
 """All-reduce probe of a single host; several hosts do one together, see `meeting`."""

@@ -25,7 +25,7 @@ COMMAND_S = 300.0
 """Deadline of a scheduler's command; SkyPilot's takes minutes when it starts its server."""
 FOLLOW_S = 2.0
 OUTAGE_S = 300.0
-"""A job is followed through this much silence of the scheduler, which is restarted now and then; the job goes on."""
+"""How long `--follow` retries while the scheduler does not answer, as when it restarts. The job itself continues."""
 TOKEN = "MFLEET_TOKEN"
 """Variable with the secret of the sockets of a run on several hosts."""
 IMAGE_PROJECT = "/megatron_fleet"
@@ -245,21 +245,21 @@ def execute(
 
 
 def later_state(ask: Callable[[], State]) -> State:
-    """Ask for the state of a job that was there before, again and again while the scheduler does not answer.
+    """Query the state of a job that is known to exist; retry while the scheduler does not answer.
 
     Raises:
-        UserError: it has not answered for ``OUTAGE_S``.
+        UserError: no answer within ``OUTAGE_S``.
     """
-    end, told = time.monotonic() + OUTAGE_S, False
+    end, warned = time.monotonic() + OUTAGE_S, False
     while True:
         try:
             return ask()
         except UserError as error:
             if time.monotonic() > end:
                 raise
-            if not told:
-                say(f"mfleet: the scheduler does not tell the job's state, asking again: {error}", sys.stderr)
-                told = True
+            if not warned:
+                say(f"mfleet: cannot query the job's state, retrying: {error}", sys.stderr)
+                warned = True
         time.sleep(FOLLOW_S)
 
 

@@ -137,7 +137,7 @@ def _options(job: Job) -> Iterator[str]:
     options = {
         "--job-name": re.sub(r"[^\w.-]", "-", job.name),
         "--nodes": f"{fewest}-{job.hosts}" if elastic else str(job.hosts),
-        # With a number of tasks, Slurm gives a range of hosts its least.
+        # With --ntasks-per-node, Slurm allocates only the minimum of a range of nodes.
         "--ntasks-per-node": None if elastic else str(ranks),
         "--cpus-per-task": str(ranks) if elastic and not slurm.exclusive else None,
         "--gpus-per-node": str(launch.gpus) if launch.gpus else None,
