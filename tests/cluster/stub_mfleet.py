@@ -103,9 +103,10 @@ def node() -> int:
 
 
 def doctor() -> int:
-    """End with $STUB_DOCTOR, after noting where it was asked."""
+    """End with $STUB_DOCTOR, after noting where it was asked, and for how many hosts."""
+    nodes = [argument for argument in sys.argv if argument.startswith("cluster.nodes=")]
     with Path(os.environ["STUB_FOLDER"], "asked").open("a") as file:
-        file.write(f"{socket.gethostname()} {os.environ.get('MFLEET_CONTROLLER', '')}\n")
+        file.write(f"{socket.gethostname()} {os.environ.get('MFLEET_CONTROLLER', '')} {' '.join(nodes)}\n")
     return int(os.environ["STUB_DOCTOR"])
 
 

@@ -290,6 +290,25 @@ def test_with_fewer_hosts_a_job_has_their_share_of_the_replicas(slurm, environ, 
     slurm.wait_until_idle()
 
 
+@several_hosts
+@pytest.mark.parametrize(("nodes", "told", "ranks"), [("1-2", 2, FOUR), ("1", 0, [(0, 2, 0, "n1"), (1, 2, 1, "n1")])])
+def test_a_job_with_a_range_of_hosts_has_ranks_on_all_that_it_gets(slurm, environ, tmp_path, nodes, told, ranks):
+    elastic = environ | {"MFLEET_HOSTS": "2", "MFLEET_RANKS_PER_HOST": "2", "MFLEET_WITH_1_HOSTS": "parallel.data=2"}
+    elastic |= {"MFLEET_DOCTOR": "1", "STUB_DOCTOR": "0", "SLURM_CONF": slurm.environ["SLURM_CONF"]}
+    options = [f"--nodes={nodes}", "--cpus-per-task=2", "--wait", f"--output={tmp_path}/job.log", f"--chdir={tmp_path}"]
+    stub = [f"stub.world={len(ranks)}"]
+    job = slurm.hosts.run(CONTROLLER, ["sbatch", *options, str(SBATCH), "parallel.data=4", *stub], elastic)
+    try:
+        assert job.wait(LIMIT_S) == 0, (tmp_path / "job.log").read_text()
+    finally:
+        stop(job)
+    start, gathered = reports(tmp_path)
+    assert start["overrides"][-1] == f"cluster.nodes={told}" and placed(gathered) == ranks
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert {line.split()[2] for line in asked} == {f"cluster.nodes={told}"}
+    slurm.wait_until_idle()
+
+
 def hosts_of_skypilot(slurm: Slurm, environ: dict[str, str], folder: Path, *overrides: str) -> list[Any]:
     """Run the task's own `run` section on two hosts, with the variables that SkyPilot sets."""
     task = yaml.safe_load((ROOT / "launch" / "skypilot" / "train.yaml").read_text())
