@@ -1,7 +1,4 @@
-"""Whole runs over two hosts: ranks, engines and workers on both, started by `mfleet node` and torchrun.
-
-Slurm: test_launch_run.
-"""
+"""Whole runs over two hosts: ranks, engines and workers on both, started by `mfleet node` and torchrun; by Slurm: test_launch_run."""
 
 from __future__ import annotations
 
