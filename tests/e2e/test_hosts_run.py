@@ -1,4 +1,4 @@
-"""Whole runs over two hosts: ranks, engines and workers on both, started by `mfleet node` and torchrun; by Slurm: test_launch_run."""
+"""Whole runs over two hosts: ranks, engines and workers on both, started by `mfleet node` and torchrun."""
 
 from __future__ import annotations
 
