@@ -204,8 +204,12 @@ def _add_model_commands(model: Any) -> None:
     trained = "what the model was trained on: 32768 for Qwen 3 (its config.json says 40960, answers included)"
     extend.add_argument("--original", type=int, required=True, metavar="TOKENS", help=trained)
     extend.set_defaults(run=_extend)
-    fetch = model.add_parser("fetch", help="download a model from the Hugging Face hub, as a run does at its start")
-    fetch.add_argument("model", metavar="ID", help="organisation/name, or organisation/name@revision")
+    fetch = model.add_parser(
+        "fetch", help="download a model from the Hugging Face hub or a bucket, as a run does at its start"
+    )
+    fetch.add_argument(
+        "model", metavar="ID", help="organisation/name, organisation/name@revision, or s3://… or gs://bucket/prefix"
+    )
     fetch.set_defaults(run=_fetch)
     random = model.add_parser("make-random", help="make a folder with Qwen3-0.6B's shape and random weights (1.2 GB)")
     random.add_argument("target", type=Path, help="new folder, for model.path; its tokenizer is the embedded fleet's")
@@ -217,7 +221,7 @@ def _add_model_commands(model: Any) -> None:
 def _train(args: argparse.Namespace) -> int:
     from megatron_fleet.loop import preflight
     from megatron_fleet.loop.start import in_steps
-    from megatron_fleet.weights.hub import fetched
+    from megatron_fleet.weights.remote import fetched
 
     config = _load(args)
     args.out = Path(config.run.out)
@@ -254,7 +258,7 @@ def _launch(args: argparse.Namespace) -> int:
         # Of other machines, only the configuration is known here.
         from megatron_fleet.config import validate
         from megatron_fleet.loop import preflight
-        from megatron_fleet.weights.hub import fetched
+        from megatron_fleet.weights.remote import fetched
 
         if config.launch.kind in ("local", "torchrun"):
             preflight.check(fetched(config, weights=False))
@@ -304,7 +308,7 @@ def _overrides(args: argparse.Namespace) -> list[str]:
 def _evaluate(args: argparse.Namespace) -> int:
     from megatron_fleet.loop.evaluate import main as evaluate
     from megatron_fleet.loop.evaluate import read_config
-    from megatron_fleet.weights.hub import fetched
+    from megatron_fleet.weights.remote import fetched
 
     config, run = read_config(args.overrides, args.out, args.checkpoint, args.endpoint, args.model)
     args.out = Path(config.run.out)
@@ -368,12 +372,15 @@ def _extend(args: argparse.Namespace) -> int:
 
 
 def _fetch(args: argparse.Namespace) -> int:
-    from megatron_fleet.config.hub import hub_model
+    from megatron_fleet.config.remote_model import remote_model
     from megatron_fleet.config.sections.trainer import ModelConfig
-    from megatron_fleet.weights.hub import fetch
+    from megatron_fleet.weights.remote import fetch
 
-    if hub_model(args.model) is None:
-        raise UserError(f"{args.model}: is not the id of a model on the hub; write it as organisation/name[@revision].")
+    if remote_model(args.model) is None:
+        raise UserError(
+            f"{args.model}: names no model on the hub or in a bucket; write organisation/name[@revision], "
+            f"s3://bucket/prefix or gs://bucket/prefix."
+        )
     path = fetch(args.model)
     say(f"{path}: its files are in {ModelConfig(path=path).folder}; train with model.path={path}")
     return 0

@@ -24,7 +24,7 @@ from pathlib import Path
 from megatron_fleet.checkpoint.checkpoints import Checkpoint
 from megatron_fleet.checkpoint.manifest import MANIFEST, DamagedCheckpoint, is_whole, parse_manifest, progress
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.hub import hub_model
+from megatron_fleet.config.remote_model import remote_model
 from megatron_fleet.storage.folder import Folder
 from megatron_fleet.storage.local import LocalFolder, begin_folder, commit_folder, write_atomically
 from megatron_fleet.storage.open import open_folder, open_staging
@@ -333,6 +333,6 @@ class Uploader:
 
 def run_url(store: str, project: str, model: str, run_id: str) -> str:
     """Address of a run below a store. ``model``: path, address or hub id; its last part is used, without a revision."""
-    hub = hub_model(model)
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(hub.repo if hub else model.rstrip("/")).name).strip("-") or "model"
+    remote = remote_model(model)
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", remote.name if remote else Path(model).name).strip("-") or "model"
     return f"{store.rstrip('/')}/{project}/{name}/{run_id}"

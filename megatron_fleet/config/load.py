@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_fleet.config import keys
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import read_object, user_path
-from megatron_fleet.config.hub import hub_model
+from megatron_fleet.config.remote_model import remote_model
 from megatron_fleet.config.schema import Config
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def _absolute(tree: dict[str, Any]) -> dict[str, Any]:
         values = tree.get(section)
         value = values.get(key) if isinstance(values, dict) else None
         if isinstance(value, str) and value and value != "embedded" and "://" not in value:
-            if (section, key) == ("model", "path") and hub_model(value) and not user_path(value).exists():
+            if (section, key) == ("model", "path") and remote_model(value) and not user_path(value).exists():
                 continue
             tree[section][key] = str(user_path(value).absolute())
     if isinstance(tree.get("data"), dict) and isinstance(names := tree["data"].get("exclusions"), list):

@@ -32,7 +32,7 @@ from megatron_fleet.cluster.launcher import last_line, spawn
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import read_object
 from megatron_fleet.config.schema import Config
-from megatron_fleet.config.secrets import STORE, without_secrets
+from megatron_fleet.config.secrets import without_secrets
 from megatron_fleet.config.sections.run import ExportConfig
 from megatron_fleet.convert.check import Result, copy_probe
 from megatron_fleet.convert.plan import CHECKPOINT
@@ -317,8 +317,8 @@ class Exports:
         """
         logs = self._out / "logs"
         logs.mkdir(exist_ok=True)
-        path, family = self._config.model.folder, self._config.model.family
-        environment = without_secrets(os.environ, STORE if "://" in path else ())
+        family = self._config.model.family
+        environment = without_secrets(os.environ)
         if arguments[0] != "check":
             environment["CUDA_VISIBLE_DEVICES"] = ""
         own = ("--family", family) if family else ()

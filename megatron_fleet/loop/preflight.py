@@ -30,8 +30,8 @@ from megatron_fleet.cluster.rank_identity import rank_identity
 from megatron_fleet.config import extension, validate
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import read_object
-from megatron_fleet.config.hub import hub_model
 from megatron_fleet.config.interfaces import INTERFACES
+from megatron_fleet.config.remote_model import remote_model
 from megatron_fleet.config.schema import Config
 from megatron_fleet.data.task import Task
 from megatron_fleet.models.hf_config import is_quantized
@@ -179,8 +179,8 @@ def _model(config: Config) -> dict[str, Any]:
         if not any((folder / name).is_file() for name in names):
             missing = " or ".join(names)
             raise UserError(f"model.path={folder}: {missing} is missing; name a complete Hugging Face model folder.")
-    # Of a model on the hub, `weights.hub` knows that there are weights, which a dry run does not download.
-    if not any(folder.glob("*.safetensors")) and hub_model(config.model.path) is None:
+    # Of a remote model, `weights.remote` knows that there are weights, which a dry run does not download.
+    if not any(folder.glob("*.safetensors")) and remote_model(config.model.path) is None:
         raise UserError(
             f"model.path={folder}: there is no *.safetensors file; name a complete Hugging Face model folder."
         )

@@ -34,6 +34,10 @@ class Folder(Protocol):
         """
         ...
 
+    def versions(self) -> dict[str, str]:
+        """Of each of these files, a text that changes when it is replaced."""
+        ...
+
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
         """Return exactly ``length`` bytes from ``offset``, or raise UserError; ``None`` = to the end of the file."""
         ...

@@ -181,22 +181,28 @@ class GCSFolder:
         return self._root + check_name(name)
 
     def sizes(self) -> dict[str, int]:
-        listed = self._listed("")
+        return {name: int(blob.size) for name, blob in self._files()}
+
+    def versions(self) -> dict[str, str]:
+        return {name: str(blob.generation) for name, blob in self._files()}
+
+    def _files(self) -> list[tuple[str, storage.Blob]]:
         # Consoles represent a folder by an object whose name ends with a slash.
-        return dict(sorted((n, size) for n, size in listed.items() if n and not n.endswith("/") and not _is_part(n)))
+        listed = self._listed("")
+        return [(n, listed[n]) for n in sorted(listed) if n and not n.endswith("/") and not _is_part(n)]
 
-    def _listed(self, below: str) -> dict[str, int]:
-        """Sizes of all objects whose names begin with ``below``, those of unfinished files too."""
+    def _listed(self, below: str) -> dict[str, storage.Blob]:
+        """All objects whose names begin with ``below``, those of unfinished files too."""
 
-        def pages() -> dict[str, int]:
+        def pages() -> dict[str, storage.Blob]:
             found = self._client.list_blobs(
                 self._bucket,
                 prefix=self._prefix + below,
-                fields="items(name,size),nextPageToken",
+                fields="items(name,size,generation),nextPageToken",
                 timeout=TIMEOUT_S,
                 retry=None,
             )
-            return {blob.name.removeprefix(self._prefix): int(blob.size) for blob in found}
+            return {blob.name.removeprefix(self._prefix): blob for blob in found}
 
         return self._ask(self.url, pages, missing=NO_BUCKET)
 

@@ -42,6 +42,12 @@ class LocalFolder:
         return str(self._path(name))
 
     def sizes(self) -> dict[str, int]:
+        return {name: status.st_size for name, status in self._listed()}
+
+    def versions(self) -> dict[str, str]:
+        return {name: str(status.st_mtime_ns) for name, status in self._listed()}
+
+    def _listed(self) -> list[tuple[str, os.stat_result]]:
         found = {}
         with os_errors_as_user_error(self.path, "listed"):
             if self.path.exists() and not self.path.is_dir():
@@ -55,8 +61,8 @@ class LocalFolder:
                     with suppress(FileNotFoundError):  # another process has removed it since
                         status = path.stat()
                         if stat.S_ISREG(status.st_mode):
-                            found[path.relative_to(self.path).as_posix()] = status.st_size
-        return dict(sorted(found.items()))
+                            found[path.relative_to(self.path).as_posix()] = status
+        return sorted(found.items(), key=lambda item: item[0])
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
         path = self._path(name)

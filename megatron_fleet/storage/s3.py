@@ -162,7 +162,13 @@ class S3Folder:
         return f"s3://{self._bucket}/{self._prefix}{check_name(name)}"
 
     def sizes(self) -> dict[str, int]:
-        found = {}
+        return {name: entry["Size"] for name, entry in self._listed()}
+
+    def versions(self) -> dict[str, str]:
+        return {name: entry["ETag"] for name, entry in self._listed()}
+
+    def _listed(self) -> list[tuple[str, dict[str, Any]]]:
+        found = []
         with store_errors_as_user_error(self.url):
             for page in self._client.get_paginator("list_objects_v2").paginate(
                 Bucket=self._bucket, Prefix=self._prefix
@@ -170,8 +176,8 @@ class S3Folder:
                 for entry in page.get("Contents", []):
                     # Consoles represent a folder by an object whose key ends with a slash.
                     if not entry["Key"].endswith("/"):
-                        found[entry["Key"].removeprefix(self._prefix)] = entry["Size"]
-        return dict(sorted(found.items()))
+                        found.append((entry["Key"].removeprefix(self._prefix), entry))
+        return sorted(found, key=lambda item: item[0])
 
     def size(self, name: str) -> int | None:
         """Bytes of a file, ``None`` when there is none."""

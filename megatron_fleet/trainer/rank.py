@@ -33,7 +33,7 @@ from megatron_fleet.config.schema import Config
 from megatron_fleet.platform.processes import ONLY_OWNER, write_stacks_on_signal
 from megatron_fleet.trainer.messages import OTHER, SYSTEM, USER, Identity, datum_from_plain
 from megatron_fleet.trainer.process import prepare_process
-from megatron_fleet.weights.hub import fetch
+from megatron_fleet.weights.remote import fetch
 
 if TYPE_CHECKING:
     from megatron_fleet.algorithms.datum import Datum

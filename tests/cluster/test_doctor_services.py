@@ -23,7 +23,7 @@ from megatron_fleet.cluster.doctor import model, services
 from megatron_fleet.cluster.doctor.probe import Here, Result, ask
 from megatron_fleet.cluster.inventory import Host
 from megatron_fleet.config.load import load
-from megatron_fleet.weights.hub import fetch
+from megatron_fleet.weights.remote import fetch
 
 TINY = Path(__file__).parents[2] / "assets" / "tiny"
 KEY, WRONG = "0" * 40, "f" * 40

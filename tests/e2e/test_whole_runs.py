@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from chat_server import MODEL, ChatServer, Oracle, serving
+from gcs_server import GCS_BUCKET, found_by_google
 from mlflow import MlflowClient
 from planted import PLANTED, found_in, watched
 from s3_server import BUCKET, s3_server
@@ -218,15 +219,19 @@ def test_rollouts_may_take_longer_than_a_collective_may(tmp_path):
     assert len(waits) == 2 and min(waits) > limit_s, waits
 
 
-def test_a_killed_run_ends_like_the_undisturbed_one(first, tmp_path):
-    """To the last bit, though its first evaluation went beside the training and not before it."""
-    run = Run(tmp_path / "killed", (*PROBED, "eval.overlap=true"))
-    process = run.start()
-    wait_for(run.out / "checkpoints" / "step_000001", process)
-    process.kill()
-    process.communicate()
-    run.assert_nothing_left()
-    run.finish()
+def test_a_killed_run_goes_on_from_its_bucket_and_ends_like_the_undisturbed_one(first, tmp_path):
+    """To the last bit, though its folder is lost and its first evaluation went beside the training, not before it."""
+    with found_by_google():
+        bucket = open_folder(f"gs://{GCS_BUCKET}")
+        stored = ("run.id=killed", f"checkpoint.store.url=gs://{GCS_BUCKET}/runs")
+        run = Run(tmp_path / "killed", (*PROBED, *stored, "eval.overlap=true"))
+        process = run.start()
+        wait_for(lambda: any(name.endswith("killed/global_step_1/manifest.json") for name in bucket.sizes()), process)
+        process.kill()
+        process.communicate()
+        run.assert_nothing_left()
+        shutil.rmtree(run.out)
+        run.finish()
     assert run.facts() == first.facts()
     assert (run.out / WEIGHTS).read_bytes() == (first.out / WEIGHTS).read_bytes()
 

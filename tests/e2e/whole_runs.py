@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -100,10 +101,11 @@ class Run:
         wait_until(lambda: not self.processes())
 
 
-def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
-    """Until ``path`` exists; fails when the process ends before."""
+def wait_for(awaited: Path | Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    """Until a file exists, or something is true; fails when the process ends before."""
+    there = awaited.exists if isinstance(awaited, Path) else awaited
     deadline = time.monotonic() + RUN_TIMEOUT_S
-    while not path.exists():
+    while not there():
         assert process.poll() is None, process.communicate()[0][-3000:]
-        assert time.monotonic() < deadline, f"{path} did not appear"
+        assert time.monotonic() < deadline, f"{awaited} did not appear"
         time.sleep(0.1)

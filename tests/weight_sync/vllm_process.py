@@ -126,8 +126,9 @@ def main(number: int) -> None:
 
 
 def become_engine(arguments: list[str], environment: dict[str, str], asked: int, log: int, answering: int) -> None:
+    found = {"PYTHONPATH": os.environ["PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}  # torchvision is there
     os.environ.clear()
-    os.environ.update(environment | SETTINGS)
+    os.environ.update(environment | SETTINGS | found)
     os.dup2(asked, 0)
     for stream in (1, 2):
         os.dup2(log, stream)

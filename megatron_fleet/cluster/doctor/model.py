@@ -14,11 +14,12 @@ from typing import Any
 from megatron_fleet.cluster.doctor.probe import Here, Probe, Result, output, with_config
 from megatron_fleet.cluster.launcher import episode_python
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.hub import hub_model
+from megatron_fleet.config.remote_model import remote_model
 from megatron_fleet.config.schema import Config
 from megatron_fleet.config.secrets import of_environments, without_secrets
 from megatron_fleet.weights.hf_folder import read_headers
-from megatron_fleet.weights.hub import damaged_files, fetch, is_offline, look_up
+from megatron_fleet.weights.hub import damaged_files
+from megatron_fleet.weights.remote import look_up
 
 HASHING_S = 3600.0
 """A model of a trillion parameters on a network file system."""
@@ -49,10 +50,8 @@ def model_files(here: Here) -> Result:
     """Compare the model's files with the hashes that the hub states, or at least their sizes with their headers."""
     config = here.config
     assert config is not None
-    model, folder = hub_model(config.model.path), Path(config.model.folder)
+    model, folder = remote_model(config.model.path), Path(config.model.folder)
     if model is not None and not any(folder.glob("*.safetensors")):
-        if is_offline():
-            fetch(config.model.path)  # says why it cannot be
         missing = look_up(model).missing_bytes()
         storage = next(path for path in (model.storage(here.environ), *folder.parents) if path.is_dir())
         free = shutil.disk_usage(storage).free

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from megatron_fleet.config.extension import Open
-from megatron_fleet.config.hub import hub_model
+from megatron_fleet.config.remote_model import remote_model
 from megatron_fleet.config.sections.base import MAX_TOKENS, Rule, Section
 
 if TYPE_CHECKING:
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 class ModelConfig(Section):
     path: str = Field(
         description="HF folder: config.json, tokenizer.json, safetensors. Or an id on the Hugging Face hub, "
-        "`organisation/name` or `organisation/name@revision`, which is downloaded once per host."
+        "`organisation/name` or `organisation/name@revision`, or an HF folder in a bucket, s3://… or gs://…, which are "
+        "downloaded once per host."
     )
     dtype: Literal["float32", "bfloat16"] = Field(
         "bfloat16", description="Data type of the forward pass and of the engines; float32 on CPU."
@@ -31,9 +32,9 @@ class ModelConfig(Section):
 
     @property
     def folder(self) -> str:
-        """The model's folder on this host; that of a hub id exists when `weights.hub.fetch` has made it."""
-        hub = hub_model(self.path)
-        return self.path if hub is None else str(hub.folder(os.environ))
+        """The model's folder on this host; that of a remote model exists when `weights.remote.fetch` has made it."""
+        remote = remote_model(self.path)
+        return self.path if remote is None else str(remote.folder(os.environ))
 
 
 class PrecisionConfig(Section):

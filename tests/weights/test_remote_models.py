@@ -1,22 +1,29 @@
-"""Models by hub id: downloaded once, compared with the hub's hashes, and one sentence for whatever goes wrong."""
+"""Models by hub id and in buckets: downloaded once, compared with what the source states, and one sentence for whatever
+goes wrong."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from gcs_server import GCS_BUCKET, gcs_server
 from hub_server import COMMIT, TOKEN, hub_server
+from s3_server import BUCKET, s3_server
 from waiting import HANG_S
 
 pytest.importorskip("huggingface_hub")
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.hub import HubModel, cache_folder, hub_model
 from megatron_fleet.config.load import load
-from megatron_fleet.weights import hub as weights_hub
-from megatron_fleet.weights.hub import damaged_files, fetch
+from megatron_fleet.config.remote_model import BucketModel, HubModel, cache_folder, remote_model
+from megatron_fleet.config.sections.trainer import ModelConfig
+from megatron_fleet.storage.open import open_folder
+from megatron_fleet.weights import remote
+from megatron_fleet.weights.hub import damaged_files
+from megatron_fleet.weights.remote import fetch
 
 TINY = Path(__file__).parents[2] / "assets" / "tiny"
 PINNED = f"fleet/tiny@{COMMIT}"
@@ -34,7 +41,7 @@ def hub(tmp_path, monkeypatch):
 
 
 def folder() -> Path:
-    found = hub_model(PINNED)
+    found = remote_model(PINNED)
     assert found is not None
     return found.folder(os.environ)
 
@@ -45,11 +52,14 @@ def folder() -> Path:
         ("Qwen/Qwen3-8B", HubModel("Qwen/Qwen3-8B")),
         ("Qwen/Qwen3-8B@v1.0", HubModel("Qwen/Qwen3-8B", "v1.0")),
         ("a/b@refs/pr/3", HubModel("a/b", "refs/pr/3")),
-        *((text, None) for text in ("tiny", "/a/b", "./a/b", "~/a", "a/b/c", "s3://a/b", "http://h:8/m", "a/b@", "")),
+        ("s3://bucket/a b/c", BucketModel("s3://bucket/a b/c")),
+        ("gs://bucket/a/@0123456789abcdef", BucketModel("gs://bucket/a", "0123456789abcdef")),
+        ("s3://bucket@0123456789abcdef", BucketModel("s3://bucket", "0123456789abcdef")),
+        *((text, None) for text in ("tiny", "/a/b", "./a/b", "~/a", "a/b/c", "http://h:8/m", "a/b@", "")),
     ],
 )
-def test_the_form_of_an_id(text, expected):
-    assert hub_model(text) == expected
+def test_the_form_of_a_name(text, expected):
+    assert remote_model(text) == expected
 
 
 def test_the_cache_is_where_huggingface_hub_has_it(monkeypatch):
@@ -179,7 +189,7 @@ def test_a_hub_that_is_ill_or_not_there(hub, monkeypatch):
 
 
 def test_no_room_and_no_folder(hub, monkeypatch, tmp_path):
-    monkeypatch.setattr(weights_hub, "ROOM", 1 << 60)
+    monkeypatch.setattr(remote, "ROOM", 1 << 60)
     refused(r"needs 0\.0 GB in .*, where .* GB are free; free some space, or set HF_HOME to a larger disk")
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "file"))
@@ -193,7 +203,7 @@ def test_a_model_without_weights_that_can_be_read(hub):
 
 def test_processes_of_one_host_take_turns(hub):
     """Eight at once: one downloads."""
-    program = "from megatron_fleet.weights.hub import fetch; print(fetch('fleet/tiny'))"
+    program = "from megatron_fleet.weights.remote import fetch; print(fetch('fleet/tiny'))"
     processes = [
         subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(3)
@@ -201,3 +211,63 @@ def test_processes_of_one_host_take_turns(hub):
     said = [process.communicate(timeout=HANG_S) for process in processes]
     assert [out.strip() for out, _ in said] == [PINNED] * 3, said
     assert sorted(hub.downloads()) == sorted(path.name for path in TINY.iterdir())
+
+
+@pytest.fixture(params=["s3", "gs"])
+def bucket(request, tmp_path, monkeypatch):
+    """A model's folder in a store."""
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    with s3_server() if request.param == "s3" else gcs_server() as server:
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        folder = open_folder(f"{request.param}://{BUCKET if request.param == 's3' else GCS_BUCKET}/models/tiny")
+        for path in TINY.iterdir():
+            folder.write(path.name, path.read_bytes())
+        folder.write("logs/train.log", b"not of the model")
+        yield folder
+
+
+def test_a_model_in_a_bucket_is_downloaded_once(bucket, monkeypatch):
+    pinned = fetch(bucket.url)
+    assert re.fullmatch(re.escape(bucket.url) + "@[0-9a-f]{16}", pinned)
+    folder = Path(ModelConfig(path=pinned).folder)
+    assert folder == Path(ModelConfig(path=bucket.url).folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
+        p.name: p.read_bytes() for p in TINY.iterdir()
+    }
+    with monkeypatch.context() as patch:
+        patch.setattr("megatron_fleet.weights.bucket.transfer", None)  # nothing is left to be copied
+        assert fetch(f"{bucket.url}/") == pinned
+        patch.setattr("megatron_fleet.weights.bucket.open_folder", None)
+        assert fetch(pinned) == pinned  # the other hosts and ranks ask nobody
+    changed = folder / "config.json"
+    changed.write_bytes(changed.read_bytes()[:-1] + b" ")
+    assert fetch(pinned) == pinned and changed.read_bytes() == (TINY / "config.json").read_bytes()
+
+
+def test_a_model_that_is_replaced_in_its_bucket_is_another_one(bucket):
+    pinned = fetch(bucket.url, weights=False)
+    before = Path(ModelConfig(path=pinned).folder)
+    assert not (before / "model.safetensors").exists()
+    bucket.write("config.json", (TINY / "config.json").read_bytes() + b"\n")
+    refused(f"{re.escape(pinned)}: the files at this address have been replaced since; restore them", pinned)
+    after = Path(ModelConfig(path=fetch(bucket.url)).folder)
+    assert after != before and (after / "model.safetensors").is_file()
+    assert (before / "config.json").read_bytes() == (TINY / "config.json").read_bytes()
+    bucket.delete("model.safetensors")
+    refused(r"there is no \*\.safetensors; name a complete Hugging Face model folder", bucket.url)
+    refused(r"there is no config\.json; name a complete", f"{bucket.url}/nothing")
+
+
+def test_a_run_is_planned_with_a_model_in_a_bucket(bucket, capsys, monkeypatch, tmp_path):
+    from megatron_fleet import cli
+    from megatron_fleet.checkpoint.store import run_url
+
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", "--dry-run", "experiment=quickstart", f"model.path={bucket.url}"]) == 0
+    pinned = fetch(bucket.url, weights=False)
+    assert f"path: {pinned}" in capsys.readouterr().out
+    assert run_url("s3://bucket", "project", pinned, "run") == "s3://bucket/project/tiny/run"
+    assert cli.main(["model", "fetch", bucket.url]) == 0
+    assert f"train with model.path={pinned}" in capsys.readouterr().out
