@@ -161,7 +161,7 @@ def submit(slurm: Slurm, environ: dict[str, str], folder: Path, *overrides: str)
 
 @several_hosts
 def test_slurm_starts_the_ranks_on_all_hosts_and_lost_ones_again(slurm, environ, tmp_path):
-    status = submit(slurm, environ, tmp_path, *LAYOUT, "stub.world=4", "stub.restart")
+    status = submit(slurm, environ, tmp_path, *LAYOUT, "stub.world=4", "stub.nodes=2", "stub.restart")
     assert status == 0, (tmp_path / "job.log").read_text()
     first, *gathered = reports(tmp_path)
     assert first == {"overrides": [*LAYOUT, "cluster.ranks=external", "cluster.nodes=2"], "host": "n1"}
@@ -269,7 +269,7 @@ def test_a_heterogeneous_job_has_ranks_on_its_first_component_and_engines_on_all
     first = ["--nodes=1", "--ntasks-per-node=2", f"--output={tmp_path}/job.log", f"--chdir={tmp_path}", "--wait"]
     second = [":", "--nodes=1", "--ntasks-per-node=1"]
     both = environ | {"SLURM_CONF": slurm.environ["SLURM_CONF"]}
-    command = ["sbatch", *first, *second, SBATCH, "parallel.data=2", "stub.world=2"]
+    command = ["sbatch", *first, *second, SBATCH, "parallel.data=2", "stub.world=2", "stub.nodes=2"]
     job = slurm.hosts.run(CONTROLLER, command, both)
     try:
         assert job.wait(LIMIT_S) == 0, (tmp_path / "job.log").read_text()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from itertools import groupby
 from pathlib import Path
@@ -13,6 +15,7 @@ pytest.importorskip("hydra")
 sys.path += [str(Path(__file__).parents[2] / folder) for folder in ("benchmarks", "tools")]
 import planning_page
 import step_points
+from waiting import HANG_S
 
 
 def test_errors_are_bounded():
@@ -28,6 +31,19 @@ def test_runs_of_one_model_are_ranked_as_they_were_measured():
         several = list(runs)
         planned = sorted(several, key=lambda run: step_points.predicted(run).total)
         assert planned == sorted(several, key=lambda run: run.measured["step"]), model
+
+
+def test_cpus_of_other_vendors_simulate_the_same():
+    """NumPy has another exponential function where there is AVX-512."""
+    program = (
+        "from megatron_fleet.cluster.planning.workload import _lengths; print(_lengths(6e3, 32768, 1.0, 4096).tolist())"
+    )
+    without = os.environ | {"NPY_DISABLE_CPU_FEATURES": "AVX512F AVX512CD AVX512_SKX"}
+    results = [
+        subprocess.run([sys.executable, "-c", program], env=environ, stdout=subprocess.PIPE, timeout=HANG_S, check=True)
+        for environ in (dict(os.environ), without)
+    ]
+    assert results[0].stdout == results[1].stdout and len(results[0].stdout) > 4096
 
 
 @pytest.mark.slow

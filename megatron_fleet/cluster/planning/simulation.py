@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -207,7 +208,7 @@ class Simulation:
     def _episode(self, batch: int) -> _Episode:
         s = self._setup
         tokens = float(s.lengths[self._random.integers(len(s.lengths))])
-        waits = s.waiting_s * float(np.exp(self._random.normal(-(LATENCY_SIGMA**2) / 2, LATENCY_SIGMA)))
+        waits = s.waiting_s * math.exp(self._random.normal(-(LATENCY_SIGMA**2) / 2, LATENCY_SIGMA))
         return _Episode(batch, max(1.0, tokens), max(0.0, waits - s.waiting_s) if s.waiting_s else 0.0)
 
     def _fill(self, among: Iterable[int] | None = None) -> None:

@@ -93,7 +93,9 @@ class Workload:
         return self.episodes * self.mean
 
     def lengths(self, count: int) -> np.ndarray:
-        """Return quantiles of the distribution, float64 ``[count]``, ascending, with the mean that is asked for."""
+        """Return quantiles of the distribution, float64 ``[count]``, ascending, in whole tokens, with the mean that is
+        asked for, up to rounding.
+        """
         return _lengths(self.mean, self.longest, self.sigma, count)
 
     def pairs(self) -> float:
@@ -118,6 +120,7 @@ def _lengths(mean: float, longest: int, sigma: float, count: int) -> np.ndarray:
             low = middle
         else:
             high = middle
-    lengths = np.minimum(np.exp(high + sigma * normal), longest)
+    # NumPy's exp differs from CPU to CPU in the last bits; rounded, equal seeds give equal simulations everywhere.
+    lengths = np.maximum(np.rint(np.minimum(np.exp(high + sigma * normal), longest)), 1.0)
     lengths.flags.writeable = False  # kept for the next one who asks
     return lengths
