@@ -15,6 +15,7 @@ GPU_NEED_DISK_GB=20
 GPU_NEED_MEMORY_GB=16
 GPU_NEED_DRIVER=580 # of CUDA 13
 GPU_NEED_GLIBC=2.31 # of the wheels in engine-gpu.lock
+WAIT_S=3600 # for another host, or process, that installs into this folder
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 die() { printf 'error: %s\n' "$*" >&2; exit 1; }
@@ -220,6 +221,9 @@ python=$(find_python) ||
   die "no Python $versions_said (with its venv module) was found; install python${versions[0]} and python${versions[0]}-venv, or use pyenv."
 mkdir -p .venv
 exec 9>.venv/.lock
-flock -n 9 || { say "waiting for another setup of this folder"; flock 9; }
+flock -n 9 || {
+  say "waiting for another setup of this folder"
+  flock -w "$WAIT_S" 9 || die "another setup of this folder has not ended within $WAIT_S s; look at it, and run this again."
+}
 environment engine torch megatron.core ray transformers hydra pydantic
 environment episode openenv ray tokenizers fastapi

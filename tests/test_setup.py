@@ -1,5 +1,6 @@
 """setup.sh: what it installs and when, and one sentence where a machine lacks something; the image that calls it."""
 
+import fcntl
 import os
 import re
 import shutil
@@ -240,6 +241,17 @@ def test_an_interrupted_installation_is_taken_up_again(installing):
     asked(installing)
     assert setup(installing).returncode == 0
     assert any("engine-cpu.txt" in line for line in asked(installing))
+
+
+def test_another_setup_is_waited_for_but_not_for_ever(installing):
+    assert setup(installing).returncode == 0
+    script = installing / "setup.sh"
+    script.write_text(script.read_text().replace("WAIT_S=3600", "WAIT_S=1"))
+    with (installing / ".venv" / ".lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = setup(installing)
+        assert done.returncode == 1 and "has not ended within 1 s" in done.stderr
+    assert setup(installing).returncode == 0  # the lock ends with its owner
 
 
 def test_the_gpu_environment_is_made_of_its_locks_alone(installing):
