@@ -210,8 +210,8 @@ def test_equal_seeds_give_equal_runs_to_the_last_bit_though_trainer_and_engines_
 
 def test_rollouts_may_take_longer_than_a_collective_may(tmp_path):
     """No rank waits in a collective for the rollout: torch would end it."""
-    limit_s = 40
-    slow = ("env.faults.latency_median_s=16", "env.faults.latency_sigma=0")
+    limit_s = 30
+    slow = ("env.faults.latency_median_s=12", "env.faults.latency_sigma=0")
     pair = ("parallel.data=2", f"cluster.collective_timeout_s={limit_s}", "cluster.max_restarts=0")
     run = Run(tmp_path / "gaps", (*pair, *slow, "run.steps=2", "eval=none"))
     run.finish()

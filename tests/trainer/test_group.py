@@ -314,9 +314,9 @@ async def trains_while_its_copy_is_written(trainer, folder, files):
 
 
 @pytest.mark.slow
-def test_real_ranks_wait_longer_than_a_collective_may_take_and_are_replaced_when_killed(tmp_path):
+def test_real_ranks_save_in_the_background_and_are_replaced_when_killed(tmp_path):
     pytest.importorskip("megatron.core")
-    config = configured(tmp_path, cluster={"collective_timeout_s": 60.0, "max_restarts": 1}, parallel={"data": 2})
+    config = configured(tmp_path, cluster={"max_restarts": 1}, parallel={"data": 2})
     data = make_batch(count=4, seed=1)
     state = tmp_path / "state"
     state.mkdir()
@@ -326,7 +326,6 @@ def test_real_ranks_wait_longer_than_a_collective_may_take_and_are_replaced_when
             before = await trainer.forward(data)
             files = await trainer.save_state(state)
             assert files.keys() == {p.relative_to(state).as_posix() for p in state.rglob("*") if p.is_file()}
-            await asyncio.sleep(65)  # no collective is pending: nothing runs out
             for one, two in zip(before, await trainer.forward(data), strict=True):
                 np.testing.assert_array_equal(one, two)
             with pytest.raises(OSError, match="save_state"):
