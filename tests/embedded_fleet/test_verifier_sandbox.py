@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import EnvConfig
 from megatron_fleet.embedded_fleet import verifier_client
 from megatron_fleet.embedded_fleet.fleet import EmbeddedFleet
+from megatron_fleet.embedded_fleet.sandbox import MACHINES
 from megatron_fleet.embedded_fleet.tasks import EmbeddedSession, generate
 from megatron_fleet.embedded_fleet.verifier_client import OPTIONAL_LAYERS, Limits, VerifierClient
 
@@ -144,3 +146,17 @@ def test_the_embedded_server_does_not_start_without_a_layer_that_is_demanded(mon
     monkeypatch.setattr(sys, "argv", ["server", "--sandbox", "full"])
     with pytest.raises(SystemExit, match=r"error: env.sandbox=full: .*landlock"):
         server.main()
+
+
+@pytest.mark.parametrize(
+    ("machine", "header"),
+    [("x86_64", "x86_64-linux-gnu/asm/unistd_64.h"), ("aarch64", "asm-generic/unistd.h")],
+)
+def test_system_calls_have_the_kernels_numbers(machine, header):
+    file = Path("/usr/include", header)
+    if not file.is_file():
+        pytest.skip(f"{file} is not installed (linux-libc-dev)")
+    pairs = re.findall(r"^#define __NR(?:3264)?_(\w+) (\d+)$", file.read_text(), re.M)
+    numbers = {name: int(number) for name, number in pairs}
+    _, clone, capset, pivot_root, allowed = MACHINES[machine]
+    assert {"clone": clone, "capset": capset, "pivot_root": pivot_root, **allowed}.items() <= numbers.items()
