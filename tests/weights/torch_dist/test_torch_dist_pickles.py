@@ -114,6 +114,12 @@ def test_keys_that_would_take_long_to_hash():
             unpickle(shared + key + b"Ns.", ())
 
 
+@pytest.mark.parametrize("key", [1 << 60, -(1 << 61), 1.5, (1, 1 << 60)])
+def test_keys_that_can_be_made_to_collide(key):
+    with pytest.raises(BadPickle, match="keys that no checkpoint has"):
+        unpickle(pickle.dumps({key: None}), ())
+
+
 def test_deep_nesting_is_no_crash():
     depth = 100_000
     tuples = unpickle(b")" + b"\x85" * depth + b".", ())
