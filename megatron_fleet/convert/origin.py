@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.remote_model import BucketModel, remote_model
 from megatron_fleet.config.schema import ModelConfig
 from megatron_fleet.convert.plan import Checksum
 from megatron_fleet.convert.template import KEPT, LAYOUT, Template, open_template
@@ -18,6 +19,7 @@ from megatron_fleet.models.model import Model
 from megatron_fleet.models.registry import ARCHITECTURES
 from megatron_fleet.storage.folder import Folder
 from megatron_fleet.storage.open import open_folder
+from megatron_fleet.weights import bucket
 from megatron_fleet.weights.checkpoint_reader import MegatronCheckpoint
 from megatron_fleet.weights.hf_model import HfModel
 from megatron_fleet.weights.mapping import WeightTable
@@ -113,7 +115,20 @@ def _model_of_run(checkpoint: MegatronCheckpoint) -> str | None:
         path = json.loads(folder.read(RUN_CONFIG))["model"]["path"]
     except (UserError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    return ModelConfig(path=path).folder if isinstance(path, str) else None
+    return _folder_of_model(path) if isinstance(path, str) else None
+
+
+def _folder_of_model(path: str) -> str | None:
+    """Where the files of a run's ``model.path`` can be read: on this host, or in their bucket if they are still the
+    ones that the run began with."""
+    remote, folder = remote_model(path), ModelConfig(path=path).folder
+    if not isinstance(remote, BucketModel) or _is_there(folder):
+        return folder
+    try:
+        bucket.look_up(remote)
+    except UserError:  # others by now
+        return None
+    return remote.address
 
 
 def _is_there(path: str) -> bool:

@@ -123,8 +123,11 @@ def test_killed_and_resumed(direction, url, made, convert, refused, tmp_path):
 
 
 def test_a_run_on_s3_finds_its_model(url, made, convert, tmp_path):
-    """Two levels above the checkpoint; the model may lie on S3 too."""
+    """Two levels above the checkpoint; the model may lie on S3 too, as long as it is the one of the run."""
     import hashlib
+
+    from megatron_fleet.config.remote_model import BucketModel
+    from megatron_fleet.weights import bucket
 
     model = upload(made("qwen3"), f"{url}/model")
     root = write_foreign(tmp_path / "run", megatron_tensors(made("qwen3"), False))
@@ -132,10 +135,14 @@ def test_a_run_on_s3_finds_its_model(url, made, convert, tmp_path):
     shutil.copytree(root / "iter_0000100", step)
     listed = {n: {"bytes": len(d), "sha256": hashlib.sha256(d).hexdigest()} for n, d in files(step).items()}
     (step / "manifest.json").write_text(json.dumps({"format": 1, "step": 3, "files": listed}))
-    (tmp_path / "mine" / "config.json").write_text(json.dumps({"model": {"path": model}}))
+    pinned = str(bucket.look_up(BucketModel(model)).model)
+    (tmp_path / "mine" / "config.json").write_text(json.dumps({"model": {"path": pinned}}))
     run = upload(tmp_path / "mine", f"{url}/mine")
     assert convert("to-hf", f"{run}/checkpoints/step_000003", tmp_path / "out")[0] == 0
     assert files(tmp_path / "out") == files(made("qwen3"))
+    open_folder(model).write("config.json", b"{}")
+    status, _, error = convert("to-hf", f"{run}/checkpoints/step_000003", tmp_path / "again")
+    assert status == 2 and "--template" in error
 
 
 def test_ranks_load_straight_from_the_store(tmp_path, url):
