@@ -223,7 +223,7 @@ mkdir -p .venv
 exec 9>.venv/.lock
 flock -n 9 || {
   say "waiting for another setup of this folder"
-  flock -w "$WAIT_S" 9 || die "another setup of this folder has not ended within $WAIT_S s; look at it, and run this again."
+  flock -w "$WAIT_S" 9 || die "another setup of this folder has not ended within $WAIT_S s; check what it is waiting for, and run this again."
 }
 environment engine torch megatron.core ray transformers hydra pydantic
 environment episode openenv ray tokenizers fastapi

@@ -17,6 +17,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 COMMIT = "5f" * 20
 TOKEN = "hf_" + "abcdefghijkl" * 3
 
@@ -80,6 +82,17 @@ def hub_server(folder: Path, **options: Any) -> Iterator[HubServer]:
     finally:
         server.shutdown()
         server.server_close()
+
+
+@contextlib.contextmanager
+def found_by_hub_client(folder: Path, home: Path) -> Iterator[HubServer]:
+    """`hub_server`, which huggingface_hub asks meanwhile, in this process and its children. ``home``: its cache."""
+    with hub_server(folder) as hub, pytest.MonkeyPatch.context() as patch:
+        for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_TOKEN"):
+            patch.delenv(name, raising=False)
+        patch.setenv("HF_HOME", str(home))
+        patch.setenv("HF_ENDPOINT", hub.url)
+        yield hub
 
 
 class _Handler(BaseHTTPRequestHandler):

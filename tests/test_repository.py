@@ -155,7 +155,7 @@ def test_functions_are_short():
 
 
 ESCAPED = {
-    *("cli", "config.errors", "convert.progress"),  # with `printable`
+    *("cli", "config.errors", "storage.progress"),  # with `printable`
     "analysis.trajectories_commands",  # with `episodes.shown`
     *("config.keys", "telemetry.registry"),  # documents, from the code
     *("embedded_fleet.sandbox", "embedded_fleet.server", "envs.fleet_package", "models.chat.template_process"),

@@ -243,7 +243,7 @@ def test_an_interrupted_installation_is_taken_up_again(installing):
     assert any("engine-cpu.txt" in line for line in asked(installing))
 
 
-def test_another_setup_is_waited_for_but_not_for_ever(installing):
+def test_another_setup_is_waited_for_but_not_forever(installing):
     assert setup(installing).returncode == 0
     script = installing / "setup.sh"
     script.write_text(script.read_text().replace("WAIT_S=3600", "WAIT_S=1"))

@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron_fleet.config.errors import UserError, say  # noqa: E402
-from megatron_fleet.convert.progress import ProgressLine  # noqa: E402
+from megatron_fleet.storage.progress import ProgressLine  # noqa: E402
 
 PYTHONS = {"cpu": ("3.11", "3.12"), "gpu": ("3.12",)}
 """Versions that setup.sh takes, by target."""

@@ -15,9 +15,11 @@ from pathlib import Path, PurePosixPath
 
 DEFAULT_REVISION = "main"
 LATEST = "latest"
+CONTENT_DIGITS = 16
+"""Hexadecimal digits that identify the content of a model in a bucket."""
 _ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w.-]+(/[\w.-]+)*))?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_ADDRESS = re.compile(r"(?P<address>(s3|gs)://[^/@]+(/.*?)?)/*(@(?P<revision>[0-9a-f]{16}))?")
+_ADDRESS = re.compile(rf"(?P<address>(s3|gs)://[^/@]+(/.*?)?)/*(@(?P<revision>[0-9a-f]{{{CONTENT_DIGITS}}}))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ class BucketModel:
 
     Attributes:
         address: ``s3://bucket/prefix`` or ``gs://bucket/prefix``.
-        revision: 16 hex digits that identify the content (`weights.bucket.look_up`), or `LATEST`.
+        revision: `CONTENT_DIGITS` that identify the content (`weights.bucket.look_up`), or `LATEST`.
     """
 
     address: str

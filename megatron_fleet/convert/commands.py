@@ -171,8 +171,8 @@ def _to_hf(args: argparse.Namespace) -> int:
 
 def _run(plan: Plan, args: argparse.Namespace) -> int:
     from megatron_fleet.convert.execute import Share, execute, is_complete
-    from megatron_fleet.convert.progress import ProgressLine
     from megatron_fleet.storage.open import open_staging
+    from megatron_fleet.storage.progress import ProgressLine
 
     share = Share.parse(args.shard)
     if args.plan:
@@ -243,8 +243,8 @@ def _size(nbytes: float) -> str:
 
 
 def _write_hashes(args: argparse.Namespace) -> int:
-    from megatron_fleet.convert.progress import ProgressLine
     from megatron_fleet.convert.verify import hashes, open_side
+    from megatron_fleet.storage.progress import ProgressLine
 
     side = open_side(args.path, args.template)
     try:
@@ -266,8 +266,8 @@ def _write_hashes(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from megatron_fleet.convert.progress import ProgressLine
     from megatron_fleet.convert.verify import compare, compare_hashes, hashes, open_side, read_hashes
+    from megatron_fleet.storage.progress import ProgressLine
 
     a = open_side(args.a, args.template)
     with ProgressLine() as progress:

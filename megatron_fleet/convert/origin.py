@@ -119,14 +119,13 @@ def _model_of_run(checkpoint: MegatronCheckpoint) -> str | None:
 
 
 def _folder_of_model(path: str) -> str | None:
-    """Where the files of a run's ``model.path`` can be read: on this host, or in their bucket if they are still the
-    ones that the run began with."""
+    """Folder with the files of a run's ``model.path``: on this host, or the bucket if they were not replaced since."""
     remote, folder = remote_model(path), ModelConfig(path=path).folder
     if not isinstance(remote, BucketModel) or _is_there(folder):
         return folder
     try:
         bucket.look_up(remote)
-    except UserError:  # others by now
+    except UserError:  # the files were replaced, or the store does not answer
         return None
     return remote.address
 

@@ -203,8 +203,8 @@ def hf_folder(checkpoint: str, out: Path) -> Path:
         UserError: it is not a checkpoint, or it does not identify its model.
     """
     from megatron_fleet.convert.execute import Share, execute
-    from megatron_fleet.convert.progress import ProgressLine
     from megatron_fleet.convert.to_hf import plan_to_hf
+    from megatron_fleet.storage.progress import ProgressLine
 
     if Path(checkpoint, "config.json").is_file() and any(Path(checkpoint).glob("*.safetensors")):
         return Path(checkpoint).absolute()

@@ -35,7 +35,7 @@ class Folder(Protocol):
         ...
 
     def versions(self) -> dict[str, str]:
-        """Of each of these files, a text that changes when it is replaced."""
+        """Versions of the same files by name: strings that change when a file is replaced."""
         ...
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:

@@ -8,13 +8,12 @@ import os
 from collections.abc import Mapping
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.remote_model import BucketModel
+from megatron_fleet.config.remote_model import CONTENT_DIGITS, BucketModel
 from megatron_fleet.storage.local import LocalFolder
 from megatron_fleet.storage.open import open_folder
+from megatron_fleet.storage.progress import ProgressLine
 from megatron_fleet.storage.transfer import Copy, transfer
 from megatron_fleet.weights.listing import Listing, has_weights, is_needed
-
-DIGITS = 16
 
 
 def look_up(model: BucketModel) -> Listing:
@@ -33,7 +32,7 @@ def look_up(model: BucketModel) -> Listing:
             f"model.path={model.address}: there is no {missing}; name a complete Hugging Face model folder."
         )
     content = json.dumps([[name, size, versions[name]] for name, size in sorted(sizes.items())])
-    revision = hashlib.sha256(content.encode()).hexdigest()[:DIGITS]
+    revision = hashlib.sha256(content.encode()).hexdigest()[:CONTENT_DIGITS]
     if model.pinned and model.revision != revision:
         raise UserError(
             f"model.path={model}: the files at this address have been replaced since; restore them, or leave out "
@@ -43,7 +42,9 @@ def look_up(model: BucketModel) -> Listing:
 
 
 def download(model: BucketModel, sizes: Mapping[str, int]) -> None:
-    """Download the files that are not here. Raises UserError."""
+    """Download the files that are not here, with a progress line. Raises UserError."""
     here = model.folder(os.environ)
     missing = [Copy(name, name, size) for name, size in sizes.items() if not (here / name).is_file()]
-    transfer(open_folder(model.address), LocalFolder(here), missing)
+    with ProgressLine() as progress:
+        progress.start(model.address, sum(copy.size for copy in missing))
+        transfer(open_folder(model.address), LocalFolder(here), missing, advance=progress.advance)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 from held_ports import held_ports
-from hub_server import COMMIT, hub_server
+from hub_server import COMMIT, found_by_hub_client
 from s3_server import found_by_boto3
 from slack_server import TOKEN as SLACK_TOKEN
 from slack_server import slack_server
@@ -159,12 +159,8 @@ def test_a_server_of_experiments_that_is_down():
 
 
 @pytest.fixture
-def hub(tmp_path, monkeypatch):
-    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
-    with hub_server(TINY) as server:
-        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
+def hub(tmp_path):
+    with found_by_hub_client(TINY, tmp_path / "hf") as server:
         yield server
 
 

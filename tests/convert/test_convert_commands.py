@@ -20,8 +20,8 @@ from block_models import block_config  # noqa: E402
 from convert_helpers import PROGRAM, change, command, files, mfleet  # noqa: E402
 from waiting import HANG_S, wait_until  # noqa: E402
 
-from megatron_fleet.convert import progress as progress_module  # noqa: E402
-from megatron_fleet.convert.progress import ProgressLine  # noqa: E402
+from megatron_fleet.storage import progress as progress_module  # noqa: E402
+from megatron_fleet.storage.progress import ProgressLine  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 SMALL_FILES = """

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from gcs_server import GCS_BUCKET, found_by_google
-from hub_server import hub_server
+from hub_server import found_by_hub_client
 from whole_runs import RUN_TIMEOUT_S, Run
 
 from megatron_fleet.storage.local import LocalFolder
@@ -27,18 +27,15 @@ CONVERTER = Path(__file__).parents[2] / "tools" / "convert" / "to_hf.py"
 
 @pytest.fixture
 def bucket():
-    """URL of a bucket, which everything on this machine can use."""
+    """URL of a bucket, which the run can reach."""
     with found_by_google():
         yield f"gs://{GCS_BUCKET}"
 
 
 @pytest.fixture
-def hub_id(tmp_path, monkeypatch):
-    """Name of a model on a hub, which everything on this machine asks."""
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf_home"))
-    with hub_server(TINY) as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
+def hub_id(tmp_path):
+    """Name of a model on a hub, which the run asks."""
+    with found_by_hub_client(TINY, tmp_path / "hf_home") as server:
         yield server.repo
 
 

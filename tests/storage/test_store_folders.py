@@ -197,3 +197,13 @@ def test_a_write_that_is_no_part_is_refused(folder):
         with pytest.raises(ValueError, match=f"{length} bytes at {offset} are not part"):
             writer.write_at(offset, memoryview(bytearray(length)))
     writer.abort()
+
+
+def test_a_file_that_is_replaced_has_another_version(folder):
+    folder.write("sub/a", b"one")
+    folder.write("b", b"two")
+    before = folder.versions()
+    assert before.keys() == folder.sizes().keys() == {"sub/a", "b"}
+    folder.write("b", b"six")
+    after = folder.versions()
+    assert after["b"] != before["b"] and after["sub/a"] == before["sub/a"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from gcs_server import GCS_BUCKET, gcs_server
-from hub_server import COMMIT, TOKEN, hub_server
+from hub_server import COMMIT, TOKEN, found_by_hub_client
 from s3_server import BUCKET, s3_server
 from waiting import HANG_S
 
@@ -30,12 +30,8 @@ PINNED = f"fleet/tiny@{COMMIT}"
 
 
 @pytest.fixture
-def hub(tmp_path, monkeypatch):
-    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
-    with hub_server(TINY) as server:
-        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
+def hub(tmp_path):
+    with found_by_hub_client(TINY, tmp_path / "hf") as server:
         server.files |= {"README.md": b"about", "pytorch_model.bin": b"another format"}
         yield server
 
@@ -202,7 +198,7 @@ def test_a_model_without_weights_that_can_be_read(hub):
 
 
 def test_processes_of_one_host_take_turns(hub):
-    """Eight at once: one downloads."""
+    """Three at once: one downloads."""
     program = "from megatron_fleet.weights.remote import fetch; print(fetch('fleet/tiny'))"
     processes = [
         subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -216,7 +212,8 @@ def test_processes_of_one_host_take_turns(hub):
 @pytest.fixture(params=["s3", "gs"])
 def bucket(request, tmp_path, monkeypatch):
     """A model's folder in a store."""
-    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     with s3_server() if request.param == "s3" else gcs_server() as server:
         for name, value in server.environment().items():
@@ -228,7 +225,7 @@ def bucket(request, tmp_path, monkeypatch):
         yield folder
 
 
-def test_a_model_in_a_bucket_is_downloaded_once(bucket, monkeypatch):
+def test_a_model_in_a_bucket_is_downloaded_once(bucket, monkeypatch, capsys):
     pinned = fetch(bucket.url)
     assert re.fullmatch(re.escape(bucket.url) + "@[0-9a-f]{16}", pinned)
     folder = Path(ModelConfig(path=pinned).folder)
@@ -236,6 +233,7 @@ def test_a_model_in_a_bucket_is_downloaded_once(bucket, monkeypatch):
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
         p.name: p.read_bytes() for p in TINY.iterdir()
     }
+    assert f"{bucket.url}: " in capsys.readouterr().err  # the progress line
     with monkeypatch.context() as patch:
         patch.setattr("megatron_fleet.weights.bucket.transfer", None)  # nothing is left to be copied
         assert fetch(f"{bucket.url}/") == pinned

@@ -1,4 +1,4 @@
-"""Progress line of a conversion: bytes, bytes per second, time left."""
+"""Progress line of a copy or a conversion: bytes, bytes per second, time left."""
 
 from __future__ import annotations
 
