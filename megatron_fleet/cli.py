@@ -21,6 +21,7 @@ from megatron_fleet.analysis.trajectories_commands import add_arguments as add_t
 from megatron_fleet.cluster.launch.commands import add_arguments as add_launch_arguments
 from megatron_fleet.cluster.planning.commands import add_arguments as add_plan_arguments
 from megatron_fleet.config.errors import UserError, printable, say
+from megatron_fleet.config.secrets import find_processor
 from megatron_fleet.convert.commands import add_commands as add_convert_commands
 from megatron_fleet.data.commands import add_commands as add_data_commands
 from megatron_fleet.platform.processes import private_files
@@ -48,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         other failure (one line says where the traceback is) or a replay that differs.
     """
     args = _parse(argv)
+    find_processor()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a path may contain an unpaired surrogate
     try:

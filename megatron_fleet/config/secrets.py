@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -78,6 +79,14 @@ def only_secrets(families: Sequence[str], names: Sequence[str] = ()) -> Iterator
         yield
     finally:
         os.environ.update(hidden)
+
+
+def find_processor() -> None:
+    """Have Python's `platform` find the processor's name, which it then remembers, without secrets: W&B and the openai
+    client ask it for that, and it starts ``uname -p`` in the environment of this process.
+    """
+    with only_secrets(()):
+        platform.processor()
 
 
 def _is_secret(name: str, value: str) -> bool:

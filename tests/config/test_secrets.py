@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,6 +73,17 @@ def test_an_address_with_a_password_is_a_secret_whatever_its_name():
 def test_a_single_variable_is_kept_by_its_whole_name(name):
     environ = dict.fromkeys(("OPENAI_API_KEY", "OPENAI_API_KEY_ADMIN", "AWS_SECRET_ACCESS_KEY"), "x")
     assert without_secrets(environ, names=(name,)).keys() == environ.keys() & {name}
+
+
+def test_the_command_that_python_starts_for_the_processor_s_name_gets_none(tmp_path):
+    uname = tmp_path / "uname"
+    uname.write_text(f"#!/bin/sh\nexport -p >> {tmp_path}/environment\n")
+    uname.chmod(0o755)
+    script = "from megatron_fleet import cli; cli.main(['config', '--out', '.']); import platform; platform.platform()"
+    environ = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "WANDB_API_KEY": "planted"}
+    subprocess.run([sys.executable, "-c", script], env=environ, cwd=tmp_path, check=True, timeout=60)
+    seen = (tmp_path / "environment").read_text()
+    assert "PATH=" in seen and "planted" not in seen
 
 
 @pytest.mark.parametrize("start", ["extension", "fleet's package", "nvidia-smi", "tuning", "janitor"])
