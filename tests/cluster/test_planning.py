@@ -94,6 +94,17 @@ def test_training_is_not_faster_than_the_gpus_and_scales_with_them():
     assert 0.7 < without / eight.seconds("training") < 0.8
 
 
+def test_experts_of_one_host_need_no_network():
+    slow = dataclasses.replace(H100, network=H100.network / 1000)
+
+    def seconds(experts: int, gpu) -> float:
+        keys = (f"parallel.expert={experts}", "parallel.data=4")
+        return times(*keys, gpu=gpu, experiment="qwen3_30b_a3b_fleet").phases["training"]["expert parallel"]
+
+    assert seconds(8, slow) == seconds(8, H100) > 0
+    assert seconds(16, slow) > 10 * seconds(16, H100)
+
+
 def test_a_pipeline_has_a_bubble_of_its_stages():
     keys = ("parallel.tensor=1", "parallel.pipeline=4", "parallel.data=2")
     parts = times(*keys).phases["training"]

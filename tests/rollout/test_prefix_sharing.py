@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +18,15 @@ def kernel_tile(tiles: AttentionTiles, queries: int) -> int:
     bytes_per_row = tiles.head_dim * (4 + 2 * 4 + 4) + 8 * 4
     heads = min(tiles.cache_bytes // bytes_per_row // 8 * 8, -(-queries * tiles.queries_per_key // 8) * 8)
     return (tiles.cache_bytes - heads * tiles.head_dim * 8) // (8 * 4 + 2 * tiles.head_dim * 4) // 32 * 32
+
+
+def test_tiles_of_a_model():
+    torch = pytest.importorskip("torch")
+    heads = SimpleNamespace(num_attention_heads=32, num_key_value_heads=8)
+    model = SimpleNamespace(dtype=torch.bfloat16, hf_text_config=heads, get_head_size=lambda: 128)
+    tiles = AttentionTiles.of(model)
+    assert (tiles.head_dim, tiles.queries_per_key, tiles.element_bytes, tiles.rows) == (128, 4, 2, 32)
+    assert tiles.cache_bytes == torch.cpu.get_capabilities()["l2_cache_size"] // 2
 
 
 @given(st.integers(1, 4000), st.data(), st.sampled_from([32, 64, 128]), st.sampled_from([1, 2, 4, 8]))

@@ -90,6 +90,16 @@ async def test_an_update_inside_another_one_waits_for_its_turn_and_no_more(sende
     assert replaced.calls == ["open", "begin", "load", "finish"]
 
 
+async def test_a_port_closes_when_the_next_one_opens(sender):
+    """An update that nobody fetched, as when its engines died, leaves no socket for the rest of the run."""
+    options = {"address": "127.0.0.1"}
+    old = await sender.prepare_weights("gloo", options)
+    new = await sender.prepare_weights("gloo", options)
+    with pytest.raises(ConnectionRefusedError):
+        Membership(**old)
+    Membership(**new)
+
+
 def test_members_meet_only_those_who_know_the_secret(monkeypatch):
     meeting = Rendezvous("127.0.0.1", "the layout")
     member = Membership(**meeting.init_info)
