@@ -1,7 +1,8 @@
 """Memory of training runs that others have published, against `cluster.memory`. Prints a Markdown table.
 
 GB are what PyTorch allocates on the rank with most; GiB are of a whole device, with contexts, communicators and what
-the allocator holds beside. What a publication does not say is in ``assumed``; nothing is tuned to a point.
+the allocator holds beside. What a publication does not say is in ``assumed``. One constant follows from these points:
+`phases.FRAGMENTS`, the mean over the whole devices.
 
     python benchmarks/memory_points.py
 """
@@ -162,10 +163,9 @@ def _bytes(point: Point, config: Config, model: Model, stage: int, memory: Train
         memory = replace(memory, optimizer=int(memory.elements.shards * point.optimizer))
     if point.stored is not None:
         memory = replace(memory, parameters=memory.parameters - (2 - point.stored) * memory.elements.linear)
-    passing = sum(memory.passing.values())
-    total = float(sum(memory.states.values()) + passing)
+    total = float(sum(memory.states.values()) + sum(memory.passing.values()))
     if point.whole:
-        total += phases.CONTEXT + phases.FRAGMENTS * passing
+        total += phases.CONTEXT + phases.FRAGMENTS * total
         total += phases.COMMUNICATOR * phases.communicators(model, parallel)
     return total
 

@@ -88,15 +88,16 @@ class Slurm:
         """Wait until every node takes jobs and has none. Raises TimeoutError with what the daemons logged."""
         self._wait_for_nodes("idle", lambda states: set(states) == {"idle"} and len(states) == len(self.nodes))
 
-    def wait_until_nothing_completes(self) -> None:
-        """Wait until no node still ends processes of an ended or requeued job.
+    def start_requeued(self, id_: str, *changes: str) -> None:
+        """Start a requeued job; Slurm would wait for two minutes.
 
-        Slurm starts a requeued job after two minutes. One that a test starts at once may be given the exit status of
-        its previous script, which is still ending.
+        First, nodes must have ended what is left of its previous attempt, or it may get the exit status of that. And
+        they refuse a job whose credential is not at least a second younger than the end of the previous attempt.
         """
         self._wait_for_nodes(
             "without a job that completes", lambda states: not any(state.startswith("completing") for state in states)
         )
+        self.output(["scontrol", "update", f"JobId={id_}", "StartTime=now+2", *changes])
 
     def _wait_for_nodes(self, what: str, true: Callable[[list[str]], bool]) -> None:
         deadline = time.monotonic() + START_DEADLINE_S

@@ -102,7 +102,7 @@ def estimates() -> str:
     rows = {
         "CUDA context, kernels and libraries, per process": f"{phases.CONTEXT / GIB:.1f} GiB",
         "an NCCL communicator": f"{phases.COMMUNICATOR / GIB:.2f} GiB",
-        "fragments": f"{phases.FRAGMENTS:.0%} of activations and buffers",
+        "fragments": f"{phases.FRAGMENTS:.0%} of states and activations",
         "tokens of the busiest expert-parallel rank": f"{phases.IMBALANCE:g} × the mean",
         "CUDA graphs of an engine": f"{engine.GRAPHS / GIB:.0f} GiB",
         "saving, beside the state": f"{phases.CHECKPOINT_DEVICE / GIB:.1f} GiB",

@@ -25,7 +25,7 @@ PICTURE = PAGE.with_suffix(".svg")
 EXPERIMENTS = {
     **dict.fromkeys(("qwen3_8b_fleet", "qwen3_8b_fleet_2node", "qwen3_8b_fleet_no_kl", "qwen3_8b_fleet_async"), "H100"),
     **dict.fromkeys(("qwen3_30b_a3b_fleet", "qwen3_32b_fleet", "moonlight_16b_fleet", "glm_4_7_flash_fleet"), "H100"),
-    "kimi_k2_5_fleet": "H200",
+    **dict.fromkeys(("qwen3_5_35b_a3b_fleet", "kimi_k2_5_fleet"), "H200"),
 }
 """Experiment → the GPUs that it is for."""
 DRAWN = "qwen3_8b_fleet"

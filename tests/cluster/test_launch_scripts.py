@@ -187,15 +187,14 @@ def of_job(slurm: Slurm, field: str) -> str:
 
 
 def start_again(slurm: Slurm, id_: str) -> None:
-    """Wait until a job is requeued, and start it now: Slurm would wait for two minutes."""
+    """Wait until a job is requeued, and start it."""
 
     def requeued() -> bool:
         shown = slurm.output(["scontrol", "show", "job", id_])
         return "Restarts=1" in shown and "JobState=PENDING" in shown
 
     wait_until(requeued)
-    slurm.wait_until_nothing_completes()
-    slurm.output(["scontrol", "update", f"JobId={id_}", "StartTime=now"])
+    slurm.start_requeued(id_)
 
 
 @several_hosts

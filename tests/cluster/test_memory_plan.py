@@ -103,15 +103,15 @@ ON_GPUS = ("policy.optimizer.offload_fraction=0",)
 @pytest.mark.parametrize(
     ("name", "keys", "figure"),
     [
-        ("qwen3_8b_fleet", (), 38),
-        ("qwen3_8b_fleet", ("policy.recompute=none",), 115),
-        ("qwen3_8b_fleet", ("parallel.tensor=2", "parallel.data=4"), 57),
-        ("qwen3_30b_a3b_fleet", (), 38),
-        ("qwen3_30b_a3b_fleet", ON_GPUS, 80),
-        ("qwen3_30b_a3b_fleet", (*ON_GPUS, "policy.optimizer.moments=bfloat16"), 66),
-        ("moonlight_16b_fleet", (), 47),
-        ("glm_4_7_flash_fleet", (), 37),
-        ("gpu_smoke", (), 18),
+        ("qwen3_8b_fleet", (), 39),
+        ("qwen3_8b_fleet", ("policy.recompute=none",), 116),
+        ("qwen3_8b_fleet", ("parallel.tensor=2", "parallel.data=4"), 59),
+        ("qwen3_30b_a3b_fleet", (), 39),
+        ("qwen3_30b_a3b_fleet", ON_GPUS, 83),
+        ("qwen3_30b_a3b_fleet", (*ON_GPUS, "policy.optimizer.moments=bfloat16"), 69),
+        ("moonlight_16b_fleet", (), 48),
+        ("glm_4_7_flash_fleet", (), 39),
+        ("gpu_smoke", (), 19),
     ],
 )
 def test_figures_in_the_comments_are_those_that_are_computed(name, keys, figure):

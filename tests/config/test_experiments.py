@@ -15,7 +15,7 @@ from megatron_fleet.config import validate
 from megatron_fleet.config.load import ROOT, load
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "configs" / "experiment").glob("*.yaml"))
-GPU_OF = {"kimi_k2_5_fleet": "H200"}
+GPU_OF = {"kimi_k2_5_fleet": "H200", "qwen3_5_35b_a3b_fleet": "H200"}
 ON_CPU = ("faults", "quickstart", "smoke")
 SHAPES = {"gpu_smoke": "model.path=Qwen3-0.6B"}
 """Experiments whose model is made first, and one of the same shape."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from waiting import HANG_S
 
 from megatron_fleet.cluster.inventory import nvidia_devices
 from megatron_fleet.cluster.janitor import Janitor
@@ -81,7 +82,7 @@ def test_the_command_that_python_starts_for_the_processor_s_name_gets_none(tmp_p
     uname.chmod(0o755)
     script = "from megatron_fleet import cli; cli.main(['config', '--out', '.']); import platform; platform.platform()"
     environ = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "WANDB_API_KEY": "planted"}
-    subprocess.run([sys.executable, "-c", script], env=environ, cwd=tmp_path, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], env=environ, cwd=tmp_path, check=True, timeout=HANG_S)
     seen = (tmp_path / "environment").read_text()
     assert "PATH=" in seen and "planted" not in seen
 

@@ -59,24 +59,20 @@ def upcycled(tmp_path_factory):
     return folder
 
 
-def test_experts_on_two_ranks_take_the_same_first_step_as_on_one(upcycled, tmp_path):
-    runs = []
-    for name, layout in (("one", ()), ("two", ("parallel.expert=2", "parallel.data=2"))):
-        runs.append(Run(tmp_path / name, (f"model.path={upcycled}", *ONE_STEP, *layout)))
-        runs[-1].finish()
-    (one,), (two,) = (run.metrics() for run in runs)
-    assert one["accounting/trained"] > 0
-    for name in ("policy/final_loss", "policy/grad_norm", "policy/policy_entropy"):
-        assert two[name] == pytest.approx(one[name], rel=1e-5, abs=1e-7), name
-    for run, row in zip(runs, (one, two), strict=True):
-        assert row["policy/ratio_mean"] == 1.0 and row["policy/mismatch_kl"] < 1e-6
-        # After the update engines compute what the trainer does.
-        assert 0 < row["policy/probe_difference"] < 1e-3
-        run.assert_nothing_left()
-    done = convert(runs[1].out / "checkpoints" / "step_000001", tmp_path / "hf")
+def test_experts_on_two_ranks_go_round_the_loop(upcycled, tmp_path):
+    """That their step is the one of a single rank, tests/parity shows."""
+    run = Run(tmp_path / "run", (f"model.path={upcycled}", *ONE_STEP, "parallel.expert=2", "parallel.data=2"))
+    run.finish()
+    (row,) = run.metrics()
+    assert row["accounting/trained"] > 0 and row["policy/grad_norm"] > 0
+    assert row["policy/ratio_mean"] == 1.0 and row["policy/mismatch_kl"] < 1e-6
+    # After the update engines compute what the trainer does.
+    assert 0 < row["policy/probe_difference"] < 1e-3
+    run.assert_nothing_left()
+    done = convert(run.out / "checkpoints" / "step_000001", tmp_path / "hf")
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / WEIGHTS).read_bytes() == (runs[1].out / WEIGHTS).read_bytes()
-    before, after = (load_file(folder / "model.safetensors") for folder in (upcycled, runs[1].out / "hf"))
+    assert (tmp_path / WEIGHTS).read_bytes() == (run.out / WEIGHTS).read_bytes()
+    before, after = (load_file(folder / "model.safetensors") for folder in (upcycled, run.out / "hf"))
     assert before.keys() == after.keys() and any(not torch.equal(before[name], after[name]) for name in before)
 
 

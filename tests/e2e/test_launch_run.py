@@ -88,10 +88,9 @@ class Launched:
         return status
 
     def start_again(self) -> None:
-        """Wait until the job is requeued; start it now (Slurm would wait for two minutes), with its old time limit."""
+        """Wait until the job is requeued; start it with its old time limit."""
         self.until(lambda: re.search(r"JobState=PENDING.* Restarts=1 ", self._shown()))
-        self._slurm.wait_until_nothing_completes()
-        self._slurm.output(["scontrol", "update", f"JobId={self.job}", "StartTime=now", "TimeLimit=600"])
+        self._slurm.start_requeued(self.job, "TimeLimit=600")
 
     def _shown(self) -> str:
         return self._slurm.output(["scontrol", "show", "job", self.job, "--oneliner"])

@@ -16,6 +16,7 @@ from planted import PLANTED, found_in, watched
 from s3_server import BUCKET, s3_server
 from score_rollouts import assert_all_agree
 from slack_server import CHANNEL, slack_server
+from waiting import wait_until
 from whole_runs import RUN_TIMEOUT_S, Run, wait_for
 
 from megatron_fleet.data.dataset import load_tasks
@@ -179,13 +180,9 @@ def test_a_damaged_checkpoint_is_not_converted(first, tmp_path):
     assert not (tmp_path / "hf").exists()
 
 
-@pytest.mark.parametrize(("model", "rollouts"), [("start", "step_000001"), ("end", "eval_000003")])
-def test_megatron_transformers_and_vllm_agree_on_rollouts(first, tmp_path, model, rollouts):
-    """Before any update, and after three of them on what the updated engine sampled."""
-    folder = (
-        json.loads((first.out / "config.json").read_text())["model"]["path"] if model == "start" else first.out / "hf"
-    )
-    assert_all_agree(first, rollouts, Path(folder), tmp_path)
+def test_megatron_transformers_and_vllm_agree_on_rollouts(first, tmp_path):
+    """After three updates, on what the updated engine sampled; test_expert_runs has the same before any."""
+    assert_all_agree(first, "eval_000003", first.out / "hf", tmp_path)
 
 
 def test_equal_seeds_give_equal_runs_to_the_last_bit_though_trainer_and_engines_take_turns(first, tmp_path):
@@ -212,10 +209,10 @@ def test_rollouts_may_take_longer_than_a_collective_may(tmp_path):
     limit_s = 30
     slow = ("env.faults.latency_median_s=12", "env.faults.latency_sigma=0")
     pair = ("parallel.data=2", f"cluster.collective_timeout_s={limit_s}", "cluster.max_restarts=0")
-    run = Run(tmp_path / "gaps", (*pair, *slow, "run.steps=2", "eval=none"))
+    run = Run(tmp_path / "gaps", (*pair, *slow, "run.steps=1", "eval=none"))
     run.finish()
-    waits = [row["timing/rollout_wait"] for row in run.metrics() if "timing/rollout_wait" in row]
-    assert len(waits) == 2 and min(waits) > limit_s, waits
+    [waited] = [row["timing/rollout_wait"] for row in run.metrics() if "timing/rollout_wait" in row]
+    assert waited > limit_s
 
 
 def test_a_killed_run_goes_on_from_its_bucket_and_ends_like_the_undisturbed_one(first, tmp_path):
@@ -260,8 +257,11 @@ def test_a_stopped_run_says_so_in_one_line_and_leaves_nothing(tmp_path, number, 
     run = Run(tmp_path / "stopped")
     process = run.start()
     wait_for(run.out / file, process)
+    folders = {word for command in run.processes() for word in command.split() if Path(word).name.startswith("mf-")}
+    assert len(folders) == 1 and Path(*folders).is_dir()  # Ray's and the engines', named to the janitor
     process.send_signal(number)
     output, _ = process.communicate(timeout=RUN_TIMEOUT_S)
     assert process.returncode == 128 + number
     assert "stopped by" in output.strip().splitlines()[-1] and output.count("stopped by") == 1
     run.assert_nothing_left()
+    wait_until(lambda: not Path(*folders).exists())

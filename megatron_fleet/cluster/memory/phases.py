@@ -41,7 +41,8 @@ COMMUNICATOR = GIB
 """Device memory of one NCCL communicator on a rank (estimate: slime frees 12 to 13 GB when it destroys Megatron's
 groups, about a dozen, between the phases of a step; its release notes of v0.1.0)."""
 FRAGMENTS = 0.05
-"""Share of activations that the allocator holds beyond them (estimate)."""
+"""Share of states and activations that the allocator holds beyond them (estimate: the mean of published whole devices,
+`benchmarks/memory_points.py`)."""
 IMBALANCE = 1.25
 """Tokens of the busiest expert-parallel rank, as a multiple of the mean (estimate: routers are not made to balance)."""
 TRANSFER_BUFFER = GIB
@@ -292,8 +293,8 @@ def _phases(
     """
     own = {"context": CONTEXT, "communicators": COMMUNICATOR * communicators(model, config.parallel)}
     asleep = {} if roll is None else {"engine context": _engine_context(config)}
-    passing = memory.passing
-    train = {**own, **memory.states, **passing, "fragments": int(FRAGMENTS * sum(passing.values())), **asleep}
+    allocated = memory.states | memory.passing
+    train = {**own, **allocated, "fragments": int(FRAGMENTS * sum(allocated.values())), **asleep}
     sync = {**own, "parameters": memory.parameters, **sync_buffers(config, model)}
     if roll is None:
         sync |= {"gradients": memory.gradients, "optimizer": memory.optimizer}
