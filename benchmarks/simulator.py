@@ -6,7 +6,8 @@ other runs of the same traffic with other bounds on staleness, and of the first 
     python benchmarks/simulator.py runs/bound0 runs/bound1 runs/bound4
 
 Each is the folder of a finished run, with ``metrics.jsonl`` and ``config.json``. Trainer and engines of one machine
-share its processors: ``--contention`` is how many times slower both are while both work (2: each could use all).
+share its processors and are slower while both work: by how much, the trainer's own seconds tell, of the run that plays
+ahead farthest against the on-policy one.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ WARM_UP = 2
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A real run: mean seconds of a step, of its rollout, of its weight sync; mean tokens that an episode sampled."""
+    """A real run: mean seconds of a step, its rollout, the trainer's own work, its weight sync and an episode; mean
+    tokens that an episode sampled.
+    """
 
     staleness: int
     episodes: int
@@ -41,6 +44,7 @@ class Measured:
     steps: int
     step_s: float
     rollout_s: float
+    trainer_s: float
     sync_s: float
     tokens: float
     episode_s: float
@@ -61,6 +65,7 @@ def measure(folder: Path) -> Measured:
         steps=len(rows),
         step_s=_mean(rows, "timing/step"),
         rollout_s=_mean(rows, "timing/generate"),
+        trainer_s=_mean(rows, "timing/policy_train"),
         sync_s=_mean(rows, "timing/sync_weights"),
         tokens=_mean(rows, "generate/avg_num_tokens"),
         episode_s=_mean(rows, "timing/episode_s/all"),
@@ -94,12 +99,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs; the first one is on-policy")
     parser.add_argument("--sigma", type=float, default=0.5, help="spread of the logarithm of episodes' lengths")
-    parser.add_argument("--contention", type=float, default=1.0)
     args = parser.parse_args()
     first, *others = map(measure, args.runs)
     if first.staleness:
         raise UserError(f"{args.runs[0]}: has rollout.max_staleness={first.staleness}; give an on-policy run first.")
-    machine = setup(first, args.sigma, args.contention)
+    ahead = max((first, *others), key=lambda run: run.staleness)
+    machine = setup(first, args.sigma, max(1.0, ahead.trainer_s / first.trainer_s))
+    say(f"trainer and engines are {machine.contention:.2f} times slower while both work")
     say("run | staleness | measured, s a step | simulated | error")
     for folder, run in zip(args.runs, (first, *others), strict=True):
         tried = replace(machine, staleness=run.staleness)

@@ -116,23 +116,27 @@ def test_a_configuration_on_more_gpus():
     assert by[8, "apart", 0].result.staleness == 0 < by[8, "apart", 1].result.staleness <= 1
 
 
-def run_folder(folder: Path, staleness: int, step_s: float) -> Path:
+def run_folder(folder: Path, staleness: int, step_s: float, train_s: float) -> Path:
     """A run of twelve equal steps: 8 s of rollout and 1 of sync when it plays on-policy."""
     folder.mkdir()
     overrides = ["rollout.max_staleness=1", "algorithm=importance_weighted"] if staleness else []
     (folder / "config.json").write_text(dump_resolved(load(["experiment=quickstart", *overrides])))
-    names = ("timing/step", "timing/generate", "timing/sync_weights", "generate/avg_num_tokens", "timing/episode_s/all")
-    values = dict(zip(names, (step_s, 8.0, 1.0, 50.0, 4.0), strict=True))
+    times = {"step": step_s, "generate": 8.0, "sync_weights": 1.0, "episode_s/all": 4.0, "policy_train": train_s}
+    values = {f"timing/{name}": seconds for name, seconds in times.items()} | {"generate/avg_num_tokens": 50.0}
     rows = [json.dumps({"step": step, **values}) for step in range(1, 13)]
     (folder / "metrics.jsonl").write_text("\n".join(rows) + "\n")
     return folder
 
 
-def test_the_benchmark_plays_the_first_run_in_its_time(tmp_path, monkeypatch, capsys):
-    folders = [run_folder(tmp_path / "bound0", 0, 15.0), run_folder(tmp_path / "bound1", 1, 9.0)]
+@pytest.mark.parametrize(("train_s", "slower"), [(6.0, "1.00"), (9.0, "1.50")])
+def test_the_benchmark_plays_the_first_run_in_its_time(tmp_path, monkeypatch, capsys, train_s, slower):
+    folders = [run_folder(tmp_path / "bound0", 0, 15.0, 6.0), run_folder(tmp_path / "bound1", 1, 9.0, train_s)]
     monkeypatch.setattr(sys, "argv", ["simulator.py", *map(str, folders)])
     simulator.main()
-    first, second = (line.split(" | ") for line in capsys.readouterr().out.splitlines()[1:])
+    shared, _, *lines = capsys.readouterr().out.splitlines()
+    assert shared == f"trainer and engines are {slower} times slower while both work"
+    first, second = (line.split(" | ") for line in lines)
     assert first[1:3] == ["0", "15.0"] and abs(float(first[3]) / 15.0 - 1) < 0.03
-    # 8 s of rollout, 6 of training and 1 of sync: the rollout is what is left to wait for.
-    assert second[1:3] == ["1", "9.0"] and 8.0 < float(second[3]) < 11.0
+    # 8 s of rollout, 6 of training and 1 of sync: the rollout is what is left to wait for. The trainer's 9 s, when both
+    # are slower, are 3 more of it.
+    assert second[1:3] == ["1", "9.0"] and 8.0 < float(second[3]) - 3.0 * (train_s == 9.0) < 11.0
