@@ -11,19 +11,22 @@ require() {
 }
 require TASK_NAME '[a-z0-9_]+' "an experiment of configs/experiment"
 require MODEL '[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)?(@[A-Za-z0-9_.-]+)?' "the id of a model on the hub"
-require MODALITY 'tool_use|computer_use' "tool_use or computer_use"
+require MODALITY 'tool_use|computer_use|browser_use' "tool_use, computer_use or browser_use"
 require ENV_KEY '[A-Za-z0-9_.-]+(,[A-Za-z0-9_.-]+)*' "a list of environments with commas"
 require MAX_TASKS '[1-9][0-9]{0,6}' "a number of tasks"
 require STEPS '[1-9][0-9]{0,6}' "a number of steps"
 require CLOUD 'any|slurm|runpod|lambda|vast|nebius|primeintellect|kubernetes|gcp|aws' "a cloud of configs/cluster/skypilot.yaml"
-require DATA_VERSION 'v[0-9.]+' "a version of the data, as v4"
+require DATA_VERSION 'v[0-9.]+' "a version of the data, as v6"
 require RUN_ID '[A-Za-z0-9][A-Za-z0-9._-]{0,119}' "the id of a run"
 require STORE 's3://[A-Za-z0-9./_-]+' "an address s3://bucket/prefix"
+if [ -z "${DATA_VERSION:-}" ] && [ "${MODALITY:?}" != tool_use ]; then
+  echo "error: DATA_VERSION is empty, and the experiments name files of tool_use; give a version for $MODALITY." >&2
+  exit 2
+fi
 [ -f "configs/experiment/${TASK_NAME:?}.yaml" ] || { echo "error: there is no experiment $TASK_NAME." >&2; exit 2; }
 
 overrides=(
-  cluster=skypilot "experiment=$TASK_NAME" "data.modality=${MODALITY:?}"
-  "data.tasks=s3://fleet-internal-datasets/${DATA_VERSION:?}/openenv/all_$MODALITY.json"
+  cluster=skypilot "experiment=$TASK_NAME" "data.modality=$MODALITY"
   "checkpoint.store.url=${STORE:?the variable CHECKPOINT_STORE of the repository names no store}"
   checkpoint.export.last=false "env.fleet.package=~/fleet-openenv"
 )
@@ -31,6 +34,8 @@ case $MODALITY in
   tool_use) overrides+=(logging.wandb.project=fleet-task-grpo) ;;
   *) overrides+=(logging.wandb.project=fleet-browser-use-grpo) ;;
 esac
+[ -z "${DATA_VERSION:-}" ] ||
+  overrides+=("data.tasks=s3://fleet-internal-datasets/$DATA_VERSION/openenv/all_$MODALITY.json")
 [ -z "${MODEL:-}" ] || overrides+=("model.path=$MODEL")
 [ -z "${ENV_KEY:-}" ] || overrides+=("data.environments=[$ENV_KEY]")
 [ -z "${MAX_TASKS:-}" ] || overrides+=("data.max_tasks=$MAX_TASKS")

@@ -224,6 +224,16 @@ def test_places_are_tried_in_order_with_each_kind_of_gpu():
     assert recovery["recover_on_exit_codes"] == [os.EX_TEMPFAIL] and recovery["max_restarts_on_errors"] == 0
 
 
+def test_gpus_that_the_run_does_not_fit_are_not_asked_for():
+    large = ("experiment=qwen3_8b_fleet", "policy.recompute=none", "checkpoint.export.last=false")
+    tried = sky_task(*large, "launch.skypilot.accelerators=[H100,H200,H100-SXM]")["resources"]["ordered"]
+    assert {one["accelerators"] for one in tried} == {"H200:8", "H100-SXM:8"}  # of the last nothing is known
+    # The shape of a model is known by its name, or nowhere before the job runs.
+    assert any(one["accelerators"] == "H100:8" for one in sky_task(*large, "model.path=/m")["resources"]["ordered"])
+    with pytest.raises(UserError, match=r"accelerators=H100: the run fits none of them.*H100: memory: phase train"):
+        sky_task(*large, "launch.skypilot.accelerators=[H100]")
+
+
 def test_places_that_cannot_join_hosts_are_left_out_for_several():
     places = {one["infra"] for one in sky_task(*TWO)["resources"]["ordered"]}
     assert places == {"slurm", "lambda", "nebius", "kubernetes", "gcp", "aws"}

@@ -143,6 +143,8 @@ def test_inputs_of_the_workflow_become_overrides(tmp_path):
     assert {"data.environments=[booking,jira]", "data.max_tasks=20", "run.steps=50", "run.epochs=null"} <= set(words)
     assert {"launch.skypilot.infra=[nebius]", "model.path=Qwen/Qwen3-8B@main", "run.resume=must"} <= set(words)
     assert "planted" not in done.stdout + done.stderr and "an empty secret" not in words
+    experiments_own = submitted(tmp_path, DATA_VERSION="").stdout
+    assert "data.modality=tool_use\n" in experiments_own and "data.tasks=" not in experiments_own
 
 
 def test_what_the_workflow_submits_is_a_valid_job(tmp_path, monkeypatch):
@@ -174,6 +176,13 @@ def test_what_the_workflow_submits_is_a_valid_job(tmp_path, monkeypatch):
 def test_inputs_that_are_none_are_refused(tmp_path, name, value):
     done = submitted(tmp_path, **{name: value})
     assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith("error: ")
+
+
+def test_a_modality_that_no_experiment_has_a_file_of_needs_a_version(tmp_path):
+    done = submitted(tmp_path, MODALITY="browser_use", DATA_VERSION="")
+    assert done.returncode == 2 and done.stderr.startswith("error: DATA_VERSION is empty")
+    words = submitted(tmp_path, MODALITY="browser_use", DATA_VERSION="v6").stdout.splitlines()
+    assert "data.tasks=s3://fleet-internal-datasets/v6/openenv/all_browser_use.json" in words
 
 
 def test_a_runner_needs_no_more_than_it_installs(tmp_path):

@@ -11,6 +11,7 @@ import re
 import shlex
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,10 @@ from megatron_fleet.cluster.launch.job import (
     new_token,
     remote_out,
 )
+from megatron_fleet.cluster.planning.hardware import GPUS
+from megatron_fleet.cluster.planning.plan import problem_on
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.schema import LaunchConfig
+from megatron_fleet.config.schema import Config, LaunchConfig
 from megatron_fleet.config.secrets import without_secrets
 
 SUBMIT_S = 3600.0
@@ -72,6 +75,13 @@ class SkyPilot:
             raise UserError(
                 f"launch.skypilot.infra: none of {', '.join(sky.infra)} joins cluster.nodes={job.hosts} hosts into "
                 f"one job, from launch.image={launch.image or 'null'}; add another, such as kubernetes."
+            )
+        problems = _problems(job.config)
+        if launch.gpus and len(problems) == len(sky.accelerators):
+            *_, (kind, problem) = problems.items()
+            raise UserError(
+                f"launch.skypilot.accelerators={', '.join(sky.accelerators)}: the run fits none of them; add another, "
+                f"or change the run (mfleet plan --gpu {kind}). {kind}: {problem}"
             )
         if launch.image is None and job.commit is None:
             raise UserError(
@@ -145,17 +155,29 @@ def _task(job: Job, run: Run) -> dict[str, Any]:
     return task | {
         "name": task_name(run),
         "num_nodes": job.hosts,
-        "resources": {**common, "disk_size": launch.skypilot.disk_gb, "ordered": _ordered(launch, job.hosts)},
+        "resources": {**common, "disk_size": launch.skypilot.disk_gb, "ordered": _ordered(job.config, job.hosts)},
         "envs": environment | {name: job.environ[name] for name in job.variables},
         "secrets": dict.fromkeys((*job.secrets, TOKEN)),
     }
 
 
-def _ordered(launch: LaunchConfig, hosts: int) -> list[dict[str, Any]]:
-    """Return the resources to try, place by place."""
-    sky = launch.skypilot
-    kinds: list[dict[str, Any]]
-    kinds = [{"accelerators": f"{gpu}:{launch.gpus}"} for gpu in sky.accelerators] if launch.gpus else [{"cpus": "4+"}]
+def _problems(config: Config) -> dict[str, str]:
+    """Return the accelerators that the run does not fit, and why."""
+    launch = config.launch
+    if not launch.gpus:
+        return {}
+    known = {name: replace(GPUS[name], per_host=launch.gpus) for name in launch.skypilot.accelerators if name in GPUS}
+    found = {name: problem_on(config, gpu) for name, gpu in known.items()}
+    return {name: problem for name, problem in found.items() if problem is not None}
+
+
+def _ordered(config: Config, hosts: int) -> list[dict[str, Any]]:
+    """Return the resources to try, place by place, of those that the run fits."""
+    launch, sky = config.launch, config.launch.skypilot
+    kinds: list[dict[str, Any]] = [{"cpus": "4+"}]
+    if launch.gpus:
+        left_out = _problems(config)
+        kinds = [{"accelerators": f"{gpu}:{launch.gpus}"} for gpu in sky.accelerators if gpu not in left_out]
     tried = []
     for place in _places(launch, hosts):
         image = f"docker:{launch.image}" if launch.image else sky.images.get(place)

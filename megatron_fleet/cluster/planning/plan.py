@@ -135,6 +135,15 @@ def why_not(config: Config, hf_config: Mapping[str, Any], gpu: Gpu, memory: RunM
     return None
 
 
+def problem_on(config: Config, gpu: Gpu) -> str | None:
+    """Return why a run cannot have its GPUs of a kind; ``None``: it can, or the model's shape is not known here."""
+    try:
+        hf_config, _ = shape_of(config.model.path)
+    except UserError:
+        return None
+    return why_not(config, hf_config, gpu, run_memory(config, hf_config, gpu.memory))
+
+
 def larger_gpu(plan: Plan) -> str | None:
     """Return the smallest kind of GPU with more memory into which the same run fits, if there is one."""
     hf_config, _ = shape_of(plan.config.model.path)

@@ -56,7 +56,9 @@ class SkyPilotConfig(Section):
         description="Where the job may run, in the order in which it is tried; also with a region, as `aws/us-east-1`.",
     )
     accelerators: tuple[str, ...] = Field(
-        ("H100", "H200", "B200"), description="GPUs that will do, in the order in which each place is asked for them."
+        ("H100", "H200", "B200"),
+        description="GPUs that will do, in the order in which each place is asked for them; those that `mfleet plan` "
+        "says the run does not fit are left out.",
     )
     spot: tuple[str, ...] = Field((), description="Places, as in `infra`, where preemptible hosts are taken.")
     images: dict[str, str] = Field(
