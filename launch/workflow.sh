@@ -19,15 +19,22 @@ require CLOUD 'any|slurm|runpod|lambda|vast|nebius|primeintellect|kubernetes|gcp
 require DATA_VERSION 'v[0-9.]+' "a version of the data, as v6"
 require RUN_ID '[A-Za-z0-9][A-Za-z0-9._-]{0,119}' "the id of a run"
 require STORE 's3://[A-Za-z0-9./_-]+' "an address s3://bucket/prefix"
-if [ -z "${DATA_VERSION:-}" ] && [ "${MODALITY:?}" != tool_use ]; then
+for name in TASK_NAME MODALITY CLOUD; do
+  [ -n "${!name:-}" ] || { echo "error: $name is empty; give a value." >&2; exit 2; }
+done
+if [ -z "${STORE:-}" ]; then
+  echo "error: STORE is empty; set the variable CHECKPOINT_STORE of the repository to s3://bucket/prefix." >&2
+  exit 2
+fi
+if [ -z "${DATA_VERSION:-}" ] && [ "$MODALITY" != tool_use ]; then
   echo "error: DATA_VERSION is empty, and the experiments name files of tool_use; give a version for $MODALITY." >&2
   exit 2
 fi
-[ -f "configs/experiment/${TASK_NAME:?}.yaml" ] || { echo "error: there is no experiment $TASK_NAME." >&2; exit 2; }
+[ -f "configs/experiment/$TASK_NAME.yaml" ] || { echo "error: there is no experiment $TASK_NAME." >&2; exit 2; }
 
 overrides=(
   cluster=skypilot "experiment=$TASK_NAME" "data.modality=$MODALITY"
-  "checkpoint.store.url=${STORE:?the variable CHECKPOINT_STORE of the repository names no store}"
+  "checkpoint.store.url=$STORE"
   checkpoint.export.last=false "env.fleet.package=~/fleet-openenv"
 )
 case $MODALITY in
@@ -40,7 +47,7 @@ esac
 [ -z "${ENV_KEY:-}" ] || overrides+=("data.environments=[$ENV_KEY]")
 [ -z "${MAX_TASKS:-}" ] || overrides+=("data.max_tasks=$MAX_TASKS")
 [ -z "${STEPS:-}" ] || overrides+=("run.steps=$STEPS" run.epochs=null)
-[ "${CLOUD:?}" = any ] || overrides+=("launch.skypilot.infra=[$CLOUD]")
+[ "$CLOUD" = any ] || overrides+=("launch.skypilot.infra=[$CLOUD]")
 [ -z "${RUN_ID:-}" ] || overrides+=("run.id=$RUN_ID" run.resume=must)
 [ -z "${SLACK_CHANNEL:-}" ] || overrides+=("logging.slack.channel=$SLACK_CHANNEL")
 # A new key of either kind may be all that a cloud needs; those not set are not there.

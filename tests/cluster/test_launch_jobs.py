@@ -230,8 +230,18 @@ def test_gpus_that_the_run_does_not_fit_are_not_asked_for():
     assert {one["accelerators"] for one in tried} == {"H200:8", "H100-SXM:8"}  # of the last nothing is known
     # The shape of a model is known by its name, or nowhere before the job runs.
     assert any(one["accelerators"] == "H100:8" for one in sky_task(*large, "model.path=/m")["resources"]["ordered"])
-    with pytest.raises(UserError, match=r"accelerators=H100: the run fits none of them.*H100: memory: phase train"):
+    with pytest.raises(
+        UserError, match=r"accelerators=H100: the run fits into none of them.*H100: memory: phase train"
+    ):
         sky_task(*large, "launch.skypilot.accelerators=[H100]")
+
+
+def test_the_user_is_told_which_gpus_are_not_asked_for_and_why(capsys):
+    words = ["experiment=qwen3_8b_fleet", "cluster=skypilot", STORE, "checkpoint.export.last=false"]
+    assert cli.main(["launch", "--dry-run", *words, "policy.recompute=none"]) == 0
+    told = capsys.readouterr().err
+    assert re.search(r"^mfleet: H100 is not asked for: memory: phase train takes .* GiB", told, re.M)
+    assert "H200" not in told
 
 
 def test_places_that_cannot_join_hosts_are_left_out_for_several():

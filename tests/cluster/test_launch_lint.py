@@ -162,6 +162,7 @@ def test_what_the_workflow_submits_is_a_valid_job(tmp_path, monkeypatch):
         ("TASK_NAME", "no_such_experiment"),
         ("TASK_NAME", "../quickstart"),
         ("MODALITY", "voice"),
+        ("MODALITY", ""),
         ("ENV_KEY", "a];b"),
         ("ENV_KEY", "$(id)"),
         ("MAX_TASKS", "0"),
@@ -171,6 +172,7 @@ def test_what_the_workflow_submits_is_a_valid_job(tmp_path, monkeypatch):
         ("MODEL", "a/b\nrun.seed=1"),
         ("RUN_ID", "-x"),
         ("STORE", "gs://bucket"),
+        ("STORE", ""),
     ],
 )
 def test_inputs_that_are_none_are_refused(tmp_path, name, value):

@@ -24,6 +24,7 @@ from megatron_fleet.cluster.memory.check import check_memory, describe_memory, h
 from megatron_fleet.cluster.memory.engine import GIB
 from megatron_fleet.cluster.memory.phases import H100_BYTES, RESERVE, run_memory, trainer_memory
 from megatron_fleet.cluster.placement import Wanted, place
+from megatron_fleet.cluster.planning.shapes import shape_of
 from megatron_fleet.config import validate
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import ROOT, load
@@ -111,11 +112,17 @@ ON_GPUS = ("policy.optimizer.offload_fraction=0",)
         ("qwen3_30b_a3b_fleet", (*ON_GPUS, "policy.optimizer.moments=bfloat16"), 69),
         ("moonlight_16b_fleet", (), 48),
         ("glm_4_7_flash_fleet", (), 39),
-        ("gpu_smoke", (), 19),
+        ("gpu_smoke", ("model.path=Qwen3-0.6B",), 19),
+        ("qwen3_32b_fleet", (), 40),
+        ("qwen3_32b_fleet", ON_GPUS, 88),
+        ("qwen3_8b_fleet_async", (), 49),
+        ("qwen3_5_35b_a3b_fleet", (), 80),
     ],
 )
 def test_figures_in_the_comments_are_those_that_are_computed(name, keys, figure):
-    assert round(sum(parts(name, "train", *keys).values()) / GIB) == figure
+    config = load([f"experiment={name}", *keys])
+    train, *_ = run_memory(config, shape_of(config.model.path)[0]).devices[0].phases
+    assert round(train.total / GIB) == figure
     comment = (ROOT / "configs" / "experiment" / f"{name}.yaml").read_text(encoding="utf-8").split("defaults:")[0]
     assert re.search(rf"\b{figure}\b", comment)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from unittest.mock import AsyncMock, Mock, call
 
 import pytest
 
@@ -90,14 +91,17 @@ async def test_an_update_inside_another_one_waits_for_its_turn_and_no_more(sende
     assert replaced.calls == ["open", "begin", "load", "finish"]
 
 
-async def test_a_port_closes_when_the_next_one_opens(sender):
-    """An update that nobody fetched, as when its engines died, leaves no socket for the rest of the run."""
+async def test_an_update_does_not_use_what_the_last_one_left(sender):
+    """Neither its port nor, when all engines are gone, its group, whose broadcasts nobody would receive."""
     options = {"address": "127.0.0.1"}
     old = await sender.prepare_weights("gloo", options)
+    group = sender.sender._group = Mock()
     new = await sender.prepare_weights("gloo", options)
     with pytest.raises(ConnectionRefusedError):
         Membership(**old)
     Membership(**new)
+    await sender.send_weights(2, {}, AsyncMock())
+    assert group.mock_calls == [call.close()]
 
 
 def test_members_meet_only_those_who_know_the_secret(monkeypatch):

@@ -54,6 +54,8 @@ def main(args: argparse.Namespace, environ: Mapping[str, str], check: Callable[[
     launcher = _launcher(job.config.launch.kind)
     launcher.check(job)
     rendered = launcher.render(job)
+    for note in rendered.notes:
+        say(f"mfleet: {note}", sys.stderr)
     if args.dry_run:
         say(_described(job, rendered))
         return 0

@@ -100,11 +100,13 @@ class Rendered:
         files: text by name, written to the job's folder; no secrets.
         commands: one for each submission; a file of the job's folder is its whole path.
         stdin: by command, text for its standard input, which may have secrets and is not kept.
+        notes: what the user would not expect, such as what is left out, and why.
     """
 
     files: dict[str, str]
     commands: tuple[tuple[str, ...], ...]
     stdin: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,8 +80,8 @@ class SkyPilot:
         if launch.gpus and len(problems) == len(sky.accelerators):
             *_, (kind, problem) = problems.items()
             raise UserError(
-                f"launch.skypilot.accelerators={', '.join(sky.accelerators)}: the run fits none of them; add another, "
-                f"or change the run (mfleet plan --gpu {kind}). {kind}: {problem}"
+                f"launch.skypilot.accelerators={', '.join(sky.accelerators)}: the run fits into none of them; add "
+                f"another, or change the run (mfleet plan --gpu {kind}). {kind}: {problem}"
             )
         if launch.image is None and job.commit is None:
             raise UserError(
@@ -97,7 +97,8 @@ class SkyPilot:
             secrets = [word for secret in (*job.secrets, TOKEN) for word in ("--secret", secret)]
             path = str(job.folder / name)
             commands.append(("sky", "jobs", "launch", "--yes", "--detach-run", *secrets, path))
-        return Rendered(files, tuple(commands))
+        left_out = (f"{kind} is not asked for: {problem}" for kind, problem in _problems(job.config).items())
+        return Rendered(files, tuple(commands), notes=tuple(left_out))
 
     def submit(self, job: Job, rendered: Rendered) -> Record:
         """Submit all runs; their secrets go through the environment of the command."""
@@ -162,7 +163,7 @@ def _task(job: Job, run: Run) -> dict[str, Any]:
 
 
 def _problems(config: Config) -> dict[str, str]:
-    """Return the accelerators that the run does not fit, and why."""
+    """Return the accelerators into which the run does not fit, and why."""
     launch = config.launch
     if not launch.gpus:
         return {}
@@ -172,7 +173,7 @@ def _problems(config: Config) -> dict[str, str]:
 
 
 def _ordered(config: Config, hosts: int) -> list[dict[str, Any]]:
-    """Return the resources to try, place by place, of those that the run fits."""
+    """Return the resources to try, place by place; without GPUs into which the run does not fit."""
     launch, sky = config.launch, config.launch.skypilot
     kinds: list[dict[str, Any]] = [{"cpus": "4+"}]
     if launch.gpus:

@@ -146,12 +146,10 @@ def problem_on(config: Config, gpu: Gpu) -> str | None:
 
 def larger_gpu(plan: Plan) -> str | None:
     """Return the smallest kind of GPU with more memory into which the same run fits, if there is one."""
-    hf_config, _ = shape_of(plan.config.model.path)
     for gpu in sorted(GPUS.values(), key=lambda gpu: gpu.memory):
-        if gpu.memory > plan.gpu.memory and gpu.flops >= plan.gpu.flops:
-            memory = run_memory(plan.config, hf_config, gpu.memory)
-            if why_not(plan.config, hf_config, gpu, memory) is None:
-                return gpu.name
+        larger = gpu.memory > plan.gpu.memory and gpu.flops >= plan.gpu.flops
+        if larger and problem_on(plan.config, gpu) is None:
+            return gpu.name
     return None
 
 

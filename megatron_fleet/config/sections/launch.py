@@ -57,8 +57,8 @@ class SkyPilotConfig(Section):
     )
     accelerators: tuple[str, ...] = Field(
         ("H100", "H200", "B200"),
-        description="GPUs that will do, in the order in which each place is asked for them; those that `mfleet plan` "
-        "says the run does not fit are left out.",
+        description="GPUs that will do, in the order in which each place is asked for them; those into which the "
+        "run does not fit, as `mfleet plan` computes it, are left out.",
     )
     spot: tuple[str, ...] = Field((), description="Places, as in `infra`, where preemptible hosts are taken.")
     images: dict[str, str] = Field(
