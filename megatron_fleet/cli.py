@@ -24,7 +24,7 @@ from megatron_fleet.config.errors import UserError, printable, say
 from megatron_fleet.config.secrets import find_processor
 from megatron_fleet.convert.commands import add_commands as add_convert_commands
 from megatron_fleet.data.commands import add_commands as add_data_commands
-from megatron_fleet.platform.processes import private_files
+from megatron_fleet.platform.processes import leave, private_files
 from megatron_fleet.tuning import override_file
 from megatron_fleet.tuning.commands import add_commands as add_tune_commands
 
@@ -281,10 +281,10 @@ def _doctor(args: argparse.Namespace) -> int:
     return doctor(config, os.environ, args.quick, args.json)
 
 
-def _rank(args: argparse.Namespace) -> int:
+def _rank(args: argparse.Namespace) -> NoReturn:
     from megatron_fleet.trainer.rank import main as rank
 
-    return rank(os.environ)
+    leave(rank(os.environ))
 
 
 def _node(args: argparse.Namespace) -> int:

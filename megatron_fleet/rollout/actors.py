@@ -17,7 +17,7 @@ from megatron_fleet.cluster.launcher import write_output_to
 from megatron_fleet.config.schema import Config
 from megatron_fleet.config.secrets import STORE, of_environments, secrets
 from megatron_fleet.envs.registry import environment_token
-from megatron_fleet.platform.processes import take_normal_priority, write_stacks_on_signal
+from megatron_fleet.platform.processes import imports_uncollected, take_normal_priority, write_stacks_on_signal
 from megatron_fleet.rollout import engine_actor, engine_arguments
 from megatron_fleet.rollout.components import ComponentLost
 from megatron_fleet.rollout.engine_toolkit import toolkit_environment
@@ -86,7 +86,8 @@ class WorkerActor:
         write_stacks_on_signal()
         take_normal_priority()
         os.environ.update(secrets)
-        from megatron_fleet.rollout.worker import EpisodeWorker
+        with imports_uncollected():
+            from megatron_fleet.rollout.worker import EpisodeWorker
 
         self._worker = EpisodeWorker(*args)
 

@@ -21,6 +21,8 @@ from megatron_fleet.cluster.launcher import write_output_to
 from megatron_fleet.config.schema import Config
 from megatron_fleet.models.images import PlacedImage, read_vision
 from megatron_fleet.platform.processes import (
+    children_import_uncollected,
+    imports_uncollected,
     killed_children_raise,
     stacks_written_after,
     take_normal_priority,
@@ -97,22 +99,24 @@ class EngineActor:
             os.environ[MIXER] = mixer.engine
         if mixer is not None or self._vision is not None:
             find_torchvision()
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.platforms import current_platform
-        from vllm.usage.usage_lib import UsageContext
-        from vllm.v1.engine.async_llm import AsyncLLM
+        with imports_uncollected():
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.platforms import current_platform
+            from vllm.usage.usage_lib import UsageContext
+            from vllm.v1.engine.async_llm import AsyncLLM
 
-        from megatron_fleet.rollout.engine_logger import StatisticsLogger
+            from megatron_fleet.rollout.engine_logger import StatisticsLogger
 
         platform = {"cpu": current_platform.is_cpu(), "can_sleep": current_platform.is_sleep_mode_available()}
         arguments = self._arguments(**platform)
         if arguments["load_format"] == FP8_FORMAT:
             os.environ[LOADER] = FP8_LOADER
-        self._llm = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(**arguments),
-            usage_context=UsageContext.LLM_CLASS,  # of its defaults, vLLM then takes those for throughput
-            stat_loggers=[StatisticsLogger],
-        )
+        with children_import_uncollected():
+            self._llm = AsyncLLM.from_engine_args(
+                AsyncEngineArgs(**arguments),
+                usage_context=UsageContext.LLM_CLASS,  # of its defaults, vLLM then takes those for throughput
+                stat_loggers=[StatisticsLogger],
+            )
         loggers = self._llm.logger_manager.stat_loggers
         (self._statistics,) = (logger for logger in loggers if isinstance(logger, StatisticsLogger))
         cached = self._llm.vllm_config.cache_config.enable_prefix_caching

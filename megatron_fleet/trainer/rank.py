@@ -30,7 +30,7 @@ from megatron_fleet.cluster.launcher import write_output_to
 from megatron_fleet.cluster.rank_identity import controller_address, rank_identity
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
-from megatron_fleet.platform.processes import ONLY_OWNER, write_stacks_on_signal
+from megatron_fleet.platform.processes import ONLY_OWNER, imports_uncollected, write_stacks_on_signal
 from megatron_fleet.trainer.messages import OTHER, SYSTEM, USER, Identity, datum_from_plain
 from megatron_fleet.trainer.process import prepare_process
 from megatron_fleet.weights.remote import fetch
@@ -289,4 +289,5 @@ def _is_system(error: BaseException) -> bool:
 
 def _import_trainer() -> None:
     """Import Megatron, which takes seconds, while the controller waits for other things."""
-    import megatron_fleet.trainer.verbs  # noqa: F401
+    with imports_uncollected():
+        import megatron_fleet.trainer.verbs  # noqa: F401

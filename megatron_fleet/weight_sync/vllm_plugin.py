@@ -7,6 +7,7 @@ imported until vLLM requests a transport's engine side.
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import multiprocessing
 import os
@@ -37,11 +38,13 @@ def register() -> None:
     vLLM's EngineCore does not notice when its parent process is killed, and would keep its memory forever. This is the
     first code of ours that runs in it, so it is tied to its parent here.
     """
-    if DIE_WITH_PARENT in os.environ and multiprocessing.parent_process() is not None:
-        _die_with_parent()
-        write_stacks_on_signal()
-        # tqdm's default lock is a semaphore in /dev/shm, which leaks when the process is killed.
-        tqdm.set_lock(threading.RLock())
+    if multiprocessing.parent_process() is not None:
+        gc.enable()  # see `children_import_uncollected`
+        if DIE_WITH_PARENT in os.environ:
+            _die_with_parent()
+            write_stacks_on_signal()
+            # tqdm's default lock is a semaphore in /dev/shm, which leaks when the process is killed.
+            tqdm.set_lock(threading.RLock())
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
 
     own = os.environ.get(TRANSPORT, "")

@@ -11,6 +11,7 @@ from rank_processes import run_ranks
 torch = pytest.importorskip("torch")
 
 
+@pytest.mark.slow
 def test_every_exchange_between_two_ranks(tmp_path):
     run_ranks(Path(__file__).with_name("communicator_ranks.py"), 2, tmp_path)
     for rank in range(2):

@@ -21,6 +21,7 @@ def run(code: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 @no_cuda
 def test_only_megatron_sees_another_torch():
     code = """
@@ -46,6 +47,7 @@ print("ok")
     assert run(code) == "ok"
 
 
+@pytest.mark.slow
 @no_cuda
 def test_too_late_is_said():
     code = """

@@ -1,4 +1,4 @@
-"""Stack traces of hanging children, and processes that were started with a low priority."""
+"""Stack traces of hanging children, processes that were started with a low priority, imports and ends of processes."""
 
 from __future__ import annotations
 
@@ -117,3 +117,56 @@ def test_who_may_not_says_so():
 def test_nothing_is_done_at_normal_priority():
     done = at(0, NOBODY)
     assert (done.stdout, done.stderr) == ("0\n", "")
+
+
+IMPORTING = """
+import gc, multiprocessing
+from megatron_fleet.platform.processes import children_import_uncollected, imports_uncollected
+
+def child(answer):
+    answer.send(gc.isenabled())
+
+def ask():
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=child, args=(there,))
+    process.start()
+    print(here.recv())
+    process.join()
+
+if __name__ == "__main__":
+    with imports_uncollected():
+        made = [[] for _ in range(1000)]
+        print(gc.isenabled())
+    print(gc.isenabled(), gc.get_freeze_count() > 1000)
+    with children_import_uncollected():
+        ask()
+    ask()
+"""
+"""Prints whether it collects garbage within imports and after, and whether its children do."""
+
+
+def test_garbage_is_not_collected_in_imports(tmp_path):
+    (tmp_path / "importing.py").write_text(IMPORTING)
+    command = [sys.executable, "importing.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=HANG_S)
+    assert done.stdout.split() == ["False", "True", "True", "False", "True"], done.stderr
+
+
+LEAVING = """
+import atexit, sys, threading, time
+from megatron_fleet.platform.processes import leave
+
+class Kept:
+    def __del__(self):
+        print("freed")
+
+kept = Kept()
+atexit.register(print, "told at exit")
+threading.Thread(target=lambda: (time.sleep(0.2), print("the thread has ended"))).start()
+leave(5)
+"""
+
+
+def test_leaving_waits_for_threads_and_frees_nothing():
+    done = subprocess.run([sys.executable, "-c", LEAVING], capture_output=True, text=True, timeout=HANG_S)
+    assert (done.returncode, done.stdout) == (5, "the thread has ended\ntold at exit\n"), done.stderr

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import subprocess
 import sys
 from pathlib import Path
@@ -77,6 +79,17 @@ def test_vllm_finds_the_engines_half_of_the_runs_own(monkeypatch):
     monkeypatch.setenv(vllm_plugin.TRANSPORT, "shm")
     vllm_plugin.register()
     assert len(Factory._registry) == len(TRANSPORTS) + 1
+
+
+def test_engine_processes_that_began_without_it_collect_garbage_again(monkeypatch):
+    pytest.importorskip("vllm")
+    monkeypatch.setattr(multiprocessing, "parent_process", object)
+    gc.disable()
+    try:
+        vllm_plugin.register()
+        assert gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_vllm_finds_the_engines_half_of_every_transport():
