@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -109,6 +111,17 @@ def recorded(policy: MegatronPolicy, data: list[Any]) -> list[np.ndarray]:
     return out
 
 
+def test_a_closed_policy_is_freed(folder):
+    policy = MegatronPolicy(config(folder))
+    policy.forward_backward(micro_batches_of(sequences()), loss)
+    model = weakref.ref(policy.model_chunks[0])
+    policy.close()
+    del policy
+    gc.collect()
+    assert model() is None
+
+
+@pytest.mark.slow
 def test_replaying_its_own_choices_changes_nothing(folder, policies):
     data = sequences()
     choices: list[np.ndarray | None] = [None] * len(data)

@@ -287,5 +287,9 @@ class MegatronPolicy:
         return TrainState(self._wrapped, self._optimizer)
 
     def close(self) -> None:
-        """Leave the process groups."""
+        """Leave the process groups and let go of the model."""
         parallel.shutdown()
+        for wrapped in self._wrapped:
+            # Experts keep a tensor whose graph leads, by the hooks of gradients, back to all layers: the garbage
+            # collector does not see this cycle, because it passes through autograd.
+            wrapped.module = None
