@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,18 +37,20 @@ def leaves(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[Key]
             yield Key(prefix + name, accepts(info), default, info.description or "")
 
 
-def names() -> set[str]:
+@functools.cache
+def names() -> frozenset[str]:
     """Return every dotted name an override may use: leaves and the sections above them."""
     out: set[str] = set()
     for key in leaves():
         parts = key.name.split(".")
         out.update(".".join(parts[:n]) for n in range(1, len(parts) + 1))
-    return out
+    return frozenset(out)
 
 
-def texts() -> set[str]:
+@functools.cache
+def texts() -> frozenset[str]:
     """Return the names of the leaves whose value is text."""
-    return {key.name for key in leaves() if key.accepts.partition(" or ")[0] == "text"}
+    return frozenset(key.name for key in leaves() if key.accepts.partition(" or ")[0] == "text")
 
 
 def suggest(name: str) -> str | None:
