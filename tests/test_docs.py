@@ -48,6 +48,7 @@ def commands(text: str) -> list[list[str]]:
     return [words[2:] for words in split if words[:2] in (["mfleet", "train"], ["mfleet", "eval"])]
 
 
+@pytest.mark.slow
 def test_commands_of_pages_are_valid_configurations():
     pytest.importorskip("hydra")
     from megatron_fleet.config import validate

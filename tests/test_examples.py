@@ -43,6 +43,7 @@ def test_the_table_has_every_interface():
         assert (*row[:2], *row[3:]) == (*part, arguments, result, f"{interface.runs_in} |"), key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_run_as_written(command, tmp_path):
     """Training as a dry run; whole runs with parts of a user's own are in tests/e2e."""

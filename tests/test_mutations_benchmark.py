@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 MUTATIONS = Path(__file__).parents[1] / "benchmarks" / "mutations.py"
 SOURCE = """def sign(x: int = 0) -> int:
     if x < 0:
@@ -31,6 +33,7 @@ def test_negative():
 """
 
 
+@pytest.mark.slow
 def test_what_no_test_covers_survives_and_the_checkout_stays_as_it_was(tmp_path):
     checkout, out = tmp_path / "clone", tmp_path / "mutations.json"
     for name, text in {

@@ -231,6 +231,7 @@ def test_the_parts_are_what_the_manifest_says(made):
     subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=made, check=True)
 
 
+@pytest.mark.slow
 def test_the_cpu_bundle_has_what_setup_asks_for(tool, project, tmp_path):
     assert make(tool, project, tmp_path / "parts", "cpu") == 0
     files = json.loads((tmp_path / "parts" / "manifest.json").read_text())["files"]
@@ -327,6 +328,7 @@ def test_too_full_a_disk_is_told_before_files_are_written(parts, tmp_path):
     assert names(tmp_path / "to") == []
 
 
+@pytest.mark.slow
 def test_an_interrupted_download_goes_on_where_it_was(tool, project, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(tool, "BATCH", 1)
     links, out = project.parent / "links", tmp_path / "parts"
@@ -353,6 +355,7 @@ def unpack_copy(tool: ModuleType, out: Path, tmp_path: Path) -> subprocess.Compl
     return unpack(out, tmp_path / "to")
 
 
+@pytest.mark.slow
 def test_what_was_downloaded_for_other_requirements_is_left_out(tool, project, tmp_path, monkeypatch):
     monkeypatch.setattr(tool, "BATCH", 1)
     links, lock = project.parent / "links", project / "requirements" / "engine-gpu.lock"
@@ -368,6 +371,7 @@ def test_what_was_downloaded_for_other_requirements_is_left_out(tool, project, t
     assert not (tmp_path / "parts" / "bundle.999").exists()
 
 
+@pytest.mark.slow
 def test_a_package_with_another_hash_is_refused(tool, project, tmp_path, capfd):
     flip(project.parent / "links" / "kernel_torch-1.0.tar.gz")
     assert make(tool, project, tmp_path / "parts") == 2
@@ -456,6 +460,7 @@ def index() -> Iterator[str]:
         server.shutdown()
 
 
+@pytest.mark.slow
 def test_sources_come_from_the_index_that_pip_knows_with_its_password(
     tool, project, tmp_path, monkeypatch, capfd, index
 ):
@@ -479,6 +484,7 @@ def test_sources_come_from_the_index_that_pip_knows_with_its_password(
     assert "wrong" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_the_indexes_are_those_that_pip_would_ask(tool, project, tmp_path, monkeypatch):
     monkeypatch.delenv("PIP_NO_INDEX")
     pip = (sys.executable, "-m", "pip")

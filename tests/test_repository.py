@@ -291,6 +291,7 @@ WAITS = {
 }
 
 
+@pytest.mark.slow
 def test_no_test_depends_on_the_speed_of_the_machine():
     """No asserted upper bound on a measured time, and no deadline below `HANG_S` on what must happen.
 

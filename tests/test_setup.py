@@ -278,6 +278,7 @@ def test_a_bundle_that_is_not_unpacked_is_refused(project):
     assert "there is no folder packages in it" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_cpu_build_of_torch_is_refused_for_gpus():
     torch = pytest.importorskip("torch")
     if torch.version.cuda:

@@ -33,6 +33,7 @@ def place(locator) -> float:
     return locator.bounding_box()["y"]
 
 
+@pytest.mark.slow
 def test_steps_and_trajectories_appear_while_the_reader_stays(browser, make_run):
     for number in range(1, 30):
         step(make_run, number)
@@ -75,6 +76,7 @@ def test_steps_and_trajectories_appear_while_the_reader_stays(browser, make_run)
         opened.context.close()
 
 
+@pytest.mark.slow
 def test_filters_select_and_links_open(browser, make_run):
     make_run.train(1, groups({"a": [0.0, 1.0]}) + groups({"b": [None]}, "bank"))
     make_run.evaluate(1, groups({"c": [1.0]}))
@@ -99,6 +101,7 @@ def test_filters_select_and_links_open(browser, make_run):
         opened.context.close()
 
 
+@pytest.mark.slow
 def test_hostile_text_is_shown_and_does_nothing(browser, tmp_path):
     maker = RunMaker(tmp_path / "run", name=EVIL)
     said = [("system", EVIL), ("assistant", f"<think>{EVIL}</think>"), ("tool", f"Error: {EVIL}")]
@@ -125,6 +128,7 @@ def test_hostile_text_is_shown_and_does_nothing(browser, tmp_path):
         opened.context.close()
 
 
+@pytest.mark.slow
 def test_a_browser_without_the_token_sees_nothing(browser, make_run):
     step(make_run, 1, task="secret")
     with live_page(make_run.folder) as url:
@@ -135,6 +139,7 @@ def test_a_browser_without_the_token_sees_nothing(browser, make_run):
             opened.context.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_a_phone(browser, make_run, scheme):
     step(make_run, 1, task="a_long_name_of_a_task_" * 4)

@@ -61,6 +61,7 @@ def opened(browser, evil_run) -> Iterator[Opened]:
     page.context.close()
 
 
+@pytest.mark.slow
 def test_hostile_text_is_shown_and_does_nothing(opened):
     page = opened.page
     assert page.title() == f"Run {EVIL}"
@@ -150,6 +151,7 @@ def test_a_link_out_of_the_filtered_list_shows_and_marks_its_row(opened):
     assert marked.get_attribute("href") == "#" + page.url.split("#")[1]
 
 
+@pytest.mark.slow
 def test_a_name_that_turns_the_direction_turns_nothing_else(browser, tmp_path):
     maker = RunMaker(tmp_path / "run")
     for step, reward in ((0, 0.0), (3, 1.0)):

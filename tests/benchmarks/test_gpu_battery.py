@@ -199,6 +199,7 @@ def interrupt():
     raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_an_interrupted_battery_goes_on_without_repeating_what_is_done(battery, monkeypatch):
     when_hanging(monkeypatch, interrupt)
     mine = battery()
@@ -273,6 +274,7 @@ def test_a_part_sees_the_gpus_that_the_battery_may_use(monkeypatch):
     assert environment("cpu", 1) == {"CUDA_VISIBLE_DEVICES": ""}
 
 
+@pytest.mark.slow
 def test_the_machine_is_described_by_a_process_of_its_own():
     from battery.hardware import probe
 

@@ -115,6 +115,7 @@ def check(part, result, lacking=frozenset()):
     assert {goal.figure for goal in part.goals} <= part.figures.keys()
 
 
+@pytest.mark.slow
 def test_no_part_imports_megatron_before_it_has_prepared_its_process():
     """Else Transformer Engine is already there where it shall not be, or has read its variables before they are set."""
     modules = [part.module for part in importlib.import_module("battery.registry").PARTS]
@@ -344,6 +345,7 @@ def test_offload(measure):
     assert result.figures["bit_equal"] == 1 and len(result.tables["cycles"]) == 3
 
 
+@pytest.mark.slow
 def test_optimizer(measure):
     result = measure("optimizer")
     names = ["moments in float32", "moments in bfloat16", "in host memory"]
@@ -430,6 +432,7 @@ if sys.argv[1] == "train":
 """
 
 
+@pytest.mark.slow
 def test_the_loop_makes_its_model_and_trains_it(report, tmp_path, monkeypatch):
     from battery.parts import whole_loop
     from battery.results import Request

@@ -84,6 +84,7 @@ def test_uploads_arrive(faulty, url, tmp_path, fault):
     assert_there(url, saved, tmp_path / "back")
 
 
+@pytest.mark.slow
 def test_a_file_that_is_complete_though_the_store_forgot_its_upload(faulty, url, tmp_path):
     """The answer was lost, and the store does not know the upload any more when it is asked again."""
     saved, store = save(tmp_path / "here", 7), begun(url)
@@ -95,6 +96,7 @@ def test_a_file_that_is_complete_though_the_store_forgot_its_upload(faulty, url,
     assert_there(url, saved, tmp_path / "back")
 
 
+@pytest.mark.slow
 def test_a_manifest_that_does_not_arrive_leaves_a_torn_upload_that_is_finished_later(
     faulty, url, tmp_path, monkeypatch
 ):

@@ -223,6 +223,7 @@ def test_a_run_that_never_evaluates_needs_no_held_out_task(model, tmp_path):
     check(model, f"data.tasks={tmp_path / 't.json'}", "data.eval_fraction=0.001", "rollout.prompts_per_step=1", *never)
 
 
+@pytest.mark.slow
 def test_weights_and_biases_needs_a_key_unless_it_is_offline(model, tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
@@ -339,6 +340,7 @@ def test_dry_run_prints_a_configuration_that_yaml_reads(model, tmp_path, capsys)
     assert yaml.safe_load(capsys.readouterr().out) == load(overrides).model_dump(mode="json")
 
 
+@pytest.mark.slow
 def test_a_model_of_the_users_own_family(model, monkeypatch):
     known, families = dict(registry._ARCHITECTURES), registry.OWN_FAMILIES.copy()
     monkeypatch.syspath_prepend(EXAMPLES)
@@ -364,6 +366,7 @@ def test_an_unknown_chat_format_or_transport_is_refused_with_the_names_there_are
     assert set(TRANSPORTS) <= set(transports.replace(" or ", ", ").split(", "))
 
 
+@pytest.mark.slow
 def test_parts_of_the_users_own_are_imported_elsewhere_first(model, monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
     monkeypatch.setenv("PYTHONPATH", str(EXAMPLES), prepend=":")

@@ -99,6 +99,7 @@ async def test_a_wrong_clock(environ, ahead_s, status):
         assert "chrony" in result.fix
 
 
+@pytest.mark.slow
 async def test_a_host_that_does_not_come_is_named_and_the_others_are_probed(environ):
     first = Meeting(here("first", environ), PROBES, 3, 3.0)
     findings, failed = await asyncio.gather(first.run(), follow(here("bright", environ), PROBES, HANG_S))

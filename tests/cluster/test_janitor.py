@@ -38,6 +38,7 @@ def _sleeper(run_id: str | None, shared: Path | None = None) -> subprocess.Popen
     return process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_all_goes_with_the_owner(tmp_path, end):
     run_id, folder = secrets.token_hex(4), tmp_path / "run"

@@ -53,6 +53,7 @@ def followed(out: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[s
     return status, [line for line in capsys.readouterr().out.splitlines() if line.startswith("attempt")]
 
 
+@pytest.mark.slow
 def test_a_run_that_saved_is_started_again_and_must_resume(capsys):
     script = 'echo "attempt ${*}"; [ -e once ] && exit 0; touch once; exit 75'
     status, attempts = followed(start(Scripted(script), job()), capsys)
@@ -60,21 +61,25 @@ def test_a_run_that_saved_is_started_again_and_must_resume(capsys):
     assert status == 0 and second == [*first, "run.resume=must"]
 
 
+@pytest.mark.slow
 def test_a_run_that_failed_is_not_started_again(capsys):
     assert followed(start(Scripted("echo attempt; exit 2"), job()), capsys) == (2, ["attempt"])
 
 
+@pytest.mark.slow
 def test_a_run_is_not_started_again_for_ever(capsys):
     out = start(Scripted("echo attempt; exit 75"), job(["launch.max_requeues=2"]))
     assert followed(out, capsys) == (75, ["attempt"] * 3)
 
 
+@pytest.mark.slow
 def test_runs_of_a_sweep_follow_one_another(capsys):
     sets = [[f"run.seed={seed}", "run.out=s"] for seed in (1, 2)]
     status, attempts = followed(start(Scripted('echo "attempt $2"; [ "$2" != run.seed=1 ]'), job(*sets)), capsys)
     assert (status, attempts) == (1, ["attempt run.seed=1", "attempt run.seed=2"])
 
 
+@pytest.mark.slow
 def test_a_cancelled_run_saves_and_is_gone(tmp_path, capsys):
     script = "trap 'echo attempt saved; exit 75' TERM; touch running; while :; do sleep 0.1; done"
     out = start(Scripted(script), job())
@@ -87,6 +92,7 @@ def test_a_cancelled_run_saves_and_is_gone(tmp_path, capsys):
     assert "its job has ended already" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_job_goes_on_without_the_process_that_started_it(tmp_path):
     program = f"""
 import os, sys

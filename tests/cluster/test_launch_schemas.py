@@ -84,6 +84,7 @@ def test_the_files_of_the_project_fit_the_schemas():
     check_jobset(yaml.safe_load((STATIC / "kubernetes" / "train.yaml").read_text()))
 
 
+@pytest.mark.slow
 def test_the_schemas_refuse_what_is_misspelt():
     task = yaml.safe_load(sky_task([]))
     with pytest.raises(jsonschema.ValidationError, match="num_node"):

@@ -35,6 +35,7 @@ def identities(text: str) -> list[tuple[Any, ...]]:
     return sorted(tuple(identity[name] for name in FIELDS) for identity in found)
 
 
+@pytest.mark.slow
 def test_srun_with_as_many_ranks_on_each_host(slurm):
     out = slurm.output(["srun", "-N2", "--ntasks-per-node=2", *PRINT])
     assert identities(out) == [(i, 4, i % 2, 2, f"n{i // 2 + 1}", "srun") for i in range(4)]
@@ -84,6 +85,7 @@ def test_torchrun_within_one_srun_task_per_host(slurm):
     assert identities(out) == [(i, 4, i % 2, 2, f"n{i // 2 + 1}", "torchrun") for i in range(4)]
 
 
+@pytest.mark.slow
 def test_other_hosts_reach_a_host_by_its_address(slurm):
     program = (
         "import os; from megatron_fleet.cluster.inventory import host_address; print(host_address(os.environ, False))"

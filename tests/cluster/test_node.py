@@ -66,6 +66,7 @@ def both(nodes: Nodes) -> NodeRanks:
     return NodeRanks(nodes, {HERE: RanksOfHost((0, 1), 2, 1)})
 
 
+@pytest.mark.slow
 async def test_a_node_starts_ranks_tells_their_end_and_starts_them_again(tmp_path):
     async with controller(tmp_path / "logs") as (listener, nodes):
         with node(listener.address) as process:
@@ -112,6 +113,7 @@ async def test_everything_ends_when_the_controller_is_gone(tmp_path):
             assert "the controller is gone" in (tmp_path / "logs" / f"node-{HERE}.log").read_text()
 
 
+@pytest.mark.slow
 async def test_a_lost_node_is_told_waited_for_and_taken_back(tmp_path):
     async with controller(tmp_path / "logs") as (listener, nodes):
         ranks = both(nodes)

@@ -72,6 +72,7 @@ def test_home_is_expanded(monkeypatch, tmp_path):
     assert load([QUICKSTART, "model.path=~/model"]).model.path == str(tmp_path / "model")
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.text(st.characters(min_codepoint=32, max_codepoint=0x24F), min_size=1).filter(lambda s: s[0] not in "'\""))
 def test_text_values_arrive_as_typed(text):

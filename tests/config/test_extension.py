@@ -108,6 +108,7 @@ def test_a_module_that_ends_python_is_refused(folder):
         check(KEY, "ends_python:f")
 
 
+@pytest.mark.slow
 def test_a_module_that_never_ends_is_refused(folder, monkeypatch):
     (folder / "never_ends.py").write_text("while True: pass")
     monkeypatch.setattr(extension, "CHECK_TIMEOUT_S", 2.0)

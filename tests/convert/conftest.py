@@ -62,9 +62,9 @@ def refused(convert) -> Callable[..., str]:
     return run
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def s3_running():
-    """A real S3 server for the whole session."""
+    """A real S3 server."""
     from s3_server import s3_server
 
     with s3_server() as server:

@@ -124,6 +124,7 @@ def test_a_limit_of_file_sizes(made, tmp_path):
     assert mfleet("to-megatron", made("qwen3"), tmp_path / "mg").returncode == 0
 
 
+@pytest.mark.slow
 def test_nothing_here_needs_torch(made, tmp_path):
     program = (
         "import sys; from megatron_fleet import cli; code = cli.main(sys.argv[1:]); "

@@ -98,6 +98,7 @@ def test_torch_reads_what_megatron_would_have_saved(family, numbered, made, conv
     assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [3000, 100_000])
 def test_how_the_checkpoint_is_cut_does_not_matter(chunk, made, convert, tmp_path, monkeypatch):
     from megatron_fleet.convert import content, template, to_megatron

@@ -96,6 +96,7 @@ def test_a_secret_that_is_wrong(url, made, refused, monkeypatch):
     assert "the store denies the access (403)" in refused("to-megatron", made("qwen3"), f"{url}/mg")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", ["to-megatron", "to-hf"])
 def test_killed_and_resumed(direction, url, made, convert, refused, tmp_path):
     source = made("qwen3_moe")

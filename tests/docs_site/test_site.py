@@ -19,6 +19,7 @@ def importable(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tools")
 
 
+@pytest.mark.slow
 def test_every_page_is_built_and_in_the_navigation(site):
     built = {path.relative_to(site).with_suffix(".md").as_posix() for path in site.rglob("*.html")} - {"404.md"}
     assert built == {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}

@@ -1,10 +1,15 @@
-"""A whole run on an embedded fleet that fails on purpose: all is accounted for, and what is unknown counts nowhere."""
+"""A whole run on an embedded fleet that fails on purpose: all is accounted for, and what is unknown counts nowhere.
+
+The live page is beside it from before its first step to its end.
+"""
 
 import statistics
 
 import numpy as np
 import pytest
-from whole_runs import Run
+from browser import CHROMIUM, Opened, chromium, live_page
+from planted import found_in
+from whole_runs import RUN_TIMEOUT_S, Run, wait_for
 
 from megatron_fleet.telemetry.shards import Shard
 
@@ -41,9 +46,50 @@ def advantages(episodes):
     return sizes, tokens
 
 
-def test_unknown_rewards_are_counted_and_enter_nothing(tmp_path):
-    run = Run(tmp_path / "faults", FAULTS)
-    run.finish()
+@pytest.fixture(scope="module")
+def started(tmp_path_factory):
+    """The run and its process; a test waits for its end."""
+    run = Run(tmp_path_factory.mktemp("faults") / "run", FAULTS)
+    process = run.start()
+    yield run, process
+    process.kill()
+    process.communicate()
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+def test_the_live_page_shows_a_run_from_its_start_to_its_end(started):
+    sync_api = pytest.importorskip("playwright.sync_api")
+    run, process = started
+    wait_for(run.out / "status.json", process)
+    with chromium() as browser, live_page(run.out) as url:
+        opened = Opened(browser, url, viewport={"width": 1366, "height": 768})
+        page, first = opened.page, opened.page.locator(".row[data-id^=step-1-]").first
+        page.evaluate("window.loaded = 1")
+        sync_api.expect(page.locator("#state")).to_have_text("running")
+        assert page.locator(".row[data-id^=step]").count() == 0
+        wait_for(run.out / "trajectories" / "step_000001.parquet", process)
+        sync_api.expect(first).to_be_visible()
+        first.click()
+        sync_api.expect(page.locator(".message").first).to_be_visible()
+        opened_one = page.locator(".viewer h3").inner_text()
+        process.wait(RUN_TIMEOUT_S)
+        sync_api.expect(page.locator("#state")).to_have_text("finished")
+        sync_api.expect(page.locator(".fact").first).to_contain_text("2 of 2")
+        sync_api.expect(page.locator("#bars .bar")).to_have_count(2)
+        sync_api.expect(page.locator(".row[data-id^=step-2-]").first).to_be_attached()
+        sync_api.expect(page.locator("#charts .plot").first).to_be_visible()
+        assert page.locator(".viewer h3").inner_text() == opened_one
+        assert page.evaluate("window.loaded") == 1 and opened.complaints == [] and opened.failures == []
+        for path in ("", "data/now", "data/charts", "data/trajectories?limit=2000", "data/trajectory/step-1-0"):
+            answer = opened.context.request.get(url.partition("?")[0] + path)
+            assert answer.status == 200 and not found_in(answer.body())
+        opened.context.close()
+
+
+def test_unknown_rewards_are_counted_and_enter_nothing(started):
+    run, process = started
+    output, _ = process.communicate(timeout=RUN_TIMEOUT_S)
+    assert process.returncode == 0, output[-3000:]
     run.assert_nothing_left()
     unknown = 0
     for row in run.metrics():

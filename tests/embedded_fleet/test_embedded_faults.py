@@ -174,6 +174,7 @@ async def test_a_damaged_answer_is_an_error_or_a_lost_session(server, number):
     await environment.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "config", "reason"), [("hangs", HASTY, "took more than"), ("dies", PATIENT, "ConnectionClosedError")]
 )

@@ -115,6 +115,7 @@ def _words(text):
     return set(text.replace("'s", "").replace(",", " ").replace(".", " ").replace("?", " ").split())
 
 
+@pytest.mark.slow
 def test_the_mistake_rate_tunes_the_success_rate():
     rng = random.Random(0)
     rates = [sum(demonstrate(t, m, rng).reward for t in TASKS) / len(TASKS) for m in (0.1, 0.31, 0.6)]

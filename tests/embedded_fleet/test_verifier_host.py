@@ -146,6 +146,7 @@ async def test_it_sees_no_environment_and_an_empty_directory(client, monkeypatch
     assert (await ask(client, body("import os", "return len(os.environ)"))).value == 0.0
 
 
+@pytest.mark.slow
 async def test_many_at_once_do_not_disturb_each_other(client):
     codes = [body("while True: pass") if i % 10 == 0 else body(f"return {i}") for i in range(40)]
     rewards = await asyncio.gather(*(ask(client, code) for code in codes))

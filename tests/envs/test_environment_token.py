@@ -33,6 +33,7 @@ def fleet(tmp_path):
     fleet.stop()
 
 
+@pytest.mark.slow
 def test_the_secret_is_asked_for_everywhere(fleet):
     assert fleet.url.startswith("http://127.0.0.2:")
 
@@ -60,6 +61,7 @@ def test_the_secret_is_asked_for_everywhere(fleet):
         asyncio.run(reset("wrong"))
 
 
+@pytest.mark.slow
 def test_nobody_gets_the_port_of_a_server_that_is_restarted(fleet):
     host, port = fleet.url.removeprefix("http://").split(":")
     os.kill(fleet.pid, signal.SIGKILL)

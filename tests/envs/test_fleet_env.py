@@ -273,6 +273,7 @@ async def test_a_cancelled_episode_gives_its_instance_back_unverified(emulated):
         await environment.step(CLOSE)
 
 
+@pytest.mark.slow
 async def test_a_long_episode_ends_when_the_policy_ends_it(emulated):
     environment = make_environment(CONFIG, "")
     await environment.reset(TASK)

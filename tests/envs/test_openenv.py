@@ -175,6 +175,7 @@ async def test_nobody_listens():
     await environment.close()
 
 
+@pytest.mark.slow
 async def test_a_slow_tool_is_waited_for_and_a_hanging_one_is_not(faulty):
     patient = make_environment(CONFIG, faulty(delay_s=0.6).url)
     hasty = make_environment(HASTY, faulty(delay_s=SLOW_S).url)
@@ -192,6 +193,7 @@ async def test_a_slow_tool_is_waited_for_and_a_hanging_one_is_not(faulty):
     await hasty.close()
 
 
+@pytest.mark.slow
 async def test_cancelling_stops_at_once_and_poisons(faulty):
     environment = make_environment(LASTING, faulty(delay_s=SLOW_S).url)
     await environment.reset(LEDGER)
@@ -215,6 +217,7 @@ async def test_a_session_that_dies_is_lost(faulty):
     await environment.close()
 
 
+@pytest.mark.slow
 async def test_a_server_killed_during_a_call_and_restarted(faulty):
     server = faulty(delay_s=SLOW_S)
     waiting, idle = make_environment(LASTING, server.url), make_environment(CONFIG, server.url)
@@ -237,6 +240,7 @@ async def test_a_server_killed_during_a_call_and_restarted(faulty):
     await fresh.close()
 
 
+@pytest.mark.slow
 async def test_a_full_server_is_busy_until_a_session_ends(faulty):
     server = faulty(sessions=1)
     first, second = (make_environment(CONFIG, server.url) for _ in range(2))
@@ -257,6 +261,7 @@ async def test_a_full_server_is_busy_until_a_session_ends(faulty):
     await second.close()
 
 
+@pytest.mark.slow
 async def test_256_sessions_at_once(url):
     everyone_in = asyncio.Barrier(256)
 
@@ -290,6 +295,7 @@ def children(pid):
     return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+@pytest.mark.slow
 def test_stop_leaves_no_process_and_no_file(tmp_path, monkeypatch):
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         monkeypatch.setenv("TMPDIR", folder)
@@ -304,6 +310,7 @@ def test_stop_leaves_no_process_and_no_file(tmp_path, monkeypatch):
         assert os.listdir(folder) == []
 
 
+@pytest.mark.slow
 def test_the_server_ends_with_its_parent(tmp_path):
     start = (
         "import os, sys; from pathlib import Path; from megatron_fleet.config.schema import EnvConfig; "
@@ -316,6 +323,7 @@ def test_the_server_ends_with_its_parent(tmp_path):
     wait_until(lambda: gone(int(run.stdout)))
 
 
+@pytest.mark.slow
 def test_a_server_outlives_the_thread_that_started_it(tmp_path):
     fleet = EmbeddedFleet()
     url = asyncio.run(asyncio.to_thread(fleet.start, CONFIG, tmp_path / "env.log"))
@@ -324,6 +332,7 @@ def test_a_server_outlives_the_thread_that_started_it(tmp_path):
     fleet.stop()
 
 
+@pytest.mark.slow
 def test_sigkill_of_the_server_takes_the_verifier_host_along(tmp_path):
     fleet = EmbeddedFleet()
     fleet.start(CONFIG, tmp_path / "env.log")

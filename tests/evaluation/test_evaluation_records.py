@@ -104,6 +104,7 @@ def test_a_resumed_run_knows_whether_its_evaluation_was_made(tmp_path, resumed_s
     after.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ending", "status"), [(Records.finish, "FINISHED"), (Records.close, "FAILED")])
 def test_a_tracker_is_told_whether_the_run_came_to_its_end(tmp_path, ending, status):
     from mlflow import MlflowClient

@@ -184,6 +184,7 @@ def test_what_fails_is_an_alert_and_is_tried_again_with_the_next_checkpoints(mak
     assert exports.metrics()["checkpoint/exports_failed"] == 3
 
 
+@pytest.mark.slow
 def test_an_export_ends_with_its_run_and_is_done_again_by_the_next_attempt(make):
     run = make("checkpoint.export.every=1")
     run.save(1)
@@ -369,6 +370,7 @@ def test_a_bad_export_is_an_alert_and_is_not_sent(make, tmp_path, caplog, mean, 
     assert alerts == [] if good else "differ by 0.2 nats on average" in alerts[0]
 
 
+@pytest.mark.slow
 def test_on_gpus_checks_wait_until_the_run_has_left_them(make, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "cuda_is_installed", lambda: True)
     store = RunStore(str(tmp_path / "store"))

@@ -56,6 +56,7 @@ async def test_every_host_sends_its_files_and_the_run_resumes_from_the_store(tmp
     np.testing.assert_array_equal(run.trainer.weights, whole.trainer.weights)
 
 
+@pytest.mark.slow
 async def test_a_lost_trainer_goes_on_from_the_store(tmp_path):
     whole = Run(tmp_path / "whole", NO_EXPORT)
     await whole.go()

@@ -134,6 +134,7 @@ def environment():
         yield os.environ | {"TMPDIR": folder}
 
 
+@pytest.mark.slow
 def test_a_restart_keeps_the_address_and_ends_with_a_stop(tmp_path, episode_python, environment):
     fleet = EmbeddedFleet()
     url = fleet.start(EnvConfig(start_timeout_s=HANG_S), tmp_path / "env.log", episode_python, environment=environment)
@@ -149,6 +150,7 @@ def test_a_restart_keeps_the_address_and_ends_with_a_stop(tmp_path, episode_pyth
         fleet.restart()
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs_is_known_and_replaced(tmp_path, episode_python, environment, monkeypatch):
     monkeypatch.setattr(fleets, "PROBE_INTERVAL_S", 0.05)
     fleet = EmbeddedFleet()

@@ -18,9 +18,9 @@ from megatron_fleet.storage import direct, local
 from megatron_fleet.storage.open import open_folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def s3_running():
-    """A real S3 server for the whole session."""
+    """A real S3 server."""
     with s3_server() as server:
         yield server
 

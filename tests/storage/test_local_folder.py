@@ -91,6 +91,7 @@ def test_a_replaced_file_is_read_anew(local_folder, small_steps):
         local_folder.read_into("file", 0, buffer)
 
 
+@pytest.mark.slow
 def test_more_files_than_stay_open_are_read_by_many_threads(local_folder, monkeypatch, small_steps):
     monkeypatch.setattr(local, "OPEN_FILES", 2)
     readers = [open_folder(local_folder.path)]

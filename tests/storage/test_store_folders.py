@@ -130,6 +130,7 @@ def test_of_writers_at_once_one_succeeds(folder):
     assert not folder.write_new("file", b"another")
 
 
+@pytest.mark.slow
 def test_a_conditional_write_whose_answer_is_lost_has_succeeded(faulty, url):
     folder = open_folder(url)
     faulty.plan(Fault("lose", "^(PUT|POST) ", status=503))

@@ -55,6 +55,7 @@ def test_only_what_is_asked_for_is_read(some):
     assert sum(length for _, length in read) < size / 2 > 500_000
 
 
+@pytest.mark.slow
 def test_a_shard_that_is_cut_anywhere_or_changed_is_never_data(some):
     content, whole = some.read_bytes(), Shard.open(some)
     rows, arrays = whole.records(), whole.arrays()

@@ -68,6 +68,7 @@ def recorded(folder):
     return sorted(attempts, key=lambda attempt: attempt[1])
 
 
+@pytest.mark.slow
 def test_attempts_are_runs_of_one_group_over_the_training_step(tmp_path):
     first = begin(tmp_path)
     first.write(0, {"eval/all/pass_at_1": 0.25})
@@ -156,6 +157,7 @@ def mlflow_attempt(uri, resumed=None, started=0.0):
     return MlflowSink(uri, "fleet", "mine", config, resumed, started)
 
 
+@pytest.mark.slow
 def test_mlflow_attempts_share_a_tag(tmp_path):
     uri = f"sqlite:///{tmp_path / 'store.db'}"
     first = mlflow_attempt(uri)

@@ -79,6 +79,7 @@ def objective(batch, logprobs) -> float:
     return sum(float(datum.scaled_advantages @ x) for datum, x in zip(batch, logprobs, strict=True))
 
 
+@pytest.mark.slow
 def test_float32_parameters_of_a_bfloat16_model_keep_their_state(tmp_path):
     """Rates of decay are float32 between bfloat16 layers; their master weights and moments are saved as theirs."""
     folder = make("qwen3_5_moe", tmp_path / "model")

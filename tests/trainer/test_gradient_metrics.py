@@ -198,6 +198,7 @@ def test_one_process_measures_what_plain_autograd_gives(start, tmp_path):
     assert metrics["megabytes_edited"] == pytest.approx(exact, rel=0.03)
 
 
+@pytest.mark.slow
 def test_measuring_changes_nothing_and_happens_when_due(start):
     micro_batches = micro_batches_of(0, 1)
 

@@ -50,6 +50,7 @@ def test_lengths_are_fleet_like_and_the_greedy_plan_is_whole():
     )
 
 
+@pytest.mark.slow
 def test_one_line_of_json():
     command = [sys.executable, BENCHMARKS / "packing.py", "--seeds", "1", "--timed", "64", "--nodes", "200"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)

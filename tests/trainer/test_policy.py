@@ -160,6 +160,7 @@ def test_sft_lowers_its_loss(make_policy):
     assert losses[-1] < 0.7 * losses[0]
 
 
+@pytest.mark.slow
 def test_bfloat16_trains_on_float32_masters(make_policy, tmp_path):
     batch, loss = make_batch(count=4, longest=45), make_loss(AlgorithmConfig())
     expected = make_policy().forward([batch])[0]

@@ -82,6 +82,7 @@ def trials(monkeypatch, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_the_trainers_settings_are_searched(trials):
     choices = trainer.Choices.of(compose(()), [256, 512], ["full"], [32, 64])
     assert (choices.micro_batches, choices.recompute) == ([128, 256, 512], ["none", "full"])

@@ -27,6 +27,7 @@ def tokenizer(tmp_path_factory):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", [False, True])
 def test_demonstrations_are_episodes_whose_agent_turns_are_trained(tokenizer, whole):
     rows = warmstart.episodes(tokenizer, whole=whole)(random.Random(0))

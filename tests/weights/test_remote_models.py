@@ -197,6 +197,7 @@ def test_a_model_without_weights_that_can_be_read(hub):
     refused(r"there is no \*\.safetensors file; name a model with such weights")
 
 
+@pytest.mark.slow
 def test_processes_of_one_host_take_turns(hub):
     """Three at once: one downloads."""
     program = "from megatron_fleet.weights.remote import fetch; print(fetch('fleet/tiny'))"

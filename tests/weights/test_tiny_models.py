@@ -82,6 +82,7 @@ def test_both_dialects_are_the_same_model(family, tmp_path):
     assert raw_config(family, "v4") != raw_config(family, "v5")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
 def test_a_misplaced_row_of_any_tensor_changes_the_logits(family, tmp_path, monkeypatch):
     import tiny_models

@@ -68,6 +68,7 @@ def test_a_template_is_text_and_reaches_no_python(folder):
             check_template(folder, thinking=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "said"),
     [

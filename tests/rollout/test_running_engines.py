@@ -1,0 +1,220 @@
+"""Updates that fail in a running rollout, and engines that share their devices with the trainer.
+
+Nothing is answered with half a version, and the next attempt is whole. On CPU a sleeping engine pauses and keeps its
+memory; all else is real.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from rollout_config import rollout_config
+from rollout_runs import TIMEOUT_S, engine_of, running
+from tiny_model import greedy_continuation, write_tiny_model
+from waiting import wait_until
+
+from megatron_fleet.agents.engine import EngineLost, SamplingParams
+from megatron_fleet.weight_sync.shm.board import SUMMED
+
+pytestmark = pytest.mark.slow
+
+PROMPTS = [[(7 * i + j * j) % 400 + 20 for j in range(5 + 3 * i)] for i in range(4)]
+TOKENS = 24
+
+
+def greedy(tokens=TOKENS):
+    return [SamplingParams(0.0, tokens, (), 1)] * len(PROMPTS)
+
+
+def check_answers(rollout, name, results):
+    assert [r.token_ids.tolist() for r in results] == greedy_continuation(rollout.models[name], PROMPTS, TOKENS)
+    assert {r.versions for r in results} == {((rollout.version, 0, TOKENS),)}
+
+
+def check_serves(rollout, name):
+    check_answers(rollout, name, rollout.generate(PROMPTS, greedy()))
+
+
+def begin_requests(rollout):
+    """Requests that are sent while something else goes on."""
+    asking = rollout.begin(rollout.answers(PROMPTS, greedy()))
+    time.sleep(0.3)
+    return asking
+
+
+@pytest.fixture(scope="module")
+def rollout(tmp_path_factory, episode_python):
+    folder = tmp_path_factory.mktemp("rollout")
+    models = {name: write_tiny_model(folder / name, seed) for name, seed in (("a", 1), ("b", 2))}
+    config = rollout_config(models["a"], engine={"colocated": True})
+    with running(config, folder, episode_python, models) as started:
+        yield started
+
+
+def test_requests_in_flight_go_on_under_the_new_weights(rollout):
+    tokens = 1900  # as many as the context holds: they must outlast the update
+
+    async def begin():
+        engine = await engine_of(rollout.service)
+        params = [*greedy(tokens), SamplingParams(0.0, 1, (), 1)]
+        calls = [engine.generate(p, q, str(i)) for i, (p, q) in enumerate(zip([*PROMPTS, [5]], params, strict=True))]
+        *asking, last = map(asyncio.create_task, calls)
+        await last  # the last one of a connection has its token after all others have some
+        return asyncio.gather(*asking)
+
+    async def end(asking):
+        return await asking
+
+    rollout.sync("a")
+    asking = rollout.run(begin())
+    rollout.sync("b")
+    for prompt, result in zip(PROMPTS, rollout.run(end(asking)), strict=True):
+        (first, start, cut), (second, again, end) = result.versions
+        assert (first, second, start, again, end) == (rollout.version - 1, rollout.version, 0, cut, tokens)
+        assert 0 < cut < tokens
+        said = result.token_ids.tolist()
+        assert said[: min(cut, 16)] == greedy_continuation(rollout.models["a"], [prompt], min(cut, 16))[0]
+        after = min(16, end - cut)
+        assert said[cut : cut + after] == greedy_continuation(rollout.models["b"], [prompt + said[:cut]], after)[0]
+
+
+class Tearing:
+    """Changes a byte after its checksum was taken and before engines look; the next engine finds it mended."""
+
+    def __init__(self, rollout):
+        self.rollout, self.engines = rollout, rollout.service.engines
+        self.open_transport, self.begin_update = self.engines.open_transport, self.engines.begin_update
+        self.finish_update = self.engines.finish_update
+
+    async def load(self, message):
+        sender, board = self.rollout.sender.sender, self.rollout.transport._memory.board
+        for bucket in range(len(sender._layout.buckets)):
+            await asyncio.to_thread(board.wait, SUMMED, bucket, message["round"])
+        torn = sender._layout.spans[-1][0] + 3
+        sender._memory[torn] ^= 1
+        await self.engines.load(message)
+        sender._memory[torn] ^= 1
+
+
+def test_a_torn_update_is_repeated_on_a_fresh_engine(rollout):
+    restarts = rollout.restarts()
+    rollout.source.folder = rollout.models["a"]
+    rollout.version += 1
+    rollout.run(rollout.transport.sync(rollout.sender, Tearing(rollout), rollout.version))
+    check_serves(rollout, "a")
+    assert rollout.restarts() == restarts + 1
+
+
+def test_an_engine_killed_in_an_update_comes_back_with_it(rollout):
+    restarts, core = rollout.restarts(), rollout.processes()[-1]
+    asking = []
+
+    def kill():
+        rollout.source.before_write = None
+        time.sleep(0.5)  # the engine waits for the first bucket, without any weights
+        asking.append(begin_requests(rollout))
+        os.kill(core, signal.SIGKILL)
+
+    rollout.source.before_write = kill
+    rollout.sync("b")
+    expected = greedy_continuation(rollout.models["b"], PROMPTS, TOKENS)
+    for result, tokens in zip(asking[0].result(TIMEOUT_S), expected, strict=True):
+        assert isinstance(result, EngineLost) or (
+            result.versions == ((rollout.version, 0, TOKENS),) and result.token_ids.tolist() == tokens
+        )
+    check_serves(rollout, "b")
+    assert rollout.restarts() == restarts + 1
+
+
+def test_a_trainer_that_gives_an_update_up_leaves_nobody_serving_until_the_next_one(rollout):
+    asking = []
+
+    def fail():
+        rollout.source.before_write = None
+        time.sleep(0.5)
+        asking.append(begin_requests(rollout))
+        raise OSError("the trainer failed")
+
+    rollout.source.before_write = fail
+    with pytest.raises(OSError, match="the trainer failed"):
+        rollout.sync("a")
+    asking.append(begin_requests(rollout))
+    time.sleep(3)
+    assert not asking[1].done() or all(isinstance(r, EngineLost) for r in asking[1].result())
+    rollout.version -= 1
+    rollout.sync("a")
+    for result in [answer for some in asking for answer in some.result(TIMEOUT_S)]:
+        assert isinstance(result, EngineLost) or result.versions == ((rollout.version, 0, TOKENS),)
+    check_serves(rollout, "a")
+
+
+def test_requests_wait_until_the_engine_is_wholly_awake(rollout):
+    assert "frees no memory on platform 'cpu'" in rollout.run(rollout.service.sleep())
+    asking = rollout.begin(rollout.answers(PROMPTS, greedy()))
+    rollout.run(rollout.service.wake("weights"))
+    rollout.sync("b")
+    time.sleep(1)
+    assert not asking.done()
+    rollout.run(rollout.service.wake("kv_cache"))
+    check_answers(rollout, "b", asking.result(TIMEOUT_S))
+
+
+def test_an_engine_killed_in_its_sleep_comes_back_with_the_new_weights(rollout, caplog):
+    core = rollout.processes()[-1]
+    rollout.run(rollout.service.sleep())
+    os.kill(core, signal.SIGKILL)
+    wait_until(lambda: "engine 0 is lost" in caplog.text)
+    time.sleep(3)
+    rollout.run(rollout.service.wake("weights"))
+    rollout.sync("a")
+    assert "is back" not in caplog.text
+    rollout.run(rollout.service.wake("kv_cache"))
+    assert "engine 0 is back" in caplog.text
+    check_serves(rollout, "a")
+    rollout.run(rollout.service.sleep())
+    rollout.run(rollout.service.wake("weights"))
+    rollout.sync("b")
+    rollout.run(rollout.service.wake("kv_cache"))
+    check_serves(rollout, "b")
+
+
+class NotLasting:
+    """Engines of a transport that cannot let a restarted one catch up by itself."""
+
+    def __init__(self, engines):
+        self.open_transport, self.begin_update, self.load = engines.open_transport, engines.begin_update, engines.load
+        self.engines = engines
+
+    async def finish_update(self, version, message):
+        await self.engines.finish_update(version, None)
+
+
+def test_a_restarted_engine_is_sent_its_weights_again(rollout):
+    resent = []
+
+    async def resend(engine, version):
+        resent.append(version)
+        await rollout.transport.sync(rollout.sender, engine, version)
+
+    rollout.service.resend = resend
+    rollout.source.folder = rollout.models["b"]
+    rollout.version += 1
+    rollout.run(rollout.transport.sync(rollout.sender, NotLasting(rollout.service.engines), rollout.version))
+    check_serves(rollout, "b")
+    assert resent == []
+    before = rollout.restarts()
+    os.kill(rollout.processes()[-1], signal.SIGKILL)
+    asking = rollout.begin(rollout.answers(PROMPTS, greedy()))
+    while rollout.restarts() == before:
+        time.sleep(0.1)
+    assert resent == [rollout.version]
+    versions = {r.versions for r in asking.result(TIMEOUT_S) if not isinstance(r, EngineLost)}
+    assert versions <= {((rollout.version, 0, TOKENS),)}
+    check_serves(rollout, "b")
