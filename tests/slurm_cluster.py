@@ -34,7 +34,7 @@ MpiDefault=none
 ReturnToService=2
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
-SchedulerParameters=sched_interval=1
+SchedulerParameters=sched_interval=1,bf_interval=1
 SlurmdParameters=config_overrides
 KillWait=5
 SlurmdTimeout=10

@@ -231,7 +231,8 @@ class Node:
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={head.address}", "--block"]
         # Our actors reserve no CPUs, and Ray starts one idle worker per CPU.
         command += [f"--node-ip-address={self._host.address}", "--num-cpus=1"]
-        command += [f"--object-store-memory={OBJECT_STORE_BYTES}"]
+        # Nobody asks for the logs that the log monitor would read.
+        command += [f"--object-store-memory={OBJECT_STORE_BYTES}", "--include-log-monitor=False"]
         return spawn(command, environment, self._log)
 
     def _tell(self, *frame: Any) -> None:

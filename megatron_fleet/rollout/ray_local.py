@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import secrets
 import shutil
@@ -96,7 +97,7 @@ def start(run_id: str, folder: Path, host: str) -> RayHead | None:
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # the same for Ray's processes
 
     common = {"log_to_driver": False, "namespace": "megatron_fleet", "logging_level": "warning"}
-    with _termination_handler_kept():
+    with _termination_handler_kept(), _without_monitors():
         if address is not None:
             ray.init(address=address, **common)
             return None
@@ -136,6 +137,20 @@ async def wait_for_nodes(addresses: Collection[str], timeout_s: float) -> None:
                 f"these hosts' `mfleet node` say why."
             )
         await asyncio.sleep(JOIN_POLL_S)
+
+
+@contextlib.contextmanager
+def _without_monitors() -> Iterator[None]:
+    """Keep ``ray.init`` from starting a process that reads all logs for the driver, which does not ask for them, and
+    the autoscaler's: each would take more than half a second of CPU at every start. It has no arguments for these."""
+    from ray._private import parameter
+
+    original = parameter.RayParams
+    parameter.RayParams = functools.partial(original, include_log_monitor=False, no_monitor=True)
+    try:
+        yield
+    finally:
+        parameter.RayParams = original
 
 
 @contextlib.contextmanager

@@ -104,6 +104,7 @@ def test_a_key_that_cannot_be_sent_is_refused(monkeypatch, key):
         ChatClient(EndpointConfig(url="http://endpoint/v1", model=MODEL), HANG_S)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dated", [False, True])
 async def test_the_pause_is_the_one_that_the_endpoint_asks_for(dated):
     def refuse(number, body):

@@ -79,6 +79,7 @@ def test_hostile_text_is_shown_and_does_nothing(opened):
     assert page.locator("main img, main script").count() == 0
 
 
+@pytest.mark.slow
 def test_even_markup_that_got_in_could_not_run(opened):
     opened.page.evaluate("(evil) => { document.querySelector('main').innerHTML = evil; }", EVIL)
     opened.page.evaluate("() => document.body.append(Object.assign(document.createElement('script'), {text: 'hit=1'}))")
@@ -169,6 +170,7 @@ def test_a_name_that_turns_the_direction_turns_nothing_else(browser, tmp_path):
     opened.context.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_a_phone(browser, evil_run, scheme):
     opened = Opened(browser, evil_run.as_uri(), viewport={"width": 390, "height": 844}, color_scheme=scheme)

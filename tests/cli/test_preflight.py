@@ -255,6 +255,7 @@ def test_a_key_that_weights_and_biases_does_not_know_is_refused(model, monkeypat
     server.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["checkpoint.store.url", "eval.upload", "logging.trajectories.upload"])
 def test_where_files_will_be_copied_must_be_writable(model, key):
     with found_by_boto3() as server:

@@ -41,6 +41,7 @@ def test_srun_with_as_many_ranks_on_each_host(slurm):
     assert identities(out) == [(i, 4, i % 2, 2, f"n{i // 2 + 1}", "srun") for i in range(4)]
 
 
+@pytest.mark.slow
 def test_srun_with_uneven_and_cyclic_ranks(slurm):
     out = slurm.output(["srun", "-N2", "-n3", "--distribution=cyclic", *PRINT])
     assert identities(out) == [(0, 3, 0, 2, "n1", "srun"), (1, 3, 0, 1, "n2", "srun"), (2, 3, 1, 2, "n1", "srun")]

@@ -61,6 +61,7 @@ def download(url):
     return {name: folder.read(name) for name in folder.sizes() if name != "conversion.json"}
 
 
+@pytest.mark.slow
 def test_there_and_back(url, made, convert, tmp_path):
     """Quantised weights, whose scales lie on S3 too, and passthrough tensors."""
     family = "kimi_k25"
@@ -146,6 +147,7 @@ def test_a_run_on_s3_finds_its_model(url, made, convert, tmp_path):
     assert status == 2 and "--template" in error
 
 
+@pytest.mark.slow
 def test_ranks_load_straight_from_the_store(tmp_path, url):
     pytest.importorskip("megatron_fleet.trainer.megatron")
     from weight_fixtures import megatron_groups, random_tensors, stage_chunks, tiny_config, write_folder

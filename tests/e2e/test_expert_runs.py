@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import tiny_models
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from score_rollouts import assert_all_agree
 from served_models import served_config
 from test_whole_runs import WEIGHTS, convert
@@ -25,7 +25,6 @@ from megatron_fleet.tuning.warmstart import corpus
 pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-EXPERTS = 4
 ONE_STEP = ("run.steps=1", "eval=none", "rollout.engine.probe_interval=1")
 SHORT_TURNS = ("rollout.sampling.max_turns=2", "rollout.sampling.max_tokens_per_turn=32")
 KEPT = "algorithm.masked_outcomes=[]"
@@ -35,57 +34,28 @@ COIN = """def validate_task(env, final_answer=None):
 """
 
 
-@pytest.fixture(scope="module")
-def upcycled(tmp_path_factory):
-    """The tiny model with each MLP as four experts that differ a little, two for each token (arXiv:2212.05055)."""
-    folder = tmp_path_factory.mktemp("models") / "upcycled"
-    shutil.copytree(tiny_models.TOKENIZER, folder)
-    config = json.loads((folder / "config.json").read_text())
-    experts = {"num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": config["intermediate_size"]}
-    kind = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "norm_topk_prob": True}
-    (folder / "config.json").write_text(json.dumps(config | experts | kind))
-    random, tensors = torch.Generator().manual_seed(0), {}
-    for name, weight in load_file(folder / "model.safetensors").items():
-        layer, _, projection = name.partition(".mlp.")
-        if not projection:
-            tensors[name] = weight
-            continue
-        for expert in range(EXPERTS):
-            noise = torch.randn(weight.shape, generator=random)
-            tensors[f"{layer}.mlp.experts.{expert}.{projection}"] = weight * (1 + 0.02 * noise)
-        if projection == "gate_proj.weight":
-            tensors[f"{layer}.mlp.gate.weight"] = torch.randn(EXPERTS, weight.shape[1], generator=random) / 10
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+@pytest.mark.parametrize(
+    ("family", "chat", "layout"),
+    [("glm4_flash", "glm-4.7", ("parallel.expert=2", "parallel.data=2")), ("qwen3_5", "qwen3.5", ())],
+)
+def test_other_layers_go_round_the_loop(tmp_path, monkeypatch, family, chat, layout):
+    """Random weights; a coin pays, so that there is something to learn from, and turns never end by themselves.
 
-
-def test_experts_on_two_ranks_go_round_the_loop(upcycled, tmp_path):
-    """That their step is the one of a single rank, tests/parity shows."""
-    run = Run(tmp_path / "run", (f"model.path={upcycled}", *ONE_STEP, "parallel.expert=2", "parallel.data=2"))
-    run.finish()
-    (row,) = run.metrics()
-    assert row["accounting/trained"] > 0 and row["policy/grad_norm"] > 0
-    assert row["policy/ratio_mean"] == 1.0 and row["policy/mismatch_kl"] < 1e-6
-    # After the update engines compute what the trainer does.
-    assert 0 < row["policy/probe_difference"] < 1e-3
-    run.assert_nothing_left()
-    done = convert(run.out / "checkpoints" / "step_000001", tmp_path / "hf")
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / WEIGHTS).read_bytes() == (run.out / WEIGHTS).read_bytes()
-    before, after = (load_file(folder / "model.safetensors") for folder in (upcycled, run.out / "hf"))
-    assert before.keys() == after.keys() and any(not torch.equal(before[name], after[name]) for name in before)
-
-
-@pytest.mark.parametrize(("family", "chat"), [("glm4_flash", "glm-4.7"), ("qwen3_5", "qwen3.5")])
-def test_other_layers_go_round_the_loop(tmp_path, monkeypatch, family, chat):
-    """Random weights; a coin pays, so that there is something to learn from, and turns never end by themselves."""
+    Experts are on two ranks. That their step is the one of a single rank, tests/parity shows.
+    """
     vocabulary = json.loads((tiny_models.TOKENIZER / "config.json").read_text())["vocab_size"]
     sizes = {"vocab_size": vocabulary, "max_position_embeddings": 2560}
     monkeypatch.setattr(tiny_models, "raw_config", partial(served_config, **sizes))
     model = tiny_models.make(family, tmp_path / "model", dtype=torch.float32)
     train_tokenizer(corpus(random.Random(0)), vocabulary, model, FORMATS[chat].tokens)
-    run = round_the_loop(tmp_path, model)
+    run = round_the_loop(tmp_path, model, *layout)
     assert_all_agree(run, "step_000001", model, tmp_path)
+    if layout:
+        done = convert(run.out / "checkpoints" / "step_000001", tmp_path / "hf")
+        assert done.returncode == 0, done.stderr
+        assert (tmp_path / WEIGHTS).read_bytes() == (run.out / WEIGHTS).read_bytes()
+        before, after = (load_file(folder / "model.safetensors") for folder in (model, run.out / "hf"))
+        assert before.keys() == after.keys() and any(not torch.equal(before[name], after[name]) for name in before)
 
 
 def test_a_family_of_the_users_own_goes_round_the_loop(tmp_path, monkeypatch):
@@ -109,6 +79,7 @@ def round_the_loop(tmp_path: Path, model: Path, *overrides: str) -> Run:
     given = (f"model.path={model}", "data=file", f"data.tasks={tasks}", *overrides)
     run = Run(tmp_path / "run", (*given, *ONE_STEP, *SHORT_TURNS, KEPT))
     run.finish()
+    run.assert_nothing_left()
     (row,) = run.metrics()
     assert row["policy/ratio_mean"] == 1.0 and row["policy/mismatch_kl"] < 1e-6
     assert row["policy/grad_norm"] > 0 and 0 < row["policy/probe_difference"] < 1e-3

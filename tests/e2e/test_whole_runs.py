@@ -80,7 +80,7 @@ def test_a_run_leaves_what_it_promises(first):
     assert summary.keys() >= SUMMARY_KEYS
     assert summary["steps"] == 3
     assert summary["weight_versions"] == 3
-    assert sum(summary["episodes_by_outcome"].values()) == 3 * 16 + 2 * (12 + 6)
+    assert sum(summary["episodes_by_outcome"].values()) == 3 * 16 + 2 * (6 + 3)
     assert (first.out / "curve.svg").read_bytes().startswith(b"<svg ")
     assert list((first.out / "tensorboard").iterdir())
     assert list((first.out / "wandb").glob("offline-run-*/*.wandb"))

@@ -70,6 +70,7 @@ def test_nothing_outlives_a_killed_owner(tmp_path, episode_python, model, when):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700  # whatever Ray makes of its folder within
         commands = {p.pid: p.cmdline() for p in psutil.Process(owner.pid).children(recursive=True)}
         assert any("janitor.py" in part for command in commands.values() for part in command)
+        assert not any("monitor.py" in part for command in commands.values() for part in command)  # Ray's
         assert not any(b"planted" in _environment(pid) for pid in {*told["pids"], *commands})
         assert not any(b"MASTER_ADDR=" in _environment(pid) for pid in told["pids"])
         owner.kill()

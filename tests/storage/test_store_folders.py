@@ -139,6 +139,7 @@ def test_a_conditional_write_whose_answer_is_lost_has_succeeded(faulty, url):
     assert folder.read("file") == b"mine"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["refuse", "lose", "cut", "flip"])
 def test_uploads_arrive_whole(faulty, url, fault):
     folder = open_folder(url)

@@ -117,6 +117,7 @@ def measure(policy: MegatronPolicy) -> tuple[list[np.ndarray], float, dict[str, 
     return logprobs, value, gradients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_a_quantised_model_is_the_model_of_the_rounded_weights(model, recompute):
     policy = policy_of(model, fake_quant="int4_experts", recompute=recompute)
