@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -26,6 +27,7 @@ def assert_all_agree(run: Run, rollouts: str, model: Path, folder: Path) -> None
 
 def score(model: str, shard: str, out: str) -> None:
     """Log-probs of all actions by transformers and by Megatron, in a process of their own."""
+    gc.disable()  # imports take most of its time
     import torch
     from transformers import AutoModelForCausalLM
 

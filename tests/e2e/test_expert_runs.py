@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import tiny_models
 import torch
-from safetensors.torch import load_file
 from score_rollouts import assert_all_agree
 from served_models import served_config
-from test_whole_runs import WEIGHTS, convert
+from test_whole_runs import convert
 from weight_fixtures import random_tensors, write_folder
 from whole_runs import Run
 
@@ -53,9 +52,10 @@ def test_other_layers_go_round_the_loop(tmp_path, monkeypatch, family, chat, lay
     if layout:
         done = convert(run.out / "checkpoints" / "step_000001", tmp_path / "hf")
         assert done.returncode == 0, done.stderr
-        assert (tmp_path / WEIGHTS).read_bytes() == (run.out / WEIGHTS).read_bytes()
-        before, after = (load_file(folder / "model.safetensors") for folder in (model, run.out / "hf"))
-        assert before.keys() == after.keys() and any(not torch.equal(before[name], after[name]) for name in before)
+        converted, exported, before = map(tiny_models.stored_tensors, (tmp_path / "hf", run.out / "hf", model))
+        assert converted.keys() == exported.keys() == before.keys()
+        assert all(torch.equal(converted[name], tensor) for name, tensor in exported.items())
+        assert any(not torch.equal(before[name], tensor) for name, tensor in exported.items())
 
 
 def test_a_family_of_the_users_own_goes_round_the_loop(tmp_path, monkeypatch):

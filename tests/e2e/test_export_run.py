@@ -56,7 +56,7 @@ def exporting(tmp_path_factory, bucket):
     with found_by_hub_client(TINY, folder / "hf_home") as server:
         run = Run(folder / "run", (*overrides, f"model.path={server.repo}"))
         run.finish()
-    return run
+        yield run
 
 
 @pytest.fixture(scope="module")

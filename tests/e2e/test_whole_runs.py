@@ -63,7 +63,7 @@ def first(tmp_path_factory):
             *(f"logging.slack.channel={CHANNEL!r}", f"logging.slack.url={slack.url}"),
             *(f"checkpoint.store.url=s3://{BUCKET}/runs", f"logging.trajectories.upload=s3://{BUCKET}/episodes"),
         )
-        run = Run(folder / "first", (*PROBED, *recorded), environ=server.environment())
+        run = Run(folder / "first", (*PROBED, "eval.overlap=true", *recorded), environ=server.environment())
         run.output = run.finish(watch=True)
         run.slack = slack
         with pytest.MonkeyPatch.context() as patch:
@@ -185,10 +185,21 @@ def test_megatron_transformers_and_vllm_agree_on_rollouts(first, tmp_path):
     assert_all_agree(first, "eval_000003", first.out / "hf", tmp_path)
 
 
-def test_equal_seeds_give_equal_runs_to_the_last_bit_though_trainer_and_engines_take_turns(first, tmp_path):
-    run = Run(tmp_path / "together", (*PROBED, "rollout.engine.colocated=true"))
-    run.finish()
-    run.assert_nothing_left()
+def test_a_killed_run_goes_on_from_its_bucket_and_ends_like_the_undisturbed_one(first, tmp_path):
+    """To the last bit, though its folder is lost, its trainer and engines take turns, and its first evaluation went
+    before the training, not beside it.
+    """
+    with found_by_google():
+        bucket = open_folder(f"gs://{GCS_BUCKET}")
+        stored = ("run.id=killed", f"checkpoint.store.url=gs://{GCS_BUCKET}/runs")
+        run = Run(tmp_path / "killed", (*PROBED, *stored, "rollout.engine.colocated=true"))
+        process = run.start()
+        wait_for(lambda: any(name.endswith("killed/global_step_1/manifest.json") for name in bucket.sizes()), process)
+        process.kill()
+        process.communicate()
+        run.assert_nothing_left()
+        shutil.rmtree(run.out)
+        run.finish()
     assert run.facts() == first.facts()
     assert (run.out / WEIGHTS).read_bytes() == (first.out / WEIGHTS).read_bytes()
 
@@ -202,23 +213,6 @@ def test_equal_seeds_give_equal_runs_to_the_last_bit_though_trainer_and_engines_
     assert 0 < gradients <= parameters and optimizer == pytest.approx(2 * parameters, rel=0.02)
     assert held["sync"] == [parameters, 0, 0]
     assert held["roll"] == [0, 0, 0]
-
-
-def test_a_killed_run_goes_on_from_its_bucket_and_ends_like_the_undisturbed_one(first, tmp_path):
-    """To the last bit, though its folder is lost and its first evaluation went beside the training, not before it."""
-    with found_by_google():
-        bucket = open_folder(f"gs://{GCS_BUCKET}")
-        stored = ("run.id=killed", f"checkpoint.store.url=gs://{GCS_BUCKET}/runs")
-        run = Run(tmp_path / "killed", (*PROBED, *stored, "eval.overlap=true"))
-        process = run.start()
-        wait_for(lambda: any(name.endswith("killed/global_step_1/manifest.json") for name in bucket.sizes()), process)
-        process.kill()
-        process.communicate()
-        run.assert_nothing_left()
-        shutil.rmtree(run.out)
-        run.finish()
-    assert run.facts() == first.facts()
-    assert (run.out / WEIGHTS).read_bytes() == (first.out / WEIGHTS).read_bytes()
 
 
 def test_four_ranks_take_the_same_first_step_as_one_though_the_rollout_takes_longer_than_a_collective_may(

@@ -21,6 +21,7 @@ from tiny_model import greedy_continuation, write_tiny_model
 from waiting import wait_until
 
 from megatron_fleet.agents.engine import EngineLost, SamplingParams
+from megatron_fleet.rollout import components
 from megatron_fleet.weight_sync.shm.board import SUMMED
 
 pytestmark = pytest.mark.slow
@@ -54,8 +55,10 @@ def rollout(tmp_path_factory, episode_python):
     folder = tmp_path_factory.mktemp("rollout")
     models = {name: write_tiny_model(folder / name, seed) for name, seed in (("a", 1), ("b", 2))}
     config = rollout_config(models["a"], engine={"colocated": True})
-    with running(config, folder, episode_python, models) as started:
-        yield started
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(components, "MAX_RESTARTS", 9)  # these tests kill more often
+        with running(config, folder, episode_python, models) as started:
+            yield started
 
 
 def test_requests_in_flight_go_on_under_the_new_weights(rollout):
