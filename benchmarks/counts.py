@@ -285,8 +285,8 @@ def counted() -> Iterator[Collectives]:
         with _disable_current_modes():
             return make_mask(*sizes)
 
-    make_mask = attention.causal_lower_right
-    with mock.patch.object(attention, "causal_lower_right", unseen), Collectives() as found:
+    make_mask = attention.lower_right_mask
+    with mock.patch.object(attention, "lower_right_mask", unseen), Collectives() as found:
         yield found
 
 

@@ -124,7 +124,7 @@ def test_with_context_parallelism_masks_are_only_described(monkeypatch):
         described.append(sizes)
         return causal_lower_right(*sizes)
 
-    monkeypatch.setattr(attention, "_lower_right", describe)
+    monkeypatch.setattr(attention, "lower_right_mask", describe)
     parts = attention_parts(MicroBatchParams(lengths=(16,)), 2, 1, CPU)
     attend_one_by_one(torch.randn(8, HEADS, WIDTH), *(torch.randn(20, GROUPS, WIDTH) for _ in "kv"), parts, 0.3)
     assert described == [(4, 8), (4, 12)]

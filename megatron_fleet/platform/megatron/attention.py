@@ -199,7 +199,7 @@ def attend_one_by_one(
     )
     for q, k, v in zip(*pieces, strict=True):
         same = q.shape[2] == k.shape[2]
-        mask = None if same else _lower_right(q.shape[2], k.shape[2])
+        mask = None if same else lower_right_mask(q.shape[2], k.shape[2])
         grouped = q.shape[1] != k.shape[1]
         out.append(
             F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=same, scale=scale, enable_gqa=grouped)
@@ -207,7 +207,7 @@ def attend_one_by_one(
     return torch.cat(out, dim=2)[0].transpose(0, 1)
 
 
-def _lower_right(queries: int, keys: int) -> Any:
+def lower_right_mask(queries: int, keys: int) -> Any:
     """Return the causal mask of the last ``queries`` of ``keys`` tokens."""
     from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler, half a second of CPU
 
