@@ -30,7 +30,7 @@ MANY_THREADS = 12
 three threads, one of which wakes a hundred times a second; they belong to cycles of references when it is closed.
 Hundreds take a third of a core from all later tests."""
 
-gc.disable()  # until the test files have been imported, which takes a third less time then
+gc.disable()  # until the test files have been imported: importing them takes a third less time without it
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,14 +47,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """A collection looks through a million objects of imported modules, for a second, unless they are frozen."""
+    """Freeze the imported modules: every full garbage collection would spend a second on their million objects."""
     gc.collect()
     gc.freeze()
     gc.enable()
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # libraries complain at exit about objects that are left
+    gc.unfreeze()  # nanobind prints objects that remain at exit as leaks
 
 
 @pytest.fixture(scope="session")
@@ -76,8 +76,8 @@ def threads_left() -> list[int]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def objects_that_are_left() -> Iterator[None]:
-    """What a test file leaves is imported or cached, and no later collection looks through it."""
+def _remaining_objects_are_frozen() -> Iterator[None]:
+    """Keep later garbage collections from traversing what remains after a test file: imported modules and caches."""
     yield
     gc.collect()
     gc.freeze()

@@ -70,7 +70,7 @@ def found_by_boto3() -> Iterator[S3Server]:
 
 
 _shared = ExitStack()
-"""Ends the server of this process's tests, which takes seconds to start."""
+"""Stops, at exit, the server that all tests of this process share, because starting one takes seconds."""
 _idle: list[S3Server] = []
 
 

@@ -231,7 +231,7 @@ class Node:
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={head.address}", "--block"]
         # Our actors reserve no CPUs, and Ray starts one idle worker per CPU.
         command += [f"--node-ip-address={self._host.address}", "--num-cpus=1"]
-        # Nobody asks for the logs that the log monitor would read.
+        # The controller's Ray runs with log_to_driver=False, so nothing would read what the log monitor sends.
         command += [f"--object-store-memory={OBJECT_STORE_BYTES}", "--include-log-monitor=False"]
         return spawn(command, environment, self._log)
 

@@ -205,10 +205,10 @@ def _title(pid: int) -> str:
 
 @contextmanager
 def imports_uncollected() -> Iterator[None]:
-    """Import large libraries without garbage collection, and never look through their objects afterwards.
+    """Disable garbage collection while the body imports large libraries, and exclude their objects from later ones.
 
-    Megatron-Core and vLLM make a million objects each, and Python's collector would look through all of them again and
-    again while they are made, for a fifth to a third of the imports' time, and later whenever it collects all.
+    Megatron-Core and vLLM create about a million objects each. Python's collector would traverse them repeatedly during
+    the imports, which takes a fifth to a third of their time, and again in every later full collection.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -216,13 +216,16 @@ def imports_uncollected() -> Iterator[None]:
         yield
     finally:
         gc.freeze()
-        atexit.register(gc.unfreeze)  # libraries complain of objects that are left at exit
+        atexit.register(gc.unfreeze)  # nanobind prints objects that remain at exit as leaks
         if was_enabled:
             gc.enable()
 
 
 def leave(status: int) -> NoReturn:
-    """End this process as `sys.exit` does, but without freeing its objects: after large imports that takes seconds."""
+    """End this process like `sys.exit`, but without freeing its objects, which takes seconds after large imports.
+
+    As with `sys.exit`, threads that are not daemons end first, and then the functions registered with `atexit` run.
+    """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -232,9 +235,9 @@ def leave(status: int) -> NoReturn:
 
 @contextmanager
 def children_import_uncollected() -> Iterator[None]:
-    """Within, children that `multiprocessing` spawns start with the garbage collector disabled, until they enable it.
+    """Within, processes that `multiprocessing` spawns start with garbage collection disabled; they must enable it.
 
-    Python has neither an option nor an environment variable for this, so it becomes part of the child's command.
+    Python has neither a command-line option nor an environment variable for this, so the child's command is changed.
     """
     from multiprocessing import spawn
 

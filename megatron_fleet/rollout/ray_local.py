@@ -97,19 +97,20 @@ def start(run_id: str, folder: Path, host: str) -> RayHead | None:
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # the same for Ray's processes
 
     common = {"log_to_driver": False, "namespace": "megatron_fleet", "logging_level": "warning"}
-    with _termination_handler_kept(), _without_monitors():
+    with _termination_handler_kept():
         if address is not None:
             ray.init(address=address, **common)
             return None
-        ray.init(
-            num_cpus=1,  # our actors reserve no CPUs, and Ray starts one idle worker per CPU
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            _node_ip_address=host,
-            # A subfolder, because Ray makes it world-accessible; its parent stays private.
-            _temp_dir=str(folder / "ray"),
-            **common,
-        )
+        with _without_monitors():
+            ray.init(
+                num_cpus=1,  # our actors reserve no CPUs, and Ray starts one idle worker per CPU
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                _node_ip_address=host,
+                # A subfolder, because Ray makes it world-accessible; its parent stays private.
+                _temp_dir=str(folder / "ray"),
+                **common,
+            )
     trust = {name: os.environ[name] for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")}
     return RayHead(ray.get_runtime_context().gcs_address, trust, str(folder), run_id)
 
@@ -141,8 +142,10 @@ async def wait_for_nodes(addresses: Collection[str], timeout_s: float) -> None:
 
 @contextlib.contextmanager
 def _without_monitors() -> Iterator[None]:
-    """Keep ``ray.init`` from starting a process that reads all logs for the driver, which does not ask for them, and
-    the autoscaler's: each would take more than half a second of CPU at every start. It has no arguments for these."""
+    """Keep ``ray.init`` from starting Ray's log monitor and autoscaler, which a run does not use.
+
+    Each takes more than half a second of CPU at every start, and ``ray.init`` has no arguments to leave them out.
+    """
     from ray._private import parameter
 
     original = parameter.RayParams

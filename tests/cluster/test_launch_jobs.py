@@ -240,7 +240,9 @@ def test_the_user_is_told_which_gpus_are_not_asked_for_and_why(capsys):
     words = ["experiment=qwen3_8b_fleet", "cluster=skypilot", STORE, "checkpoint.export.last=false"]
     assert cli.main(["launch", "--dry-run", *words, "policy.recompute=none"]) == 0
     told = capsys.readouterr().err
-    assert re.search(r"^mfleet: H100 is not asked for: memory: phase train takes .* GiB", told, re.M)
+    assert re.search(
+        r"^mfleet: H100 is left out of launch.skypilot.accelerators: memory: phase train takes .* GiB", told, re.M
+    )
     assert "H200" not in told
 
 

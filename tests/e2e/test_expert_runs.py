@@ -38,9 +38,9 @@ COIN = """def validate_task(env, final_answer=None):
     [("glm4_flash", "glm-4.7", ("parallel.expert=2", "parallel.data=2")), ("qwen3_5", "qwen3.5", ())],
 )
 def test_other_layers_go_round_the_loop(tmp_path, monkeypatch, family, chat, layout):
-    """Random weights; a coin pays, so that there is something to learn from, and turns never end by themselves.
+    """Weights are random, so rewards are too, to have something to learn from; turns end at their token limit.
 
-    Experts are on two ranks. That their step is the one of a single rank, tests/parity shows.
+    The experts of GLM are divided over two ranks; tests/parity shows that the step equals that of a single rank.
     """
     vocabulary = json.loads((tiny_models.TOKENIZER / "config.json").read_text())["vocab_size"]
     sizes = {"vocab_size": vocabulary, "max_position_embeddings": 2560}

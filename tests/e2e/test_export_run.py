@@ -1,7 +1,7 @@
 """Exports of a real run, equal to what the converter makes and checked in vLLM; and a run that begins from one.
 
-The first run takes its model from the hub, the second one from the bucket of the first one's exports. That one has
-parts of the user's own wherever there is a place for them, and plays on a server that knows nothing of this package.
+The first run loads its model from the hub, the second one from the bucket with the first run's exports. The second one
+has a component of the user's own of every kind, and its environment is a server that knows nothing of this package.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def bucket():
 
 @pytest.fixture(scope="module")
 def exporting(tmp_path_factory, bucket):
-    """A run that exports, of a model of a hub."""
+    """A run that loads its model from a hub and exports it."""
     folder = tmp_path_factory.mktemp("exporting")
     overrides = (
         *("run.steps=1", "run.id=exported", "eval.at_start=false", "eval.at_end=false", "rollout.prompts_per_step=2"),
@@ -99,9 +99,7 @@ def url(tmp_path, episode_python):
         server.stdin.close()
 
 
-def test_a_run_begins_from_an_export_and_learns_from_what_the_users_own_parts_pay(
-    bucket, store, tmp_path, url, monkeypatch
-):
+def test_a_run_begins_from_an_export_and_trains_with_parts_of_the_users_own(bucket, store, tmp_path, url, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(EXAMPLES), prepend=":")
     [exported] = store.glob("runs/*/*/exported/hf")
     model = f"model.path={bucket}/{exported.relative_to(store)}"
@@ -134,7 +132,7 @@ def test_a_run_begins_from_an_export_and_learns_from_what_the_users_own_parts_pa
     (row,) = run.metrics()
     episodes = Shard.open(run.out / "trajectories" / "step_000001.parquet").records()
     assert len(episodes) == row["accounting/episodes"] == 8
-    # Whatever the policy did with its turns, the server was told its answer, or that there is none.
+    # The server got the final answer of each episode, or an empty text where the policy gave none.
     assert [e["reward"] for e in episodes] == pytest.approx([0.1 * len(e["final_answer"] or "") for e in episodes])
     assert row["reward/avg_raw_reward"] == pytest.approx(np.mean([e["reward"] for e in episodes]))
     groups = [[e["reward"] for e in episodes if e["group"] == group] for group in (0, 1)]

@@ -1,6 +1,6 @@
 """A whole run on an embedded fleet that fails on purpose: all is accounted for, and what is unknown counts nowhere.
 
-The live page is beside it from before its first step to its end.
+The live page is open from before its first step to its end.
 """
 
 import statistics

@@ -186,8 +186,8 @@ def test_megatron_transformers_and_vllm_agree_on_rollouts(first, tmp_path):
 
 
 def test_a_killed_run_goes_on_from_its_bucket_and_ends_like_the_undisturbed_one(first, tmp_path):
-    """To the last bit, though its folder is lost, its trainer and engines take turns, and its first evaluation went
-    before the training, not beside it.
+    """Bit for bit, although its folder is lost, its trainer and engines take turns, and its first evaluation ends
+    before the training begins instead of overlapping it.
     """
     with found_by_google():
         bucket = open_folder(f"gs://{GCS_BUCKET}")

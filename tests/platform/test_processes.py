@@ -1,4 +1,4 @@
-"""Stack traces of hanging children, processes that were started with a low priority, imports and ends of processes."""
+"""Stack traces of hanging children, low priorities, imports without garbage collection, and how processes end."""
 
 from __future__ import annotations
 
@@ -142,10 +142,10 @@ if __name__ == "__main__":
         ask()
     ask()
 """
-"""Prints whether it collects garbage within imports and after, and whether its children do."""
+"""Prints whether garbage collection is enabled during imports, after them, and in two children."""
 
 
-def test_garbage_is_not_collected_in_imports(tmp_path):
+def test_garbage_collection_is_off_during_imports(tmp_path):
     (tmp_path / "importing.py").write_text(IMPORTING)
     command = [sys.executable, "importing.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=HANG_S)

@@ -81,7 +81,7 @@ def test_vllm_finds_the_engines_half_of_the_runs_own(monkeypatch):
     assert len(Factory._registry) == len(TRANSPORTS) + 1
 
 
-def test_engine_processes_that_began_without_it_collect_garbage_again(monkeypatch):
+def test_a_spawned_engine_process_enables_garbage_collection_again(monkeypatch):
     pytest.importorskip("vllm")
     monkeypatch.setattr(multiprocessing, "parent_process", object)
     gc.disable()

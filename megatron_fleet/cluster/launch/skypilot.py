@@ -97,7 +97,10 @@ class SkyPilot:
             secrets = [word for secret in (*job.secrets, TOKEN) for word in ("--secret", secret)]
             path = str(job.folder / name)
             commands.append(("sky", "jobs", "launch", "--yes", "--detach-run", *secrets, path))
-        left_out = (f"{kind} is not asked for: {problem}" for kind, problem in _problems(job.config).items())
+        left_out = (
+            f"{kind} is left out of launch.skypilot.accelerators: {problem}"
+            for kind, problem in _problems(job.config).items()
+        )
         return Rendered(files, tuple(commands), notes=tuple(left_out))
 
     def submit(self, job: Job, rendered: Rendered) -> Record:

@@ -287,9 +287,9 @@ class MegatronPolicy:
         return TrainState(self._wrapped, self._optimizer)
 
     def close(self) -> None:
-        """Leave the process groups and let go of the model."""
+        """Leave the process groups and release the model, which cannot be used afterwards."""
         parallel.shutdown()
         for wrapped in self._wrapped:
-            # Experts keep a tensor whose graph leads, by the hooks of gradients, back to all layers: the garbage
-            # collector does not see this cycle, because it passes through autograd.
+            # MoE layers keep a tensor whose autograd graph refers back to all layers through Megatron's gradient
+            # hooks. The garbage collector cannot see this reference cycle, because it passes through C++ objects.
             wrapped.module = None
