@@ -20,3 +20,4 @@ def leave_groups() -> None:
     for group in [g for g in distributed_c10d._world.pg_map if g is not dist.group.WORLD]:
         dist.destroy_process_group(group)
     gc.collect()
+    gc.freeze()  # what remains need not be looked through after each layout

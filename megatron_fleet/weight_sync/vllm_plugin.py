@@ -39,6 +39,7 @@ def register() -> None:
     first code of ours that runs in it, so it is tied to its parent here.
     """
     if multiprocessing.parent_process() is not None:
+        gc.freeze()  # what was imported need not be looked through while the model is loaded
         gc.enable()  # see `children_import_uncollected`
         if DIE_WITH_PARENT in os.environ:
             _die_with_parent()
