@@ -27,7 +27,7 @@ from megatron_fleet.convert.verify import open_side
 from megatron_fleet.weights.hf_folder import safetensors_header
 from megatron_fleet.weights.mapping import WeightTable
 
-KILLS = 50
+KILLS = 30
 DIRECTIONS = ("to-megatron", "to-hf")
 SEVERAL_FILES = """
 import itertools, os, signal, sys, threading, time

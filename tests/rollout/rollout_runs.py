@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -13,6 +14,7 @@ from typing import Any
 from local_sender import FolderWeights, LocalSender
 
 from megatron_fleet.agents.engine import Engine, Generation, SamplingParams
+from megatron_fleet.cluster.janitor import marked
 from megatron_fleet.config.schema import Config
 from megatron_fleet.data.dataset import load_tasks
 from megatron_fleet.embedded_fleet.tasks import SHIPPED_TASKS
@@ -93,6 +95,15 @@ async def restarts(service: RolloutService) -> int:
     for engine in pool.engines:
         await engine.serving()
     return sum(slot.restarts.count for slot in (*pool.engines, *pool.workers, pool.environment))
+
+
+def starting_core(run_id: str) -> int | None:
+    """Pid of the core process of a run's first engine, once there is one."""
+    for pid in marked(run_id):
+        with contextlib.suppress(OSError):
+            if "EngineCore" in Path(f"/proc/{pid}/cmdline").read_text():
+                return pid
+    return None
 
 
 async def engine_processes(service: RolloutService) -> list[int]:

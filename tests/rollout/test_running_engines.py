@@ -16,11 +16,12 @@ import pytest
 pytest.importorskip("vllm")
 
 from rollout_config import rollout_config
-from rollout_runs import TIMEOUT_S, engine_of, running
+from rollout_runs import TIMEOUT_S, engine_of, running, starting_core
 from tiny_model import greedy_continuation, write_tiny_model
 from waiting import wait_until
 
 from megatron_fleet.agents.engine import EngineLost, SamplingParams
+from megatron_fleet.cluster import restarts
 from megatron_fleet.rollout import components
 from megatron_fleet.weight_sync.shm.board import SUMMED
 
@@ -57,8 +58,18 @@ def rollout(tmp_path_factory, episode_python):
     config = rollout_config(models["a"], engine={"colocated": True})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(components, "MAX_RESTARTS", 9)  # these tests kill more often
+        patch.setattr(restarts, "LONGEST_PAUSE_S", 1.0)
         with running(config, folder, episode_python, models) as started:
             yield started
+
+
+def test_an_engine_whose_core_is_killed_while_it_starts_is_started_again(rollout):
+    """The first test of the file: the engine that all others use is starting."""
+    cores = []
+    wait_until(lambda: cores.append(starting_core(rollout.service.run_id)) or cores[-1])
+    os.kill(cores[-1], signal.SIGKILL)
+    check_serves(rollout, "a")
+    assert rollout.restarts() == 1
 
 
 def test_requests_in_flight_go_on_under_the_new_weights(rollout):
@@ -107,16 +118,16 @@ class Tearing:
 
 
 def test_a_torn_update_is_repeated_on_a_fresh_engine(rollout):
-    restarts = rollout.restarts()
+    before = rollout.restarts()
     rollout.source.folder = rollout.models["a"]
     rollout.version += 1
     rollout.run(rollout.transport.sync(rollout.sender, Tearing(rollout), rollout.version))
     check_serves(rollout, "a")
-    assert rollout.restarts() == restarts + 1
+    assert rollout.restarts() == before + 1
 
 
 def test_an_engine_killed_in_an_update_comes_back_with_it(rollout):
-    restarts, core = rollout.restarts(), rollout.processes()[-1]
+    before, core = rollout.restarts(), rollout.processes()[-1]
     asking = []
 
     def kill():
@@ -133,7 +144,7 @@ def test_an_engine_killed_in_an_update_comes_back_with_it(rollout):
             result.versions == ((rollout.version, 0, TOKENS),) and result.token_ids.tolist() == tokens
         )
     check_serves(rollout, "b")
-    assert rollout.restarts() == restarts + 1
+    assert rollout.restarts() == before + 1
 
 
 def test_a_trainer_that_gives_an_update_up_leaves_nobody_serving_until_the_next_one(rollout):

@@ -14,7 +14,6 @@ import pytest
 pytest.importorskip("vllm")
 
 from rollout_config import rollout_config
-from rollout_runs import restarts
 from tiny_model import write_tiny_model
 
 from megatron_fleet.cluster.janitor import marked
@@ -59,26 +58,6 @@ async def test_an_engine_that_hangs_tells_where(tmp_path, episode_python):
         if "in load_model" in stacks:
             break
     assert "in from_engine_args" in stacks and "in load_model" in stacks
-
-
-async def test_an_engine_whose_core_is_killed_while_it_starts_is_started_again(tmp_path, episode_python):
-    model = write_tiny_model(tmp_path / "model", 1)
-    async with RolloutService(rollout_config(model), tmp_path, episode_python) as service:
-        while (core := core_of(service.run_id)) is None:
-            await asyncio.sleep(0.1)
-        os.kill(core, signal.SIGKILL)
-        await service.wait_ready()
-        assert await restarts(service) == 1
-    assert marked(service.run_id) == []
-
-
-def core_of(run_id: str) -> int | None:
-    """The core process of a run's first engine, once there is one."""
-    for pid in marked(run_id):
-        with contextlib.suppress(OSError):
-            if "EngineCore" in Path(f"/proc/{pid}/cmdline").read_text():
-                return pid
-    return None
 
 
 async def test_ray_gets_a_second_start(tmp_path, episode_python):

@@ -73,6 +73,8 @@ LAYOUTS = [
     Layout(tp=2, ep=2, etp=2),
 ]
 SAVED, SAVED_DENSE = LAYOUTS[6], LAYOUTS[4]
+CONVERTED = [LAYOUTS[i] for i in (0, 1, 3, 5, 6)]
+"""Converted checkpoints are loaded in these: all that the others have is among them, and it takes the most time."""
 
 
 def initialise(layout: Layout) -> None:
@@ -187,7 +189,11 @@ def check(folder: Path, family: str, layout: Layout) -> str:
         return ""
     reference = torch.load(folder / family / "reference.pt")
     chunks = build(model, layout)
-    check_loading(chunks, hf, folder / family / "megatron" / "release")
+    if layout in CONVERTED:
+        check_loading(chunks, hf, folder / family / "megatron" / "release")
+    else:
+        load_hf(chunks, hf)
+        assert not [name for name, tensor in values(chunks).items() if tensor.isnan().any()]
     if model.mtp and layout == LAYOUTS[0]:
         check_loading([with_prediction(model)], hf, folder / family / "megatron" / "release")
     found = logits(chunks, reference["ids"], model.vocab)

@@ -99,4 +99,4 @@ async def _asked(response: httpx.Response, messages: list[dict[str, Any]], tools
 
 
 WORDS = ("retry-after", "inf", "nan", "1e30", "-5", "Fri, 01 Jan 99999 00:00:00 +9999", "insufficient_quota", "choices")
-SURFACE = Surface("chat_replies", 600, seeds, check, words=WORDS)
+SURFACE = Surface("chat_replies", 300, seeds, check, words=WORDS)

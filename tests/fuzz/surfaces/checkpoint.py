@@ -104,4 +104,4 @@ def _content(name: str, content: Any, files: dict[str, Any], place: Path) -> Any
     return content
 
 
-SURFACE = Surface("checkpoint", 120, seeds, check, words=("torch.float32", "embedding.word_embeddings.weight", "$call"))
+SURFACE = Surface("checkpoint", 60, seeds, check, words=("torch.float32", "embedding.word_embeddings.weight", "$call"))

@@ -128,4 +128,4 @@ WORDS = (
     *("--out", "--shard", "9/3", "1/" + "9" * 5000, "run.out=", "model.path=", "--factor=1e300", "data.tasks=", "++"),
     *("eval.endpoint.extra_body=" + "[" * 1500, "eval.endpoint.url=http://u:p@h"),
 )
-SURFACE = Surface("command_line", 120, seeds, check, (*PLACES, *WORDS))
+SURFACE = Surface("command_line", 60, seeds, check, (*PLACES, *WORDS))

@@ -48,4 +48,4 @@ def names_of_sections() -> tuple[str, ...]:
 
 
 WORDS = ("run.steps=", "parallel.tensor=1000000007", "rollout.max_context=1e9", "a.b=c", "=", "null", "env.url=\ud800")
-SURFACE = Surface("configuration", 400, seeds, check, words=WORDS)
+SURFACE = Surface("configuration", 200, seeds, check, words=WORDS)

@@ -150,4 +150,4 @@ def _check(observation: Observation) -> None:
 
 
 WORDS = ("score", "reward", "result", "is_error", "isError", "data", "content", "image_url", "resource", "metadata")
-SURFACE = Surface("environments", 2500, seeds, check, words=WORDS)
+SURFACE = Surface("environments", 1250, seeds, check, words=WORDS)

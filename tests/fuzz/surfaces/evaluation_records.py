@@ -58,4 +58,4 @@ def check(tree: Any, folder: Path) -> bool:
     return False
 
 
-SURFACE = Surface("evaluation_records", 600, seeds, check, words=("t0", "t1", "shop", "sampled", "of", "tasks"))
+SURFACE = Surface("evaluation_records", 300, seeds, check, words=("t0", "t1", "shop", "sampled", "of", "tasks"))

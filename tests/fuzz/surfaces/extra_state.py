@@ -46,6 +46,4 @@ def check(tree: Any, folder: Path) -> bool:
     return isinstance(made, torch.Tensor)
 
 
-SURFACE = Surface(
-    "extra_state", 1500, seeds, check, words=(*TENSORS, "extra_fp8_variables", "$call", "$name", "$tuple")
-)
+SURFACE = Surface("extra_state", 750, seeds, check, words=(*TENSORS, "extra_fp8_variables", "$call", "$name", "$tuple"))

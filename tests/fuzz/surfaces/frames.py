@@ -190,5 +190,5 @@ async def _answered(data: bytes) -> bool:
 
 
 SURFACE = Surface(
-    "frames", 4000, seeds, check, words=("hello", "generate", "image", "cancel", "done", "lost", "refused")
+    "frames", 2000, seeds, check, words=("hello", "generate", "image", "cancel", "done", "lost", "refused")
 )

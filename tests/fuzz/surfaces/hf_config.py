@@ -34,4 +34,4 @@ def check(tree: Any, folder: Path) -> bool:
     return False
 
 
-SURFACE = Surface("hf_config", 1500, seeds, check, words=("yarn", "llama3", "default", "qwen3", "kimi_k25", "fp8"))
+SURFACE = Surface("hf_config", 750, seeds, check, words=("yarn", "llama3", "default", "qwen3", "kimi_k25", "fp8"))

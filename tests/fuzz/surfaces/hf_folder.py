@@ -35,4 +35,4 @@ def check(tree: Any, folder: Path) -> bool:
     return False
 
 
-SURFACE = Surface("hf_folder", 100, seeds, check, words=("F32", "BF16", "F8_E4M3", "I64", "model.safetensors"))
+SURFACE = Surface("hf_folder", 50, seeds, check, words=("F32", "BF16", "F8_E4M3", "I64", "model.safetensors"))

@@ -67,4 +67,4 @@ def check(tree: Any, folder: Path) -> bool:
     return False
 
 
-SURFACE = Surface("manifest", 700, seeds, check, words=("bytes", "sha256", "manifest.json", "nan", "lengths"))
+SURFACE = Surface("manifest", 350, seeds, check, words=("bytes", "sha256", "manifest.json", "nan", "lengths"))

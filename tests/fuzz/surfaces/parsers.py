@@ -72,5 +72,5 @@ def _check(parsed: ParsedTurn) -> None:
 
 WORDS = (*SYNTAXES, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>", '{"name": "find"')
 SURFACE = Surface(
-    "parsers", 10_000, seeds, check, (*WORDS, "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "```json", "```")
+    "parsers", 5000, seeds, check, (*WORDS, "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "```json", "```")
 )

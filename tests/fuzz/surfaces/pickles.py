@@ -67,5 +67,5 @@ def _archive(content: Any) -> bytes:
 
 
 SURFACE = Surface(
-    "pickles", 8000, seeds, check, words=("torch.Size", "torch.BFloat16Storage", "$tuple", "$call", "$name")
+    "pickles", 4000, seeds, check, words=("torch.Size", "torch.BFloat16Storage", "$tuple", "$call", "$name")
 )

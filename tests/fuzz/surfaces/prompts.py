@@ -44,5 +44,5 @@ def check(tree: Any, folder: Path) -> bool:
 
 YAML = ("!!int ''", "!!timestamp x", "2001-99-99", "&a [*a]", "? [a]", "!!python/object:os.system", "{finish}", "<<: 1")
 SURFACE = Surface(
-    "prompts", 400, seeds, check, words=(*YAML, "!!bool x", "!!float ''", "'\\ud800'", '"\\ud800"', "- -")
+    "prompts", 200, seeds, check, words=(*YAML, "!!bool x", "!!float ''", "'\\ud800'", '"\\ud800"', "- -")
 )

@@ -56,4 +56,4 @@ def check(tree: Any, folder: Path) -> bool:
 
 
 WORDS = ("metrics.jsonl", "step", "time", "attempt", "trajectories/step_000009.x", "dumped_evals/global_step_9_evals")
-SURFACE = Surface("resume", 400, seeds, check, WORDS)
+SURFACE = Surface("resume", 200, seeds, check, WORDS)

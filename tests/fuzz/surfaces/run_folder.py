@@ -76,4 +76,4 @@ def _check_data(page: str) -> None:
 
 
 WORDS = ("time", "attempt", "step", "final_answer", "spans", "messages", "tool_calls", "offsets", "accounting/episodes")
-SURFACE = Surface("run_folder", 120, seeds, check, WORDS)
+SURFACE = Surface("run_folder", 60, seeds, check, WORDS)

@@ -72,4 +72,4 @@ def check(tree: Any, folder: Path) -> bool:
     return False
 
 
-SURFACE = Surface("task_file", 1200, seeds, check, words=("task_key", "env_key", "prompt", "tasks", "all", "env_id"))
+SURFACE = Surface("task_file", 600, seeds, check, words=("task_key", "env_key", "prompt", "tasks", "all", "env_id"))

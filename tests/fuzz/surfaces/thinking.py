@@ -46,4 +46,4 @@ def check(tree: Any, folder: Path) -> bool:
     return True
 
 
-SURFACE = Surface("thinking", 3000, seeds, check, words=("<think>", "</think>", "<|im_end|>", "<|im_start|>"))
+SURFACE = Surface("thinking", 1500, seeds, check, words=("<think>", "</think>", "<|im_end|>", "<|im_start|>"))

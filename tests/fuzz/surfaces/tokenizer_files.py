@@ -73,4 +73,4 @@ def check(tree: Any, folder: Path) -> bool:
 
 
 WORDS = ("{{ messages }}", "{% for m in messages %}", "{{ 1/0 }}", "{{ x.y.z }}", "ByteLevel", "BPE", "WordLevel")
-SURFACE = Surface("tokenizer_files", 200, seeds, check, words=WORDS)
+SURFACE = Surface("tokenizer_files", 100, seeds, check, words=WORDS)
