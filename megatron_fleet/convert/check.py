@@ -16,6 +16,7 @@ import numpy as np
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import parse_json, read_object
+from megatron_fleet.platform.processes import imports_uncollected
 from megatron_fleet.storage.local import write_atomically
 from megatron_fleet.storage.open import open_folder
 
@@ -108,8 +109,9 @@ def scores_in_vllm(folder: Path, sequences: Sequence[Sequence[int]], tensor_para
     if (mixer := family_mixer(folder)) is not None:
         os.environ[MIXER] = mixer.engine
     find_torchvision()  # before vLLM looks for it
-    from vllm import LLM, SamplingParams
-    from vllm.platforms import current_platform
+    with imports_uncollected():
+        from vllm import LLM, SamplingParams
+        from vllm.platforms import current_platform
 
     arguments: dict[str, Any] = {
         "dtype": _dtype(folder),
