@@ -11,6 +11,9 @@ from pathlib import Path
 import numpy as np
 from whole_runs import RUN_TIMEOUT_S, Run
 
+SCORED = 6
+"""Trajectories of a file that are scored; of some families, transformers takes a second for each."""
+
 
 def assert_all_agree(run: Run, rollouts: str, model: Path, folder: Path) -> None:
     """On the trajectories of a file such as ``step_000001`` that engines sampled with the weights of ``model``."""
@@ -18,7 +21,7 @@ def assert_all_agree(run: Run, rollouts: str, model: Path, folder: Path) -> None
     command = [sys.executable, __file__, str(model), str(run.out / "trajectories" / f"{rollouts}.parquet"), str(scores)]
     shared = {"PYTHONPATH": str(Path(__file__).parents[1])}  # what tests of several folders share
     subprocess.run(command, env=os.environ | shared, check=True, timeout=RUN_TIMEOUT_S)
-    found, sampled = np.load(scores), run.arrays(rollouts)
+    found, sampled = np.load(scores), run.arrays(rollouts)[:SCORED]
     hf, megatron = (np.concatenate([found[f"{by}{i}"] for i in range(len(sampled))]) for by in ("hf", "megatron"))
     vllm = np.concatenate([t["behaviour_logprobs"][t["action_mask"]] for t in sampled])
     assert np.abs(megatron - hf).mean() <= 1e-5
@@ -38,7 +41,8 @@ def score(model: str, shard: str, out: str) -> None:
     from megatron_fleet.trainer.packing.pack_plan import plan_micro_batches
 
     arrays = Shard.open(Path(shard)).arrays()
-    ids, masks = (np.split(arrays[name], arrays["offsets"][1:-1]) for name in ("token_ids", "action_mask"))
+    edges = arrays["offsets"][1:-1]
+    ids, masks = (np.split(arrays[name], edges)[:SCORED] for name in ("token_ids", "action_mask"))
     hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     config = load(["experiment=quickstart", f"model.path={model}"])
     data = [Datum(i, m.astype(np.float32), m * 0.0, m * 0.0) for i, m in zip(ids, masks, strict=True)]
