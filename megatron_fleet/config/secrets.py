@@ -89,6 +89,12 @@ def find_processor() -> None:
         platform.processor()
 
 
+def take_secrets(received: Mapping[str, str]) -> None:
+    """Add secrets that this process was sent to its environment, after `find_processor`."""
+    find_processor()
+    os.environ.update(received)
+
+
 def _is_secret(name: str, value: str) -> bool:
     # Without its proxy, a child process would have no network at all.
     in_value = not name.lower().endswith("_proxy") and _USER_IN_URL.search(value) is not None

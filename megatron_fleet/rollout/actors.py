@@ -15,7 +15,7 @@ from megatron_fleet.agents.trajectory import Trajectory
 from megatron_fleet.cluster.inventory import LOOPBACK, Inventory
 from megatron_fleet.cluster.launcher import write_output_to
 from megatron_fleet.config.schema import Config
-from megatron_fleet.config.secrets import STORE, of_environments, secrets
+from megatron_fleet.config.secrets import STORE, of_environments, secrets, take_secrets
 from megatron_fleet.envs.registry import environment_token
 from megatron_fleet.platform.processes import imports_uncollected, take_normal_priority, write_stacks_on_signal
 from megatron_fleet.rollout import engine_actor, engine_arguments
@@ -85,7 +85,7 @@ class WorkerActor:
         write_output_to(log)
         write_stacks_on_signal()
         take_normal_priority()
-        os.environ.update(secrets)
+        take_secrets(secrets)
         with imports_uncollected():
             from megatron_fleet.rollout.worker import EpisodeWorker
 

@@ -19,6 +19,7 @@ import numpy as np
 from megatron_fleet.agents.engine import EngineLost, Generation, SamplingParams
 from megatron_fleet.cluster.launcher import write_output_to
 from megatron_fleet.config.schema import Config
+from megatron_fleet.config.secrets import take_secrets
 from megatron_fleet.models.images import PlacedImage, read_vision
 from megatron_fleet.platform.processes import (
     children_import_uncollected,
@@ -61,7 +62,7 @@ class EngineActor:
         write_output_to(log)
         write_stacks_on_signal()
         take_normal_priority()
-        os.environ.update(secrets or {})
+        take_secrets(secrets or {})
         os.environ[TRANSPORT] = transport
         self._config, self._transport = config, transport
         self._server = EngineServer(self._generate, token)

@@ -76,11 +76,20 @@ def test_a_single_variable_is_kept_by_its_whole_name(name):
     assert without_secrets(environ, names=(name,)).keys() == environ.keys() & {name}
 
 
-def test_the_command_that_python_starts_for_the_processor_s_name_gets_none(tmp_path):
+@pytest.mark.parametrize(
+    "start",
+    [
+        "from megatron_fleet import cli; cli.main(['config', '--out', '.'])",
+        "from megatron_fleet.config.secrets import take_secrets; take_secrets({'OPENAI_API_KEY': 'planted'})",
+    ],
+    ids=["command", "actor"],
+)
+def test_the_command_that_python_starts_for_the_processor_s_name_gets_none(tmp_path, start):
+    """In the process of a command, and in one that is sent its secrets."""
     uname = tmp_path / "uname"
     uname.write_text(f"#!/bin/sh\nexport -p >> {tmp_path}/environment\n")
     uname.chmod(0o755)
-    script = "from megatron_fleet import cli; cli.main(['config', '--out', '.']); import platform; platform.platform()"
+    script = f"{start}; import platform; platform.platform()"
     environ = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "WANDB_API_KEY": "planted"}
     subprocess.run([sys.executable, "-c", script], env=environ, cwd=tmp_path, check=True, timeout=HANG_S)
     seen = (tmp_path / "environment").read_text()

@@ -85,6 +85,7 @@ def run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         out["after_reference"] = dump(policy)
         _poison(policy, micro_batches, out)
         out["old_policy"] = _old_policy(policy, micro_batches)
+    out["imported_compiler"] = "torch._dynamo" in sys.modules
     return out
 
 

@@ -159,6 +159,12 @@ class TestEveryLayout:
 
 
 @pytest.mark.slow
+def test_no_rank_imports_the_compiler(results):
+    """It takes 0.8 s of CPU, and nothing is compiled on CPU."""
+    assert [run for run, ranks in results.items() if any(rank["imported_compiler"] for rank in ranks)] == []
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS)
 def test_metrics_are_those_of_one_process(results, run):
     single = results[f"{run.split('-')[0]}-single"][0]["reports"]

@@ -81,13 +81,14 @@ def test_vllm_finds_the_engines_half_of_the_runs_own(monkeypatch):
     assert len(Factory._registry) == len(TRANSPORTS) + 1
 
 
-def test_a_spawned_engine_process_enables_garbage_collection_again(monkeypatch):
+def test_a_spawned_engine_process_enables_garbage_collection_again_but_not_of_its_imports(monkeypatch):
     pytest.importorskip("vllm")
     monkeypatch.setattr(multiprocessing, "parent_process", object)
     gc.disable()
+    frozen, made = gc.get_freeze_count(), [[] for _ in range(1000)]
     try:
         vllm_plugin.register()
-        assert gc.isenabled()
+        assert gc.isenabled() and gc.get_freeze_count() >= frozen + len(made)
     finally:
         gc.enable()
 
