@@ -159,9 +159,9 @@ class TestEveryLayout:
 
 
 @pytest.mark.slow
-def test_no_rank_imports_the_compiler(results):
-    """It takes 0.8 s of CPU, and nothing is compiled on CPU."""
-    assert [run for run, ranks in results.items() if any(rank["imported_compiler"] for rank in ranks)] == []
+def test_training_does_not_import_the_compiler(results):
+    """It takes 0.8 s of CPU, and nothing is compiled on CPU. Only masks of context parallelism import it."""
+    assert [model for model in TRAINED if results[f"{model}-single"][0]["imported_compiler"]] == []
 
 
 @pytest.mark.slow
