@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import operator
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -60,6 +61,8 @@ def check(config: Config, assumed: Inventory | None = None) -> None:
     """
     validate.check(config)
     device_bytes = _launch(config, assumed)
+    if assumed is None:
+        _ray()
     _out(config)
     hf_config = _model(config)
     _own_parts(config)
@@ -86,6 +89,7 @@ def check_evaluation(config: Config) -> None:
     """
     validate.check(config)
     _place(Wanted.of_evaluation(config))
+    _ray()
     _out(config)
     _own_parts(config)
     _engine(config, _model(config))
@@ -145,6 +149,21 @@ def _place(wanted: Wanted, assumed: Inventory | None = None) -> tuple[Device, ..
     if place(inventory, wanted).transport == "cuda_ipc":
         check_allocator(os.environ)
     return inventory.hosts[0].devices
+
+
+def _ray() -> None:
+    """Check that something answers at RAY_ADDRESS; Ray itself would try again for minutes."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    host, _, port = address.rpartition(":")
+    if "/" in host or not port.isdecimal():
+        return  # "auto", or another form that Ray resolves
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()
+    except OSError as error:
+        raise UserError(
+            f"RAY_ADDRESS={address}: no Ray cluster answers ({error}); start it, or unset RAY_ADDRESS: then the run "
+            f"starts one of its own."
+        ) from None
 
 
 def _out(config: Config) -> None:

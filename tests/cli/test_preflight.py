@@ -46,6 +46,21 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 KV_BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 4
 
 
+def test_a_ray_cluster_that_is_not_there_is_known_at_once(model, monkeypatch):
+    with held_ports(1) as (port,):
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+        for check in (preflight.check, preflight.check_evaluation):
+            with pytest.raises(UserError, match=rf"^RAY_ADDRESS=127.0.0.1:{port}: no Ray cluster answers \(.*refused"):
+                check(load(["experiment=quickstart", f"model.path={model}"]))
+
+
+def test_other_forms_of_a_ray_cluster_s_address_are_left_to_ray(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        for address in (f"127.0.0.1:{server.getsockname()[1]}", "auto", "local", "ray://nowhere:1", ""):
+            monkeypatch.setenv("RAY_ADDRESS", address)
+            preflight._ray()
+
+
 @pytest.fixture
 def model(tmp_path, monkeypatch) -> Path:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
