@@ -72,6 +72,16 @@ def authenticate() -> None:
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
+def _authenticate_by_own_token() -> None:
+    """Send the user's Ray token, if there is one, to an existing cluster. Call before ``ray`` is imported.
+
+    ``ray start`` requires the token where it finds one; a driver sends it only when RAY_AUTH_MODE is set. Clusters
+    without authentication ignore it.
+    """
+    if "RAY_AUTH_TOKEN" in os.environ or Path.home().joinpath(".ray", "auth_token").exists():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+
+
 def start(run_id: str, folder: Path, host: str) -> RayHead | None:
     """Join the cluster at RAY_ADDRESS, or start one owned by this process. Blocks for some seconds.
 
@@ -89,6 +99,8 @@ def start(run_id: str, folder: Path, host: str) -> RayHead | None:
         for name, value in RAY_SETTINGS.items():
             os.environ.setdefault(name, value)
         authenticate()
+    else:
+        _authenticate_by_own_token()
     import ray
 
     if host == LOOPBACK:
