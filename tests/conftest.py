@@ -53,6 +53,12 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_sessionfinish() -> None:
+    """End the S3 server of this process: pytest-xdist may kill the process before its exit functions have run."""
+    if "s3_server" in sys.modules:
+        sys.modules["s3_server"].end_shared()
+
+
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # nanobind prints objects that remain at exit as leaks
 

@@ -90,13 +90,19 @@ def s3_server(owner: tuple[str, str] | None = None) -> Iterator[S3Server]:
         return
     if not _idle:
         _idle.append(_shared.enter_context(_own_server(None)))
-        atexit.register(_shared.close)
+        atexit.register(end_shared)
     server = _idle.pop()
     try:
         yield server
     finally:
         _empty(server)
         _idle.append(server)
+
+
+def end_shared() -> None:
+    """End the server that tests of this process share, if there is one."""
+    _idle.clear()
+    _shared.close()
 
 
 def _empty(server: S3Server) -> None:
