@@ -105,6 +105,7 @@ def check_endpoint(config: Config) -> None:
         UserError: the first problem.
     """
     validate.check(config)
+    _ray()
     _out(config)
     _own_parts(config)
     _environment(config)

@@ -78,7 +78,7 @@ def _authenticate_by_own_token() -> None:
     ``ray start`` requires the token where it finds one; a driver sends it only when RAY_AUTH_MODE is set. Clusters
     without authentication ignore it.
     """
-    if "RAY_AUTH_TOKEN" in os.environ or Path.home().joinpath(".ray", "auth_token").exists():
+    if not os.environ.keys().isdisjoint(RAY) or Path.home().joinpath(".ray", "auth_token").exists():
         os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 

@@ -49,7 +49,7 @@ KV_BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 4
 def test_a_ray_cluster_that_is_not_there_is_known_at_once(model, monkeypatch):
     with held_ports(1) as (port,):
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
-        for check in (preflight.check, preflight.check_evaluation):
+        for check in (preflight.check, preflight.check_evaluation, preflight.check_endpoint):
             with pytest.raises(UserError, match=rf"^RAY_ADDRESS=127.0.0.1:{port}: no Ray cluster answers \(.*refused"):
                 check(load(["experiment=quickstart", f"model.path={model}"]))
 

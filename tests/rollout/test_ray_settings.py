@@ -46,22 +46,23 @@ def test_settings_of_the_user_are_kept_there(started, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("mode", [None, "disabled"])
-@pytest.mark.parametrize("token", [None, "file", "variable"])
+@pytest.mark.parametrize("token", [None, "file", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"])
 def test_a_users_token_is_sent_to_an_existing_cluster_unless_the_user_says_otherwise(
     started, tmp_path, monkeypatch, token, mode
 ):
-    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     if mode is not None:
         monkeypatch.setenv("RAY_AUTH_MODE", mode)
-    if token == "variable":
-        monkeypatch.setenv("RAY_AUTH_TOKEN", "t")
-    elif token == "file":
+    if token == "file":
         (tmp_path / ".ray").mkdir()
         (tmp_path / ".ray" / "auth_token").write_text("t")
-    assert ray_local.start("run", tmp_path, "10.0.0.1") is None
+    elif token is not None:
+        monkeypatch.setenv(token, "t")
+    with ray_local.children_environment("run"):
+        assert ray_local.start("run", tmp_path, "10.0.0.1") is None
     assert started.get("RAY_AUTH_MODE") == (mode or (token and "token"))
 
 

@@ -74,7 +74,7 @@ LAYOUTS = [
 ]
 SAVED, SAVED_DENSE = LAYOUTS[6], LAYOUTS[4]
 CONVERTED = [LAYOUTS[i] for i in (0, 1, 3, 5, 6)]
-"""Converted checkpoints are loaded in these: all that the others have is among them, and it takes the most time."""
+"""Layouts in which converted checkpoints are loaded, which takes longest. Each size of the others is among them."""
 
 
 def initialise(layout: Layout) -> None:
