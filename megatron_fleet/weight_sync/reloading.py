@@ -48,6 +48,10 @@ class ReloadingEngine(WeightTransferEngine[Any, Any]):
         with closing(buckets), disable_mtp_completeness_check():
             for tensors in buckets:
                 self.model.load_weights(tensors)
+                if self.device.type == "cuda":
+                    # Buckets may be allocated by another thread, on another stream, whose allocator reuses a freed
+                    # bucket at once: before that the copies out of it, queued on this thread's stream, must be done.
+                    torch.cuda.current_stream(self.device).synchronize()
         self._complete = True
 
     def finish_weight_update(self) -> None:

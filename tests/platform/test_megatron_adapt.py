@@ -72,7 +72,8 @@ def test_what_is_adapted_follows_the_host(monkeypatch):
     modules |= {"megatron.core.tensor_parallel.random", "megatron.core.utils"}
     optimizer = {f"megatron.core.optimizer{part}" for part in ("", ".optimizer_config")}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for installed, patched in ((None, modules | optimizer), ("apex", modules), ("transformer_engine", everywhere)):
+    engine = everywhere | {"megatron.core.extensions.transformer_engine"}
+    for installed, patched in ((None, modules | optimizer), ("apex", modules), ("transformer_engine", engine)):
         monkeypatch.setattr(adapt.importlib.util, "find_spec", lambda name, there=installed: name == there or None)
         assert adapt.needed_patches().keys() == patched
 

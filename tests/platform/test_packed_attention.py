@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -48,12 +49,28 @@ def expected(query, key, value, scale):
     return out
 
 
-@pytest.fixture
-def flash(monkeypatch):
-    """A stand-in for PyTorch's kernel that keeps its arguments; the mask is aligned with the ends, as the kernel's."""
-    calls = []
+def of_torch_2_11(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)
+): ...
 
-    def kernel(query, key, value, query_ends, key_ends, longest_query, longest_key, **more):
+
+@pytest.fixture(params=["2.11", "installed"])
+def flash(monkeypatch, request):
+    """A stand-in for PyTorch's kernel with a release's parameters, which keeps its arguments; the mask is aligned with
+    the ends, as the kernel's.
+    """
+    calls = []
+    signature = inspect.signature(of_torch_2_11 if request.param == "2.11" else varlen.varlen_attn)
+    asks = "enable_gqa" in signature.parameters
+
+    def kernel(*given, **named):
+        bound = signature.bind(*given, **named)
+        return compute(*bound.args[:7], **bound.kwargs)
+
+    kernel.__signature__ = signature
+
+    def compute(query, key, value, query_ends, key_ends, longest_query, longest_key, **more):
+        assert more.get("enable_gqa", False) == (asks and query.shape[1] != key.shape[1])
         calls.append({"longest": (longest_query, longest_key), "value": tuple(value.shape), **more})
         assert more["window_size"] == (-1, 0)
         assert query_ends.dtype == key_ends.dtype == torch.int32
@@ -99,7 +116,7 @@ def test_both_kernels_give_attention_of_each_sequence(kernel, ranks, value_width
     for a, b in zip(got, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     assert len(flash) == (ranks if kernel is attend_in_one_call else 0)
-    assert all(call["value"][2] == WIDTH and call["enable_gqa"] for call in flash)
+    assert all(call["value"][2] == WIDTH for call in flash)
 
 
 def test_without_context_parallelism_masks_are_left_to_the_kernel(monkeypatch):

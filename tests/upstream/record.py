@@ -17,6 +17,7 @@ import tarfile
 import tempfile
 import zipfile
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ if str(HERE.parent) not in sys.path:  # started as a program
     sys.path.insert(0, str(HERE.parent))
 
 from import_graph import MODULES, ROOT  # noqa: E402
+from upstream_engine_calls import Calls, called, engine_calls  # noqa: E402
 from upstream_sources import Sources  # noqa: E402
 from upstream_symbols import Missing, Symbol, Symbols, package_of  # noqa: E402
 from upstream_uses import PACKAGES, Reader  # noqa: E402
@@ -35,6 +37,7 @@ DISTRIBUTIONS = (
     "vllm",
 )  # fmt: skip
 SOURCE_ONLY = "transformer-engine-torch"
+MEGATRON = "megatron/core/"
 ENVIRONMENT = re.compile(r"(?:CUDA|GLOO|NCCL|NVTE|PYTORCH|TORCH|TRITON|VLLM)_[A-Z0-9_]+")
 
 
@@ -52,6 +55,7 @@ class Record:
         versions: distribution → version.
         environment: distribution → those of our environment variables that its sources name.
         attributes: name from `Reader.loose` → distributions whose sources have such an attribute.
+        engine_calls: Megatron's calls of Transformer Engine, see `upstream_engine_calls`.
         symbols: name → fields of its `Symbol`.
     """
 
@@ -59,6 +63,7 @@ class Record:
         self.versions = content["versions"]
         self.environment = content["environment"]
         self.attributes = content["attributes"]
+        self.engine_calls: Calls = content["engine_calls"]
         self.symbols = content["symbols"]
 
     @classmethod
@@ -151,8 +156,15 @@ def record(archives: list[Path]) -> dict[str, Any]:
         recorder = Recorder(Sources(Path(top, "packages"), Path(top, "installed")))
         reader = Reader(recorder)
         names = attributes_in(archives, reader.loose)
+        calls = engine_calls(
+            dict(each for archive in archives for each in python_files(archive) if MEGATRON in each[0])
+        )
+        for target in called(calls):
+            with suppress(Missing):  # of another release than this one
+                recorder.lookup(target)
     symbols = {target: [s.kind, s.parameters, s.holds] for target, s in sorted(recorder.found.items())}
-    return {"versions": versions, "environment": environment, "attributes": names, "symbols": symbols}
+    parts = {"versions": versions, "environment": environment, "attributes": names}
+    return {**parts, "engine_calls": calls, "symbols": symbols}
 
 
 def attributes_in(archives: list[Path], names: Collection[str]) -> dict[str, list[str]]:

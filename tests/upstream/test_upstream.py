@@ -21,11 +21,13 @@ pytest.importorskip("vllm")
 import record
 from tiny_configs import FAMILIES, raw_config
 from upstream_checks import EXEMPT, faults, nowhere
+from upstream_engine_calls import misfits
 from upstream_sources import Sources
 from upstream_symbols import Together
 from upstream_uses import Reader
 
 from megatron_fleet.config.schema import Config, OptimizerConfig, ParallelConfig, PrecisionConfig
+from megatron_fleet.platform.megatron.patches import patch_delayed_scaling
 
 ATTENTION = "megatron.core.transformer.attention"
 TORCH = Path(importlib.util.find_spec("torch").submodule_search_locations[0])
@@ -82,6 +84,40 @@ def test_attributes_that_may_be_missing_exist_in_some_release(readers):
 def test_exemptions_are_needed(readers):
     needed = set(nowhere(*readers.values())).union(*map(faults, readers.values()))
     assert set(EXEMPT) - needed == set()
+
+
+def test_megatrons_own_calls_of_transformer_engine_fit(recorded):
+    """They have their own releases, and no check of versions says that two of them fit."""
+    assert len(recorded.engine_calls) > 100
+    assert misfits(recorded.engine_calls, recorded) == {
+        DELAYED: ["override_linear_precision"],  # mended by `patches.patch_delayed_scaling`
+        GLOBAL_STATE: ["fp8_weights"],  # CUDA graphs of old releases, behind a check of the version
+    }
+
+
+DELAYED = "transformer_engine.common.recipe:DelayedScaling"
+GLOBAL_STATE = "transformer_engine.pytorch.fp8:FP8GlobalStateManager.add_fp8_tensors_to_global_buffer"
+
+
+@pytest.mark.parametrize("more", ["", ", override_linear_precision=..."])
+def test_fp8_with_delayed_scaling_can_be_made(more, recorded):
+    """With the locked Transformer Engine, and with one that still takes what Megatron passes."""
+    scope = {}
+    parameters = recorded.lookup(DELAYED).parameters + more
+    exec(f"class Recipe:\n    def __init__(self, {parameters}): self.given = dict(locals())", scope)
+    (keywords,) = (k for where, k in recorded.engine_calls.items() if where.endswith(DELAYED) and "margin" in k)
+
+    class TEDelayedScaling(scope["Recipe"]):
+        def __init__(self, override):
+            super().__init__(**dict.fromkeys(keywords, 1) | {"override_linear_precision": override})
+
+    patch_delayed_scaling(SimpleNamespace(TEDelayedScaling=TEDelayedScaling))
+    assert TEDelayedScaling((False, False, False)).given["amax_history_len"] == 1
+    if more:
+        assert TEDelayedScaling((False, False, True)).given["override_linear_precision"] == (False, False, True)
+    else:
+        with pytest.raises(ValueError, match="all products of a layer in FP8 or none"):
+            TEDelayedScaling((False, False, True))
 
 
 def test_the_record_is_of_the_locked_versions(recorded):

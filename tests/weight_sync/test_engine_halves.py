@@ -166,3 +166,20 @@ def test_an_engine_without_a_checkpoint_takes_what_comes(setup, tmp_path):
     engine.engine.model_config.model = str(tmp_path)
     sync(1)
     assert engine.loaded
+
+
+def test_on_a_gpu_a_bucket_is_freed_after_the_copies_out_of_it(tmp_path, monkeypatch):
+    """Another thread allocates the next bucket on another stream, for which freed memory is free at once."""
+    engine, order = Engine(tmp_path).engine, []
+    engine.device = torch.device("cuda", 0)
+    monkeypatch.setattr(engine.model, "load_weights", lambda tensors: order.append(f"load {next(iter(tensors))[0]}"))
+    stream = SimpleNamespace(synchronize=lambda: order.append("wait"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+
+    def received():
+        for name in ("first", "second"):
+            order.append(f"receive {name}")
+            yield [(name, torch.zeros(1))]
+
+    engine.load_buckets(received())
+    assert order == ["receive first", "load first", "wait", "receive second", "load second", "wait"]

@@ -5,6 +5,7 @@ They read what ``nvidia-smi -q -x`` writes (elements as in NVIDIA's nvsmi_device
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import sys
@@ -12,9 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from xml.etree import ElementTree
 
+import psutil
+
 from megatron_fleet.cluster.doctor.probe import Here, Probe, Result, output, with_devices
 from megatron_fleet.cluster.inventory import NVIDIA_SMI_DEADLINE_S, Inventory, cuda_is_installed
 from megatron_fleet.cluster.placement import Wanted, place
+from megatron_fleet.cluster.planning.hardware import other_kind
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import ROOT
 from megatron_fleet.config.secrets import without_secrets
@@ -159,14 +163,18 @@ def devices(here: Here) -> Result:
     config = here.config
     if config is not None and config.cluster.ranks == "local" and not config.cluster.nodes:
         place(Inventory((here.host,)), Wanted.of(config))
+    if config is not None and (problem := other_kind(config, [gpu.name for gpu in gpus])) is not None:
+        return Result("warning", seen, problem)
     return Result("ok", seen)
 
 
 def others(here: Here) -> Result:
-    """Look for other processes on the GPUs, and for memory that nobody visible holds."""
-    taken = []
+    """Look for other processes on the GPUs than this one and those that it was started by, and for memory that nobody
+    visible holds.
+    """
+    taken, ours = [], {os.getpid(), *(parent.pid for parent in psutil.Process().parents() if parent.pid != 1)}
     for index, gpu in enumerate(_seen(here)[1]):
-        for process in gpu.processes:
+        for process in (each for each in gpu.processes if each.pid not in ours):
             size = "" if process.mib is None else f", {process.mib} MiB"
             taken.append(f"GPU {index}: process {process.pid} ({process.name}{size})")
         if not gpu.processes and gpu.free < FREE_ENOUGH * gpu.total:

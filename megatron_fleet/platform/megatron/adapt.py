@@ -199,6 +199,10 @@ _EVERYWHERE: dict[str, Callable[[Any], None]] = {
     "megatron.core.transformer.moe.router": patches.patch_router,
     "megatron.core.optimizer.cpu_offloading.hybrid_optimizer": patches.patch_hybrid_optimizer,
 }
+_WITH_TRANSFORMER_ENGINE: dict[str, Callable[[Any], None]] = {
+    **_EVERYWHERE,
+    "megatron.core.extensions.transformer_engine": patches.patch_delayed_scaling,
+}
 _OPTIMIZER: dict[str, Callable[[Any], None]] = {
     "megatron.core.optimizer": _patch_optimizer_package,
     "megatron.core.optimizer.distrib_optimizer": _patch_distributed_optimizer,
@@ -234,7 +238,7 @@ def needed_patches() -> dict[str, Callable[[Any], None]]:
     if not torch.cuda.is_available():
         return _WITHOUT_CUDA
     if importlib.util.find_spec("transformer_engine"):
-        return _EVERYWHERE
+        return _WITH_TRANSFORMER_ENGINE
     return _WITHOUT_TRANSFORMER_ENGINE | ({} if importlib.util.find_spec("apex") else _OPTIMIZER)
 
 

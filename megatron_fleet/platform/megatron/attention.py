@@ -6,8 +6,10 @@ causal mask this balances the number of attended keys over the ranks. Transforme
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -170,6 +172,7 @@ def attend_in_one_call(
     """
     from torch.nn.attention.varlen import varlen_attn  # imports torch's compiler, seconds that a CPU would waste
 
+    grouped = {"enable_gqa": query.shape[1] != key.shape[1]} if _must_allow_grouped_heads(varlen_attn) else {}
     width = value.shape[2]
     if width < query.shape[2]:
         value = F.pad(value, (0, query.shape[2] - width))
@@ -183,9 +186,15 @@ def attend_in_one_call(
         max(parts.keys),
         scale=scale,
         window_size=(-1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **grouped,
     )
     return out[..., :width]
+
+
+@lru_cache(maxsize=1)
+def _must_allow_grouped_heads(kernel: Callable[..., Any]) -> bool:
+    """Whether PyTorch's kernel refuses fewer heads of keys than of queries unless allowed: 2.13 does, 2.11 does not."""
+    return "enable_gqa" in inspect.signature(kernel).parameters
 
 
 def attend_one_by_one(

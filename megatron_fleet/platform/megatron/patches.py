@@ -6,6 +6,7 @@ Each function takes the freshly imported module it is named after.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -217,3 +218,20 @@ def patch_hybrid_optimizer_for_cpu(module: Any) -> None:
     cls = module.HybridDeviceOptimizer
     for name in ("_get_sub_optimizer_param_groups", "_move_new_state_to_right_device"):
         setattr(cls, name, _told_apart(getattr(cls, name)))
+
+
+def patch_delayed_scaling(module: Any) -> None:
+    """Let Megatron-Core's FP8 recipe with delayed scaling be made with Transformer Engine 2.20 and newer, which has no
+    ``override_linear_precision``: Megatron passes it always, with the meaning "all products in FP8" by default.
+    """
+    theirs = module.TEDelayedScaling.__base__
+    if "override_linear_precision" in inspect.signature(theirs).parameters:
+        return
+
+    class DelayedScaling(theirs):  # type: ignore[misc]
+        def __init__(self, *, override_linear_precision: Sequence[bool] = (), **given: Any) -> None:
+            if any(override_linear_precision):
+                raise ValueError("this release of Transformer Engine computes all products of a layer in FP8 or none")
+            super().__init__(**given)
+
+    module.TEDelayedScaling.__bases__ = (DelayedScaling,)

@@ -177,6 +177,8 @@ class TrainState:
                     # Transformer Engine's quantised copies of weights: 2 bytes for each.
                     getattr(module, "_fp8_workspaces", {}).clear()
         if self._device.type == "cuda":
+            # What was shared with engines stays allocated until somebody asks whether they have released it.
+            torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
 
 
