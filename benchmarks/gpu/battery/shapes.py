@@ -85,10 +85,11 @@ def write_model(folder: Path, hf: Mapping[str, Any]) -> Path:
 
     where = device()
     torch.manual_seed(0)
+    deviation = hf.get("text_config", hf)["initializer_range"]
     tensors = {}
     for name, shape in WeightTable(dict(hf)).tensors.items():
         values = torch.empty(shape, dtype=torch.bfloat16, device=where)
-        tensors[name] = (values.fill_(1) if len(shape) == 1 else values.normal_(0, hf["initializer_range"])).cpu()
+        tensors[name] = (values.fill_(1) if len(shape) == 1 else values.normal_(0, deviation)).cpu()
     write_config(folder, hf)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
