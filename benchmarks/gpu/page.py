@@ -53,20 +53,48 @@ Matrix products, copies and plain transfers beside which they stand are measured
 those of one H200, measured through PyTorch: {MATRIX_TFLOPS} TFLOP/s in BF16 (a product of 8192 x 8192 matrices of
 random numbers) and {COPY_TB_S} TB/s (a copy within the device's memory, bytes read and written).
 
+## The first ten minutes on a machine
+
+Nothing is worth measuring before it is right. `first.py` checks in four minutes, each check in a process of its own,
+what a GPU alone can show: packed attention with grouped heads, the log-prob kernels, tiny policies of four families
+against the same step on the CPU, offload and onload, save and load, FP8 recipes. It adds a line to
+`runs/gpu/first.jsonl` as each check ends; `--list` says what they are.
+
+```bash
+python benchmarks/gpu/first.py && python benchmarks/gpu/run.py --parts device tests --minutes 2.5 --archive gpu.tar.gz
+python benchmarks/gpu/run.py --parts layers logprobs --minutes 5 --archive gpu.tar.gz
+python benchmarks/gpu/run.py --parts checkpoint offload optimizer traces --minutes 4.3 --archive gpu.tar.gz
+```
+
+A check that is wrong or fails is worth more time than a figure: mend it and repeat the check by its name
+(`first.py policy`). Both commands take `--device cpu`, which runs the same code at tiny sizes.
+
+**A machine that has PyTorch with CUDA, but neither a network nor this project's packages**, takes a parcel. On a
+machine with a network:
+
+```bash
+python tools/gpu_parcel.py parcel --have packages.txt --python PYTHON                          # the trainer's half
+python tools/gpu_parcel.py parcel --have packages.txt --python PYTHON --with transformer-engine
+python tools/gpu_parcel.py parcel --have packages.txt --python PYTHON --with vllm --parcels 2
+```
+
+`packages.txt` is what `python3 -m pip list --format=freeze` prints there, PYTHON an interpreter with its versions of
+Python and PyTorch. Each parcel is at most 64 MiB, the work tree included; its `MANIFEST.txt` has the command that
+installs it.
+Training needs PyTorch 2.11 or newer; without Transformer Engine it uses PyTorch's own kernels and has no FP8.
+
 ## Half an hour on one machine
 
 Parts run in the order below, most informative first. The minutes are limits; most parts should need half of theirs (an
 estimate), and a part begins only while so much is left. Before the machine is there, put onto it what it lacks: an
-unpacked bundle (`./setup.sh --gpu --bundle DIR`), or beside its own PyTorch a folder on `PYTHONPATH` with
-`megatron-core`, `pydantic`, `numba`, `safetensors`, `msgpack`, `psutil`, `rich`, `pytest` and `hypothesis`. The parts
-`device`, `tests`, `layers` without Transformer Engine, `logprobs`, `offload`, `optimizer`, `checkpoint` and `traces`
-need no more.
+unpacked bundle (`./setup.sh --gpu --bundle DIR`), or a parcel. Without Transformer Engine, vLLM and Ray the parts
+`device`, `tests`, `layers`, `logprobs`, `offload`, `optimizer`, `checkpoint` and `traces` run.
 
 ```bash
 python benchmarks/gpu/run.py --minutes 28 --archive gpu.tar.gz
 ```
 
-Where a command may take ten minutes only, run it three times with `--minutes 9`: each goes on where the last one
+Where a command may take ten minutes only, run it three times with `--minutes 9`: each continues where the last one
 stopped. A part that reached its limit keeps the figures that it had. `gpu.tar.gz` is written again after each part.
 """
 
