@@ -410,9 +410,10 @@ def sync_bytes() -> list[dict[str, Any]]:
     from megatron_fleet.platform.communicator import Alone
     from megatron_fleet.weight_sync.broadcast.sender import GlooSender
     from megatron_fleet.weight_sync.disk.sender import DiskSender
-    from megatron_fleet.weight_sync.engine_format import EngineFormat, FormattedSource
+    from megatron_fleet.weight_sync.engine_format import EngineFormat
     from megatron_fleet.weight_sync.shm.sender import ShmSender
-    from megatron_fleet.weights.source import MegatronWeightSource, Place
+    from megatron_fleet.weights.exchange import FormattedSource, Place
+    from megatron_fleet.weights.source import MegatronWeightSource
 
     hf = SIZES["dense"] | {"num_hidden_layers": 36}
     with as_device(DeviceWork()):
@@ -425,7 +426,7 @@ def sync_bytes() -> list[dict[str, Any]]:
             "shm": ShmSender(source, *how)._layout.end,
             "nccl, gloo": GlooSender(source, *how)._layout.end,
             "cuda_ipc": source_bytes(FormattedSource(source, form)),
-            "disk": sum(meta.nbytes for bucket in DiskSender(source, *how)._parts for meta in bucket),
+            "disk": sum(meta.nbytes for bucket in DiskSender(source, *how)._buckets for meta in bucket),
         }
         rows += [{"transport": name, "dtype": dtype, "bytes": n, "minimum": least} for name, n in given.items()]
     return rows

@@ -213,9 +213,9 @@ def rank_process(rank: int, port: int, folder: Path, control: Connection) -> Non
     load_hf([chunk], folder)
     source = MegatronWeightSource([chunk], config, dtype=torch.bfloat16, place=megatron_place())
     spent = {"write": 0.0, "checksum": 0.0}
-    source.write_local = counted(source.write_local, spent, "write")  # type: ignore[method-assign]
     shm_sender.checksum = counted(shm_sender.checksum, spent, "checksum")
-    sender = make_sender("shm", source, TorchCommunicator(), torch.device("cpu"), open_model(folder))
+    sender: Any = make_sender("shm", source, TorchCommunicator(), torch.device("cpu"), open_model(folder))
+    sender._weights.write_local = counted(sender._weights.write_local, spent, "write")
     no_outbox: Any = None
     with suppress(EOFError):
         while True:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from megatron_fleet.platform.communicator import Alone
 from megatron_fleet.trainer.base import Deliver
 from megatron_fleet.weight_sync.base import Sender
 from megatron_fleet.weight_sync.registry import make_sender
+from megatron_fleet.weights.exchange import OwnedBox, ParamMeta, Place, layer_groups
 from megatron_fleet.weights.hf_model import HfModel
-from megatron_fleet.weights.source import ParamMeta, Place, layer_groups
 
 
 class LocalSender:
@@ -28,7 +29,7 @@ class LocalSender:
     """
 
     def __init__(self, source: Any, engine_model: HfModel | None = None) -> None:
-        """Args: ``source``: what `weight_sync.engine_format.Source` asks for. ``engine_model``: see `make_sender`."""
+        """Args: ``source``: a `weights.exchange.WeightSource`. ``engine_model``: see `make_sender`."""
         self._source, self._engine_model = source, engine_model
         self.sender: Sender | None = None
         self.calls: list[str] = []
@@ -85,8 +86,10 @@ class FolderWeights:
 
     Attributes:
         folder: may be set to another one of the same model between two updates.
-        before_write: called, if set, before anything of a bucket or of the next tensor is handed out.
+        before_write: called, if set, before each tensor is handed out.
     """
+
+    device = torch.device("cpu")
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.place = folder, Place()
@@ -99,19 +102,18 @@ class FolderWeights:
     def groups(self) -> list[list[str]]:
         return layer_groups(self._order(self._tensors()))
 
-    def write_local(self, out: Mapping[str, torch.Tensor]) -> None:
+    def owned(self, tensor: str) -> list[OwnedBox]:
+        names, rows = list(self._tensors()), (0, len(self._read(tensor)))
+        return [OwnedBox(0, (rows, None), names.index(tensor), rows)]
+
+    def values(self, owned: OwnedBox) -> torch.Tensor:
         if self.before_write is not None:
             self.before_write()
-        tensors = self._tensors()
-        for name, whole in out.items():
-            whole.copy_(tensors[name])
+        return self._read(list(self._tensors())[owned.local])
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        tensors = self._tensors()
-        for name in self._order(tensors):
-            if self.before_write is not None:
-                self.before_write()
-            yield name, tensors[name]
+    def _read(self, name: str) -> torch.Tensor:
+        with safe_open(self.folder / "model.safetensors", framework="pt") as file:
+            return file.get_tensor(name)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return load_file(self.folder / "model.safetensors")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
-from megatron_fleet.weight_sync.engine_format import EngineFormat, WeightSource
-from megatron_fleet.weights.source import ParamMeta
+from megatron_fleet.weights.exchange import Form, ParamMeta, WeightSource
 
 ALIGNMENT = 256
 """Offsets are multiples of this many bytes, so that any dtype can be viewed in place."""
@@ -131,45 +130,42 @@ def source_groups(source: WeightSource) -> list[list[ParamMeta]]:
     return [[metas[name] for name in group] for group in source.groups()]
 
 
-def stored_parts(buckets: Sequence[Sequence[ParamMeta]], form: EngineFormat) -> list[list[ParamMeta]]:
+def stored_parts(buckets: Sequence[Sequence[ParamMeta]], form: Form) -> list[list[ParamMeta]]:
     """Convert buckets of whole tensors to buckets of their stored parts."""
     return [[part for meta in bucket for part in form.parts(meta)] for bucket in buckets]
 
 
 def stream_buckets(
-    source: WeightSource,
-    form: EngineFormat,
+    weights: Iterable[tuple[str, torch.Tensor]],
     buckets: Sequence[Sequence[ParamMeta]],
     consume: Callable[[int, list[torch.Tensor]], None] | None,
 ) -> None:
-    """Iterate ``source`` once, on every rank that gathers; pass each bucket to ``consume`` where it is given.
+    """Iterate ``weights`` once, on every rank that gathers; pass each bucket to ``consume`` where it is given.
 
-    The source is iterated to its end even if ``consume`` fails, because the other ranks iterate in lockstep.
+    They are iterated to their end even if ``consume`` fails, because the other ranks iterate in lockstep.
 
     Args:
-        buckets: buckets of whole tensors, in iteration order.
-        consume: called with a bucket's number and its tensors in the engine's stored form.
+        weights: (name, tensor), as a `FormattedSource` yields them.
+        buckets: the same tensors in buckets, in iteration order.
+        consume: called with a bucket's number and its tensors.
 
     Raises:
-        Exception: the first one raised by encoding or ``consume``.
+        Exception: the first one raised by ``consume``, or that of the iteration.
     """
     error: Exception | None = None
-    tensors = iter(source)
+    tensors = iter(weights)
     for number, metas in enumerate(buckets):
-        parts: list[torch.Tensor] = []
+        bucket: list[torch.Tensor] = []
         for meta in metas:
             name, tensor = next(tensors)
             if consume is None or error is not None:
                 continue
-            try:
-                if name != meta.name:
-                    raise ValueError(f"the weight source yields {name}, and {meta.name} was declared")
-                parts += form.encode(name, tensor)
-            except Exception as e:
-                error = e
+            if name != meta.name:
+                error = ValueError(f"the weight source yields {name}, and {meta.name} was declared")
+            bucket.append(tensor)
         if consume is not None and error is None:
             try:
-                consume(number, parts)
+                consume(number, bucket)
             except Exception as e:
                 error = e
     if error is not None:

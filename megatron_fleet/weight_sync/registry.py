@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from megatron_fleet.platform.communicator import Communicator
-    from megatron_fleet.weight_sync.engine_format import WeightSource
+    from megatron_fleet.weights.exchange import WeightSource
     from megatron_fleet.weights.hf_model import HfModel
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Generator, Iterable, Iterator
 from contextlib import closing
 from functools import lru_cache
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 class ReloadingEngine(WeightTransferEngine[Any, Any]):
@@ -46,8 +48,9 @@ class ReloadingEngine(WeightTransferEngine[Any, Any]):
     def load_buckets(self, buckets: Generator[NamedTensors]) -> None:
         """Load all buckets. Keep their memory valid until the update finishes: vLLM copies some layers only then."""
         with closing(buckets), disable_mtp_completeness_check():
+            model = WithOwnExperts(self.model)
             for tensors in buckets:
-                self.model.load_weights(tensors)
+                model.load_weights(tensors)
                 if self.device.type == "cuda":
                     # Buckets may be allocated by another thread, on another stream, whose allocator reuses a freed
                     # bucket at once: before that the copies out of it, queued on this thread's stream, must be done.
@@ -66,6 +69,31 @@ class ReloadingEngine(WeightTransferEngine[Any, Any]):
 
     def shutdown(self) -> None:
         """Release the transport's resources."""
+
+
+class WithOwnExperts:
+    """A model that is given the tensors of all experts, and of which this device holds some experts only.
+
+    vLLM 0.32 would skip the others itself, but only after it has compared the names of all experts with each of them,
+    and its layerwise reload keeps what it skips in memory until the layer is complete.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        managers = [getattr(module, "expert_map_manager", None) for module in model.modules()]
+        here = [manager for manager in managers if manager is not None]
+        self._own: set[int] | None = None
+        if here and not any(manager.moe_parallel_config.enable_eplb for manager in here):
+            self._own = {expert for manager in here for expert in manager.get_local_expert_ids()}
+
+    def load_weights(self, tensors: NamedTensors) -> None:
+        """Load tensors as the model does, without those of experts that only other devices hold."""
+        model: Any = self._model
+        model.load_weights((name, tensor) for name, tensor in tensors if self._holds(name))
+
+    def _holds(self, name: str) -> bool:
+        expert = _EXPERT.search(name)
+        return self._own is None or expert is None or int(expert[1]) in self._own
 
 
 def begin_reload(engine: WeightTransferEngine) -> None:

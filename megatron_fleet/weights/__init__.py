@@ -4,6 +4,6 @@
 tensor. ``hf_folder.py``, ``hf_model.py`` and ``hf_rows.py`` read HF folders, ``torch_dist/`` and
 ``checkpoint_reader.py`` Megatron checkpoints; ``quant/`` decodes and encodes FP8 and INT4. The table drives direct
 loading of a rank's rows (``shards.py``), conversion in both directions (``convert/``), export to a folder
-(``export.py``) and live export to the engines (``source.py``): each rank writes the rows it owns, and an engine has a
-complete version or none.
+(``export.py``) and live export to the engines (``source.py``, ``exchange.py``): each rank encodes and sends the rows
+it owns, and an engine has a complete version or none.
 """

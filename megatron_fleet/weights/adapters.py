@@ -19,10 +19,11 @@ from torch import nn
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.platform.communicator import Communicator, together
 from megatron_fleet.storage.local import is_unfinished, write_atomically
+from megatron_fleet.weights.exchange import Box, OwnedBox, ParamMeta, Place, layer_groups
 from megatron_fleet.weights.hf_folder import safetensors_header
 from megatron_fleet.weights.mapping import Interval, check_tiling
 from megatron_fleet.weights.shards import LocalTensor
-from megatron_fleet.weights.source import Box, MegatronWeightSource, ParamMeta, Place, _Part, layer_groups
+from megatron_fleet.weights.source import MegatronWeightSource
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 """File names that ``peft`` and vLLM expect in an adapter folder."""
@@ -71,10 +72,10 @@ class ViewedWeightSource(MegatronWeightSource):
         super().__init__(model_chunks, hf_config, dtype=dtype, place=place)
         self._views = [(views.get(local.parameter), local.first_row) for local in self._local]
 
-    def _values(self, part: _Part) -> torch.Tensor:
-        view, first = self._views[part.local]
-        values = super()._values(part)
-        return values if view is None else view(values, (first + part.rows[0], first + part.rows[1]))
+    def values(self, owned: OwnedBox) -> torch.Tensor:
+        view, first = self._views[owned.local]
+        values = super().values(owned)
+        return values if view is None else view(values, (first + owned.rows[0], first + owned.rows[1]))
 
 
 class AdapterSource(MegatronWeightSource):
@@ -108,27 +109,27 @@ class AdapterSource(MegatronWeightSource):
             for entry in _held(local, numbers[local.parameter], rank)
         ]
         self._shapes: dict[str, tuple[int, ...]] = {}
-        parts: dict[str, dict[Box, _Part]] = {}
+        owned: dict[str, dict[Box, OwnedBox]] = {}
         for owner, entries in enumerate(place.model.all_gather(held)):
             for name, tensor, box, number, rows in entries:
                 out, width = self._table.tensors[tensor]
                 self._shapes[name] = (rank, width) if name.endswith("lora_A.weight") else (out, rank)
-                parts.setdefault(name, {}).setdefault(box, _Part(owner, box, number, rows))
-        for name, boxes in parts.items():
+                owned.setdefault(name, {}).setdefault(box, OwnedBox(owner, box, number, rows))
+        for name, boxes in owned.items():
             check_tiling(name, self._shapes[name], boxes)
         order = {tensor: k for k, tensor in enumerate(self._table.tensors)}
-        names = sorted(parts, key=lambda name: (order[adapted_tensor(name)], name))
-        self._parts = {name: list(parts[name].values()) for name in names}
+        names = sorted(owned, key=lambda name: (order[adapted_tensor(name)], name))
+        self._owned = {name: list(owned[name].values()) for name in names}
         self._metadata = {name: ParamMeta(name, dtype, self._shapes[name]) for name in names}
         self._groups = layer_groups(names)
 
-    def _values(self, part: _Part) -> torch.Tensor:
-        return self._tensors[part.local].detach()[slice(*part.rows)]
+    def values(self, owned: OwnedBox) -> torch.Tensor:
+        return self._tensors[owned.local].detach()[slice(*owned.rows)]
 
     def modules(self) -> list[str]:
         """peft's ``target_modules``: last components of the adapted modules' names, or full names where modules that
         are not adapted have the same last component."""
-        adapted = {adapted_tensor(name).removesuffix(".weight") for name in self._parts}
+        adapted = {adapted_tensor(name).removesuffix(".weight") for name in self._owned}
         last = {name.rsplit(".", 1)[-1] for name in adapted}
         all_modules = (name.removesuffix(".weight") for name in self._table.tensors)
         short = all(name in adapted or name.rsplit(".", 1)[-1] not in last for name in all_modules)

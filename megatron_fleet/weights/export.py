@@ -15,8 +15,9 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.models.hf_config import drop_quantization
 from megatron_fleet.platform.communicator import Communicator, together
 from megatron_fleet.storage.local import begin_folder, commit_folder
+from megatron_fleet.weights.exchange import ParamMeta
 from megatron_fleet.weights.hf_folder import INDEX, NOTES, SINGLE, read_config
-from megatron_fleet.weights.source import MegatronWeightSource, ParamMeta
+from megatron_fleet.weights.source import MegatronWeightSource
 
 SHARD_BYTES = 5_000_000_000
 """Maximum safetensors file size, same as the Hub's own tools."""

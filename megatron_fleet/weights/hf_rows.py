@@ -130,10 +130,7 @@ class Int4Weights:
         """BF16 weights, and the scales to quantise them with. Raises UserError for a NaN or infinite weight."""
         weights = _bfloat16(self.readers, self.tensor, rows)
         hint = None if self.hint is None else self.hint.rows(rows, np.uint16)
-        scales, exact = int4.choose_scales(weights, hint)
-        if not exact.all() and ((scales[~exact] & 0x7F80) == 0x7F80).any():
-            raise _not_finite(self.tensor)
-        return weights, scales
+        return weights, int4_scales(self.tensor, weights, hint)
 
 
 class Fp8Weights:
@@ -149,14 +146,34 @@ class Fp8Weights:
         """BF16 weights of some block rows, and their scales. Raises UserError for a NaN or infinite weight."""
         rows = blocks[0] * BLOCK, min(blocks[1] * BLOCK, self.shape[0])
         weights = _bfloat16(self.readers, self.tensor, rows)
-        if self.hint is None:
-            scales = fp8.block_scales(weights, power_of_two=self._power_of_two)
-        else:
-            hint = self.hint.rows(blocks, np.float32)
-            scales, _ = fp8.choose_scales(weights, hint, power_of_two=self._power_of_two)
-        if not np.isfinite(scales).all():
-            raise _not_finite(self.tensor)
-        return weights, scales
+        hint = None if self.hint is None else self.hint.rows(blocks, np.float32)
+        return weights, fp8_scales(self.tensor, weights, hint, self._power_of_two)
+
+
+def int4_scales(
+    tensor: str, weights: npt.NDArray[np.uint16], hint: npt.NDArray[np.uint16] | None
+) -> npt.NDArray[np.uint16]:
+    """Choose the scales of BF16 weights, see `int4.choose_scales`. Raises UserError for a NaN or infinite weight."""
+    scales, exact = int4.choose_scales(weights, hint)
+    if not exact.all() and ((scales[~exact] & 0x7F80) == 0x7F80).any():
+        raise not_finite(tensor)
+    return scales
+
+
+def fp8_scales(
+    tensor: str, weights: npt.NDArray[np.uint16], hint: npt.NDArray[np.float32] | None, power_of_two: bool
+) -> npt.NDArray[np.float32]:
+    """Choose the scales of BF16 weights in whole blocks: the hint where it holds them, otherwise by the declared rule.
+
+    Raises UserError for a NaN or infinite weight.
+    """
+    if hint is None:
+        scales = fp8.block_scales(weights, power_of_two=power_of_two)
+    else:
+        scales, _ = fp8.choose_scales(weights, hint, power_of_two=power_of_two)
+    if not np.isfinite(scales).all():
+        raise not_finite(tensor)
+    return scales
 
 
 def _bfloat16(readers: PerThread[RowReader], tensor: str, rows: Interval) -> npt.NDArray[np.uint16]:
@@ -164,5 +181,6 @@ def _bfloat16(readers: PerThread[RowReader], tensor: str, rows: Interval) -> npt
     return cast(reader.read_rows(tensor, rows), reader.dtype(tensor), "BF16")
 
 
-def _not_finite(tensor: str) -> UserError:
+def not_finite(tensor: str) -> UserError:
+    """Make the error for a tensor that cannot be quantised."""
     return UserError(f"{tensor}: holds NaN or infinity, which no quantised form has; was the training run healthy?")

@@ -23,6 +23,7 @@ from megatron_fleet.algorithms.losses import LossInputs, LossResult
 from megatron_fleet.config.schema import ParallelConfig
 from megatron_fleet.trainer.megatron import optimizer
 from megatron_fleet.trainer.megatron.policy import MegatronPolicy
+from megatron_fleet.weights.exchange import OwnedBox
 from megatron_fleet.weights.source import MegatronWeightSource
 
 LAYOUTS: dict[str, dict[str, int]] = {
@@ -71,9 +72,9 @@ def train(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in policy.weight_source()}
 
 
-def gradients(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
+def gradients(policy: MegatronPolicy, micro_batches: list[list[Datum]] | None = None) -> dict[str, torch.Tensor]:
     """Gradients of the whole model by HF names; the parameters are lost."""
-    policy.forward_backward(micro_batches_of(policy), loss)
+    policy.forward_backward(micro_batches or micro_batches_of(policy), loss)
     optimizer.reduce_gradients(policy._wrapped, policy._optimizer)
     for chunk in policy._wrapped:
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
@@ -85,11 +86,11 @@ def gradients(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
         for parameter in chunk.parameters():
             parameter.data.copy_(parameter.main_grad)
 
-    def values(source: MegatronWeightSource, part) -> torch.Tensor:
+    def values(source: MegatronWeightSource, owned: OwnedBox) -> torch.Tensor:
         """Without the offset of norms: gradients have none."""
-        return source._local[part.local].view()[slice(*part.rows)]
+        return source._local[owned.local].view()[slice(*owned.rows)]
 
-    with mock.patch.object(MegatronWeightSource, "_values", values):
+    with mock.patch.object(MegatronWeightSource, "values", values):
         return {name: tensor.clone() for name, tensor in policy.weight_source()}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -85,7 +85,7 @@ HINTS: dict[str, dict[str, str]] = {
 """Module → expression → what it is an instance of."""
 STRUCTURAL = {
     "weight_sync.cuda_ipc.sender:OutboxClient": "vllm.distributed.weight_transfer.base:VLLMWeightSyncClient",
-    "weight_sync.engine_format:FormattedSource": "vllm.distributed.weight_transfer.base:WeightSource",
+    "weights.exchange:FormattedSource": "vllm.distributed.weight_transfer.base:WeightSource",
     "trainer.megatron.routing:RouterTap": "megatron.core.transformer.moe.router_replay:RouterReplay",
 }
 """Our class → the one whose methods it has, without being derived from it."""
@@ -208,12 +208,17 @@ def _parsed(text: str) -> ast.Module:
     return ast.parse(text)
 
 
-def _with_importers(texts: Mapping[str, str], direct: Collection[str]) -> dict[str, str]:
-    """``direct``, the modules that import something from these, and tables of patches: no others can use a package."""
+def _with_importers(texts: Mapping[str, str], direct: Set[str]) -> dict[str, str]:
+    """``direct``, the modules that import something from these, those of `STRUCTURAL`, and tables of patches: no others
+    can use a package.
+    """
+    structural = {OURS + name.partition(":")[0] for name in STRUCTURAL}
     return {
         name: text
         for name, text in texts.items()
-        if name in direct or any(f"from {each} import" in text for each in direct) or MODULE_NAME.search(text)
+        if name in direct | structural
+        or any(f"from {each} import" in text for each in direct)
+        or MODULE_NAME.search(text)
     }
 
 

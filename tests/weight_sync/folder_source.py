@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
 from pathlib import Path
 
 import torch
 from tiny_models import dequantise, stored_tensors, unstacked
 
+from megatron_fleet.platform.communicator import Alone, Communicator
+from megatron_fleet.weights.exchange import OwnedBox, ParamMeta, Place, layer_groups
 from megatron_fleet.weights.hf_model import open_model
-from megatron_fleet.weights.source import ParamMeta, Place, layer_groups
 
 
 class FolderSource:
@@ -19,9 +20,11 @@ class FolderSource:
         tensors: HF name → float32 values; may be changed between two passes.
     """
 
-    def __init__(self, folder: Path, rank: int = 0, ranks: int = 1, dtype: torch.dtype = torch.bfloat16) -> None:
-        self.place = Place()
-        self._rank, self._ranks, self._dtype = rank, ranks, dtype
+    device = torch.device("cpu")
+
+    def __init__(self, folder: Path, model: Communicator | None = None, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.place = Place(model=model or Alone())
+        self._dtype = dtype
         weights = unstacked(dequantise(stored_tensors(folder)))
         table = open_model(folder, prediction=False).table
         self._float32 = {piece.tensor for matrix in table.matrices() if matrix.rule.float32 for piece in matrix.pieces}
@@ -36,11 +39,12 @@ class FolderSource:
     def groups(self) -> list[list[str]]:
         return layer_groups(self.tensors)
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for meta in self.metadata():
-            yield meta.name, self.tensors[meta.name].to(meta.dtype)
+    def owned(self, tensor: str) -> list[OwnedBox]:
+        names, ranks = list(self.tensors), self.place.model.size
+        number, rows = names.index(tensor), len(self.tensors[tensor])
+        cuts = [rows * rank // ranks for rank in range(ranks + 1)]
+        found = [OwnedBox(rank, ((a, b), None), number, (a, b)) for rank, (a, b) in enumerate(itertools.pairwise(cuts))]
+        return [owned for owned in found if owned.rows[0] < owned.rows[1]]
 
-    def write_local(self, out: Mapping[str, torch.Tensor]) -> None:
-        for name, whole in out.items():
-            rows = slice(len(whole) * self._rank // self._ranks, len(whole) * (self._rank + 1) // self._ranks)
-            whole[rows].copy_(self.tensors[name][rows])
+    def values(self, owned: OwnedBox) -> torch.Tensor:
+        return list(self.tensors.values())[owned.local][slice(*owned.rows)]

@@ -20,10 +20,9 @@ from megatron_fleet.weight_sync.buckets import (  # noqa: E402
     prefetch,
     stream_buckets,
 )
-from megatron_fleet.weight_sync.engine_format import EngineFormat  # noqa: E402
 from megatron_fleet.weight_sync.shm.board import Board  # noqa: E402
 from megatron_fleet.weight_sync.shm.sender import SharedLayout, parse_layout  # noqa: E402
-from megatron_fleet.weights.source import ParamMeta  # noqa: E402
+from megatron_fleet.weights.exchange import ParamMeta  # noqa: E402
 
 METAS = [
     [ParamMeta("a", torch.float32, (3,)), ParamMeta("b", torch.bfloat16, (200,))],
@@ -105,7 +104,7 @@ BUCKETS = [[A, B], [C]]
 
 def test_a_source_is_read_once_and_cut_into_its_buckets():
     seen = []
-    stream_buckets(Source(), EngineFormat(), BUCKETS, lambda k, tensors: seen.append((k, [t.item() for t in tensors])))
+    stream_buckets(Source(), BUCKETS, lambda k, tensors: seen.append((k, [t.item() for t in tensors])))
     assert seen == [(0, [97.0, 98.0]), (1, [99.0])]
 
 
@@ -120,7 +119,7 @@ def test_a_source_is_read_to_its_end_whatever_fails(wrong):
         raise UserError("the disk is full")
 
     with pytest.raises(UserError if wrong == "consumer" else ValueError, match=r"disk is full|yields b, and a"):
-        stream_buckets(source, EngineFormat(), BUCKETS, consume)
+        stream_buckets(source, BUCKETS, consume)
     assert source.taken == 3 and consumed == ([0] if wrong == "consumer" else [])
 
 

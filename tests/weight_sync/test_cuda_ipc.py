@@ -23,8 +23,9 @@ from megatron_fleet.config.errors import UserError  # noqa: E402
 from megatron_fleet.platform.communicator import Alone  # noqa: E402
 from megatron_fleet.weight_sync.cuda_ipc import sender as cuda_ipc_sender  # noqa: E402
 from megatron_fleet.weight_sync.cuda_ipc.engine import CudaIpcEngine  # noqa: E402
-from megatron_fleet.weight_sync.engine_format import EngineFormat, FormattedSource  # noqa: E402
+from megatron_fleet.weight_sync.engine_format import EngineFormat  # noqa: E402
 from megatron_fleet.weight_sync.registry import make_transport  # noqa: E402
+from megatron_fleet.weights.exchange import FormattedSource  # noqa: E402
 from megatron_fleet.weights.hf_model import open_model  # noqa: E402
 from megatron_fleet.weights.source import MegatronWeightSource  # noqa: E402
 
@@ -158,7 +159,7 @@ def test_an_update_that_lacks_a_tensor_is_not_finished(folder, monkeypatch):
     monkeypatch.setattr(ipc_engine.IPCWeightTransferEngine, "finish_weight_update", lambda self: finished.append(self))
     monkeypatch.setattr(ipc_engine.IPCWeightTransferEngine, "receive_weights", lambda self, info: None)
     engine = object.__new__(CudaIpcEngine)
-    engine._received = set()
+    engine._received, engine.model, engine._loading = set(), None, None
     engine.model_config = SimpleNamespace(
         model=str(folder), hf_config=None, multimodal_config=None, enable_sleep_mode=True
     )

@@ -13,8 +13,12 @@ pytest.importorskip("vllm")
 from folder_source import FolderSource  # noqa: E402
 from local_sender import LocalSender  # noqa: E402
 from tiny_models import make, stored_tensors, unstacked  # noqa: E402
+from vllm.distributed.weight_transfer import ipc_engine  # noqa: E402
+from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig  # noqa: E402
+from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager  # noqa: E402
 
 from megatron_fleet.weight_sync import buckets, reloading  # noqa: E402
+from megatron_fleet.weight_sync.cuda_ipc import engine as cuda_ipc_engine  # noqa: E402
 from megatron_fleet.weight_sync.registry import make_transport  # noqa: E402
 from megatron_fleet.weight_sync.shm.board import SUMMED, RoundLost  # noqa: E402
 from megatron_fleet.weight_sync.shm.engine import ShmEngine, ShmInitInfo, ShmUpdateInfo  # noqa: E402
@@ -22,9 +26,15 @@ from megatron_fleet.weights.hf_model import open_model  # noqa: E402
 
 
 class Model(torch.nn.Module):
-    def __init__(self) -> None:
+    """A model that only records. Args: ``managers``: of the experts of its layers."""
+
+    def __init__(self, *managers: ExpertMapManager) -> None:
         super().__init__()
         self.loaded: dict[str, torch.Tensor] = {}
+        for number, manager in enumerate(managers):
+            layer = torch.nn.Module()
+            layer.expert_map_manager = manager
+            self.add_module(str(number), layer)
 
     def load_weights(self, weights):
         self.loaded |= {name: tensor.clone() for name, tensor in weights}
@@ -91,6 +101,54 @@ def test_all_the_engines_folder_stores_is_loaded_but_what_megatron_has_not(setup
     assert set(engine.loaded) == set(stored) - set(passthrough)
     assert (family == "qwen3") == (not passthrough)
     assert engine.version == 1
+
+
+def experts_of_device(rank: int, devices: int = 2, balanced: bool = False) -> ExpertMapManager:
+    """vLLM's map of 8 experts spread over devices."""
+    sizes = dict.fromkeys(("tp_size", "pcp_size", "dp_size", "sp_size"), 1) | {"ep_size": devices}
+    ranks = dict.fromkeys(("tp_rank", "pcp_rank", "dp_rank"), 0) | {"ep_rank": rank}
+    parallel = FusedMoEParallelConfig(**sizes, **ranks, use_ep=devices > 1, all2all_backend="", enable_eplb=balanced)
+    return ExpertMapManager(64, 2, 8, 0, None, parallel, "linear", balanced)
+
+
+def names_of_experts(names, experts):
+    return {name for name in names if any(f".experts.{expert}." in name for expert in experts)}
+
+
+@pytest.mark.parametrize(
+    ("managers", "own"),
+    [
+        ([experts_of_device(0), experts_of_device(0)], range(4)),
+        ([experts_of_device(1)], range(4, 8)),
+        ([experts_of_device(0), experts_of_device(1)], range(8)),
+        ([experts_of_device(0, devices=1)], range(8)),
+        ([experts_of_device(0, balanced=True)], range(8)),  # vLLM then puts experts where they are needed
+    ],
+)
+def test_a_device_loads_only_its_experts(setup, managers, own):
+    folder, engine, sync = setup("kimi_k25")
+    engine.engine.model = Model(*managers)
+    sync(1)
+    names = set(stored_tensors(folder)) - set(open_model(folder, prediction=False).passthrough)
+    assert set(engine.loaded) == names - names_of_experts(names, range(8)) | names_of_experts(names, own)
+    assert len(names_of_experts(names, own)) == len(own) * 3 * 3 * 3  # layers, matrices, parts
+
+
+def test_a_device_that_takes_chunks_from_a_rank_loads_only_its_experts(monkeypatch):
+    """vLLM's own half of CUDA IPC, with the mapping of the buffer cut off."""
+    tensors = {f"model.layers.1.mlp.experts.{e}.up_proj.weight": torch.tensor([e]) for e in range(8)}
+    tensors["model.layers.1.mlp.shared_experts.up_proj.weight"] = torch.tensor([9])
+    monkeypatch.setattr(ipc_engine, "packed_ipc_consumer", lambda **_: list(tensors.items()))
+    monkeypatch.setattr(cuda_ipc_engine, "begin_reload", lambda engine: None)
+    engine = object.__new__(cuda_ipc_engine.CudaIpcEngine)
+    engine.model, engine.device, engine.packed = Model(experts_of_device(1)), torch.device("cuda:0"), True
+    engine._received, engine._packed_importer = set(), None
+    model = engine.model
+    engine.start_weight_update()
+    sent = {"names": list(tensors), "shapes": [], "dtype_names": [], "tensor_sizes": [], "ipc_handles": {}}
+    engine.receive_weights(SimpleNamespace(**sent))
+    assert engine.model is model and engine._received == set(tensors)
+    assert set(model.loaded) == set(tensors) - names_of_experts(tensors, range(4))
 
 
 @pytest.mark.parametrize("family", ["kimi_k25", "qwen3_vl"])

@@ -26,8 +26,9 @@ from served_models import served_config
 
 from megatron_fleet.models.hf_config import read_model
 from megatron_fleet.weight_sync.registry import make_transport
+from megatron_fleet.weights.exchange import Place
 from megatron_fleet.weights.shards import load_hf
-from megatron_fleet.weights.source import MegatronWeightSource, Place
+from megatron_fleet.weights.source import MegatronWeightSource
 
 PROMPTS = [[5, 6, 7, 8, 9, 10], [100, 33, 2, 77, 410, 3], [500, 1, 250, 9, 9, 14]]
 TOKENS = 16

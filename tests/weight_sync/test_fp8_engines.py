@@ -30,11 +30,12 @@ from megatron_fleet.convert.to_hf import FP8, plan_to_hf
 from megatron_fleet.convert.to_megatron import plan_to_megatron
 from megatron_fleet.weight_sync.broadcast.group import pack, unpack
 from megatron_fleet.weight_sync.buckets import BucketLayout, make_buckets, source_groups, stored_parts, stream_buckets
-from megatron_fleet.weight_sync.engine_format import EngineFormat, FormattedSource
+from megatron_fleet.weight_sync.engine_format import EngineFormat
 from megatron_fleet.weight_sync.engine_model import FP8_FORMAT, FP8_LOADER, open_engine_model
 from megatron_fleet.weight_sync.registry import make_transport
 from megatron_fleet.weight_sync.shm.sender import ShmSender
 from megatron_fleet.weight_sync.vllm_plugin import LOADER
+from megatron_fleet.weights.exchange import AsHeld, FormattedSource
 from megatron_fleet.weights.fp8_model import declare_fp8, fp8_tensors
 from megatron_fleet.weights.hf_model import open_model
 
@@ -77,7 +78,7 @@ def assert_equal_bytes(found, expected):
 
 def by_shm(plain, model, _):
     def sender(comm):
-        source = FolderSource(plain, comm.rank, comm.size)
+        source = FolderSource(plain, comm)
         return ShmSender(source, comm, torch.device("cpu"), EngineFormat(model))
 
     engines, transport = RecordingEngines(), make_transport("shm")
@@ -103,7 +104,7 @@ def by_broadcast(plain, model, _):
         memory = pack(layout, bucket, tensors, torch.device("cpu"))
         found.update((name, tensor.clone()) for name, tensor in unpack(layout, bucket, memory))
 
-    stream_buckets(source, form, buckets, send)
+    stream_buckets(FormattedSource(source, form), stored_parts(buckets, form), send)
     return found
 
 
@@ -150,7 +151,7 @@ def test_the_form_for_other_devices_gives_the_same(folders, family, monkeypatch)
 def test_a_gpu_quantises_to_the_bytes_of_the_conversion(folders, family):
     plain, quantised, declared = folders(family)
     form, expected = EngineFormat(open_engine_model(plain, declared)), stored_tensors(quantised)
-    for name, values in FolderSource(plain):
+    for name, values in FormattedSource(FolderSource(plain), AsHeld()):
         for part, found in zip(form.names(name), form.encode(name, values.cuda()), strict=True):
             assert_equal_bytes(found.cpu(), expected[part])
 

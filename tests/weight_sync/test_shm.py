@@ -26,8 +26,9 @@ from megatron_fleet.weight_sync.engine_format import EngineFormat  # noqa: E402
 from megatron_fleet.weight_sync.registry import make_transport  # noqa: E402
 from megatron_fleet.weight_sync.shm.board import SUMMED, Board, RoundLost  # noqa: E402
 from megatron_fleet.weight_sync.shm.sender import ShmSender  # noqa: E402
+from megatron_fleet.weights.exchange import Place  # noqa: E402
 from megatron_fleet.weights.shards import load_hf  # noqa: E402
-from megatron_fleet.weights.source import MegatronWeightSource, Place  # noqa: E402
+from megatron_fleet.weights.source import MegatronWeightSource  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("groups")
 
@@ -123,22 +124,22 @@ async def test_a_rank_that_fails_in_the_middle_stops_the_update_everywhere(model
     trainer, engines = MegatronRanks(folder, config, tp=2), RecordingEngines()
     transport = make_transport("shm")
     await trainer.prepare_weights("shm", {})
-    source = trainer.sources[culprit]
-    write = source.write_local
+    weights = trainer._senders[culprit]._weights
+    write = weights.write_local
 
-    def fail(out):
-        if at in out:
+    def fail(tensors, memory):
+        if at in tensors:
             raise OSError("no such memory")
-        write(out)
+        write(tensors, memory)
 
-    source.write_local = fail
+    weights.write_local = fail
     with pytest.raises(OSError, match="no such memory"):
         await asyncio.wait_for(transport.sync(trainer, engines, 3), HANG_S)
     assert isinstance(trainer.errors[culprit], OSError)
     other = trainer.errors[1 - culprit]
     assert isinstance(other, PeerError) and f"rank {culprit}: no such memory" in str(other)
     assert engines.calls == ["open", "begin", "load"] and engines.version is None
-    source.write_local = write
+    weights.write_local = write
     await transport.sync(trainer, engines, 3)
     assert engines.version == 3
     assert all(torch.equal(engines.tensors[name], tensor) for name, tensor in tensors.items())
@@ -191,7 +192,7 @@ async def test_writers_are_waited_for_when_no_engine_takes_part(model):
 
     engines.load = load  # as when all engines are lost in it
     await trainer.prepare_weights("shm", {})
-    trainer.sources[1].write_local = lambda out: 1 / 0
+    trainer._senders[1]._weights.write_local = lambda tensors, memory: 1 / 0
     with pytest.raises(ZeroDivisionError):
         await transport.sync(trainer, engines, 1)
     assert "finish" not in engines.calls

@@ -26,6 +26,9 @@ from megatron_fleet.platform import device
 from megatron_fleet.platform.megatron.attention import MicroBatchParams
 from megatron_fleet.platform.megatron.spec import TorchBackend
 from megatron_fleet.trainer.megatron.build import build_stage, stage_layers, transformer_config
+from megatron_fleet.weight_sync.engine_format import EngineFormat
+from megatron_fleet.weights.exchange import FormattedSource
+from megatron_fleet.weights.hf_model import open_model
 from megatron_fleet.weights.shards import load_hf
 from megatron_fleet.weights.source import MegatronWeightSource, megatron_place
 
@@ -220,9 +223,15 @@ def check_loading(chunks: list[GPTModel], hf: Path, converted: Path) -> None:
 
 
 def check_source(chunks: list[GPTModel], hf: Path, config: dict[str, Any]) -> None:
-    """The live export gives every tensor of the source back."""
+    """The live export gives every tensor of the source back, and engines are sent its codes and scales."""
     source = MegatronWeightSource(chunks, config, dtype=torch.float32, place=megatron_place())
-    expected = unstacked(dequantise(stored_tensors(hf)))
+    stored, form = stored_tensors(hf), EngineFormat(open_model(hf))
+    expected = unstacked(dequantise(stored))
+    coded = {part for name in expected if len(form.names(name)) > 1 for part in form.names(name)}
+    for name, tensor in FormattedSource(source, form) if coded else ():
+        if name in coded:
+            assert tensor.dtype == stored[name].dtype and tensor.shape == stored[name].shape, name
+            assert torch.equal(tensor.view(torch.uint8), stored[name].view(torch.uint8)), name
     for name, tensor in source:
         wanted = expected[name].float()
         if name.endswith("linear_attn.norm.weight"):

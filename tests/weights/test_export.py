@@ -21,10 +21,11 @@ from megatron_fleet.config.errors import UserError  # noqa: E402
 from megatron_fleet.models.hf_config import is_quantized  # noqa: E402
 from megatron_fleet.platform.communicator import Alone  # noqa: E402
 from megatron_fleet.weights import export as export_module  # noqa: E402
+from megatron_fleet.weights.exchange import Place  # noqa: E402
 from megatron_fleet.weights.export import export_hf  # noqa: E402
 from megatron_fleet.weights.hf_model import open_model  # noqa: E402
 from megatron_fleet.weights.shards import load_hf  # noqa: E402
-from megatron_fleet.weights.source import MegatronWeightSource, Place  # noqa: E402
+from megatron_fleet.weights.source import MegatronWeightSource  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("groups")
 

@@ -13,7 +13,8 @@ from megatron_fleet.platform.communicator import Communicator, together
 from megatron_fleet.weight_sync.base import Outbox
 from megatron_fleet.weight_sync.broadcast.group import GlooGroup, GroupBroken, NcclGroup, Rendezvous, UpdateGroup, pack
 from megatron_fleet.weight_sync.buckets import BucketLayout, make_buckets, source_groups, stored_parts, stream_buckets
-from megatron_fleet.weight_sync.engine_format import EngineFormat, WeightSource
+from megatron_fleet.weight_sync.engine_format import EngineFormat
+from megatron_fleet.weights.exchange import FormattedSource, WeightSource
 
 
 class BroadcastSender:
@@ -26,9 +27,10 @@ class BroadcastSender:
     group: ClassVar[type[UpdateGroup]]
 
     def __init__(self, source: WeightSource, world: Communicator, device: torch.device, form: EngineFormat) -> None:
-        self._source, self._world, self._device, self._form = source, world, device, form
-        self._buckets = make_buckets(source_groups(source))
-        self._layout = BucketLayout(stored_parts(self._buckets, form))
+        self._weights, self._world, self._device = FormattedSource(source, form), world, device
+        self._replica = source.place.replica
+        self._buckets = stored_parts(make_buckets(source_groups(source)), form)
+        self._layout = BucketLayout(self._buckets)
         self._rendezvous: Rendezvous | None = None
         self._group: UpdateGroup | None = None
 
@@ -44,10 +46,10 @@ class BroadcastSender:
         """See `Sender.send`."""
         broken = ""
         with together(self._world):
-            if self._source.place.replica == 0:
+            if self._replica == 0:
                 try:
                     consume = self._broadcast if self._world.rank == 0 else None
-                    stream_buckets(self._source, self._form, self._buckets, consume)
+                    stream_buckets(self._weights, self._buckets, consume)
                 except GroupBroken as e:
                     broken = str(e)
                     self.close()

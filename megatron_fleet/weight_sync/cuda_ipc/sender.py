@@ -13,7 +13,8 @@ import torch
 from megatron_fleet.platform.communicator import Communicator, together
 from megatron_fleet.weight_sync.base import Outbox
 from megatron_fleet.weight_sync.cuda_ipc.controller import check_allocator
-from megatron_fleet.weight_sync.engine_format import EngineFormat, FormattedSource, WeightSource
+from megatron_fleet.weight_sync.engine_format import EngineFormat
+from megatron_fleet.weights.exchange import FormattedSource, WeightSource
 
 BUFFER_BYTES = 1 << 30
 """Device memory per rank during an update; more if a tensor is larger."""
@@ -29,7 +30,7 @@ class CudaIpcSender:
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
-        formatted = FormattedSource(source, form)
+        formatted = FormattedSource(source, form, world)  # every replica iterates
         nbytes = max(BUFFER_BYTES, *(meta.nbytes for meta in formatted.metadata()))
         info = IPCTrainerInitInfo(rank=world.rank, packed=True, packed_buffer_size_bytes=nbytes)
         self._world = world

@@ -15,16 +15,16 @@ from megatron_fleet.storage.staging import Staging
 from megatron_fleet.weight_sync.base import Outbox
 from megatron_fleet.weight_sync.buckets import checksum, make_buckets, source_groups, stored_parts, stream_buckets
 from megatron_fleet.weight_sync.disk.manifest import MANIFEST, BucketFile, write_manifest
-from megatron_fleet.weight_sync.engine_format import EngineFormat, WeightSource
+from megatron_fleet.weight_sync.engine_format import EngineFormat
+from megatron_fleet.weights.exchange import FormattedSource, WeightSource
 
 
 class DiskSender:
     """`weight_sync.base.Sender`. Options of `send`: ``path`` of the folder to write, which must not exist yet."""
 
     def __init__(self, source: WeightSource, world: Communicator, device: torch.device, form: EngineFormat) -> None:
-        self._source, self._world, self._form = source, world, form
-        self._buckets = make_buckets(source_groups(source))
-        self._parts = stored_parts(self._buckets, form)
+        self._weights, self._world, self._replica = FormattedSource(source, form), world, source.place.replica
+        self._buckets = stored_parts(make_buckets(source_groups(source)), form)
 
     def prepare(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
         """No-op: there is nothing to prepare."""
@@ -39,8 +39,8 @@ class DiskSender:
         with together(self._world):
             if staging is not None:
                 staging.commit(write_manifest(version, self._write(staging.folder)))
-            elif self._source.place.replica == 0:
-                stream_buckets(self._source, self._form, self._buckets, None)
+            elif self._replica == 0:
+                stream_buckets(self._weights, self._buckets, None)
 
     def close(self) -> None:
         """See `Sender.close`."""
@@ -49,12 +49,12 @@ class DiskSender:
         files: list[BucketFile] = []
 
         def write(bucket: int, tensors: list[torch.Tensor]) -> None:
-            names = [meta.name for meta in self._parts[bucket]]
+            names = [meta.name for meta in self._buckets[bucket]]
             content = save({name: t.contiguous().cpu() for name, t in zip(names, tensors, strict=True)})
             file = f"{bucket:05d}.safetensors"
             files.append(BucketFile(file, len(content), _write_file(folder, file, content), names))
 
-        stream_buckets(self._source, self._form, self._buckets, write)
+        stream_buckets(self._weights, self._buckets, write)
         return files
 
 

@@ -1,6 +1,7 @@
-"""Trainer side of the ``shm`` transport: ranks of the first replica write the parts they own, without gathering.
+"""Trainer side of the ``shm`` transport: ranks of the first replica write what they own, encoded, without gathering.
 
-The shared memory has the board, the buckets, and the writers' scratch space.
+The shared memory has the board, the buckets, and the writers' scratch space, which is for quantised tensors of which a
+rank's box ends inside a block: they are put together there as BF16 and then encoded.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from megatron_fleet.weight_sync.buckets import (
     stored_parts,
     view_in,
 )
-from megatron_fleet.weight_sync.engine_format import EngineFormat, WeightSource
+from megatron_fleet.weight_sync.engine_format import EngineFormat
 from megatron_fleet.weight_sync.shm.board import ENCODED, SUMMED, WRITTEN, Board, RoundLost
-from megatron_fleet.weights.source import ParamMeta
+from megatron_fleet.weights.exchange import FormattedSource, ParamMeta, WeightSource
 
 
 class SharedLayout(BucketLayout):
@@ -80,7 +81,7 @@ class ShmSender:
 
     def __init__(self, source: WeightSource, world: Communicator, device: torch.device, form: EngineFormat) -> None:
         """Collective over ``world``."""
-        self._source, self._world, self._form = source, world, form
+        self._weights, self._world, self._form = FormattedSource(source, form), world, form
         self._writers = [rank for rank, replica in enumerate(world.all_gather(source.place.replica)) if replica == 0]
         groups = source_groups(source)
         # The first group (the embedding, often larger than a layer) comes last so that engines can start sooner.
@@ -139,7 +140,7 @@ class ShmSender:
     def _write_bucket(self, board: Board, memory: torch.Tensor, bucket: int, me: int, number: int) -> None:
         ready = dict(self._layout.tensors(bucket, memory))
         raw = self._scratch(memory, bucket)
-        self._source.write_local({m.name: (raw if m.name in raw else ready)[m.name] for m in self._buckets[bucket]})
+        self._weights.write_local([meta.name for meta in self._buckets[bucket]], ready | raw)
         board.mark(WRITTEN, bucket, me, number)
         board.wait(WRITTEN, bucket, number)
         if raw:
@@ -153,13 +154,13 @@ class ShmSender:
         board.mark(SUMMED, bucket, me, number)
 
     def _scratch_bytes(self, meta: ParamMeta) -> int:
-        return aligned(2 * math.prod(meta.shape)) if self._form.is_quantised(meta.name) else 0
+        return aligned(2 * math.prod(meta.shape)) if meta.name in self._weights.whole_first else 0
 
     def _scratch(self, memory: torch.Tensor, bucket: int) -> dict[str, torch.Tensor]:
-        """Scratch space for the tensors of a bucket that are quantised, as BF16."""
+        """Scratch space for the tensors of a bucket that are put together before they are encoded, as BF16."""
         views, at = {}, self._layout.scratch
         for meta in self._buckets[bucket]:
-            if self._form.is_quantised(meta.name):
+            if meta.name in self._weights.whole_first:
                 views[meta.name] = view_in(memory, at, ParamMeta(meta.name, torch.bfloat16, meta.shape))
                 at += self._scratch_bytes(meta)
         return views
