@@ -19,6 +19,11 @@ def backend() -> str:
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
+def cores_of_rank() -> int:
+    """Number of the host's cores divided by its ranks (LOCAL_WORLD_SIZE), at least 1."""
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
 def prepare(threads: int, seed: int) -> torch.device:
     """Select this rank's device, its number of CPU threads and its random seed.
 

@@ -70,6 +70,7 @@ def main(environ: Mapping[str, str]) -> int:
             f"MFLEET_CONTROLLER={address}: the controller refused rank {me.rank} of {me.world_size}; see its output "
             f"(another number of ranks, or a rank that is there already)."
         )
+    os.environ["LOCAL_WORLD_SIZE"] = str(me.local_world_size)  # `platform.device` reads it
     if me.source != "mfleet":  # otherwise the process that started it has done this
         run = json.loads(answer[1])["run"]
         if not run["shared"]:

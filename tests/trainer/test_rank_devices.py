@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 from policy_fixtures import make_config, write_config
@@ -74,3 +75,21 @@ async def test_ranks_of_this_machine_alone_are_given_their_devices(tmp_path, mon
         async with group.open_trainer(Config.model_validate(tree)):
             pass
     assert [(ranks.ranks, ranks.visible) for ranks in started] == [((0, 1), visible)]
+
+
+@pytest.mark.parametrize(
+    ("threads", "offloaded", "cuda", "expected"),
+    [(None, 1.0, True, 2), (None, 0.0, True, 1), (None, 1.0, False, 1), (5, 1.0, True, 5)],
+)
+def test_an_optimizer_in_host_memory_has_a_share_of_the_hosts_cores(threads, offloaded, cuda, expected, monkeypatch):
+    from megatron_fleet.config.schema import OptimizerConfig, PolicyConfig
+    from megatron_fleet.trainer.megatron import policy
+
+    optimizer = OptimizerConfig(lr=1e-3, offload_fraction=offloaded)
+    section = PolicyConfig(micro_batch_tokens=64, threads=threads, optimizer=optimizer)
+    rank = object.__new__(policy.MegatronPolicy)
+    rank._config = SimpleNamespace(policy=section)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(9))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(policy.device, "device", lambda: SimpleNamespace(type="cuda" if cuda else "cpu"))
+    assert rank._threads() == expected

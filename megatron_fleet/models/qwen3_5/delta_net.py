@@ -173,8 +173,7 @@ class GatedDeltaNet:
         if not delta_rule.is_slow():
             return None
         return (
-            "its Gated DeltaNet layers are trained with PyTorch's operators, which are slow; install "
-            "flash-linear-attention, as requirements/engine-gpu.txt names it."
+            f"its Gated DeltaNet layers are trained with PyTorch's operators, which are slow; {delta_rule.fla_fault()}."
         )
 
     @property

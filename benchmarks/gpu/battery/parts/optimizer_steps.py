@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -42,8 +41,8 @@ def variant(sink: Sink, settings: Mapping[str, Any]) -> None:
 def _variant(sink: Sink, settings: Mapping[str, Any], folder: Path) -> None:
     size, name = settings["size"], settings["name"]
     hf = shapes.model_config(size, LAYERS, shapes.SMALL_VOCABULARY)
-    settings_of_policy = {"optimizer": settings["optimizer"], "threads": os.cpu_count() or 1}
-    config = shapes.run_config(shapes.write_config(folder, hf), TOKENS[size], policy=settings_of_policy)
+    policy_section = {"optimizer": settings["optimizer"]}
+    config = shapes.run_config(shapes.write_config(folder, hf), TOKENS[size], policy=policy_section)
     policy = shapes.make_policy(config)
     count = sum(p.numel() for chunk in policy.model_chunks for p in chunk.parameters())
     policy.forward_backward([shapes.random_data(TOKENS[size], TOKENS[size], policy.vocab_size)], sft_loss)

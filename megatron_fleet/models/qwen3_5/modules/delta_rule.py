@@ -5,8 +5,11 @@ Convolution and state begin anew with every sequence. fla is flash-linear-attent
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import re
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +19,25 @@ from megatron_fleet.platform.device import to_device
 
 CHUNK = 64
 """Tokens per block of the chunked form."""
+WRONG_TRITON = (3, 4), (3, 7, 1)
+"""First release with wrong gradients, and the first one without them again."""
 L2_EPS = 1e-6
 """Added to the sum of squares of a query or key before the root, as in transformers, vLLM and fla."""
+
+
+class Lengths(tuple[int, ...]):
+    """Tokens of each sequence of a micro-batch, with their boundaries in the form that fla takes."""
+
+    def boundaries(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cumulative lengths, int64, on the device of ``x`` and on the host; tokens of ``x`` after the sequences are
+        one more. Always the same tensors: fla remembers by their identity what it derives from them.
+        """
+        known: tuple[torch.Tensor, torch.Tensor] | None = self.__dict__.get("known")
+        if known is None:
+            rest = x.shape[0] - sum(self)
+            host = torch.tensor([0, *self, *([rest] if rest else [])]).cumsum(0)
+            known = self.__dict__["known"] = to_device(host, x.device), host
+        return known
 
 
 class Kernels(NamedTuple):
@@ -28,13 +48,13 @@ class Kernels(NamedTuple):
         rule: output of `gated_delta_rule` for each sequence.
     """
 
-    convolve: Callable[[torch.Tensor, torch.Tensor, Sequence[int]], torch.Tensor]
+    convolve: Callable[[torch.Tensor, torch.Tensor, Lengths], torch.Tensor]
     rule: Callable[..., torch.Tensor]
 
 
 def kernels() -> Kernels:
-    """Choose the operators of this host: fla's on CUDA if it is installed, else PyTorch's."""
-    if torch.cuda.is_available() and importlib.util.find_spec("fla") is not None:
+    """Choose the operators of this host: fla's on CUDA where they can be used, else PyTorch's."""
+    if torch.cuda.is_available() and fla_fault() is None:
         return Kernels(_fla_convolve, _fla_rule)
     return Kernels(convolve, packed_rule)
 
@@ -42,6 +62,21 @@ def kernels() -> Kernels:
 def is_slow() -> bool:
     """Whether this host has a GPU and computes with PyTorch's operators on it."""
     return torch.cuda.is_available() and kernels().rule is packed_rule
+
+
+@functools.cache
+def fla_fault() -> str | None:
+    """Reason why fla's kernels cannot be used on this host's GPUs, with the fix; ``None`` if they can."""
+    if importlib.util.find_spec("fla") is None:
+        return "install flash-linear-attention, as requirements/engine-gpu.txt names it"
+    triton = metadata.version("triton")
+    hopper = torch.cuda.get_device_capability()[0] == 9
+    if hopper and WRONG_TRITON[0] <= tuple(map(int, re.findall(r"\d+", triton)[:3])) < WRONG_TRITON[1]:
+        # fla refuses it in the backward pass (fla/ops/common/chunk_o.py of 0.6.0).
+        return (
+            f"Triton {triton} computes wrong gradients of fla's kernels on Hopper GPUs: install Triton 3.7.1 or newer"
+        )
+    return None
 
 
 def unit_length(x: torch.Tensor) -> torch.Tensor:
@@ -76,7 +111,13 @@ def convolve_on(x: torch.Tensor, weight: torch.Tensor, window: torch.Tensor) -> 
 def packed_rule(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, lengths: Sequence[int]
 ) -> torch.Tensor:
-    """`gated_delta_rule` of each sequence, ``[T, heads, V]``; tokens after the sequences get zeros."""
+    """`gated_delta_rule` of each sequence, ``[T, heads, V]``; tokens after the sequences get zeros.
+
+    Args:
+        q, k: ``[T, groups, K]``; each group's key is that of ``heads / groups`` heads that follow each other.
+    """
+    shared = v.shape[1] // q.shape[1]
+    q, k = (x.repeat_interleave(shared, dim=1) for x in (q, k))
     out, start = [], 0
     for length in lengths:
         here = slice(start, start + length)
@@ -149,24 +190,19 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _boundaries(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    """Cumulative lengths on the device, int64; tokens after the sequences are one more."""
-    rest = x.shape[0] - sum(lengths)
-    return to_device(torch.tensor([0, *lengths, *([rest] if rest else [])]).cumsum(0), x.device)
-
-
-def _fla_convolve(x: torch.Tensor, weight: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+def _fla_convolve(x: torch.Tensor, weight: torch.Tensor, lengths: Lengths) -> torch.Tensor:
     from fla.modules.causal_conv1d import causal_conv1d
 
-    out: Any = causal_conv1d(x[None], weight[:, 0], activation="silu", cu_seqlens=_boundaries(x, lengths))
+    ends, on_host = lengths.boundaries(x)
+    out: Any = causal_conv1d(x[None], weight[:, 0], activation="silu", cu_seqlens=ends, cu_seqlens_cpu=on_host)
     return out[0][0]  # output and final state, of a batch of one
 
 
 def _fla_rule(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, lengths: Sequence[int]
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, lengths: Lengths
 ) -> torch.Tensor:
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    batch = (x[None].contiguous() for x in (q, k, v))
-    out: Any = chunk_gated_delta_rule(*batch, g=g[None], beta=beta[None], cu_seqlens=_boundaries(q, lengths))
+    batch, (ends, on_host) = (x[None].contiguous() for x in (q, k, v)), lengths.boundaries(q)
+    out: Any = chunk_gated_delta_rule(*batch, g=g[None], beta=beta[None], cu_seqlens=ends, cu_seqlens_cpu=on_host)
     return out[0][0]

@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import nn
 
-from megatron_fleet.models.qwen3_5.modules.delta_rule import kernels, unit_length
+from megatron_fleet.models.qwen3_5.modules.delta_rule import Lengths, kernels, unit_length
 from megatron_fleet.platform.device import to_device
 from megatron_fleet.platform.megatron.attention import MicroBatchParams, local_tokens
 from megatron_fleet.platform.megatron.spec import MixerLayer
@@ -71,7 +71,9 @@ class PackedGatedDeltaNet(GatedDeltaNet):
         gradients summed in the backward pass.
         """
         projected, _bias = self.in_proj(hidden_states)
-        packed, lengths, operators = projected[:, 0], packed_seq_params.lengths, kernels()
+        packed, operators = projected[:, 0], kernels()
+        # Of all layers of the micro-batch, and of their recomputation.
+        lengths: Lengths = vars(packed_seq_params).setdefault("mfleet_lengths", Lengths(packed_seq_params.lengths))
         group = parallel_state.get_context_parallel_group()
         mine = None
         if group.size() > 1:
@@ -86,8 +88,6 @@ class PackedGatedDeltaNet(GatedDeltaNet):
         mixed = operators.convolve(mixed, self.conv1d.weight, lengths)
         q, k, v = mixed.split([keys, keys, values], dim=-1)
         q, k = (unit_length(x.unflatten(-1, (-1, self.key_head_dim))) for x in (q, k))
-        shared = self.num_value_heads // self.num_key_heads
-        q, k = (x.repeat_interleave(shared, dim=1) for x in (q, k))
         out = operators.rule(
             q,
             k,
