@@ -159,14 +159,20 @@ def configuration(run: Run) -> Config:
 
 
 def predicted(run: Run) -> StepTime:
-    """The step as it is planned; log-probs of the old policy are always computed there."""
+    """The step as it is planned for their vLLM; log-probs of the old policy are always computed there.
+
+    Host and device take turns in it. Asynchronous scheduling became vLLM's default (pull request 27614) after those of
+    NeMo RL 0.3 to 0.5, 0.9 to 0.11.2. NeMo RL 0.6 has vLLM 0.17.1 and gives engines of several GPUs, as all of its here
+    are, the executor of Ray, which got it with RayExecutorV2 (pull request 36836).
+    """
     shape = dict(KNOWN[run.model])
     drop_quantization(shape)  # weights are converted to bfloat16 before training
     load = Workload(
         episodes=run.episodes, mean=run.mean, longest=run.longest, sampled=1 - run.prompt / run.mean, turns=1,
         tool_s=0.0, start_s=0.0,
     )  # fmt: skip
-    step = step_time(configuration(run), shape, read_model(shape), GPUS[run.gpu], load, old_pass=True)
+    how = {"old_pass": True, "overlapped": False}
+    step = step_time(configuration(run), shape, read_model(shape), GPUS[run.gpu], load, **how)
     return replace(step, phases={**step.phases, "weight sync": {"published": run.sync}})
 
 

@@ -228,7 +228,7 @@ def _train(args: argparse.Namespace) -> int:
     config = _load(args)
     args.out = Path(config.run.out)
     config = fetched(config, weights=not args.dry_run)
-    assumed = _assumed(args)
+    assumed = _assumed(args, config)
     preflight.check(config, assumed)
     config = in_steps(config)
     if args.dry_run:
@@ -242,15 +242,16 @@ def _train(args: argparse.Namespace) -> int:
         return train(config)
 
 
-def _assumed(args: argparse.Namespace) -> Inventory | None:
+def _assumed(args: argparse.Namespace, config: Config) -> Inventory | None:
     from megatron_fleet.cluster.inventory import assumed_inventory
-    from megatron_fleet.cluster.memory.phases import H100_BYTES
+    from megatron_fleet.cluster.planning.hardware import gpu_of
 
     if args.gpus is None:
         return None
     if args.gpus < 1 or not args.dry_run:
         raise UserError(f"--gpus={args.gpus} plans for GPUs that need not be here; give 1 or more, with --dry-run.")
-    return assumed_inventory(args.gpus, "H100 80GB (assumed)", H100_BYTES)
+    gpu = gpu_of(config)
+    return assumed_inventory(args.gpus, f"{gpu.name} (assumed)", gpu.memory)
 
 
 def _launch(args: argparse.Namespace) -> int:

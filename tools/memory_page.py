@@ -29,6 +29,8 @@ QWEN3_8B = memory_points.MODELS["Qwen3-8B"]
 EXPERIMENTS: Mapping[str, Mapping[str, Any]] = {
     LONG: QWEN3_8B,
     f"{LONG}_2node": QWEN3_8B,
+    f"{LONG}_fp8_kv": QWEN3_8B,
+    "qwen3_8b_bench": QWEN3_8B,
     "qwen3_30b_a3b_fleet": memory_points.MODELS["Qwen3-30B-A3B"],
     "qwen3_32b_fleet": memory_points.MODELS["Qwen3-32B"],
     "moonlight_16b_fleet": memory_points.MODELS["Moonlight-16B-A3B"],

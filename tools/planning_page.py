@@ -13,36 +13,43 @@ sys.path.append(str(ROOT / "benchmarks"))
 import memory_points  # noqa: E402
 import step_points  # noqa: E402
 
-from megatron_fleet.cluster.memory.engine import GIB  # noqa: E402
+from megatron_fleet.cluster.memory.engine import GIB, engine_memory  # noqa: E402
 from megatron_fleet.cluster.planning import rollout, scaling, step, training, workload  # noqa: E402
-from megatron_fleet.cluster.planning.hardware import GPUS, gpu_named  # noqa: E402
+from megatron_fleet.cluster.planning.hardware import GPUS, gpu_of  # noqa: E402
 from megatron_fleet.cluster.planning.plan import Plan, make_plan  # noqa: E402
+from megatron_fleet.cluster.planning.shapes import shape_of  # noqa: E402
 from megatron_fleet.cluster.planning.workload import Workload  # noqa: E402
 from megatron_fleet.config.load import load  # noqa: E402
+from megatron_fleet.models.hf_config import read_model  # noqa: E402
 
 PAGE = ROOT / "docs" / "run" / "planning.md"
 PICTURE = PAGE.with_suffix(".svg")
-EXPERIMENTS = {
-    **dict.fromkeys(("qwen3_8b_fleet", "qwen3_8b_fleet_2node", "qwen3_8b_fleet_no_kl", "qwen3_8b_fleet_async"), "H100"),
-    **dict.fromkeys(("qwen3_30b_a3b_fleet", "qwen3_32b_fleet", "moonlight_16b_fleet", "glm_4_7_flash_fleet"), "H100"),
-    **dict.fromkeys(("qwen3_5_35b_a3b_fleet", "kimi_k2_5_fleet"), "H200"),
-}
-"""Experiment → the GPUs that it is for."""
-DRAWN = "qwen3_8b_fleet"
+DRAWN, LARGEST = "qwen3_8b_fleet", "kimi_k2_5_fleet"
+PUBLISHED = {"qwen3_8b_bench": {"mean": 945.0, "sampled": 795 / 945, "tool_s": 0.0}}
+"""Experiment that is compared with a published run → the lengths of that run's episodes."""
+WITHOUT_STEPS = ("qwen3_8b_fleet_eval",)
 
 
 @cache
 def planned(experiment: str) -> Plan:
-    """The plan of an experiment."""
+    """The plan of an experiment on the GPUs that it names."""
     config = load([f"experiment={experiment}"])
-    return make_plan(config, gpu_named(EXPERIMENTS[experiment]), Workload.of(config))
+    return make_plan(config, gpu_of(config), Workload.of(config, **PUBLISHED.get(experiment, {})))
+
+
+@cache
+def names() -> tuple[str, ...]:
+    """Experiments that name their GPUs and train, those with the fewest GPUs first."""
+    found = [path.stem for path in (ROOT / "configs" / "experiment").glob("*.yaml")]
+    found = [name for name in found if load([f"experiment={name}"]).cluster.gpu is not None]
+    return tuple(sorted(set(found) - {*WITHOUT_STEPS}, key=lambda name: (planned(name).devices, name)))
 
 
 def experiments() -> str:
     """Time, memory and cost of each experiment."""
     head = ["experiment", "GPUs", "train GiB", "roll GiB", "host GiB", "rollout s", "training s", "step s"]
     lines = [f"| {' | '.join([*head, 'GPU-hours', 'what binds'])} |", "|---" * 10 + "|"]
-    for name in EXPERIMENTS:
+    for name in names():
         plan = planned(name)
         assert plan.step is not None and plan.problem is None
         peak = {
@@ -55,6 +62,33 @@ def experiments() -> str:
         cells += [f"{plan.step.total:.0f}", f"{plan.gpu_hours:.2f}", ", ".join(plan.step.binds)]
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def largest() -> str:
+    """Why the largest experiment has no layout for H100."""
+    config, gpu = load([f"experiment={LARGEST}"]), GPUS["H100"]
+    hf_config, _ = shape_of(config.model.path)
+    model = read_model(hf_config)
+    two = config.rollout.engine.model_copy(update={"tensor_parallel": 2 * gpu.per_host})
+    spread = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": two})})
+    one, over_two = (engine_memory(c, model, hf_config) for c in (config, spread))
+    *_, roll = make_plan(config, gpu, Workload.of(config)).memory.devices[0].phases
+    needed = (roll.total - roll.parts["KV cache"]) / GIB
+    alone = (one.fixed + roll.parts["engine context"]) / GIB
+    sequence, memory = one.token * config.rollout.max_context / GIB, gpu.memory / GIB
+    assert needed > memory > alone > memory - sequence
+    assert needed + sequence - (one.weights - over_two.weights) / GIB < memory
+    return (
+        f"`{LARGEST}` has no layout for H100. The INT4 weights take {one.weights / GIB:.1f} GiB of each of an engine's "
+        f"{config.rollout.engine.tensor_parallel} GPUs, its largest step and its graphs "
+        f"{(one.step + one.graphs) / GIB:.1f}, contexts and communicators of engine and idle trainer "
+        f"{needed - one.fixed / GIB:.1f}: {needed:.1f} of {memory:.1f} GiB, and no KV cache yet, of which a sequence "
+        f"of {config.rollout.max_context:,} tokens takes {sequence:.1f}. Without the trainer "
+        f"(`rollout.engine.colocated=false`) they take {alone:.1f}, which leaves less than one sequence. On the GPUs "
+        f"of two hosts the weights would take {over_two.weights / GIB:.1f} each and all would fit, but an engine does "
+        f"not extend over several hosts: its processes, its devices and the memory through which it receives weights "
+        f"are those of one."
+    )
 
 
 def constants() -> str:
@@ -72,7 +106,8 @@ def constants() -> str:
         f"{1e3 * training.EXPERT_LAYER_S:g} ms",
         "an update beside what is counted": f"{training.UPDATE_S} s",
         "decoding, share of the memory's bandwidth; experts": f"{rollout.DECODE}, {rollout.EXPERT_READS}",
-        "decoding, a step; each sequence": f"{1e3 * rollout.STEP_S:g} ms, {1e6 * rollout.SEQUENCE_S:g} µs",
+        "decoding, the host's work for a step beside the device's; each sequence": f"{1e3 * rollout.STEP_S:g} ms, "
+        f"{1e6 * rollout.SEQUENCE_S:g} µs",
         "decoding, at least for a layer; latent attention besides": f"{1e6 * rollout.LAYER_KERNELS_S:g}, "
         f"{1e6 * rollout.LATENT_S:g} µs",
         "small all-reduce in a host; for each doubling of hosts": f"{1e6 * rollout.MESSAGE_S:g}, "
@@ -85,6 +120,7 @@ def constants() -> str:
         "sampled share of it": workload.SAMPLED_SHARE,
         "sigma of the logarithm of lengths": workload.SIGMA,
         "turns; seconds of a turn's tools": f"{workload.TURNS}, {workload.TOOL_S:g} s",
+        "drafted tokens that are accepted: ngram, mtp": f"{workload.ACCEPTED['ngram']}, {workload.ACCEPTED['mtp']}",
     }
     return "\n".join(["| estimate | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
 
@@ -126,6 +162,7 @@ def simulation() -> str:
 
 TABLES = {
     "experiments": experiments,
+    "largest": largest,
     "summary": summary,
     "points": lambda: step_points.table().rstrip(),
     "constants": constants,

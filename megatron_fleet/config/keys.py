@@ -66,16 +66,18 @@ def suggest(name: str) -> str | None:
 
 def accepts(info: FieldInfo) -> str:
     """Describe the values a field accepts: ``integer ≥ 1``, ``one of k1, k2, k3``, ``number > 0 or null``."""
-    bounds = []
     for rule in info.metadata:
         if isinstance(rule, Open):
             return rule.spelt
-        for attribute, sign in (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤")):
-            if (bound := getattr(rule, attribute, None)) is not None:
-                bounds.append(f"{sign} {bound}")
     kind, _, null = _kind(info.annotation).partition(" or ")
-    text = " ".join([kind, " and ".join(bounds)]).strip()
+    text = f"{kind} {_bounds(info)}".strip()
     return f"{text} or {null}" if null else text
+
+
+def _bounds(info: FieldInfo) -> str:
+    signs = (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤"))
+    found = ((sign, getattr(rule, attribute, None)) for rule in info.metadata for attribute, sign in signs)
+    return " and ".join(f"{sign} {bound}" for sign, bound in found if bound is not None)
 
 
 def _kind(annotation: Any) -> str:
@@ -83,7 +85,8 @@ def _kind(annotation: Any) -> str:
     if annotation in words:
         return words[annotation]
     if get_origin(annotation) is Annotated:
-        return next(rule.spelt for rule in annotation.__metadata__ if isinstance(rule, Open))
+        (rule,) = annotation.__metadata__
+        return rule.spelt if isinstance(rule, Open) else f"{_kind(annotation.__origin__)} {_bounds(rule)}"
     if get_origin(annotation) is Literal:
         return "one of " + ", ".join(map(str, get_args(annotation)))
     if get_origin(annotation) is dict:

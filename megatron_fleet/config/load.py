@@ -165,7 +165,8 @@ def _typed(tree: dict[str, Any]) -> Config:
     except ValidationError as error:
         # Unknown keys first: one is often the misspelling of a key that is then reported as missing.
         problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
-        more = f" ({len(problems) - 1} more: {', '.join(_dotted(p) for p in problems[1:])}.)" if problems[1:] else ""
+        _, *others = dict.fromkeys(map(_dotted, problems))
+        more = f" ({len(others)} more: {', '.join(others)}.)" if others else ""
         raise UserError(_explain(problems[0]) + more) from error
 
 
@@ -200,7 +201,11 @@ def _unknown(name: str) -> str:
 
 
 def _dotted(problem: ErrorDetails) -> str:
-    return ".".join(part for part in problem["loc"] if isinstance(part, str))
+    """Name of the key at fault, and of the part of it if its value is a mapping; without the branch of a union."""
+    parts = [part for part in problem["loc"] if isinstance(part, str)]
+    known = {key.name for key in keys.leaves() if not key.accepts.startswith("{")}
+    names = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+    return next((name for name in names if name in known), ".".join(parts))
 
 
 def _one_line(error: Exception) -> str:

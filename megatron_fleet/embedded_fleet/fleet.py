@@ -26,6 +26,8 @@ HUNG_S = 120.0
 """Seconds without any answer after which a server whose process lives counts as hung."""
 PROBE_INTERVAL_S = 5.0
 """Seconds between an answer of the server and the next probe."""
+MAX_SESSIONS = 4096
+"""Episodes that the server plays at once at most; each has a connection, and 130 KiB of its memory."""
 TOKEN = "MFLEET_ENVIRONMENT_TOKEN"
 """Environment variable with the token that the server requires of its clients."""
 STOPPED = "The embedded fleet's server was stopped."

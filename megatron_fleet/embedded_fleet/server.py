@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import os
+import resource
 import signal
 import socket
 import sys
@@ -19,13 +20,12 @@ from megatron_fleet.config.sections.env import FaultRatesConfig
 from megatron_fleet.embedded_fleet.connections import Connections, Guard
 from megatron_fleet.embedded_fleet.environment import ACTION, NO_FAULTS, OBSERVATION, EmbeddedEnvironment
 from megatron_fleet.embedded_fleet.faults import FaultSource, RandomFaults
-from megatron_fleet.embedded_fleet.fleet import TOKEN
+from megatron_fleet.embedded_fleet.fleet import MAX_SESSIONS, TOKEN
 from megatron_fleet.embedded_fleet.verifier_client import OPTIONAL_LAYERS, Limits, VerifierClient, check_sandbox
 from megatron_fleet.envs.openenv_client import import_openenv
 from megatron_fleet.platform.processes import write_stacks_on_signal
 from megatron_fleet.storage.local import write_atomically
 
-MAX_SESSIONS = 1024
 PARENT_CHECK_S = 0.5
 SHUTDOWN_S = 1
 
@@ -110,6 +110,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of the faults")
     args = parser.parse_args()
     write_stacks_on_signal()
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # of which each session takes one
     try:
         missing, note = check_sandbox(args.sandbox)
     except UserError as error:

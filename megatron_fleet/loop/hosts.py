@@ -38,7 +38,7 @@ class RunHosts:
         logs = Path(config.run.out, "logs")
         if config.cluster.ranks == "external":
             return ExternalRanks(logs)
-        by_host = ranks_by_host(placement, self.inventory, config.policy.threads)
+        by_host = ranks_by_host(placement, self.inventory, config.policy.threads or 1)
         if self.nodes is not None:
             return NodeRanks(self.nodes, by_host)
         (mine,) = by_host.values()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -12,6 +13,7 @@ from megatron_fleet.checkpoint.store import Uploader
 from megatron_fleet.cluster.dry_run import draw
 from megatron_fleet.cluster.launcher import episode_python
 from megatron_fleet.cluster.placement import Placement, Wanted, place
+from megatron_fleet.cluster.planning.hardware import other_kind
 from megatron_fleet.config import validate
 from megatron_fleet.config.load import dump_resolved
 from megatron_fleet.config.schema import Config
@@ -32,6 +34,8 @@ from megatron_fleet.telemetry.announcements import Announcements, announced
 from megatron_fleet.trainer.base import TrainerLost
 from megatron_fleet.trainer.group import TrainerGroup, run_token, start_trainer
 from megatron_fleet.weight_sync.registry import make_transport
+
+log = logging.getLogger(__name__)
 
 
 def main(config: Config) -> int:
@@ -81,6 +85,8 @@ async def _train(
         live.nodes = hosts.nodes
         inventory = hosts.inventory
         placement = place(inventory, Wanted.of(config))
+        if problem := other_kind(config, [device.kind for host in inventory.hosts for device in host.devices]):
+            log.warning("%s", problem)
         (out / "logs").mkdir(exist_ok=True)
         write_atomically(out / "logs" / "placement.txt", f"{draw(inventory, placement)}\n".encode())
         config = as_placed(config, placement)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 from megatron_fleet.cluster.inventory import LOOPBACK
+from megatron_fleet.cluster.launcher import last_line
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
 from megatron_fleet.envs.registry import Start, environment_token
@@ -18,6 +22,9 @@ from megatron_fleet.rollout.ray_local import wait_for_nodes
 RUN_MARGIN_S = 60.0
 """Added to the deadlines of an episode itself; a worker that takes longer counts as hung."""
 WORKER_START_TIMEOUT_S = 120.0
+TELL_S = 120.0
+"""Seconds between two lines in the log about engines that have not started yet."""
+log = logging.getLogger(__name__)
 
 
 class Pool:
@@ -78,7 +85,32 @@ class Pool:
     async def _start_engines(self) -> None:
         await asyncio.gather(*(engine.listen() for engine in self.engines))
         self._listening.set()
-        await asyncio.gather(*(engine.start() for engine in self.engines))
+        with self._telling_what_starts():
+            await asyncio.gather(*(engine.start() for engine in self.engines))
+
+    @contextlib.contextmanager
+    def _telling_what_starts(self) -> Iterator[None]:
+        """Within, log now and then which engines have not started yet, and the last line of the first one's log."""
+
+        async def tell() -> None:
+            waited = 0.0
+            while True:
+                await asyncio.sleep(TELL_S)
+                waited += TELL_S
+                late = [engine for engine in self.engines if not engine.is_serving]
+                if late:
+                    names = ", ".join(engine.name for engine in late)
+                    with contextlib.suppress(OSError):  # on another host
+                        names += f"; the end of {late[0].log}: {last_line(Path(late[0].log))}"
+                    limit = self._config.rollout.engine.start_timeout_s
+                    said = "not started after %.0f s, of %g at most (rollout.engine.start_timeout_s): %s"
+                    log.warning(said, waited, limit, names)
+
+        telling = asyncio.create_task(tell())
+        try:
+            yield
+        finally:
+            telling.cancel()
 
     async def _start_workers(self, serving: asyncio.Task[str]) -> None:
         self._url = await asyncio.shield(serving)

@@ -485,7 +485,7 @@ async def open_trainer(config: Config, init: Init = "hf") -> AsyncIterator[Train
         TrainerLost: a rank died.
     """
     token, world, inventory = run_token(), config.parallel.world_size, local_inventory(os.environ)
-    (ranks,) = ranks_by_host(place(inventory, Wanted(world, engines=0)), inventory, config.policy.threads).values()
+    (ranks,) = ranks_by_host(place(inventory, Wanted(world, engines=0)), inventory, config.policy.threads or 1).values()
     listener = RankListener(token, None, world)
     await listener.listen(LOOPBACK, 0)
     starter = LocalRanks(ranks, Path(config.run.out, "logs"))

@@ -117,7 +117,7 @@ def machine_problem(config: Config, machine: Machine) -> str | None:
     recipe = config.precision.recipe
     fault = "policy.kernels=torch leaves it out" if config.policy.kernels == "torch" else machine.engine_fault
     engine = None if config.policy.kernels == "torch" else machine.engine
-    if "moe_act" in config.policy.recompute and engine is None:
+    if "moe_act" in config.policy.recomputed_parts and engine is None:
         return (
             f"policy.recompute names moe_act, which needs the grouped experts of Transformer Engine, and {fault}; "
             f"remove moe_act or name moe."

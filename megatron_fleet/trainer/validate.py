@@ -34,7 +34,7 @@ def validate(
     for rule in _RULES:
         if problem := rule(model, parallel):
             raise UserError(problem)
-    _recompute(model, recompute)
+    _recompute(model, parallel, recompute)
     if lora_rank and model.mixer is not None:
         raise UserError(
             f"policy.lora.rank={lora_rank}: this model has {model.mixer.name} layers, for which there are no adapters; "
@@ -129,8 +129,16 @@ _RULES: tuple[Callable[[Model, ParallelConfig], str | None], ...] = (
 )
 
 
-def _recompute(model: Model, recompute: Recompute) -> None:
-    if isinstance(recompute, str):
+def _recompute(model: Model, parallel: ParallelConfig, recompute: Recompute) -> None:
+    if isinstance(recompute, int):
+        longest = longest_chunk(model.layers, parallel)
+        if recompute > longest:
+            raise UserError(
+                f"policy.recompute={recompute} is above the {longest} layers of the longest "
+                f"{'model chunk' if parallel.virtual > 1 else 'pipeline stage'}; lower it, or set "
+                f"policy.recompute=full for all layers."
+            )
+    if not isinstance(recompute, tuple):
         return
     experts, dense = bool(model.experts), not (model.moe_layers and all(model.moe_layers))
     possible = {
@@ -224,3 +232,12 @@ def layers_of_stages(layers: int, parallel: ParallelConfig) -> list[int]:
                 f"parallel.virtual={p.virtual} does not divide the {count} layers of a pipeline rank; choose a divisor."
             )
     return stages
+
+
+def longest_chunk(layers: int, parallel: ParallelConfig) -> int:
+    """Layers of the longest model chunk: of a pipeline rank, or of one of its virtual stages.
+
+    Raises:
+        UserError: the layers cannot be split as ``parallel`` specifies.
+    """
+    return max(layers_of_stages(layers, parallel)) // parallel.virtual

@@ -13,10 +13,14 @@ from pathlib import Path
 
 from megatron_fleet.config import validate
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.schema import Config, ParallelConfig
+from megatron_fleet.config.schema import Config, ParallelConfig, Recompute
+from megatron_fleet.models.hf_config import read_model
 from megatron_fleet.trainer.precision import check_machine, token_alignment
+from megatron_fleet.trainer.validate import longest_chunk
+from megatron_fleet.trainer.validate import validate as validate_layout
 from megatron_fleet.tuning.search import OUT_OF_MEMORY, Candidate, Compose, fastest, run_trial
 from megatron_fleet.tuning.show import Report, finish
+from megatron_fleet.weights.hf_folder import read_config
 
 SIZES = (1, 2, 4)
 """Micro-batches tried, as multiples of the longest sequence."""
@@ -58,9 +62,9 @@ class Choices:
         return len(self.micro_batches) * len(self.recompute) + len(self.chunks)
 
 
-def spelt(recompute: str | tuple[str, ...]) -> str:
+def spelt(recompute: Recompute) -> str:
     """Return a value of `policy.recompute` as it is written on the command line."""
-    return recompute if isinstance(recompute, str) else f"[{','.join(recompute)}]"
+    return f"[{','.join(recompute)}]" if isinstance(recompute, tuple) else str(recompute)
 
 
 def tune(compose: Compose, choices: Choices, layers: int, repeats: int, advance: Callable[[], None]) -> Report:
@@ -84,7 +88,7 @@ def tune(compose: Compose, choices: Choices, layers: int, repeats: int, advance:
         model = Path(scratch, "model")
         model.mkdir()
         init = "hf" if truncate(config.model.folder, layers, model) else "random"
-        bench = _Bench(compose, model, init, repeats, Path(scratch), report, advance)
+        bench = _Bench(compose, model, layers, init, repeats, Path(scratch), report, advance)
         for recompute in choices.recompute:
             short = False
             for tokens in sorted(choices.micro_batches):
@@ -113,6 +117,7 @@ class _Bench:
 
     compose: Compose
     model: Path
+    layers: int
     init: str
     repeats: int
     scratch: Path
@@ -143,7 +148,9 @@ class _Bench:
             update={
                 "model": config.model.model_copy(update={"path": str(self.model)}),
                 "parallel": ParallelConfig(),
-                "policy": config.policy.model_copy(update={"optimizer": optimizer}),
+                "policy": config.policy.model_copy(
+                    update={"optimizer": optimizer, "recompute": _same_share(config, self.layers)}
+                ),
             }
         )
         request = {"config": alone.model_dump(mode="json"), "init": self.init, "repeats": self.repeats}
@@ -155,6 +162,20 @@ class _Bench:
             row.peak_bytes, self.report.device = result["peak_bytes"], result["device"]
 
 
+def _same_share(config: Config, layers: int) -> Recompute:
+    """Value of `policy.recompute` for the model's first ``layers`` layers: of a number of layers, the same share.
+
+    Raises:
+        UserError: the model does not have as many.
+    """
+    recompute = config.policy.recompute
+    if not isinstance(recompute, int):
+        return recompute
+    hf_config = read_config(config.model.folder)
+    validate_layout(hf_config, config.parallel, recompute)
+    return round(recompute * layers / longest_chunk(read_model(hf_config).layers, config.parallel)) or "none"
+
+
 def _check_memory(config: Config) -> None:
     """Refuse what would not fit into GPUs like this machine's in the run's layout. Raises UserError."""
     import torch
@@ -162,7 +183,6 @@ def _check_memory(config: Config) -> None:
     if not torch.cuda.is_available():
         return
     from megatron_fleet.cluster.memory.check import check_memory, host_bytes
-    from megatron_fleet.weights.hf_folder import read_config
 
     device_bytes = torch.cuda.get_device_properties(0).total_memory
     check_memory(config, read_config(config.model.folder), device_bytes, host_bytes())

@@ -71,7 +71,7 @@ def measure(config: Config, init: Any, repeats: int) -> tuple[dict[str, Any], np
         synchronize()
         seconds.append(time.perf_counter() - start)
     peak = torch.cuda.max_memory_allocated() if cuda else _resident() - before
-    name = torch.cuda.get_device_name() if cuda else f"CPU, {config.policy.threads} threads"
+    name = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"
     policy.close()
     times = {"seconds": seconds[WARM_UP:], "micro_batch_seconds": computing[WARM_UP:]}
     return {**times, "peak_bytes": peak, "device": name}, logprobs.astype(np.float32)

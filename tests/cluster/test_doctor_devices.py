@@ -131,6 +131,14 @@ def test_different_gpus_are_a_warning(machine):
     assert result.status == "warning" and "H100 80GB HBM3 of 80 GiB, NVIDIA H200 of 140 GiB" in result.detail
 
 
+def test_other_gpus_than_the_run_is_for_are_a_warning(machine):
+    keys = ["experiment=quickstart", "rollout.engine.colocated=true"]
+    here = machine(log(), config=load([*keys, "cluster.gpu=H200"]))
+    assert devices.devices(here).status == "warning"
+    assert devices.devices(here).fix.startswith("cluster.gpu=H200, and here is NVIDIA H100 80GB HBM3: ")
+    assert devices.devices(machine(log(), config=load([*keys, "cluster.gpu=H100"]))).status == "ok"
+
+
 def test_fewer_gpus_than_the_run_needs(machine):
     here = machine(log(), config=load(["experiment=quickstart", "parallel.data=4", "rollout.engine.colocated=true"]))
     (asked,) = ask([p for p in devices.PROBES if p.run is devices.devices], here)

@@ -224,8 +224,23 @@ def test_places_are_tried_in_order_with_each_kind_of_gpu():
     assert recovery["recover_on_exit_codes"] == [os.EX_TEMPFAIL] and recovery["max_restarts_on_errors"] == 0
 
 
+def test_the_gpu_of_the_run_is_asked_for_first():
+    one_place = "launch.skypilot.infra=[gcp]"
+    for keys, kinds in (
+        ((), ["H100", "H200", "B200"]),
+        (("cluster.gpu=H200",), ["H200", "H100", "B200"]),
+        (("cluster.gpu=A100",), ["A100", "H100", "H200", "B200"]),
+        (("cluster.gpu=H200", "launch.skypilot.accelerators=[B200]"), ["B200"]),
+    ):
+        tried = sky_task(one_place, *keys)["resources"]["ordered"]
+        assert [one["accelerators"] for one in tried] == [f"{kind}:8" for kind in kinds]
+
+
+TOO_LARGE_FOR_H100 = ("parallel.tensor=4", "parallel.data=2", "policy.recompute=none")
+
+
 def test_gpus_that_the_run_does_not_fit_are_not_asked_for():
-    large = ("experiment=qwen3_8b_fleet", "policy.recompute=none", "checkpoint.export.last=false")
+    large = ("experiment=qwen3_8b_fleet", *TOO_LARGE_FOR_H100, "checkpoint.export.last=false")
     tried = sky_task(*large, "launch.skypilot.accelerators=[H100,H200,H100-SXM]")["resources"]["ordered"]
     assert {one["accelerators"] for one in tried} == {"H200:8", "H100-SXM:8"}  # of the last nothing is known
     # The shape of a model is known by its name, or nowhere before the job runs.
@@ -238,7 +253,7 @@ def test_gpus_that_the_run_does_not_fit_are_not_asked_for():
 
 def test_the_user_is_told_which_gpus_are_not_asked_for_and_why(capsys):
     words = ["experiment=qwen3_8b_fleet", "cluster=skypilot", STORE, "checkpoint.export.last=false"]
-    assert cli.main(["launch", "--dry-run", *words, "policy.recompute=none"]) == 0
+    assert cli.main(["launch", "--dry-run", *words, *TOO_LARGE_FOR_H100]) == 0
     told = capsys.readouterr().err
     assert re.search(
         r"^mfleet: H100 is left out of launch.skypilot.accelerators: memory: phase train takes .* GiB", told, re.M

@@ -16,6 +16,7 @@ from policy_fixtures import make_batch, write_config
 
 from megatron_fleet.cluster.memory.activations import (
     TrainingPass,
+    chunk_bytes,
     chunks_in_flight,
     layer_kept,
     layer_saved,
@@ -101,6 +102,21 @@ def test_full_recomputation_keeps_the_input_of_a_layer(tmp_path):
     assert layer_kept(of, 0) == found == 2 * of.model.hidden * of.tokens
 
 
+def test_some_recomputed_layers_keep_their_input(tmp_path):
+    one, tokens = measured(tmp_path, {}, 3, 1)
+    two, _ = measured(tmp_path, {}, 3, 2)
+    four, _ = measured(tmp_path, {}, 4, 1)
+
+    def kept(layers: int, recompute: int) -> int:
+        of = TrainingPass(
+            model=model_of({}), parallel=ParallelConfig(), tokens=tokens, recompute=recompute, torch_layers=True
+        )
+        return chunk_bytes(of, range(layers))[0]
+
+    assert one - two == kept(3, 1) - kept(3, 2) > 0
+    assert four - one == kept(4, 1) - kept(3, 1) > 0
+
+
 @pytest.mark.parametrize("part", ["mlp", "layernorm"])
 def test_named_parts_are_recomputed(tmp_path, part):
     found, of = of_a_layer(tmp_path, {}, (part,))
@@ -129,6 +145,20 @@ def test_qwen3_8b_on_gpus():
     halved = gpu(model, ParallelConfig(tensor=2, context=2))
     assert 2 * sum(layer_saved(halved, 0).values()) == sum(
         layer_saved(gpu(model, ParallelConfig(tensor=2)), 0).values()
+    )
+
+
+def test_activations_of_later_layers_are_free_when_earlier_ones_are_recomputed():
+    model = model_of({"hidden_size": 4096, "intermediate_size": 12288, "head_dim": 128} | HEADS)
+    passes = {some: gpu(model, ParallelConfig(), recompute=some) for some in ("none", 1, 3, 4, "full")}
+    kept, working = ({some: chunk_bytes(of, range(4))[n] for some, of in passes.items()} for n in (0, 1))
+    layer, own_input = layer_kept(passes["none"], 0), layer_kept(passes["full"], 0)
+    assert kept == {"none": 4 * layer, 1: own_input + 3 * layer, 3: 3 * own_input + layer} | dict.fromkeys(
+        (4, "full"), 4 * own_input
+    )
+    again = layer - own_input
+    assert working == dict.fromkeys(("none", 1, 3), working["none"]) | dict.fromkeys(
+        (4, "full"), working["none"] + again
     )
 
 

@@ -41,6 +41,7 @@ HOST_GIB = 1000
 # Experiment → model, GPUs of a node, memory of each.
 EXPERIMENTS = {
     "qwen3_8b_fleet": ("Qwen3-8B", 8, H100_BYTES),
+    "qwen3_8b_bench": ("Qwen3-8B", 8, H100_BYTES),
     "qwen3_30b_a3b_fleet": ("Qwen3-30B-A3B", 8, H100_BYTES),
     "moonlight_16b_fleet": ("Moonlight-16B-A3B", 8, H100_BYTES),
     "glm_4_7_flash_fleet": ("GLM-4.7-Flash", 8, H100_BYTES),
@@ -49,6 +50,11 @@ EXPERIMENTS = {
 EXTENDED = {"qwen3_8b_fleet", "qwen3_30b_a3b_fleet"}
 EMBEDDED = ("env=embedded", "data=embedded", "data.tasks=embedded", "env.fleet.ttl_s=1800")
 """Overrides for a run without an account."""
+FOUR = (
+    *("parallel.tensor=4", "parallel.data=2", "policy.recompute=full"),
+    *("rollout.engine.replicas=8", "rollout.engine.tensor_parallel=1"),
+)
+"""Qwen3-8B with less on each GPU than its experiment: the layout for which figures are counted here."""
 
 
 def hf_config(experiment: str) -> dict:
@@ -104,19 +110,23 @@ ON_GPUS = ("policy.optimizer.offload_fraction=0",)
 @pytest.mark.parametrize(
     ("name", "keys", "figure"),
     [
-        ("qwen3_8b_fleet", (), 39),
-        ("qwen3_8b_fleet", ("policy.recompute=none",), 116),
-        ("qwen3_8b_fleet", ("parallel.tensor=2", "parallel.data=4"), 59),
-        ("qwen3_30b_a3b_fleet", (), 39),
-        ("qwen3_30b_a3b_fleet", ON_GPUS, 83),
-        ("qwen3_30b_a3b_fleet", (*ON_GPUS, "policy.optimizer.moments=bfloat16"), 69),
-        ("moonlight_16b_fleet", (), 48),
-        ("glm_4_7_flash_fleet", (), 39),
+        ("qwen3_8b_fleet", (), 69),
+        ("qwen3_8b_fleet", ("policy.recompute=none",), 214),
+        ("qwen3_8b_fleet", ("policy.recompute=full",), 60),
+        ("qwen3_8b_fleet", FOUR[:3], 40),
+        ("qwen3_30b_a3b_fleet", (), 66),
+        ("qwen3_30b_a3b_fleet", ON_GPUS, 111),
+        ("qwen3_30b_a3b_fleet", (*ON_GPUS, *FOUR[:3], "policy.optimizer.moments=bfloat16"), 69),
+        ("moonlight_16b_fleet", (), 62),
+        ("glm_4_7_flash_fleet", (), 66),
         ("gpu_smoke", ("model.path=Qwen3-0.6B",), 19),
-        ("qwen3_32b_fleet", (), 40),
-        ("qwen3_32b_fleet", ON_GPUS, 88),
-        ("qwen3_8b_fleet_async", (), 49),
-        ("qwen3_5_35b_a3b_fleet", (), 80),
+        ("qwen3_32b_fleet", (), 65),
+        ("qwen3_32b_fleet", ON_GPUS, 113),
+        ("qwen3_32b_fleet", ("parallel.tensor=8", "parallel.context=1"), 40),
+        ("qwen3_8b_bench", (), 63),
+        ("qwen3_8b_fleet_async", (), 70),
+        ("qwen3_5_35b_a3b_fleet", (), 118),
+        ("kimi_k2_5_fleet", (), 79),
     ],
 )
 def test_figures_in_the_comments_are_those_that_are_computed(name, keys, figure):
@@ -159,7 +169,7 @@ def test_dry_run_plans_for_gpus_that_are_not_here(tmp_path, monkeypatch, capsys)
     keys = ["experiment=qwen3_8b_fleet", f"model.path={tmp_path / 'model'}", f"run.out={tmp_path / 'out'}", *EMBEDDED]
     assert cli.main(["train", "--dry-run", "--gpus", "8", *keys]) == 0
     text = capsys.readouterr().out
-    assert "GPU 7  H100 80GB (assumed), 80 GiB  rank 7" in text and "together, of 79.6" in text
+    assert "GPU 7  H100 (assumed), 80 GiB  rank 7" in text and "together, of 79.6" in text
     assert cli.main(["train", "--dry-run", "--gpus", "8", *keys, "policy.recompute=none"]) == 2
     assert "are activations: set policy.recompute=full" in capsys.readouterr().err
     assert cli.main(["train", "--dry-run", "--gpus", "4", *keys]) == 2
@@ -208,7 +218,7 @@ def test_stages_of_a_pipeline_hold_different_memory():
         (("precision.gradients=bfloat16",), "gradients", 0.5),
         (("policy.optimizer.moments=bfloat16", "policy.optimizer.betas=[0.9,0.98]"), "optimizer", 8 / 12),
         (("policy.optimizer.offload_fraction=0.5",), "optimizer", 0.5),
-        (("parallel.tensor=8", "parallel.data=1"), "parameters", 0.5),
+        (("parallel.tensor=4", "parallel.data=2"), "parameters", 0.5),
         (("policy.micro_batch_tokens=131072",), "activations", 2),
     ],
 )
@@ -239,23 +249,30 @@ BF16_MOMENTS = ("policy.optimizer.moments=bfloat16", "policy.optimizer.betas=[0.
 
 
 def test_tensors_on_their_way_to_the_engines():
-    """A layer of 128 experts whole, and an eighth of it; the embedding of Qwen3-8B whole, and a quarter of it."""
-    experts = parts("qwen3_30b_a3b_fleet", "sync")
+    """A layer of 128 experts whole, and two of eight parts; the embedding of Qwen3-8B whole, and two of four parts."""
+    experts = parts("qwen3_30b_a3b_fleet", "sync", "parallel.tensor=4", "parallel.data=2")
     layer = 128 * 3 * 2048 * 768
     attention = 2048 * 128 * (2 * 32 + 2 * 4)
-    assert experts["gathered"] == pytest.approx(2 * (layer + layer // 8 + attention + attention // 4), rel=1e-3)
+    assert experts["gathered"] == pytest.approx(2 * (1.25 * layer + 1.5 * attention), rel=2e-3)
     assert experts["engine layer"] == pytest.approx((layer + attention), rel=1e-3)  # half of it on each device
     assert experts["transfer"] == GIB
-    dense = parts("qwen3_8b_fleet", "sync")
+    dense = parts("qwen3_8b_fleet", "sync", "parallel.tensor=4", "parallel.data=2", "rollout.engine.tensor_parallel=1")
     embedding = 2 * 151936 * 4096
-    assert (dense["gathered"], dense["transfer"], dense["engine layer"]) == (1.25 * embedding, embedding, embedding)
+    assert (dense["gathered"], dense["transfer"], dense["engine layer"]) == (1.5 * embedding, embedding, embedding)
+
+
+def test_quantised_tensors_on_their_way_to_the_engines():
+    """The experts of a layer of Kimi K2: INT4 and a bfloat16 scale for 32 weights, whole and two of 32 parts."""
+    hf, layer = published()["Kimi-K2-Thinking"], 384 * 3 * 7168 * 2048
+    kimi = phases.sync_buffers(composed("kimi_k2_5_fleet", "parallel.expert=32"), read_model(hf), hf)
+    assert kimi["gathered"] == pytest.approx((0.5 + 2 / 32) * (1 + 2 / 32) * layer, rel=0.05)
 
 
 def test_log_prob_buffers():
     """Qwen3-8B on four ranks: 3 × 2 × h × t, statistics, and the logits of 4,096 positions."""
-    memory = trainer_memory(composed("qwen3_8b_fleet"), read_model(hf_config("qwen3_8b_fleet")), 0)
+    memory = trainer_memory(composed("qwen3_8b_fleet", *FOUR), read_model(hf_config("qwen3_8b_fleet")), 0)
     assert memory.head == 65536 * (6 * 4096 + 24) + 2 * 4096 * 151936 // 4
-    halved = composed("qwen3_8b_fleet", "precision.gradients=bfloat16")
+    halved = composed("qwen3_8b_fleet", *FOUR, "precision.gradients=bfloat16")
     more = trainer_memory(halved, read_model(hf_config("qwen3_8b_fleet")), 0)
     assert more.head - memory.head == 6 * 151936 // 4 * 4096
 
@@ -271,7 +288,7 @@ def test_log_prob_buffers():
     ],
 )
 def test_kv_cache_of_a_token(name, keys, expected):
-    config = composed("qwen3_8b_fleet", *keys)
+    config = composed("qwen3_8b_fleet", *FOUR, *keys)
     assert engine_memory.engine_memory(config, read_model(published()[name]), published()[name]).token == expected
 
 
@@ -287,9 +304,11 @@ def test_kv_cache_of_a_token(name, keys, expected):
     ],
 )
 def test_weights_of_an_engine(name, keys, gigabytes):
-    config, hf = composed("qwen3_8b_fleet", *keys), published()[name]
+    config, hf = composed("qwen3_8b_fleet", *FOUR, *keys), published()[name]
     weights = engine_memory.engine_memory(config, read_model(hf), hf).weights
     assert weights / 1e9 == pytest.approx(gigabytes, rel=0.01)
+    sent = engine_memory.sent_bytes(config, read_model(hf), hf)
+    assert sent / config.rollout.engine.tensor_parallel == pytest.approx(weights, rel=0.01)
 
 
 def test_communicators_of_a_rank():
@@ -301,7 +320,8 @@ def test_communicators_of_a_rank():
 
 
 def checked(*overrides: str, device=H100_BYTES, host=HOST_GIB * GIB, name="qwen3_8b_fleet") -> None:
-    check_memory(composed(name, *overrides), hf_config(name), device, host)
+    layout = FOUR if name == "qwen3_8b_fleet" else ()
+    check_memory(composed(name, *layout, *overrides), hf_config(name), device, host)
 
 
 @pytest.mark.parametrize(
@@ -314,6 +334,10 @@ def checked(*overrides: str, device=H100_BYTES, host=HOST_GIB * GIB, name="qwen3
             r"raise parallel\.tensor=4\.",
         ),
         (
+            {"overrides": ("policy.recompute=2",)},
+            r"GiB are activations: raise policy\.recompute=2, lower policy\.micro_batch_tokens=65536, or raise",
+        ),
+        (
             {"overrides": ("policy.micro_batch_tokens=1048576",)},
             r"are activations: lower policy\.micro_batch_tokens=1048576, raise parallel\.tensor=4, or raise parallel",
         ),
@@ -323,7 +347,7 @@ def checked(*overrides: str, device=H100_BYTES, host=HOST_GIB * GIB, name="qwen3
         ),
         (
             {"name": "qwen3_30b_a3b_fleet", "overrides": ("policy.optimizer.offload_fraction=0",), "device": 60 * GIB},
-            r"are optimizer: raise parallel\.data=2, or set policy\.optimizer\.offload_fraction=1\.",
+            r"are optimizer: raise parallel\.data=4, or set policy\.optimizer\.offload_fraction=1\.",
         ),
         (
             {"overrides": ("rollout.engine.gpu_memory_utilization=0.22",)},

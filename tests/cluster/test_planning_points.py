@@ -26,6 +26,11 @@ def test_errors_are_bounded():
     assert sum(map(abs, errors.values())) / len(errors) < 0.15
 
 
+def test_their_engines_take_turns_with_the_host():
+    """Of the releases, 0.6 alone has a vLLM that schedules asynchronously, and not with several GPUs (`predicted`)."""
+    assert all(run.engines[1] > 1 for run in step_points.RUNS if run.where == step_points.NEMO6)
+
+
 def test_runs_of_one_model_are_ranked_as_they_were_measured():
     for model, runs in groupby(step_points.RUNS, key=lambda run: run.model):
         several = list(runs)

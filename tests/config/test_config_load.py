@@ -39,6 +39,13 @@ def test_command_line_wins_over_experiment_also_for_keys_that_no_file_names():
     assert config.policy.optimizer.betas == (0.9, 0.95)
 
 
+@pytest.mark.parametrize(
+    ("text", "value"), [("20", 20), ("full", "full"), ("[mlp,layernorm]", ("mlp", "layernorm")), ("[]", ())]
+)
+def test_recomputation_is_a_word_a_number_or_a_list(text, value):
+    assert load([QUICKSTART, f"policy.recompute={text}"]).policy.recompute == value
+
+
 def test_group_options_apply():
     config = load([QUICKSTART, "algorithm=dr_grpo", "parallel=tensor2"])
     assert config.algorithm.reduction == "constant"
@@ -100,6 +107,8 @@ def test_text_values_arrive_as_typed(text):
         ("policy.optimizer.lr=inf", "it must be number > 0"),
         ("policy.optimizer.lr=nan", "it must be number > 0"),
         ("policy.optimizer.betas=[0.9]", "policy.optimizer.betas=[0.9]: it must be [number, number]"),
+        ("policy.recompute=0", "policy.recompute=0: it must be one of none, full or integer ≥ 1 or list of one of"),
+        ("policy.recompute=true", "policy.recompute=true: it must be one of none, full or integer"),
         ("algorithm.kl.estimator=k4", "it must be one of k1, k2, k3"),
         ("algorithm.dual_clip=0.5", "it must be number > 1 or null"),
         ("run=3", "run=3"),

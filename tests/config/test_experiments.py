@@ -8,14 +8,14 @@ import pytest
 
 pytest.importorskip("hydra")
 
-from megatron_fleet.cluster.planning.hardware import GPUS
+from megatron_fleet.cluster.planning.hardware import gpu_of
 from megatron_fleet.cluster.planning.plan import make_plan
 from megatron_fleet.cluster.planning.workload import Workload
 from megatron_fleet.config import validate
 from megatron_fleet.config.load import ROOT, load
+from megatron_fleet.embedded_fleet.fleet import MAX_SESSIONS
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "configs" / "experiment").glob("*.yaml"))
-GPU_OF = {"kimi_k2_5_fleet": "H200", "qwen3_5_35b_a3b_fleet": "H200"}
 ON_CPU = ("faults", "quickstart", "smoke")
 SHAPES = {"gpu_smoke": "model.path=Qwen3-0.6B"}
 """Experiments whose model is made first, and one of the same shape."""
@@ -30,9 +30,10 @@ def composed(name: str):
 def test_an_experiment_is_valid_and_fits(name):
     config = composed(name)
     validate.check(config)
-    plan = make_plan(config, GPUS[GPU_OF.get(name, "H100")], Workload.of(config))
+    plan = make_plan(config, gpu_of(config), Workload.of(config))
     assert plan.problem is None
     assert plan.step is not None and plan.step.total > 0
+    assert (config.cluster.gpu is None) == (name in (*ON_CPU, "gpu_smoke"))
     if name not in ON_CPU:
         assert plan.devices == plan.step.devices == 8 * max(1, config.cluster.nodes) or name == "gpu_smoke"
 
@@ -54,9 +55,33 @@ def test_ablations_differ_from_their_base_in_what_they_are_named_for():
     ) == (base.algorithm)
     apart = composed("qwen3_8b_fleet_async")
     assert apart.rollout.max_staleness == 2 and apart.rollout.engine.colocated is False
+    engine = base.rollout.engine
+    for name, changed in (
+        ("ngram", {"speculative": engine.speculative.model_copy(update={"method": "ngram"})}),
+        ("fp8_kv", {"kv_cache_dtype": "fp8"}),
+        ("fp8_engines", {"quantization": "fp8"}),
+    ):
+        config = composed(f"qwen3_8b_fleet_{name}")
+        watched = {key: getattr(config.rollout.engine, key) for key in ("probe_interval", "probe_tolerance")}
+        assert config.rollout.engine == engine.model_copy(update=changed | watched)
+        assert config.policy.safety.mismatch_kl < base.policy.safety.mismatch_kl
+        # Engines in FP8 sample from another policy: weighted, and compared with the trainer's.
+        fp8 = name != "ngram"
+        assert (config.algorithm.correction.kind == "token_tis") == fp8 == (config.rollout.engine.probe_interval > 0)
     two = composed("qwen3_8b_fleet_2node")
     assert two.rollout.prompts_per_step == base.rollout.prompts_per_step
     assert two.parallel.world_size == 2 * base.parallel.world_size == 8 * two.cluster.nodes
+
+
+def test_the_benchmark_has_the_batch_that_it_is_compared_with():
+    """NeMo RL's grpo_math_8B: 64 prompts of 32 samples, 4,096 tokens, every sample trained on."""
+    config = composed("qwen3_8b_bench")
+    rollout = config.rollout
+    assert (rollout.prompts_per_step, rollout.samples_per_prompt, rollout.max_context) == (64, 32, 4096)
+    assert rollout.episodes_in_flight == 64 * 32 <= rollout.engine.replicas * rollout.engine.max_num_seqs
+    assert config.algorithm.group_filter == "none" and config.algorithm.masked_outcomes == ()
+    assert config.algorithm.kl.coef == 0 and config.env.kind == config.data.tasks == "embedded"
+    assert rollout.episodes_in_flight <= MAX_SESSIONS
 
 
 def test_smoke_is_one_environment_four_tasks_ten_steps():

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -308,6 +309,20 @@ def test_stop_leaves_no_process_and_no_file(tmp_path, monkeypatch):
         fleet.stop()
         assert all(map(gone, pids))
         assert os.listdir(folder) == []
+
+
+@pytest.mark.slow
+def test_the_server_may_open_a_file_for_each_session(tmp_path):
+    """Shells often start programs with a limit of 1,024, which they may raise."""
+    kept = soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    fleet = EmbeddedFleet()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+    try:
+        fleet.start(CONFIG, tmp_path / "env.log")
+        assert resource.prlimit(fleet.pid, resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, kept)
+        fleet.stop()
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from typing import get_args
 
 import pytest
 
@@ -172,6 +173,21 @@ def test_vllm_takes_its_defaults_for_throughput(monkeypatch):
     tokens, sequences = arg_utils.AsyncEngineArgs.get_batch_defaults(1)
     assert (tokens[UsageContext.LLM_CLASS], sequences[UsageContext.LLM_CLASS]) == (16384, 1024)
     assert UsageContext.ENGINE_CONTEXT not in tokens and SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS == 2048
+
+
+@pytest.mark.slow
+def test_vllm_schedules_ahead_with_what_engines_on_gpus_have(model):
+    """`cluster.planning.rollout` relies on it; vLLM refuses other drafters and executors (``VllmConfig``)."""
+    from vllm.config.speculative import EagleModelTypes, NgramGPUTypes
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    assert MultiprocExecutor.supports_async_scheduling() and UniProcExecutor.supports_async_scheduling()
+    for drafter in (NGRAM, {"method": "mtp"}):
+        arguments = on_gpu(rollout_config(model, {"speculative": drafter}))
+        method = arguments["speculative_config"]["method"]
+        assert method in {*get_args(EagleModelTypes), *get_args(NgramGPUTypes)}
+        assert not {"async_scheduling", "distributed_executor_backend"} & set(arguments)
 
 
 @pytest.mark.slow

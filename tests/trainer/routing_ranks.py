@@ -21,6 +21,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], Any]] = {
     "tp2": (2, {"tensor": 2}, "none"),
     "pp2": (2, {"pipeline": 2}, ["moe"]),
     "pp2 full": (2, {"pipeline": 2}, "full"),
+    "pp2 some": (2, {"pipeline": 2}, 1),
     "vpp2": (2, {"pipeline": 2, "virtual": 2}, ["moe"]),
     "cp2": (2, {"context": 2}, "none"),
     "ep2": (2, {"data": 2, "expert": 2}, "none"),

@@ -136,6 +136,16 @@ def test_parts_that_cannot_be_recomputed(qwen3):
         validate(qwen3 | EXPERTS, ParallelConfig(), ("mlp",))
 
 
+def test_more_layers_than_a_stage_has_cannot_be_recomputed(qwen3):
+    uneven = ParallelConfig(pipeline=2, first_stage_layers=1)
+    for parallel, most in ((ParallelConfig(), 4), (uneven, 3), (ParallelConfig(pipeline=2, virtual=2), 1)):
+        validate(qwen3, parallel, most)
+        part = "model chunk" if parallel.virtual > 1 else "pipeline stage"
+        message = rf"policy\.recompute={most + 1} is above the {most} layers of the longest {part}; lower it, or set "
+        with pytest.raises(UserError, match=message + r"policy\.recompute=full"):
+            validate(qwen3, parallel, most + 1)
+
+
 def test_layers_of_stages():
     assert layers_of_stages(8, ParallelConfig(pipeline=4, virtual=2)) == [2, 2, 2, 2]
     assert layers_of_stages(61, ParallelConfig(pipeline=8, last_stage_layers=5)) == [8] * 7 + [5]

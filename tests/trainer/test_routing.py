@@ -143,7 +143,7 @@ def test_replaying_its_own_choices_changes_nothing(folder, policies):
         assert torch.equal(gradient, replayed_gradients[name]), name
 
 
-@pytest.mark.parametrize("recompute", ["none", "full", ["moe"]])
+@pytest.mark.parametrize("recompute", ["none", "full", 2, ["moe"]])
 def test_other_choices_train_as_in_transformers(folder, policies, recompute):
     data = sequences()
     record_anything(data, MODELS[folder.name])

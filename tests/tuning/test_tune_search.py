@@ -82,6 +82,16 @@ def trials(monkeypatch, tmp_path):
     return run
 
 
+def test_a_number_of_recomputed_layers_is_the_same_share_of_fewer_layers():
+    def share(recompute: int, *more: str) -> object:
+        return trainer._same_share(compose([f"policy.recompute={recompute}", *more]), 2)
+
+    assert (share(1), share(2), share(3), share(4)) == ("none", 1, 2, 2)  # of four layers
+    assert share(1, "parallel.pipeline=2") == 1
+    with pytest.raises(UserError, match=r"policy\.recompute=5 is above the 4 layers"):
+        share(5)
+
+
 @pytest.mark.slow
 def test_the_trainers_settings_are_searched(trials):
     choices = trainer.Choices.of(compose(()), [256, 512], ["full"], [32, 64])

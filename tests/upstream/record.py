@@ -38,7 +38,7 @@ DISTRIBUTIONS = (
 )  # fmt: skip
 SOURCE_ONLY = "transformer-engine-torch"
 MEGATRON = "megatron/core/"
-ENVIRONMENT = re.compile(r"(?:CUDA|GLOO|NCCL|NVTE|PYTORCH|TORCH|TRITON|VLLM)_[A-Z0-9_]+")
+ENVIRONMENT = re.compile(r"(?:CUDA|FLA|GLOO|NCCL|NVTE|PYTORCH|TORCH|TRITON|VLLM)_[A-Z0-9_]+")
 
 
 HOW = """Record the releases in requirements/ as tests/upstream/gpu_packages.json:

@@ -42,6 +42,8 @@ SUBMIT_S = 3600.0
 """Deadline of a submission, which may start the host of SkyPilot's controller first."""
 _SUCCEEDED, _UNFINISHED = 0, 101
 """Exit statuses of ``sky jobs logs``."""
+ACCELERATORS = ("H100", "H200", "B200")
+"""GPUs that are asked for unless configured otherwise, after ``cluster.gpu``."""
 NO_SEVERAL_HOSTS = ("runpod", "vast", "primeintellect")
 """Places whose hosts SkyPilot 0.14 does not join into one job."""
 NO_IMAGES = ("primeintellect", "slurm")
@@ -76,11 +78,11 @@ class SkyPilot:
                 f"launch.skypilot.infra: none of {', '.join(sky.infra)} joins cluster.nodes={job.hosts} hosts into "
                 f"one job, from launch.image={launch.image or 'null'}; add another, such as kubernetes."
             )
-        problems = _problems(job.config)
-        if launch.gpus and len(problems) == len(sky.accelerators):
+        problems, kinds = _problems(job.config), _kinds(job.config)
+        if launch.gpus and len(problems) == len(kinds):
             *_, (kind, problem) = problems.items()
             raise UserError(
-                f"launch.skypilot.accelerators={', '.join(sky.accelerators)}: the run fits into none of them; add "
+                f"launch.skypilot.accelerators={', '.join(kinds)}: the run fits into none of them; add "
                 f"another, or change the run (mfleet plan --gpu {kind}). {kind}: {problem}"
             )
         if launch.image is None and job.commit is None:
@@ -165,12 +167,18 @@ def _task(job: Job, run: Run) -> dict[str, Any]:
     }
 
 
+def _kinds(config: Config) -> tuple[str, ...]:
+    """Return the accelerators that each place is asked for, in this order."""
+    named = config.launch.skypilot.accelerators
+    return named or tuple(dict.fromkeys([*filter(None, [config.cluster.gpu]), *ACCELERATORS]))
+
+
 def _problems(config: Config) -> dict[str, str]:
     """Return the accelerators into which the run does not fit, and why."""
     launch = config.launch
     if not launch.gpus:
         return {}
-    known = {name: replace(GPUS[name], per_host=launch.gpus) for name in launch.skypilot.accelerators if name in GPUS}
+    known = {name: replace(GPUS[name], per_host=launch.gpus) for name in _kinds(config) if name in GPUS}
     found = {name: problem_on(config, gpu) for name, gpu in known.items()}
     return {name: problem for name, problem in found.items() if problem is not None}
 
@@ -181,7 +189,7 @@ def _ordered(config: Config, hosts: int) -> list[dict[str, Any]]:
     kinds: list[dict[str, Any]] = [{"cpus": "4+"}]
     if launch.gpus:
         left_out = _problems(config)
-        kinds = [{"accelerators": f"{gpu}:{launch.gpus}"} for gpu in sky.accelerators if gpu not in left_out]
+        kinds = [{"accelerators": f"{gpu}:{launch.gpus}"} for gpu in _kinds(config) if gpu not in left_out]
     tried = []
     for place in _places(launch, hosts):
         image = f"docker:{launch.image}" if launch.image else sky.images.get(place)

@@ -18,6 +18,7 @@ Counted in tensors that Transformer Engine's layers and Megatron-Core 0.16.1 kee
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_fleet.config.schema import ParallelConfig, Recompute
@@ -157,12 +158,21 @@ _RECOMPUTED = {
 """Part of a layer that ``policy.recompute`` names → the tensors of `layer_saved` that it then does not keep."""
 
 
-def layer_kept(of: TrainingPass, layer: int) -> int:
-    """Bytes that a layer keeps for its backward pass, with the recomputation that is configured."""
-    if of.recompute == "full":
+def recomputed_whole(recompute: Recompute, place: int) -> bool:
+    """Whether all activations of a layer are recomputed; ``place``: its index in its model chunk."""
+    return recompute == "full" or (isinstance(recompute, int) and place < recompute)
+
+
+def layer_kept(of: TrainingPass, layer: int, place: int = 0) -> int:
+    """Bytes that a layer keeps for its backward pass, with the recomputation that is configured.
+
+    Args:
+        place: the layer's index in its model chunk.
+    """
+    if recomputed_whole(of.recompute, place):
         return of.value_bytes * of.model.hidden * of.sliced
     saved = layer_saved(of, layer)
-    if of.recompute == "none":
+    if not isinstance(of.recompute, tuple):
         return sum(saved.values())
     gone = {name for part in of.recompute for name in _RECOMPUTED[part]}
     if not of.torch_layers:
@@ -172,14 +182,17 @@ def layer_kept(of: TrainingPass, layer: int) -> int:
     return sum(nbytes for name, nbytes in saved.items() if name not in gone)
 
 
-def layer_working(of: TrainingPass, layer: int) -> int:
-    """Bytes that the backward pass of a layer takes beside what all layers keep.
+def layer_working(of: TrainingPass, layer: int, place: int = 0) -> int:
+    """Bytes that the backward pass of a layer takes beside what it and those before it keep.
 
     What is recomputed exists once. Gradients: of the widest product and its activation, and of the gathered input of a
     matrix, which is gathered again: (6·f + 4·h)·t of a dense layer in 2-byte values.
+
+    Args:
+        place: the layer's index in its model chunk.
     """
     model, e = of.model, of.value_bytes
-    again = sum(layer_saved(of, layer).values()) - layer_kept(of, layer)
+    again = sum(layer_saved(of, layer).values()) - layer_kept(of, layer, place)
     gathered = 2 * e * model.hidden * of.local
     if not model.has_experts(layer):
         widest = 3 * e * model.ffn // of.parallel.tensor * of.local + gathered
@@ -194,6 +207,23 @@ def _attention_gradients(of: TrainingPass) -> int:
     """Gradients of queries, keys and values, and once more of their common input."""
     saved = _latent(of) if of.model.latent else _grouped(of)
     return 2 * (saved["expanded"] if of.model.latent else saved["qkv"])
+
+
+def chunk_bytes(of: TrainingPass, layers: Sequence[int]) -> tuple[int, int]:
+    """Bytes that a model chunk keeps for its backward pass, and the most that this takes beside them.
+
+    What a layer kept is free when the backward pass of the layer before it begins.
+    """
+    known: dict[tuple[bool, bool, bool], tuple[int, int]] = {}
+    kept = working = 0
+    for place, layer in reversed(list(enumerate(layers))):
+        kind = (of.model.has_mixer(layer), of.model.has_experts(layer), recomputed_whole(of.recompute, place))
+        if kind not in known:
+            known[kind] = layer_kept(of, layer, place), layer_working(of, layer, place)
+        own, beside = known[kind]
+        working = max(working, beside - kept)
+        kept += own
+    return kept, working
 
 
 def chunks_in_flight(parallel: ParallelConfig, stage: int, micro_batches: int) -> int:

@@ -146,11 +146,11 @@ def _advice(config: Config, part: str) -> str:
     policy, parallel, engine = config.policy, config.parallel, config.rollout.engine
     tensor = f"raise parallel.tensor={parallel.tensor}"
     if part in ("activations", "working", "fragments"):
-        if policy.recompute != "full":
-            return (
-                f"set policy.recompute=full, lower policy.micro_batch_tokens={policy.micro_batch_tokens}, or {tensor}"
-            )
-        return f"lower policy.micro_batch_tokens={policy.micro_batch_tokens}, {tensor}, or raise parallel.context"
+        again, fewer = policy.recompute, f"lower policy.micro_batch_tokens={policy.micro_batch_tokens}"
+        if again != "full":
+            more = f"raise policy.recompute={again}" if isinstance(again, int) else "set policy.recompute=full"
+            return f"{more}, {fewer}, or {tensor}"
+        return f"{fewer}, {tensor}, or raise parallel.context"
     if part in ("optimizer", "step"):
         return f"raise parallel.data={parallel.data}, or set policy.optimizer.offload_fraction=1"
     if part in ("parameters", "gradients", "FP8 weights"):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
-from megatron_fleet.cluster.memory.parameters import held_by_rules, layer_tensors
+from megatron_fleet.cluster.memory.parameters import HeldTensor, held_by_rules, layer_tensors
 from megatron_fleet.config.schema import Config, EngineConfig, ParallelConfig
 from megatron_fleet.models import table
 from megatron_fleet.models.model import Model
@@ -50,7 +51,7 @@ def engine_memory(config: Config, model: Model, hf_config: Mapping[str, Any]) ->
     engine, value_bytes = config.rollout.engine, 4 if config.model.dtype == "float32" else 2
     return EngineMemory(
         weights=_weights(config, model, hf_config, value_bytes),
-        layer=_layer(model, engine, value_bytes),
+        layer=_layer(config, model, hf_config, value_bytes),
         step=_step(config, model, value_bytes),
         graphs=0 if engine.enforce_eager else GRAPHS,
         token=kv_bytes_per_token(model, engine, value_bytes),
@@ -89,20 +90,45 @@ def _weights(config: Config, model: Model, hf_config: Mapping[str, Any], value_b
     if engine.speculative.method == "mtp":
         rules = table.prediction(model, table.DEEPSEEK_PREDICTION)
         held += model.mtp * held_by_rules(rules, model, devices)
-    expert, other = _linear_bytes(config, hf_config, value_bytes)
-    total = (vocabulary + model.hidden) * value_bytes
-    for tensor in held:
+    return (vocabulary + model.hidden) * value_bytes + stored_bytes(held, config, hf_config)
+
+
+def _layer(config: Config, model: Model, hf_config: Mapping[str, Any], value_bytes: int) -> int:
+    """Bytes of the largest layer, or the embedding, in the form in which it is sent."""
+    size = config.rollout.engine.tensor_parallel
+    devices = ParallelConfig(tensor=size, expert_tensor=size)
+    kinds = {(model.has_mixer(i), model.has_experts(i)): i for i in range(model.layers)}
+    layers = [stored_bytes(layer_tensors(model, devices, i), config, hf_config) for i in kinds.values()]
+    return max(*layers, value_bytes * model.vocab * model.hidden // size)
+
+
+def stored_bytes(tensors: Iterable[HeldTensor], config: Config, hf_config: Mapping[str, Any]) -> int:
+    """Return the size of tensors in the form in which engines hold them, and the trainer sends them."""
+    value_bytes = 4 if config.model.dtype == "float32" else 2
+    return _stored_bytes(tensors, value_bytes, *_linear_bytes(config, hf_config, value_bytes))
+
+
+def _stored_bytes(tensors: Iterable[HeldTensor], value_bytes: int, expert: float, other: float) -> int:
+    """Args: ``expert``, ``other``: bytes per weight of experts and of other linear layers."""
+    total = 0
+    for tensor in tensors:
         linear = expert if tensor.expert else other
         total += int(tensor.total * (linear if tensor.linear else 4 if tensor.float32 else value_bytes))
     return total
 
 
-def _layer(model: Model, engine: EngineConfig, value_bytes: int) -> int:
-    """Bytes of the largest layer, or the embedding, in the type in which it is sent."""
-    devices = ParallelConfig(tensor=engine.tensor_parallel, expert_tensor=engine.tensor_parallel)
-    kinds = {(model.has_mixer(i), model.has_experts(i)): i for i in range(model.layers)}
-    layers = [sum(tensor.total for tensor in layer_tensors(model, devices, i)) for i in kinds.values()]
-    return value_bytes * max(*layers, model.vocab * model.hidden // engine.tensor_parallel)
+def sent_bytes(config: Config, model: Model, hf_config: Mapping[str, Any]) -> int:
+    """Return the size of the whole model in the form in which the trainer sends it."""
+    value_bytes = 4 if config.model.dtype == "float32" else 2
+    return _sent_bytes(model, value_bytes, *_linear_bytes(config, hf_config, value_bytes))
+
+
+@lru_cache(maxsize=16)
+def _sent_bytes(model: Model, value_bytes: int, expert: float, other: float) -> int:
+    """A search of layouts asks for the same one again and again."""
+    held = [tensor for layer in range(model.layers) for tensor in layer_tensors(model, ParallelConfig(), layer)]
+    embeddings = model.vocab * (1 if model.tied else 2) + 1
+    return embeddings * model.hidden * value_bytes + _stored_bytes(held, value_bytes, expert, other)
 
 
 def _linear_bytes(config: Config, hf_config: Mapping[str, Any], value_bytes: int) -> tuple[float, float]:

@@ -197,6 +197,14 @@ def count_elements(chunks: Sequence[Sequence[HeldTensor]], parallel: ParallelCon
     return Elements(stored, trained, buffers, shards, buffers - trained, linear)
 
 
+@lru_cache(maxsize=4096)
+def elements_of_stage(
+    model: Model, parallel: ParallelConfig, stage: int, lora: LoraConfig, dtype_bytes: int
+) -> Elements:
+    """Count the elements of a rank of a pipeline stage; a search of layouts asks for the same ones again and again."""
+    return count_elements(held_by_stage(model, parallel, stage, lora), parallel, dtype_bytes)
+
+
 def _buffer(tensors: Sequence[HeldTensor], ranks: int) -> int:
     """Length of a buffer over ``ranks`` ranks, in elements."""
     length = sum(_up(t.elements, _START) * t.count for t in tensors)

@@ -7,23 +7,20 @@ fragments, processes) is a constant here, marked as an estimate.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_fleet.cluster.memory.activations import (
     TrainingPass,
+    chunk_bytes,
     chunks_in_flight,
-    layer_kept,
-    layer_working,
 )
-from megatron_fleet.cluster.memory.engine import GIB, EngineMemory, engine_memory
+from megatron_fleet.cluster.memory.engine import GIB, EngineMemory, engine_memory, stored_bytes
 from megatron_fleet.cluster.memory.parameters import (
     Elements,
     chunks_of_stage,
-    count_elements,
-    held_by_stage,
+    elements_of_stage,
     layer_tensors,
 )
 from megatron_fleet.config.schema import Config, OptimizerConfig, ParallelConfig
@@ -152,8 +149,7 @@ def trainer_memory(config: Config, model: Model, stage: int, imbalance: float = 
     """Compute the memory of the ranks of a pipeline stage."""
     policy, precision, parallel = config.policy, config.precision, config.parallel
     value_bytes = 4 if config.model.dtype == "float32" else 2
-    held = held_by_stage(model, parallel, stage, policy.lora)
-    count = count_elements(held, parallel, value_bytes)
+    count = elements_of_stage(model, parallel, stage, policy.lora, value_bytes)
     gradient_bytes = 4 if precision.gradients == "float32" else 2
     of = TrainingPass(
         model=model,
@@ -165,11 +161,8 @@ def trainer_memory(config: Config, model: Model, stage: int, imbalance: float = 
         torch_layers=policy.kernels == "torch",
         imbalance=imbalance if parallel.expert > 1 else 1.0,
     )
-    layers = [layer for chunk in chunks_of_stage(model, parallel, stage) for layer in chunk]
-    kinds = Counter((model.has_mixer(layer), model.has_experts(layer)) for layer in layers)
-    one_of = {(model.has_mixer(layer), model.has_experts(layer)): layer for layer in layers}
-    in_flight = chunks_in_flight(parallel, stage, micro_batches(config))
-    kept = sum(layer_kept(of, one_of[kind]) * count for kind, count in kinds.items()) * in_flight // parallel.virtual
+    kept, working = zip(*(chunk_bytes(of, layers) for layers in chunks_of_stage(model, parallel, stage)), strict=True)
+    waiting = sum(kept) * chunks_in_flight(parallel, stage, micro_batches(config)) // parallel.virtual
     last = stage == parallel.pipeline - 1
     return TrainerMemory(
         elements=count,
@@ -177,8 +170,8 @@ def trainer_memory(config: Config, model: Model, stage: int, imbalance: float = 
         gradients=count.buffers * gradient_bytes,
         optimizer=int(count.shards * optimizer_bytes(policy.optimizer, value_bytes)),
         fp8_weights=2 * count.linear if precision.fp8 and not precision.fp8_param_gather else 0,
-        kept=kept + (value_bytes * model.hidden * of.sliced if stage == 0 else 0),
-        working=max(layer_working(of, layer) for layer in one_of.values()),
+        kept=waiting + (value_bytes * model.hidden * of.sliced if stage == 0 else 0),
+        working=max(working),
         head=head_bytes(of, logprob_chunk(policy, cuda=True), gradient_bytes) if last else 0,
         step=4 * count.shards if gradient_bytes == 2 else 0,
         host_optimizer=int(CPU_ADAM * policy.optimizer.offload_fraction * count.shards),
@@ -244,6 +237,7 @@ def run_memory(
     stages = [trainer_memory(config, model, stage, imbalance) for stage in range(parallel.pipeline)]
     engine = engine_memory(config, model, hf_config)
     cache = cache_bytes(config, engine, device_bytes)
+    buffers = sync_buffers(config, model, hf_config)
     roll = {"engine context": _engine_context(config), **_engine_parts(engine, cache)}
     size = parallel.world_size // parallel.pipeline
     ranks = range(parallel.world_size)
@@ -252,7 +246,7 @@ def run_memory(
         DeviceMemory(
             holds,
             ranks[stage * size : (stage + 1) * size],
-            _phases(config, model, memory, engine, roll if colocated else None),
+            _phases(config, model, memory, engine, buffers, roll if colocated else None),
         )
         for stage, memory in enumerate(stages)
     ]
@@ -286,16 +280,24 @@ def _engine_parts(engine: EngineMemory, cache: int) -> dict[str, int]:
 
 
 def _phases(
-    config: Config, model: Model, memory: TrainerMemory, engine: EngineMemory, roll: Mapping[str, int] | None
+    config: Config,
+    model: Model,
+    memory: TrainerMemory,
+    engine: EngineMemory,
+    buffers: Mapping[str, int],
+    roll: Mapping[str, int] | None,
 ) -> tuple[PhaseMemory, ...]:
-    """Phases of a rank's device. ``roll``: memory of the engine that shares it while it plays; ``None``: there is
-    none.
+    """Phases of a rank's device.
+
+    Args:
+        buffers: result of `sync_buffers`.
+        roll: memory of the engine that shares the device while it plays; ``None``: there is none.
     """
     own = {"context": CONTEXT, "communicators": COMMUNICATOR * communicators(model, config.parallel)}
     asleep = {} if roll is None else {"engine context": _engine_context(config)}
     allocated = memory.states | memory.passing
     train = {**own, **allocated, "fragments": int(FRAGMENTS * sum(allocated.values())), **asleep}
-    sync = {**own, "parameters": memory.parameters, **sync_buffers(config, model)}
+    sync = {**own, "parameters": memory.parameters, **buffers}
     if roll is None:
         sync |= {"gradients": memory.gradients, "optimizer": memory.optimizer}
     else:
@@ -307,25 +309,25 @@ def _phases(
     return tuple(found)
 
 
-def sync_buffers(config: Config, model: Model) -> dict[str, int]:
+def sync_buffers(config: Config, model: Model, hf_config: Mapping[str, Any]) -> dict[str, int]:
     """Bytes of the tensors on their way to the engines.
 
-    A rank gathers a layer, or the embedding, whole, beside the part of it that one rank sends at a time
-    (`weights.source`). The transport's buffer holds at least the largest tensor.
+    A rank gathers a layer, or the embedding, whole, beside its own part of it and that of the rank that sends
+    (`weights.exchange`); what engines hold quantised is gathered so. The transport's buffer holds at least the largest
+    tensor.
     """
-    value_bytes, embedding = 4 if config.model.dtype == "float32" else 2, model.vocab * model.hidden
+    embedding = (4 if config.model.dtype == "float32" else 2) * model.vocab * model.hidden
     kinds = {(model.has_mixer(i), model.has_experts(i)): i for i in range(model.layers)}
     together = [
         sum(
-            tensor.total
-            for parallel in (ParallelConfig(), config.parallel)
-            for tensor in layer_tensors(model, parallel, i)
+            count * stored_bytes(layer_tensors(model, parallel, i), config, hf_config)
+            for count, parallel in ((1, ParallelConfig()), (2, config.parallel))
         )
         for i in kinds.values()
     ]
-    gathered = max(*together, embedding + embedding // config.parallel.tensor)
+    gathered = max(*together, embedding + 2 * embedding // config.parallel.tensor)
     # No matrix of a layer is larger than the embedding of any model at hand.
-    return {"gathered": value_bytes * gathered, "transfer": max(TRANSFER_BUFFER, value_bytes * embedding)}
+    return {"gathered": gathered, "transfer": max(TRANSFER_BUFFER, embedding)}
 
 
 def _host(config: Config, stages: Sequence[TrainerMemory], colocated: bool) -> dict[str, int]:

@@ -18,11 +18,13 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser, overrides_help: str) -> None:
     """Add the arguments of ``mfleet plan``."""
-    parser.add_argument("--gpu", default="H100", metavar="NAME", help="kind of GPU: H100, H200, H20, A100, B200, B300")
+    parser.add_argument("--gpu", metavar="NAME", help="kind of GPU: H100, H200, H20, A100, B200, B300 (cluster.gpu)")
     parser.add_argument("--tokens", type=float, metavar="N", help="mean tokens of an episode (0.3 × max_context)")
     parser.add_argument("--sampled", type=float, metavar="SHARE", help="share of them that is sampled (0.4)")
     parser.add_argument("--turns", type=float, metavar="N", help="mean turns of an episode (20, at most max_turns)")
     parser.add_argument("--tool-seconds", type=float, metavar="S", help="mean seconds of a turn's tool calls (2)")
+    accepted = "share of a drafter's tokens that is accepted (0.15 of ngram's, 0.6 of mtp's)"
+    parser.add_argument("--accepted", type=float, metavar="SHARE", help=accepted)
     parser.add_argument("--price", type=float, metavar="P", help="price of a GPU-hour, in any currency")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="also draw it, as SVG")
@@ -44,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: the configuration is not valid, or the run does not fit; the plan is printed before.
     """
-    from megatron_fleet.cluster.planning.hardware import gpu_named
+    from megatron_fleet.cluster.planning.hardware import gpu_of
     from megatron_fleet.cluster.planning.plan import make_plan
     from megatron_fleet.cluster.planning.show import as_json, as_text, write_picture
     from megatron_fleet.cluster.planning.workload import Workload
@@ -57,8 +59,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--search and --simulate answer different questions; give one of them.")
     config = load(args.overrides)
     validate.check(config)
-    gpu = gpu_named(args.gpu)
-    workload = Workload.of(config, args.tokens, args.sampled, args.turns, args.tool_seconds)
+    gpu = gpu_of(config, args.gpu)
+    workload = Workload.of(config, args.tokens, args.sampled, args.turns, args.tool_seconds, args.accepted)
     if args.search is not None:
         return _search(args, config, gpu, workload)
     if args.simulate is not None:

@@ -1,12 +1,14 @@
-"""GPUs that a run can be planned for, from their makers' data sheets."""
+"""GPUs that a run can be planned for, from their makers' data sheets, and the kind that a configuration names."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from megatron_fleet.cluster.memory.phases import DEVICES_PER_HOST, H100_BYTES
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.schema import Config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,12 +49,29 @@ _ALL = (
 GPUS: Mapping[str, Gpu] = {gpu.name: gpu for gpu in _ALL}
 
 
-def gpu_named(name: str) -> Gpu:
-    """Return the GPU of that name, in any case.
+def gpu_of(config: Config, name: str | None = None) -> Gpu:
+    """Return the GPU of that name, in any case; ``None``: ``cluster.gpu``, or an H100 where that is null.
 
     Raises:
         UserError: it is not known.
     """
+    name = name or config.cluster.gpu or _H100.name
     if name.upper() not in GPUS:
         raise UserError(f"--gpu {name}: it is not known; choose one of {', '.join(GPUS)}.")
     return GPUS[name.upper()]
+
+
+def other_kind(config: Config, products: Iterable[str]) -> str | None:
+    """Return a sentence if a GPU is not of the kind that ``cluster.gpu`` names; ``None``: all are, or it names none.
+
+    Args:
+        products: names of the GPUs as nvidia-smi has them: ``NVIDIA H100 80GB HBM3``.
+    """
+    wanted = config.cluster.gpu
+    others = sorted({product for product in products if not re.search(rf"\b{wanted}\b", product)}) if wanted else []
+    if not others:
+        return None
+    return (
+        f"cluster.gpu={wanted}, and here is {', '.join(others)}: layout and micro-batches were chosen for another GPU; "
+        f"see what `mfleet plan --gpu` says of yours."
+    )

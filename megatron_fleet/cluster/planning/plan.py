@@ -17,9 +17,9 @@ from megatron_fleet.cluster.planning.step import (
     StepTime,
     active_parameters,
     checkpoint_bytes,
+    model_bytes,
     parameters,
     step_time,
-    sync_bytes,
 )
 from megatron_fleet.cluster.planning.workload import Workload
 from megatron_fleet.config.errors import UserError
@@ -165,7 +165,7 @@ def _inventory(gpu: Gpu, devices: int) -> Inventory:
 
 def _disk(config: Config, model: Model, load: Workload) -> dict[str, int]:
     """Bytes on the disk of a run."""
-    whole, kept = sync_bytes(model, config), config.checkpoint  # a quantised model takes less
+    whole, kept = model_bytes(model, config), config.checkpoint  # a quantised model takes less
     saved = checkpoint_bytes(config, model)
     exports = int(kept.export.last) + (kept.export.keep if kept.export.every else 0) + int(kept.export.best)
     found = {

@@ -4,6 +4,9 @@ A step of b sequences reads the weights (of a mixture of experts: those that are
 KV cache of all, or takes its products where these are longer; with several devices there are two all-reduces a layer.
 Prompts and tool results are computed between the steps. Sequences of one engine advance together, those that wait for a
 tool aside; when one ends, the others become faster: the longest episode of a step is alone at its end.
+
+With a drafter a step computes its tokens too, of which a share is accepted (`Workload.accepted`); the drafter's own
+time is not counted.
 """
 
 from __future__ import annotations
@@ -26,7 +29,10 @@ from megatron_fleet.models.flops import SequenceCost
 from megatron_fleet.models.model import Model
 
 STEP_S, SEQUENCE_S = 5e-3, 30e-6
-"""Seconds of a decoding step beside the device's work: scheduler and sampler, and for each sequence."""
+"""Seconds of the host's work for a decoding step (scheduling, inputs, outputs), and for each sequence. With vLLM 0.32's
+asynchronous scheduling it is done while the device computes the step before. ``VllmConfig.__post_init__`` in
+vllm/config/vllm.py switches that on for the executors of our engines (uni and mp, ``supports_async_scheduling``),
+without a drafter and with those that ours have on GPUs (``ngram_gpu``, ``mtp``)."""
 LAYER_KERNELS_S, LATENT_S = 40e-6, 200e-6
 """Shortest time of a layer in a step, however little it computes: its kernels, launched from a graph. What latent
 attention with its experts takes besides, in more and smaller kernels."""
@@ -50,6 +56,7 @@ class Engine:
         slots: sequences that it decodes together at most: configured, in flight, or as the KV cache has room.
         kv_tokens: tokens that its KV cache holds.
         bound: why there are no more slots.
+        overlapped: the host's work for a step overlaps with the device's for the step before.
     """
 
     config: Config
@@ -60,10 +67,19 @@ class Engine:
     slots: int
     kv_tokens: int
     bound: str
+    overlapped: bool = True
     _step: dict[int, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, config: Config, hf_config: Mapping[str, Any], model: Model, gpu: Gpu, load: Workload) -> Engine:
+    def of(
+        cls,
+        config: Config,
+        hf_config: Mapping[str, Any],
+        model: Model,
+        gpu: Gpu,
+        load: Workload,
+        overlapped: bool = True,
+    ) -> Engine:
         """Return an engine of the configuration. It has no slot if its KV cache has no room for a mean episode."""
         engine = config.rollout.engine
         memory = engine_memory(config, model, hf_config)
@@ -75,32 +91,44 @@ class Engine:
             "KV cache": int(kv_tokens / (CONTEXT_SHARE * load.mean)),
         }
         bound = min(limits, key=lambda name: limits[name])
-        return cls(config, model, gpu, load, memory, limits[bound], kv_tokens, bound)
+        return cls(config, model, gpu, load, memory, limits[bound], kv_tokens, bound, overlapped)
 
     def step_s(self, sequences: float) -> float:
-        """Return the seconds of a decoding step, prompts that are computed beside it included."""
+        """Return the seconds in which each sequence gets one token, prompts that are computed beside it included.
+
+        It is a decoding step; with a drafter, which makes it give several tokens, a part of one.
+        """
         b = max(1, round(sequences))
         if b not in self._step:
-            self._step[b] = self._decode_s(b) + b * self._prefill_s()
+            self._step[b] = self._decode_s(b) / (1 + self._drafted * self.load.accepted) + b * self._prefill_s()
         return self._step[b]
+
+    @property
+    def _drafted(self) -> int:
+        """Tokens that are drafted for a sequence in each step."""
+        drafter = self.config.rollout.engine.speculative
+        return 0 if drafter.method == "none" else drafter.tokens
 
     def _decode_s(self, b: int) -> float:
         size, model, gpu = self.config.rollout.engine.tensor_parallel, self.model, self.gpu
-        cost = SequenceCost.of(model)
+        cost, tokens, eager = SequenceCost.of(model), b * (1 + self._drafted), self.config.rollout.engine.enforce_eager
         context = CONTEXT_SHARE * self.load.mean
         bandwidth = gpu.hbm * DECODE
-        read = self._weights_read(b) / bandwidth
-        products = b * (cost.token + cost.prediction) / size / (gpu.flops * PREFILL * self._fp8())
+        read = self._weights_read(tokens) / bandwidth
+        products = tokens * (cost.token + cost.prediction) / size / (gpu.flops * PREFILL * self._fp8())
         cache = b * (self.memory.token * context + 2 * self.memory.state) / bandwidth
-        launched = model.layers * LAYER_KERNELS_S * (EAGER if self.config.rollout.engine.enforce_eager else 1)
+        launched = model.layers * LAYER_KERNELS_S * (EAGER if eager else 1)
         device = max(launched, max(read, products) + cache) + (model.layers * LATENT_S if model.latent else 0)
-        return device + self._all_reduces_s(b) + STEP_S + SEQUENCE_S * b
+        device += self._all_reduces_s(tokens)
+        host = STEP_S + SEQUENCE_S * b
+        # Without graphs the host launches every kernel itself, and has no time for the next step meanwhile.
+        return max(device, host) if self.overlapped and not eager else device + host
 
     def _fp8(self) -> float:
         return FP8_SPEED if self.config.rollout.engine.fp8(self.config.precision.recipe) else 1.0
 
-    def _weights_read(self, b: int) -> float:
-        """Bytes of weights that a step of ``b`` tokens reads on a device, as many as other reads would take as long."""
+    def _weights_read(self, tokens: int) -> float:
+        """Bytes of weights that a step reads on a device, as many as other reads would take as long."""
         model = self.model
         embedding = 2 * model.vocab * model.hidden / self.config.rollout.engine.tensor_parallel
         weights = self.memory.weights - (0 if model.tied else embedding)
@@ -111,7 +139,7 @@ class Engine:
         others = sum(SequenceCost.of_layer(model, layer).token for layer in range(model.layers)) / 2
         others -= counts * model.experts_per_token
         share = self._expert_share(routed, others)
-        chosen = 1 - (1 - model.experts_per_token / model.experts) ** b
+        chosen = 1 - (1 - model.experts_per_token / model.experts) ** tokens
         return weights * (1 - share + share * chosen * DECODE / EXPERT_READS)
 
     def _expert_share(self, routed: float, others: float) -> float:
@@ -120,14 +148,14 @@ class Engine:
         rest = 2 * (others + 2 * self.model.vocab * self.model.hidden) / size
         return max(0.0, 1 - rest / self.memory.weights) if routed else 0.0
 
-    def _all_reduces_s(self, b: int) -> float:
+    def _all_reduces_s(self, tokens: int) -> float:
         size = self.config.rollout.engine.tensor_parallel
         if size == 1:
             return 0.0
         hosts = size / self.gpu.per_host
         message = MESSAGE_S if hosts <= 1 else NETWORK_MESSAGE_S * math.log2(2 * hosts) / 2 + MESSAGE_S
         link = self.gpu.nvlink * NVLINK if hosts <= 1 else self.gpu.network
-        return 2 * self.model.layers * (message + 2 * 2 * self.model.hidden * b / link)
+        return 2 * self.model.layers * (message + 2 * 2 * self.model.hidden * tokens / link)
 
     def _prefill_s(self) -> float:
         """Seconds of the tokens that are not sampled, for each sampled one."""

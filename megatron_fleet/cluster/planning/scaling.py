@@ -126,7 +126,7 @@ def _setup(config: Config, gpu: Gpu, load: Workload, staleness: int, failures: f
             f"The KV cache of an engine holds {engine.kv_tokens} tokens, less than an episode of {load.mean:.0f} has; "
             f"raise rollout.engine.tensor_parallel={config.rollout.engine.tensor_parallel}, or lower --tokens."
         )
-    phases = trainer_phases(config, model, gpu, load)
+    phases = trainer_phases(config, hf_config, model, gpu, load)
     seconds = {name: sum(parts.values()) for name, parts in phases.items()}
     sync = seconds.pop("weight sync")
     return Setup(

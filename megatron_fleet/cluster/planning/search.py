@@ -23,7 +23,7 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config, ParallelConfig
 from megatron_fleet.models.hf_config import read_model
 from megatron_fleet.models.model import Model
-from megatron_fleet.trainer.validate import micro_batch_alignment, validate
+from megatron_fleet.trainer.validate import longest_chunk, micro_batch_alignment, validate
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 """Sizes of a parallel dimension that are tried."""
@@ -31,7 +31,9 @@ MICRO_BATCHES = (1, 2)
 """Micro-batches that are tried, as multiples of ``rollout.max_context``."""
 TRAINER_SHARES = (0.25, 0.5, 0.75)
 """Shares of the GPUs that train, where engines have their own."""
-COMBINED = 40
+RECOMPUTED = (0.25, 0.5, 0.75)
+"""Shares of the layers that are recomputed, beside none and all."""
+COMBINED = 100
 """Trainer layouts, and engines, of which every pair is considered."""
 
 
@@ -91,11 +93,15 @@ def _fitting(
     reasons: list[str],
 ) -> list[Found]:
     """Pairs that fit, from the fastest on; ``reasons`` receives why others do not."""
-    found: list[Found] = []
+    found: dict[Any, Found] = {}
     # Sums of ranks go up: pairs of fast trainers and fast engines come first.
     pairs = sorted(product(range(len(trainers)), range(len(players))), key=sum)
     for trainer, player in pairs:
         config = trainers[trainer].model_copy(update={"rollout": players[player].rollout})
+        policy = config.policy
+        layout = config.parallel, policy.micro_batch_tokens, policy.optimizer.offload_fraction, player
+        if layout in found:  # with less recomputation
+            continue
         try:
             rules.check(config)
         except UserError as error:
@@ -108,10 +114,10 @@ def _fitting(
             reasons.append(problem)
             continue
         step = step_time(config, hf_config, model, gpu, load)
-        found.append(Found(config=config, overrides=overrides(given, config), step=step, memory=memory))
+        found[layout] = Found(config=config, overrides=overrides(given, config), step=step, memory=memory)
         if len(found) == 2 * top:
             break
-    return found
+    return list(found.values())
 
 
 def _trainers(
@@ -122,13 +128,15 @@ def _trainers(
     for parallel in layouts(model, ranks, gpu.per_host):
         if not _valid(config.model_copy(update={"parallel": parallel}), hf_config):
             continue
-        for recompute, multiple, offload in product(("none", "full"), MICRO_BATCHES, (0.0, 1.0)):
+        longest = longest_chunk(model.layers, parallel)
+        some = sorted({int(share * longest) for share in RECOMPUTED} - {0})
+        for recompute, multiple, offload in product(("none", *some, "full"), MICRO_BATCHES, (0.0, 1.0)):
             optimizer = config.policy.optimizer.model_copy(update={"offload_fraction": offload})
             tokens = multiple * config.rollout.max_context
             changes = {"recompute": recompute, "micro_batch_tokens": tokens, "optimizer": optimizer}
             tried = config.model_copy(update={"parallel": parallel, "policy": config.policy.model_copy(update=changes)})
             if tokens % micro_batch_alignment(parallel, config.precision) == 0:
-                phases = trainer_phases(tried, model, gpu, load)
+                phases = trainer_phases(tried, hf_config, model, gpu, load)
                 timed.append((sum(sum(parts.values()) for parts in phases.values()), len(timed), tried))
     engineless = config.rollout.engine.model_copy(update={"colocated": False, "replicas": 1, "tensor_parallel": 1})
     alone = config.rollout.model_copy(update={"engine": engineless})

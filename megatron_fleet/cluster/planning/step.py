@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from megatron_fleet.cluster.memory.engine import sent_bytes
 from megatron_fleet.cluster.memory.parameters import count_elements, held_by_stage
 from megatron_fleet.cluster.memory.phases import trainer_memory
 from megatron_fleet.cluster.planning.hardware import Gpu
@@ -22,8 +23,8 @@ from megatron_fleet.models.model import Model
 
 SYNC_S, SYNC_RATE = 0.3, 27e9
 """Seconds of a weight sync, and bytes per second besides: NCCL broadcasts of 30B to 1T parameters in buckets take 19 to
-44 GB/s (miles, its page on peer-to-peer weight transfer). Every rank gathers every layer whole, so it does not get
-faster with more of them."""
+44 GB/s (miles, its page on peer-to-peer weight transfer). Every rank gathers every layer whole, as engines hold it, so
+it does not get faster with more of them."""
 WAKE_S = 1.0
 """Seconds of an engine's sleep and wake, besides the trainer's copies (vLLM frees and maps memory)."""
 DISK = 2e9
@@ -86,16 +87,23 @@ class StepTime:
 
 
 def step_time(
-    config: Config, hf_config: Mapping[str, Any], model: Model, gpu: Gpu, load: Workload, old_pass: bool | None = None
+    config: Config,
+    hf_config: Mapping[str, Any],
+    model: Model,
+    gpu: Gpu,
+    load: Workload,
+    old_pass: bool | None = None,
+    overlapped: bool = True,
 ) -> StepTime:
     """Return the seconds of a step.
 
     Args:
         old_pass: log-probs of the old policy are computed by a pass of their own; ``None``: as the trainer does.
+        overlapped: see `rollout.Engine`.
     """
-    engine = Engine.of(config, hf_config, model, gpu, load)
+    engine = Engine.of(config, hf_config, model, gpu, load, overlapped)
     shared = config.rollout.engine.colocated is not False
-    trainer = trainer_phases(config, model, gpu, load, old_pass)
+    trainer = trainer_phases(config, hf_config, model, gpu, load, old_pass)
     own = config.rollout.engine.replicas * config.rollout.engine.tensor_parallel
     ranks = config.parallel.world_size
     return StepTime(
@@ -109,7 +117,7 @@ def step_time(
 
 
 def trainer_phases(
-    config: Config, model: Model, gpu: Gpu, load: Workload, old_pass: bool | None = None
+    config: Config, hf_config: Mapping[str, Any], model: Model, gpu: Gpu, load: Workload, old_pass: bool | None = None
 ) -> dict[str, Mapping[str, float]]:
     """Return the seconds of the phases that take the trainer, see `step_time`."""
     phases: dict[str, Mapping[str, float]] = {}
@@ -118,7 +126,7 @@ def trainer_phases(
     if config.algorithm.kl.coef:
         phases["reference log-probs"] = _reference(config, model, gpu, load)
     phases[TRAINING] = training_time(config, model, gpu, load)
-    phases["weight sync"] = {"messages": SYNC_S, "bytes": sync_bytes(model, config) / SYNC_RATE}
+    phases["weight sync"] = {"messages": SYNC_S, "bytes": sent_bytes(config, model, hf_config) / SYNC_RATE}
     if config.rollout.engine.colocated is not False:
         phases["offload and onload"] = _offload(config, model, gpu)
     if config.checkpoint.interval:
@@ -151,8 +159,8 @@ def active_parameters(model: Model) -> int:
     return parameters(model) - idle
 
 
-def sync_bytes(model: Model, config: Config) -> int:
-    """Return the bytes that a weight sync gathers on every rank."""
+def model_bytes(model: Model, config: Config) -> int:
+    """Return the size of the model in the trainer's data type."""
     return parameters(model) * (4 if config.model.dtype == "float32" else 2)
 
 

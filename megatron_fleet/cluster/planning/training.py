@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_fleet.cluster.memory.activations import TrainingPass
+from megatron_fleet.cluster.memory.activations import TrainingPass, recomputed_whole
 from megatron_fleet.cluster.memory.parameters import chunks_of_stage
 from megatron_fleet.cluster.memory.phases import IMBALANCE, trainer_memory
 from megatron_fleet.cluster.planning.hardware import Gpu
@@ -81,8 +81,8 @@ def _pass(config: Config, model: Model, gpu: Gpu, load: Workload, backward: bool
     uneven = _uneven(load, parallel.data * updates)
     stages = []
     for stage in range(parallel.pipeline):
-        layers = [layer for chunk in chunks_of_stage(model, parallel, stage) for layer in chunk]
-        stages.append(_stage(config, model, gpu, layers, width, pairs, backward))
+        chunks = chunks_of_stage(model, parallel, stage)
+        stages.append(_stage(config, model, gpu, chunks, width, pairs, backward))
     stages[-1]["head"] = _head(config, model, gpu, load, width, backward)
     slowest = max(stages, key=lambda parts: sum(parts.values()))
     bubble = (parallel.pipeline - 1) / parallel.virtual * sum(slowest.values()) * updates
@@ -119,19 +119,19 @@ def _uneven(load: Workload, parts: int) -> float:
 
 
 def _stage(
-    config: Config, model: Model, gpu: Gpu, layers: list[int], width: float, pairs: float, backward: bool
+    config: Config, model: Model, gpu: Gpu, chunks: list[list[int]], width: float, pairs: float, backward: bool
 ) -> dict[str, float]:
     """Seconds of a micro-batch on a pipeline stage by part. ``pairs``: attended pairs of the micro-batch."""
-    policy = config.policy
-    again = 1 if backward and policy.recompute == "full" else 0
-    compute, messages = (3 + again, 2.5 + again) if backward else (FORWARD_ONLY, FORWARD_ONLY)
-    exchanges, host = (2 + again, 3 + again) if backward else (1, 1)
-    kinds: dict[tuple[bool, bool], list[int]] = {}
-    for layer in layers:
-        kinds.setdefault((model.has_mixer(layer), model.has_experts(layer)), []).append(layer)
+    recompute = config.policy.recompute
+    kinds: dict[tuple[bool, bool, bool], list[int]] = {}
+    for place, layer in (numbered for layers in chunks for numbered in enumerate(layers)):
+        kind = (model.has_mixer(layer), model.has_experts(layer), recomputed_whole(recompute, place))
+        kinds.setdefault(kind, []).append(layer)
     names = ("matrix products", "experts", "attention", "tensor parallel", "expert parallel", "context parallel")
     found = dict.fromkeys((*names, "launching"), 0.0)
-    for equal in kinds.values():
+    for (_, _, again), equal in kinds.items():
+        compute, messages = (3 + again, 2.5 + again) if backward else (FORWARD_ONLY, FORWARD_ONLY)
+        exchanges, host = (2 + again, 3 + again) if backward else (1, 1)
         one, count = _layer(config, model, gpu, equal[0], width, pairs), len(equal)
         parts = (
             *(compute * one.compute, compute * one.experts, compute * one.attention),

@@ -6,6 +6,7 @@ not say (the mean, the spread, the tools' latency) is an assumption here, which 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
@@ -25,6 +26,9 @@ TURNS = 20
 TOOL_S = 2.0
 START_S = 10.0
 """Seconds until an environment is ready for its episode."""
+ACCEPTED: Mapping[str, float] = {"none": 0.0, "ngram": 0.15, "mtp": 0.6}
+"""Share of a drafter's tokens that are accepted (``engine/draft_acceptance_rate``), a guess: n-grams repeat tool calls
+and names, and find nothing in most steps; prediction layers are trained to predict."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +44,7 @@ class Workload:
         turns: mean number of turns.
         tool_s: mean seconds of a turn's tool calls.
         start_s: seconds until an environment is ready.
+        accepted: share of a drafter's tokens that are accepted; 0 without one.
     """
 
     episodes: int
@@ -50,6 +55,7 @@ class Workload:
     turns: float = TURNS
     tool_s: float = TOOL_S
     start_s: float = START_S
+    accepted: float = 0.0
 
     @classmethod
     def of(
@@ -59,13 +65,20 @@ class Workload:
         sampled: float | None = None,
         turns: float | None = None,
         tool_s: float | None = None,
+        accepted: float | None = None,
     ) -> Workload:
         """Return the workload of a configuration; ``None``: an assumption of this module.
 
         Raises:
-            UserError: a number is out of its range.
+            UserError: a number is out of its range, or of a drafter that there is not.
         """
-        rollout = config.rollout
+        rollout, drafter = config.rollout, config.rollout.engine.speculative.method
+        if accepted is not None and drafter == "none":
+            raise UserError(
+                f"--accepted {accepted:g} is of a drafter, and rollout.engine.speculative.method=none; set that, or "
+                f"leave it out."
+            )
+        accepted = ACCEPTED[drafter] if accepted is None else accepted
         mean = MEAN_SHARE * rollout.max_context if mean is None else mean
         sampled = SAMPLED_SHARE if sampled is None else sampled
         turns = float(min(TURNS, rollout.sampling.max_turns)) if turns is None else turns
@@ -74,6 +87,7 @@ class Workload:
             ("--sampled", sampled, 0.001, 1),
             ("--turns", turns, 1, rollout.sampling.max_turns),
             ("--tool-seconds", TOOL_S if tool_s is None else tool_s, 0, 86400),
+            ("--accepted", accepted, 0, 1),
         ):
             if not low <= value <= high:
                 raise UserError(f"{flag} {value:g} is out of its range; give a number from {low:g} to {high:g}.")
@@ -85,6 +99,7 @@ class Workload:
             turns=turns,
             tool_s=TOOL_S if tool_s is None else tool_s,
             start_s=START_S if config.env.kind == "fleet" else 0.0,
+            accepted=accepted,
         )
 
     @property

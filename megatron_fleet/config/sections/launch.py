@@ -55,10 +55,11 @@ class SkyPilotConfig(Section):
         min_length=1,
         description="Where the job may run, in the order in which it is tried; also with a region, as `aws/us-east-1`.",
     )
-    accelerators: tuple[str, ...] = Field(
-        ("H100", "H200", "B200"),
+    accelerators: tuple[str, ...] | None = Field(
+        None,
+        min_length=1,
         description="GPUs that will do, in the order in which each place is asked for them; those into which the "
-        "run does not fit, as `mfleet plan` computes it, are left out.",
+        "run does not fit, as `mfleet plan` computes it, are left out. null: cluster.gpu, then H100, H200, B200.",
     )
     spot: tuple[str, ...] = Field((), description="Places, as in `infra`, where preemptible hosts are taken.")
     images: dict[str, str] = Field(

@@ -81,7 +81,12 @@ class EngineConfig(Section):
     )
     speculative: SpeculativeConfig = SpeculativeConfig()
     gpu_memory_utilization: float = Field(0.8, gt=0, le=1, description="Share of a GPU's memory that vLLM may take.")
-    start_timeout_s: float = Field(300, gt=0, description="Deadline of an engine's start.")
+    start_timeout_s: float = Field(
+        1200,
+        gt=0,
+        description="Deadline of an engine's start. On a host's first start all its engines read weights, compile "
+        "kernels and capture CUDA graphs on the same CPUs.",
+    )
     request_timeout_s: float = Field(
         120,
         gt=0,

@@ -79,6 +79,12 @@ class ClusterConfig(Section):
     nodes: int = Field(
         0, ge=0, description="Hosts that run `mfleet node`, this one included if it does; 0: all is on this machine."
     )
+    gpu: Literal["A100", "H20", "H100", "H200", "B200", "B300"] | None = Field(
+        None,
+        description="Kind of GPU that layout and micro-batches were chosen for. `mfleet plan` and `mfleet train "
+        "--dry-run --gpus` compute with it, SkyPilot is asked for it first, and a run on another kind warns. null: "
+        "any; plans are for H100.",
+    )
     join_timeout_s: float = Field(600, gt=0, description="Deadline for all hosts, and for all ranks, to connect.")
     collective_timeout_s: float = Field(
         1800,

@@ -139,9 +139,11 @@ class RouterConfig(Section):
 
 Recompute = (
     Literal["none", "full"]
+    | Annotated[int, Field(ge=1)]
     | tuple[Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"], ...]
 )
-"""Activations recomputed in the backward pass: those of whole layers, or of the named parts of layers."""
+"""Activations recomputed in the backward pass: those of whole layers (all, or the first N of a model chunk), or of the
+named parts of layers."""
 
 
 class SafetyConfig(Section):
@@ -197,7 +199,9 @@ class PolicyConfig(Section):
         ge=64, le=MAX_TOKENS, description="Maximum number of tokens in a micro-batch; sequences are packed into it."
     )
     recompute: Recompute = Field(
-        "none", description="Recompute activations instead of keeping them: none, full, or a list of parts."
+        "none",
+        description="Recompute activations instead of keeping them: none, full, a list of parts, or a number of whole "
+        "layers, the first ones of each pipeline stage (with parallel.virtual above 1, of each model chunk).",
     )
     logprob_chunk: int | None = Field(
         None,
@@ -208,7 +212,13 @@ class PolicyConfig(Section):
     updates_per_batch: int = Field(
         1, ge=1, description="Optimizer steps per rollout batch; above 1, π_old is computed by a pass of its own."
     )
-    threads: int = Field(1, ge=1, le=1024, description="CPU threads of each rank.")
+    threads: int | None = Field(
+        None,
+        ge=1,
+        le=1024,
+        description="CPU threads of each rank. null: 1, but on CUDA devices with an optimizer in host memory "
+        "(offload_fraction above 0) an equal share of the host's cores.",
+    )
     kernels: Literal["auto", "torch"] = Field(
         "auto",
         description="auto: layers of Transformer Engine on CUDA devices, where it must be installed, and PyTorch's on "
@@ -229,6 +239,11 @@ class PolicyConfig(Section):
         "none",
         description="int4_experts: routed experts compute with their weights rounded to INT4 (groups of 32).",
     )
+
+    @property
+    def recomputed_parts(self) -> tuple[str, ...]:
+        """Parts of layers that are recomputed; empty where whole layers are, or nothing is."""
+        return self.recompute if isinstance(self.recompute, tuple) else ()
 
 
 def _optimizer(c: Config) -> str | None:
@@ -264,7 +279,7 @@ def _kernels(c: Config) -> str | None:
         return None
     for key, value, plain in (
         ("precision.recipe", c.precision.recipe, "model_dtype"),
-        ("policy.recompute", "[moe_act]" if "moe_act" in c.policy.recompute else "", ""),
+        ("policy.recompute", "[moe_act]" if "moe_act" in c.policy.recomputed_parts else "", ""),
     ):
         if value != plain:
             return (

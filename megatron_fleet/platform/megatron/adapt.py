@@ -197,6 +197,7 @@ _EVERYWHERE: dict[str, Callable[[Any], None]] = {
     "megatron.core.models.common.embeddings.rope_utils": rotary.patch_packed_rotary,
     "megatron.core.optimizer.distrib_optimizer": patches.patch_distributed_optimizer,
     "megatron.core.transformer.moe.router": patches.patch_router,
+    "megatron.core.transformer.transformer_block": patches.patch_transformer_block,
     "megatron.core.optimizer.cpu_offloading.hybrid_optimizer": patches.patch_hybrid_optimizer,
 }
 _WITH_TRANSFORMER_ENGINE: dict[str, Callable[[Any], None]] = {

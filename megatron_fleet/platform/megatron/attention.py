@@ -172,7 +172,9 @@ def attend_in_one_call(
     """
     from torch.nn.attention.varlen import varlen_attn  # imports torch's compiler, seconds that a CPU would waste
 
-    grouped = {"enable_gqa": query.shape[1] != key.shape[1]} if _must_allow_grouped_heads(varlen_attn) else {}
+    grouped: dict[str, Any] = {}
+    if _must_allow_grouped_heads(varlen_attn):
+        grouped["enable_gqa"] = query.shape[1] != key.shape[1]
     width = value.shape[2]
     if width < query.shape[2]:
         value = F.pad(value, (0, query.shape[2] - width))

@@ -155,6 +155,28 @@ def patch_router(module: Any) -> None:
     module.TopKRouter._apply_expert_bias = apply_expert_bias
 
 
+def patch_transformer_block(module: Any) -> None:
+    """Pass the padding mask to all layers where only some are recomputed: 0.16 leaves it out for the others, whose
+    routers then count padding as load of their experts.
+    """
+    original: Callable[..., torch.Tensor] | None = getattr(module.TransformerBlock, "_checkpointed_forward", None)
+    if original is None:  # from 0.19 on it is a function of another module, which passes the mask
+        return
+
+    def checkpointed_forward(self: Any, *args: Any, padding_mask: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        def give(_: Any, args: Any, given: dict[str, Any]) -> Any:
+            return args, given | {"padding_mask": padding_mask}
+
+        hooks = [layer.register_forward_pre_hook(give, with_kwargs=True) for layer in self.layers]
+        try:
+            return original(self, *args, padding_mask=padding_mask, **kwargs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    module.TransformerBlock._checkpointed_forward = checkpointed_forward
+
+
 def patch_latent_attention(module: Any) -> None:
     """Report Transformer Engine as missing (0.16 mistakes its stand-ins for it), and accept our down-projection."""
     from megatron_fleet.platform.megatron.layers import DuplicatedLinear
@@ -224,7 +246,7 @@ def patch_delayed_scaling(module: Any) -> None:
     """Let Megatron-Core's FP8 recipe with delayed scaling be made with Transformer Engine 2.20 and newer, which has no
     ``override_linear_precision``: Megatron passes it always, with the meaning "all products in FP8" by default.
     """
-    theirs = module.TEDelayedScaling.__base__
+    theirs: Any = module.TEDelayedScaling.__base__
     if "override_linear_precision" in inspect.signature(theirs).parameters:
         return
 

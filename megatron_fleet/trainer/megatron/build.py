@@ -110,6 +110,8 @@ def _recompute(recompute: Recompute) -> dict[str, Any]:
         return {}
     if recompute == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if isinstance(recompute, int):
+        return {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": recompute}
     return {"recompute_granularity": "selective", "recompute_modules": list(recompute)}
 
 

@@ -72,7 +72,7 @@ class MegatronPolicy:
         self.vocab_size = self._model.vocab
         self._align = micro_batch_alignment(config.parallel, config.precision)
         self._check()
-        device.prepare(config.policy.threads, config.run.seed)
+        device.prepare(self._threads(), config.run.seed)
         parallel.initialise(config.parallel, config.run.seed, config.cluster.collective_timeout_s)
         self._dtype = getattr(torch, config.model.dtype)
         self._build(init)
@@ -84,6 +84,12 @@ class MegatronPolicy:
         measured = config.policy.gradient_metrics
         self._probe = GradientProbe(self.model_chunks, measured) if measured.every else None
         self._reduced: optimizer.ReducedGradients | None = None
+
+    def _threads(self) -> int:
+        """CPU threads of this rank. On a CPU their number may change results, so it follows no property of the host."""
+        policy = self._config.policy
+        offloaded = policy.optimizer.offload_fraction > 0 and device.device().type == "cuda"
+        return policy.threads or (device.cores_of_rank() if offloaded else 1)
 
     def _check(self) -> None:
         """Refuse configurations that cannot be trained here."""
