@@ -32,8 +32,8 @@ REFERENCE = "reference.npz"
 FLOAT32 = {"logprobs": 2e-4, "loss": 1e-4, "grad_norm": 1e-3, "logprobs_after": 5e-3}
 """Largest difference from the CPU in float32: of a log-prob in nats, relative of loss and norm, and of a log-prob after
 a step, in which Adam turns the rounding of gradients near zero into whole steps."""
-BFLOAT16 = {"logprobs": 0.05, "loss": 0.05, "grad_norm": 0.05}
-"""The same of bfloat16, with the mean for log-probs."""
+BFLOAT16 = {"logprobs": 0.005, "loss": 0.05, "grad_norm": 0.05}
+"""The same of bfloat16: of log-probs the mean, beyond twice that of bfloat16 on the CPU, which depends on the model."""
 FP8 = {"logprobs": 0.15, "loss": 0.15, "grad_norm": 0.25}
 
 
@@ -229,7 +229,8 @@ def policy(finding: Finding, folder: Path, family: str = "qwen3", kernels: str =
     """A tiny model: a step in float32 and in BF16 against the CPU; offload, onload, save, load."""
     needs_engine(kernels)
     reference = reference_of(folder, family)
-    for dtype, tolerances in (("float32", FLOAT32), ("bfloat16", BFLOAT16)):
+    rounded = {**BFLOAT16, "logprobs": BFLOAT16["logprobs"] + 2 * float(reference["rounding"])}
+    for dtype, tolerances in (("float32", FLOAT32), ("bfloat16", rounded)):
         trained = make(folder, dtype, kernels)
         against(finding, dtype, one_step(trained), reference, tolerances, worst=dtype == "float32")
         there_and_back(finding, dtype, trained, folder / f"state-{dtype}")
@@ -279,13 +280,17 @@ def reference_of(folder: Path, family: str) -> Mapping[str, Any]:
 
 
 def reference(folder: Path, family: str) -> None:
-    """Write the model's folder and what a step gives on the CPU."""
+    """Write the model's folder, what a step gives on the CPU, and how far its log-probs are from those in bfloat16."""
     import numpy as np
 
     from battery import shapes
 
     shapes.write_model(folder / "model", raw_config(family))
-    np.savez(folder / REFERENCE, **one_step(make(folder, "float32", "torch")))
+    exact = make(folder, "float32", "torch")
+    found = one_step(exact)
+    exact.close()
+    rounded = logprobs(make(folder, "bfloat16", "torch"))
+    np.savez(folder / REFERENCE, **found, rounding=abs(rounded - found["logprobs"]).mean())
 
 
 def make(folder: Path, dtype: str, kernels: str, recipe: str = "model_dtype") -> MegatronPolicy:
