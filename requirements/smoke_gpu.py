@@ -30,9 +30,10 @@ KERNELS = (
     "vllm._moe_C_stable_libtorch",
     "vllm.cumem_allocator",
     "vllm.vllm_flash_attn._vllm_fa3_C",
-    "vllm.third_party.deep_gemm._C_extension",
 )
 """Compiled modules of vLLM, which are linked with the driver's library."""
+FP8_KERNELS = "vllm.third_party.deep_gemm._C_extension"
+"""Another one, in whose place FP8 engines take slower kernels, and which others do not need."""
 DRIVER = "libcuda.so.1"
 STAND_IN = "/usr/local/cuda/lib64/stubs/libcuda.so"
 """The toolkit's, of the same name: it has the driver's functions, which all fail."""
@@ -53,6 +54,22 @@ def imported(module: str) -> None:
         importlib.import_module(module)
     except Exception as error:
         sys.exit(f"error: import {module}: {type(error).__name__}: {error}")
+
+
+def check_kernels(library: str) -> list[str]:
+    """Import the compiled modules of vLLM, with the driver's ``library``; return what was verified and what was not.
+
+    Raises:
+        SystemExit: one that every engine needs cannot be imported.
+    """
+    for module in KERNELS:
+        imported(module)
+    lines = [f"verified: the compiled modules of vLLM, with {library}"]
+    try:
+        importlib.import_module(FP8_KERNELS)
+    except Exception as error:
+        lines.append(f"not verified: DeepGEMM for FP8 engines: import {FP8_KERNELS}: {type(error).__name__}: {error}")
+    return lines
 
 
 def driver_library() -> str | None:
@@ -121,9 +138,7 @@ def main() -> None:
         imported(module)
         print("verified:", package, version(package))
     if library:
-        for module in KERNELS:
-            imported(module)
-        print("verified: the compiled modules of vLLM, with", library)
+        print(*check_kernels(library), sep="\n")
     else:
         print(f"not verified: the compiled modules of vLLM, which need {DRIVER}")
     print("verified:", check_compiler(["-lcudart", "-lcuda"] if driver else ["-lcudart"]))

@@ -1,8 +1,10 @@
 """setup.sh: what it installs and when, and one sentence where a machine lacks something; the image that calls it."""
 
 import fcntl
+import importlib
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -288,6 +290,23 @@ def test_a_cpu_build_of_torch_is_refused_for_gpus():
     )
     assert done.returncode == 1
     assert "is built for CPUs, not for CUDA 13" in done.stderr
+
+
+def test_engines_without_fp8_need_no_deep_gemm(monkeypatch):
+    """`mfleet doctor` passes the second line on where engines are in FP8."""
+    smoke = runpy.run_path(str(ROOT / "requirements" / "smoke_gpu.py"))
+    check, found = smoke["check_kernels"], dict.fromkeys(smoke["KERNELS"])
+    monkeypatch.setattr(importlib, "import_module", found.__getitem__)
+    good, missing = check("libcuda.so.1")
+    assert good == "verified: the compiled modules of vLLM, with libcuda.so.1"
+    assert missing.startswith(
+        "not verified: DeepGEMM for FP8 engines: import vllm.third_party.deep_gemm._C_extension: "
+    )
+    found[smoke["FP8_KERNELS"]] = None
+    assert check("libcuda.so.1") == [good]
+    del found["vllm.cumem_allocator"]
+    with pytest.raises(SystemExit, match=r"import vllm\.cumem_allocator"):
+        check("libcuda.so.1")
 
 
 def test_the_lock_for_gpus_holds_what_is_asked_for_with_hashes():

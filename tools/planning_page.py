@@ -114,7 +114,8 @@ def constants() -> str:
         f"{1e6 * rollout.NETWORK_MESSAGE_S / 2:g} µs",
         "prompts, share of the peak": rollout.PREFILL,
         "weight sync": f"{step.SYNC_S} s, and {step.SYNC_RATE / 1e9:g} GB/s",
-        "Adam on the host": f"{training.HOST_ADAM / 1e9:g} GB/s",
+        "Adam on the host, and on one thread of it": f"{training.HOST_ADAM / 1e9:g} and "
+        f"{training.THREAD_ADAM / 1e9:g} GB/s",
         "checkpoint on disk": f"{step.DISK / 1e9:g} GB/s a host",
         "mean length of an episode, of rollout.max_context": workload.MEAN_SHARE,
         "sampled share of it": workload.SAMPLED_SHARE,

@@ -177,6 +177,18 @@ def test_an_old_driver(machine):
     assert f"GPU_NEED_DRIVER={devices.NEEDED_DRIVER} " in (ROOT / "setup.sh").read_text()
 
 
+def test_fp8_kernels_are_missed_by_runs_with_fp8_engines_alone(machine, monkeypatch):
+    said = "verified: torch\nnot verified: DeepGEMM for FP8 engines: import x: ImportError: y\nverified: 2 GPUs"
+    monkeypatch.setattr(devices, "output", lambda *_: said)
+    plain, fp8 = (
+        load(["experiment=qwen3_8b_fleet", f"rollout.engine.quantization={kind}"]) for kind in ("none", "fp8")
+    )
+    assert devices.libraries(machine(log(), config=plain)) == Result("ok", "2 GPUs")
+    for config in (fp8, None):
+        result = devices.libraries(machine(log(), config=config))
+        assert result.status == "warning" and result.detail.startswith("not verified: DeepGEMM")
+
+
 def test_the_fabric_manager(machine):
     waiting = {"state": "In Progress", "status": "N/A"}
     result = devices.fabric(machine(log(waiting, waiting)))

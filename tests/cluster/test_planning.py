@@ -103,6 +103,15 @@ def test_training_is_not_faster_than_the_gpus_and_scales_with_them():
     )
 
 
+def test_an_optimizer_in_host_memory_takes_the_threads_that_it_is_given():
+    """By default all cores of the host."""
+
+    def seconds(*keys: str) -> float:
+        return times("policy.optimizer.offload_fraction=1", *keys).phases["training"]["optimizer"]
+
+    assert seconds("policy.threads=1") > 2 * seconds("policy.threads=1024") == 2 * seconds()
+
+
 def test_experts_of_one_host_need_no_network():
     slow = dataclasses.replace(H100, network=H100.network / 1000)
 

@@ -39,8 +39,8 @@ LAYER_S, EXPERT_LAYER_S = 0.3e-3, 0.9e-3
 """Host seconds to launch a layer's forward pass; its backward pass takes twice that."""
 ADAM_BYTES = 30
 """Bytes that an update reads and writes per element: gradient, master weight, moments, weight."""
-HOST_ADAM = 200e9
-"""Bytes per second at which the processors of a host update offloaded states."""
+HOST_ADAM, THREAD_ADAM = 200e9, 11e9
+"""Bytes per second at which all cores of a host update offloaded states, and one thread."""
 UPDATE_S = 0.5
 """Seconds of an update beside what is counted: data, norms, metrics."""
 PACKED = 0.95
@@ -223,5 +223,7 @@ def _update(config: Config, model: Model, gpu: Gpu, width: float) -> dict[str, f
     shards = memory.elements.shards
     on_device = shards * (1 - optimizer.offload_fraction) * ADAM_BYTES / (gpu.hbm * HBM)
     offloaded = shards * optimizer.offload_fraction
-    on_host = offloaded * ADAM_BYTES * min(gpu.per_host, parallel.world_size) / HOST_ADAM + offloaded * 6 / gpu.pcie
+    ranks, threads = min(gpu.per_host, parallel.world_size), config.policy.threads
+    speed = HOST_ADAM if threads is None else min(HOST_ADAM, ranks * threads * THREAD_ADAM)
+    on_host = offloaded * ADAM_BYTES * ranks / speed + offloaded * 6 / gpu.pcie
     return {"gradients": reduced, "optimizer": on_device + on_host, "other": UPDATE_S}

@@ -73,7 +73,8 @@ class PackedGatedDeltaNet(GatedDeltaNet):
         projected, _bias = self.in_proj(hidden_states)
         packed, operators = projected[:, 0], kernels()
         # Of all layers of the micro-batch, and of their recomputation.
-        lengths: Lengths = vars(packed_seq_params).setdefault("mfleet_lengths", Lengths(packed_seq_params.lengths))
+        own = packed_seq_params.__dict__
+        lengths: Lengths = own.setdefault("mfleet_lengths", Lengths(packed_seq_params.lengths))
         group = parallel_state.get_context_parallel_group()
         mine = None
         if group.size() > 1:
