@@ -122,7 +122,7 @@ def test_only_what_one_gpu_uses_is_kept(slim):
     "section",
     [
         b"something".ljust(32),
-        fat_binary([(CUBIN, 90, b"code".ljust(16))])[:-8],  # goes on behind the section's end
+        fat_binary([(CUBIN, 90, b"code".ljust(16))])[:-8],  # continues behind the section's end
         struct.pack("<IHHQ", 0xBA55ED50, 1, 16, 72) + bytes(72),  # an entry without a header
     ],
 )

@@ -66,7 +66,7 @@ def processes(config: Config) -> list[str]:
     server = "the embedded fleet, on 127.0.0.1" if config.env.kind == "embedded" else f"not started: {config.env.url}"
     return [
         f"ranks: {p.world_size} (tensor {p.tensor} × pipeline {p.pipeline} × context {p.context} × data {p.data}), "
-        f"{config.policy.threads or 'default'} CPU threads each",
+        f"CPU threads of each: {config.policy.threads or 'default'}",
         "Ray: 1 local cluster, or the one at RAY_ADDRESS",
         f"engines: {r.engine.replicas} (vLLM, tensor parallel {r.engine.tensor_parallel} each)",
         f"episode workers: {r.workers} (up to {r.episodes_in_flight} episodes in flight together)",

@@ -129,7 +129,7 @@ class AsHeld:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """What one rank sends of a tensor.
+    """Boxes of a tensor that one rank sends.
 
     Attributes:
         owned: boxes of the tensor that follow each other by rows and together are ``box``.
@@ -198,8 +198,8 @@ class FormattedSource:
         """Yield (name, whole tensor) of every part on every rank; a fresh pass each time.
 
         Collective over ``place.model``: its ranks iterate in lockstep. Only one layer is gathered at a time, on the
-        source's device, in one broadcast per layer and owner. If a rank fails to encode its boxes, the ranks go on and
-        all of them raise before the last layer is yielded.
+        source's device, in one broadcast per layer and owner. If a rank fails to encode its boxes, the ranks iterate
+        further and all of them raise before the last layer is yielded.
 
         Raises:
             UserError: the form cannot hold a rank's values (NaN or infinity).

@@ -1,4 +1,4 @@
-"""What is said while engines start."""
+"""Warnings while engines start."""
 
 from __future__ import annotations
 
