@@ -24,6 +24,6 @@ from megatron_fleet.models.qwen3_5.modules import delta_rule  # noqa: E402
 )
 def test_pytorchs_operators_on_a_gpu_are_warned_of(monkeypatch, caplog, family, gpu, fla, warned):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr(delta_rule.importlib.util, "find_spec", lambda name: object() if fla else None)
+    monkeypatch.setattr(delta_rule, "fla_fault", lambda: None if fla else "install flash-linear-attention")
     preflight._mixer(raw_config(family, "v5"))
     assert ("install flash-linear-attention" in caplog.text) == warned

@@ -67,7 +67,7 @@ def test_what_is_adapted_follows_the_host(monkeypatch):
     transformer, router = "megatron.core.transformer", "megatron.core.transformer.moe.router"
     hybrid = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer"
     everywhere = {router, hybrid, "megatron.core.optimizer.distrib_optimizer"}
-    everywhere |= {"megatron.core.models.common.embeddings.rope_utils"}
+    everywhere |= {"megatron.core.models.common.embeddings.rope_utils", f"{transformer}.transformer_block"}
     modules = everywhere | {f"{transformer}.moe.moe_utils", f"{transformer}.multi_latent_attention"}
     modules |= {"megatron.core.tensor_parallel.random", "megatron.core.utils"}
     optimizer = {f"megatron.core.optimizer{part}" for part in ("", ".optimizer_config")}
