@@ -29,12 +29,14 @@ class FakeEngines:
 
     async def begin_update(self) -> None:
         self.calls.append("begin_update")
+        await asyncio.sleep(0)
 
     async def load(self, message: Mapping[str, Any]) -> None:
         self.weights = np.array(message["weights"])
 
     async def finish_update(self, version: int, message: Mapping[str, Any] | None) -> None:
         self.calls.append(f"finish_update {version}")
+        await asyncio.sleep(0)
         self.version = version
 
 
@@ -43,6 +45,7 @@ class FakeRollout:
 
     Attributes:
         unknown: collections of training, by number from 0, in which no reward is known.
+        fate: outcome of their episodes.
         outages: what `environment_available` answers, one after the other; then it is available.
         delays: seconds that a collection takes, by step; none by default.
         requests: all that was asked for.
@@ -54,6 +57,7 @@ class FakeRollout:
         self.calls = [] if calls is None else calls
         self.engines = FakeEngines(vocab_size, self.calls)
         self.unknown: set[int] = set()
+        self.fate = Outcome.ENV_FAILED
         self.outages: list[str] = []
         self.delays: dict[int, float] = {}
         self.requests: list[CollectRequest] = []
@@ -62,6 +66,7 @@ class FakeRollout:
 
     async def wait_ready(self) -> None:
         self.calls.append("wait_ready")
+        await asyncio.sleep(0)
 
     async def collect(
         self, request: CollectRequest, on_progress: Callable[[Progress], None] | None = None, on_episodes: Any = None
@@ -114,18 +119,21 @@ class FakeRollout:
             spans=(Span("prompt", 0, 2, 0), Span("action", 2, len(ids), 0, version)),
             reward=reward,
             reward_reason="counted" if known else "the server is gone",
-            outcome=Outcome.COMPLETED if known else Outcome.ENV_FAILED,
+            outcome=Outcome.COMPLETED if known else self.fate,
             metrics={"attempts_retried": 0},
         )
 
     async def environment_available(self) -> str | None:
         self.calls.append("environment_available")
+        await asyncio.sleep(0)
         return self.outages.pop(0) if self.outages else None
 
     async def statistics(self) -> dict[str, float]:
+        await asyncio.sleep(0)
         return {"engine/preemptions": 0}
 
     async def score(self, sequences: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
+        await asyncio.sleep(0)
         shifted = self.engines.weights - self.engines.weights.max()
         logprobs = shifted - np.log(np.exp(shifted).sum())
         scores = [logprobs[ids].astype(np.float32) for ids in sequences]
@@ -135,10 +143,12 @@ class FakeRollout:
 
     async def sleep(self) -> str | None:
         self.calls.append("sleep")
+        await asyncio.sleep(0)
         return None
 
     async def wake(self, part: Literal["weights", "kv_cache"]) -> None:
         self.calls.append(f"wake {part}")
+        await asyncio.sleep(0)
 
 
 class FakeTransport:

@@ -98,8 +98,19 @@ class Checkpoint:
         return read_object(self.path / TRAINER_STATE, "use another checkpoint")
 
 
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """Copy of a trainer's state that is being written under a hidden name; `Checkpoints.commit` makes a checkpoint of
+    it. One that is never committed is removed by the next save.
+    """
+
+    step: int
+    partial: Path
+    writing: asyncio.Future[Files]
+
+
 class Checkpoints:
-    """Checkpoints in one folder, which the ranks can read too, unless `begin` is given a function that publishes them.
+    """Checkpoints in one folder, which the ranks can read too, unless `commit` is given a function that publishes them.
 
     Attributes:
         folder: where they are.
@@ -126,22 +137,23 @@ class Checkpoints:
         """Returns the steps whose checkpoints are being read: they are kept besides, too."""
 
     async def save(self, step: int, write_state: Write, trainer_state: dict[str, Any]) -> Checkpoint | None:
-        """Save and commit one checkpoint; see `begin`, which it is like, but for:
+        """Save and commit one checkpoint: `copy` and `commit` in one.
 
         Args:
             write_state: writes the trainer's shards.
+
+        Returns:
+            ``None`` when the step was committed already and nothing is written.
         """
 
         async def copy(partial: Path) -> Awaitable[Files]:
             return _known(await write_state(partial))
 
-        finishing = await self.begin(step, copy, trainer_state)
-        return None if finishing is None else await finishing
+        copied = await self.copy(step, copy)
+        return None if copied is None else await self.commit(copied, trainer_state)
 
-    async def begin(
-        self, step: int, copy_state: Copy, trainer_state: dict[str, Any], publish: Publish | None = None
-    ) -> Coroutine[Any, Any, Checkpoint] | None:
-        """Begin to save a checkpoint. One at a time.
+    async def copy(self, step: int, copy_state: Copy) -> Copied | None:
+        """Copy the trainer's state for a checkpoint, and begin to write it. One at a time.
 
         A step that is already committed stays as it is, unless it is damaged. Until the commit, earlier checkpoints are
         untouched; leftovers of interrupted saves and removals are deleted.
@@ -149,26 +161,19 @@ class Checkpoints:
         Args:
             copy_state: copies the trainer's state, then writes its shards (``trainer_state.json``, ``manifest.json``
                 and ``records`` are reserved).
-            trainer_state: JSON-able state of the controller.
-            publish: for ranks on hosts that do not share this folder; nothing is committed here then.
 
         Returns:
-            A coroutine to run: it waits for the shards, commits the checkpoint, returns it, and removes the oldest ones
-            beyond ``keep``. ``None`` when the step was committed already and nothing is written.
+            The copy for `commit`. ``None`` when the step was committed already and nothing is written.
 
         Raises:
-            TypeError: ``trainer_state`` is not JSON-able; nothing was written.
-            UserError: the disk has less room than the newest checkpoint takes; in the coroutine: the controller does
-                not see what the ranks wrote.
-            Exception: whatever ``copy_state`` raised, here or in the coroutine.
+            UserError: the disk has less room than the newest checkpoint takes.
+            Exception: whatever ``copy_state`` raised.
         """
         final = self.path_of(step)
         committed = self.committed()
         if any(checkpoint.path == final for checkpoint in committed):
             log.warning("%s is committed already and stays as it is", final)
             return None
-        small = {TRAINER_STATE: json.dumps(trainer_state, indent=1).encode()}
-        small |= {f"{RECORDS}/{record.name}": record.read_bytes() for record in self._records if record.exists()}
         await finish_in_thread(self._prepare)
         self._check_room(committed[:1])
         partial = begin_folder(final)
@@ -177,35 +182,48 @@ class Checkpoints:
         except Exception:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        return self._finish(step, partial, writing, small, publish)
+        return Copied(step, partial, asyncio.ensure_future(writing))
 
-    async def _finish(
-        self,
-        step: int,
-        partial: Path,
-        writing: Awaitable[Files],
-        small: Mapping[str, bytes],
-        publish: Publish | None,
-    ) -> Checkpoint:
+    def commit(
+        self, copied: Copied, trainer_state: dict[str, Any], publish: Publish | None = None
+    ) -> Coroutine[Any, Any, Checkpoint]:
+        """Take the controller's state and the records as they are now, and return a coroutine that commits them with
+        the copied state: it waits for the shards, removes the oldest checkpoints beyond ``keep``, and returns the new
+        one.
+
+        Args:
+            trainer_state: JSON-able state of the controller.
+            publish: for ranks on hosts that do not share this folder; nothing is committed here then.
+
+        Raises:
+            TypeError: ``trainer_state`` is not JSON-able.
+            UserError: in the coroutine: the controller does not see what the ranks wrote.
+            Exception: in the coroutine: whatever writing the copy raised.
+        """
+        small = {TRAINER_STATE: json.dumps(trainer_state, indent=1).encode()}
+        small |= {f"{RECORDS}/{record.name}": record.read_bytes() for record in self._records if record.exists()}
+        return self._finish(copied, small, publish)
+
+    async def _finish(self, copied: Copied, small: Mapping[str, bytes], publish: Publish | None) -> Checkpoint:
         async def write(partial: Path) -> Files:
-            files = await writing
+            files = await copied.writing
             for name, content in small.items():
                 (partial / name).parent.mkdir(exist_ok=True)
                 write_atomically(partial / name, content)
             return files
 
-        final = self.path_of(step)
+        partial, final = copied.partial, self.path_of(copied.step)
         if publish is None:
-            await _fill(partial, final, step, write)
+            await _fill(partial, final, copied.step, write)
         else:
             try:
-                await finish_in_thread(_seal, partial, step, await write(partial))
-                await publish(Checkpoint(partial, step))
+                await finish_in_thread(_seal, partial, copied.step, await write(partial))
+                await publish(Checkpoint(partial, copied.step))
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
         self._damaged.discard(final)
-        await finish_in_thread(self._prune)
-        return Checkpoint(final, step)
+        await finish_in_thread(self.prune)
+        return Checkpoint(final, copied.step)
 
     def newest(self, stop: threading.Event | None = None) -> Checkpoint | None:
         """Newest checkpoint whose files match its manifest; ``None`` when no save ever finished.
@@ -309,7 +327,8 @@ class Checkpoints:
                     f"{needed / 1e9:.1f} GB; make room, or lower checkpoint.keep."
                 )
 
-    def _prune(self) -> None:
+    def prune(self) -> None:
+        """Remove the checkpoints that need not be kept, judged by the records as they are now."""
         committed = self.committed()
         kept = self._keep_also([checkpoint.step for checkpoint in committed]) | self.in_use()
         for old in committed[self._keep :]:

@@ -118,7 +118,8 @@ def open_attempts(
         records = Records(config, None if state is None else int(state["step"]), started(), lasting)
         evaluator = Evaluator(config, held_out, rollout.collect)
         evaluations = Evaluations(config, evaluator, records)
-        evaluations.due = None if state is None else state["unevaluated"]
+        due = None if state is None else state["unevaluated"]
+        evaluations.due = None if due is None or records.evaluated(due) else due
         prompts = PromptLog(Path(config.run.out) / "prompts", Tokenizer(config.model.folder).decode)
         try:
             with records.phase("starting"):

@@ -110,13 +110,6 @@ class Colocation:
         self._budget.write()
 
     @asynccontextmanager
-    async def borrowed(self, sync: Action) -> AsyncIterator[None]:
-        """Switch to ``train`` inside, then back to ``roll``; ``sync`` resends the weights if the engines lost them."""
-        await self.to_trainer()
-        yield
-        await self.to_engines(sync if self._colocated else _nothing)
-
-    @asynccontextmanager
     async def with_parameters(self) -> AsyncIterator[None]:
         """Keep the trainer's parameters on its devices inside; where they are offloaded, onload them for the duration.
 

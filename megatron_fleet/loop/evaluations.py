@@ -41,7 +41,7 @@ class Evaluations:
     """Evaluate the weights of a step before they change.
 
     Attributes:
-        due: step whose weights still have to be evaluated in the background; part of a checkpoint.
+        due: step whose weights, which are the engines', still have to be evaluated; part of a checkpoint.
     """
 
     def __init__(self, config: Config, evaluator: Evaluates, records: EvaluationRecords) -> None:
@@ -49,26 +49,25 @@ class Evaluations:
         self.due: int | None = None
         self._running: int | None = None
 
-    async def of_step(self, step: int) -> dict[str, float]:
-        """Evaluate the weights of ``step`` now and return the metrics; empty when the evaluation is deferred."""
-        # After the last step there is nothing to hide it behind.
-        if self._config.eval.overlap and step < self._config.run.last_step:
+    def decide(self, step: int) -> None:
+        """Make the evaluation of the weights of ``step`` due, if the configuration wants one."""
+        if step == 0:
+            wanted = self._config.eval.at_start
+        elif step == self._config.run.last_step:
+            wanted = self._config.eval.at_end
+        else:
+            wanted = self._config.eval.interval > 0 and step % self._config.eval.interval == 0
+        if wanted:
             self.due = step
-            return {}
-        return self._records.episodes_of(step, await self._evaluator.play(self._records.phase))
-
-    async def before_training(self) -> None:
-        """Evaluate the initial weights, recorded as step 0."""
-        if metrics := await self.of_step(0):
-            self._records.evaluation(0, metrics)
 
     async def catch_up(self) -> None:
-        """Run the evaluation that was due when the run was resumed, if ``eval.overlap`` has been turned off since."""
-        if self.due is not None and not self._config.eval.overlap:
-            step, self.due = self.due, None
-            self._records.evaluation(
-                step, self._records.episodes_of(step, await self._evaluator.play(self._records.phase))
-            )
+        """Make the evaluation that is due, unless it is left to `start_due`. Cancelled, it stays due."""
+        # After the last step there is nothing to hide it behind.
+        if self.due is None or (self._config.eval.overlap and self.due < self._config.run.last_step):
+            return
+        evaluation = await self._evaluator.play(self._records.phase)
+        step, self.due = self.due, None
+        self._records.evaluation(step, self._records.episodes_of(step, evaluation))
 
     def start_due(self) -> None:
         """Start the due evaluation in the background: the engines are idle until the next weight sync."""
@@ -87,12 +86,6 @@ class Evaluations:
         waited = time.monotonic() - began
         metrics = self._records.episodes_of(step, evaluation)
         self._records.evaluation(step, metrics | {"timing/eval_wait": waited}, in_step=True)
-
-    def due_after(self, step: int) -> bool:
-        """Return whether an evaluation is due after ``step`` steps."""
-        if step == self._config.run.last_step:
-            return self._config.eval.at_end
-        return self._config.eval.interval > 0 and step % self._config.eval.interval == 0
 
     async def close(self) -> None:
         """Stop the background evaluation. Idempotent."""

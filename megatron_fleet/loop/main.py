@@ -77,6 +77,7 @@ async def _train(
     announcements: Announcements,
 ) -> None:
     started = time.time()
+    stop.saved_step = None if found is None else found.step
     train, held_out = load_data(config)
     out, token = Path(config.run.out), run_token()
     async with AsyncExitStack() as stack:

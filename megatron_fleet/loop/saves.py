@@ -1,4 +1,4 @@
-"""Checkpoints of a run: copied between steps, written and uploaded while training goes on."""
+"""Checkpoints of a run: copied before the weights go out, written and uploaded while training goes on."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
-from megatron_fleet.checkpoint.checkpoints import Checkpoint, Checkpoints
+from megatron_fleet.checkpoint.checkpoints import Checkpoint, Checkpoints, Copied
 from megatron_fleet.checkpoint.store import Replaced, Uploader
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.sections.run import CheckpointConfig
 from megatron_fleet.loop.exports import Exports
 from megatron_fleet.loop.start import newest_of
 from megatron_fleet.platform.alerts import alert
-from megatron_fleet.platform.waiting import until_done
+from megatron_fleet.platform.waiting import finish_in_thread, until_done
 from megatron_fleet.trainer.base import Files, Trainer, TrainerLost
 
 log = logging.getLogger(__name__)
@@ -50,6 +50,7 @@ class Saves:
         self._exports = exports
         self.saved_step: int | None = None
         self.failed = 0
+        self._copied: Copied | None = None
         self._saving: tuple[int, asyncio.Task[None]] | None = None
         self._lost = threading.Event()
         self._apart: bool | None = None  # as the trainer says once it is built
@@ -106,11 +107,12 @@ class Saves:
                 "(mfleet convert to-hf), or put run.out on a file system that they share."
             )
 
-    async def begin(self, step: int, state: dict[str, Any]) -> bool:
-        """Copy the trainer's state, which may change afterwards; with ``checkpoint.asynchronous=false`` write it.
+    async def copy(self, step: int) -> bool:
+        """Copy the trainer's state, which may change afterwards, for the checkpoint that `commit` makes of it; with
+        ``checkpoint.asynchronous=false`` write it.
 
         Returns:
-            Whether anything was begun; not if the step is committed already.
+            Whether there is a copy: not if the step is committed already.
 
         Raises:
             UserError: this or the last checkpoint cannot be written, and ``checkpoint.on_failure=stop``.
@@ -120,37 +122,65 @@ class Saves:
         try:
             if self._apart:
                 await self._trainer.clear_state(self._checkpoints.folder)
-            finishing = await self._checkpoints.begin(step, copy, state, self._publish if self._apart else None)
+            self._copied = await self._checkpoints.copy(step, copy)
         except (UserError, OSError) as error:
             self._fail(step, error)
             return False
-        if finishing is not None:
-            self._saving = step, asyncio.create_task(self._finish(finishing))
-        return finishing is not None
+        return self._copied is not None
 
-    async def finish(self, wait: bool = True) -> None:
-        """Wait until the last checkpoint is written; else only look whether that failed. Errors are those of `begin`.
+    def commit(self, state: Mapping[str, Any]) -> None:
+        """Make the checkpoint of the copied state, if there is one, in the background.
+
+        Args:
+            state: the controller's, JSON-able.
+        """
+        copied, self._copied = self._copied, None
+        if copied is not None:
+            finishing = self._checkpoints.commit(copied, dict(state), self._publish if self._apart else None)
+            self._saving = copied.step, asyncio.create_task(self._finish(finishing))
+
+    async def finish(self) -> None:
+        """Wait until the last checkpoint is written. Errors are those of `check`."""
+        if self._saving is not None:
+            await asyncio.wait([self._saving[1]])
+        self.check()
+
+    def check(self) -> None:
+        """Look whether the last checkpoint could be written, if that has ended.
 
         Raises:
+            UserError: it could not, and ``checkpoint.on_failure=stop``.
             Replaced: the run goes on elsewhere.
         """
-        if self._saving is None or not (wait or self._saving[1].done()):
+        if self._saving is None or not self._saving[1].done():
             return
         (step, saving), self._saving = self._saving, None
         try:
-            await saving
+            saving.result()
         except Replaced:
             raise
         except (UserError, OSError) as error:
             self._fail(step, error)
 
     async def leave(self) -> None:
-        """Wait until the last checkpoint is written, because the attempt ends; the loss of the trainer ends it, too."""
+        """Wait until the last checkpoint is written, because the attempt ends; the loss of the trainer ends it, too.
+        A copy that is not committed is given up.
+        """
+        if self._copied is not None:
+            self._copied.writing.cancel()
+            self._copied = None
         if self._saving is not None:
             (step, saving), self._saving = self._saving, None
             await until_done(saving)
             if not saving.cancelled() and (error := saving.exception()) is not None:
                 log.warning("step %d has no checkpoint: %s", step, error)
+
+    async def choose_kept(self) -> None:
+        """Decide anew which checkpoints and exports are kept: an evaluation was recorded after the last save."""
+        if self.saved_step is not None:
+            await finish_in_thread(self._checkpoints.prune)
+        if self._exports is not None:
+            await asyncio.to_thread(self._exports.refresh)
 
     def metrics(self) -> dict[str, float]:
         """``checkpoint/failed``, and metrics of the uploads and exports."""

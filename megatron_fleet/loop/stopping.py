@@ -1,8 +1,8 @@
 """End of a run before its last step: by a signal, or because its time is over.
 
 Ctrl-C ends a run at once. SIGTERM, SIGUSR1 (which Slurm sends ahead of a job's end, ``--signal=B:USR1@300``) and
-``run.time_limit_s`` let it save first: episodes and evaluations are abandoned, an update is finished. The exit status
-`REQUEUE` then tells a launcher that the same command goes on.
+``run.time_limit_s`` let it save first: episodes and evaluations are abandoned, to be played again when the run is
+resumed; an update is finished. The exit status `REQUEUE` then tells a launcher that the same command goes on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_fleet.platform.waiting import unless
 T = TypeVar("T")
 
 REQUEUE = os.EX_TEMPFAIL
-"""Exit status of a run that has saved and is to be started again: 75."""
+"""Exit status of a run that has a checkpoint and is to be started again: 75."""
 STOP_DEADLINE_S = 120.0
 """Seconds that ranks, engines and servers have to shut down once nothing is left to save."""
 
@@ -40,7 +40,7 @@ class StopRequest:
         self.heeded = False
         """Whether training looks at it already; before that nothing needs to be saved."""
         self.saved_step: int | None = None
-        """Step of the checkpoint from which the run goes on, once it has ended."""
+        """Step of the newest checkpoint, from which the run goes on once it has ended; ``None``: there is none."""
 
     def ask(self, reason: str) -> None:
         """Ask training to end; the first reason stays."""
@@ -65,15 +65,15 @@ async def until_stopped(
     """Run ``work`` to its end or until it is to be stopped; a second signal ends the process at once.
 
     Returns:
-        The exit status: 0, `REQUEUE` if a checkpoint holds all that was trained, else 128 + the number of the signal,
-        or 1 for the time limit.
+        The exit status: 0; `REQUEUE` if the run was to save and there is a checkpoint; else 128 + the number of the
+        signal, or 1 for the time limit.
     """
     task, loop, request = asyncio.current_task(), asyncio.get_running_loop(), StopRequest()
     assert task is not None  # a coroutine always runs in a task
-    received: list[tuple[str, int]] = []
+    received: list[tuple[str, int, bool]] = []
 
     def stop(name: str, status: int, gently: bool) -> None:
-        received.append((name, status))
+        received.append((name, status, gently))
         if len(received) > 1 and status > 1:
             os._exit(status)  # child processes end with this one
         request.ask(name)
@@ -91,7 +91,9 @@ async def until_stopped(
     except (asyncio.CancelledError, Stopped):
         if not received:
             raise
-        name, status = received[0]
-        where = "the newest checkpoint" if request.saved_step is None else f"step {request.saved_step}, which is saved"
-        say(f"mfleet: stopped by {name}; the same command goes on from {where}.", sys.stderr)
-        return status if request.saved_step is None else REQUEUE
+        name, status, gently = received[0]
+        if (step := request.saved_step) is None:
+            say(f"mfleet: stopped by {name}; there is no checkpoint yet, the same command starts anew.", sys.stderr)
+            return status
+        say(f"mfleet: stopped by {name}; the same command goes on from step {step}, which is saved.", sys.stderr)
+        return REQUEUE if gently else status

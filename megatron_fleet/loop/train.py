@@ -24,6 +24,8 @@ from megatron_fleet.rollout.requests import EnvironmentFailed
 from megatron_fleet.trainer.base import Trainer, TrainerLost
 
 T = TypeVar("T")
+Probe = dict[str, list[list[float]]]
+"""See `EngineWeights.probe`."""
 
 
 @final
@@ -48,7 +50,8 @@ class Training:
         self._saves, self._stop = saves, stop
         self._attempt: Attempt
         self._guard: StepGuard
-        self._step = 0
+        self._step = 0  # of the trainer's weights
+        self._recorded_step: int | None = None
 
     async def run(self, found: Checkpoint | None) -> None:
         """Train to the end. A trainer that dies is restarted and resumes from the last checkpoint.
@@ -60,14 +63,18 @@ class Training:
             UserError: a problem that the user can fix; the run can be resumed.
             Stopped: the run was asked to end.
         """
+        self._saves.saved_step = None if found is None else found.step
         start: Coroutine[Any, Any, None] = self._engines.start()
-        while True:
-            try:
-                await start
-                return await until_lost(self._trainer, self._from_checkpoint(found))
-            except TrainerLost as reason:
-                found = await self._saves.newest(found)
-                start = self._engines.restart(reason)
+        try:
+            while True:
+                try:
+                    await start
+                    return await until_lost(self._trainer, self._from_checkpoint(found))
+                except TrainerLost as reason:
+                    found = await self._saves.newest(found)
+                    start = self._engines.restart(reason)
+        finally:
+            self._stop.saved_step = self._saves.saved_step
 
     async def _from_checkpoint(self, found: Checkpoint | None) -> None:
         state = None if found is None else found.trainer_state()
@@ -78,12 +85,12 @@ class Training:
         if state is not None:
             self._guard.load(state["guard"])
         self._step = 0 if state is None else int(state["step"])
-        self._saves.saved_step = None if state is None else self._step
+        self._saves.saved_step = self._recorded_step = None if state is None else self._step
         async with self._open(state) as self._attempt:
             try:
                 await self._steps()
             except Stopped:
-                await self._save_before_the_end()
+                await self._save_now()
                 raise
             finally:
                 await self._saves.leave()
@@ -92,11 +99,13 @@ class Training:
         config, attempt = self._config, self._attempt
         self._stop.heeded = True
         await self._engines.update(self._step)
-        if self._step == 0 and config.eval.at_start:
-            await self._stop.interrupt(attempt.evaluations.before_training())
+        if self._step == 0:
+            attempt.evaluations.decide(0)
+        await self._stop.interrupt(attempt.evaluations.catch_up())
         while self._step < config.run.last_step:
             await self._one_step()
         await self._saves.finish()
+        await self._saves.choose_kept()
         if config.checkpoint.export.last:
             await self._engines.to_trainer()
             await self._trainer.export_hf(Path(config.run.out) / "hf")
@@ -104,62 +113,59 @@ class Training:
         TIMELINE.finish(self._step)
 
     async def _one_step(self) -> None:
-        config, attempt, clock = self._config, self._attempt, Clock()
+        config, attempt, clock, probe = self._config, self._attempt, Clock(), None
         TIMELINE.begin_step(self._step)
-        await self._saves.finish(wait=False)
+        self._saves.check()
         batch = await self._stop.interrupt(self._next_batch())
         attempt.evaluations.start_due()
         attempt.records.show("training")
         await self._engines.to_trainer()
         with clock.phase("policy_train"):
             reports = await update(config, self._trainer, self._guard, batch.updates, self._step)
-        await attempt.evaluations.finish()
         self._step += 1
+        await self._stop.interrupt(attempt.evaluations.finish())
+        if checkpoint_due(config, self._step) or self._guard.stuck:
+            with clock.phase("save_checkpoints"):
+                probe = await self._copy_state()
         with clock.phase("sync_weights"):
             difference = await self._engines.update(self._step)
-        evaluation = {}
         seconds = clock.read() | self._engines.read_seconds()
         attempt.batches.trained(batch.groups)
         attempt.records.trajectories(self._step, batch.groups)
-        if attempt.evaluations.due_after(self._step):
-            evaluation = await self._stop.interrupt(attempt.evaluations.of_step(self._step))
-        more = self._engines.memory() | await self._engines.statistics() | evaluation | self._saves.metrics()
+        attempt.evaluations.decide(self._step)
+        more = self._engines.memory() | await self._engines.statistics() | self._saves.metrics()
         attempt.finish_step(self._step, batch, reports, seconds, more, difference)
-        if checkpoint_due(config, self._step) or self._guard.stuck:
-            await self._save()
-        if self._guard.stuck:
-            await self._saves.finish()
+        self._recorded_step = self._step
+        self._commit(probe)
         self._guard.stop_if_stuck()
+        await self._stop.interrupt(attempt.evaluations.catch_up())
 
     async def _next_batch(self) -> StepBatch:
-        await self._attempt.evaluations.catch_up()
         try:
             return await self._attempt.next_batch(self._step)
         except (Outage, EnvironmentFailed):
-            if self._step > 0:
-                await self._save()
-                await self._saves.finish()
+            await self._save_now()
             raise
 
-    async def _save(self) -> None:
-        clock = Clock()
-        state = {"step": self._step, "guard": self._guard.state(), **self._attempt.state()}
-        with clock.phase("save_checkpoints"):
-            async with self._engines.borrowed(self._step):
-                if self._config.checkpoint.export.check:
-                    state["probe"] = await self._engines.probe()
-                begun = await self._saves.begin(self._step, state)
-        if begun:
-            self._attempt.records.add(self._step, {f"timing/{k}": v for k, v in clock.seconds.items()})
+    async def _copy_state(self) -> Probe | None:
+        """Copy the trainer's state for a checkpoint of this step, while it has the devices and before its weights go
+        out; `_commit` follows once the step is recorded. Returns what the check of exports compares with.
+        """
+        if await self._saves.copy(self._step) and self._config.checkpoint.export.check:
+            return await self._engines.probe()
+        return None
 
-    async def _save_before_the_end(self) -> None:
-        """Save what is not saved yet, and tell from which step the run goes on."""
+    def _commit(self, probe: Probe | None) -> None:
+        state = {"step": self._step, "guard": self._guard.state(), **self._attempt.state()}
+        self._saves.commit(state if probe is None else state | {"probe": probe})
+
+    async def _save_now(self) -> None:
+        """Save the newest step, because the attempt ends. One that is not recorded, and its update, is done again."""
         await self._saves.finish()
-        if self._step > 0 and self._step != self._saves.saved_step:
-            await self._save()
+        if self._step == self._recorded_step != self._saves.saved_step:
+            await self._engines.to_trainer()
+            self._commit(await self._copy_state())
             await self._saves.finish()
-        if self._step == self._saves.saved_step:
-            self._stop.saved_step = self._step
 
 
 async def until_lost(trainer: Trainer, work: Coroutine[Any, Any, T]) -> T:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Protocol, final
 
@@ -130,12 +129,6 @@ class EngineWeights:
         with TIMELINE.phase("probe_engines"):
             scores = await self._engines.score([datum.token_ids for datum in data])
         return compare(expected, scores, engine.probe_tolerance, version)
-
-    @asynccontextmanager
-    async def borrowed(self, version: int) -> AsyncIterator[None]:
-        """Hand the devices to the trainer inside; the engines continue with weight version ``version`` afterwards."""
-        async with self.colocation.borrowed(partial(self._sync, version)):  # the weights do not change inside
-            yield
 
     async def probe(self) -> dict[str, list[list[float]]]:
         """Tokens of `probe_data` and the trainer's log-probs of them, JSON-able; the devices are the trainer's."""

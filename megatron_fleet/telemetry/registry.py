@@ -19,10 +19,10 @@ WILDCARDS = {
         "[a-z_]+",
         "a phase of the loop: `step`, `generate`, `compute_advantages_and_returns`, `convert_to_training_input` (the "
         "plan of packing), `policy_train` (all passes and optimizer steps), `sync_weights`, `save_checkpoints` (what "
-        "training waited for the copy of the state, after the step and not part of it), `eval`, and `eval_wait` (what "
-        "training waited for an overlapped evaluation); when engines share the trainer's devices also `offload`, "
-        "`onload`, `engines_sleep`, `engines_wake`; `rollout_wait` (what the trainer waited for episodes) and "
-        "`engines_idle` (time since the last step in which no episode of training was under way); of memory: `train`, "
+        "training waits for the copy of the state, before the weights go out), `eval` (not part of `step`), and "
+        "`eval_wait` (what training waited for an overlapped evaluation); when engines share the trainer's devices "
+        "also `offload`, `onload`, `engines_sleep`, `engines_wake`; `rollout_wait` (what the trainer waited for "
+        "episodes) and `engines_idle` (time since the last step in which no episode of training was under way); of memory: `train`, "
         "`sync`, `roll`",
     ),
     "{own}": ("[A-Za-z0-9_]+", "a name that a loss of your own gives"),
@@ -233,6 +233,8 @@ _POLICY = {
     "mismatch_kl": "KL(μ‖π), engine against trainer: mean of ρ − 1 − log ρ, ρ = π/μ, first update only (k3, ≥ 0).",
     "mismatch_kl_k1": "KL(μ‖π): mean of log μ − log π, first update only (k1).",
     "probe_difference": "Mean |log π_engine − log π_trainer| over the probe's tokens, worst engine; only when probed.",
+    "mismatch_unknown_tokens": "Trained tokens whose log-prob is NaN in the engine or the trainer, first update only; "
+    "the other metrics of the mismatch leave them out.",
     "rollout_train_prob_diff_mean": "Mean of μ/π over trained tokens, first update only: a ratio, 1 when they agree.",
     "rollout_train_prob_diff_std": "Unbiased standard deviation of μ/π over trained tokens, first update only.",
     "routing_replayed": "Share of tokens × expert layers whose experts were replayed; first update, and only with "

@@ -117,11 +117,26 @@ async def test_a_commit_that_has_begun_is_finished_before_a_cancellation(tmp_pat
     assert store.newest().step == 1
 
 
-async def test_state_that_is_no_json_is_told_before_anything_is_written(tmp_path):
+async def test_state_that_is_no_json_and_a_copy_that_is_given_up_leave_no_checkpoint(tmp_path):
     store = Checkpoints(tmp_path, keep=2)
     with pytest.raises(TypeError):
-        await store.save(1, lambda path: pytest.fail("written"), {"rng": object()})
-    assert names(tmp_path) == []
+        await store.save(1, writer(), {"rng": object()})
+    assert store.newest() is None
+    copied = await store.copy(1, FakeTrainer().copy_state)
+    copied.writing.cancel()
+    await store.save(2, writer(), {})
+    assert names(tmp_path) == ["step_000002"], "the next save removes what it left"
+
+
+async def test_a_checkpoint_holds_the_records_at_its_commit(tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("at the copy")
+    store = Checkpoints(tmp_path / "ck", keep=2, records=[metrics])
+    copied = await store.copy(1, FakeTrainer().copy_state)
+    metrics.write_text("at the commit")
+    committing = store.commit(copied, {})
+    metrics.write_text("later")
+    assert ((await committing).path / "records" / "metrics.jsonl").read_text() == "at the commit"
 
 
 def damage(case: str, path: Path) -> str:

@@ -118,23 +118,13 @@ async def test_memory_is_measured_before_a_move_and_after_it(setup):
     ]
 
 
-async def test_borrowed_devices_go_back_with_weights(setup):
-    await setup.colocation.to_engines(setup.sync)
-    setup.take()
-    async with setup.colocation.borrowed(setup.sync):
-        setup.calls.append("save")
-    assert setup.take() == [*TO_TRAINER, "save", *TO_ENGINES]
-
-
-async def test_engines_on_devices_of_their_own_get_no_weights_twice(tmp_path):
+async def test_nothing_moves_with_engines_on_devices_of_their_own(tmp_path):
     setup = await Setup(tmp_path, colocated=False).begin()
     colocation = setup.colocation
     await colocation.to_engines(setup.sync)
-    async with colocation.borrowed(setup.sync):
-        setup.calls.append("save")
     await colocation.to_trainer()
     await colocation.to_engines(setup.sync)
-    assert setup.take() == ["sync", "save", "sync"]
+    assert setup.take() == ["sync", "sync"]
     assert "memory/roll/process" in colocation.memory()
     assert colocation.read_seconds() == {}
     await colocation.restart(setup.start)

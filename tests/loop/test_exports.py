@@ -398,7 +398,7 @@ def test_on_gpus_checks_wait_until_the_run_has_left_them(make, tmp_path, monkeyp
 async def test_the_trainer_s_log_probs_are_saved_where_a_check_is_wanted(tmp_path):
     run = Run(tmp_path / "run", "checkpoint.export.check=true", "run.steps=2")
     await run.go()
-    assert [call for call in run.take() if call.startswith(("forward c", "copy"))] == ["forward current", "copy_state"]
+    assert [call for call in run.take() if call.startswith(("forward c", "copy"))] == ["copy_state", "forward current"]
     state = Checkpoint.open(run.out / "checkpoints" / "step_000002").trainer_state()
     assert {len(row) for row in (*state["probe"]["tokens"], *state["probe"]["logprobs"])} == {32}
 

@@ -23,6 +23,13 @@ def test_a_usual_mismatch_is_no_problem():
     assert problem(0.02, "policy.safety.mismatch_kl=0.01") and problem(math.nan)
 
 
+def test_a_log_prob_that_is_not_a_number_is_a_problem_of_its_own():
+    config = load(BF16)
+    said = mismatch_problem(config, {"policy/mismatch_kl": 0.001, "policy/mismatch_unknown_tokens": 3.0})
+    assert said.startswith("policy/mismatch_unknown_tokens=3: ")
+    assert mismatch_problem(config, {"policy/mismatch_kl": 0.001, "policy/mismatch_unknown_tokens": 0.0}) is None
+
+
 @pytest.mark.parametrize(
     ("overrides", "cause"),
     [

@@ -43,7 +43,7 @@ def test_a_signal_ends_the_run_in_order(tmp_path, number, name):
     process.send_signal(number)
     _, errors = process.communicate(timeout=HANG_S)
     assert process.returncode == 128 + number
-    assert errors == f"mfleet: stopped by {name}; the same command goes on from the newest checkpoint.\n"
+    assert errors == f"mfleet: stopped by {name}; there is no checkpoint yet, the same command starts anew.\n"
     assert (tmp_path / "closed").exists()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,6 +14,7 @@ from fake_rollout import FakeEngines, FakeRollout, FakeTransport
 from fake_trainer import FakeTrainer
 from waiting import HANG_S, until
 
+from megatron_fleet.agents.trajectory import Outcome
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
 from megatron_fleet.loop.attempt import open_attempts
@@ -46,6 +48,15 @@ class Run:
         self.data = load_data(self.config)
         self.fresh()
 
+    def moved(self, out: Path) -> Run:
+        """The same run in another folder, not begun."""
+        other = copy.copy(self)
+        run = self.config.run.model_copy(update={"out": str(out)})
+        other.config, other.out, other.calls = self.config.model_copy(update={"run": run}), out, []
+        out.mkdir(parents=True, exist_ok=True)
+        other.fresh()
+        return other
+
     def fresh(self) -> None:
         """New processes, as after a restart of everything."""
         self.trainer, self.rollout = FakeTrainer(VOCABULARY, self.calls), FakeRollout(VOCABULARY, self.calls)
@@ -55,6 +66,7 @@ class Run:
 
     async def go(self) -> None:
         async def start(reason):
+            await asyncio.sleep(0)
             if reason is None and self.lost_at_start is not None:
                 raise self.lost_at_start
             if reason is not None:
@@ -97,17 +109,15 @@ class Run:
         return [steps[step] for step in sorted(steps)]
 
 
-STEP = [
-    "collect train {0}", "forward_backward", "optim_step",
-    "begin_update", "send_weights {1}", "finish_update {1}",
-]  # fmt: skip
+TRAIN = ["collect train {0}", "forward_backward", "optim_step"]
+SYNC = ["begin_update", "send_weights {1}", "finish_update {1}"]
 
 
 def step_calls(first: int, end: int, interval: int = 2) -> list[str]:
     return [
         call.format(step, step + 1)
         for step in range(first, end)
-        for call in [*STEP, *(["copy_state"] if (step + 1) % interval == 0 else [])]
+        for call in [*TRAIN, *(["copy_state"] if (step + 1) % interval == 0 else []), *SYNC]
     ]
 
 
@@ -116,8 +126,8 @@ async def test_a_run_calls_everything_in_order_and_learns(tmp_path):
     await run.go()
     calls = run.take()
     assert calls[:5] == ["wait_ready", "begin_update", "send_weights 0", "finish_update 0", "collect eval 0"]
-    assert calls[5:-3] == step_calls(0, 30, interval=100)
-    assert calls[-3:] == ["collect eval 0", "copy_state", "export_hf"]
+    assert calls[5:-2] == step_calls(0, 30, interval=30)
+    assert calls[-2:] == ["collect eval 0", "export_hf"]
     rows = run.rows()
     assert [row["step"] for row in rows] == list(range(31))
     assert rows[0]["eval/all/episodes"] == rows[30]["eval/all/episodes"] == 2
@@ -252,6 +262,15 @@ async def test_an_outage_is_not_a_step(tmp_path, monkeypatch):
     assert [{k: v for k, v in row.items() if k not in counts} for row in rows] == [
         {k: v for k, v in row.items() if k not in counts} for row in whole.rows()
     ]
+
+
+async def test_what_no_attempt_can_change_ends_the_run_at_once(tmp_path):
+    run = Run(tmp_path / "run", "checkpoint.interval=10")
+    run.rollout.unknown, run.rollout.fate = {1}, Outcome.REFUSED
+    with pytest.raises(UserError, match=r"^step 2: no episode can be played, most often refused: the server is gone;"):
+        await run.go()
+    assert not [call for call in run.take() if call.startswith("environment")]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_000001"]
 
 
 async def test_an_outage_that_lasts_ends_the_run_resumable(tmp_path, monkeypatch):

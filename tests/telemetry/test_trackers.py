@@ -73,7 +73,7 @@ def test_attempts_are_runs_of_one_group_over_the_training_step(tmp_path):
     first = begin(tmp_path)
     first.write(0, {"eval/all/pass_at_1": 0.25})
     first.write(1, {"reward/a:b/pass_at_1": 0.5, "policy/grad_norm": float("nan")})
-    first.write(1, {"timing/save_checkpoints": 2.0})
+    first.write(1, {"timing/eval": 2.0})
     first.close(complete=False)
     second = begin(tmp_path, resumed=1, started=60.0)
     second.write(2, {"reward/a:b/pass_at_1": 1})
@@ -88,7 +88,7 @@ def test_attempts_are_runs_of_one_group_over_the_training_step(tmp_path):
     assert (config["exit_code"], other_config["exit_code"]) == (1, 0)
     assert [row["trainer/global_step"] for row in rows] == [0, 1, 1]
     assert rows[0]["eval/all/pass_at_1"] == 0.25 and rows[2] == {
-        "timing/save_checkpoints": 2.0,
+        "timing/eval": 2.0,
         "trainer/global_step": 1,
     }
     assert rows[1]["reward/a:b/pass_at_1"] == 0.5

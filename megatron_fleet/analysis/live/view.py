@@ -25,7 +25,7 @@ TREND_STEPS = 200
 ERRORS_RATE = 0.5
 """A higher share of tool calls that fail is marked."""
 GIB = 1 << 30
-BESIDE_STEP = ("eval", "save_checkpoints")
+BESIDE_STEP = ("eval",)
 """Phases that ``timing/step`` does not include."""
 PHASES = (
     ("generate", ("rollout_wait", "generate", "rollout"), "generate"),
@@ -231,7 +231,7 @@ def _engines(metrics: MetricsTail, status: RunStatus | None) -> Table:
         return Table(head, engines, frozenset(range(2, len(head))))
     last = metrics.recent[-1] if metrics.recent else {}
     found = [(name.removeprefix("engine/"), value) for name, value in last.items() if name.startswith("engine/")]
-    rows = [(Cell(name), Cell(f"{value:,.4g}", value)) for name, value in found]
+    rows = [(Cell(name), Cell(number(value) if value >= 100 else f"{value:.4g}", value)) for name, value in found]
     return Table(("engines in the last step", ""), tuple(rows), frozenset({1}))
 
 
