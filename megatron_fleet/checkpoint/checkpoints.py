@@ -316,7 +316,10 @@ class Checkpoints:
         self.folder.mkdir(parents=True, exist_ok=True)
         for stale in self.folder.glob(".step_*"):
             log.warning("removing %s, left by an interrupted run", stale)
-            shutil.rmtree(stale)
+            if stale.is_symlink():
+                stale.unlink()
+            else:
+                shutil.rmtree(stale)
 
     def _check_room(self, newest: Sequence[Checkpoint]) -> None:
         for checkpoint in newest:

@@ -7,6 +7,7 @@ import fcntl
 import functools
 import glob
 import hashlib
+import logging
 import os
 import secrets
 import shutil
@@ -20,6 +21,8 @@ from typing import Any, BinaryIO
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.storage.direct import BLOCK, InputFile, address, allocate, new_scratch, set_direct, write_blocks
 from megatron_fleet.storage.folder import PART, Parts, check_name
+
+log = logging.getLogger(__name__)
 
 OPEN_FILES = 100
 """Files kept open for ``read_into``, two descriptors each."""
@@ -265,8 +268,15 @@ def commit_folder(partial: Path, final: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder; it is hidden first, so that a half-removed one never looks whole."""
-    shutil.rmtree(_hide(path))
+    """Remove a folder; it is hidden first, so that a half-removed one never looks whole.
+
+    Of a symbolic link only the link is removed.
+    """
+    if path.is_symlink():
+        log.warning("%s is a symbolic link: only the link is removed, %s stays", path, os.path.realpath(path))
+        path.unlink()
+    else:
+        shutil.rmtree(_hide(path))
 
 
 def rename_folder(path: Path, name: str) -> None:

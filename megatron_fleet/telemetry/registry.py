@@ -22,7 +22,8 @@ WILDCARDS = {
         "training waits for the copy of the state, before the weights go out), `eval` (not part of `step`), and "
         "`eval_wait` (what training waited for an overlapped evaluation); when engines share the trainer's devices "
         "also `offload`, `onload`, `engines_sleep`, `engines_wake`; `rollout_wait` (what the trainer waited for "
-        "episodes) and `engines_idle` (time since the last step in which no episode of training was under way); of memory: `train`, "
+        "episodes) and `engines_idle` (time since the last step in which no episode of training was under way); of "
+        "memory: `train`, "
         "`sync`, `roll`",
     ),
     "{own}": ("[A-Za-z0-9_]+", "a name that a loss of your own gives"),

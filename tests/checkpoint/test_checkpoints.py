@@ -117,6 +117,20 @@ async def test_a_commit_that_has_begun_is_finished_before_a_cancellation(tmp_pat
     assert store.newest().step == 1
 
 
+async def test_checkpoints_that_are_links_are_read_and_only_their_links_removed(tmp_path, caplog):
+    store, elsewhere = Checkpoints(tmp_path / "ck", keep=1), tmp_path / "another disk"
+    await store.save(1, writer(), {})
+    (tmp_path / "ck" / "step_000001").rename(elsewhere)
+    for name in ("step_000001", ".step_000003.removed"):
+        (tmp_path / "ck" / name).symlink_to(elsewhere)
+    assert store.newest().step == 1
+    for step in (2, 3):
+        assert (await store.save(step, writer(), {})).step == step
+    assert names(tmp_path / "ck") == ["step_000003"]
+    assert f"step_000001 is a symbolic link: only the link is removed, {elsewhere} stays" in caplog.text
+    Checkpoint.open(elsewhere).verify()
+
+
 async def test_state_that_is_no_json_and_a_copy_that_is_given_up_leave_no_checkpoint(tmp_path):
     store = Checkpoints(tmp_path, keep=2)
     with pytest.raises(TypeError):
