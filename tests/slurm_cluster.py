@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import stat
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -51,12 +52,13 @@ def why_not() -> str | None:
 class Slurm:
     """Slurm on ``hosts``, which have one named `CONTROLLER`; all others are nodes. Ends with them."""
 
-    def __init__(self, hosts: Hosts, cpus: int = 4) -> None:
-        """Args: ``cpus``: that each node claims to have."""
+    def __init__(self, hosts: Hosts, cpus: int = 4, gpus: int = 0) -> None:
+        """Args: ``cpus`` and ``gpus``: that each node claims to have; 0 GPUs: Slurm knows of none (no GRES)."""
         self.hosts = hosts
         self.nodes = [name for name in hosts.addresses if name != CONTROLLER]
         self._folder = hosts.folder / "slurm"
         self._cpus = cpus
+        self.gpus = gpus
         self._daemons: dict[str, subprocess.Popen[str]] = {}
         self.environ = os.environ | {"SLURM_CONF": str(self._folder / "slurm.conf")}
         """Environment of Slurm's commands."""
@@ -125,8 +127,18 @@ class Slurm:
         folder = self._folder
         for path in (folder, folder / "state", *(folder / f"spool-{name}" for name in self.nodes)):
             path.mkdir()
-        nodes = [f"NodeName={name} CPUs={self._cpus} RealMemory=1000 State=UNKNOWN" for name in self.nodes]
+        gres = self._configure_gpus() if self.gpus else ""
+        nodes = [f"NodeName={name} CPUs={self._cpus} RealMemory=1000 State=UNKNOWN {gres}" for name in self.nodes]
         partition = "PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP"
-        text = _CONFIGURATION.format(controller=CONTROLLER, folder=folder)
+        text = _CONFIGURATION.format(controller=CONTROLLER, folder=folder) + ("GresTypes=gpu\n" if gres else "")
         (folder / "slurm.conf").write_text("\n".join([text, *nodes, partition, ""]))
         (folder / "cgroup.conf").write_text("CgroupAutomount=no\n")
+
+    def _configure_gpus(self) -> str:
+        """Make devices that stand for GPUs, the same files on every node; what the line of a node says of them."""
+        for index in range(self.gpus):
+            # /dev/null
+            os.mknod(self._folder / f"gpu{index}", 0o600 | stat.S_IFCHR, os.makedev(1, 3))
+        files = f"{self._folder}/gpu[0-{self.gpus - 1}]"
+        (self._folder / "gres.conf").write_text(f"Name=gpu Type=h100 File={files}\n")
+        return f"Gres=gpu:h100:{self.gpus}"

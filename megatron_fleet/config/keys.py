@@ -81,7 +81,7 @@ def _bounds(info: FieldInfo) -> str:
 
 
 def _kind(annotation: Any) -> str:
-    words = {int: "integer", float: "number", str: "text", bool: "true/false", type(None): "null"}
+    words = {int: "integer", float: "number", str: "text", bool: "true/false", type(None): "null", Any: "any value"}
     if annotation in words:
         return words[annotation]
     if get_origin(annotation) is Annotated:

@@ -191,6 +191,8 @@ def _explain(problem: ErrorDetails) -> str:
         return f"{name} must be set; add {name}=… to the command line."
     expected = next((k.accepts for k in keys.leaves() if k.name == name), "")
     expected = f"it must be {expected}" if expected else problem["msg"]
+    if problem["type"] == "string_pattern_mismatch":
+        expected = f"it must have the form {problem['ctx']['pattern']}"
     return f"{name}={json.dumps(problem['input'], ensure_ascii=False)}: {expected}."
 
 

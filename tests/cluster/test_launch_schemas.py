@@ -18,6 +18,7 @@ from megatron_fleet.cluster.launch import plan as planning
 from megatron_fleet.cluster.launch.kubernetes import Kubernetes
 from megatron_fleet.cluster.launch.plan import plan
 from megatron_fleet.cluster.launch.skypilot import SkyPilot
+from megatron_fleet.config import keys
 
 jsonschema = pytest.importorskip("jsonschema")
 SCHEMAS = Path(__file__).with_name("schemas")
@@ -32,11 +33,34 @@ SKY: dict[str, list[str]] = {
     "spot hosts": ["launch.skypilot.infra=[gcp,aws/us-east-1]", "launch.skypilot.spot=[gcp,aws/us-east-1]"],
     "machine images": ["launch.skypilot.infra=[lambda,gcp]", "launch.skypilot.images={gcp: skypilot:gpu-ubuntu-2204}"],
 }
+EVERY_KEY = [
+    "launch.kubernetes.namespace=team",
+    "launch.kubernetes.queue=training",
+    "launch.kubernetes.labels={app: mfleet}",
+    "launch.kubernetes.annotations={kueue.x-k8s.io/podset-required-topology: topology.example.com/rack}",
+    "launch.kubernetes.priority_class=high",
+    "launch.kubernetes.image_pull_secrets=[registry-pull]",
+    "launch.kubernetes.node_selector={pool: h100}",
+    "launch.kubernetes.tolerations=[nvidia.com/gpu,workload]",
+    "launch.kubernetes.claim=runs",
+    "launch.kubernetes.volumes=[models:/mnt/models:ro,data:/mnt/data]",
+    "launch.kubernetes.env_secrets=[shared-wandb-key]",
+    "launch.kubernetes.cpus=64",
+    "launch.kubernetes.memory_gb=900",
+    "launch.kubernetes.shared_memory_gb=128",
+    "launch.kubernetes.gpu_resource=nvidia.com/mig-3g.40gb",
+    "launch.kubernetes.resources={rdma/ib: 1, ephemeral-storage: 500Gi}",
+    "launch.kubernetes.rdma=ipc_lock",
+    "launch.kubernetes.pod={serviceAccountName: trainer, hostNetwork: true, securityContext: {runAsUser: 1000}, "
+    "containers: [{name: host, securityContext: {seccompProfile: {type: Unconfined}}}]}",
+]
 JOBSETS: dict[str, list[str]] = {
     "one host": [],
     "two hosts with a queue": [*TWO, "launch.kubernetes.queue=training"],
     "limits": ["launch.kubernetes.cpus=64", "launch.kubernetes.memory_gb=900", "launch.kubernetes.claim=runs"],
     "CPUs": ["launch.gpus=0", "launch.kubernetes.node_selector={pool: cpu}", "launch.environment={A: b}"],
+    "privileged": ["launch.kubernetes.rdma=privileged"],
+    "every key": EVERY_KEY,
 }
 python_with_sky = os.environ.get("MFLEET_TEST_SKY")
 
@@ -77,6 +101,11 @@ def test_tasks_fit_the_schema_of_skypilot(kind):
 @pytest.mark.parametrize("kind", JOBSETS)
 def test_jobsets_fit_their_schema(kind):
     check_jobset(jobset(JOBSETS[kind]))
+
+
+def test_every_key_of_kubernetes_is_among_those_that_fit():
+    named = [override.partition("=")[0] for override in EVERY_KEY]
+    assert named == [key.name for key in keys.leaves() if key.name.startswith("launch.kubernetes.")]
 
 
 def test_the_files_of_the_project_fit_the_schemas():

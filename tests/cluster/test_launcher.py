@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from waiting import HANG_S, until
 
 from megatron_fleet.cluster import launcher
@@ -78,6 +80,35 @@ async def test_every_rank_learns_its_place_and_its_devices(tmp_path, monkeypatch
         assert each["CUDA_VISIBLE_DEVICES"] == "GPU-b,GPU-a"
         assert not {"RANK", "SLURM_PROCID", "TORCHELASTIC_RUN_ID"} & each.keys()
     assert Path("logs", "rank_5.log").read_text() == "hello from 5\n"
+
+
+@pytest.mark.parametrize(
+    ("visible", "set_by_user", "seen"),
+    [(None, None, "passive"), (None, "active", "active"), ("GPU-a", None, None)],
+    ids=["CPU", "CPU, set by the user", "GPU"],
+)
+async def test_ranks_on_cpus_wait_without_spinning(tmp_path, monkeypatch, visible, set_by_user, seen):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if set_by_user is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", set_by_user)
+    ranks = local_ranks('print(os.environ.get("OMP_WAIT_POLICY"))', RanksOfHost((0,), 1, 2, visible))
+    await ranks.start("h:1", "secret")
+    await ranks.stop(HANG_S)
+    assert Path("logs", "rank_0.log").read_text() == f"{seen}\n"
+
+
+def test_the_openmp_of_torch_reads_the_wait_policy():
+    pytest.importorskip("torch")
+    (library,) = Path(importlib.util.find_spec("torch").origin).parent.glob("lib/libgomp*")
+    load = [sys.executable, "-c", f"import ctypes; ctypes.CDLL({str(library)!r})"]
+
+    def spins(**policy):
+        env = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+        shown = subprocess.run(load, env=env | {"OMP_DISPLAY_ENV": "verbose"} | policy, capture_output=True, text=True)
+        return "GOMP_SPINCOUNT = '0'" not in shown.stderr and "GOMP_SPINCOUNT" in shown.stderr
+
+    assert spins() and not spins(**launcher.ON_CPUS)
 
 
 async def test_how_a_rank_ended_is_told_in_words(tmp_path, monkeypatch):

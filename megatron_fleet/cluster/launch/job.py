@@ -185,10 +185,17 @@ def as_yaml(tree: dict[str, Any]) -> str:
     import yaml
 
     class Dumper(yaml.SafeDumper):
-        """Writes texts of several lines as blocks."""
+        """Writes texts of several lines as blocks, and what occurs twice twice, without a reference."""
+
+        def ignore_aliases(self, data: Any) -> bool:
+            """Write no references."""
+            return True
 
     def represent(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+        # Readers take these in a block or a bare text for line ends, which they may change.
+        other_ends = any(end in text for end in "\r\x85\u2028\u2029")
+        style = '"' if other_ends else "|" if "\n" in text else None
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
     Dumper.add_representer(str, represent)
     return "---\n" + yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)

@@ -1,4 +1,4 @@
-"""JobSets on Kubernetes: ``launch/kubernetes/train.yaml`` with image, hosts, overrides, volume and queue filled in.
+"""JobSets on Kubernetes: ``launch/kubernetes/train.yaml`` with what `launch` and `launch.kubernetes` say filled in.
 
 The runs of a sweep are JobSets of their own. Secrets go to the cluster through kubectl's standard input, as a Secret
 with the JobSet's name; they are in no file here.
@@ -32,11 +32,14 @@ from megatron_fleet.cluster.launch.job import (
     remote_out,
 )
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.schema import KubernetesConfig
 from megatron_fleet.config.secrets import without_secrets
 
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 NAME_CHARACTERS = 40
 """Names of pods have a suffix, and at most 63 characters."""
+_VOLUME = re.compile(r"([^:]+):(/[^:]+)(:ro)?")
+"""Matches a persistent volume claim, where it is mounted, and whether to read only."""
 
 
 class Kubernetes:
@@ -51,6 +54,12 @@ class Kubernetes:
             )
         if launch.install:
             raise UserError("launch.install=true: the environments are in launch.image; set it to false.")
+        for volume in launch.kubernetes.volumes:
+            if not _VOLUME.fullmatch(volume):
+                raise UserError(
+                    f"launch.kubernetes.volumes: {volume!r} is no claim with a path; write models:/mnt/models, or "
+                    f"models:/mnt/models:ro to read only."
+                )
 
     def render(self, job: Job) -> Rendered:
         """Return one JobSet for each run, and the commands that make its Secret and itself."""
@@ -62,7 +71,7 @@ class Kubernetes:
             name = f"job-{index}.yaml" if len(job.runs) > 1 else "job.yaml"
             files[name] = as_yaml(_jobset(job, run))
             commands.append(("kubectl", namespace, "apply", "--server-side", "--filename=-"))
-            commands.append(("kubectl", namespace, "create", f"--filename={job.folder / name}"))
+            commands.append(("kubectl", namespace, "create", f"--filename={_file(job.folder / name)}"))
             stdin += [json.dumps(_secret(job, run)), ""]
         return Rendered(files, tuple(commands), tuple(stdin))
 
@@ -106,6 +115,12 @@ def jobset_name(run: Run) -> str:
     return name if len(name) <= NAME_CHARACTERS else f"mfleet{name[-(NAME_CHARACTERS - 6) :]}".rstrip("-")
 
 
+def _file(path: Path) -> str:
+    """Quote a path for kubectl's ``--filename``, which takes a row of CSV."""
+    text = str(path)
+    return '"' + text.replace('"', '""') + '"' if "," in text or '"' in text else text
+
+
 def _secret(job: Job, run: Run) -> dict[str, Any]:
     values = {name: job.environ[name] for name in job.secrets} | {TOKEN: new_token()}
     metadata = {"name": jobset_name(run)}
@@ -117,39 +132,117 @@ def _jobset(job: Job, run: Run) -> dict[str, Any]:
 
     launch, kubernetes, name = job.config.launch, job.config.launch.kubernetes, jobset_name(run)
     jobset: dict[str, Any] = yaml.safe_load((SCRIPTS / "kubernetes" / "train.yaml").read_text(encoding="utf-8"))
-    jobset["metadata"] = {"name": name, "namespace": kubernetes.namespace}
-    if kubernetes.queue:
-        jobset["metadata"]["labels"] = {QUEUE_LABEL: kubernetes.queue}
+    queue = {QUEUE_LABEL: kubernetes.queue} if kubernetes.queue else {}
+    jobset["metadata"] = {"name": name, "namespace": kubernetes.namespace} | _metadata(job, queue)
     jobset["spec"]["failurePolicy"]["maxRestarts"] = launch.max_requeues
     indexed = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
     indexed["parallelism"] = indexed["completions"] = job.hosts
+    if metadata := _metadata(job, {}):
+        indexed["template"]["metadata"] = metadata
     pod = indexed["template"]["spec"]
-    if kubernetes.node_selector:
-        pod["nodeSelector"] = kubernetes.node_selector
     (host,) = pod["containers"]
-    host["image"], host["args"] = launch.image, list(run.overrides)
+    host["image"], host["args"] = launch.image, [_literal(text) for text in run.overrides]
     fixed = {"HOSTS": str(job.hosts), "HEAD": f"{name}-host-0-0.{name}"}
     ours = {"MFLEET_OUT": remote_out(run)}
     for variable in host["env"]:
         variable |= {"value": fixed[variable["name"]]} if variable["name"] in fixed else {}
     ours |= host_variables(job.config) | {variable: job.environ[variable] for variable in job.variables}
-    host["env"] += [{"name": variable, "value": value} for variable, value in ours.items()]
-    host["envFrom"][0]["secretRef"]["name"] = name
+    host["env"] += [{"name": variable, "value": _literal(value)} for variable, value in ours.items()]
+    # The last one decides.
+    host["envFrom"] = [{"secretRef": {"name": secret}} for secret in (*kubernetes.env_secrets, name)]
     host["resources"] = _resources(job)
     memory, runs = pod["volumes"]
     memory["emptyDir"]["sizeLimit"] = f"{kubernetes.shared_memory_gb}Gi"
     if kubernetes.claim:
         del runs["emptyDir"]
         runs["persistentVolumeClaim"] = {"claimName": kubernetes.claim}
+    indexed["template"]["spec"] = merged(merged(pod, _usual(kubernetes)), kubernetes.pod, "launch.kubernetes.pod")
     return jobset
+
+
+def _metadata(job: Job, labels: dict[str, str]) -> dict[str, Any]:
+    kubernetes = job.config.launch.kubernetes
+    both = {"labels": labels | kubernetes.labels, "annotations": kubernetes.annotations}
+    return {name: values for name, values in both.items() if values}
+
+
+def _literal(text: str) -> str:
+    """Escape a text in which Kubernetes would replace ``$(NAME)`` by the value of a variable, as of a secret."""
+    return text.replace("$", "$$")
+
+
+def _usual(kubernetes: KubernetesConfig) -> dict[str, Any]:
+    """Return the part of the pod's spec that keys of their own ask for."""
+    part: dict[str, Any] = {"containers": [{"name": "host"}]}
+    (host,) = part["containers"]
+    if kubernetes.priority_class:
+        part["priorityClassName"] = kubernetes.priority_class
+    if kubernetes.image_pull_secrets:
+        part["imagePullSecrets"] = [{"name": name} for name in kubernetes.image_pull_secrets]
+    if kubernetes.node_selector:
+        part["nodeSelector"] = kubernetes.node_selector
+    if kubernetes.tolerations:
+        part["tolerations"] = [{"key": key, "operator": "Exists"} for key in kubernetes.tolerations]
+    if kubernetes.rdma:
+        rights = {"ipc_lock": {"capabilities": {"add": ["IPC_LOCK"]}}, "privileged": {"privileged": True}}
+        host["securityContext"] = rights[kubernetes.rdma]
+    if kubernetes.volumes:
+        found = [match.groups() for match in map(_VOLUME.fullmatch, kubernetes.volumes) if match]
+        names = {claim: f"claim-{index}" for index, claim in enumerate(dict.fromkeys(claim for claim, *_ in found))}
+        part["volumes"] = [{"name": names[c], "persistentVolumeClaim": {"claimName": c}} for c in names]
+        host["volumeMounts"] = [
+            {"name": names[claim], "mountPath": path, **({"readOnly": True} if read_only else {})}
+            for claim, path, read_only in found
+        ]
+    return part
+
+
+def merged(ours: Any, theirs: Any, where: str = "") -> Any:
+    """Return ``ours`` with a part of the same tree merged in.
+
+    Mappings merge, and null removes a key. An item of a list merges with ours that has the same ``mountPath``, or else
+    the same ``name``; other items are appended. Any other value replaces ours.
+
+    Args:
+        where: key of ``theirs``, for errors.
+
+    Raises:
+        UserError: one of the two has a mapping or a list where the other has something else.
+    """
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        both = dict(ours)
+        for key, value in theirs.items():
+            if value is None:
+                both.pop(key, None)
+            else:
+                both[key] = merged(both[key], value, f"{where}.{key}") if key in both else value
+        return both
+    if isinstance(ours, list) and isinstance(theirs, list):
+        items = list(ours)
+        for item in theirs:
+            same = [index for index, one in enumerate(items) if _identity(one) and _identity(one) == _identity(item)]
+            if same:
+                items[same[0]] = merged(items[same[0]], item, where)
+            else:
+                items.append(item)
+        return items
+    if isinstance(ours, dict | list) or isinstance(theirs, dict | list):
+        kind = "a mapping" if isinstance(ours, dict) else "a list" if isinstance(ours, list) else "a single value"
+        raise UserError(f"{where}: the pod has {kind} there; write it as one.")
+    return theirs
+
+
+def _identity(item: Any) -> str | None:
+    return item.get("mountPath") or item.get("name") if isinstance(item, dict) else None
 
 
 def _resources(job: Job) -> dict[str, Any]:
     launch, kubernetes = job.config.launch, job.config.launch.kubernetes
     limits = {
-        "nvidia.com/gpu": launch.gpus or None,
+        kubernetes.gpu_resource: launch.gpus or None,
         "cpu": kubernetes.cpus,
         "memory": f"{kubernetes.memory_gb}Gi" if kubernetes.memory_gb else None,
+        **kubernetes.resources,
     }
     given = {name: value for name, value in limits.items() if value is not None}
     return {"limits": given} if given else {}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_fleet.cluster.launch.job import ROOT, Job, Run, hosts_of
 from megatron_fleet.config import validate
@@ -26,6 +27,8 @@ _FABRICS: dict[str, dict[str, str]] = {
     "provider": {},
 }
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+"""Line ends, of Unicode too, and other control characters."""
 CARRIED = ("MFLEET_EPISODE_PYTHON", "HF_HOME", "HF_ENDPOINT", "HF_HUB_OFFLINE", "FLEET_BASE_URL")
 """Variables of this shell that go to the job when they are set."""
 _NOT_CARRIED = ("MFLEET_TOKEN", "MFLEET_CONTROLLER", "MFLEET_CONTROLLER_FILE", "MFLEET_HOST_ADDRESS")
@@ -45,8 +48,22 @@ def plan(
     Raises:
         UserError: a run cannot work, or not as the section `launch` says.
     """
-    configs = [load(overrides) for overrides in sets]
+    return plan_of([load(overrides) for overrides in sets], sets, environ, check)
+
+
+def plan_of(
+    configs: Sequence[Config],
+    sets: Sequence[Sequence[str]],
+    environ: Mapping[str, str],
+    check: Callable[[Config], None] = validate.check,
+) -> Job:
+    """Plan a job whose overrides are composed already; see `plan`.
+
+    Args:
+        configs: configuration of each run, in the order of ``sets``.
+    """
     for config in configs:
+        _check_texts(config)
         check(config)
         _check_launch(config)
         if config.launch != configs[0].launch:
@@ -94,6 +111,33 @@ def _run(config: Config, overrides: Sequence[str], index: int | None) -> Run:
     if index is not None and config.run.id:
         id_ = f"{config.run.id}_{index}"
     return Run((*overrides, *own, f"run.id={id_}"), out, id_)
+
+
+def _check_texts(config: Config) -> None:
+    """Refuse control characters in what goes into scripts, manifests and paths in them."""
+    into_files = {
+        "launch": config.launch.model_dump(),
+        "run": config.run.model_dump(),
+        "env.fleet.package": config.env.fleet.package,
+    }
+    for key, value in into_files.items():
+        for name, text in _texts(value, key):
+            if found := _CONTROL.search(text):
+                near = text[max(found.start() - 40, 0) : found.end() + 20]
+                raise UserError(f"{name}: {near!r} has a line end or another control character; write it without.")
+
+
+def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    """Yield the texts of a value, and the names in its mappings, each with the key that it belongs to."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield key, name
+            yield from _texts(inner, f"{key}.{name}")
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _texts(inner, key)
 
 
 def _check_launch(config: Config) -> None:

@@ -68,11 +68,11 @@ class SkyPilot:
                 f"launch.install={str(launch.install).lower()} launch.image={launch.image or 'null'}: the hosts' "
                 f"environments come from one of them; set launch.image, or launch.install=true."
             )
-        unknown = [place for place in (*sky.spot, *sky.images) if place not in sky.infra]
-        if unknown:
-            raise UserError(
-                f"launch.skypilot.spot or .images names {unknown[0]}, which launch.skypilot.infra does not."
-            )
+        for key, named in (("spot", sky.spot), ("images", sky.images)):
+            if unknown := [place for place in named if place not in sky.infra]:
+                raise UserError(
+                    f"launch.skypilot.{key} names {unknown[0]}, which launch.skypilot.infra does not; add it there."
+                )
         if not _places(launch, job.hosts):
             raise UserError(
                 f"launch.skypilot.infra: none of {', '.join(sky.infra)} joins cluster.nodes={job.hosts} hosts into "

@@ -33,6 +33,11 @@ from megatron_fleet.config.errors import UserError, say
 from megatron_fleet.config.load import load
 
 SCRIPT = "job.sbatch"
+_PLAIN = re.compile(r"[\w%+,./:=@~-]+", re.ASCII)
+"""Values of options that need no quotes."""
+_GPUS = ("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket")
+_GENERIC = ("gres", "tres-per-node", "tres-per-task", "tres-per-job")
+"""Options of sbatch that request GPUs, and those that request any generic resources."""
 _OVER = (
     "COMPLETED",
     "CANCELLED",
@@ -64,6 +69,18 @@ class Slurm:
                 "launch.shared_disk=false: the hosts' environments come from launch.image, or from launch.install=true "
                 "in the project's folder on each host; set one of them."
             )
+        for key, options in (("options", launch.slurm.options), ("rollout_options", launch.slurm.rollout_options)):
+            for name in options:
+                if not re.fullmatch(r"[a-z][a-z0-9-]+", name):
+                    raise UserError(
+                        f"launch.slurm.{key}: {name!r} is no long name of an option of sbatch; write it without dashes "
+                        f"in front, as {{reservation: NAME}}."
+                    )
+        if "\\" in str(job.folder):
+            raise UserError(f"run.out={job.config.run.out}: Slurm drops a backslash in a path; choose another folder.")
+        for folder in launch.slurm.mounts:
+            if "," in folder:
+                raise UserError(f"launch.slurm.mounts: {folder!r} has a comma; give each folder as an item of its own.")
         for run in job.runs:
             _fewer_hosts(run.overrides, job.hosts, launch.min_hosts)
 
@@ -112,6 +129,11 @@ class Slurm:
         execute(["scancel", *record.ids], os.environ)
 
 
+def quoted(value: str) -> str:
+    """Quote a value as sbatch reads its options: a backslash escapes within quotes of both kinds."""
+    return value if _PLAIN.fullmatch(value) else '"' + re.sub(r'([\\"])', r"\\\1", value) + '"'
+
+
 def _with_head(head: list[str], rest: str) -> str:
     """Put options and variables before the first command, after which sbatch heeds no options; they replace equal ones
     of the script."""
@@ -134,33 +156,47 @@ def _options(job: Job) -> Iterator[str]:
     launch, slurm, world = job.config.launch, job.config.launch.slurm, job.config.parallel.world_size
     fewest, ranks = launch.min_hosts or job.hosts, world // job.hosts
     swept, elastic = len(job.runs) > 1, fewest < job.hosts
-    options = {
-        "--job-name": re.sub(r"[^\w.-]", "-", job.name),
-        "--nodes": f"{fewest}-{job.hosts}" if elastic else str(job.hosts),
+    ours = {
+        "job-name": re.sub(r"[^\w.-]", "-", job.name),
+        "nodes": f"{fewest}-{job.hosts}" if elastic else str(job.hosts),
         # With --ntasks-per-node, Slurm allocates only the minimum of a range of nodes.
-        "--ntasks-per-node": None if elastic else str(ranks),
-        "--cpus-per-task": str(ranks) if elastic and not slurm.exclusive else None,
-        "--gpus-per-node": str(launch.gpus) if launch.gpus else None,
-        "--time": slurm.time,
-        "--signal": f"B:USR1@{slurm.signal_s}",
-        "--output": str(job.folder / ("job-%a.log" if swept else "job.log")),
-        "--partition": slurm.partition,
-        "--account": slurm.account,
-        "--qos": slurm.qos,
-        "--constraint": slurm.constraint,
-        "--array": f"0-{len(job.runs) - 1}{f'%{slurm.parallel}' if slurm.parallel else ''}" if swept else None,
+        "ntasks-per-node": None if elastic else str(ranks),
+        "cpus-per-task": str(ranks) if elastic and not slurm.exclusive else None,
+        "gpus-per-node": str(launch.gpus) if launch.gpus and not _asks_for_gpus(slurm.options) else None,
+        "time": slurm.time,
+        "signal": f"B:USR1@{slurm.signal_s}",
+        "output": str(job.folder).replace("%", "%%") + ("/job-%a.log" if swept else "/job.log"),
+        "partition": slurm.partition,
+        "account": slurm.account,
+        "qos": slurm.qos,
+        "constraint": slurm.constraint,
+        "array": f"0-{len(job.runs) - 1}{f'%{slurm.parallel}' if slurm.parallel else ''}" if swept else None,
     }
-    yield from (f"#SBATCH {name}={value}" for name, value in options.items() if value is not None)
-    exclusive = ["#SBATCH --exclusive"] if slurm.exclusive else []
-    yield from (*exclusive, *_lines(slurm.options))
+    yield from _lines(ours, slurm.options, slurm.exclusive)
     if slurm.rollout_hosts:
         yield "#SBATCH hetjob"
-        yield from _lines({"nodes": str(slurm.rollout_hosts), "ntasks-per-node": "1", "time": slurm.time})
-        yield from (*exclusive, *_lines(slurm.rollout_options))
+        ours = {"nodes": str(slurm.rollout_hosts), "ntasks-per-node": "1", "time": slurm.time}
+        yield from _lines(ours, slurm.rollout_options, slurm.exclusive)
 
 
-def _lines(options: Mapping[str, str]) -> list[str]:
-    return [f"#SBATCH --{name}={value}" if value else f"#SBATCH --{name}" for name, value in options.items()]
+def _asks_for_gpus(options: Mapping[str, str]) -> bool:
+    """Return whether options request GPUs, by a name of their own or as a generic resource."""
+    return any(
+        name in _GPUS or (name in _GENERIC and re.search(r"\bgpu\b", value) is not None)
+        for name, value in options.items()
+    )
+
+
+def _lines(ours: Mapping[str, str | None], options: Mapping[str, str], exclusive: bool) -> list[str]:
+    """Return the lines of one component: our options, unless the user's replace them or leave them out by an empty
+    value, then the user's."""
+    kept = {name: value for name, value in ours.items() if value is not None and name not in options}
+    flags = {"exclusive": ""} if exclusive and "exclusive" not in options else {}
+    given = {name: value for name, value in options.items() if value or name not in ours}
+    return [
+        f"#SBATCH --{name}={quoted(value)}" if value else f"#SBATCH --{name}"
+        for name, value in (kept | flags | given).items()
+    ]
 
 
 def _variables(job: Job) -> Mapping[str, str]:

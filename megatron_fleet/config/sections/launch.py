@@ -3,7 +3,7 @@ with every value of the group `cluster`."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -32,7 +32,11 @@ class SlurmConfig(Section):
     exclusive: bool = Field(True, description="No other job on the hosts.")
     parallel: int | None = Field(None, ge=1, description="Runs of a sweep at a time; null: all that fit.")
     options: dict[str, str] = Field(
-        {}, description="Further options of sbatch, as {reservation: NAME}; with an empty value one that takes none."
+        {},
+        description="Further options of sbatch by their long names, as {reservation: NAME}; with an empty value one "
+        "that takes none. One that the launcher sets itself is replaced, and left out where the value is empty: "
+        '{gpus-per-node: ""} asks for no GPUs. A request for GPUs by gpus, gpus-per-task, gpus-per-socket, gres or '
+        "tres-per-… replaces --gpus-per-node.",
     )
     rollout_hosts: int = Field(
         0,
@@ -41,7 +45,7 @@ class SlurmConfig(Section):
         "rollout.engine.colocated=false.",
     )
     rollout_options: dict[str, str] = Field(
-        {}, description="Options of sbatch for those, as {partition: NAME, gpus-per-node: '4'}."
+        {}, description="Options of sbatch for those, as {partition: NAME, gpus-per-node: '4'}; see `options`."
     )
     container: Literal["pyxis", "apptainer"] = Field(
         "pyxis", description="What runs launch.image: Slurm's plugin, or apptainer."
@@ -71,15 +75,55 @@ class SkyPilotConfig(Section):
 class KubernetesConfig(Section):
     namespace: str = Field("default", pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$", description="Namespace.")
     queue: str | None = Field(None, description="Kueue's local queue; null: the job starts at once.")
+    labels: dict[str, str] = Field(
+        {}, description="Labels of the JobSet and its pods, as {kueue.x-k8s.io/priority-class: high}."
+    )
+    annotations: dict[str, str] = Field(
+        {},
+        description="Annotations of the JobSet and its pods, as {kueue.x-k8s.io/podset-required-topology: "
+        "topology.example.com/rack}.",
+    )
+    priority_class: str | None = Field(None, description="Priority class of the pods.")
+    image_pull_secrets: tuple[str, ...] = Field(
+        (), description="Secrets of the namespace with which launch.image is pulled from its registry."
+    )
+    node_selector: dict[str, str] = Field({}, description="Labels that the nodes must have.")
+    tolerations: tuple[str, ...] = Field(
+        (), description="Taints of nodes that the pods tolerate, by their keys, whatever value and effect they have."
+    )
     claim: str | None = Field(
         None,
         description="Persistent volume claim, writable by many hosts, for runs/; null: each host's own disk, which is "
         "lost with it.",
     )
+    volumes: tuple[str, ...] = Field(
+        (),
+        description="Further persistent volume claims and where they are mounted, as models:/mnt/models, or "
+        "models:/mnt/models:ro to read only.",
+    )
+    env_secrets: tuple[str, ...] = Field(
+        (),
+        description="Secrets that the namespace has already, whose entries become environment variables of the job; "
+        "variables that the job gets from this shell come before them.",
+    )
     cpus: int | None = Field(None, ge=1, description="CPUs of each host; null: no limit.")
     memory_gb: int | None = Field(None, ge=1, description="Memory of each host; null: no limit.")
     shared_memory_gb: int = Field(64, ge=1, description="Size of /dev/shm, which counts as memory.")
-    node_selector: dict[str, str] = Field({}, description="Labels that the nodes must have.")
+    gpu_resource: str = Field("nvidia.com/gpu", description="Name of the resource of which launch.gpus are asked for.")
+    resources: dict[str, int | str] = Field(
+        {}, description="Further resources of each host, as {rdma/ib: 1, ephemeral-storage: 500Gi}."
+    )
+    rdma: Literal["ipc_lock", "privileged"] | None = Field(
+        None,
+        description="Rights of the container for RDMA. ipc_lock: the capability to lock memory, which InfiniBand and "
+        "EFA need; privileged: all, for clusters that show InfiniBand to privileged containers only. null: none.",
+    )
+    pod: dict[str, Any] = Field(
+        {},
+        description="Whatever else the pods need: a part of a pod's spec, which is merged into ours, as "
+        "{securityContext: {runAsUser: 1000}}; the container is named host. Mappings merge, null removes a key; "
+        "items of lists merge with ours of the same mountPath or name, all others are appended.",
+    )
 
 
 class LaunchConfig(Section):
