@@ -1,4 +1,4 @@
-"""`mfleet data …`: inspect task files, prepare them, export the embedded ones."""
+"""`mfleet data …`: inspect task files, prepare them, make them of other tables, export the embedded ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from megatron_fleet.config.sections.data import DataConfig
 
 OVERRIDES = "data=preset or data.key=value; docs/reference/config.md lists the keys"
-SOURCE = "a file, s3://… or gs://bucket/file.json, a prepared folder, or `embedded`"
+SOURCE = "a task file (JSON, JSON Lines, CSV, Parquet), one in s3://… or gs://…, a prepared folder, or `embedded`"
+TABLE = "a file (JSON, JSON Lines, CSV, Parquet), the folder of a dataset, or a dataset on the Hugging Face hub"
 
 
 def add_commands(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +35,19 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     prepare.add_argument("--previous", metavar="FILE", help="split.json whose tasks stay on their sides")
     prepare.add_argument("overrides", nargs="*", help=OVERRIDES)
     prepare.set_defaults(run=_prepare)
+
+    make = commands.add_parser("from", help="make a task file of a table of questions")
+    make.add_argument("source", help=TABLE)
+    make.add_argument("--prompt", required=True, metavar="COLUMN", help="column with the questions")
+    make.add_argument(
+        "--answer", metavar="COLUMN", help="column that the reward compares with; the policy never sees it"
+    )
+    make.add_argument("--key", metavar="COLUMN", help="column with task keys (default: a hash of prompt and answer)")
+    make.add_argument("--environment", metavar="NAME", help="name in metrics (default: the source's)")
+    make.add_argument("--split", default="train", metavar="NAME", help="split of a dataset (default: train)")
+    make.add_argument("--subset", metavar="NAME", help="configuration of a dataset that has several")
+    make.add_argument("--out", required=True, type=Path, metavar="FILE", help="new task file, named *.json")
+    make.set_defaults(run=_from)
 
     export = commands.add_parser("export", help="write the embedded fleet's tasks to a file")
     export.add_argument("file", type=Path)
@@ -62,6 +76,24 @@ def _prepare(args: argparse.Namespace) -> int:
     _progress(f"writing {args.out}")
     written = write_prepared(args.out, dataset.split.train, dataset.split.held_out, dataset.manifest)
     say(f"{args.out}: {'written' if written else 'is there already, with the same content'}; data.tasks={args.out}")
+    return 0
+
+
+def _from(args: argparse.Namespace) -> int:
+    from megatron_fleet.data.questions import as_file, environment_of, make_rows, read_table
+
+    if args.out.suffix != ".json":
+        raise UserError(f"{args.out}: a JSON file is written; give it a name that ends with .json.")
+    table = read_table(args.source, args.split, args.subset)
+    environment = args.environment or environment_of(args.source)
+    rows = make_rows(table, args.source, environment, args.prompt, args.answer, args.key)
+    content = as_file(rows)
+    if args.out.exists() and args.out.read_bytes() != content:
+        raise UserError(f"{args.out}: another file is there already; name a new one or remove it.")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_bytes(content)
+    repeated = f", {len(table) - len(rows)} repeated rows left out" if len(rows) < len(table) else ""
+    say(f"{args.out}: {len(rows)} tasks of environment {environment}{repeated}; data.tasks={args.out}")
     return 0
 
 

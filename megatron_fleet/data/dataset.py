@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +37,8 @@ RULES = {
 """Keys of ``data`` that determine the split; the manifest records them."""
 
 
+ANSWER_NAME = re.compile(r"(.*_)?(answers?|solutions?|labels?|expected|ground_?truth|gold|target|secret)(_.*)?", re.I)
+"""Names of variables that look like an answer."""
 SCORED_BY_TASK = ("embedded", "fleet")
 """Kinds of environments that score an episode with the task's verifier; others have their own scoring."""
 
@@ -98,8 +102,21 @@ def divide(source: TaskSource, parsed: Parsed, data: DataConfig, previous: Split
             f"manifest of an earlier version of this data, or none."
         )
     result = split(selection.kept, data, previous)
+    result.notes.extend(shown_answers(selection.kept))
     rules = data.model_dump(mode="json", include=RULES)
     return Dataset(result, removed, _record(result, source.address, source.sha256, rules, previous))
+
+
+def shown_answers(tasks: Iterable[Task]) -> list[str]:
+    """Return a warning if the policy is shown variables that look like an answer."""
+    found = Counter(name for task in tasks for name in task.env_variables if ANSWER_NAME.fullmatch(name))
+    if not found:
+        return []
+    name, count = found.most_common(1)[0]
+    return [
+        f"env_variables.{name} of {count} tasks looks like an answer, and the policy is shown all env_variables; if it "
+        f"is one, move it to the field answer, which only a reward function or class of yours reads."
+    ]
 
 
 def _previous(data: DataConfig, source: TaskSource) -> SplitManifest | None:

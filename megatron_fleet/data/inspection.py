@@ -12,7 +12,7 @@ import numpy as np
 from megatron_fleet.config.sections.data import DataConfig
 from megatron_fleet.data.dataset import Dataset, divide
 from megatron_fleet.data.near import THRESHOLD, near_duplicates
-from megatron_fleet.data.rows import KNOWN, Problem, faults, parse
+from megatron_fleet.data.rows import KNOWN, Problem, by_kind, described, faults, parse
 from megatron_fleet.data.selection import excluded_tasks
 from megatron_fleet.data.source import TaskSource, read_source
 from megatron_fleet.data.task import Task
@@ -125,7 +125,7 @@ def describe(found: Inspection) -> str:
     lines = [f"{report['source']}: {report['rows']} rows, {report['tasks']} tasks, sha256 {report['sha256']}"]
     if found.problems:
         lines.append(f"problems: {_listed(report['problem_kinds'])}")
-        lines += _shortened([f"  {problem}" for problem in found.problems])
+        lines += _shortened([f"  {described(alike)}" for alike in by_kind(found.problems)])
     for name in ("unknown_fields", "repeated_keys", "modalities", "difficulties", "prompt_characters"):
         if report[name]:
             lines.append(f"{name.replace('_', ' ')}: {_listed(report[name])}")

@@ -23,13 +23,18 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "verifier_code": ("verifier_code", "verifier_func"),
     "modality": ("task_modality",),
     "difficulty": ("difficulty",),
+    "answer": ("answer",),
 }
 """Field of ``Task`` → its names in task files. Other fields, of which Fleet's exports have many, are ignored."""
 
 KNOWN = frozenset(name for names in ALIASES.values() for name in names)
 REQUIRED = frozenset({"key", "prompt", "env_key"})
 OPTIONAL_TEXT = frozenset({"env_version", "data_key", "data_version", "verifier_code"})
-"""Fields in which empty text means the default, like a missing value."""
+"""Fields in which `NO_TEXT` means the default, like a missing value."""
+NO_TEXT = ("", "None")
+"""Exports write Python's None as text."""
+JSON_TEXT = frozenset({"env_variables", "difficulty"})
+"""Fields that are not text, which tables hold as JSON text."""
 ALL_ENVIRONMENTS = "all"
 RESERVED = {
     ALL_ENVIRONMENTS: "means all environments together",
@@ -38,6 +43,8 @@ RESERVED = {
 """Reserved environment names → reason."""
 MAX_CHARS = {"env_key": 60, "key": 1000, "env_version": 1000, "data_key": 1000, "data_version": 1000}
 """Maximum length of naming fields. An environment's name becomes part of a file name of at most 255 bytes."""
+MAX_ROWS = 5
+"""Maximum number of rows named for problems of one kind."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 MODALITIES = ("tool_use", "computer_use", "browser_use")
 
@@ -122,10 +129,15 @@ def parse_row(row: Any, number: int) -> tuple[Task | None, list[Problem]]:
     key = next((row[name] for name in ALIASES["key"] if isinstance(row.get(name), str)), None)
     given: dict[str, Any] = {}
     problems: list[Problem] = []
-    for field, names in ALIASES.items():
-        found = [(name, row[name]) for name in names if row.get(name) is not None]
+    found_by_field = {
+        field: [(name, value) for name in names if (value := _normal(field, row.get(name))) is not None]
+        for field, names in ALIASES.items()
+    }
+    found_by_field["env_key"], versions = _without_versions(found_by_field["env_key"])
+    found_by_field["env_version"] = versions + found_by_field["env_version"]
+    for field, found in found_by_field.items():
         if field in OPTIONAL_TEXT:
-            found = [(name, value) for name, value in found if value != ""]
+            found = [(name, value) for name, value in found if value not in NO_TEXT]
         wrong = _fault(field, found)
         if wrong is not None:
             name, kind, expected, what = wrong
@@ -133,6 +145,34 @@ def parse_row(row: Any, number: int) -> tuple[Task | None, list[Problem]]:
         elif found:
             given[field] = found[0][1]
     return (None if problems else Task(**given)), problems
+
+
+def _normal(field: str, value: Any) -> Any:
+    """Return what a field means in the forms of other writers: JSON text, a prompt as one message, 2.0 for 2."""
+    if field in JSON_TEXT and isinstance(value, str):
+        if value in NO_TEXT:
+            return None
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    if field == "prompt" and isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
+        message = value[0]
+        return message.get("content") if message.get("role") == "user" else value
+    if field == "difficulty" and isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
+def _without_versions(found: Sequence[tuple[str, Any]]) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
+    """Return the names of an environment, and the versions that Fleet's exports append to them: ``name:version``."""
+    names, versions = [], []
+    for field, value in found:
+        if isinstance(value, str):
+            value, _, version = value.partition(":")
+            versions.append((f"{field} after the colon", version))
+        names.append((field, value))
+    return names, versions
 
 
 def _fault(field: str, found: Sequence[tuple[str, Any]]) -> tuple[str, Kind, str, str] | None:
@@ -154,15 +194,19 @@ def _fault(field: str, found: Sequence[tuple[str, Any]]) -> tuple[str, Kind, str
 
 def _mismatch(field: str, value: Any) -> str | None:
     """Return a description of the expected value, or ``None`` if ``value`` is valid."""
+    if field == "answer":
+        return None
     if field == "env_variables":
-        return None if isinstance(value, dict) else "an object"
+        return None if isinstance(value, dict) else "an object, or its JSON text"
     if field == "difficulty":
         good = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 3
         return None if good else "1, 2 or 3"
     if field == "modality":
         return None if value in MODALITIES else "one of " + ", ".join(MODALITIES)
     if not isinstance(value, str):
-        return "text"
+        return "text, or a list of one message of the user" if field == "prompt" else "text"
+    if field == "env_version" and ":" in value:
+        return "a version without a colon"
     limit = MAX_CHARS.get(field)
     if limit is not None and (len(value) > limit or _CONTROL.search(value)):
         return f"text of at most {limit} characters without control characters"
@@ -187,16 +231,38 @@ def checked(parsed: Parsed, address: str, keep_first: bool, excluded: Collection
     """Return ``parsed`` if it has no problems; arguments as for ``faults``.
 
     Raises:
-        UserError: the first problem, and the number of others.
+        UserError: the first problem, the other rows that have it, and the number of other kinds.
     """
     problems = faults(parsed, keep_first, excluded)
     if not problems:
         return parsed
-    first, others = problems[0], len(problems) - 1
-    advice = " Correct it, or name it in a list of data.exclusions." if first.key is not None else ""
-    count = "is 1 more problem" if others == 1 else f"are {others} more problems"
+    alike, *others = by_kind(problems)
+    count = "is 1 more kind of problem" if len(others) == 1 else f"are {len(others)} more kinds of problems"
     more = f" There {count}; list all with `mfleet data inspect {address}`." if others else ""
-    raise UserError(f"{address}: {first}{advice}{more}")
+    raise UserError(f"{address}: {described(alike)}{_advice(alike[0])}{more}")
+
+
+def _advice(problem: Problem) -> str:
+    if problem.kind == "missing" and problem.field in (ALIASES["key"][0], ALIASES["env_key"][0]):
+        return " `mfleet data from FILE` makes them."
+    return " Correct it, or name it in a list of data.exclusions." if problem.key is not None else ""
+
+
+def by_kind(problems: Sequence[Problem]) -> list[list[Problem]]:
+    """Group problems of the same field that expect the same, in the order of the first of each."""
+    groups: dict[tuple[str, str, str], list[Problem]] = {}
+    for problem in problems:
+        groups.setdefault((problem.field, problem.kind, problem.expected), []).append(problem)
+    return list(groups.values())
+
+
+def described(alike: Sequence[Problem]) -> str:
+    """Return one sentence for problems that `by_kind` put together, and one with the rows of the others."""
+    first, *others = alike
+    rows = ", ".join(str(problem.row) for problem in others[:MAX_ROWS])
+    rows += ", …" if len(others) > MAX_ROWS else ""
+    tasks = "1 more task" if len(others) == 1 else f"{len(others)} more tasks"
+    return f"{first} The same in {tasks}: {rows}." if others else str(first)
 
 
 def faults(parsed: Parsed, keep_first: bool, excluded: Collection[str]) -> list[Problem]:

@@ -1,9 +1,12 @@
 """Task sources: a file on a disk or on S3, the embedded fleet, or a folder written by `mfleet data prepare`.
 
+`formats` reads the rows of a file.
+
 A prepared folder has ``train.parquet``, ``eval.parquet`` and ``split.json``, on a disk or on S3. The first four columns
 are those of Fleet's own preparation (``prompt`` as a list of one user message, ``env_class``, ``task_key``,
-``data_source``), so that its tools read the files; the rest are the other fields of a task. ``env_variables`` is JSON
-text, because its keys differ from task to task. The manifest has the files' checksums and is written last.
+``data_source``), so that its tools read the files; the rest are the other fields of a task. ``env_variables`` and
+``answer`` are JSON text, because their types differ from task to task. The manifest has the files' checksums and is
+written last.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from typing import Any
 
 import megatron_fleet
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.files import parse_json, read_file, user_path
+from megatron_fleet.config.files import read_file, user_path
+from megatron_fleet.data.formats import SUFFIXES, pyarrow, read_parquet, read_rows
 from megatron_fleet.data.rows import ALIASES
 from megatron_fleet.data.split import MANIFEST, SplitManifest
 from megatron_fleet.data.task import Task
@@ -27,6 +31,8 @@ from megatron_fleet.storage.open import open_folder, open_staging
 EMBEDDED = "embedded"
 """Name that stands for the embedded fleet's own task file in place of a path."""
 TRAIN, EVAL = "train.parquet", "eval.parquet"
+COLUMNS = [names[0] for names in ALIASES.values()]
+"""Columns of a prepared folder that are fields of a task."""
 ENV_CLASS = "fleet_task"
 """Name of the only kind of environment in Fleet's trainer."""
 
@@ -53,20 +59,20 @@ def read_source(address: str | Path) -> TaskSource:
     """Read the rows of a task file or of a prepared folder.
 
     Raises:
-        UserError: it cannot be read, is not JSON, or is not a list of tasks.
+        UserError: it cannot be read, or has no rows (see `formats.read_rows`).
     """
     address = str(address)
     if is_prepared(address):
         data, rows = _read_prepared(address)
         return TaskSource(address, hashlib.sha256(data).hexdigest(), rows, SplitManifest.parse(data, address))
     data = read_bytes(address)
-    return TaskSource(address, hashlib.sha256(data).hexdigest(), _task_list(data, address))
+    return TaskSource(address, hashlib.sha256(data).hexdigest(), read_rows(data, address))
 
 
 def is_prepared(address: str) -> bool:
-    """Return whether an address is a prepared folder. On S3 everything that does not end with ``.json`` is."""
+    """Return whether an address is a prepared folder. In a store everything is that has no name of a task file."""
     if "://" in address:
-        return not address.endswith(".json")
+        return not address.endswith(SUFFIXES)
     return address != EMBEDDED and user_path(address).is_dir()
 
 
@@ -91,16 +97,6 @@ def read_bytes(address: str, key: str = "data.tasks") -> bytes:
     else:
         file = user_path(address)
     return read_file(file, f"correct {key}")
-
-
-def _task_list(data: bytes, file: str) -> list[Any]:
-    content = parse_json(data, file)
-    rows = content.get("tasks") if isinstance(content, dict) else content
-    if not isinstance(rows, list):
-        raise UserError(f'{file}: expected a list of tasks, or an object with such a list under "tasks".')
-    if not rows:
-        raise UserError(f"{file}: holds no task.")
-    return rows
 
 
 def write_prepared(out: str | Path, train: Sequence[Task], held_out: Sequence[Task], manifest: SplitManifest) -> bool:
@@ -147,21 +143,22 @@ def _read_prepared(address: str) -> tuple[bytes, list[dict[str, Any]]]:
                 f"{folder.join(name)}: is not the file that {MANIFEST} was written for; prepare the data again."
             )
         try:
-            rows += _from_parquet(content)
-        except (OSError, ValueError, TypeError, LookupError) as error:  # covers all that pyarrow and json raise
-            problem = type(error).__name__
-            raise UserError(f"{folder.join(name)}: no table of tasks ({problem}); prepare the data again.") from None
+            rows += [_with_answer(row) for row in read_parquet(content, folder.join(name), COLUMNS)]
+        except ValueError:
+            raise UserError(f"{folder.join(name)}: an answer is not JSON; prepare the data again.") from None
     return data, rows
 
 
 def _to_parquet(tasks: Sequence[Task]) -> bytes:
-    pa, parquet = _pyarrow()
+    pa = pyarrow()
+    from pyarrow import parquet
+
     text = pa.string()
     message = pa.struct([("role", text), ("content", text)])
     types = {"prompt": pa.list_(message), "difficulty": pa.int8()}
     rows = [_row(task) for task in tasks]
     names = ["prompt", "env_class", "task_key", "data_source"]
-    names += [aliases[0] for aliases in ALIASES.values() if aliases[0] not in names]
+    names += [name for name in COLUMNS if name not in names]
     schema = pa.schema([(name, types.get(name, text)) for name in names])
     out = io.BytesIO()
     parquet.write_table(pa.Table.from_pylist(rows, schema=schema), out, compression="zstd")
@@ -176,26 +173,9 @@ def _row(task: Task) -> dict[str, Any]:
         "env_class": ENV_CLASS,
         "data_source": task.env_key,
         "env_variables": json.dumps(task.env_variables, ensure_ascii=False),
+        "answer": None if task.answer is None else json.dumps(task.answer, ensure_ascii=False),
     }
 
 
-def _from_parquet(data: bytes) -> list[dict[str, Any]]:
-    pa, parquet = _pyarrow()
-    names = [names[0] for names in ALIASES.values()]
-    # Without threads: pyarrow's may abort a process that ends soon after reading ("terminate called without an active
-    # exception", once in a few hundred).
-    file = parquet.ParquetFile(pa.BufferReader(data), pre_buffer=False)
-    rows = file.read(columns=names, use_threads=False).to_pylist()
-    for row in rows:
-        row["prompt"] = row["prompt"][0]["content"]
-        row["env_variables"] = json.loads(row["env_variables"])
-    return rows
-
-
-def _pyarrow() -> tuple[Any, Any]:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        raise UserError("prepared folders need pyarrow, which this Python environment lacks; run ./setup.sh.") from None
-    return pyarrow, parquet
+def _with_answer(row: dict[str, Any]) -> dict[str, Any]:
+    return row if row.get("answer") is None else row | {"answer": json.loads(row["answer"])}

@@ -21,6 +21,8 @@ class Task:
             (``env.kind=fleet``) runs its module level in the episode worker. Empty if the environment scores by itself.
         modality: ``tool_use``, ``computer_use`` or ``browser_use``.
         difficulty: 1 (easy) to 3 (hard), ``None`` if not given.
+        answer: what the reward compares with, a JSON value. Private: never shown to the policy, sent to no environment
+            server and left out of ``repr``; a class or a reward function of the user's own reads it.
     """
 
     key: str
@@ -33,3 +35,4 @@ class Task:
     env_variables: dict[str, Any] = field(default_factory=dict)
     modality: str = "tool_use"
     difficulty: int | None = None
+    answer: Any = field(default=None, repr=False)

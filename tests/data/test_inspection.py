@@ -72,7 +72,7 @@ def test_a_malformed_row_that_is_excluded_stops_nobody(tmp_path):
     with pytest.raises(UserError, match=r"task 21 \(bad\): prompt.*name it in a list of data\.exclusions"):
         build(DataConfig(tasks=str(file)))
     file.write_text(json.dumps(rows))  # a row without a key cannot be named
-    with pytest.raises(UserError, match=r"task 22: task_key: .* it is missing\. There is 1 more problem;"):
+    with pytest.raises(UserError, match=r"task 22: task_key: .* it is missing\..* There is 1 more kind of problem;"):
         build(data)
     assert [problem.row for problem in inspect(data).problems] == [22, 22]
 
@@ -142,6 +142,16 @@ def test_evaluation_tasks_with_a_twin_in_training_are_counted(report):
 
 
 def test_long_lists_are_cut_in_the_text_alone(report):
-    found, text = report([{"key": f"t{i}"} for i in range(50)])
-    assert len(found["problems"]) == 100
-    assert "… and 80 more; --json prints all" in text and text.count("\n") < 30
+    found, text = report([{"key": f"t{i}", "prompt": "p"} for i in range(50)])
+    assert len(found["problems"]) == 50
+    assert text.count("env_key: expected") == 1 and "The same in 49 more tasks: 2, 3, 4, 5, 6, …." in text
+    found, text = report([{**ROW, "key": f"t{i}", "env_id": f"e{i}", "env_key": f"f{i}"} for i in range(50)])
+    assert "… and 30 more; --json prints all" in text and text.count("\n") < 30
+
+
+def test_variables_that_look_like_an_answer_are_named(report):
+    shown = [{"ANSWER": "7"}, {"ANSWER": "8", "expected_total": 1}, {"CURRENT_DATE": "2026-01-01", "LABELED": 1}]
+    rows = [{**ROW, "key": f"t{i}", "env_variables": variables} for i, variables in enumerate(shown)]
+    _, text = report(rows)
+    assert "env_variables.ANSWER of 2 tasks looks like an answer" in text and text.count("looks like") == 1
+    assert not report(rows[2:])[0]["notes"]

@@ -2,11 +2,14 @@
 
 import hashlib
 import json
+import re
+from pathlib import Path
 
 import pytest
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.data.dataset import load_tasks
+from megatron_fleet.data.rows import ALIASES
 from megatron_fleet.data.source import read_source
 
 ROW = {"task_key": "t1", "prompt": "Do it.", "env_key": "github", "verifier_code": "def verify(env): return 1"}
@@ -54,6 +57,13 @@ def test_current_and_old_spellings_give_the_same_task(write):
     assert c == a
 
 
+def test_the_reference_has_every_field_and_name():
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "data.md").read_text(encoding="utf-8")
+    rows = [",".join(line.split("|")[1:3]) for line in page.splitlines() if line.startswith("| `")]
+    named = [re.findall("`(.*?)`", row) for row in rows]
+    assert [names for names in ALIASES.values() if list(names) not in named] == []
+
+
 def test_null_means_not_given(write):
     (task,) = load_tasks(write([{**ROW, "difficulty": None, "env_variables": None, "data_key": None, "key": None}]))
     assert task.difficulty is None
@@ -89,7 +99,15 @@ def test_empty_text_means_the_default_where_there_is_one(write):
         ({"env_variables": ["A"]}, ["task 2", "env_variables", "an object", "a list"]),
         ({"difficulty": 4}, ["task 2", "difficulty", "1, 2 or 3", "4"]),
         ({"difficulty": True}, ["task 2", "difficulty", "truth value"]),
-        ({"difficulty": "2"}, ["task 2", "difficulty", 'text "2"']),
+        ({"difficulty": "hard"}, ["task 2", "difficulty", 'text "hard"']),
+        ({"difficulty": 2.5}, ["task 2", "difficulty", "a number 2.5"]),
+        ({"env_variables": "A=1"}, ["task 2", "env_variables", "an object, or its JSON text", '"A=1"']),
+        ({"env_variables": "[1]"}, ["task 2", "env_variables", "a list"]),
+        ({"prompt": [{"role": "system", "content": "s"}]}, ["task 2", "prompt", "one message of the user", "a list"]),
+        ({"env_key": "github:v1:v2"}, ["task 2", "env_key after the colon", "without a colon", '"v1:v2"']),
+        ({"env_key": ":v1"}, ["task 2", "env_key", "not empty"]),
+        ({"env_key": "github:v1", "version": "v2"}, ["task 2", "version", "env_key after the colon", '"v1"', '"v2"']),
+        ({"env_id": "jira:v1"}, ["task 2", "env_id", '"github"', '"jira"']),
         ({"task_modality": "voice"}, ["task 2", "task_modality", "tool_use", "voice"]),
         ({"task_modality": {}}, ["task 2", "task_modality", "an object"]),
         ({"env_id": "jira"}, ["task 2", "env_id", "the value of env_key", '"github"', '"jira"']),
@@ -115,8 +133,54 @@ def test_environments_that_would_share_metrics_and_files_are_refused(write):
 
 def test_the_number_of_further_problems_is_told(write):
     path = write([{**ROW, "prompt": 7, "difficulty": 9}, {"key": "b"}])
-    with pytest.raises(UserError, match=r"task 1 \(t1\): prompt.*There are 3 more problems.*mfleet data inspect"):
+    with pytest.raises(
+        UserError, match=r"task 1 \(t1\): prompt.*There are 3 more kinds of problems.*mfleet data inspect"
+    ):
         load_tasks(path)
+
+
+def test_rows_with_the_same_problem_are_one_sentence(write):
+    path = write([{name: value for name, value in ROW.items() if name != "task_key"}] * 60)
+    with pytest.raises(UserError) as refused:
+        load_tasks(path)
+    assert str(refused.value) == (
+        f"{path}: task 1: task_key: expected text (also accepted: key), found nothing, it is missing. The same in 59 "
+        f"more tasks: 2, 3, 4, 5, 6, …. `mfleet data from FILE` makes them."
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "version"),
+    [
+        ({"env_key": "github:v1"}, "v1"),
+        ({"env_key": None, "env_id": "github:v1", "version": "v1"}, "v1"),
+        ({"env_id": "github:v1"}, "v1"),
+        ({"env_id": "github:None", "version": "v1"}, "v1"),
+        ({"version": "None"}, None),
+        ({"env_key": "github:"}, None),
+    ],
+)
+def test_versions_as_exports_write_them(write, change, version):
+    (task,) = load_tasks(write([ROW | change]))
+    assert (task.env_key, task.env_version) == ("github", version)
+
+
+@pytest.mark.parametrize("nothing", ["", "None", "null"])
+def test_json_text_in_fields_is_read(write, nothing):
+    texts = {"env_variables": '{"CURRENT_DATE": "2026-03-10"}', "difficulty": "2"}
+    (task,) = load_tasks(write([ROW | texts]))
+    assert (task.env_variables, task.difficulty) == ({"CURRENT_DATE": "2026-03-10"}, 2)
+    (task,) = load_tasks(write([ROW | dict.fromkeys(texts, nothing)]))
+    assert (task.env_variables, task.difficulty) == ({}, None)
+    (task,) = load_tasks(write([ROW | {"prompt": [{"role": "user", "content": "Go."}], "difficulty": 3.0}]))
+    assert (task.prompt, task.difficulty) == ("Go.", 3)
+
+
+def test_the_answer_keeps_its_type_and_is_in_no_repr(write):
+    answers = ["7", 7, ["a", "b"], {"x": 1}, "None", None]
+    tasks = load_tasks(write([ROW | {"task_key": f"t{i}", "answer": answer} for i, answer in enumerate(answers)]))
+    assert [task.answer for task in tasks] == answers
+    assert "answer" not in repr(tasks[0])
 
 
 def test_both_spellings_with_one_value_are_fine(write):

@@ -26,6 +26,7 @@ FULL = Task(
     env_variables={"CURRENT_DATE": "2026-03-10", "n": [1, None, {"x": 0.5}]},
     modality="computer_use",
     difficulty=3,
+    answer={"total": [1, "x"]},
 )
 BARE = Task("k2", "p", "jira", "v")
 MANIFEST = SplitManifest("t", "ab", {}, ["k2"], ["k1"], [])

@@ -47,8 +47,8 @@ class MixtureConfig(Section):
 
 class DataConfig(Section):
     tasks: str = Field(
-        description="Fleet task file (JSON; a path, `s3://…` or `gs://…`) or a folder of `mfleet data prepare`. "
-        "`embedded` = the embedded fleet's own tasks."
+        description="Task file (JSON, JSON Lines, CSV, Parquet; a path, `s3://…` or `gs://…`) or a folder of `mfleet "
+        "data prepare`. `embedded` = the embedded fleet's own tasks."
     )
     duplicates: Literal["refuse", "first"] = Field(
         "refuse", description="What to do with rows of one task key: refuse the file, or keep the first of them."

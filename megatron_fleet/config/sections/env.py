@@ -122,14 +122,20 @@ class ProvisioningConfig(Section):
         return self.model_copy(update={name: part(getattr(self, name)) for name in totals})
 
 
-ENVIRONMENT_NAMES = ("embedded", "openenv", "fleet")
+ENVIRONMENT_NAMES = ("embedded", "openenv", "fleet", "python")
 
 
 class EnvConfig(Section):
     kind: Annotated[str, Open(ENVIRONMENT_NAMES)] = Field(
         "embedded",
         description="embedded: the fleet in this package, started for the run; openenv: a server at `url`; fleet: "
-        "Fleet's hosted environments (FLEET_API_KEY); package.module:name: a class of your own (examples/).",
+        "Fleet's hosted environments (FLEET_API_KEY); python: questions without tools or a server, scored by `reward`; "
+        "package.module:name: a class of your own (examples/).",
+    )
+    reward: Annotated[str, Open(())] | None = Field(
+        None,
+        description="Only for kind=python: the function score(text, task) that returns an episode's reward, as "
+        "package.module:name (examples/my_reward.py).",
     )
     sandbox: Literal["full", "available"] = Field(
         "available",
@@ -170,6 +176,14 @@ def _env_url(c: Config) -> str | None:
         return problem
     if c.env.kind != "openenv" and not is_path(c.env.kind) and c.env.url:
         return f"env.url={c.env.url} has no effect with env.kind={c.env.kind}; add env.kind=openenv or remove the url."
+    return None
+
+
+def _reward_function(c: Config) -> str | None:
+    if c.env.kind == "python" and c.env.reward is None:
+        return "env.kind=python needs a function that scores answers; add env.reward=my_reward:score."
+    if c.env.kind != "python" and c.env.reward is not None:
+        return f"env.reward={c.env.reward} has no effect with env.kind={c.env.kind}; add env=python or remove it."
     return None
 
 
@@ -297,6 +311,7 @@ def _every_worker_may_start(c: Config) -> str | None:
 
 RULES: tuple[Rule, ...] = (
     _env_url,
+    _reward_function,
     _only_of_this_kind,
     _final_calls_of_no_tool,
     _embedded_tasks,
