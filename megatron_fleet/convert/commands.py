@@ -153,11 +153,11 @@ def _cores() -> int:
 
 def _to_megatron(args: argparse.Namespace) -> int:
     from megatron_fleet.convert.to_megatron import plan_to_megatron
-    from megatron_fleet.weights.hf_model import open_model
+    from megatron_fleet.weights.model_check import open_checked
 
     gc.disable()  # see _to_hf
     numbered = {"auto": None, "stacked": False, "numbered": True}[args.layer_keys]
-    return _run(plan_to_megatron(open_model(args.hf_dir), numbered), args)
+    return _run(plan_to_megatron(open_checked(args.hf_dir, whole=not args.plan), numbered), args)
 
 
 def _to_hf(args: argparse.Namespace) -> int:

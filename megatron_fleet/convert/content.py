@@ -179,11 +179,11 @@ class Fp8Scales(ProducedRows):
 
     def __init__(self, weights: Fp8Weights) -> None:
         rows, columns = fp8.scale_shape(*weights.shape)
-        super().__init__(rows, columns * 4)
+        super().__init__(rows, columns * ITEM_BYTES[weights.scales_dtype])
         self._weights = weights
 
     def source_row_bytes(self) -> int:
         return self._weights.shape[1] * 2 * BLOCK
 
     def make(self, rows: Interval) -> npt.NDArray[Any]:
-        return self._weights.quantise(rows)[1]
+        return cast(self._weights.quantise(rows)[1], "F32", self._weights.scales_dtype)

@@ -117,7 +117,7 @@ def _open_layout(folder: Folder, sizes: Mapping[str, int], prediction: bool) -> 
                 )
             passthrough[tensor] = folder, entry
     config = read_config(folder)
-    check_quantization(folder, config)
+    check_quantization(folder, config, stored)
     model = check_stored(folder, config, make_table(config, stored, prediction), stored)
     skip = {LAYOUT, *files}
     small = {name: folder.read(name) for name in sizes if name not in skip and "/" not in name}

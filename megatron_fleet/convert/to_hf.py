@@ -159,8 +159,9 @@ class _TemplateContents:
                 int4 = Int4Weights(self._readers, tensor, self._table.tensors[tensor], self._hint(scales))
                 parts |= {codes: partial(Int4Codes, int4), scales: partial(Int4Scales, int4)}
             else:
-                power_of_two = _power_of_two(self._template.model.config)
-                fp8 = Fp8Weights(self._readers, tensor, self._table.tensors[tensor], self._hint(scales), power_of_two)
+                power_of_two, shape = _power_of_two(self._template.model.config), self._table.tensors[tensor]
+                stored = encoding.scales.dtype
+                fp8 = Fp8Weights(self._readers, tensor, shape, self._hint(scales), power_of_two, stored)
                 parts |= {codes: partial(Fp8Codes, fp8), scales: partial(Fp8Scales, fp8)}
         return parts | {stack: partial(self._stacked, sorted(members)) for stack, members in stacks.items()}
 

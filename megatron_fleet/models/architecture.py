@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -38,6 +39,26 @@ class Field:
     default: Any = REQUIRED
     also: tuple[str, ...] = ()
     most: int | None = None
+
+
+_NO_EFFECT = re.compile(
+    # Who wrote the file.
+    r"(unsloth|axolotl|llamafactory|llama_factory|mergekit|swift|trl|peft|torchtune)_.+|(.+_)?version|_name_or_path"
+    r"|_commit_hash|_from_model_config"
+    # Implementations of the same function; ids of tokens and settings of tokenizers.
+    r"|_?(.+_)?implementation(_.+)?|.+_token_(ids?|index)|tokenizer_.+|model_max_length"
+    # Training: dropout, which is off in reinforcement learning, and weights of auxiliary losses.
+    r"|(.+_)?(dropout|pdrop)(_prob|_rate)?|.+_loss_(coef|coefficient|weight|alpha|scale|scaling_factor)"
+    r"|(.+_)?gradient_checkpointing"
+)
+
+
+def has_no_effect(name: str, value: Any) -> bool:
+    """Return whether an unknown field of a ``config.json`` changes nothing that a model computes, by its kind.
+
+    That is one without a value, and one whose name says that it tells of the writer, tokens, training or speed.
+    """
+    return value in (None, "", [], {}) or _NO_EFFECT.fullmatch(name) is not None
 
 
 def same(name: str, values: Iterable[Any]) -> Any:
@@ -109,8 +130,9 @@ class Fields:
             )
 
     def refuse_rest(self, harmless: set[str]) -> None:
-        """Raise UserError if a field was neither read nor is ``harmless``."""
-        rest = sorted(set(self._raw) - self._seen - harmless)
+        """Raise UserError if a field was neither read nor is ``harmless`` nor `has_no_effect`."""
+        unread = set(self._raw) - self._seen - harmless
+        rest = sorted(name for name in unread if not has_no_effect(name, self._raw[name]))
         if rest:
             raise UserError(
                 f"config.json: {rest[0]}={self._raw[rest[0]]!r} is an unknown field and may change what the model "

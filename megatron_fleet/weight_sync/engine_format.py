@@ -16,7 +16,7 @@ import torch
 
 from megatron_fleet.models.hf_config import architecture_of, text_config
 from megatron_fleet.weights.exchange import Box, ParamMeta
-from megatron_fleet.weights.floats import numpy_type
+from megatron_fleet.weights.floats import cast, numpy_type
 from megatron_fleet.weights.fp8_model import is_written
 from megatron_fleet.weights.hf_model import BLOCK, GROUP, Fp8, HfModel, Int4, Plain
 from megatron_fleet.weights.hf_rows import Hint, fp8_scales, int4_scales, not_finite
@@ -29,6 +29,7 @@ _TORCH = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F32": torch.float32,
     "BF16": torch.bfloat16,
+    "F16": torch.float16,
     "I32": torch.int32,
     "I64": torch.int64,
 }
@@ -132,21 +133,24 @@ class EngineFormat:
             self._hints[tensor, box] = hint if cols is None else np.ascontiguousarray(hint[:, slice(*cols)])
         return self._hints[tensor, box]
 
-    def _fp8(self, tensor: str, values: torch.Tensor, hint: npt.NDArray[np.float32] | None) -> _Coded:
-        weights = _bits(values)
-        scales = fp8_scales(tensor, weights, hint, self._power_of_two)
+    def _fp8(self, tensor: str, values: torch.Tensor, hint: npt.NDArray[Any] | None) -> _Coded:
+        weights, stored = _bits(values), self._encodings[tensor].scales.dtype
+        scales = fp8_scales(tensor, weights, hint, self._power_of_two, stored)
         codes = np.empty(weights.shape, np.uint8)
         fp8.quantize(weights, scales, codes)
-        return torch.from_numpy(codes).view(torch.float8_e4m3fn), torch.from_numpy(scales)
+        return torch.from_numpy(codes).view(torch.float8_e4m3fn), torch.from_numpy(scales).to(_TORCH[stored])
 
-    def _fp8_torch(self, tensor: str, values: torch.Tensor, hint: npt.NDArray[np.float32] | None) -> _Coded:
+    def _fp8_torch(self, tensor: str, values: torch.Tensor, hint: npt.NDArray[Any] | None) -> _Coded:
+        stored = self._encodings[tensor].scales.dtype
         if hint is None:
             scales = torch_ops.fp8_block_scales(values, power_of_two=self._power_of_two)
         else:
-            kept = torch.from_numpy(hint).to(values.device)
+            kept = torch.from_numpy(cast(hint, stored, "F32")).to(values.device)
             scales, _ = torch_ops.fp8_choose_scales(values, kept, power_of_two=self._power_of_two)
+        kept_scales = torch_ops.cast_up(scales, _TORCH[stored])
+        scales = kept_scales.float()
         _check_finite(tensor, scales)
-        return torch_ops.fp8_quantize(values, scales), scales
+        return torch_ops.fp8_quantize(values, scales), kept_scales
 
     def _int4(self, tensor: str, values: torch.Tensor, hint: npt.NDArray[np.uint16] | None) -> _Coded:
         weights = _bits(values)

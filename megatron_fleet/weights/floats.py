@@ -45,6 +45,15 @@ def cast(values: npt.NDArray[Any], source: str, target: str) -> npt.NDArray[Any]
     return _to_bfloat16(wide)
 
 
+def cast_up(values: npt.NDArray[np.float32], target: str) -> npt.NDArray[Any]:
+    """Cast positive numbers to the smallest value of ``target`` (one of ``FLOATS``) that is not below each of them.
+
+    A NaN stays one; what is above the largest value of ``target`` becomes infinite.
+    """
+    bits = cast(values, "F32", target)
+    return bits if target == "F32" else np.where(_widen(bits, target) < values, bits + np.uint16(1), bits)
+
+
 def _widen(values: npt.NDArray[Any], source: str) -> npt.NDArray[np.float32]:
     if source == "BF16":
         return (values.astype(np.uint32) << 16).view(np.float32)

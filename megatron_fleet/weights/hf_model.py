@@ -15,6 +15,37 @@ from megatron_fleet.weights.floats import FLOATS
 from megatron_fleet.weights.hf_folder import ITEM_BYTES, StoredTensor, as_folder, read_config, read_headers
 from megatron_fleet.weights.mapping import StackedRows, WeightTable
 
+_OTHER_RELEASE = "use the release in BF16, or one in FP8 with blocks of 128 x 128"
+_METHODS = {
+    "awq": "AWQ, 4-bit integers with zero points",
+    "gptq": "GPTQ, integers of 2 to 8 bits",
+    "gptq_marlin": "GPTQ, integers of 2 to 8 bits",
+    "auto-round": "AutoRound, integers of 2 to 8 bits",
+    "bitsandbytes": "bitsandbytes, NF4 or 8-bit integers",
+    "mxfp4": "MXFP4, 4-bit floats in groups of 32",
+    "modelopt": "NVIDIA ModelOpt, FP8 with one scale per tensor or NVFP4",
+    "modelopt_fp4": "NVFP4, 4-bit floats in groups of 16",
+    "fbgemm_fp8": "FBGEMM, FP8 with one scale per row",
+    "quark": "AMD Quark, FP8 or MXFP4",
+    "gguf": "GGUF, of llama.cpp",
+}
+"""``quant_method`` of ``config.json`` that is not supported → what it is."""
+_FORMATS = {
+    "float-quantized": "FP8 with one scale per tensor or row",
+    "nvfp4-pack-quantized": "NVFP4, 4-bit floats in groups of 16",
+    "mxfp4-pack-quantized": "MXFP4, 4-bit floats in groups of 32",
+    "int-quantized": "8-bit integers",
+    "naive-quantized": "unpacked codes",
+    "marlin-24": "2:4 sparse integers",
+}
+"""``format`` of compressed-tensors that is not supported → what it is."""
+_FORMS_BY_SUFFIX = {
+    **dict.fromkeys((".qweight", ".qzeros", ".g_idx"), "AWQ or GPTQ"),
+    **dict.fromkeys((".weight.absmax", ".weight.quant_map", ".weight.nested_absmax", ".SCB"), "bitsandbytes"),
+    **dict.fromkeys(("_proj_blocks", "_proj_scales"), "MXFP4"),
+    ".weight_scale_2": "NVFP4",
+}
+"""Ends of the names that tensors of other quantised forms have."""
 BLOCK = 128
 """Side length of the square block that shares one scale in FP8 checkpoints."""
 GROUP = 32
@@ -40,7 +71,7 @@ class Plain:
 
 @dataclass(frozen=True, slots=True)
 class Fp8:
-    """E4M3 codes ``[r, c]`` and float32 scales ``[⌈r/128⌉, ⌈c/128⌉]``: value = code × scale."""
+    """E4M3 codes ``[r, c]`` and scales ``[⌈r/128⌉, ⌈c/128⌉]`` in one of ``FLOATS``: value = float32(code × scale)."""
 
     codes: StoredTensor
     scales: StoredTensor
@@ -99,7 +130,7 @@ def open_model(hf_dir: Folder | Path | str, *, prediction: bool = True) -> HfMod
     folder = as_folder(hf_dir)
     config = read_config(folder)
     stored = read_headers(folder)
-    check_quantization(folder, config)
+    check_quantization(folder, config, stored)
     return check_stored(folder, config, make_table(config, stored, prediction), stored)
 
 
@@ -162,7 +193,7 @@ def _encoding(where: str, name: str, table: WeightTable, stored: Mapping[str, St
         scales = _part(where, name, f"{base}.weight_scale_inv", stored)
         _expect(where, name, found, shape, ("F8_E4M3",))
         blocks = tuple(math.ceil(n / BLOCK) for n in shape)
-        _expect(where, f"{base}.weight_scale_inv", scales, blocks, ("F32",))
+        _expect(where, f"{base}.weight_scale_inv", scales, blocks, FLOATS)
         return Fp8(found, scales)
     _expect(where, name, found, shape, FLOATS)
     return Plain(found)
@@ -191,26 +222,45 @@ def _part(where: str, name: str, part: str, stored: Mapping[str, StoredTensor]) 
 
 def _expect(where: str, name: str, found: StoredTensor, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
     if found.shape != shape:
+        resized = name.endswith(("embed_tokens.weight", "lm_head.weight")) and found.shape[1:] == shape[1:]
+        remedy = f", with vocab_size={found.shape[0]} if the embedding was resized" if resized else ""
         raise UserError(
-            f"{where}/{found.file}: tensor {name} has shape {list(found.shape)}; config.json asks for {list(shape)}."
+            f"{where}/{found.file}: tensor {name} has shape {list(found.shape)}; config.json asks for {list(shape)}. "
+            f"Use the config.json that belongs to the weights{remedy}."
         )
     if found.dtype not in dtypes:
         raise UserError(f"{where}/{found.file}: tensor {name} is stored as {found.dtype}; use {' or '.join(dtypes)}.")
 
 
-def check_quantization(folder: Folder, config: dict[str, Any]) -> None:
-    """Reject quantised forms other than the two supported ones."""
+def check_quantization(folder: Folder, config: dict[str, Any], tensors: Iterable[str]) -> None:
+    """Reject quantised forms other than the two supported ones, whether config.json or names of tensors tell of them.
+
+    Raises:
+        UserError: naming the form.
+    """
     for part in (config, text_config(config, architecture_of(config))):
         for name in QUANTIZATION:
             declared = part.get(name)
             if declared:
                 _check_declared(f"{folder.url}/config.json: {name}", declared)
+    ends = tuple(_FORMS_BY_SUFFIX)
+    for tensor in tensors:
+        if tensor.endswith(ends):
+            form = next(form for end, form in _FORMS_BY_SUFFIX.items() if tensor.endswith(end))
+            raise UserError(f"{folder.url}: tensor {tensor} belongs to weights quantised as {form}; {_OTHER_RELEASE}.")
 
 
 def _check_declared(where: str, declared: Any) -> None:
     if not isinstance(declared, dict):
         raise UserError(f"{where} is not a JSON object; use the config.json that belongs to the weights.")
     method = declared.get("quant_method")
+    kind = _FORMATS.get(str(declared.get("format"))) if method == "compressed-tensors" else _METHODS.get(str(method))
+    if kind is not None:
+        said = f"format={declared['format']!r}" if method == "compressed-tensors" else f"quant_method={method!r}"
+        raise UserError(
+            f"{where}.{said} ({kind}) is not supported, only FP8 in blocks of {BLOCK} x {BLOCK} and INT4 in groups of "
+            f"{GROUP}; {_OTHER_RELEASE}."
+        )
     if method == "fp8":
         if declared.get("weight_block_size") != [BLOCK, BLOCK]:
             raise UserError(

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.storage.folder import Folder, aligned_buffer
-from megatron_fleet.weights.floats import cast, numpy_type
+from megatron_fleet.weights.floats import cast, cast_up, numpy_type
 from megatron_fleet.weights.hf_folder import StoredTensor
 from megatron_fleet.weights.hf_model import BLOCK, Fp8, HfModel, Int4, Plain
 from megatron_fleet.weights.mapping import Interval
@@ -95,7 +95,8 @@ class HfReader:
             view = memoryview(bytearray(stored.nbytes))
             self._model.folder.read_into(stored.file, stored.offset, view)
             self.bytes_read += len(view)
-            self._scales = tensor, np.frombuffer(view, np.float32).reshape(stored.shape)
+            values = np.frombuffer(view, numpy_type(stored.dtype)).reshape(stored.shape)
+            self._scales = tensor, cast(values, stored.dtype, "F32")
         return self._scales[1]
 
     def _buffer(self, name: str, nbytes: int) -> memoryview:
@@ -134,20 +135,30 @@ class Int4Weights:
 
 
 class Fp8Weights:
-    """A tensor quantised to E4M3 in 128×128 blocks; keeps the source's scales where they still hold the weights."""
+    """A tensor quantised to E4M3 in 128×128 blocks; keeps the source's scales where they still hold the weights.
+
+    Attributes:
+        scales_dtype: type in which the scales are stored, one of ``FLOATS``, also those of ``hint``.
+    """
 
     def __init__(
-        self, readers: PerThread[RowReader], tensor: str, shape: tuple[int, ...], hint: Hint | None, power_of_two: bool
+        self,
+        readers: PerThread[RowReader],
+        tensor: str,
+        shape: tuple[int, ...],
+        hint: Hint | None,
+        power_of_two: bool,
+        scales_dtype: str = "F32",
     ) -> None:
         self.readers, self.tensor, self.shape, self.hint = readers, tensor, shape, hint
-        self._power_of_two = power_of_two
+        self._power_of_two, self.scales_dtype = power_of_two, scales_dtype
 
     def quantise(self, blocks: Interval) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.float32]]:
         """BF16 weights of some block rows, and their scales. Raises UserError for a NaN or infinite weight."""
         rows = blocks[0] * BLOCK, min(blocks[1] * BLOCK, self.shape[0])
         weights = _bfloat16(self.readers, self.tensor, rows)
-        hint = None if self.hint is None else self.hint.rows(blocks, np.float32)
-        return weights, fp8_scales(self.tensor, weights, hint, self._power_of_two)
+        hint = None if self.hint is None else self.hint.rows(blocks, numpy_type(self.scales_dtype))
+        return weights, fp8_scales(self.tensor, weights, hint, self._power_of_two, self.scales_dtype)
 
 
 def int4_scales(
@@ -161,16 +172,23 @@ def int4_scales(
 
 
 def fp8_scales(
-    tensor: str, weights: npt.NDArray[np.uint16], hint: npt.NDArray[np.float32] | None, power_of_two: bool
+    tensor: str, weights: npt.NDArray[np.uint16], hint: npt.NDArray[Any] | None, power_of_two: bool, stored: str
 ) -> npt.NDArray[np.float32]:
     """Choose the scales of BF16 weights in whole blocks: the hint where it holds them, otherwise by the declared rule.
 
-    Raises UserError for a NaN or infinite weight.
+    Args:
+        hint: the folder's scales, in the type ``stored`` (the bits of 16-bit floats).
+        stored: type in which the scales will be stored, one of ``FLOATS``: it has all of the values that are returned.
+            Those by the rule are rounded up, so that the largest magnitude of a block stays in E4M3's range.
+
+    Raises:
+        UserError: a weight is NaN or infinite.
     """
     if hint is None:
         scales = fp8.block_scales(weights, power_of_two=power_of_two)
     else:
-        scales, _ = fp8.choose_scales(weights, hint, power_of_two=power_of_two)
+        scales, _ = fp8.choose_scales(weights, cast(hint, stored, "F32"), power_of_two=power_of_two)
+    scales = cast(cast_up(scales, stored), stored, "F32")
     if not np.isfinite(scales).all():
         raise not_finite(tensor)
     return scales

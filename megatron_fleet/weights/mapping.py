@@ -185,7 +185,7 @@ class WeightTable:
     def _passthrough(self) -> re.Pattern[str]:
         body = re.escape(self._architecture.body)
         patterns = [pattern.replace("{body}", body) for pattern in self._architecture.passthrough]
-        if not self.model.mtp:
+        if not self.model.mtp and any(field.to == "mtp" for field in self._architecture.fields):
             patterns.append(self._prediction_pattern)
         return re.compile("|".join(f"(?:{p})" for p in patterns))
 

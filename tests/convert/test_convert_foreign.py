@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import numpy as np  # noqa: E402
-from convert_helpers import files, megatron_tensors, write_foreign  # noqa: E402
+from convert_helpers import change, files, megatron_tensors, write_foreign  # noqa: E402
 from tiny_models import dequantise, make, stored_tensors  # noqa: E402
 
 from megatron_fleet.weights.quant import fp8, int4  # noqa: E402
@@ -50,9 +50,9 @@ def test_wider_weights_take_the_type_that_is_asked_for(made, convert, tmp_path):
             assert torch.equal(tensor, expected), name
 
 
-def trained(family, made, tmp_path):
+def trained(source, tmp_path):
     """A checkpoint in which every third weight of a quantised template has changed."""
-    tensors = megatron_tensors(made(family), True)
+    tensors = megatron_tensors(source, True)
     for key, tensor in tensors.items():
         if tensor.ndim > 1 and "linear" in key:
             tensor.view(-1)[::3] += 0.01
@@ -63,12 +63,29 @@ def bits(tensor):
     return tensor.view(torch.int16).numpy().view(np.uint16)
 
 
-@pytest.mark.parametrize("family", ["kimi_k25", "deepseek_v3_fp8"])
-def test_trained_weights_are_quantised_by_the_declared_rule(family, made, convert, tmp_path):
-    root = trained(family, made, tmp_path)
-    assert convert("to-hf", root, tmp_path / "wide", "--template", made(family), "--dtype", "bfloat16")[0] == 0
-    assert convert("to-hf", root, tmp_path / "quantised", "--template", made(family))[0] == 0
-    before, after, exact = (stored_tensors(f) for f in (made(family), tmp_path / "quantised", tmp_path / "wide"))
+def upwards(scales, dtype):
+    """The nearest values of a type that are not below the scales, so that no weight is cut off."""
+    near = torch.from_numpy(scales).to(dtype)
+    next_one = torch.nextafter(near, torch.tensor(torch.inf, dtype=dtype))
+    return torch.where(near.float() < torch.from_numpy(scales), next_one, near).float().numpy()
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        ("kimi_k25", torch.bfloat16),
+        ("deepseek_v3_fp8", torch.float32),
+        ("deepseek_v3_fp8", torch.bfloat16),
+        ("deepseek_v3_fp8", torch.float16),
+    ],
+)
+def test_trained_weights_are_quantised_by_the_declared_rule(family, kind, copied, convert, tmp_path):
+    source = copied(family)
+    change(source, lambda name, tensor: tensor.to(kind) if name.endswith("_scale_inv") else None)
+    root = trained(source, tmp_path)
+    assert convert("to-hf", root, tmp_path / "wide", "--template", source, "--dtype", "bfloat16")[0] == 0
+    assert convert("to-hf", root, tmp_path / "quantised", "--template", source)[0] == 0
+    before, after, exact = (stored_tensors(f) for f in (source, tmp_path / "quantised", tmp_path / "wide"))
     assert {name: (t.dtype, t.shape) for name, t in after.items()} == {
         name: (t.dtype, t.shape) for name, t in before.items()
     }
@@ -84,11 +101,11 @@ def test_trained_weights_are_quantised_by_the_declared_rule(family, made, conver
             assert np.array_equal(after[name].numpy(), packed)
         elif name.endswith(".weight_scale_inv"):
             base = name.removesuffix("_scale_inv")
-            weights, hint = bits(exact[base]), before[name].numpy()
-            scales, _ = fp8.choose_scales(weights, hint)
+            weights, hint = bits(exact[base]), before[name].float().numpy()
+            scales = upwards(fp8.choose_scales(weights, hint)[0], kind)
             codes = np.empty(weights.shape, np.uint8)
             fp8.quantize(weights, scales, codes)
-            assert np.array_equal(after[name].numpy(), scales)
+            assert np.array_equal(after[name].float().numpy(), scales)
             assert np.array_equal(after[base].view(torch.uint8).numpy(), codes)
         else:
             continue

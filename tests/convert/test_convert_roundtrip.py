@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed.checkpoint as dcp  # noqa: E402
 from convert_helpers import change, files, megatron_tensors  # noqa: E402
 from safetensors import safe_open  # noqa: E402
-from tiny_models import FAMILIES, make, stored_tensors, unstacked  # noqa: E402
+from tiny_models import FAMILIES, dequantise, make, stored_tensors, unstacked  # noqa: E402
 
 from megatron_fleet.storage import local  # noqa: E402
 from megatron_fleet.weights.torch_dist.folder import TRACKER  # noqa: E402
@@ -56,6 +56,20 @@ def test_types_that_differ_between_layers_and_tensors(copied, convert, tmp_path)
 
     change(source, widen)
     assert there_and_back(convert, source, tmp_path) == files(source)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scales_in_half_precision_come_back_in_their_type(dtype, copied, convert, tmp_path):
+    """Qwen3's own FP8 releases store them so."""
+    source = copied("deepseek_v3_fp8")
+    change(source, lambda name, tensor: tensor.to(dtype) if name.endswith("_scale_inv") else None)
+    assert there_and_back(convert, source, tmp_path) == files(source)
+    assert convert("verify", source, tmp_path / "mg")[0] == 0
+    code, _, _ = convert("to-hf", tmp_path / "mg", tmp_path / "wide", "--dtype", "bfloat16")
+    expected = dequantise(stored_tensors(source))
+    assert code == 0
+    for name, tensor in stored_tensors(tmp_path / "wide").items():
+        assert torch.equal(tensor.float(), expected[name]), name
 
 
 def test_single_file_without_an_index(made, convert, tmp_path):

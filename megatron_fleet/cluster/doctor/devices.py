@@ -152,7 +152,7 @@ def devices(here: Here) -> Result:
     """Compare the GPUs with those that the run needs on one host, and look for broken ones."""
     _, gpus = _seen(here)
     if not gpus:
-        return Result("failed", "torch is built for GPUs, and there is none", "mend the driver, or pass GPUs on")
+        return Result("failed", "torch is built for GPUs, and there is none", "fix the driver, or pass GPUs on")
     kinds = sorted({f"{gpu.name} of {gpu.total / 1024:.0f} GiB" for gpu in gpus})
     seen = f"{len(gpus)} × {', '.join(kinds)}"
     if broken := [f"GPU {i}: {fault}" for i, gpu in enumerate(gpus) for fault in gpu.faults]:
@@ -222,7 +222,7 @@ def peers(here: Here) -> Result:
         return Result("failed", "nvidia-smi topo -p2p does not list all GPUs", "see its output; update the driver")
     closed = [f"{a}→{b} {word}" for (a, b), word in state["r"].items() if word != "OK"]
     if closed:
-        fix = "switch off IOMMU and ACS on the host, or mend NVLink; without peer access NCCL goes through host memory"
+        fix = "switch off IOMMU and ACS on the host, or fix NVLink; without peer access NCCL goes through host memory"
         return Result("failed", f"no peer access: {', '.join(closed)}", fix)
     linked = sum(word == "OK" for word in state["n"].values())
     seen = f"{len(state['r'])} pairs, {linked} by NVLink"

@@ -19,6 +19,7 @@ from megatron_fleet.config.schema import Config
 from megatron_fleet.config.secrets import of_environments, without_secrets
 from megatron_fleet.weights.hf_folder import read_headers
 from megatron_fleet.weights.hub import damaged_files
+from megatron_fleet.weights.model_check import check_model, check_resumed
 from megatron_fleet.weights.remote import look_up
 
 HASHING_S = 3600.0
@@ -47,7 +48,7 @@ def engine_bytes(config: Config) -> int | None:
 
 
 def model_files(here: Here) -> Result:
-    """Compare the model's files with the hashes that the hub states, or at least their sizes with their headers."""
+    """Check the model's folder as a run does at its start, and its files against the hashes that the hub states."""
     config = here.config
     assert config is not None
     model, folder = remote_model(config.model.path), Path(config.model.folder)
@@ -59,7 +60,10 @@ def model_files(here: Here) -> Result:
         if missing > free:
             return Result("failed", seen, "free some space, or set HF_HOME to a larger disk")
         return Result("warning", seen, f"the run begins with the download; `mfleet model fetch {model}` does it now")
-    tensors = read_headers(folder)
+    checked = check_model(config)
+    assert checked is not None  # its weights are here
+    check_resumed(config, checked)
+    tensors = checked.stored
     size = sum(tensor.nbytes for tensor in tensors.values())
     seen = f"{len(tensors)} tensors, {size / 1e9:.1f} GB in {folder}"
     if here.quick:

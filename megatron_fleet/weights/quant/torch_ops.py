@@ -59,6 +59,14 @@ def fp8_choose_scales(
     return torch.where(exact, hint, fp8_block_scales(weights, power_of_two=power_of_two)), exact
 
 
+def cast_up(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``floats.cast_up``: positive float32 scales to the smallest values of ``dtype`` that are not below them."""
+    near = scales.to(dtype)
+    if dtype == torch.float32:
+        return near
+    return torch.where(near.float() < scales, (near.view(torch.int16) + 1).view(dtype), near)
+
+
 def int4_dequantize(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """``int4.dequantize``: packed int32 ``[rows, cols / 8]``, scales BF16 ``[rows, cols / 32]``."""
     codes = packed.contiguous().view(torch.uint8)
