@@ -9,8 +9,8 @@ hold values, ``metadata_mb`` of the bytes that describe them. ``share_mb`` is th
 that a rank holds anyway. ``copy`` is what training waits for when a checkpoint is written in the background, once its
 host memory exists, and ``ratio_pause`` its time ÷ that of copying as many bytes. ``ratio_save`` and ``ratio_load`` are
 ours ÷ gathered. ``beyond_own_mb`` is the host memory of the copy beyond the rank's own bytes. ``interchangeable``: each
-way restored, to the bit, what the other had saved. ``transfers`` is described in ``transfers.py``; 0 MB leaves it out.
-Times need a quiet machine.
+way restored, to the bit, what the other had saved. ``transfers`` is described in ``transfers.py``; it needs
+the development tools (``./setup.sh --dev``), and 0 MB leaves it out. Times need a quiet machine.
 
     python benchmarks/checkpoint.py [--ranks 4] [--layers 4] [--hidden 512] [--vocab 65536]
         [--transfer-mb 512] [--rounds 3] [--obstore PYTHON]
@@ -33,7 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transfers
-from machine import describe
+from measured import stamp
 from offload import make_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -244,10 +244,12 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--vocab", type=int, default=65536)
-    parser.add_argument("--transfer-mb", type=int, default=512, help="bytes of the files that are copied to a store")
+    parser.add_argument("--transfer-mb", type=int, default=512, help="MB that are copied to a store; 0: none")
     parser.add_argument("--rounds", type=int, default=3, help="of the copies to a store")
     parser.add_argument("--obstore", metavar="PYTHON", help="interpreter that has the package obstore")
     args = parser.parse_args()
+    if args.transfer_mb:
+        transfers.check_server()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(args.ranks):
@@ -257,7 +259,7 @@ def main() -> None:
     if args.transfer_mb:
         with tempfile.TemporaryDirectory() as folder:
             report["transfers"] = transfers.measure(Path(folder), args.transfer_mb << 20, args.rounds, args.obstore)
-    print(json.dumps(report | {"machine": describe()}), flush=True)
+    print(json.dumps(report | stamp(__file__)), flush=True)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import psutil
-from machine import describe
+from measured import stamp
 
 from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.cluster.launcher import ExternalRanks
@@ -140,7 +140,7 @@ def main() -> None:
     given = parser.parse_args()
     config = load(["experiment=quickstart", f"policy.micro_batch_tokens={65536}", "rollout.max_context=65536"])
     data = make_data(given.sequences, routing=False)
-    report: dict[str, Any] = {"machine": describe()}
+    report = stamp(__file__)
     report["steps"] = [asyncio.run(measure(config, data, world, given.steps)) for world in (1, 8, 64)]
     if given.large:
         large = make_data(given.large, routing=True, scale=given.large_scale)

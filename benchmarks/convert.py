@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from machine import describe
+from measured import stamp
 
 from megatron_fleet.weights.hf_folder import safetensors_header
 from megatron_fleet.weights.mapping import WeightTable
@@ -311,7 +311,7 @@ def main() -> None:
         report["ratio_to_megatron"] = min(part["ratio_to_megatron"] for part in sizes)
         report["ratio_to_hf"] = min(part["ratio_to_hf"] for part in sizes)
         report["peak_rss_gb"] = max(part["peak_rss_gb"] for part in sizes)
-    print(json.dumps(report | {"machine": describe()}))
+    print(json.dumps(report | stamp(__file__)))
 
 
 if __name__ == "__main__":

@@ -8,9 +8,7 @@
 * ``bytes``: of a weight sync by transport, of the data of a step, of an offload, by the layouts that the code makes.
 * ``host``: time of a tiny model's micro-batch, whose operators cost next to nothing: what the host needs to enqueue it.
 
-    python benchmarks/counts.py [--only collectives,kernels] [--page]
-
-``--page`` prints the tables of docs/understand/performance.md from the committed result instead.
+    python benchmarks/counts.py [--only collectives,kernels]
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from counting import Collectives, DeviceWork, as_device, chunk_on_device, run_micro_batches, take_step
-from machine import describe
+from measured import stamp
 
 from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.algorithms.losses import make_loss
@@ -507,56 +505,10 @@ def host() -> dict[str, float]:
     return {"ms_per_layer": round(layer, 3), "ms_rest": round(rest, 3), "tokens_that_hide_it": round(hidden)}
 
 
-def page(report: Mapping[str, Any]) -> str:
-    """The tables of docs/understand/performance.md."""
-    return "\n\n".join([_collectives_table(report), _kernels_table(report), _bytes_table(report)])
-
-
-def _collectives_table(report: Mapping[str, Any]) -> str:
-    lines = ["| layout | part | message | calls | least | size | least | |", "|---|---|---|---|---|---|---|---|"]
-    for row in report["collectives"]:
-        phase = f", {row['phase']}" if row["where"] in ("layer", "micro-batch") else ""
-        size = (f"{row['size']:g} × {row['unit']}", f"{row['minimum_size']:g}") if "unit" in row else ("", "")
-        name = row["kind"].replace("_", "-")
-        calls = f"{row['calls']:g} | {row['minimum_calls']}"
-        cells = f"{row['layout']} | {row['where']}{phase} | {name} | {calls} | {size[0]} | {size[1]}"
-        lines.append(f"| {cells} | {row.get('note', '')} |")
-    return "\n".join(lines)
-
-
-def _kernels_table(report: Mapping[str, Any]) -> str:
-    lines = ["| layer | forward | least | backward | least | waits |", "|---|---|---|---|---|---|"]
-    for row in report["kernels"]:
-        least = [row[f"minimum_{phase}"] for phase in ("forward", "backward")]
-        waits = row["waits"] + row["waits_by_design"]
-        lines.append(f"| {row['layer']} | {row['forward']} | {least[0]} | {row['backward']} | {least[1]} | {waits} |")
-    return "\n".join(lines)
-
-
-def _bytes_table(report: Mapping[str, Any]) -> str:
-    moved = report["bytes"]
-    data, offload = moved["data"], moved["offload"]
-    lines = ["| what | bytes | least | ratio |", "|---|---|---|---|"]
-    for row in moved["weight_sync"]:
-        given, least = row["bytes"], row["minimum"]
-        lines.append(
-            f"| Qwen3-8B in {row['dtype']} by {row['transport']} | {given:,} | {least:,} | {given / least:.4f} |"
-        )
-    what = f"data of a step: {data['tokens']:,} tokens, {data['trained']:,} trained"
-    lines.append(f"| {what} | {data['bytes']:,} | {data['minimum']:,} | {data['bytes'] / data['minimum']:.2f} |")
-    copied, least = offload["copied"], offload["minimum"]
-    lines.append(f"| offload or onload, for each parameter | {copied:g} | {least:g} | {copied / least:.2f} |")
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="parts, separated by commas")
-    parser.add_argument("--page", action="store_true", help="print the tables of the committed result")
     args = parser.parse_args()
-    if args.page:
-        print(page(json.loads(RESULT.read_text())))
-        return
     warnings.filterwarnings("ignore")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     parts: dict[str, Callable[[], Any]] = {
@@ -567,7 +519,7 @@ def main() -> None:
         "host": host,
     }
     chosen = args.only.split(",") if args.only else list(parts)
-    report = {"benchmark": "counts"} | {name: parts[name]() for name in chosen} | {"machine": describe()}
+    report = {"benchmark": "counts"} | {name: parts[name]() for name in chosen} | stamp(__file__)
     print(json.dumps(report))
 
 

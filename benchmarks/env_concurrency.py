@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 import psutil
-from machine import describe
+from measured import stamp
 from roles import Role
 
 from megatron_fleet.cluster.launcher import episode_python
@@ -171,7 +171,7 @@ def main() -> None:
     found = measure(python, args.concurrency, args.rounds)
     found["session_kib"] = round(session_kib(python, args.concurrency), 1)
     settings = {"concurrency": args.concurrency, "episodes": args.concurrency * args.rounds}
-    print(json.dumps({"figures": found, **settings, "machine": describe()}))
+    print(json.dumps({"figures": found, **settings, **stamp(__file__)}))
 
 
 if __name__ == "__main__":

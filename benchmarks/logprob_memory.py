@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from machine import describe
+from measured import stamp
 
 from megatron_fleet.trainer.megatron.logprob import token_logprobs
 
@@ -174,7 +174,7 @@ def main() -> None:
         "extra_mb": found,
         "seconds": times,
         **{name: getattr(args, name) for name in ("vocab", "tensor", "hidden", "chunk", "dtype", "threads")},
-        "machine": describe(),
+        **stamp(__file__),
     }
     print(json.dumps(report))
 

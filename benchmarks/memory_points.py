@@ -9,6 +9,7 @@ the allocator holds beside. What a publication does not say is in ``assumed``. O
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -223,4 +224,5 @@ def table() -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print(table(), end="")

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from measured import stamp
 
 from megatron_fleet.config.sections.data import CurriculumConfig, MixtureConfig
 from megatron_fleet.data.sampler import make_sampler
@@ -152,7 +153,7 @@ def main() -> None:
             del values["curves"]
     tasks = {env: world.tasks for env, world in WORLDS.items()}
     sizes = {"seeds": args.seeds, "steps": args.steps, "prompts": args.prompts, "samples": args.samples}
-    print(json.dumps({"benchmark": "mixture", **sizes, "tasks": tasks, "mixtures": figures}))
+    print(json.dumps({"benchmark": "mixture", **sizes, "tasks": tasks, "mixtures": figures, **stamp(__file__)}))
 
 
 if __name__ == "__main__":

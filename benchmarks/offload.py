@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from machine import describe
+from measured import stamp
 
 from megatron_fleet.config.schema import Config
 from megatron_fleet.platform.device import device
@@ -95,7 +95,7 @@ def main() -> None:
             "gb_per_s": round(2 * moved / (out + back) / 1e9, 2),
             "plain_gb_per_s": round(2 * moved / plain / 1e9, 2),
             "bytes": sizes,
-            "machine": describe(),
+            **stamp(__file__),
         }
         print(json.dumps(report))
         policy.close()

@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from machine import describe
+from measured import stamp
 
 from megatron_fleet.models.flops import SequenceCost
 from megatron_fleet.models.hf_config import read_model
@@ -225,7 +225,7 @@ def main() -> None:
             {"sequences": count, "ranks": dp} | {name: worst(cell, name) for name in cell[0]}
             for (count, dp), cell in cells.items()
         ],
-        "machine": describe(),
+        **stamp(__file__),
     }
     print(json.dumps(report))
 

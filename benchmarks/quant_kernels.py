@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import partial
 
 import numpy as np
-from machine import describe
+from measured import stamp
 
 from megatron_fleet.weights.quant import fp8, int4
 
@@ -90,7 +90,7 @@ def main() -> None:
         },
         "memcpy_gb_per_s": round(changed.nbytes / memcpy / 1e9, 2),
         "shape": [args.rows, args.cols],
-        "machine": describe(),
+        **stamp(__file__),
     }
     print(json.dumps(report))
 

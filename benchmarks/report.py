@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from machine import describe
+from measured import stamp
 
 from megatron_fleet.agents.trajectory import Group, Outcome, Span, Trajectory
 from megatron_fleet.telemetry.episodes import eval_metrics, rollout_metrics
@@ -222,7 +222,7 @@ def main() -> None:
             "build": build(folder, page),
             "open": open_page(page, given.opens),
         }
-        print(json.dumps(report | {"machine": describe()}))
+        print(json.dumps(report | stamp(__file__)))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
@@ -88,7 +89,11 @@ def bench_tasks() -> list[Task]:
 
 def play_role(starts: Mapping[str, Start]) -> None:
     """The side that is commanded: plays the role that the command line names, until its input ends."""
-    asyncio.run(_serve(starts[sys.argv[1]], json.loads(sys.argv[2]), os.dup(1)))
+    parser = argparse.ArgumentParser(description="A process of a benchmark, which starts it. Takes commands as JSON.")
+    parser.add_argument("role", choices=starts)
+    parser.add_argument("settings", type=json.loads, help="JSON")
+    given = parser.parse_args()
+    asyncio.run(_serve(starts[given.role], given.settings, os.dup(1)))
 
 
 async def _serve(start: Start, settings: dict[str, Any], stdout: int) -> None:

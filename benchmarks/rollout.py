@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from machine import describe
+from measured import stamp
 from roles import Role, children, cpu_seconds
 
 from megatron_fleet.cluster.janitor import marked
@@ -224,7 +224,7 @@ def main() -> None:
         result |= asyncio.run(measure_ray(work, python, args.tiny_episodes))
         if args.pairs:
             result |= measure_ratio(work, python, args.pairs, args.episodes)
-    result |= {"seconds": round(time.time() - started), "machine": describe()}
+    result |= {"seconds": round(time.time() - started), **stamp(__file__)}
     print(json.dumps(result))
 
 

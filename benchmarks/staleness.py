@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from machine import describe
+from measured import stamp
 
 STALE = ("algorithm=importance_weighted",)
 """With bounds above 0: samples of earlier weights are weighed by their ratio to these."""
@@ -64,7 +64,7 @@ def main() -> None:
     for run in runs:
         if run["seed"] in reference:
             run["time_ratio"] = run["training_s"] / reference[run["seed"]]
-    print(json.dumps({"machine": describe(), "latency": LATENCY, "runs": runs}))
+    print(json.dumps({**stamp(__file__), "latency": LATENCY, "runs": runs}))
 
 
 if __name__ == "__main__":

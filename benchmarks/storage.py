@@ -31,7 +31,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from machine import describe
+from measured import stamp
 
 from megatron_fleet.storage.folder import Folder, aligned_buffer
 from megatron_fleet.storage.open import open_folder
@@ -136,7 +136,7 @@ def main() -> None:
     arguments = parser.parse_args()
     size = int(arguments.gb * 1e9) // (16 << 20) * (16 << 20)
     figures = measure(arguments.url, size, arguments.rounds)
-    print(json.dumps({"figures": figures, "bytes": size, "machine": describe()}))
+    print(json.dumps({"figures": figures, "bytes": size, **stamp(__file__)}))
 
 
 if __name__ == "__main__":

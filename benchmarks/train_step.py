@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from machine import describe
+from measured import stamp
 
 from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.algorithms.losses import make_loss
@@ -198,7 +198,7 @@ def main() -> None:
             "parameters": sum(p.numel() for p in policy.model_chunks[0].parameters()),
             "threads": args.threads,
             "dtype": config.model.dtype,
-            "machine": describe(),
+            **stamp(__file__),
         }
         print(json.dumps(report))
         policy.close()

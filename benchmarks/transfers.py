@@ -1,21 +1,30 @@
-"""Bytes per second of copies of a checkpoint to an S3 server and back, of our transfer and of public clients.
+"""Bytes per second of copies of a checkpoint to an S3 server and back, of our transfer and of public clients. Prints
+one line of JSON.
 
 Part of ``checkpoint.py``. The clients take turns at the same server (SeaweedFS on loopback, on this machine) with the
 same files; each is a process of its own. ``plain_copy`` is copying the files on the disk, flushed. In GB/s
 (10^9 bytes), the median of the rounds. ``ratio_upload`` and ``ratio_download`` are ours ÷ the fastest other.
+
+The server is part of the development tools: ``./setup.sh --dev``.
+
+    python benchmarks/transfers.py [--mb 512] [--rounds 3] [--obstore PYTHON]
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
@@ -52,7 +61,8 @@ def measure(folder: Path, size: int, rounds: int, obstore: str | None) -> dict[s
                 if client == "plain_copy":
                     speeds = {"copy": size / _seconds(lambda: _copy(source, target))}
                 else:
-                    command = [clients[client], __file__, client, str(source), str(target), f"{client}{number}"]
+                    what = (client, str(source), str(target), f"{client}{number}")
+                    command = [clients[client], __file__, "--client", *what]
                     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
                     speeds = dict(
                         zip(("upload", "download"), (size / float(s) for s in done.stdout.split()), strict=True)
@@ -68,6 +78,12 @@ def measure(folder: Path, size: int, rounds: int, obstore: str | None) -> dict[s
         report[name] = of
         report[f"ratio_{name}"] = round(of["ours"] / max(speed for client, speed in of.items() if client != "ours"), 3)
     return report
+
+
+def check_server() -> None:
+    """Raises SystemExit: the development tools, which have the S3 server, are not installed."""
+    if not Path(sys.prefix, "bin", "weed").exists() or find_spec("pytest") is None:
+        sys.exit("copies to a store need the S3 server of the development tools; run ./setup.sh --dev")
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -157,6 +173,28 @@ def _both(source: Path, upload: Callable[[str], None], download: Callable[[str],
     return [_seconds(lambda: all_of(upload)), _seconds(lambda: all_of(download))]
 
 
+CLIENTS = {"ours": with_ours, "boto3": with_boto3, "obstore": with_obstore}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mb", type=int, default=512, help="bytes of all files together")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--obstore", metavar="PYTHON", help="interpreter that has the package obstore")
+    what = ("NAME", "SOURCE", "TARGET", "PREFIX")
+    parser.add_argument("--client", nargs=4, metavar=what, help="be one of the clients; prints seconds up and down")
+    given = parser.parse_args()
+    if given.client:
+        name, source, target, prefix = given.client
+        print(*CLIENTS[name](Path(source), Path(target), prefix))
+        return
+    from measured import stamp  # not for clients: the interpreter that has obstore may have nothing else
+
+    check_server()
+    with tempfile.TemporaryDirectory() as folder:
+        report = measure(Path(folder), given.mb << 20, given.rounds, given.obstore)
+    print(json.dumps({"benchmark": "transfers"} | report | stamp(__file__)))
+
+
 if __name__ == "__main__":
-    chosen = {"ours": with_ours, "boto3": with_boto3, "obstore": with_obstore}[sys.argv[1]]
-    print(*chosen(Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]))
+    main()

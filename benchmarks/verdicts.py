@@ -25,7 +25,7 @@ import os
 import statistics
 import time
 
-from machine import describe
+from measured import stamp
 
 from megatron_fleet.embedded_fleet.tasks import EmbeddedSession, generate
 from megatron_fleet.embedded_fleet.verifier_client import VerifierClient, check_sandbox
@@ -86,7 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=10, help="rounds that count (default: %(default)s)")
     rounds = parser.parse_args().rounds
-    print(json.dumps({"benchmark": "verdicts", "machine": describe(), **asyncio.run(measure(rounds))}))
+    print(json.dumps({"benchmark": "verdicts", **stamp(__file__), **asyncio.run(measure(rounds))}))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from machine import describe
+from measured import stamp
 from safetensors.torch import save_file
 from torch.distributed import TCPStore
 
@@ -109,14 +109,15 @@ def engine_process(folder: Path, control: Connection) -> None:
     """One engine as `EngineActor` runs it, driven over a pipe: (verb, arguments) in, seconds and result out."""
     from megatron_fleet.rollout.engine_actor import EngineActor
 
-    actor = EngineActor(run_config(folder), "", folder / "engine.log", "shm")
+    class Engine(EngineActor):
+        def _arguments(self, *, cpu: bool, can_sleep: bool) -> dict[str, Any]:
+            more = {"worker_extension_cls": f"{Path(__file__).stem}.{LoadMapped.__name__}"}
+            return super()._arguments(cpu=cpu, can_sleep=can_sleep) | more
+
+    actor = Engine(run_config(folder), "", folder / "engine.log", "shm")
 
     async def serve() -> None:
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        engine_args = actor._engine_args()
-        engine_args.worker_extension_cls = f"{Path(__file__).stem}.{LoadMapped.__name__}"
-        actor._llm = AsyncLLM.from_engine_args(engine_args)
+        await actor.start()
         loop = asyncio.get_running_loop()
         while True:
             verb, arguments = await loop.run_in_executor(None, control.recv)
@@ -335,7 +336,7 @@ def main() -> None:
         "layers": args.layers,
         "hidden": args.hidden,
         "repeats": args.repeats,
-        "machine": describe(),
+        **stamp(__file__),
     }
     print(json.dumps(report))
 

@@ -1,0 +1,82 @@
+"""Write ``docs/run/models.md`` from the model families of the package. Usage: python tools/models_page.py"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from megatron_fleet.models.architecture import Architecture
+from megatron_fleet.models.registry import family_modules
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "run" / "models.md"
+RELEASES: Mapping[str, str] = {
+    "deepseek_v3": "DeepSeek-V3 and R1, Moonlight",
+    "glm4_moe": "GLM-4.5, 4.6 and 4.7",
+    "glm4_moe_lite": "GLM-4.7-Flash",
+    "kimi_k2": "Kimi K2 and K2-Thinking",
+    "kimi_k25": "Kimi K2.5",
+    "llama": "Llama 3",
+    "qwen2": "Qwen2 and 2.5",
+    "qwen3": "Qwen3, dense",
+    "qwen3_moe": "Qwen3, experts",
+    "qwen3_vl": "Qwen3-VL, dense",
+    "qwen3_5_text": "Qwen3.5 and 3.6, dense, without the vision part",
+    "qwen3_5_moe_text": "Qwen3.5 and 3.6, experts, without the vision part",
+    "qwen3_5": "Qwen3.5 and 3.6, dense",
+    "qwen3_5_moe": "Qwen3.5 and 3.6, experts",
+}
+"""``model_type`` of ``config.json`` → releases that have it."""
+CHAT_OF_OTHERS = {"deepseek_v3": "Moonlight: that of Kimi; others: none"}
+HEAD = """# Which models
+
+*Can I train my model, with adapters, with images?*
+
+Made by `python tools/models_page.py` from the families in `megatron_fleet/models/`. `model_type` stands in the model's
+`config.json`. Every model here is read from its Hugging Face folder, written back to one, served by vLLM with live
+weight updates, and [converted](convert.md) in both directions, also from the quantised forms of its releases.
+
+"""
+TAIL = """
+* **trained**: all parameters, in every layout ([parity](../understand/parity.md)). *text part*: the vision part stays
+  as it is. Multi-token prediction layers are kept and not trained.
+* **LoRA**: `policy.lora.rank` above 0 trains adapters alone; `policy.lora.targets` says of which layers. A checkpoint
+  holds only them; `hf/` is the merged model, see [precision and memory](precision.md).
+* **chat format**: runs and evaluations with engines need one, and choose it by the tokenizer's
+  template (`rollout.renderer`). Without one a model is converted and evaluated behind an endpoint, but not trained.
+* **images**: `mfleet eval` shows an environment's images to the model; training refuses such tasks
+  ([images](../understand/images.md)).
+
+Which of them fits on one GPU: [one GPU](one-gpu.md#which-model-fits). Layouts for more: `mfleet plan --search N`,
+[planning](planning.md). A family that is not here: [adding a model family](../understand/adding-an-architecture.md).
+"""
+
+
+def architectures() -> Iterator[tuple[str, str, Architecture]]:
+    """Yield family, ``model_type`` and architecture of every model."""
+    for module in family_modules("weights"):
+        for architecture in module.ARCHITECTURES:
+            for model_type in architecture.model_types:
+                yield module.__name__.split(".")[-2], model_type, architecture
+
+
+def page() -> str:
+    """Return the page as Markdown."""
+    formats = {module.__name__.split(".")[-2]: list(module.FORMATS) for module in family_modules("chat")}
+    seeing = {model_type for module in family_modules("vision") for model_type in module.MODEL_TYPES}
+    lines = ["| model | `model_type` | trained | LoRA | chat format | images |", "|---" * 6 + "|"]
+    for family, model_type, architecture in architectures():
+        chat = CHAT_OF_OTHERS.get(model_type) or ", ".join(f"`{name}`" for name in formats.get(family, ())) or "none"
+        cells = [
+            RELEASES[model_type],
+            f"`{model_type}`",
+            "text part" if architecture.text else "yes",
+            f"no, {architecture.mixer.name}" if architecture.mixer else "yes",
+            chat,
+            "in evaluations" if model_type in seeing else "no",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return HEAD + "\n".join(lines) + "\n" + TAIL
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
