@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = _save_traceback(args)
         if isinstance(error, OSError) and error.filename is not None and error.errno in _UNUSABLE_PATH:
             said = f"{str(error.filename)[:MAX_SHOWN]}: {error.strerror}"
-            said = f"error: {said}; name another path, or mend this one. (traceback in {where})"
+            said = f"error: {said}; name another path, or fix this one. (traceback in {where})"
             print(printable(said), file=sys.stderr)
             return 2
         said = f"error: {type(error).__name__}: {_first_line(error)} (traceback in {where})"
@@ -221,7 +221,7 @@ def _add_model_commands(model: Any) -> None:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from megatron_fleet.loop import preflight
+    from megatron_fleet.loop import preflight, reused
     from megatron_fleet.loop.start import in_steps
     from megatron_fleet.weights.remote import fetched
 
@@ -229,12 +229,18 @@ def _train(args: argparse.Namespace) -> int:
     args.out = Path(config.run.out)
     config = fetched(config, weights=not args.dry_run)
     assumed = _assumed(args, config)
+    if (held := reused.held_run(config)) is not None:
+        say(reused.describe(held, config))
     preflight.check(config, assumed)
     config = in_steps(config)
+    over = None if held is None else reused.finished(held, config)
     if args.dry_run:
         from megatron_fleet.cluster.dry_run import describe
 
         say(describe(config, assumed))
+    if over is not None:
+        say(over)
+    if over is not None or args.dry_run:
         return 0
     from megatron_fleet.loop.main import main as train
 
@@ -258,15 +264,18 @@ def _launch(args: argparse.Namespace) -> int:
     from megatron_fleet.cluster.launch.commands import main as launch
 
     def check(config: Config) -> None:
-        # Of other machines, only the configuration is known here.
+        # Of other machines, only the configuration is known here, and the model if it lies on a common file system.
         from megatron_fleet.config import validate
         from megatron_fleet.loop import preflight
+        from megatron_fleet.weights.model_check import check_model
         from megatron_fleet.weights.remote import fetched
 
         if config.launch.kind in ("local", "torchrun"):
             preflight.check(fetched(config, weights=False))
-        else:
-            validate.check(config)
+            return
+        validate.check(config)
+        if Path(config.model.folder).is_dir():
+            check_model(config)
 
     return launch(args, os.environ, check)
 

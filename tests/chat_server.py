@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -61,6 +62,7 @@ class ChatServer:
             self.probed.append(body)
             return self.probes(body) or JSONResponse(self.completion({"content": "ok"}, body))
         self.bodies.append(body)
+        check_names(body)
         check_history(body["messages"])
         said = self.speak(len(self.bodies) - 1, body)
         return said if isinstance(said, Response) else JSONResponse(self.completion(said, body))
@@ -91,6 +93,13 @@ class ChatServer:
 def prompt_tokens(body: dict[str, Any]) -> int:
     """As good as any tokenizer: ten for each message."""
     return 10 * len(body["messages"])
+
+
+def check_names(body: dict[str, Any]) -> None:
+    """OpenAI's rule for the names of tools that are offered and of those that were called."""
+    called = [call for message in body["messages"] for call in message.get("tool_calls") or ()]
+    for tool in (*body.get("tools", ()), *called):
+        assert re.fullmatch("[a-zA-Z0-9_-]{1,64}", tool["function"]["name"]), tool
 
 
 def check_history(messages: Sequence[dict[str, Any]]) -> None:

@@ -17,9 +17,10 @@ from typing import Any, TypeGuard
 
 import openai
 
-from megatron_fleet.agents.engine import EngineLost
+from megatron_fleet.agents.engine import EngineLost, EngineRefused
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import MAX_DEPTH, depth_exceeds
+from megatron_fleet.config.network import go_direct, through_proxy
 from megatron_fleet.config.sections.evaluation import EndpointConfig
 from megatron_fleet.envs.base import clean_json
 
@@ -70,12 +71,22 @@ class RequestRefused(Exception):
         return self.status in (401, 404) or self.code == "insufficient_quota"
 
 
+OPENAI_SAMPLING: Mapping[str, float] = {"top_p": 1, "presence_penalty": 0, "frequency_penalty": 0}
+FURTHER_SAMPLING: Mapping[str, float] = {"top_k": -1, "min_p": 0, "repetition_penalty": 1}
+"""Values without effect of OpenAI's sampling parameters and of those that vLLM, SGLang and others add. A parameter that
+is not sent has the server's default, which is often that of the model's generation_config.json."""
+
+
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """Differences between endpoints: the name of the token limit, and whether a seed is accepted."""
+    """Differences between endpoints: the name of the token limit, and the parameters that are not accepted."""
 
     limit: str = "max_tokens"
-    seed: bool = True
+    refused: frozenset[str] = frozenset()
+
+    def left_to_server(self, extra_body: Mapping[str, Any]) -> list[str]:
+        """Return the names of sampling parameters whose values the server chooses."""
+        return sorted(self.refused.difference(("seed", *extra_body)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +121,11 @@ class ChatClient:
 
     Attributes:
         dead: reason to assume that no request will be answered any more; all of them then fail immediately.
+        extra: the user's own request parameters, which replace those of the same name.
     """
 
     def __init__(self, endpoint: EndpointConfig, timeout_s: float, dialect: Dialect | None = None) -> None:
-        """``timeout_s``: deadline of one attempt. Raises UserError for a key that cannot be sent."""
+        """``timeout_s``: deadline of one attempt. Raises UserError for a key or a proxy that cannot be used."""
         self.endpoint = endpoint
         self.dialect = dialect or Dialect()
         self.dead: str | None = None
@@ -124,9 +136,13 @@ class ChatClient:
             raise UserError(
                 f"{endpoint.api_key_env}: the key contains a character that an HTTP header cannot hold; copy it again."
             )
-        self._extra = clean_json(json.loads(endpoint.extra_body or "{}"))
+        self.extra: dict[str, Any] = clean_json(json.loads(endpoint.extra_body or "{}"))
+        try:
+            http = openai.DefaultAsyncHttpxClient(trust_env=not go_direct(endpoint.url or ""))
+        except ImportError as error:  # httpx needs a package for SOCKS proxies
+            raise UserError(f"eval.endpoint.url={endpoint.url}: {error}{through_proxy(endpoint.url or '')}.") from None
         self._client = openai.AsyncOpenAI(
-            base_url=endpoint.url, api_key=self._key or _NO_KEY, max_retries=0, timeout=timeout_s
+            base_url=endpoint.url, api_key=self._key or _NO_KEY, max_retries=0, timeout=timeout_s, http_client=http
         )
 
     @property
@@ -147,7 +163,8 @@ class ChatClient:
             on_failure: called after each failed attempt with the reason and the seconds that it and its pause cost.
 
         Raises:
-            EngineLost: no attempt was answered, or the endpoint refuses the request.
+            EngineLost: no attempt was answered, or every request will be refused.
+            EngineRefused: the endpoint refuses the request.
             PromptTooLong: the endpoint refuses the request because of its length.
         """
         answered, reason = self._answered, ""
@@ -181,17 +198,19 @@ class ChatClient:
         body |= {"temperature": params.temperature, self.dialect.limit: params.max_tokens}
         if tools:
             body["tools"] = list(tools)
-        if params.seed is not None and self.dialect.seed:
+        if params.seed is not None and "seed" not in self.dialect.refused:
             body["seed"] = params.seed
         body = clean_json(body)  # what cannot be sent is no fault of the endpoint
+        sampling = {**OPENAI_SAMPLING, **FURTHER_SAMPLING}
+        extra = {name: value for name, value in sampling.items() if name not in self.dialect.refused} | self.extra
         try:
             # Parsed by hand: endpoints do not always send what the library's types promise.
-            raw = await self._client.chat.completions.with_raw_response.create(**body, extra_body=self._extra)
+            raw = await self._client.chat.completions.with_raw_response.create(**body, extra_body=extra)
             return _read(_parsed(raw.text))
         except openai.APITimeoutError:
-            raise Unanswered(f"no answer within {self._timeout_s:g} s") from None
+            raise Unanswered(f"no answer within {self._timeout_s:g} s{self._way()}") from None
         except openai.APIConnectionError as error:
-            raise Unanswered(self._safe_text(error.__cause__ or error)) from None
+            raise Unanswered(self._safe_text(error.__cause__ or error) + self._way()) from None
         except openai.APIStatusError as error:
             raise self._status(error) from None
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -214,16 +233,23 @@ class ChatClient:
         code = _word(content.get("code") or content.get("type"))
         status = error.status_code
         if (status in _AGAIN or status >= 500) and code != "insufficient_quota":
-            return Unanswered(f"{status}: {message}", _asked_pause(error.response.headers))
+            way = self._way() if status in (502, 503, 504) else ""
+            return Unanswered(f"{status}: {message}{way}", _asked_pause(error.response.headers))
+        if status == 407:
+            message += self._way()
         return RequestRefused(status, message, _word(content.get("param")), code)
 
-    def _given_up(self, refusal: RequestRefused) -> EngineLost | PromptTooLong:
+    def _given_up(self, refusal: RequestRefused) -> EngineLost | EngineRefused | PromptTooLong:
         if refusal.status in (400, 413, 422) and _TOO_LONG.search(f"{refusal.code} {refusal}"):
             return PromptTooLong(str(refusal))
         reason = f"the endpoint refuses ({refusal.status}): {refusal}"
         if refusal.ends_everything:
             self.dead = reason
-        return EngineLost(reason)
+            return EngineLost(reason)
+        return EngineRefused(reason)
+
+    def _way(self) -> str:
+        return through_proxy(self.endpoint.url or "")
 
     def _safe_text(self, what: object) -> str:
         try:

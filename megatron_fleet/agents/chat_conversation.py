@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_fleet.agents.builder import TrajectoryBuilder, timed
 from megatron_fleet.agents.chat_client import Answer, ChatClient, ChatParams, PromptTooLong, Usage
-from megatron_fleet.agents.chat_turn import ChatTurn, answers, read_turn, reminder
+from megatron_fleet.agents.chat_turn import ChatTurn, ToolNames, answers, read_turn, reminder
 from megatron_fleet.agents.episode import Ending, play
 from megatron_fleet.agents.history import ChatHistory
 from megatron_fleet.agents.images import View, Viewer, view_all, view_images
@@ -61,7 +61,7 @@ class ChatConversation:
         self, client: ChatClient, settings: EpisodeSettings, seed: int | None, builder: TrajectoryBuilder
     ) -> None:
         self._client, self._settings, self._seed, self._builder = client, settings, seed, builder
-        self._tools: tuple[dict[str, Any], ...] = ()
+        self._names = ToolNames(())
         self._usages: list[Usage] = []
         self._newest: ChatTurn
         self.history: ChatHistory
@@ -71,7 +71,7 @@ class ChatConversation:
 
     async def begin(self, system: str, tools: tuple[dict[str, Any], ...], user: str, view: View) -> Ending | None:
         """See `Conversation`. The prompt's length is known only from the endpoint's answer."""
-        self._tools = tools
+        self._names = ToolNames(tools)
         self.history = ChatHistory(system, user, view.images, self._settings.prompts.removed)
         return None
 
@@ -85,7 +85,8 @@ class ChatConversation:
             answer = await self._generate(number, max_tokens, deadline)
         except PromptTooLong as e:
             return Ending(Outcome.CONTEXT_OVERFLOW if self._builder.turns else Outcome.PROMPT_TOO_LONG, str(e))
-        self._newest = read_turn(answer.message, number, self._client.endpoint.return_reasoning)
+        returned = self._client.endpoint.return_reasoning
+        self._newest = read_turn(answer.message, number, returned, self._names)
         self._builder.say("assistant", self._newest.text)
         return self._beyond_limit(answer, max_tokens) or self._newest.parsed
 
@@ -96,7 +97,8 @@ class ChatConversation:
         if results:
             self.history.add([said.message, *answers(said, results, note)])
         else:
-            text = "\n".join(filter(None, (self._settings.prompts.reminder_text(agent.finish), note)))
+            said_again = self._settings.prompts.reminder_text(agent.finish, bool(self._names.tools))
+            text = "\n".join(filter(None, (said_again, note)))
             self._builder.say("user", text)
             self.history.add([said.message, reminder(text)])
         return None
@@ -121,7 +123,7 @@ class ChatConversation:
         params = ChatParams(self._settings.temperature, max_tokens, seed)
         failed = partial(self._failed, deadline)
         with timed(self._builder, "generate"):
-            answer = await self._client.complete(self.history.messages(), self._tools, params, failed)
+            answer = await self._client.complete(self.history.messages(), self._names.tools, params, failed)
         self.trouble, self.history.changed = "", False
         self._builder.turns += 1
         if answer.usage is not None:

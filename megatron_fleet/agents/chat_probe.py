@@ -8,7 +8,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_fleet.agents.chat_client import ChatClient, ChatParams, Dialect, RequestRefused, Unanswered
+from megatron_fleet.agents.chat_client import (
+    FURTHER_SAMPLING,
+    OPENAI_SAMPLING,
+    ChatClient,
+    ChatParams,
+    Dialect,
+    RequestRefused,
+    Unanswered,
+)
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.sections.evaluation import EndpointConfig
 
@@ -63,11 +71,15 @@ async def _agree(client: ChatClient, params: ChatParams) -> None:
 
 
 def _other(dialect: Dialect, refusal: RequestRefused) -> Dialect | None:
-    """Return a dialect without the refused parameter; ``None`` when something else was refused."""
-    if dialect.seed and _names(refusal, "seed"):
-        return replace(dialect, seed=False)
+    """Return a dialect without the refused parameters; ``None`` when something else was refused."""
+    sent = {"seed", *OPENAI_SAMPLING, *FURTHER_SAMPLING} - dialect.refused
+    named = {name for name in sent if _names(refusal, name)}
+    if named:
+        return replace(dialect, refused=dialect.refused | named)
     if dialect.limit == "max_tokens" and _names(refusal, "max_tokens"):
         return replace(dialect, limit="max_completion_tokens")
+    if refusal.status in (400, 422) and not dialect.refused.issuperset(FURTHER_SAMPLING):  # not all name the parameter
+        return replace(dialect, refused=dialect.refused | FURTHER_SAMPLING.keys())
     return None
 
 
@@ -88,7 +100,9 @@ async def _sentence(client: ChatClient, params: ChatParams, refusal: RequestRefu
         return f"eval.endpoint.url={url}: the account has no quota left {said}; add some."
     if refusal.status == 404:
         names = await client.models()
-        advice = f"it has {', '.join(names[:SHOWN_MODELS])}" if names else "name one of its models, or mend the address"
+        advice = (
+            f"it has {', '.join(names[:SHOWN_MODELS])}" if names else "name one of its models, or correct the address"
+        )
         return f"eval.endpoint.model={model}: {url} does not know it {said}; {advice}."
     if _names(refusal, "temperature"):
         key = "rollout.sampling.temperature" if params.temperature else "eval.greedy"
@@ -100,4 +114,4 @@ async def _sentence(client: ChatClient, params: ChatParams, refusal: RequestRefu
             f"eval.endpoint.model={model}: {url} takes no tools {said}; serve it with tool calling (for vLLM "
             f"--enable-auto-tool-choice and --tool-call-parser)."
         )
-    return f"eval.endpoint.url={url}: refuses a request to model {model} {said}; mend what it says."
+    return f"eval.endpoint.url={url}: refuses a request to model {model} {said}; change what it says."

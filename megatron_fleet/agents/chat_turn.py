@@ -6,6 +6,9 @@ The format: OpenAI, API reference, "Chat completions"; reasoning under the field
 from __future__ import annotations
 
 import base64
+import hashlib
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +20,47 @@ from megatron_fleet.models.chat.renderer import ToolResult, to_json
 
 REASONING = ("reasoning_content", "reasoning")
 """Fields that may hold a turn's reasoning; it is sent back in the same field."""
+
+MAX_NAME = 64
+_FORBIDDEN = re.compile(r"[^a-zA-Z0-9_-]")
+"""Rule of OpenAI's API for names of tools; others have the same."""
+
+
+class ToolNames:
+    """Names of an environment's tools at an endpoint, which allows fewer characters.
+
+    A name is kept if the endpoint allows it. Otherwise each other character becomes ``_``, and a name that is too long,
+    or would then stand for two tools, ends in a digest of the original.
+
+    Attributes:
+        tools: the definitions under the endpoint's names.
+    """
+
+    def __init__(self, tools: Tools) -> None:
+        names = list(dict.fromkeys(str(tool["function"]["name"]) for tool in tools))
+        counts = Counter(map(_allowed, names))
+        sent = {
+            name: allowed if counts[allowed] == 1 or allowed == name else _with_digest(name)
+            for name, allowed in zip(names, map(_allowed, names), strict=True)
+        }
+        self._known = {allowed: name for name, allowed in sent.items()}
+        self.tools = tuple(
+            {**tool, "function": {**tool["function"], "name": sent[str(tool["function"]["name"])]}} for tool in tools
+        )
+
+    def original(self, name: str) -> str:
+        """Return the environment's name of the tool that the endpoint calls ``name``."""
+        return self._known.get(name, name)
+
+
+def _allowed(name: str) -> str:
+    shown = _FORBIDDEN.sub("_", name) or "unknown"
+    return shown if len(shown) <= MAX_NAME else _with_digest(name)
+
+
+def _with_digest(name: str) -> str:
+    digest = hashlib.sha256(name.encode(errors="backslashreplace")).hexdigest()[:8]
+    return f"{_FORBIDDEN.sub('_', name)[: MAX_NAME - 9]}_{digest}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +80,13 @@ class ChatTurn:
     text: str
 
 
-def read_turn(message: Mapping[str, Any], turn: int, return_reasoning: bool) -> ChatTurn:
+def read_turn(message: Mapping[str, Any], turn: int, return_reasoning: bool, names: ToolNames) -> ChatTurn:
     """Parse one message; never raises.
 
     Every call gets an answer, so every call needs a unique id: a missing or duplicate one is replaced by an id made of
     ``turn`` and the call's position. Later requests repeat arguments that are not a JSON object as
-    ``{"unreadable": …}``, because some endpoints refuse a history with malformed ones.
+    ``{"unreadable": …}``, and names that no tool may have as allowed ones, because some endpoints refuse a history with
+    malformed ones. Calls and records have the environment's ``names``.
     """
     content = _text(message.get("content")) or _text(message.get("refusal"))
     field = next((name for name in REASONING if _text(message.get(name))), "")
@@ -56,7 +101,7 @@ def read_turn(message: Mapping[str, Any], turn: int, return_reasoning: bool) -> 
         try:
             if place >= MAX_CALLS:
                 raise BadCall(f"only the first {MAX_CALLS} of a turn are read")
-            call = _call(name, raw)
+            call = _call(name, raw, names)
         except BadCall as problem:
             errors.append((f"Invalid tool call: {problem}.", call_id))
             arguments: Any = {"unreadable": raw}
@@ -65,7 +110,7 @@ def read_turn(message: Mapping[str, Any], turn: int, return_reasoning: bool) -> 
             read.append((call, call_id))
             arguments = call.arguments
             written.append(to_json({"name": call.name, "arguments": arguments}))
-        known = {"name": str(name or "unknown"), "arguments": to_json(arguments)}
+        known = {"name": _allowed(str(name or "").strip()), "arguments": to_json(arguments)}
         repeated.append({"id": call_id, "type": "function", "function": known})
     later: dict[str, Any] = {"role": "assistant", "content": content}
     if repeated:
@@ -141,14 +186,13 @@ def _function(entry: Any) -> Mapping[str, Any]:
     return function if isinstance(function, dict) else {}
 
 
-def _call(name: Any, raw: Any) -> ToolCall:
-    """Parse one call. Raises BadCall. A tool without parameters is often called with no arguments, not ``{}``."""
+def _call(name: Any, raw: Any, names: ToolNames) -> ToolCall:
+    """Parse one call. Raises BadCall."""
     if not isinstance(name, str) or not name.strip():
         raise BadCall('"name" is missing')
-    empty = raw is None or (isinstance(raw, str) and not raw.strip())
-    arguments = {} if empty else read_arguments(raw)
+    arguments = read_arguments(raw)
     check_text(name, arguments)
-    return ToolCall(name.strip(), arguments)
+    return ToolCall(names.original(name.strip()), arguments)
 
 
 def _text(value: Any) -> str:

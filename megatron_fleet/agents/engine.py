@@ -15,6 +15,10 @@ class EngineLost(Exception):
     """The engine cannot answer (crashed, unreachable, silent). The episode ends as ``aborted``."""
 
 
+class EngineRefused(ValueError):
+    """The engine refuses the request itself, and would again. The episode ends as ``refused``."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling parameters of one request.
@@ -64,5 +68,6 @@ class Engine(Protocol):
 
         Raises:
             EngineLost: the engine died, or does not answer.
+            EngineRefused: it refuses the request (for example a prompt beyond its context).
         """
         ...

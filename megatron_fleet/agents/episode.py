@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megatron_fleet.agents.builder import TrajectoryBuilder, timed
-from megatron_fleet.agents.engine import EngineLost
+from megatron_fleet.agents.engine import EngineLost, EngineRefused
 from megatron_fleet.agents.history import History
 from megatron_fleet.agents.images import View, Viewer
 from megatron_fleet.agents.local_tools import LocalTools, ToolOutputs, offered
@@ -23,7 +23,7 @@ from megatron_fleet.agents.settings import EpisodeSettings
 from megatron_fleet.agents.toolbox import Toolbox, reset
 from megatron_fleet.agents.trajectory import CAUSES, Cause, Outcome, Trajectory
 from megatron_fleet.data.task import Task
-from megatron_fleet.envs.base import Environment, EnvLost, Observation
+from megatron_fleet.envs.base import Environment, EnvLost, EnvRefused, Observation
 from megatron_fleet.models.chat.parser import ParsedTurn
 from megatron_fleet.models.chat.renderer import ToolResult
 
@@ -71,6 +71,7 @@ class Conversation(Protocol):
 
         Raises:
             EngineLost: there is no answer and none will come.
+            EngineRefused: the request is refused, and would be again.
         """
         ...
 
@@ -138,8 +139,12 @@ class _Turns:
             if self.conversation.trouble:
                 return Ending(Outcome.ABORTED, f"the endpoint gave no answer: {self.conversation.trouble}")
             return Ending(Outcome.TIMEOUT, f"the episode did not end within {limit:g} s")
+        except EnvRefused as e:
+            return Ending(Outcome.REFUSED, f"the environment refuses: {e}")
         except EnvLost as e:
             return Ending(Outcome.ENV_FAILED, f"environment lost: {e}")
+        except EngineRefused as e:
+            return Ending(Outcome.REFUSED, str(e))
         except EngineLost as e:
             return Ending(Outcome.ABORTED, str(e))
 
@@ -167,7 +172,6 @@ class _Turns:
 
     async def _begin(self, first: Observation) -> Ending | None:
         agent, prompts, talk = self.settings.agent, self.settings.prompts, self.conversation
-        system = prompts.system_text(self.task.env_key, agent.finish)
         view = await talk.viewer(first.content, first.images)
         if view.unseen:
             self.builder.count("images_unseen", view.unseen)
@@ -175,6 +179,7 @@ class _Turns:
         own = offered(agent)
         names = {tool["function"]["name"] for tool in own}
         tools = (*(tool for tool in first.tools if tool["function"]["name"] not in names), *own)
+        system = prompts.system_text(self.task.env_key, agent.finish, bool(tools), self.settings.max_turns > 1)
         self.builder.say("system", system)
         limit = MAX_CHARS_PER_TOKEN * self.settings.max_context
         if len(system) + len(user) + len(json.dumps(tools)) > limit:

@@ -14,23 +14,32 @@ from megatron_fleet.data.task import Task
 
 SHIPPED = Path(__file__).with_name("prompts.yaml")
 Finish = Literal["done_tag", "tool"]
+Turns = Literal["one_turn", "several_turns"]
 
 
 class Prompts(Section):
     """Registry of prompt texts; ``prompts.yaml`` documents the purpose of each."""
 
     system: str
+    system_without_tools: dict[Turns, str]
     finish: dict[Finish, str]
     environments: dict[str, str]
     labels: dict[str, str]
     reminder: str
+    reminder_without_tools: str
     repeated: str
     removed: str
     unseen: str
 
-    def system_text(self, env_key: str, finish: Finish) -> str:
-        """Return the system text of an environment; the same for all its tasks."""
-        text, hint = self.system.replace("{finish}", self.finish[finish]), self.environments.get(env_key)
+    def system_text(self, env_key: str, finish: Finish, tools: bool = True, several_turns: bool = True) -> str:
+        """Return the system text of an environment; the same for all its tasks.
+
+        Args:
+            tools: whether the policy has any.
+            several_turns: whether it may take more than one.
+        """
+        without = self.system_without_tools["several_turns" if several_turns else "one_turn"]
+        text, hint = self._said(self.system if tools else without, finish), self.environments.get(env_key)
         return f"{text} {hint}" if hint else text
 
     def user_text(self, task: Task, prompt: str) -> str:
@@ -38,9 +47,12 @@ class Prompts(Section):
         lines = [f"{self.labels.get(key, key)}: {value}" for key, value in sorted(task.env_variables.items())]
         return "\n".join([prompt, "", *lines]) if lines else prompt
 
-    def reminder_text(self, finish: Finish) -> str:
+    def reminder_text(self, finish: Finish, tools: bool = True) -> str:
         """Return the reminder for a turn with neither a tool call nor an answer."""
-        return self.reminder.replace("{finish}", self.finish[finish])
+        return self._said(self.reminder if tools else self.reminder_without_tools, finish)
+
+    def _said(self, text: str, finish: Finish) -> str:
+        return text.replace("{finish}", self.finish[finish])
 
 
 def load_prompts(path: str | Path | None) -> Prompts:

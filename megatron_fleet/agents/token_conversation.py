@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from megatron_fleet.agents.builder import TrajectoryBuilder, timed
-from megatron_fleet.agents.engine import Engine, EngineLost, Generation, SamplingParams
+from megatron_fleet.agents.engine import Engine, EngineLost, EngineRefused, Generation, SamplingParams
 from megatron_fleet.agents.episode import Ending, play
 from megatron_fleet.agents.history import Exchange, Thinking, TokenHistory
 from megatron_fleet.agents.images import View, Viewer, view_images
@@ -85,7 +85,9 @@ class TokenConversation:
         self._first_chars = len(system) + len(user) + len(json.dumps(tools))
         ids = await _encoded(self._first_chars, self.history.render)
         if not self._settings.fits(len(ids)):
-            return Ending(Outcome.PROMPT_TOO_LONG, f"the first prompt leaves no room in {self._settings.max_context}")
+            self._builder.count("first_prompt_tokens", len(ids))
+            reason = f"the first prompt has {len(ids)} tokens and leaves no room in {self._settings.max_context}"
+            return Ending(Outcome.PROMPT_TOO_LONG, reason)
         self._builder.begin(ids, place(ids, self.history.images(), self._renderer.vision))
         return None
 
@@ -106,10 +108,11 @@ class TokenConversation:
 
     async def show(self, results: Sequence[ToolResult]) -> Ending | None:
         """See `Conversation`."""
-        reminder = "" if results else self._settings.prompts.reminder_text(self._settings.agent.finish)
+        prompts, agent = self._settings.prompts, self._settings.agent
+        reminder = "" if results else prompts.reminder_text(agent.finish, bool(self._tools))
         exchange = Exchange(self._sampled, tuple(results), reminder)
         prompt = await self._prompt_after(exchange)
-        if self._settings.agent.context_status:
+        if agent.context_status:
             exchange = exchange.with_note(f"[{self.status(len(prompt))}]")
             prompt = await self._prompt_after(exchange)
         if not self._settings.fits(len(prompt)):
@@ -139,6 +142,8 @@ class TokenConversation:
                 generation = await self._engine.generate(self._builder.ids, params, self._session, self._builder.images)
             except EngineLost as e:
                 raise EngineLost(f"engine lost: {e}") from e
+            except EngineRefused as e:
+                raise EngineRefused(f"the engine refuses the request: {e}") from e
         self._builder.add_action(generation)
         sampled = generation.token_ids.tolist()
         self._sampled = tuple(sampled)

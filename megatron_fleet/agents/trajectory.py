@@ -38,6 +38,9 @@ class Outcome(StrEnum):
     """The episode ended but its verifier could not be run; the reward is unknown."""
     WROTE_IMAGE = "wrote_image"
     """The policy wrote a token that only stands for a part of an image; the verifier still scored the state."""
+    REFUSED = "refused"
+    """The engine, the environment or the episode's code refused what it was asked, and would again; the reward is
+    unknown."""
     ABORTED = "aborted"
     """The run was stopped or the engine failed while the episode was in flight; the reward is unknown."""
 
@@ -50,6 +53,8 @@ class Cause(StrEnum):
     TASK = "task"
     """The task cannot be played with this configuration."""
     ENVIRONMENT = "environment"
+    REQUEST = "request"
+    """The configuration, the task or a program, which fail in the same way at every attempt."""
     VERIFIER = "verifier"
     RUN = "run"
     """The engine, the endpoint or the end of the run."""
@@ -67,6 +72,7 @@ CAUSES: Mapping[Outcome, Cause] = MappingProxyType(
         Outcome.ENV_FAILED: Cause.ENVIRONMENT,
         Outcome.VERIFIER_FAILED: Cause.VERIFIER,
         Outcome.WROTE_IMAGE: Cause.POLICY,
+        Outcome.REFUSED: Cause.REQUEST,
         Outcome.ABORTED: Cause.RUN,
     }
 )
@@ -76,9 +82,14 @@ this table alone."""
 
 def environment_failed(outcome: Outcome, reward: float | None) -> bool | None:
     """Return whether the environment caused an unknown reward; ``None``: the episode is no evidence either way."""
-    if CAUSES[outcome] is Cause.RUN:
+    if CAUSES[outcome] in (Cause.RUN, Cause.REQUEST):
         return None
     return reward is None and CAUSES[outcome] is not Cause.TASK
+
+
+def will_recur(outcome: Outcome) -> bool:
+    """Return whether another attempt would end in the same way."""
+    return CAUSES[outcome] in (Cause.TASK, Cause.REQUEST)
 
 
 @dataclass(frozen=True, slots=True)

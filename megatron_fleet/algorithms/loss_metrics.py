@@ -26,8 +26,8 @@ def needs_proximal(algo: AlgorithmConfig) -> bool:
 def finalize_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     """Convert metric sums over a global batch to named metrics (formulas: ``megatron_fleet.telemetry.registry``).
 
-    Losses are already normalised and only renamed; everything else is a mean over trained tokens. Empty when no token
-    was trained.
+    Losses are already normalised and only renamed; everything else but a count is a mean over trained tokens. Empty
+    when no token was trained.
     """
     tokens = sums.get("tokens", 0.0)
     if not tokens:
@@ -41,8 +41,6 @@ def finalize_metrics(sums: Mapping[str, float]) -> dict[str, float]:
         "clipped_low": "policy/ppo_clip_ratio_low",
         "clipped_high": "policy/ppo_clip_ratio_high",
         "clipped_dual": "policy/ppo_clip_ratio_dual",
-        "mismatch_k1": "policy/mismatch_kl_k1",
-        "mismatch_k3": "policy/mismatch_kl",
         "correction_weight": "policy/correction_weight_mean",
         "corrected_tokens": "policy/correction_tokens",
     }
@@ -57,9 +55,21 @@ def finalize_metrics(sums: Mapping[str, float]) -> dict[str, float]:
         out["policy/correction_sequences"] = sums["corrected_sequences"] / sums["sequences"]
         squares = tokens * sums["correction_weight_squared"]
         out["policy/correction_ess"] = sums["correction_weight"] ** 2 / squares if squares else 0.0
-    if "mismatch_excess" in sums:
-        mean = sums["mismatch_excess"] / tokens
-        out["policy/rollout_train_prob_diff_mean"] = 1.0 + mean
-        variance = (sums["mismatch_excess_squared"] - tokens * mean**2) / max(tokens - 1, 1)
-        out["policy/rollout_train_prob_diff_std"] = math.sqrt(max(variance, 0.0))
+    if "mismatch_unknown" in sums:
+        out |= _mismatch(sums, tokens - sums["mismatch_unknown"])
+    return out
+
+
+def _mismatch(sums: Mapping[str, float], known: float) -> dict[str, float]:
+    """Return the metrics of engine against trainer over the ``known`` tokens, for which both have a log-prob."""
+    out = {"policy/mismatch_unknown_tokens": sums["mismatch_unknown"]}
+    if known:
+        mean = sums["mismatch_excess"] / known
+        variance = (sums["mismatch_excess_squared"] - known * mean**2) / max(known - 1, 1)
+        out |= {
+            "policy/mismatch_kl": sums["mismatch_k3"] / known,
+            "policy/mismatch_kl_k1": sums["mismatch_k1"] / known,
+            "policy/rollout_train_prob_diff_mean": 1.0 + mean,
+            "policy/rollout_train_prob_diff_std": math.sqrt(max(variance, 0.0)),
+        }
     return out

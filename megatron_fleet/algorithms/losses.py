@@ -93,11 +93,14 @@ def _count(values: torch.Tensor) -> torch.Tensor:
 def _common_sums(x: LossInputs) -> dict[str, torch.Tensor]:
     """Token count, entropy, and the distance between the behaviour policy μ (the engine) and π (the trainer)."""
     log_ratio = bounded_log_ratio(x.logprobs.detach(), x.behaviour)
+    unknown = torch.isnan(log_ratio)
+    log_ratio = log_ratio.masked_fill(unknown, 0.0)
     # Samples are from μ, so Σ(log μ − log π) and Σ(ρ − 1 − log ρ), ρ = π/μ, both estimate KL(μ‖π): k1 and k3.
     excess = torch.expm1(-log_ratio)
     return {
         "tokens": _count(x.logprobs),
         "entropy": x.entropy.detach().sum(),
+        "mismatch_unknown": count(unknown),
         "mismatch_k1": -log_ratio.sum(),
         "mismatch_k3": (torch.expm1(log_ratio) - log_ratio).sum(),
         # μ/π − 1 and its square: kept relative to 1 so that a variance of 1e-6 survives float32 sums.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from megatron_fleet.analysis.document import Block, Cell, Charts, Document, Item
 from megatron_fleet.analysis.environments import ALL, MIN_TASKS
 from megatron_fleet.analysis.episodes import Episode, shown
 from megatron_fleet.analysis.run import EVALUATIONS, Run, read_run
-from megatron_fleet.analysis.runs import flat
+from megatron_fleet.analysis.runs import folder_name
 from megatron_fleet.analysis.sections import KIND_LABELS
 from megatron_fleet.analysis.statistics import (
     NOTHING,
@@ -26,6 +26,7 @@ from megatron_fleet.analysis.statistics import (
     rate,
     task_rates,
 )
+from megatron_fleet.config.differences import OWN_TO_A_RUN, flat
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.storage.local import write_atomically
 from megatron_fleet.telemetry.charts import CHARTS, ENV, MAX_LINES, Chart, Series, thin
@@ -39,7 +40,6 @@ MAX_ENVIRONMENTS = 24
 MAX_TASKS = 40
 """Tasks listed by name."""
 PER_ENVIRONMENT = ("eval/{env}/pass_at_1", "reward/{env}/avg_raw_reward")
-OWN_TO_A_RUN = frozenset({"run.id", "run.out"})
 NO_SETTINGS = "There is no configuration on record of: {}."
 
 
@@ -75,17 +75,12 @@ def write_comparison(places: Sequence[str], page: Path) -> str:
 
 
 def named(runs: Sequence[Run]) -> list[Compared]:
-    """Give each run a name that no other has: its name, its id, or its address."""
-    candidates: tuple[Callable[[Run], str], ...] = (
-        lambda run: run.name,
-        lambda run: run.id,
-        lambda run: shown(str(run.folder) if run.files is None else run.files.place),
-    )
-    for of in candidates:
-        labels = [of(run) for run in runs]
-        if len(set(labels)) == len(labels):
-            break
-    else:
+    """Give each run a name that no other has: its folder's, its place as it was typed, or that with a number."""
+    places = [shown(str(run.folder) if run.files is None else run.files.place) for run in runs]
+    labels = [folder_name(place) for place in places]
+    if len(set(labels)) < len(labels):
+        labels = places
+    if len(set(labels)) < len(labels):
         labels = [f"{number} {label}" for number, label in enumerate(labels, 1)]
     return [Compared(label, run) for label, run in zip(labels, runs, strict=True)]
 

@@ -216,8 +216,8 @@ CATEGORIES: tuple[Category, ...] = (
     Category(
         "environment",
         "environment failure",
-        "the outcome is `env_failed` or `aborted`; the reward is unknown",
-        _from_outcome(Outcome.ENV_FAILED, Outcome.ABORTED),
+        "the outcome is `env_failed`, `refused` or `aborted`; the reward is unknown",
+        _from_outcome(Outcome.ENV_FAILED, Outcome.REFUSED, Outcome.ABORTED),
     ),
     Category(
         "verifier",

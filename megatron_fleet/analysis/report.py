@@ -80,7 +80,7 @@ def build(run: Run, limit: int = PAGE_LIMIT) -> tuple[Document, Transcripts]:
     # The head is built last, because it lists the notes added by the other sections.
     rest = _after_head(run, pairs, _shown(run, transcripts, totals, limit))
     subtitle = " · ".join([run.id, *([f"model {run.model}"] if run.model else [])])
-    return Document(f"Run {run.name}", subtitle, (sections.head(run), *rest)), transcripts
+    return Document(run.title, subtitle, (sections.head(run), *rest)), transcripts
 
 
 def _shown(run: Run, transcripts: Transcripts, totals: dict[tuple[str, int], int], limit: int) -> list[str]:
@@ -99,6 +99,14 @@ def _shown(run: Run, transcripts: Transcripts, totals: dict[tuple[str, int], int
 
 
 def _after_head(run: Run, pairs: list[Pair], shown: list[str]) -> tuple[sections.ReportSection, ...]:
+    if run.is_evaluation:
+        return (
+            sections.environments(run),
+            sections.behaviour(run),
+            sections.errors(run),
+            sections.trajectories(shown),
+            sections.method(run),
+        )
     return (
         sections.environments(run),
         sections.curves(run),

@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_fleet.analysis import fleet_layout
 from megatron_fleet.analysis.episodes import Episode, number_of, read_episodes, shown
-from megatron_fleet.analysis.run_files import CONFIG, METRICS, TRAJECTORIES, RunFiles
+from megatron_fleet.analysis.run_files import CONFIG, METRICS, TRAJECTORIES, RunFiles, is_evaluation
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import read_object
 from megatron_fleet.config.sections.evaluation import EvalConfig
@@ -70,6 +70,16 @@ class Run:
         if self.files is not None and self.files.remote:
             return self.files.place.rstrip("/").rpartition("/")[2]
         return self.folder.resolve().name
+
+    @property
+    def title(self) -> str:
+        """What the run is, and its name; an evaluation is called as its folder."""
+        return f"Evaluation {shown(self.folder.resolve().name)}" if self.is_evaluation else f"Run {self.name}"
+
+    @property
+    def is_evaluation(self) -> bool:
+        """Whether ``mfleet eval`` made it: there is no training to report."""
+        return is_evaluation(self.folder)
 
     @property
     def model(self) -> str:
@@ -207,12 +217,13 @@ def _read_config(run: Run, only_fleet: bool) -> None:
         run.rows.sort(key=lambda row: row["step"])
     else:
         run.config = _json(run.folder / CONFIG, run.notes, "the model and the name of the run are unknown")
-        run.split = _json(run.folder / SPLIT_MANIFEST, run.notes, "the content hash of its tasks is unknown")
+        if not run.is_evaluation:
+            run.split = _json(run.folder / SPLIT_MANIFEST, run.notes, "the content hash of its tasks is unknown")
         run.notes += [fleet_layout.MISSING] if run.fleet else []
     run.rows = [_numbers(row) for row in run.rows]
     if run.rows and missing:
         run.notes.append(fleet_layout.NO_METRICS)
-    elif missing:
+    elif missing and not run.is_evaluation:
         run.notes.append(f"{METRICS}: missing or empty, so there are no curves and no learning signal.")
 
 
@@ -264,9 +275,9 @@ def _gaps(run: Run) -> list[str]:
         notes.append(
             "There are no trajectories of an evaluation, so nothing here says how single tasks went on held-out data."
         )
-    elif last is None:
+    elif last is None and not run.is_evaluation:
         notes.append(f"There are trajectories of one evaluation only (step {first}), so there is no before and after.")
-    elif first != 0:
+    elif first != 0 and not run.is_evaluation:
         notes.append(f"There is no evaluation at step 0; the first one, after step {first}, stands for it.")
     if run.rows and not steps and not run.training_steps:
         notes.append("No training step was finished.")

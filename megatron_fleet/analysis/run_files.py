@@ -29,6 +29,8 @@ TRAJECTORIES = "trajectories"
 FLEET_EVALUATIONS, FLEET_TRAINING = "dumped_evals", "dumped_trajectories"
 """Folders of Fleet's training system: one of evaluations, one of training steps."""
 CONFIG, METRICS = "config.json", "metrics.jsonl"
+EVALUATION, RESULT = "evaluation.json", "metrics.json"
+"""Files of ``mfleet eval``: what it plays, and what came of it."""
 _MARKS = (METRICS, TRAJECTORIES, FLEET_EVALUATIONS, FLEET_TRAINING, "run.json")
 """A folder with one of these is a run's folder."""
 _RECORDS = (CONFIG, METRICS, SPLIT_MANIFEST)
@@ -149,6 +151,11 @@ def _setting(config: Any, *names: str) -> str:
     for name in names:
         config = config.get(name) if isinstance(config, dict) else None
     return config if isinstance(config, str) else ""
+
+
+def is_evaluation(folder: Path) -> bool:
+    """Return whether ``mfleet eval`` wrote to a folder, and no training run did."""
+    return (folder / EVALUATION).is_file() and not (folder / METRICS).exists()
 
 
 def is_run(folder: Path) -> bool:

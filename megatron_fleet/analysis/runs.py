@@ -8,15 +8,24 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron_fleet.analysis.fleet_layout import AGGREGATED, parse_rows
-from megatron_fleet.analysis.run_files import FLEET_EVALUATIONS, FLEET_TRAINING, TRAJECTORIES, RunFiles, is_run
+from megatron_fleet.analysis.run_files import (
+    FLEET_EVALUATIONS,
+    FLEET_TRAINING,
+    RESULT,
+    TRAJECTORIES,
+    RunFiles,
+    is_evaluation,
+    is_run,
+)
 from megatron_fleet.checkpoint.checkpoints import RECORDS, Checkpoint, Checkpoints
 from megatron_fleet.checkpoint.manifest import MANIFEST
 from megatron_fleet.checkpoint.store import RunStore
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import parse_json, read_object
+from megatron_fleet.config.units import size
 from megatron_fleet.storage.folder import Folder
 from megatron_fleet.storage.local import LocalFolder
 from megatron_fleet.storage.open import open_folder
@@ -49,6 +58,7 @@ class RunSummary:
 
     Attributes:
         place: its folder, or its address in a store.
+        kind: ``training``, or ``evaluation`` of ``mfleet eval``.
         state: ``running``, ``finished``, ``stopped``; ``stored`` for a run in a store; ``records`` where there are only
             trajectories and evaluations.
         step, steps: finished and wanted; ``None``: unknown.
@@ -69,6 +79,7 @@ class RunSummary:
     checkpoints: list[SavedStep] = field(default_factory=list)
     superseded: int = 0
     config: dict[str, Any] = field(default_factory=dict)
+    kind: Literal["training", "evaluation"] = "training"
 
     @property
     def nbytes(self) -> int:
@@ -101,11 +112,9 @@ def find_run(place: str) -> RunSummary:
     return found[0]
 
 
-def differences(one: RunSummary, other: RunSummary) -> list[tuple[str, Any, Any]]:
-    """Keys with other values in two configurations, and both values; ``run.id`` and ``run.out`` are left out."""
-    first, second = (dict(flat(run.config)) for run in (one, other))
-    keys = sorted((first.keys() | second.keys()) - {"run.id", "run.out"})
-    return [(key, first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)]
+def folder_name(place: str) -> str:
+    """Return the last part of a folder's path or of an address, as a name for it."""
+    return place.rstrip("/").rpartition("/")[2] if "://" in place else Path(place).resolve().name
 
 
 def prune(place: str, keep: int, remove: bool) -> list[str]:
@@ -145,6 +154,8 @@ def _local(folder: Path) -> RunSummary:
         run = RunSummary(str(folder), folder.resolve().name, "records")
     if (folder / "config.json").is_file():
         run.config = read_object(folder / "config.json")
+    if is_evaluation(folder):
+        return _evaluation(run, folder)
     _read_rows(run, folder / "metrics.jsonl")
     if run.step is None:
         _read_records(run, LocalFolder(folder), RunFiles(str(folder)).names)
@@ -159,6 +170,17 @@ def _local(folder: Path) -> RunSummary:
         run.state = "running"
     elif run.steps is not None and (run.step or 0) >= run.steps:
         run.state = "finished"
+    return run
+
+
+def _evaluation(run: RunSummary, folder: Path) -> RunSummary:
+    run.kind, run.state, result = "evaluation", "stopped", folder / RESULT
+    if result.is_file():
+        run.state, run.updated = "finished", result.stat().st_mtime
+        found = read_object(result).get(PASS_AT_1)
+        run.pass_at_1 = found if isinstance(found, int | float) else None
+    if in_use(folder):
+        run.state = "running"
     return run
 
 
@@ -236,15 +258,6 @@ def _steps(config: Mapping[str, Any]) -> int | None:
     return steps if isinstance(steps, int) else None
 
 
-def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted name and the value of every setting of a configuration."""
-    if isinstance(value, dict) and value:
-        for key, inner in value.items():
-            yield from flat(inner, f"{name}.{key}" if name else str(key))
-    else:
-        yield name, value
-
-
 def as_json(runs: Sequence[RunSummary]) -> str:
     """Summaries as a JSON list, without their configurations."""
     return json.dumps([{k: v for k, v in asdict(run).items() if k != "config"} for run in runs], indent=1)
@@ -252,13 +265,13 @@ def as_json(runs: Sequence[RunSummary]) -> str:
 
 def as_table(runs: Sequence[RunSummary]) -> str:
     """Summaries, a line each."""
-    rows = [("run", "state", "step", "pass@1", "checkpoints", "size", "last record", "place")]
+    rows = [("run", "kind", "state", "step", "pass@1", "checkpoints", "size", "last record", "place")]
     for run in runs:
         step = "–" if run.step is None else f"{run.step}" if run.steps is None else f"{run.step}/{run.steps}"
         score = "–" if run.pass_at_1 is None else f"{run.pass_at_1:.3f}"
         steps = ", ".join(str(saved.step) for saved in run.checkpoints[:3]) or "–"
         steps += f" and {more} more" if (more := len(run.checkpoints) - 3) > 0 else ""
-        rows.append((run.id, run.state, step, score, steps, size(run.nbytes), when(run.updated), run.place))
+        rows.append((run.id, run.kind, run.state, step, score, steps, size(run.nbytes), when(run.updated), run.place))
     return columns(rows)
 
 
@@ -266,16 +279,6 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
     """Text in aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-
-
-def size(nbytes: int) -> str:
-    """Bytes for people."""
-    value, unit = float(nbytes), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if value < 1000:
-            break
-        value, unit = value / 1000, larger
-    return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
 
 
 def when(moment: float | None) -> str:

@@ -56,10 +56,11 @@ def _list(args: argparse.Namespace) -> int:
 
 def _show(args: argparse.Namespace) -> int:
     from megatron_fleet.analysis import runs
+    from megatron_fleet.config.units import size
 
     run = runs.find_run(args.place)
     say(runs.as_table([run]))
-    rows = [(f"step {saved.step}", runs.size(saved.nbytes)) for saved in run.checkpoints]
+    rows = [(f"step {saved.step}", size(saved.nbytes)) for saved in run.checkpoints]
     say("\n" + (runs.columns([("checkpoint", "size"), *rows]) if rows else "no checkpoint"))
     if run.superseded:
         say(f"{run.superseded} checkpoints no longer count; `mfleet runs prune {args.place}` removes them")
@@ -68,13 +69,16 @@ def _show(args: argparse.Namespace) -> int:
 
 def _diff(args: argparse.Namespace) -> int:
     from megatron_fleet.analysis import runs
+    from megatron_fleet.config.differences import differences
 
     one, other = runs.find_run(args.place), runs.find_run(args.other)
     for run in (one, other):
         if not run.config:
             raise UserError(f"{run.place}: has no configuration on record; compare runs that have a config.json.")
-    rows = [(key, *map(str, values)) for key, *values in runs.differences(one, other)]
-    say(runs.columns([("key", one.id, other.id), *rows]) if rows else "all settings are equal")
+    names = [runs.folder_name(place) for place in (args.place, args.other)]
+    names = names if names[0] != names[1] else [args.place, args.other]
+    rows = [(key, *map(str, values)) for key, *values in differences(one.config, other.config)]
+    say(runs.columns([("key", *names), *rows]) if rows else "all settings are equal")
     return 0
 
 

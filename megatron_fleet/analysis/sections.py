@@ -360,7 +360,7 @@ def _error_environments(found: Found) -> list[Block]:
 
 def differences(run: Run, pairs: Sequence[Pair]) -> ReportSection:
     if not pairs:
-        return ReportSection("differences", "Before and after", (Text("There are no two evaluations of one task."),))
+        return ReportSection("differences", "Before and after", (Text("No task was evaluated twice."),))
     first, last = run.first_and_last(run.main_kind)
     verdicts = Counter(pair.verdict for pair in pairs)
     details = ", ".join(f"{verdicts[name]} {name}" for name in ("gained", "lost", "same", "unknown") if verdicts[name])

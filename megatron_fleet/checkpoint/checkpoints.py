@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fleet.checkpoint.manifest import MANIFEST, DamagedCheckpoint, check_hashes, read_manifest
+from megatron_fleet.config import units
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import read_object
 from megatron_fleet.platform.waiting import finish_in_thread
@@ -326,8 +327,8 @@ class Checkpoints:
             needed = sum(entry["bytes"] for entry in read_manifest(checkpoint.path)["files"].values())
             if (free := shutil.disk_usage(self.folder).free) < needed:
                 raise UserError(
-                    f"{self.folder}: the disk has {free / 1e9:.1f} GB left, and the last checkpoint took "
-                    f"{needed / 1e9:.1f} GB; make room, or lower checkpoint.keep."
+                    f"{self.folder}: the disk has {units.size(free)} left, and the last checkpoint took "
+                    f"{units.size(needed)}; make room, or lower checkpoint.keep."
                 )
 
     def prune(self) -> None:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megatron_fleet.config import units
 from megatron_fleet.config.errors import UserError, say
 from megatron_fleet.config.files import parse_json, read_file
 
@@ -114,7 +115,7 @@ def progress(verb: str, name: str, total: int) -> Iterator[Callable[[int], None]
     """Show a bar on a terminal, a line elsewhere; yields a function that counts bytes, for any thread."""
     if total < _LONG or not sys.stderr.isatty():
         if total >= _LONG:
-            say(f"{verb} {name}: {total / 1e9:.1f} GB", sys.stderr)
+            say(f"{verb} {name}: {units.size(total)}", sys.stderr)
         yield lambda count: None
         return
     from rich.console import Console

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from megatron_fleet.checkpoint.checkpoints import Checkpoint
 from megatron_fleet.checkpoint.manifest import MANIFEST, DamagedCheckpoint, is_whole, parse_manifest, progress
+from megatron_fleet.config import units
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.remote_model import remote_model
 from megatron_fleet.storage.folder import Folder
@@ -188,7 +189,7 @@ class RunStore:
         needed = sum(copy.size for copy in copies)
         if (free := shutil.disk_usage(folder).free) < needed:
             raise UserError(
-                f"{folder.parent}: the disk has {free / 1e9:.1f} GB left, and {url} takes {needed / 1e9:.1f} GB; make "
+                f"{folder.parent}: the disk has {units.size(free)} left, and {url} takes {units.size(needed)}; make "
                 f"room, or choose another run.out."
             )
         with progress("downloading", f"{url}", needed) as advance:

@@ -63,14 +63,14 @@ def _memory(config: Config, device_bytes: int) -> list[str]:
 def processes(config: Config) -> list[str]:
     """Return one line per kind of process, with the number of processes."""
     p, r = config.parallel, config.rollout
-    server = "the embedded fleet, on 127.0.0.1" if config.env.kind == "embedded" else f"not started: {config.env.url}"
+    server = "the embedded fleet, on 127.0.0.1" if config.env.kind == "embedded" else config.env.url
     return [
         f"ranks: {p.world_size} (tensor {p.tensor} × pipeline {p.pipeline} × context {p.context} × data {p.data}), "
         f"CPU threads of each: {config.policy.threads or 'default'}",
         "Ray: 1 local cluster, or the one at RAY_ADDRESS",
         f"engines: {r.engine.replicas} (vLLM, tensor parallel {r.engine.tensor_parallel} each)",
         f"episode workers: {r.workers} (up to {r.episodes_in_flight} episodes in flight together)",
-        f"environment server: {server}",
+        f"environment server: {server or f'none, env.kind={config.env.kind}'}",
     ]
 
 

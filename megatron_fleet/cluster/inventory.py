@@ -247,7 +247,7 @@ def _ask(program: str, environ: Mapping[str, str], query: str = _QUERY) -> str:
 
 def _failed(reason: str) -> UserError:
     return UserError(
-        f"nvidia-smi failed ({reason.rstrip('.')}); mend the driver, or set CUDA_VISIBLE_DEVICES to nothing to compute "
+        f"nvidia-smi failed ({reason.rstrip('.')}); fix the driver, or set CUDA_VISIBLE_DEVICES to nothing to compute "
         f"on the CPU."
     )
 

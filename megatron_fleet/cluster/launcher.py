@@ -23,6 +23,9 @@ POLL_S = 0.05
 LAST_LINES = 2000
 """Bytes at the end of a rank's log that are searched for its last line."""
 _PR_SET_PDEATHSIG = 1
+ON_CPUS = {"OMP_WAIT_POLICY": "passive"}
+"""Variables of ranks on CPUs, unless they are set. PyTorch's libgomp spins at barriers otherwise: threads that wait
+for one that another run's threads displaced keep a core from both. ``passive`` sets its GOMP_SPINCOUNT to 0 as well."""
 
 
 class RankStarter(Protocol):
@@ -99,7 +102,9 @@ class LocalRanks:
             "OMP_NUM_THREADS": str(mine.threads),
             "PYTHONUNBUFFERED": "1",
         }
-        if mine.visible is not None:
+        if mine.visible is None:
+            inherited = ON_CPUS | inherited
+        else:
             common["CUDA_VISIBLE_DEVICES"] = mine.visible
         for i, rank in enumerate(mine.ranks):
             own = {"MFLEET_RANK": str(rank), "MFLEET_LOCAL_RANK": str(i)}

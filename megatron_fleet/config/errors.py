@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TextIO
+import logging
+from typing import Any, TextIO
 
 
 class UserError(Exception):
@@ -28,3 +29,20 @@ def printable(text: str) -> str:
 def say(text: str, stream: TextIO | None = None) -> None:
     """Print lines that may quote untrusted names and values; see `printable`. ``None``: standard output."""
     print("\n".join(map(printable, text.splitlines())), file=stream, flush=True)
+
+
+class LogFormatter(logging.Formatter):
+    """Formatter of log records that may quote untrusted names and texts: each is one line, see `printable`.
+
+    Tracebacks keep their lines, indented, so that none looks like another record.
+    """
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return printable(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:
+        return "\n".join("  " + printable(line) for line in super().formatException(ei).splitlines())
+
+
+if logging.lastResort is not None:  # the handler of every process that adds none, as ours do
+    logging.lastResort.setFormatter(LogFormatter())

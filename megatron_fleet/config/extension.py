@@ -97,7 +97,7 @@ def _check_interface(where: str, found: Callable[..., Any], interface: Interface
         raise UserError(f"{where}: must take {interface.spelt}: {error}.") from None
     except ValueError:  # some builtins have no signature
         pass
-    if _is_async(found) != interface.is_async:
+    if _is_async(found) != interface.is_async and not interface.may_be_async:
         must = "must be an async function" if interface.is_async else "must not be an async function"
         raise UserError(f"{where}: {must}, as it is {'' if interface.is_async else 'not '}awaited; correct it.")
     for name in interface.awaited if isinstance(found, type) else ():

@@ -64,6 +64,17 @@ class EnvironmentFactory(Protocol):
         ...
 
 
+class RewardFunction(Protocol):
+    def __call__(self, text: str, task: Task, /) -> float | None:
+        """Return the reward of one episode, or ``None`` if it is not known. May be ``async``.
+
+        Args:
+            text: what the policy answered, see `envs.python.answer_text`.
+            task: with its private ``answer``.
+        """
+        ...
+
+
 class Agent(Protocol):
     async def __call__(
         self,
@@ -126,6 +137,7 @@ class Interface:
         runs_in: processes that call it, in words.
         environments: Python environments of these processes.
         awaited: async methods of what it returns, checked if the key names a class.
+        may_be_async: both an ``async`` function and another one are accepted.
     """
 
     part: str
@@ -133,6 +145,7 @@ class Interface:
     runs_in: str
     environments: tuple[Literal["engine", "episode"], ...] = ("engine",)
     awaited: tuple[str, ...] = ()
+    may_be_async: bool = False
 
     @property
     def arguments(self) -> dict[str, str]:
@@ -169,6 +182,7 @@ INTERFACES: Mapping[str, Interface] = MappingProxyType(
             ("episode",),
             awaited=("reset", "step", "verify", "close"),
         ),
+        "env.reward": Interface("reward function", RewardFunction, "episode workers", ("episode",), may_be_async=True),
         "agent.kind": Interface("agent: the whole episode", Agent, "episode workers", ("episode",)),
         "rollout.renderer": Interface("chat format", RendererFactory, "episode workers", ("episode",)),
         "model.family": Interface(

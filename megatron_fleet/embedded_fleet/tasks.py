@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import random
 import sqlite3
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from megatron_fleet.config.errors import UserError
 from megatron_fleet.data.task import Task
 from megatron_fleet.embedded_fleet import booking, ledger, tickets
 from megatron_fleet.embedded_fleet.tasktype import Goal, TaskType
@@ -51,6 +53,16 @@ def validate_task(env, final_answer=None) -> int:
         return 0
     return 1
 '''
+
+
+def check_environments(tasks: Iterable[Task], source: str) -> None:
+    """Raise UserError if a task belongs to no embedded environment. ``source``: ``data.tasks``."""
+    if strange := next((task for task in tasks if task.env_key not in WORLDS), None):
+        raise UserError(
+            f"data.tasks={source}: task {strange.key}, env_key {strange.env_key}: the embedded fleet has "
+            f"{', '.join(sorted(WORLDS))} only; use env.kind=package.module:name for a class of your own, or name a "
+            f"server with env=openenv env.url=…"
+        )
 
 
 def generate_rows(seed: int = SHIPPED_SEED, per_env: int = SHIPPED_PER_ENV) -> list[dict[str, Any]]:

@@ -38,6 +38,10 @@ class EnvLost(Exception):
         super().__init__(cut_reason(str(reason)))
 
 
+class EnvRefused(EnvLost):
+    """The environment cannot play this task with this configuration, and another attempt would fail in the same way."""
+
+
 @dataclass(frozen=True, slots=True)
 class ToolCall:
     """One tool call as requested by the policy; ``arguments`` is always a JSON object."""
@@ -108,7 +112,7 @@ class Environment(Protocol):
     """One session of one environment. Used by one coroutine at a time; every method has its own deadline."""
 
     async def reset(self, task: Task) -> Observation:
-        """Start the task. Raises EnvBusy (retry) or EnvLost."""
+        """Start the task. Raises EnvBusy (retry), EnvRefused (no attempt can succeed) or EnvLost."""
         ...
 
     async def step(self, call: ToolCall) -> Observation:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from megatron_fleet.config.sections.env import EnvConfig
 from megatron_fleet.data.task import Task
-from megatron_fleet.envs.base import EnvBusy, EnvLost, Observation, Reward, ToolCall, ToolError, is_busy
+from megatron_fleet.envs.base import EnvBusy, EnvLost, EnvRefused, Observation, Reward, ToolCall, ToolError, is_busy
 from megatron_fleet.envs.content import read_content, score_of
 from megatron_fleet.envs.fleet_package import give_threads, load_fleet_task_env
 from megatron_fleet.envs.openenv_tools import FINISH_TOOL
@@ -57,7 +57,7 @@ class FleetEnvironment:
     async def reset(self, task: Task) -> Observation:
         """See ``Environment.reset``."""
         if not task.verifier_code.strip():
-            raise EnvLost(f"task {task.key} has no verifier, and FleetTaskEnv would score it 0")
+            raise EnvRefused(f"task {task.key} has no verifier, and FleetTaskEnv would score it 0")
         give_threads(asyncio.get_running_loop())
         self._task = task
         if self._env is None:

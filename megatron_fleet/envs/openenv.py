@@ -13,7 +13,17 @@ from typing import Any, TypeVar
 
 from megatron_fleet.config.sections.env import EnvConfig, OpenEnvConfig
 from megatron_fleet.data.task import Task
-from megatron_fleet.envs.base import EnvBusy, EnvLost, Observation, Reward, ToolCall, ToolError, cut_reason, is_busy
+from megatron_fleet.envs.base import (
+    EnvBusy,
+    EnvLost,
+    EnvRefused,
+    Observation,
+    Reward,
+    ToolCall,
+    ToolError,
+    cut_reason,
+    is_busy,
+)
 from megatron_fleet.envs.explanation import UNEXPLAINED, explain
 from megatron_fleet.envs.openenv_client import action_schema, one_socket_client
 from megatron_fleet.envs.openenv_replies import (
@@ -171,12 +181,12 @@ class OpenEnvEnvironment:
         return {self._action: tool}
 
     def _offered(self) -> tuple[dict[str, Any], ...]:
-        """Return the policy's tools. Raises EnvLost."""
+        """Return the policy's tools. Raises EnvLost or EnvRefused."""
         openenv = self._openenv
         hidden = {"finish_tool": openenv.finish_tool, "verify_tool": openenv.verify_tool}
         for key, name in hidden.items():
             if name not in (None, FINISH_TOOL, *openenv.final_calls, *self._tools):
-                raise EnvLost(
+                raise EnvRefused(
                     f"env.openenv.{key}={name}: no such tool; the environment has {', '.join(self._tools)} "
                     f"(one that it does not list belongs into env.openenv.final_calls, with its arguments)"
                 )
@@ -187,11 +197,11 @@ class OpenEnvEnvironment:
         return offered
 
     def _opening(self, prompt: str, shown: Any) -> str:
-        """Return the task and the first observation, if any: a board, a question, a greeting. Raises EnvLost."""
+        """Return the task and the first observation, if any: a board, a question, a greeting. Raises EnvRefused."""
         observation, hidden = visible(shown), metadata(shown)
         for name in self._openenv.shown_metadata:
             if name not in hidden:
-                raise EnvLost(
+                raise EnvRefused(
                     f"env.openenv.shown_metadata={name}: the metadata of the reset observation has no such field; it "
                     f"has {_names(hidden)}, and shown without this key are {_names(observation)}"
                 )
@@ -273,6 +283,8 @@ class OpenEnvEnvironment:
                 if "CAPACITY_REACHED" in str(error):
                     _warn_of_a_full_server(self._url, cut_reason(str(error)))
                 raise EnvBusy(self._lost) from error
+            if starting and is_refusal(error):
+                raise EnvRefused(self._lost) from error
             if not starting and is_refusal(error):
                 self._lost = None
                 raise InvalidAction(str(error)) from error

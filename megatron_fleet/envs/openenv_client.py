@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.network import go_direct, through_proxy
 
 NO_SESSIONS = (403, 404, 405)
 """HTTP statuses with which web servers refuse a WebSocket on a path without one."""
@@ -64,6 +65,7 @@ def one_socket_client() -> type[Any]:
                 if self._ws is None or (self._heard and self._ws.state is not State.OPEN):
                     raise ConnectionError("the session's socket is closed")
                 return self
+            go_direct(self._ws_url)
             try:
                 await super()._connect_async()
             except ConnectionError as error:
@@ -72,7 +74,7 @@ def one_socket_client() -> type[Any]:
                         f"{error}; a server that has only HTTP routes, and no WebSocket at /ws, cannot be played, "
                         f"because they keep no episode apart from the others"
                     ) from error
-                raise
+                raise ConnectionError(f"{error}{through_proxy(self._ws_url)}") from error
             self._connected = True
             return self
 
@@ -95,13 +97,17 @@ def one_socket_client() -> type[Any]:
 async def action_schema(url: str) -> dict[str, Any]:
     """Fetch the JSON schema of the action taken by the server at ``url``.
 
-    Raises httpx.HTTPError, KeyError or ValueError.
+    Raises ConnectionError, KeyError or ValueError.
     """
     import httpx
 
     base = url.rstrip("/").replace("ws://", "http://", 1).replace("wss://", "https://", 1)
     # Without TLS there is nothing to verify, and loading the CA certificates takes 30 ms.
-    async with httpx.AsyncClient(verify=base.startswith("https://"), timeout=None) as client:
-        answer = await client.get(f"{base}/schema")
+    client = partial(httpx.AsyncClient, verify=base.startswith("https://"), timeout=None)
+    try:
+        async with client(trust_env=not go_direct(base)) as asking:
+            answer = await asking.get(f"{base}/schema")
         answer.raise_for_status()
-        return answer.json()["action"]
+    except (httpx.HTTPError, ImportError) as error:  # httpx needs a package for SOCKS proxies
+        raise ConnectionError(f"{base}/schema: {type(error).__name__}: {error}{through_proxy(base)}") from error
+    return answer.json()["action"]

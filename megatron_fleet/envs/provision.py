@@ -12,7 +12,16 @@ from typing import Any, Literal, TypeVar
 
 from megatron_fleet.config.sections.env import ProvisioningConfig
 from megatron_fleet.data.task import Task
-from megatron_fleet.envs.base import EnvBusy, Environment, EnvLost, Observation, Reward, ToolCall, cut_reason
+from megatron_fleet.envs.base import (
+    EnvBusy,
+    Environment,
+    EnvLost,
+    EnvRefused,
+    Observation,
+    Reward,
+    ToolCall,
+    cut_reason,
+)
 
 PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
 """Upper bound of the pause after the first busy answer, doubled with each further one, and its maximum. The pause is
@@ -99,6 +108,7 @@ class ProvisionedEnvironment:
         self._wait_s = wait_s
         self._first: Observation | None = None
         self._lost: str | None = None
+        self._refused: EnvRefused | None = None
         self._closed = False
 
     async def start(self, task: Task) -> None:
@@ -115,12 +125,16 @@ class ProvisionedEnvironment:
                         await self._pause()
         except TimeoutError:
             self._lost = f"no environment within {self._wait_s:g} s (env.provisioning.wait_s){busy}"
+        except EnvRefused as error:
+            self._refused = error
         except EnvLost as error:
             self._lost = str(error)
         self.metrics["provision_s"] = time.monotonic() - began
 
     async def reset(self, task: Task) -> Observation:
-        """Return the observation from ``start``. Raises EnvLost when it failed."""
+        """Return the observation from ``start``. Raises EnvLost or EnvRefused when it failed."""
+        if self._refused is not None:
+            raise self._refused
         if self._first is None:
             raise EnvLost(self._lost or "the environment was not started")
         return self._first

@@ -17,6 +17,7 @@ from typing import Protocol
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.extension import load
+from megatron_fleet.config.network import go_direct, through_proxy
 from megatron_fleet.config.secrets import without_secrets
 from megatron_fleet.config.sections.env import EnvConfig, OpenEnvConfig
 from megatron_fleet.embedded_fleet.fleet import EmbeddedFleet
@@ -24,6 +25,7 @@ from megatron_fleet.envs.base import Environment
 from megatron_fleet.envs.fleet import FleetEnvironment
 from megatron_fleet.envs.openenv import OpenEnvEnvironment
 from megatron_fleet.envs.openenv_tools import FINISH_TOOL
+from megatron_fleet.envs.python import PythonEnvironment
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,16 +123,19 @@ def _own_server(start: Start) -> Server:
 def no_answer(url: str, timeout_s: float) -> str | None:
     """Return why the server at ``url`` does not answer; ``None`` if it answers, even with a client error."""
     base = url.rstrip("/").replace("ws://", "http://", 1).replace("wss://", "https://", 1)
+    go_direct(base)
+    way = through_proxy(base)
     try:
-        with urllib.request.urlopen(f"{base}/health", timeout=timeout_s):
+        with urllib.request.build_opener().open(f"{base}/health", timeout=timeout_s):
             return None
     except urllib.error.HTTPError as error:
-        # A proxy answers 502 to 504 for a server that is gone.
-        return f"{url} answers {error.code} {error.reason}" if error.code >= 500 else None
+        # A proxy answers 502 to 504 for a server that is gone, 403 or 407 for one that it does not serve.
+        refused = error.code >= 500 or (way and error.code in (403, 407))
+        return f"{url} answers {error.code} {error.reason}{way}" if refused else None
     except urllib.error.URLError as error:
-        return f"{url} is not reachable: {error.reason}"
+        return f"{url} is not reachable: {error.reason}{way}"
     except (OSError, ValueError, http.client.HTTPException) as error:
-        return f"{url} gives no answer: {error}"
+        return f"{url} gives no answer: {error}{way}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,5 +192,6 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         ),
         "openenv": Kind(lambda config, url, name, _: OpenEnvEnvironment(config, url, config.openenv, name), _elsewhere),
         "fleet": Kind(lambda config, url, name, _: FleetEnvironment(config), _hosted),
+        "python": Kind(lambda config, url, name, _: PythonEnvironment(config), _own_server),
     }
 )

@@ -12,12 +12,13 @@ from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from megatron_fleet.agents.trajectory import Group
+from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
 from megatron_fleet.data.near import near_duplicates
 from megatron_fleet.data.split import key_hash
 from megatron_fleet.data.task import Task
 from megatron_fleet.rollout.requests import Accounting, CollectRequest, CollectResult, Progress
-from megatron_fleet.telemetry.episodes import eval_metrics
+from megatron_fleet.telemetry.episodes import eval_metrics, trajectories_of, why_nothing_can_be_known
 from megatron_fleet.telemetry.metrics import attempt_metrics
 
 SEED_STEP = 0
@@ -102,6 +103,9 @@ class Evaluator:
         budget = None if config.budget_s is None else config.budget_s * share
         temperature = self._config.rollout.sampling.temperature
         sampled = await self._episodes(config.samples, temperature, budget, show)
+        max_context = self._config.rollout.max_context
+        if never := why_nothing_can_be_known(trajectories_of(sampled.groups), max_context):
+            raise UserError(f"evaluation: {never}")
         accounting, greedy = sampled.accounting, []
         if config.greedy:
             if config.budget_s is not None:

@@ -85,7 +85,7 @@ class EpisodeStore:
 
     def add(self, kind: str, trajectories: Sequence[Trajectory]) -> None:
         """Store finished episodes. Aborted ones are left out, because they are still to be played."""
-        self._open[kind] += [t for t in trajectories if t.outcome is not Outcome.ABORTED]
+        self._open[kind] += [t for t in trajectories if t.outcome not in (Outcome.ABORTED, Outcome.REFUSED)]
         if sum(map(len, self._open.values())) >= FLUSH_EPISODES or time.monotonic() - self._flushed > FLUSH_S:
             self.flush()
 

@@ -27,7 +27,7 @@ from megatron_fleet.data.sampler import make_sampler
 from megatron_fleet.data.task import Task
 from megatron_fleet.platform.alerts import alert
 from megatron_fleet.rollout.requests import Accounting, CollectRequest, CollectResult, Progress, RolloutFailed
-from megatron_fleet.telemetry.episodes import why_nothing_is_known
+from megatron_fleet.telemetry.episodes import trajectories_of, why_nothing_can_be_known, why_nothing_is_known
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Episodes(Protocol):
 
 
 class Outage(UserError):
-    """No reward became known for ``env.outage_limit_s``; the run can be resumed."""
+    """No reward became known for ``env.outage_limit_s``, or none can; the run can be resumed."""
 
 
 @dataclass(slots=True)
@@ -100,7 +100,7 @@ class Batches:
         """Return the batch of step ``step`` (from 0); the engines hold weight version ``step``.
 
         Raises:
-            Outage: no reward became known for too long.
+            Outage: no reward became known for too long, or none can.
             RolloutFailed: an engine or a worker died too often.
             EnvironmentFailed: the run's own environment server failed for too long.
         """
@@ -201,11 +201,13 @@ class Batches:
         """Return ``result``, replayed until at least one reward is known.
 
         Raises:
-            Outage: no reward became known for too long.
+            Outage: no reward became known for too long, or every attempt would end in the same way.
         """
         began, pause = time.monotonic(), FIRST_PROBE_S
         accounting, limit = result.accounting, self._config.env.outage_limit_s
-        while (reason := _nothing_known(result)) is not None:
+        while (reason := why_nothing_is_known(trajectories_of(result.groups))) is not None:
+            if never := why_nothing_can_be_known(trajectories_of(result.groups), self._config.rollout.max_context):
+                raise Outage(f"step {play.step + 1}: {never}")
             alert(log, "outage", f"step {play.step + 1}: not one reward is known; most often {reason}")
             pause = await self._wait_for_environment(play.step, reason, began, pause, limit)
             result = await self._collect(play.step, play.tasks, show)
@@ -219,7 +221,7 @@ class Batches:
             if waited + pause > limit:
                 raise Outage(
                     f"step {step + 1}: not one reward became known for {waited:.0f} s (env.outage_limit_s={limit:g}), "
-                    f"most often: {reason}; mend the environment, then the same command goes on."
+                    f"most often: {reason}; fix the environment, then the same command goes on."
                 )
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PROBE_S)
@@ -277,10 +279,6 @@ def staleness(groups: Sequence[Group], version: int) -> np.ndarray:
         if span.kind == "action"
     ]
     return np.array(sampled, np.int64)
-
-
-def _nothing_known(result: CollectResult) -> str | None:
-    return why_nothing_is_known(t for group in result.groups for t in group.trajectories)
 
 
 @asynccontextmanager

@@ -53,6 +53,10 @@ def read_config(
     Raises:
         UserError: as for ``load``, or the output folder holds a training run.
     """
+    if checkpoint is not None and "://" not in checkpoint and not Path(checkpoint).exists():
+        raise UserError(
+            f"--checkpoint {checkpoint}: no such folder; name a run's, one of its checkpoints, or an HF folder."
+        )
     run = None if checkpoint is None else run_of(checkpoint)
     overrides = [*overrides, *endpoint_overrides(overrides, checkpoint, endpoint, model)]
     given = [*overrides, f"run.out={(out or Path('runs', 'eval')).absolute()}"]
@@ -142,6 +146,8 @@ async def evaluate_endpoint(config: Config, run: Path | None, side: Side) -> int
                 temperatures = [sampling.temperature, *([0.0] if config.eval.greedy else [])]
                 timeout_s = config.rollout.engine.turn_timeout_s(sampling.max_tokens_per_turn)
                 dialect = await probe(endpoint, timeout_s, temperatures, sampling.max_tokens_per_turn)
+                if left := dialect.left_to_server(json.loads(endpoint.extra_body or "{}")):
+                    say(f"{endpoint.url} takes no {', '.join(left)}: its own defaults apply.")
                 service = RolloutService(config, Path(config.run.out), episode_python(), dialect=dialect)
                 services.append(await stack.enter_async_context(service))
             return await services[0].collect(*args)
@@ -228,6 +234,7 @@ def tasks_of(config: Config, run: Path | None, side: Side) -> list[Task]:
             f"{config.data.eval_fraction:g}; raise it, or add --tasks all."
         )
     check_verifiers(tasks, config)
+    preflight.check_environments(config, tasks)
     return tasks
 
 
@@ -280,7 +287,7 @@ def check_known(evaluation: Evaluation) -> None:
     """Raise UserError when no reward is known, since there is no result then."""
     groups = (*evaluation.sampled, *evaluation.greedy)
     if reason := why_nothing_is_known(t for group in groups for t in group.trajectories):
-        raise UserError(f"Not one reward is known, most often: {reason}. Mend that and evaluate with another --out.")
+        raise UserError(f"Not one reward is known, most often: {reason}. Fix that and evaluate with another --out.")
 
 
 def finish(config: Config, evaluation: Evaluation, decode: Decode) -> None:

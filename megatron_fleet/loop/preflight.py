@@ -5,6 +5,7 @@ Each check exists once and is called from here:
 * values and their combinations, of the configuration alone: the rules of its sections, in `config.validate`;
 * model against layout, micro-batches and precision: `trainer.validate` and `trainer.precision`;
 * ranks and engines against the devices of the hosts: `cluster.placement`, called again once remote hosts are known;
+* the model's folder, and a checkpoint of another model in ``run.out``: `weights.model_check`;
 * memory against devices and host: `cluster.memory`;
 * tasks against filters, split, mixture and verifiers: `data.dataset.run_dataset`;
 * user-supplied parts: `config.extension`; the chat format: `models.chat`; verifiers' sandbox: `embedded_fleet`;
@@ -32,7 +33,6 @@ from megatron_fleet.config import extension, validate
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import read_object
 from megatron_fleet.config.interfaces import INTERFACES
-from megatron_fleet.config.remote_model import remote_model
 from megatron_fleet.config.schema import Config
 from megatron_fleet.data.task import Task
 from megatron_fleet.models.hf_config import is_quantized
@@ -44,6 +44,7 @@ from megatron_fleet.telemetry.trackers import check_mlflow, check_wandb
 from megatron_fleet.weight_sync.cuda_ipc.controller import check_allocator
 from megatron_fleet.weight_sync.engine_model import check_engine_fp8
 from megatron_fleet.weight_sync.registry import halves
+from megatron_fleet.weights.model_check import check_model, check_resumed
 
 ANSWER_S = 10.0
 """Time for a server that the run uses to answer."""
@@ -64,8 +65,8 @@ def check(config: Config, assumed: Inventory | None = None) -> None:
     if assumed is None:
         _ray()
     _out(config)
-    hf_config = _model(config)
     _own_parts(config)
+    hf_config = _model(config, resumes=True)
     _layout(config, hf_config)
     _engine(config, hf_config)
     if device_bytes is not None:
@@ -144,7 +145,7 @@ def _place(wanted: Wanted, assumed: Inventory | None = None) -> tuple[Device, ..
     inventory, visible = assumed or local_inventory(os.environ), os.environ.get("CUDA_VISIBLE_DEVICES")
     if cuda_is_installed() and not inventory.hosts[0].devices and (visible is None or visible.strip()):
         raise UserError(
-            "torch is installed for GPUs, but this host has none that nvidia-smi shows; mend the driver, or set "
+            "torch is installed for GPUs, but this host has none that nvidia-smi shows; fix the driver, or set "
             "CUDA_VISIBLE_DEVICES to nothing to compute on the CPU."
         )
     if place(inventory, wanted).transport == "cuda_ipc":
@@ -190,21 +191,27 @@ def _own_parts(config: Config) -> None:
         halves(config.rollout.engine.transport)
 
 
-def _model(config: Config) -> dict[str, Any]:
-    """Return the model's config.json, after checking that the model folder is complete."""
+def _model(config: Config, resumes: bool = False) -> dict[str, Any]:
+    """Return the model's config.json, after checking the model folder.
+
+    Args:
+        resumes: the run goes on from a checkpoint in ``run.out`` if there is one.
+    """
     from megatron_fleet.models.chat.tokenizer import tokenizer_files
 
     folder = Path(config.model.folder)
+    if not folder.is_dir():
+        raise UserError(f"model.path={folder}: there is no such folder; correct the path.")
     for names in (("config.json",), tokenizer_files()):
         if not any((folder / name).is_file() for name in names):
             missing = " or ".join(names)
-            raise UserError(f"model.path={folder}: {missing} is missing; name a complete Hugging Face model folder.")
-    # Of a remote model, `weights.remote` knows that there are weights, which a dry run does not download.
-    if not any(folder.glob("*.safetensors")) and remote_model(config.model.path) is None:
-        raise UserError(
-            f"model.path={folder}: there is no *.safetensors file; name a complete Hugging Face model folder."
-        )
+            adapter = (folder / "adapter_config.json").is_file()
+            remedy = "merge this LoRA adapter into its base first" if adapter else "name a complete one"
+            raise UserError(f"model.path={folder}: {missing} is missing; {remedy}: a Hugging Face model folder.")
     hf_config = read_object(folder / "config.json", "fetch the model again")
+    model = check_model(config)
+    if resumes and model is not None:
+        check_resumed(config, model)
     text_config = hf_config.get("text_config") or hf_config
     limit = text_config.get("max_position_embeddings") if isinstance(text_config, dict) else None
     if limit is not None and not isinstance(limit, int):
@@ -271,11 +278,6 @@ def _engine_options(config: Config, hf_config: dict[str, Any], model: Model) -> 
         raise UserError(
             "rollout.engine.expert_parallel=true spreads experts over an engine's devices, and this model has none; "
             "set it to false."
-        )
-    if engine.speculative.method == "mtp" and not model.mtp:
-        raise UserError(
-            "rollout.engine.speculative.method=mtp: this model has no multi-token prediction layers; set it to ngram "
-            "or none."
         )
     if engine.quantization == "fp8" and is_quantized(hf_config):
         raise UserError(
@@ -344,14 +346,27 @@ def _environment(config: Config) -> None:
 
 def _tasks(config: Config) -> None:
     """Check the tasks of the run, and refuse to train on those that need screenshots."""
+    from megatron_fleet.cluster.launcher import episode_python
     from megatron_fleet.data.dataset import run_dataset
+    from megatron_fleet.envs.python import check_reward
 
     split = run_dataset(config).split
+    check_environments(config, [*split.train, *split.held_out])
+    if config.env.reward is not None:
+        check_reward(config.env, split.train[0], str(episode_python()))
     if screen := _on_screen([*split.train, *split.held_out]):
         raise UserError(
             f"data.tasks={config.data.tasks}: task {screen.key} is a {screen.modality} task, and training on images "
             f"is not possible yet; set data.modality=tool_use, or evaluate with mfleet eval."
         )
+
+
+def check_environments(config: Config, tasks: Sequence[Task]) -> None:
+    """Refuse tasks of environments that the embedded fleet does not have. Raises UserError."""
+    if config.env.kind == "embedded":
+        from megatron_fleet.embedded_fleet import tasks as embedded
+
+        embedded.check_environments(tasks, config.data.tasks)
 
 
 def check_stores(config: Config) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from megatron_fleet.agents.trajectory import Group
 from megatron_fleet.config.errors import say
 from megatron_fleet.config.schema import Config
 from megatron_fleet.config.secrets import wandb_key
+from megatron_fleet.config.units import count
 from megatron_fleet.evaluation.evaluator import Evaluation
 from megatron_fleet.loop.episode_records import EpisodeRecords
 from megatron_fleet.models.chat.tokenizer import Tokenizer
@@ -102,10 +104,6 @@ class Records:
         rows = read_metrics(self._out / "metrics.jsonl")
         return any(row["step"] == step and "eval/all/episodes" in row for row in rows)
 
-    def add(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add metrics of the newest step that became known after it finished."""
-        self._write(step, metrics)
-
     def finish(self) -> None:
         """Write ``summary.json`` and, of a run with steps, ``curve.svg``."""
         metrics = self._out / "metrics.jsonl"
@@ -149,8 +147,9 @@ def _id(config: Config) -> str:
     return config.run.id
 
 
-def _last_line(out: Path, summary: Mapping[str, object]) -> str:
+def _last_line(out: Path, summary: Mapping[str, Any]) -> str:
     before, after = summary.get("pass_at_1_before"), summary.get("pass_at_1_after")
+    steps = count(summary["steps"], "step")
     if isinstance(before, float) and isinstance(after, float):
-        return f"mfleet: finished {summary['steps']} steps, held-out pass@1 {before:.3f} → {after:.3f}; see {out}."
-    return f"mfleet: finished {summary['steps']} steps; see {out}."
+        return f"mfleet: finished {steps}, held-out pass@1 {before:.3f} → {after:.3f}; see {out}."
+    return f"mfleet: finished {steps}; see {out}."

@@ -1,7 +1,8 @@
 """Translation between ``config.json`` and `model.Model`, for the config formats of transformers 4 and 5.
 
 Reads the raw file instead of using ``transformers``, whose classes rename fields, drop some and fill in defaults. Every
-field is accounted for: translated, checked to have its one supported value, or known to have no effect.
+field is accounted for: translated, checked to have its one supported value, or known to have no effect, by its name
+or by its kind (`architecture.has_no_effect`).
 """
 
 from __future__ import annotations
@@ -46,20 +47,17 @@ QUANTIZATION = ("quantization_config", "compression_config")
 HARMLESS = frozenset(
     [
         # Metadata about the file.
-        *("_name_or_path", "architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version"),
+        *("architectures", "auto_map", "dtype", "model_type", "torch_dtype"),
         # Storage of the weights, handled by their reader.
         *QUANTIZATION,
-        # Attention implementation, which does not change the result.
-        *("attn_implementation", "_attn_implementation", "_attn_implementation_autoset"),
-        # Token ids and generation settings.
-        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "prefix"),
-        *("bad_words_ids", "begin_suppress_tokens", "suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"),
+        # Generation settings.
+        *("prefix", "bad_words_ids", "begin_suppress_tokens", "suppress_tokens"),
         *("max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups"),
         *("temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "diversity_penalty"),
         *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty"),
         *("num_return_sequences", "remove_invalid_values", "return_dict_in_generate", "use_cache"),
-        # Training settings: initialisation, dropout (off in reinforcement learning), auxiliary losses.
-        *("initializer_range", "attention_dropout", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux"),
+        # Training settings: initialisation, auxiliary losses.
+        *("initializer_range", "aux_loss_alpha", "seq_aux"),
         *("output_router_logits", "pretraining_tp", "ep_size"),
         # Heads and outputs that a causal language model does not have.
         *("finetuning_task", "id2label", "label2id", "num_labels", "problem_type", "task_specific_params"),
@@ -69,7 +67,7 @@ HARMLESS = frozenset(
         *("use_bfloat16",),
     ]
 )
-"""``config.json`` fields of any model that do not affect the computation."""
+"""``config.json`` fields of any model that do not affect the computation, besides those of `has_no_effect`."""
 
 
 def is_quantized(config: Mapping[str, Any]) -> bool:

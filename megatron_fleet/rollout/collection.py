@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_fleet.agents.trajectory import Group, Outcome, Trajectory
+from megatron_fleet.agents.trajectory import Group, Outcome, Trajectory, will_recur
 from megatron_fleet.rollout.requests import Accounting, CollectRequest, CollectResult, EpisodeSpec, Progress
 
 MAX_LOSSES = 3
@@ -63,7 +63,7 @@ class Collection:
 
     def ended(self, spec: EpisodeSpec, trajectory: Trajectory) -> None:
         """Record a finished attempt. An aborted one was lost with its engine; any other unknown reward is retried,
-        unless the prompt is too long, which a retry would not change."""
+        unless a retry would change nothing."""
         key = (spec.group, spec.sample)
         if trajectory.outcome is Outcome.ABORTED:
             self.lost(spec, trajectory)
@@ -110,7 +110,7 @@ class Collection:
         return CollectResult(groups, self.accounting, seconds)
 
     def _worth_a_retry(self, key: tuple[int, int], trajectory: Trajectory) -> bool:
-        hopeless = trajectory.outcome is Outcome.PROMPT_TOO_LONG
+        hopeless = will_recur(trajectory.outcome)
         return trajectory.reward is None and not hopeless and self._retries.get(key, 0) < self._max_retries
 
     def _keep(self, key: tuple[int, int], trajectory: Trajectory) -> None:

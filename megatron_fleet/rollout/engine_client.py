@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_fleet.agents.engine import EngineLost, Generation, SamplingParams
+from megatron_fleet.agents.engine import EngineLost, EngineRefused, Generation, SamplingParams
 from megatron_fleet.cluster import frames, handshake
 from megatron_fleet.models.images import PlacedImage
 
@@ -57,7 +57,7 @@ class EnginePool:
 
         Raises:
             EngineLost: the replica is gone, or does not answer a health question.
-            ValueError: the engine refuses the request (for example a prompt beyond its context).
+            EngineRefused: the engine refuses the request (for example a prompt beyond its context).
         """
         return await self._replica_of(session).generate(prompt_ids, params, session, images)
 
@@ -78,7 +78,7 @@ class EnginePool:
         return replica
 
 
-class _ImagesMissing(ValueError):
+class _ImagesMissing(EngineRefused):
     """The engine has evicted images of the request that were sent to it."""
 
 
@@ -231,4 +231,4 @@ class _Replica:
         elif kind == "missing":
             answer.set_exception(_ImagesMissing("the images of this prompt are more than an engine keeps at once"))
         else:
-            answer.set_exception(ValueError(rest[0]))
+            answer.set_exception(EngineRefused(rest[0]))

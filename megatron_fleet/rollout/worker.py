@@ -18,12 +18,15 @@ from typing import Any
 from megatron_fleet.agents.builder import TrajectoryBuilder
 from megatron_fleet.agents.settings import EpisodeSettings
 from megatron_fleet.agents.trajectory import Outcome, Trajectory, environment_failed
+from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import AgentConfig, EnvConfig, RolloutConfig
 from megatron_fleet.envs.provision import Provisioner, Quarantined
 from megatron_fleet.envs.registry import make_environment
 from megatron_fleet.rollout.policy import EndpointAccess, EngineAccess, make_policy
 from megatron_fleet.rollout.requests import EpisodeSpec
 
+FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError, UserError, ValueError)
+"""Exceptions of a program or of its input, which every attempt raises again; others, as lost connections, may pass."""
 LAG_INTERVAL_S = 0.05
 LAGS_KEPT = 1200
 """Number of newest samples of the lag kept: one minute."""
@@ -135,11 +138,12 @@ def _as_trajectory(spec: EpisodeSpec, result: Trajectory | BaseException) -> Tra
     if isinstance(result, Trajectory):
         return result
     if isinstance(result, asyncio.CancelledError):
-        reason = "the run was stopped"
+        outcome, reason = Outcome.ABORTED, "the run was stopped"
     else:
+        outcome = Outcome.REFUSED if isinstance(result, FAULTS) else Outcome.ABORTED
         log.error("episode %d of task %s failed inside the worker", spec.sample, spec.task.key, exc_info=result)
         reason = f"internal error: {type(result).__name__}: {result}"
-    return _not_played(spec, Outcome.ABORTED, reason)
+    return _not_played(spec, outcome, reason)
 
 
 def _not_played(spec: EpisodeSpec, outcome: Outcome, reason: str) -> Trajectory:

@@ -27,6 +27,7 @@ from urllib.parse import quote
 import urllib3.exceptions
 
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.network import go_direct
 from megatron_fleet.storage.folder import Parts, check_name
 from megatron_fleet.storage.local import UNFINISHED, is_unfinished
 from megatron_fleet.storage.remote import (
@@ -99,7 +100,8 @@ def connect() -> storage.Client:
 def _connect(process: int, environment: frozenset[tuple[str, str]]) -> storage.Client:
     """Args: what makes clients differ."""
     with store_errors_as_user_error("gs"):
-        if os.environ.get("STORAGE_EMULATOR_HOST"):
+        if emulator := os.environ.get("STORAGE_EMULATOR_HOST"):
+            go_direct(emulator)
             credentials: Credentials = AnonymousCredentials()
         else:
             credentials, _ = google.auth.default(scopes=[SCOPE])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import functools
+import hashlib
 import os
 import zlib
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from typing import Any
 import urllib3.exceptions
 
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.network import go_direct, proxy_of, through_proxy
 from megatron_fleet.storage.folder import PART, Parts, check_name
 from megatron_fleet.storage.remote import (
     BODY_ATTEMPTS,
@@ -40,6 +42,8 @@ try:
 except ImportError:
     raise UserError("s3:// addresses need boto3, which this Python environment lacks; pip install boto3.") from None
 
+METADATA = "http://169.254.169.254"
+"""Server of a cloud machine that gives its role's credentials."""
 CONNECTIONS = 64
 """Maximum number of concurrent transfers; one more would wait for a connection."""
 ATTEMPTS = 8
@@ -90,8 +94,14 @@ def _connect(process: int, environment: frozenset[tuple[str, str]]) -> Any:
         retries={"mode": "adaptive", "total_max_attempts": ATTEMPTS},
         tcp_keepalive=True,
     )
+    go_direct(METADATA)
     try:
-        return boto3.session.Session().client("s3", config=config)
+        session = boto3.session.Session()
+        client = session.client("s3", config=config)
+        endpoint = client.meta.endpoint_url
+        if proxy_of(endpoint) is not None and go_direct(endpoint):
+            return session.client("s3", config=config)  # boto3 chose the proxy when it made the first one
+        return client
     except NO_CREDENTIALS as e:
         raise UserError(f"s3: {e}; set up the credentials.") from None
     except (exceptions.BotoCoreError, ValueError) as e:
@@ -112,7 +122,10 @@ def store_errors_as_user_error(url: str) -> Iterator[None]:
     except exceptions.ParamValidationError as e:
         raise UserError(f"{url}: {' '.join(str(e).split())}; correct the address.") from None
     except (exceptions.HTTPClientError, exceptions.BotoCoreError) as e:
-        raise UserError(f"{url}: the store does not answer ({e}); check AWS_ENDPOINT_URL and the network.") from None
+        way = through_proxy(getattr(e, "kwargs", {}).get("endpoint_url") or "")
+        raise UserError(
+            f"{url}: the store does not answer ({e}){way}; check AWS_ENDPOINT_URL and the network."
+        ) from None
 
 
 def send(request: Callable[..., Any], **arguments: Any) -> Any:
@@ -141,6 +154,11 @@ def _meaning(error: exceptions.ClientError) -> str:
     if status == 403:
         return denied(code)
     message = error.response.get("Error", {}).get("Message", "")
+    if code == "NotImplemented" or "x-amz-checksum" in message or "x-amz-sdk-checksum" in message:
+        return (
+            f"the store refuses the {error.operation_name} request ({code}: {message}); if it does not know the newest "
+            f"checksum headers, set AWS_REQUEST_CHECKSUM_CALCULATION=when_required, which uses MD5."
+        )
     return f"the store refuses the {error.operation_name} request ({code}, HTTP {status}: {message})."
 
 
@@ -219,14 +237,13 @@ class S3Folder:
 
     def write(self, name: str, data: bytes) -> None:
         with store_errors_as_user_error(self.join(name)):
-            send(self._client.put_object, **self._at(name), Body=data, ChecksumCRC32=_crc32(data))
+            send(self._client.put_object, **self._at(name), Body=data, **self._checksum(data))
 
     def write_new(self, name: str, data: bytes) -> bool:
         """See `Folder.write_new`; the store must support conditional writes (``If-None-Match``)."""
         with store_errors_as_user_error(self.join(name)):
             try:
-                checksum = _crc32(data)
-                send(self._client.put_object, **self._at(name), Body=data, ChecksumCRC32=checksum, IfNoneMatch="*")
+                send(self._client.put_object, **self._at(name), Body=data, **self._checksum(data), IfNoneMatch="*")
             except exceptions.ClientError as e:
                 if error_code(e) not in ("PreconditionFailed", "412"):
                     raise
@@ -245,6 +262,10 @@ class S3Folder:
         self.delete(marker)
         names = list(self.sizes())
         with store_errors_as_user_error(self.url):
+            if _only_md5(self._client):  # a request to delete many needs one of the new checksums
+                for name in names:
+                    self._client.delete_object(**self._at(name))
+                return
             for at in range(0, len(names), MOST_KEYS):
                 keys = [{"Key": self._at(name)["Key"]} for name in names[at : at + MOST_KEYS]]
                 self._client.delete_objects(Bucket=self._bucket, Delete={"Objects": keys, "Quiet": True})
@@ -258,6 +279,9 @@ class S3Folder:
             for page in pages:
                 for upload in page.get("Uploads", []):
                     _abort(self._client, {"Bucket": self._bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]})
+
+    def _checksum(self, data: bytes) -> dict[str, str]:
+        return _checksum(self._client, data)
 
     def _at(self, name: str) -> dict[str, str]:
         return {"Bucket": self._bucket, "Key": self._prefix + check_name(name)}
@@ -288,7 +312,7 @@ class S3Folder:
 
 
 class S3Writer:
-    """``FileWriter`` of an object: a multipart upload. The store checks the CRC32 of every part."""
+    """``FileWriter`` of an object: a multipart upload. The store checks the CRC32, or MD5, of every part."""
 
     def __init__(self, folder: S3Folder, client: Any, at: dict[str, str], name: str, size: int) -> None:
         self.part = part_bytes(size)
@@ -301,18 +325,19 @@ class S3Writer:
         self._sent: dict[int, dict[str, Any]] = {}
         self._open = True
         with store_errors_as_user_error(self._url):
-            created = client.create_multipart_upload(**at, ChecksumAlgorithm="CRC32")
+            algorithm = {} if _only_md5(client) else {"ChecksumAlgorithm": "CRC32"}
+            created = client.create_multipart_upload(**at, **algorithm)
         self._upload = {**at, "UploadId": created["UploadId"]}
 
     def write_at(self, offset: int, buffer: memoryview) -> None:
         view = buffer.cast("B")
         index = self._parts.index(offset, len(view))
         data = bytes(view)
-        checksum = _crc32(data)
+        checksum = _checksum(self._client, data)
         with store_errors_as_user_error(self._url):
-            part = {"PartNumber": index + 1, "Body": data, "ChecksumCRC32": checksum}
-            answer = send(self._client.upload_part, **self._upload, **part)
-        self._sent[index] = {"PartNumber": index + 1, "ETag": answer["ETag"], "ChecksumCRC32": checksum}
+            answer = send(self._client.upload_part, **self._upload, PartNumber=index + 1, Body=data, **checksum)
+        checksum.pop("ContentMD5", None)
+        self._sent[index] = {"PartNumber": index + 1, "ETag": answer["ETag"], **checksum}
         self._parts.wrote(index)
 
     def commit(self) -> None:
@@ -342,6 +367,18 @@ class S3Writer:
 def part_bytes(size: int) -> int:
     """Bytes of a part: ``PART``, or more where the file would exceed the maximum number of parts."""
     return max(PART, -(-size // MOST_PARTS // PIECE) * PIECE)
+
+
+def _checksum(client: Any, data: bytes) -> dict[str, str]:
+    """Return the argument with which the store verifies ``data``."""
+    if _only_md5(client):
+        return {"ContentMD5": base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()}
+    return {"ChecksumCRC32": _crc32(data)}
+
+
+def _only_md5(client: Any) -> bool:
+    """Whether AWS_REQUEST_CHECKSUM_CALCULATION=when_required says that the store knows no checksum but MD5."""
+    return client.meta.config.request_checksum_calculation == "when_required"
 
 
 def _crc32(data: bytes) -> str:

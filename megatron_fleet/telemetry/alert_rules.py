@@ -15,6 +15,7 @@ from megatron_fleet.platform.alerts import Kind, alert
 
 if TYPE_CHECKING:
     from megatron_fleet.config.schema import Config
+from megatron_fleet.config.units import size
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +55,8 @@ class AlertRules:
         """Do nothing. The window goes on with the next attempt of this process."""
 
     def _problems(self, metrics: Mapping[str, float]) -> Iterator[tuple[Kind, str, str]]:
-        limit = self._config.logging.alerts.tool_error_rate
+        # Where there are no tools, the only calls are of tools that do not exist.
+        limit = None if self._config.env.kind == "python" else self._config.logging.alerts.tool_error_rate
         for name, value in sorted(metrics.items()):
             if limit is not None and (found := _TOOL_ERRORS.fullmatch(name)) and value > limit:
                 yield (
@@ -116,11 +118,11 @@ class AlertRules:
             free = shutil.disk_usage(self._out).free
         except OSError:  # expected: retention removes a checkpoint at any moment
             return None
-        size = self._newest[1]
-        if free >= max(FLOOR_BYTES, CHECKPOINTS_OF_ROOM * size):
+        needed = self._newest[1]
+        if free >= max(FLOOR_BYTES, CHECKPOINTS_OF_ROOM * needed):
             return None
-        last = f", and the newest checkpoint takes {size / 1e9:.1f} GB" if size else ""
-        return f"{self._out}: the disk has {free / 1e9:.1f} GB left{last}; free some space."
+        last = f", and the newest checkpoint takes {size(needed)}" if needed else ""
+        return f"{self._out}: the disk has {size(free)} left{last}; free some space."
 
 
 def _rates(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -141,6 +143,11 @@ def mismatch_problem(config: Config, metrics: Mapping[str, float]) -> str | None
         metrics: of a training step.
     """
     limit, kl = config.policy.safety.mismatch_kl, metrics.get("policy/mismatch_kl")
+    if limit is not None and (unknown := metrics.get("policy/mismatch_unknown_tokens")):
+        return (
+            f"policy/mismatch_unknown_tokens={unknown:g}: the engines or the trainer gave log-probs that are NaN; with "
+            f"algorithm.correction.kind other than off these tokens are not trained on; check the engines' formats."
+        )
     if limit is None or kl is None or kl <= limit:
         return None
     engine, recipe = config.rollout.engine, config.precision.recipe

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_fleet.agents.trajectory import CAUSES, Cause, Group, Outcome, Trajectory
+from megatron_fleet.agents.trajectory import CAUSES, Cause, Group, Outcome, Trajectory, will_recur
 from megatron_fleet.algorithms.advantages import is_known
 from megatron_fleet.config.files import environment_name
 from megatron_fleet.telemetry.rewards import is_solved, reward_metrics
@@ -19,7 +19,9 @@ from megatron_fleet.telemetry.rewards import is_solved, reward_metrics
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-INFRASTRUCTURE_OUTCOMES = tuple(o for o, cause in CAUSES.items() if cause in (Cause.ENVIRONMENT, Cause.RUN))
+INFRASTRUCTURE_OUTCOMES = tuple(
+    o for o, cause in CAUSES.items() if cause in (Cause.ENVIRONMENT, Cause.REQUEST, Cause.RUN)
+)
 NGRAM = 20
 """Tokens; shorter n-grams repeat in every legitimate tool call, longer ones miss a repeated sentence."""
 _MIX = np.uint64(0x9E3779B97F4A7C15)
@@ -94,6 +96,25 @@ def why_nothing_is_known(trajectories: Iterable[Trajectory]) -> str | None:
         return None
     reasons = Counter(f"{t.outcome}: {t.reward_reason}" for t in trajectories)
     return max(reasons, key=reasons.__getitem__, default=None)
+
+
+def why_nothing_can_be_known(trajectories: Iterable[Trajectory], max_context: int) -> str | None:
+    """Return a sentence if no reward is known and another attempt at each episode would end in the same way.
+
+    ``max_context``: ``rollout.max_context``.
+    """
+    trajectories = list(trajectories)
+    reason = why_nothing_is_known(trajectories)
+    if reason is None or not all(will_recur(t.outcome) for t in trajectories):
+        return None
+    if any(t.outcome is not Outcome.PROMPT_TOO_LONG for t in trajectories):
+        return f"no episode can be played, most often {reason.rstrip('.')}; correct that, then start again."
+    lengths = [int(t.metrics["first_prompt_tokens"]) for t in trajectories if "first_prompt_tokens" in t.metrics]
+    shortest = f"the shortest has {min(lengths)} tokens" if lengths else trajectories[0].reward_reason
+    return (
+        f"every first prompt is longer than rollout.max_context={max_context} ({shortest}); raise it, or leave out "
+        f"these tasks."
+    )
 
 
 def _prefixed(prefix: str, values: Mapping[str, float]) -> dict[str, float]:

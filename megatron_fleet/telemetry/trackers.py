@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.network import go_direct, through_proxy
 from megatron_fleet.config.schema import Config
 from megatron_fleet.config.secrets import WANDB_KEY, only_secrets, wandb_key
 from megatron_fleet.telemetry.samples import COLUMNS, choose, row
@@ -289,8 +290,9 @@ def check_mlflow(config: Config) -> None:
         import httpx
 
         try:
-            httpx.get(uri, timeout=ANSWER_S)
-        except httpx.HTTPError as error:
+            httpx.get(uri, timeout=ANSWER_S, trust_env=not go_direct(uri))
+        except (httpx.HTTPError, ImportError) as error:
+            way = through_proxy(uri)
             raise UserError(
-                f"logging.mlflow.uri={uri}: nothing answers there ({error}); start the server, or correct it."
+                f"logging.mlflow.uri={uri}: nothing answers there ({error}{way}); start the server, or correct it."
             ) from error

@@ -13,6 +13,7 @@ pytest.importorskip("openai")
 
 from chat_server import MODEL, ChatServer, error, serving
 from held_ports import held_ports
+from refusing_proxy import refusing_proxy
 from starlette.responses import JSONResponse, PlainTextResponse
 from waiting import HANG_S
 
@@ -20,7 +21,7 @@ from megatron_fleet.agents import chat_client as module
 from megatron_fleet.agents import chat_probe
 from megatron_fleet.agents.chat_client import ChatClient, ChatParams, Dialect, PromptTooLong, Usage
 from megatron_fleet.agents.chat_probe import probe
-from megatron_fleet.agents.engine import EngineLost
+from megatron_fleet.agents.engine import EngineLost, EngineRefused
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.sections.evaluation import EndpointConfig
 
@@ -59,10 +60,11 @@ async def asking(server, timeout_s=HANG_S, dialect=None, **changes):
 
 
 async def test_what_is_sent_and_what_comes_back():
+    """Every sampling parameter, so that a server's own defaults do not decide."""
     server = ChatServer(lambda number, body: SAID)
     async with asking(server, extra_body='{"top_p": 0.9, "chat_template_kwargs": {"enable_thinking": false}}') as ask:
         answer = await ask()
-        ask.client.dialect = Dialect("max_completion_tokens", seed=False)
+        ask.client.dialect = Dialect("max_completion_tokens", frozenset({"seed", "top_k", "top_p"}))
         await ask()
     first, second = server.bodies
     assert first == {
@@ -72,9 +74,15 @@ async def test_what_is_sent_and_what_comes_back():
         "max_tokens": 40,
         "seed": 11,
         "top_p": 0.9,
+        "presence_penalty": 0,
+        "frequency_penalty": 0,
+        "top_k": -1,
+        "min_p": 0,
+        "repetition_penalty": 1,
         "chat_template_kwargs": {"enable_thinking": False},
     }
-    assert "seed" not in second and "max_tokens" not in second and second["max_completion_tokens"] == 40
+    assert second["top_p"] == 0.9 and "seed" not in second and "top_k" not in second
+    assert "max_tokens" not in second and second["max_completion_tokens"] == 40
     assert (answer.message["content"], answer.finish_reason, answer.usage) == ("hi", "stop", Usage(10, 7, 0))
     assert server.keys == {KEY}
 
@@ -148,13 +156,28 @@ async def test_a_server_that_is_gone_and_one_that_hangs_are_told_apart():
             await client.complete([], (), PARAMS, lambda *told: None)
 
 
+async def test_a_proxy_of_the_environment_is_for_other_networks(monkeypatch):
+    with refusing_proxy(502) as asked:
+        monkeypatch.setenv("all_proxy", "socks5://127.0.0.1:9")
+        async with asking(ChatServer(lambda number, body: SAID)) as ask:
+            assert (await ask()).message["content"] == "hi" and asked == []
+        with pytest.raises(UserError, match=r"^eval\.endpoint\.url=http://api\.example\.org/v1: .*socksio"):
+            ChatClient(EndpointConfig(url="http://api.example.org/v1", model=MODEL), HANG_S)
+        monkeypatch.delenv("all_proxy")
+        monkeypatch.delenv("ALL_PROXY")
+        client = ChatClient(EndpointConfig(url="http://api.example.org/v1", model=MODEL, max_retries=0), HANG_S)
+        with pytest.raises(EngineLost, match=r"502: .* through the proxy http://127\.0\.0\.1:\d+ of the environment"):
+            await client.complete([], (), PARAMS, lambda *told: None)
+        await client.close()
+
+
 @pytest.mark.parametrize(
     ("refusal", "kind", "words", "dead"),
     [
         (error(400, "This model's maximum context length is 8 tokens."), PromptTooLong, "8 tokens", False),
         (error(400, "too long", code="context_length_exceeded"), PromptTooLong, "too long", False),
-        (error(400, "unknown tool schema"), EngineLost, r"refuses \(400\): unknown tool schema", False),
-        (error(403, "moderated"), EngineLost, "moderated", False),
+        (error(400, "unknown tool schema"), EngineRefused, r"refuses \(400\): unknown tool schema", False),
+        (error(403, "moderated"), EngineRefused, "moderated", False),
         (error(401, "key revoked"), EngineLost, "key revoked", True),
         (error(404, "no such model"), EngineLost, "no such model", True),
         (error(429, "pay", code="insufficient_quota"), EngineLost, "pay", True),
@@ -199,8 +222,20 @@ async def test_the_first_question_finds_the_dialect():
         return None
 
     server = ChatServer(lambda number, body: SAID, probes=picky)
-    assert await ask_first(server) == Dialect("max_completion_tokens", seed=False)
+    assert await ask_first(server) == Dialect("max_completion_tokens", frozenset({"seed"}))
     assert len(server.probed) == 4
+
+
+@pytest.mark.parametrize(
+    "says", ["Unrecognized request arguments supplied: min_p, top_k", "extra fields", "seed, top_p"]
+)
+async def test_sampling_parameters_that_are_refused_are_left_out_and_told(says):
+    unknown = {"seed", "top_p"} if "top_p" in says else {"top_k", "min_p"}
+    server = ChatServer(lambda number, body: SAID, probes=lambda body: error(400, says) if unknown & {*body} else None)
+    dialect = await ask_first(server)
+    assert len(server.probed) == 3 and server.probed[-1]["frequency_penalty"] == 0
+    assert unknown <= dialect.refused <= {*unknown, "repetition_penalty"}
+    assert dialect.left_to_server({"min_p": 0.1}) == sorted(dialect.refused - {"seed", "min_p"})
 
 
 @pytest.mark.parametrize(
@@ -213,7 +248,7 @@ async def test_the_first_question_finds_the_dialect():
             r"rollout\.sampling\.temperature=0\.7: org/model takes",
         ),
         (error(400, '"auto" tool choice requires --enable-auto-tool-choice'), "takes no tools .* tool calling"),
-        (error(400, "no thanks."), r"refuses a request to model org/model \(400: no thanks\); mend"),
+        (error(400, "no thanks."), r"refuses a request to model org/model \(400: no thanks\); change"),
         (error(503, "loading"), r"no answer in 3 tries \(503: loading\)"),
         (error(429, "tomorrow", {"retry-after": "86400"}), r"no answer in 1 tries \(429: tomorrow\)"),
     ],

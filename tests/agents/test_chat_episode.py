@@ -74,6 +74,18 @@ async def test_a_completed_episode(play, server):
     assert {name: t.metrics[name] for name in counted} == counted
 
 
+async def test_tools_whose_names_the_endpoint_forbids_are_played(play, server):
+    tool = {"type": "function", "function": {"name": "crm.search", "description": "Search.", "parameters": {}}}
+    env = ScriptedEnvironment([Observation("a question", (tool,))], [Observation("found")])
+
+    def speak(number, body):
+        return ANSWER if number else {"tool_calls": [call(body["tools"][0]["function"]["name"], {})]}
+
+    t, env = await play(speak, env)
+    assert t.outcome is Outcome.COMPLETED and env.calls == [ToolCall("crm.search", {})]
+    assert '"name": "crm.search"' in t.messages[2]["content"]
+
+
 HALF = "\ud800"
 """Half of a surrogate pair: JSON can hold it, a request cannot."""
 

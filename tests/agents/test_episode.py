@@ -14,13 +14,13 @@ from megatron_fleet.agents import builder as builder_module
 from megatron_fleet.agents import episode as episode_module
 from megatron_fleet.agents import token_conversation
 from megatron_fleet.agents import toolbox as toolbox_module
-from megatron_fleet.agents.engine import EngineLost
+from megatron_fleet.agents.engine import EngineLost, EngineRefused
 from megatron_fleet.agents.history import TokenHistory
 from megatron_fleet.agents.settings import stable_seed
 from megatron_fleet.agents.token_conversation import run_episode
 from megatron_fleet.agents.trajectory import Outcome
 from megatron_fleet.config.schema import AgentConfig
-from megatron_fleet.envs.base import EnvBusy, EnvLost, Observation, Reward, ToolCall, ToolError
+from megatron_fleet.envs.base import EnvBusy, EnvLost, EnvRefused, Observation, Reward, ToolCall, ToolError
 
 REMINDER = PROMPTS.reminder_text("done_tag")
 ANSWER = Turn("There are 3. <done>")
@@ -192,6 +192,7 @@ async def test_context_limits_shrink_the_turn_then_end_the_episode(play, rendere
     assert (t.outcome, t.reward, t.spans[-1].kind) == (Outcome.CONTEXT_OVERFLOW, 1.0, "action")
     t, engine, env = await play([], max_context=len(prompt) + 15)
     assert (t.outcome, t.reward, len(t.token_ids), env.verified) == (Outcome.PROMPT_TOO_LONG, None, 0, [])
+    assert t.metrics["first_prompt_tokens"] == len(prompt) and f"has {len(prompt)} tokens" in t.reward_reason
     t, _, _ = await play([ANSWER], max_context=len(prompt) + 16)
     assert t.outcome is Outcome.COMPLETED
 
@@ -278,6 +279,14 @@ async def test_lost_or_aborting_engine_aborts_the_episode(play):
     assert (t.outcome, t.reward, t.reward_reason) == (Outcome.ABORTED, None, "engine lost: engine 0 died")
     t, _, _ = await play([Turn("half a", "abort")])
     assert (t.outcome, t.reward, env.verified) == (Outcome.ABORTED, None, [])
+
+
+async def test_what_is_refused_and_would_be_again_is_told_from_what_is_lost(play):
+    t, _, env = await play([Turn(CALL), EngineRefused("token 967 is out of the vocabulary")])
+    said = "the engine refuses the request: token 967 is out of the vocabulary"
+    assert (t.outcome, t.reward, t.reward_reason, env.verified) == (Outcome.REFUSED, None, said, [])
+    t, _, _ = await play([], ScriptedEnvironment(reset_script=[EnvRefused("there is no desk")]))
+    assert (t.outcome, t.reward_reason) == (Outcome.REFUSED, "the environment refuses: there is no desk")
 
 
 async def test_a_turn_that_its_deadline_cuts_is_a_truncation(play):

@@ -22,6 +22,14 @@ def test_the_shipped_texts_say_how_to_finish_and_leave_nothing_to_fill_in(finish
     assert "{times}" in SHIPPED.repeated and "{turns}" in SHIPPED.removed
 
 
+@pytest.mark.parametrize("finish", ["done_tag", "tool"])
+def test_texts_without_tools_name_none(finish):
+    texts = [SHIPPED.system_text("desk", finish, tools=False, several_turns=turns) for turns in (False, True)]
+    assert "tool" not in texts[0] and SHIPPED.finish[finish] not in texts[0]
+    assert SHIPPED.finish[finish] in texts[1] and SHIPPED.finish[finish] in SHIPPED.reminder_text(finish, tools=False)
+    assert not [text for text in texts if "{" in text or "call one tool" in text]
+
+
 def test_an_environment_may_have_a_hint():
     hinted, plain = (SHIPPED.system_text(env, "done_tag") for env in ("fostgres", "desk"))
     assert hinted.startswith(plain) and "information_schema" in hinted and "information_schema" not in plain
@@ -71,7 +79,7 @@ def test_an_own_file_replaces_texts_and_adds_to_tables(tmp_path):
         (b"\xff\xfe\x00", "not UTF-8"),
         ("- a\n", "must be a table"),
         ("", "must be a table"),
-        ("sytem: x", "unknown key 'sytem'; use system, finish,"),
+        ("sytem: x", "unknown key 'sytem'; use system, system_without_tools, finish,"),
         ("system: 3", "system: Input should be a valid string"),
         ("finish: {tag: x}", "finish.tag"),
         ("environments: text", "environments: Input should be a valid dictionary"),

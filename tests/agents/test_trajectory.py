@@ -10,7 +10,7 @@ from waiting import HANG_S
 from megatron_fleet.agents.builder import TrajectoryBuilder
 from megatron_fleet.agents.engine import Generation
 from megatron_fleet.agents.episode import Ending, score
-from megatron_fleet.agents.trajectory import CAUSES, Cause, Outcome, Trajectory, environment_failed
+from megatron_fleet.agents.trajectory import CAUSES, Cause, Outcome, Trajectory, environment_failed, will_recur
 from megatron_fleet.telemetry.episodes import INFRASTRUCTURE_OUTCOMES
 
 
@@ -80,8 +80,8 @@ async def test_what_an_outcome_means_is_in_one_table(outcome):
     env = ScriptedEnvironment()
     ended, reward = await score(Ending(outcome), env, [], HANG_S)
     assert (len(env.verified) == 1) == (reward is not None) == (cause is Cause.POLICY) and ended.outcome is outcome
-    assert (outcome in INFRASTRUCTURE_OUTCOMES) == (cause in (Cause.ENVIRONMENT, Cause.RUN))
-    unknown = {Cause.RUN: None, Cause.TASK: False}
+    assert (outcome in INFRASTRUCTURE_OUTCOMES) == (cause in (Cause.ENVIRONMENT, Cause.REQUEST, Cause.RUN))
+    unknown = {Cause.RUN: None, Cause.REQUEST: None, Cause.TASK: False}
     assert environment_failed(outcome, None) is unknown.get(cause, True)
     assert not environment_failed(outcome, 0.0)
 
@@ -89,5 +89,7 @@ async def test_what_an_outcome_means_is_in_one_table(outcome):
 def test_what_the_policy_is_not_to_blame_for():
     assert set(CAUSES) == set(Outcome)
     others = {outcome for outcome, cause in CAUSES.items() if cause is not Cause.POLICY}
-    assert others == {Outcome.PROMPT_TOO_LONG, Outcome.ENV_FAILED, Outcome.VERIFIER_FAILED, Outcome.ABORTED}
-    assert set(INFRASTRUCTURE_OUTCOMES) == {Outcome.ENV_FAILED, Outcome.ABORTED}
+    infrastructure = {Outcome.ENV_FAILED, Outcome.REFUSED, Outcome.ABORTED}
+    assert others == {Outcome.PROMPT_TOO_LONG, Outcome.VERIFIER_FAILED} | infrastructure
+    assert set(INFRASTRUCTURE_OUTCOMES) == infrastructure
+    assert {outcome for outcome in Outcome if will_recur(outcome)} == {Outcome.PROMPT_TOO_LONG, Outcome.REFUSED}

@@ -139,6 +139,28 @@ def test_mismatch_metrics_by_hand():
     assert metrics["policy/policy_entropy"] == 1
 
 
+def test_a_log_prob_that_is_not_a_number_is_left_out_of_the_mismatch_and_counted():
+    x = inputs()
+    behaviour = x.behaviour.clone()
+    behaviour[0] = math.nan
+    kept = {
+        name: value[1:]
+        for name in ("logprobs", "behaviour", "proximal", "scaled_advantages", "entropy", "loss_scale")
+        if (value := getattr(x, name)) is not None
+    }
+
+    def metrics(given: LossInputs) -> dict[str, float]:
+        _, sums = make_loss(AlgorithmConfig())(given)
+        found = finalize_metrics({name: value.item() for name, value in sums.items()})
+        return {name: value for name, value in found.items() if "mismatch" in name or "rollout_train" in name}
+
+    without, broken = metrics(replace(x, **kept)), metrics(replace(x, behaviour=behaviour))
+    assert len(broken) == 5 and broken.pop("policy/mismatch_unknown_tokens") == 1
+    assert without.pop("policy/mismatch_unknown_tokens") == 0
+    assert broken == pytest.approx(without, rel=1e-5)
+    assert metrics(replace(x, behaviour=behaviour * math.nan)) == {"policy/mismatch_unknown_tokens": len(behaviour)}
+
+
 def test_a_tiny_spread_of_the_mismatch_survives_float32():
     n = 10_000
     mu = torch.full((n,), -1.0)

@@ -249,3 +249,12 @@ def test_what_cannot_be_served_is_one_sentence(simple_run, capsys):
         assert cli.main(["report", *arguments]) == 2
         error = capsys.readouterr().err
         assert said in error and error.count("\n") == 1
+
+
+def test_large_numbers_are_written_out(make_run):
+    make_run.train(1, groups({"t": [0.0, 1.0]}))
+    make_run.metrics.write(1, {"engine/prompt_tokens": 14080.0, "engine/kv_cache_usage_max": 0.1834})
+    table = view.now(looked(make_run.folder), clock=1.0)["tables"]["engines"]
+    assert [[cell["text"] for cell in row] for row in table["rows"]] == [
+        ["prompt_tokens", "14,080"], ["kv_cache_usage_max", "0.1834"],
+    ]  # fmt: skip

@@ -9,12 +9,17 @@ import threading
 from pathlib import Path
 
 import pytest
+from run_maker import RunMaker, groups
 
 from megatron_fleet import cli
 from megatron_fleet.analysis import runs
+from megatron_fleet.analysis.report import build
+from megatron_fleet.analysis.run import read_run
+from megatron_fleet.analysis.run_files import EVALUATION
 from megatron_fleet.checkpoint.checkpoints import Checkpoint, Checkpoints
 from megatron_fleet.checkpoint.store import RunStore
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.evaluation.store import IDENTITY
 from megatron_fleet.storage.local import fingerprint
 from megatron_fleet.storage.run_folder import RunFolder
 
@@ -76,7 +81,7 @@ def test_what_two_runs_set_differently(tmp_path, capsys):
     one, other = make(tmp_path / "a", "a_1"), make(tmp_path / "b", "b_2", lr=2.0)
     assert cli.main(["runs", "diff", str(one), str(other)]) == 0
     assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
-        ["key", "a_1", "b_2"], ["policy.optimizer.lr", "1.0", "2.0"],
+        ["key", "a", "b"], ["policy.optimizer.lr", "1.0", "2.0"],
     ]  # fmt: skip
     assert cli.main(["runs", "diff", str(one), str(one)]) == 0
     assert capsys.readouterr().out == "all settings are equal\n"
@@ -118,3 +123,28 @@ def test_nothing_is_pruned_of_a_run_in_use_or_beside_a_damaged_checkpoint(tmp_pa
 def test_no_such_folder_is_a_sentence(tmp_path, command, capsys):
     assert cli.main(["runs", *command, str(tmp_path / "none")]) == 2
     assert "no such folder; name the folder of your runs" in capsys.readouterr().err
+
+
+def test_an_evaluation_is_a_kind_of_its_own(tmp_path, capsys):
+    assert EVALUATION == IDENTITY
+    make(tmp_path / "a", "a_1")
+    folder = tmp_path / "greedy"
+    maker = RunMaker(folder)
+    maker.log.write(0, groups({"t": [0.0, 1.0]}), "eval")
+    for name in ("metrics.jsonl", "split.json"):
+        (folder / name).unlink(missing_ok=True)
+    (folder / EVALUATION).write_text("{}")
+    assert [(run.id, run.kind, run.state, run.steps) for run in runs.find_runs(str(folder))] == [
+        ("greedy", "evaluation", "stopped", None)
+    ]
+    (folder / "metrics.json").write_text(json.dumps({"eval/all/pass_at_1": 0.5}))
+    assert cli.main(["runs", "list", str(tmp_path)]) == 0
+    rows = {line.split()[0]: line.split()[1:5] for line in capsys.readouterr().out.splitlines()}
+    assert rows["a_1"][0] == "training"
+    assert rows["greedy"] == ["evaluation", "finished", "–", "0.500"]
+
+    run = read_run(folder)
+    document, _ = build(run)
+    assert document.title == "Evaluation greedy" and all("tokenizer" in note for note in run.notes)
+    assert {"curves", "signal"}.isdisjoint(section.id for section in document.sections)
+    assert not any(fact.label == "training steps" for fact in document.sections[0].blocks[0].facts)

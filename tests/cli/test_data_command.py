@@ -47,7 +47,7 @@ def test_inspect_lists_problems_and_fails(tmp_path, capsys):
     assert cli.main(["data", "inspect", str(tmp_path / "t.json")]) == 2
     out = capsys.readouterr().out
     assert "problems: missing 3, wrong value 1" in out
-    assert "task 2 (b): prompt: expected text, found a number 3." in out
+    assert "task 2 (b): prompt: expected text, or a list of one message of the user, found a number 3." in out
 
 
 def test_inspect_as_json_applies_the_keys(tasks_file, capsys):

@@ -62,7 +62,7 @@ def test_a_folder_and_a_checkpoint_of_the_same_weights_score_the_same_and_nothin
     ("arguments", "words"),
     [
         (("--checkpoint", "{tmp}/none"), "none"),
-        (("model.path={tmp}/none",), "config.json is missing"),
+        (("model.path={tmp}/none",), "none: there is no such folder"),
         (("--checkpoint", "{tmp}/run", "--out", "{tmp}/eval"), "there is no checkpoint yet"),
         (("--out", "{tmp}/training"), "holds a training run; name another folder with --out"),
     ],
@@ -81,3 +81,8 @@ def test_what_cannot_be_evaluated_is_refused_in_one_sentence(tmp_path, capsys, a
     assert main(["eval", *overrides, *out, *given]) == 2
     printed = capsys.readouterr().err
     assert words in printed and printed.count("\n") == 1
+
+
+def test_a_checkpoint_that_is_not_there(capsys):
+    assert main(["eval", "--checkpoint", "/nope"]) == 2
+    assert "--checkpoint /nope: no such folder; name a run's" in capsys.readouterr().err

@@ -62,6 +62,9 @@ def test_describe_draws_this_machine():
     assert text.startswith(dry_run.as_yaml(config).rstrip())
     assert "#   │ CPU    ranks 0–1  engines 0–1 " in text
     assert "# processes" in text and "# outputs" in text
+    assert "environment server: the embedded fleet" in text
+    own = describe(load(["experiment=quickstart", "env.kind=my_math:Math"]))
+    assert "environment server: none, env.kind=my_math:Math" in own
     external = describe(load(["experiment=quickstart", "cluster.ranks=external"]))
     assert "not known yet: by the hosts that the ranks connect from" in external and "┌" not in external
     several = describe(load(["experiment=quickstart", "cluster.nodes=2"]))

@@ -19,6 +19,7 @@ from waiting import HANG_S
 
 from megatron_fleet import cli
 from megatron_fleet.cluster.planning import training
+from megatron_fleet.cluster.planning.commands import KINDS
 from megatron_fleet.cluster.planning.hardware import GPUS, other_kind
 from megatron_fleet.cluster.planning.plan import make_plan
 from megatron_fleet.cluster.planning.rollout import SEQUENCE_S, STEP_S, Engine
@@ -223,6 +224,8 @@ def test_what_does_not_fit_is_said_with_what_does(capsys):
         (["--search", "8", "--simulate"], "give one of them"),
         (["--simulate", "8", "--failures", "1"], "--failures from 0 to below 1"),
         (["--price", "-1"], "is no price"),
+        (["--gpu-memory", "0"], "--gpu-memory 0 is no memory of a GPU"),
+        (["--gpu", "P100"], "--gpu P100: it is not known; choose one of H100, "),
     ],
 )
 def test_arguments_that_mean_nothing(words, message, capsys):
@@ -232,11 +235,13 @@ def test_arguments_that_mean_nothing(words, message, capsys):
 
 def test_an_experiment_is_planned_for_the_gpu_that_it_names(capsys):
     accepted = get_args(get_args(ClusterConfig.model_fields["gpu"].annotation)[0])
-    assert set(accepted) == set(GPUS)
+    assert set(accepted) < set(GPUS) == set(KINDS)
     for words, gpus in (
         (["experiment=kimi_k2_5_fleet"], "256 H200 on 32 hosts"),
         (["experiment=kimi_k2_5_fleet", "--gpu", "b300"], "256 B300 on 32 hosts"),
-        (["experiment=gpu_smoke", "model.path=Qwen3-0.6B"], "1 H100 on 1 host"),
+        (["experiment=gpu_smoke"], "1 H100 on 1 host"),
+        (["experiment=gpu_smoke", "model.path=Qwen3-0.6B", "--gpu", "l4"], "1 L4 on 1 host"),
+        (["experiment=gpu_smoke", "model.path=Qwen3-0.6B", "--gpu-memory", "32"], "1 H100 with 32 GiB on 1 host"),
     ):
         assert cli.main(["plan", *words]) == 0
         assert f"GPUs: {gpus}" in capsys.readouterr().out

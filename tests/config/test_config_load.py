@@ -60,7 +60,7 @@ def group_options() -> list[str]:
 
 @pytest.mark.parametrize("option", group_options())
 def test_every_option_in_configs_fits_the_schema(option):
-    needed = {"env=openenv": ["env.url=http://127.0.0.1:1"], "data=embedded": []}
+    needed = {"env=openenv": ["env.url=http://127.0.0.1:1"], "env=python": ["env.reward=m:f"], "data=embedded": []}
     if option.startswith("data="):
         needed.setdefault(option, ["data.tasks=t.json"])
     model = [] if option.startswith("model=") else ["model=tiny"]

@@ -147,6 +147,7 @@ def test_the_configuration_names_what_there_is():
         "algorithm.group_filter": FILTERS,
         "agent.kind": AGENTS,
         "env.kind": KINDS,
+        "env.reward": (),
         "rollout.renderer": ("auto", "a chat format of a family in megatron_fleet/models"),
         "rollout.engine.transport": ("auto", "a package of megatron_fleet/weight_sync"),
         "model.family": (),

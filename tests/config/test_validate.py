@@ -40,6 +40,19 @@ def test_quickstart_is_accepted():
             ["logging.mlflow.uri='http://[::1'"],
             ["logging.mlflow.uri=http://[::1", "sqlite:///FILE", "http://host:port"],
         ),
+        *(
+            ([f"logging.wandb.project='{name}'", "logging.wandb.mode=offline"], ["logging.wandb.project=", words])
+            for name, words in (
+                ("team/mine", "W&B refuses / in the name of a project; choose another; the team goes to"),
+                ("50%?", "W&B refuses % ? in"),
+                ("x" * 129, "1 to 128 characters"),
+                (" ", "1 to 128 characters"),
+            )
+        ),
+        (
+            ["logging.mlflow.uri=http://h", f"logging.mlflow.experiment={'x' * 501}"],
+            ["logging.mlflow.experiment=", "1 to 500 characters"],
+        ),
         (["env=openenv", "env.url=http://h"], ["data.tasks", "mfleet data export"]),
         (["rollout.episode_timeout_s=60"], ["rollout.engine.request_timeout_s", "rollout.episode_timeout_s"]),
         (

@@ -49,10 +49,14 @@ class Run:
     held: dict[str, set[str]] = field(default_factory=dict)
     environ: dict[str, str] = field(default_factory=dict)
 
+    def command(self) -> list[str]:
+        """Begin of the command line; the arguments of `mfleet` follow."""
+        return [sys.executable, "-m", "megatron_fleet.cli"]
+
     def start(self) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "megatron_fleet.cli", "train", "experiment=quickstart", "--out", str(self.out)]
+        arguments = ("train", "experiment=quickstart", "--out", str(self.out), *SMALL, *self.overrides)
         return subprocess.Popen(
-            [*command, *SMALL, *self.overrides],
+            [*self.command(), *arguments],
             env={**os.environ, "MFLEET_TEST_MARK": self.mark, **PLANTED, **self.environ},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

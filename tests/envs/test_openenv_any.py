@@ -13,7 +13,7 @@ from tool_servers import PIXELS, counter_app, environment, fast_counter_app, gue
 
 from megatron_fleet.config.sections.env import EnvConfig
 from megatron_fleet.data.task import Task
-from megatron_fleet.envs.base import EnvBusy, EnvLost, Image, ToolCall
+from megatron_fleet.envs.base import EnvBusy, EnvLost, EnvRefused, Image, ToolCall
 from megatron_fleet.envs.registry import make_environment
 
 TASK = Task("k1", "Reach three.", "sums", "scored by the environment", data_key="hard", env_variables={"GOAL": 3})
@@ -100,7 +100,9 @@ async def test_the_reward_is_what_the_environment_told(urls, openenv, calls, ans
 @pytest.mark.parametrize("key", ["finish_tool", "verify_tool"])
 async def test_a_misspelt_tool_is_found_at_the_first_reset(urls, key):
     session = environment(urls["counter"], **{key: "submitt"})
-    with pytest.raises(EnvLost, match=rf"env\.openenv\.{key}=submitt: no such tool; the environment has add, .*submit"):
+    with pytest.raises(
+        EnvRefused, match=rf"env\.openenv\.{key}=submitt: no such tool; the environment has add, .*submit"
+    ):
         await session.reset(TASK)
     await session.close()
 
@@ -192,7 +194,7 @@ async def test_a_server_without_a_tool_is_lost(urls):
 
 async def test_asked_for_tools_that_it_does_not_have(urls):
     session = environment(urls["guessing"], interface="mcp")
-    with pytest.raises(EnvLost, match="VALIDATION_ERROR"):
+    with pytest.raises(EnvRefused, match="VALIDATION_ERROR"):
         await session.reset(TASK)
     await session.close()
 

@@ -8,7 +8,7 @@ from waiting import LOOP_TIME, in_simulated_time
 from megatron_fleet.config.sections.env import ProvisioningConfig
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs import provision as module
-from megatron_fleet.envs.base import EnvBusy, EnvLost, Observation, Reward, ToolCall
+from megatron_fleet.envs.base import EnvBusy, EnvLost, EnvRefused, Observation, Reward, ToolCall
 from megatron_fleet.envs.provision import Gate, Limiter, Provisioner, Quarantined
 
 TASK = Task("t", "p", "desk", "")
@@ -89,12 +89,17 @@ async def test_a_busy_server_is_asked_again_and_a_broken_one_is_not():
     await environment.start(TASK)
     assert (await environment.reset(TASK)).content == "p"
     assert environment.metrics["start_retries"] == 2 and busy.calls == 3
-    for failure, reason in ((EnvLost("no image"), "no image"), (KeyError("tools"), "KeyError: 'tools'")):
+    for failure, kind, reason in (
+        (EnvLost("no image"), EnvLost, "no image"),
+        (KeyError("tools"), EnvLost, "KeyError: 'tools'"),
+        (EnvRefused("no desk"), EnvRefused, "no desk"),
+    ):
         broken = Plane(resets=[failure])
         environment = provisioner().environment("desk", broken)
         await environment.start(TASK)
-        with pytest.raises(EnvLost, match=reason):
+        with pytest.raises(EnvLost, match=reason) as raised:
             await environment.reset(TASK)
+        assert type(raised.value) is kind
         assert broken.calls == 1
 
 

@@ -148,6 +148,7 @@ class Rollout:
     def __init__(self, batch: int = 2, seconds: float = 0.0) -> None:
         self.batch, self.seconds, self.broken = batch, seconds, False
         self.took = 0.0
+        self.outcome = Outcome.COMPLETED
         self.requests: list[CollectRequest] = []
         self.batches = 0
 
@@ -160,7 +161,8 @@ class Rollout:
             await asyncio.sleep(self.seconds)
             self.batches += 1
             for spec in collection.take(self.batch):
-                collection.ended(spec, played(spec, float(spec.sample % 2)))
+                reward = float(spec.sample % 2) if self.outcome is Outcome.COMPLETED else None
+                collection.ended(spec, played(spec, reward, self.outcome))
             if on_progress is not None:
                 on_progress(collection.progress())
             if request.budget_s is not None:
@@ -201,6 +203,16 @@ async def test_an_evaluation_plays_both_temperatures_and_tells_its_numbers():
     assert (metrics["eval/all/tasks"], metrics["eval/all/tasks_held_out"]) == (3, 5)
     assert metrics["eval/all/attempts_started"] == 15
     assert metrics["timing/eval"] > 0
+
+
+async def test_an_evaluation_that_cannot_be_played_is_refused_after_its_first_part():
+    rollout = Rollout()
+    rollout.outcome = Outcome.REFUSED
+    with pytest.raises(UserError, match="evaluation: no episode can be played, most often refused"):
+        await evaluator(rollout).play(Shown().phase)
+    assert len(rollout.requests) == 1
+    rollout.outcome = Outcome.ENV_FAILED  # this may pass
+    assert (await evaluator(rollout).play(Shown().phase)).metrics(1.0)["eval/all/tasks_scored"] == 0
 
 
 async def test_a_budget_covers_every_environment_and_is_shared_with_the_greedy_part():

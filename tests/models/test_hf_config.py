@@ -13,6 +13,7 @@ from published_configs import published
 from tiny_configs import FAMILIES, raw_config
 
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.models.architecture import has_no_effect
 from megatron_fleet.models.hf_config import HARMLESS, architecture_of, read_model, text_config, write_config
 from megatron_fleet.models.model import Rope
 from megatron_fleet.models.registry import ARCHITECTURES
@@ -56,7 +57,8 @@ def outcome(raw):
 
 
 def harmless_fields(raw):
-    return HARMLESS | set(architecture_of(raw).ignored)
+    by_kind = {name for name in (*raw, *language(raw)) if has_no_effect(name, "a value")}
+    return HARMLESS | set(architecture_of(raw).ignored) | by_kind
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -182,6 +184,44 @@ def test_unknown_fields_are_refused_by_name(family):
     if text:
         with pytest.raises(UserError, match="hidden_size=4"):
             read_model(raw | {"hidden_size": 4})
+
+
+WRITERS = {
+    "unsloth_fixed": True,
+    "unsloth_version": "2026.4.5",
+    "mergekit_version": "0.1.3",
+    "llamafactory_stage": "sft",
+    "_name_or_path": "/models/base",
+    "_commit_hash": "f00d",
+    "_experts_implementation": "grouped_mm",
+    "think_start_token_id": 7,
+    "image_token_index": 9,
+    "tokenizer_padding_side": "left",
+    "hidden_dropout": 0.1,
+    "classifier_dropout": None,
+    "attn_pdrop": 0.0,
+    "router_z_loss_coef": 0.001,
+    "gradient_checkpointing": False,
+    "an_unknown_object": {},
+    "an_unknown_list": [],
+    "an_unknown_value": None,
+}
+"""Fields as tools write them, and fields without a value."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fields_of_other_writers_change_nothing(family):
+    raw = raw_config(family, "v4")
+    text = ARCHITECTURES[raw["model_type"]].text
+    assert read_model(raw | WRITERS) == read_model(raw)
+    if text:
+        assert read_model(raw | {text: raw[text] | WRITERS}) == read_model(raw)
+
+
+@pytest.mark.parametrize("name", ["version_scale", "unsloth", "dropout_free_window", "token_id_scale", "loss_free"])
+def test_names_that_resemble_a_kind_are_refused(name):
+    with pytest.raises(UserError, match=f"{name}=2.0 is an unknown field"):
+        read_model(raw_config("qwen3", "v4") | {name: 2.0})
 
 
 @pytest.mark.parametrize(

@@ -74,10 +74,11 @@ def test_an_unknown_reward_is_played_again_as_another_attempt_and_then_kept_as_u
     assert result.groups[0].trajectories[0].metrics["attempts_retried"] == 1
 
 
-def test_a_prompt_that_is_too_long_is_not_played_again():
+@pytest.mark.parametrize("outcome", [Outcome.PROMPT_TOO_LONG, Outcome.REFUSED])
+def test_what_would_end_in_the_same_way_is_not_played_again(outcome):
     collection = Collection(request(1, 1), max_retries=3)
     (spec,) = collection.take(9)
-    collection.ended(spec, played(spec, None, Outcome.PROMPT_TOO_LONG))
+    collection.ended(spec, played(spec, None, outcome))
     assert collection.done and collection.accounting == Accounting(started=1, unknown=1)
 
 

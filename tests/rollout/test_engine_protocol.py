@@ -10,7 +10,7 @@ import pytest
 from held_ports import held_ports
 from waiting import HANG_S, until
 
-from megatron_fleet.agents.engine import EngineLost, Generation, SamplingParams
+from megatron_fleet.agents.engine import EngineLost, EngineRefused, Generation, SamplingParams
 from megatron_fleet.cluster import frames, handshake
 from megatron_fleet.rollout import engine_client
 from megatron_fleet.rollout.engine_client import FAR_REQUESTS, _Replica, connect
@@ -193,7 +193,7 @@ async def test_what_waits_for_an_engine_that_was_replaced_is_lost_though_its_con
 async def test_refused_and_lost_are_told_apart():
     async with serving(Echo()) as (_, endpoint):
         pool = connect([endpoint], TOKEN, HANG_S)
-        with pytest.raises(ValueError, match="prompt too long"):
+        with pytest.raises(EngineRefused, match="prompt too long"):
             await pool.generate([1], params(), "a")
         with pytest.raises(EngineLost, match="core died"):
             await pool.generate([2], params(), "a")

@@ -10,7 +10,7 @@ from waiting import LOOP_TIME, in_simulated_time, until
 
 pytest.importorskip("openenv")
 
-from megatron_fleet.agents.engine import EngineLost, Generation
+from megatron_fleet.agents.engine import EngineLost, EngineRefused, Generation
 from megatron_fleet.agents.trajectory import Outcome
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import AgentConfig, EngineConfig, EnvConfig, RolloutConfig, SamplingConfig
@@ -118,6 +118,19 @@ def spec(prompt: str, sample: int = 0) -> EpisodeSpec:
     return EpisodeSpec(task, group=3, sample=sample, step=9, temperature=0.7, seed=11)
 
 
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [(EngineRefused("no"), Outcome.REFUSED), (TypeError("None"), Outcome.REFUSED), (OSError("cut"), Outcome.ABORTED)],
+)
+async def test_what_a_program_raises_will_recur_and_a_lost_connection_may_not(worker, monkeypatch, error, outcome):
+    async def play(spec, environment):
+        raise error
+
+    monkeypatch.setattr(worker.policy, "play", play)
+    (trajectory,) = await worker.run([spec("fine")])
+    assert trajectory.outcome is outcome and trajectory.reward_reason.endswith(f"{type(error).__name__}: {error}")
+
+
 @in_simulated_time
 async def test_one_trajectory_per_spec_in_order_whatever_happens(worker, world, caplog):
     batch = [spec(p, i) for i, p in enumerate(["fine", "ENGINE", "NOENV", "BUG", "fine too"])]
@@ -125,7 +138,7 @@ async def test_one_trajectory_per_spec_in_order_whatever_happens(worker, world, 
     assert [(t.task_key, t.group, t.sample) for t in trajectories] == [(s.task.key, 3, s.sample) for s in batch]
     assert [(t.outcome, t.reward) for t in trajectories] == [
         (Outcome.COMPLETED, 1.0), (Outcome.ABORTED, None), (Outcome.ENV_FAILED, None),
-        (Outcome.ABORTED, None), (Outcome.COMPLETED, 1.0),
+        (Outcome.REFUSED, None), (Outcome.COMPLETED, 1.0),
     ]  # fmt: skip
     assert trajectories[3].reward_reason == "internal error: KeyError: 'a bug'" and "KeyError" in caplog.text
     assert world.opened == world.closed == 5
@@ -204,7 +217,8 @@ async def test_failures_of_a_server_that_was_replaced_are_forgotten(folder, worl
 async def test_a_dead_engine_is_no_fault_of_the_environment(folder, world):
     worker = make_worker(folder, env=EnvConfig(provisioning={"breaker_window": 2, "breaker_threshold": 0.5}))
     for _ in range(3):
-        assert [t.outcome for t in await worker.run([spec("ENGINE"), spec("BUG")])] == [Outcome.ABORTED] * 2
+        played = await worker.run([spec("ENGINE"), spec("BUG")])
+        assert [t.outcome for t in played] == [Outcome.ABORTED, Outcome.REFUSED]
     assert (await worker.run([spec("fine")]))[0].outcome is Outcome.COMPLETED
 
 

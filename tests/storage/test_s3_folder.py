@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
+
 import pytest
 from held_ports import held_ports
+from refusing_proxy import refusing_proxy
 from storage_helpers import fill
 
 from megatron_fleet.config.errors import UserError
@@ -97,6 +101,56 @@ def test_the_store_checks_what_it_receives(module, folder, monkeypatch):
     writer.abort()
     writer.abort()
     assert folder.sizes() == {}
+
+
+@pytest.fixture
+def own_client(module):
+    """Other tests use other clients."""
+    module._connect.cache_clear()
+    yield
+    module._connect.cache_clear()
+
+
+def test_a_store_without_the_new_checksum_headers_is_told_how_and_checks_md5(own_client, module, s3_url, monkeypatch):
+    from botocore.awsrequest import AWSResponse
+    from urllib3 import HTTPResponse
+
+    new = ("x-amz-checksum-crc", "x-amz-checksum-algorithm", "x-amz-sdk-checksum", "x-amz-trailer")
+
+    def old_store(request, **_):
+        if any(name.lower().startswith(new) for name in request.headers):
+            body = io.BytesIO(b"<Error><Code>NotImplemented</Code><Message>A header</Message></Error>")
+            return AWSResponse(request.url, 501, {}, HTTPResponse(body=body, preload_content=False))
+        return None
+
+    def opened():
+        found = open_folder(s3_url)
+        found._client.meta.events.register("before-send.s3", old_store)
+        return found
+
+    for call in (lambda f: f.write("file", b"1"), lambda f: f.create("file", 1)):
+        with pytest.raises(UserError, match="set AWS_REQUEST_CHECKSUM_CALCULATION=when_required, which uses MD5"):
+            call(opened())
+    monkeypatch.setenv("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required")
+    folder = opened()
+    folder.write("small", b"12345")
+    assert folder.write_new("new", b"1") and not folder.write_new("new", b"2")
+    writer = folder.create("large", LEAST_PART + 5)
+    fill(writer, bytes(LEAST_PART) + b"12345")
+    writer.commit()
+    assert folder.read("small") + folder.read("large", LEAST_PART, 5) == b"1234512345"
+    monkeypatch.setattr(module.hashlib, "md5", lambda data, **_: hashlib.sha256(data))
+    with pytest.raises(UserError, match="refuses the PutObject request"):
+        folder.write("damaged", b"12345")
+    folder.clear("small")
+    assert folder.sizes() == {}
+
+
+def test_a_store_nearby_needs_no_proxy(own_client, s3_url):
+    with refusing_proxy() as asked:
+        folder = open_folder(s3_url)
+        folder.write("file", b"12345")
+        assert folder.read("file") == b"12345" and asked == []
 
 
 def test_an_upload_that_another_process_removed_is_told(module, folder):

@@ -179,6 +179,8 @@ def test_an_environment_whose_tool_calls_fail_is_an_alert(config):
     assert raised(config, bad | {"environment/mail/breaker_open": 1.0})[1] == ("outage", "mail")
     off = config.model_copy(update={"logging": load([QUICKSTART, "logging.alerts.tool_error_rate=null"]).logging})
     assert raised(off, bad) == []
+    without_tools = load([QUICKSTART, f"run.out={config.run.out}", "env=python", "env.reward=m:f", "data.tasks=t.json"])
+    assert raised(without_tools, bad) == []
 
 
 def test_a_mismatch_is_an_alert(config):

@@ -79,7 +79,7 @@ def report(tokens: float, **sums: float) -> LossReport:
         "clipped_high",
         "clipped_dual",
     )
-    mismatch = ("mismatch_k1", "mismatch_k3", "mismatch_excess", "mismatch_excess_squared")
+    mismatch = ("mismatch_unknown", "mismatch_k1", "mismatch_k3", "mismatch_excess", "mismatch_excess_squared")
     metrics = {"tokens": tokens, **dict.fromkeys((*names, *mismatch), 0.0), **sums}
     return LossReport(loss=0.5, metrics=metrics, tokens=48, padded_tokens=16)
 

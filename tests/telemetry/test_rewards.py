@@ -1,5 +1,6 @@
 """Reward statistics against brute force and hand-counted prompts."""
 
+import re
 from itertools import combinations
 
 import numpy as np
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fleet.agents.trajectory import Group, Outcome, Trajectory
-from megatron_fleet.telemetry.episodes import why_nothing_is_known
+from megatron_fleet.telemetry.episodes import why_nothing_can_be_known, why_nothing_is_known
 from megatron_fleet.telemetry.rewards import pass_at_k, reward_metrics
 
 
@@ -115,3 +116,32 @@ def test_a_step_without_any_known_reward_says_why():
     assert why(lost, failed, failed) == "verifier_failed: no step gave a reward"
     assert why(failed, (0.0, Outcome.COMPLETED, "")) is None
     assert why() is None
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "lengths", "said"),
+    [
+        (
+            [(None, Outcome.PROMPT_TOO_LONG)] * 2,
+            [1400, 1200],
+            r"^every first prompt is longer than rollout\.max_"
+            r"context=1024 \(the shortest has 1200 tokens\); raise it",
+        ),
+        ([(None, Outcome.PROMPT_TOO_LONG)], [], r"max_context=1024 \(reason\); raise it"),
+        (
+            [(None, Outcome.REFUSED), (None, Outcome.PROMPT_TOO_LONG)],
+            [],
+            "^no episode can be played, .* refused: reason;",
+        ),
+        ([(None, Outcome.REFUSED), (0.0, Outcome.COMPLETED)], [], None),
+        ([(None, Outcome.REFUSED), (None, Outcome.ENV_FAILED)], [], None),
+    ],
+)
+def test_only_what_no_attempt_can_change_ends_a_run(outcomes, lengths, said):
+    trajectories = group(*(reward for reward, _ in outcomes)).trajectories
+    for trajectory, (_, outcome) in zip(trajectories, outcomes, strict=True):
+        trajectory.outcome, trajectory.reward_reason = outcome, "reason"
+    for trajectory, length in zip(trajectories, lengths, strict=False):
+        trajectory.metrics["first_prompt_tokens"] = length
+    found = why_nothing_can_be_known(trajectories, 1024)
+    assert found is None if said is None else re.search(said, found)

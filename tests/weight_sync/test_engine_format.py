@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from folder_source import FolderSource  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 from simulated_trainer import RecordingEngines, SimulatedTrainer  # noqa: E402
 from tiny_models import make, raw_config, stored_tensors  # noqa: E402
 from weight_fixtures import Silence  # noqa: E402
@@ -27,13 +27,18 @@ from megatron_fleet.weight_sync.shm.sender import ShmSender  # noqa: E402
 from megatron_fleet.weights.exchange import AsHeld, FormattedSource  # noqa: E402
 from megatron_fleet.weights.hf_model import open_model  # noqa: E402
 
-QUANTISED = ["deepseek_v3_fp8", "kimi_k2_thinking", "kimi_k25"]
+HALF = "deepseek_v3_fp8_half"
+QUANTISED = ["deepseek_v3_fp8", HALF, "kimi_k2_thinking", "kimi_k25"]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     folder = tmp_path_factory.mktemp("format")
-    return {family: make(family, folder / family) for family in QUANTISED}
+    made = {family: make(family.removesuffix("_half"), folder / family) for family in QUANTISED}
+    for file in made[HALF].glob("*.safetensors"):
+        tensors = load_file(file).items()
+        save_file({n: t.bfloat16() if n.endswith("_scale_inv") else t for n, t in tensors}, file)
+    return made
 
 
 def train(source):
@@ -80,7 +85,7 @@ def test_trained_weights_are_sent_as_the_bytes_that_conversion_writes(folders, f
     train(trained)
     plain, stored = tmp_path / "plain", stored_tensors(folders[family])
     plain.mkdir()
-    config = raw_config(family, "v4")
+    config = raw_config(family.removesuffix("_half"), "v4")
     for part in (config, config.get("text_config", {})):
         part.pop("quantization_config", None)
     (plain / "config.json").write_text(json.dumps(config))

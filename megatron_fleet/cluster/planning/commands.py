@@ -16,9 +16,14 @@ if TYPE_CHECKING:
     from megatron_fleet.config.schema import Config
 
 
+KINDS = ("H100", "H200", "H20", "A100", "B200", "B300", "L4", "A10", "4090", "L40S")
+"""Names in `hardware.GPUS`."""
+
+
 def add_arguments(parser: argparse.ArgumentParser, overrides_help: str) -> None:
     """Add the arguments of ``mfleet plan``."""
-    parser.add_argument("--gpu", metavar="NAME", help="kind of GPU: H100, H200, H20, A100, B200, B300 (cluster.gpu)")
+    parser.add_argument("--gpu", metavar="NAME", help=f"kind of GPU: {', '.join(KINDS)} (cluster.gpu)")
+    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="memory of a GPU that is not among them")
     parser.add_argument("--tokens", type=float, metavar="N", help="mean tokens of an episode (0.3 × max_context)")
     parser.add_argument("--sampled", type=float, metavar="SHARE", help="share of them that is sampled (0.4)")
     parser.add_argument("--turns", type=float, metavar="N", help="mean turns of an episode (20, at most max_turns)")
@@ -59,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--search and --simulate answer different questions; give one of them.")
     config = load(args.overrides)
     validate.check(config)
-    gpu = gpu_of(config, args.gpu)
+    gpu = gpu_of(config, args.gpu, args.gpu_memory)
     workload = Workload.of(config, args.tokens, args.sampled, args.turns, args.tool_seconds, args.accepted)
     if args.search is not None:
         return _search(args, config, gpu, workload)

@@ -135,7 +135,8 @@ KNOWN: Mapping[str, Shape] = {
 def shape_of(path: str) -> tuple[Shape, str]:
     """Return a model's ``config.json`` and where it is from: the folder, or this table by the folder's name.
 
-    The name of a folder or hub repository may go on after that of the model: ``Qwen/Qwen3-8B``, ``Qwen3-8B-64k``.
+    The name of a folder or hub repository may go on after that of the model, and be in any case: ``Qwen/Qwen3-8B``,
+    ``qwen3-8b-64k``.
 
     Raises:
         UserError: the model is neither on this machine nor known.
@@ -143,8 +144,8 @@ def shape_of(path: str) -> tuple[Shape, str]:
     file = Path(path) / "config.json"
     if file.is_file():
         return read_object(file, "fetch the model again"), str(file)
-    name = Path(path).name
-    found = [known for known in KNOWN if f"{name}-".startswith(f"{known}-")]
+    name = Path(path).name.lower()
+    found = [known for known in KNOWN if f"{name}-".startswith(f"{known.lower()}-")]
     if not found:
         raise UserError(
             f"model.path={path}: there is no config.json, and the name is none of the models known without one "

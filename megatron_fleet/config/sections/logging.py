@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from megatron_fleet.config.extension import Open
 from megatron_fleet.config.sections.base import Rule, Section, bucket_problem, url_problem
@@ -22,7 +23,9 @@ class WandbConfig(Section):
     )
     entity: str | None = Field(None, description="Team or user there; none: the key's own.")
     mode: Literal["online", "offline"] = Field(
-        "online", description="offline: written below run.out/wandb, from where `wandb sync` sends it."
+        "online",
+        description="offline: written below run.out/wandb, from where `wandb sync` sends it. Where the key is not set, "
+        "WANDB_MODE=offline sets it.",
     )
     samples: int = Field(
         4,
@@ -31,6 +34,13 @@ class WandbConfig(Section):
         description="Episodes of each step and evaluation that are shown there as a table: prompt, turns, reward, "
         "outcome, environment, task. 0: none.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_mode(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "mode" not in values and os.environ.get("WANDB_MODE") == "offline":
+            return {**values, "mode": "offline"}
+        return values
 
 
 class MlflowConfig(Section):
@@ -112,8 +122,29 @@ class LoggingConfig(Section):
     alerts: AlertsConfig = AlertsConfig()
 
 
+WANDB_CHARACTERS, WANDB_LENGTH = frozenset("/\\#?%:"), 128
+"""Characters that W&B refuses in the name of a project, and the longest one."""
+MLFLOW_LENGTH = 500
+"""MLflow's longest name of an experiment."""
+
+
+def _wandb(c: Config) -> str | None:
+    project = c.logging.wandb.project
+    if project is None:
+        return None
+    key = f"logging.wandb.project={project}"
+    if refused := sorted(WANDB_CHARACTERS & set(project)):
+        instead = "; the team goes to logging.wandb.entity" if refused == ["/"] else ""
+        return f"{key}: W&B refuses {' '.join(refused)} in the name of a project; choose another{instead}."
+    if not project.strip() or len(project) > WANDB_LENGTH:
+        return f"{key}: W&B wants a name of 1 to {WANDB_LENGTH} characters; choose another."
+    return None
+
+
 def _mlflow(c: Config) -> str | None:
-    uri = c.logging.mlflow.uri
+    uri, experiment = c.logging.mlflow.uri, c.logging.mlflow.experiment
+    if uri is not None and (not experiment.strip() or len(experiment) > MLFLOW_LENGTH):
+        return f"logging.mlflow.experiment={experiment}: MLflow wants 1 to {MLFLOW_LENGTH} characters; choose another."
     if uri is None or re.fullmatch(r"sqlite:///.+", uri):
         return None
     instead = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD instead"
@@ -129,4 +160,4 @@ def _slack(c: Config) -> str | None:
     return url_problem("logging.slack.url", c.logging.slack.url)
 
 
-RULES: tuple[Rule, ...] = (_mlflow, _upload, _slack)
+RULES: tuple[Rule, ...] = (_wandb, _mlflow, _upload, _slack)

@@ -57,7 +57,9 @@ def read_value(text: str, start: int) -> tuple[Any, int]:
 
 
 def read_arguments(value: Any) -> dict[str, Any]:
-    """Arguments of a call, given as an object or as a string that holds one. Raises BadCall."""
+    """Arguments of a call, given as an object or as a string that holds one; null or no text: none. Raises BadCall."""
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return {}
     if isinstance(value, str):
         inner = value
         value, end = read_value(inner, 0)

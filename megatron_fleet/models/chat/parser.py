@@ -30,11 +30,11 @@ class ParsedTurn:
 
     Attributes:
         thinking: content of ``<think>``; has no effect.
-        content: text outside thinking and tool calls, stripped.
+        content: text outside thinking and tool calls, without a ``<done>`` at its end, stripped.
         tool_calls: well-formed calls in order.
         errors: one sentence, shown to the policy, for each tool call that could not be read.
-        final_answer: text before ``<done>``; ``None`` without ``<done>`` or if the turn also attempted a tool call,
-            because the policy has not seen that call's result yet.
+        final_answer: text before the ``<done>`` that ends the turn; ``None`` without one, or if the turn also attempted
+            a tool call, because the policy has not seen that call's result yet.
         call_ids: the policy's own id for each of ``tool_calls``; empty if the syntax has none.
     """
 
@@ -68,17 +68,20 @@ class Syntax:
         around: tags between and around calls that have no meaning of their own.
         read: reads the call that follows ``opening`` at an offset of a text, with its closing tag, which may be
             missing at the end of the text (a stop string is stripped). Raises BadCall.
+        begins: pattern of the first characters of a call whose ``opening`` is missing; ``read`` starts there.
     """
 
     opening: str
     closing: str
     read: Callable[[str, int, Tools], WrittenCall]
     around: tuple[str, ...] = ()
+    begins: str = r"(?!)"
 
     @cached_property
     def tag(self) -> re.Pattern[str]:
-        """Pattern of the tags that change the meaning of the text after them."""
-        return _any_of(_THINK, _THOUGHT, self.opening, DONE, *self.around)
+        """Pattern of the tags that change the meaning of the text after them; its group holds ``begins``."""
+        tags = "|".join(map(re.escape, (_THINK, _THOUGHT, self.opening, self.closing, *self.around)))
+        return re.compile(f"{tags}|({self.begins})", re.MULTILINE)
 
     @cached_property
     def edge(self) -> re.Pattern[str]:
@@ -96,6 +99,9 @@ def parse_turn(text: str, syntax: Syntax, tools: Tools = ()) -> ParsedTurn:
     A ``</think>`` without its ``<think>`` makes everything before it thinking (the model continued a block it assumed
     to be open), and an unclosed ``<think>`` extends to the end. Tags inside the arguments of a call are data.
 
+    A call without its opening tag counts if a tool of that name was offered. What only looks like one is an error,
+    unless the turn ends in ``<done>`` or no tools were offered: then it is text.
+
     Args:
         tools: tools that were offered; syntaxes that do not quote strings use their schemas to type the arguments.
     """
@@ -103,7 +109,7 @@ def parse_turn(text: str, syntax: Syntax, tools: Tools = ()) -> ParsedTurn:
     content: list[str] = []
     calls: list[WrittenCall] = []
     errors: list[str] = []
-    answer_parts: int | None = None
+    unopened: list[str] = []  # errors of what may be a call without its opening tag
     tried = 0
     start = continued = 0  # text[:continued] is thinking that was opened before this turn
     while tag := syntax.tag.search(text, start):
@@ -115,9 +121,7 @@ def parse_turn(text: str, syntax: Syntax, tools: Tools = ()) -> ParsedTurn:
             start = len(text) if end < 0 else end + len(_THOUGHT)
         elif tag[0] == _THOUGHT:
             continued = tag.start()
-            thinking, content, calls, errors, answer_parts = [], [], [], [], None
-        elif tag[0] == DONE:
-            answer_parts = len(content) if answer_parts is None else answer_parts
+            thinking, content, calls, errors, unopened = [], [], [], [], []
         elif tag[0] == syntax.opening and len(calls) + len(errors) < MAX_CALLS and tried < MAX_TRIED:
             tried += 1
             start = _read_call(text, start, syntax, tools, calls, errors)
@@ -125,16 +129,49 @@ def parse_turn(text: str, syntax: Syntax, tools: Tools = ()) -> ParsedTurn:
             errors.append(f"Invalid tool call: only the first {MAX_CALLS} of a turn are read.")
             end = text.find(_THOUGHT, start)
             start = len(text) if end < 0 else end
+        elif tag[1] is not None and tools and len(calls) + len(errors) < MAX_CALLS and tried < MAX_TRIED:
+            tried += 1
+            try:
+                calls.append(_read_unopened(text, tag.start(), syntax, tools))
+                start = calls[-1].end
+            except BadCall as e:
+                content.append(tag[0])
+                unopened.append(f"Invalid tool call: {syntax.opening} is missing before it, and {e}.")
+        elif tag[0] not in syntax.around:
+            if tag[0] == syntax.closing and tools and content[-1].strip():
+                unopened.append(f"Invalid tool call: {syntax.opening} is missing before {syntax.closing}.")
+            content.append(tag[0])
     content.append(text[start:])
-    done = answer_parts is not None and not calls and not errors
+    said = "".join(content).strip()
+    answer = _before_done(said)
+    done = len(answer) < len(said) and not calls and not errors
     return ParsedTurn(
         thinking="\n".join(t.strip() for t in (text[:continued], *thinking) if t.strip()),
-        content="".join(content).strip(),
+        content=answer,
         tool_calls=tuple(c.call for c in calls),
-        errors=tuple(errors),
-        final_answer="".join(content[:answer_parts]).strip() if done else None,
+        errors=(*errors, *(() if done else unopened[:1])),
+        final_answer=answer if done else None,
         call_ids=tuple(c.call_id for c in calls),
     )
+
+
+def _read_unopened(text: str, start: int, syntax: Syntax, tools: Tools) -> WrittenCall:
+    """Read the call at ``start``, which has no opening tag. Raises BadCall, also for a tool that was not offered."""
+    written = syntax.read(text, start, tools)
+    functions = [tool.get("function") for tool in tools]
+    if not any(isinstance(f, Mapping) and f.get("name") == written.call.name for f in functions):
+        raise BadCall(f"there is no tool {written.call.name!r}")
+    return written
+
+
+def _before_done(text: str) -> str:
+    """Return ``text`` without every ``<done>`` at its end, and the space before them."""
+    end = len(text)
+    while text.endswith(DONE, 0, end):
+        end -= len(DONE)
+        while end and text[end - 1].isspace():
+            end -= 1
+    return text[:end]
 
 
 def _read_call(text: str, start: int, syntax: Syntax, tools: Tools, calls: list[WrittenCall], errors: list[str]) -> int:

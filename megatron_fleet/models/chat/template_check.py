@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.envs.base import Image, ToolCall
-from megatron_fleet.models.chat.detection import make_format, read_template
+from megatron_fleet.models.chat.detection import detect, make_format, read_template
 from megatron_fleet.models.chat.format import ChatFormat, Spoken
 from megatron_fleet.models.chat.renderer import ToolResult
 from megatron_fleet.models.chat.template_process import render
@@ -50,8 +50,9 @@ def check_template(folder: str | Path, thinking: bool) -> None:
     Raises:
         UserError: no renderer matches, the template cannot be used, or the texts differ; shows the first difference.
     """
-    chat = make_format(folder, Tokenizer(folder), thinking)
-    template = read_template(folder)
+    tokenizer, template = Tokenizer(folder), read_template(folder)
+    name = detect(folder, tokenizer, template)
+    chat = make_format(folder, tokenizer, thinking, name)
     if template is None:
         return
     talks = list(_examples(thinking, read_vision(folder) is not None))
@@ -59,23 +60,26 @@ def check_template(folder: str | Path, thinking: bool) -> None:
         texts = render_template(template, chat, talks)
     except ValueError as e:
         raise UserError(
-            f"{folder}: its chat template cannot be rendered ({e}); repair it, or set rollout.renderer to the "
-            f"model's format to leave the template unread."
+            f"{folder}: its chat template cannot be rendered ({e}); repair it, or set rollout.renderer={name} to leave "
+            f"it unread if the model was trained in that format."
         ) from None
     for talk, theirs in zip(talks, texts, strict=True):
         ours = written(chat, talk)
         if ours != theirs:
-            raise UserError(f"{folder}: {difference(ours, theirs)}")
+            raise UserError(
+                f"{folder}: {difference(ours, theirs)}; if the model was trained as ours, set rollout.renderer={name} "
+                f"to leave the template unread; if as the template says, give a renderer of your own "
+                f"(rollout.renderer=package.module:name)."
+            )
 
 
 def difference(ours: str, theirs: str) -> str:
-    """Describe the first difference between two unequal texts, with the fix."""
+    """Describe the first difference between two unequal texts."""
     at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
     shown = slice(max(0, at - _BEFORE), max(0, at - _BEFORE) + _SHOWN)
     return (
         f"our renderer and the model's chat template differ from character {at} on: ours {ours[shown]!r}, "
-        f"the template {theirs[shown]!r}; set rollout.renderer to the format that the model was trained "
-        f"with to leave the template unread."
+        f"the template {theirs[shown]!r}"
     )
 
 

@@ -44,11 +44,21 @@ def render(template: str, variables: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def main() -> None:
     """Serve one ``render`` request."""
-    from jinja2.ext import loopcontrols
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.nodes import Node
+    from jinja2.parser import Parser
     from jinja2.sandbox import SandboxedEnvironment
 
+    class Generation(Extension):
+        """``{% generation %}``, by which templates of other trainers mark the model's own text: renders its body."""
+
+        def parse(self, parser: Parser) -> list[Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    Generation.tags = {"generation"}
     asked = json.load(sys.stdin)
-    environment = SandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment = SandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = datetime(2025, 1, 1).strftime

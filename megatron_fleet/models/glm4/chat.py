@@ -64,7 +64,7 @@ def _read(text: str, start: int, tools: Tools) -> WrittenCall:
     return WrittenCall(ToolCall(name[1], arguments), "", closing.end())
 
 
-GLM = Syntax("<tool_call>", "</tool_call>", _read)
+GLM = Syntax("<tool_call>", "</tool_call>", _read, begins=r"^[^\s<]{1,200}\s{0,8}<arg_key>")
 
 
 class Glm:

@@ -27,6 +27,7 @@ Version = Literal["k2", "k2-thinking", "k2.5"]
 _mark = marker(TOKENS.control + TOKENS.tags)
 _HEAD = re.compile(r"([^<]*)" + re.escape(ARGUMENTS_BEGIN))
 _CLOSE = re.compile(re.escape(CALL_END) + rf"|(?={re.escape(SECTION_END)})|\Z")
+_EMPTY = re.compile(rf"\s*(?={re.escape(CALL_END)})")
 _ID = re.compile(r"(?:functions\.)?(.*?)(?::\d+)?", re.DOTALL)
 
 
@@ -39,7 +40,8 @@ def _read(text: str, start: int, tools: Tools) -> WrittenCall:
     name = _ID.fullmatch(call_id)[1].strip()  # type: ignore[index]  # the pattern matches any text
     if not name:
         raise BadCall("the call's id must be functions.NAME:NUMBER")
-    value, end = read_value(text, head.end())
+    empty = _EMPTY.match(text, head.end())
+    value, end = (None, empty.end()) if empty else read_value(text, head.end())
     close = _CLOSE.match(text, end)
     if close is None:
         raise BadCall(f"there is text between the JSON object and {CALL_END}")
@@ -48,7 +50,9 @@ def _read(text: str, start: int, tools: Tools) -> WrittenCall:
     return WrittenCall(ToolCall(name, arguments), call_id, close.end())
 
 
-KIMI = Syntax(CALL_BEGIN, CALL_END, _read, around=(SECTION_BEGIN, SECTION_END))
+_BEGINS = r"functions\.[^<\s]{1,200}\s{0,8}" + re.escape(ARGUMENTS_BEGIN)
+
+KIMI = Syntax(CALL_BEGIN, CALL_END, _read, around=(SECTION_BEGIN, SECTION_END), begins=_BEGINS)
 
 
 class Kimi:

@@ -14,8 +14,7 @@ K25 = replace(
     passthrough=(*DEEPSEEK_V3.passthrough, r"vision_tower\..+", r"mm_projector\..+"),
     ignored=(
         *DEEPSEEK_V3.ignored,
-        *("vision_config", "media_placeholder_token_id", "use_unified_vision_chunk", "video_placeholder"),
-        *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "ignore_index"),
+        *("vision_config", "use_unified_vision_chunk", "video_placeholder", "ignore_index"),
         *("projection_hidden_size", "projection_layer_norm_eps"),
     ),
 )

@@ -158,7 +158,9 @@ def _read(text: str, start: int, tools: Tools) -> WrittenCall:
     return WrittenCall(ToolCall(name.strip(), arguments), "", close.end())
 
 
-HERMES = Syntax("<tool_call>", "</tool_call>", _read)
+_BEGINS = r'^[ \t]*\{\s*"name"\s*:\s*"[^"\n]*"\s*,\s*"arguments"\s*:'
+
+HERMES = Syntax("<tool_call>", "</tool_call>", _read, begins=_BEGINS)
 """A JSON object in ``<tool_call>``, as in Hermes."""
 
 

@@ -74,10 +74,7 @@ VISION = replace(
     text="text_config",
     body="model.language_model.",
     passthrough=(*DENSE.passthrough, r"model\.visual\..+"),
-    ignored=(
-        *DENSE.ignored,
-        *("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
-    ),
+    ignored=(*DENSE.ignored, "vision_config"),
 )
 """Qwen3-VL, dense: the vision tower passes through. On text alone the three axes of its rotary embedding have equal
 positions, so it is equivalent to Qwen3."""

@@ -79,7 +79,7 @@ def _read(text: str, start: int, tools: Tools) -> WrittenCall:
     return WrittenCall(ToolCall(name, arguments), "", closing.end())
 
 
-QWEN3_5 = Syntax("<tool_call>", "</tool_call>", _read)
+QWEN3_5 = Syntax("<tool_call>", "</tool_call>", _read, begins=r"^[ \t]*<function=")
 
 
 class Qwen35:

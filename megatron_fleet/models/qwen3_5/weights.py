@@ -74,13 +74,12 @@ EXPERT = replace(
 
 
 def _with_vision(text: Architecture, model_type: str) -> Architecture:
-    ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     return replace(
         text,
         model_types=(model_type,),
         text="text_config",
         body="model.language_model.",
-        ignored=(*text.ignored, "vision_config", *ids),
+        ignored=(*text.ignored, "vision_config"),
     )
 
 

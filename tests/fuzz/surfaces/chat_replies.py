@@ -18,7 +18,7 @@ from fuzz.engine import Surface
 from fuzz.trees import bytes_of, received, value_of
 
 from megatron_fleet.agents.chat_client import ChatClient, ChatParams, RequestRefused, Unanswered
-from megatron_fleet.agents.chat_turn import read_turn
+from megatron_fleet.agents.chat_turn import ToolNames, read_turn
 from megatron_fleet.config.sections.evaluation import EndpointConfig
 
 URL = "http://endpoint/v1"
@@ -90,7 +90,7 @@ async def _asked(response: httpx.Response, messages: list[dict[str, Any]], tools
     assert isinstance(told.finish_reason, str)
     for count in () if told.usage is None else (told.usage.prompt, told.usage.completion, told.usage.reasoning):
         assert 0 <= float(count) < math.inf
-    turn = read_turn(told.message, 1, return_reasoning=True)
+    turn = read_turn(told.message, 1, return_reasoning=True, names=ToolNames(()))
     refused = [{"role": "tool", "tool_call_id": i, "content": "no"} for i in turn.error_ids]
     again = [{"role": "user", "content": "find it"}, turn.message, *refused]
     await client.ask(again, (), ChatParams(0.5, 100))

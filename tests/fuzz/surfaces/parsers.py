@@ -9,7 +9,7 @@ from typing import Any
 from fuzz.engine import Surface
 from fuzz.trees import received
 
-from megatron_fleet.agents.chat_turn import read_turn
+from megatron_fleet.agents.chat_turn import ToolNames, read_turn
 from megatron_fleet.models.chat.parser import MAX_CALLS, ParsedTurn, parse_turn
 from megatron_fleet.models.glm4.chat import GLM
 from megatron_fleet.models.kimi.chat import KIMI
@@ -47,7 +47,7 @@ def check(tree: Any, folder: Path) -> bool:
     tree = tree if isinstance(tree, dict) else {}
     message = tree.get("message")
     if isinstance(message, dict):
-        turn = read_turn(message, 3, return_reasoning=True)
+        turn = read_turn(message, 3, return_reasoning=True, names=ToolNames(()))
         _check(turn.parsed)
         json.dumps(turn.message)
         told = turn.message.get("tool_calls") or []

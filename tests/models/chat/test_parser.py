@@ -55,10 +55,21 @@ def test_unclosed_thinking_swallows_the_rest():
     assert turn.thinking.startswith("never ends")
 
 
-def test_final_answer_is_the_text_before_the_first_done():
-    assert parse_turn("<think>x</think>The answer\nis 42. <done> bye <done>").final_answer == "The answer\nis 42."
+def test_final_answer_is_the_text_before_the_done_that_ends_the_turn():
+    assert parse_turn("<think>x</think>The answer\nis 42. <done>\n").final_answer == "The answer\nis 42."
+    assert parse_turn("I end with <done>: 42 <done> <done>").final_answer == "I end with <done>: 42"
     assert parse_turn("<done>").final_answer == ""
     assert parse_turn("42").final_answer is None
+    assert parse_turn("42" + "<done>" * 100_000).final_answer == "42"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["I am to write <done> when finished. I search first.", "The end is `<done>`", "42 <done>.", "42 <done> bye"],
+)
+def test_done_within_the_text_is_text(text):
+    turn = parse_turn(text)
+    assert turn.final_answer is None and turn.content == text
 
 
 @pytest.mark.parametrize(
@@ -82,9 +93,11 @@ def test_tags_inside_the_json_of_a_call_are_data():
         '\n```json\n{"name": "a", "arguments": {}}\n```\n',
         '```{"name": "a", "arguments": {}}```',
         '{"name": " a ", "arguments": "{}"}',
+        '{"name": "a", "arguments": null}',
+        '{"name": "a", "arguments": " "}',
     ],
 )
-def test_code_fences_and_arguments_as_a_json_string_are_read(body):
+def test_code_fences_arguments_as_a_json_string_and_none_are_read(body):
     assert parse_turn(call(body)).tool_calls == (CALL_A,)
 
 
@@ -104,7 +117,6 @@ def test_a_call_whose_closing_tag_is_missing_at_the_end_is_read():
         ('{"name": "a"}', '"arguments" is missing'),
         ('{"name": "a", "parameters": {"x": 1}}', '"arguments" is missing'),
         ('{"name": "a", "arguments": [1]}', "must be a JSON object"),
-        ('{"name": "a", "arguments": null}', "must be a JSON object"),
         ('{"name": "a", "arguments": "x"}', "malformed"),
         ('{"name": "a", "arguments": {"x": 1, "x": 2}}', "appears twice"),
         ('{"name": "a", "arguments": {"x": NaN}}', "NaN is not JSON"),

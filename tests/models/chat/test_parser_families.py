@@ -12,6 +12,7 @@ from megatron_fleet.models.chat.format import Spoken
 from megatron_fleet.models.chat.parser import MAX_CALLS, parse_turn
 from megatron_fleet.models.glm4.chat import GLM
 from megatron_fleet.models.kimi.chat import KIMI
+from megatron_fleet.models.qwen3.chat import HERMES
 from megatron_fleet.models.qwen3_5.chat import QWEN3_5
 
 PLAIN = {"q": "open"}
@@ -85,6 +86,57 @@ def test_the_closing_tag_may_be_missing_at_the_end_of_the_text():
         assert parse_turn(text, KIMI).content == ""
 
 
+def test_empty_arguments_are_none():
+    for body in ("", " ", "null", '""'):
+        assert parse_turn(section(kimi(body)), KIMI).tool_calls == (ToolCall("f", {}),)
+
+
+UNOPENED = {
+    "glm": (GLM, A_CALL["glm"]),
+    "kimi": (KIMI, kimi()),
+    "qwen": (QWEN3_5, A_CALL["qwen"]),
+    "hermes": (HERMES, '<tool_call>\n{"name": "f", "arguments": {"q": "open"}}\n</tool_call>'),
+}
+"""Syntax and a good call."""
+OFFERED = tools(q="string")
+
+
+@pytest.fixture(params=list(UNOPENED))
+def unopened(request):
+    """(syntax, a good call without its opening tag)"""
+    syntax, call = UNOPENED[request.param]
+    return syntax, call.removeprefix(syntax.opening).strip()
+
+
+def test_a_call_without_its_opening_tag_is_a_call(unopened):
+    syntax, call = unopened
+    for text in (call, call.removesuffix(syntax.closing), f"{call}\n{call}"):
+        turn = parse_turn("<think>plan</think>I look.\n\n" + text, syntax, OFFERED)
+        assert turn.tool_calls == (ToolCall("f", PLAIN),) * text.count("open") and turn.errors == ()
+        assert turn.content == "I look."
+    assert parse_turn(f"{call}</think>42<done>", syntax, OFFERED).final_answer == "42"
+
+
+def test_what_may_be_a_call_without_its_opening_tag_says_what_is_missing(unopened):
+    syntax, call = unopened
+    other = [{"type": "function", "function": {"name": "g"}}]
+    for text, offered, reason in (
+        (call.replace("open", "\ud800"), OFFERED, "before it, and a string holds half of a surrogate pair."),
+        (call, other, "before it, and there is no tool 'f'."),
+        (f"f\n{syntax.closing}", OFFERED, f"before {syntax.closing}."),
+    ):
+        turn = parse_turn(text, syntax, offered)
+        assert turn.tool_calls == () and turn.final_answer is None
+        assert turn.errors == (f"Invalid tool call: {syntax.opening} is missing {reason}",)
+        assert parse_turn(text + " <done>", syntax, offered).final_answer == text  # an answer says what it is
+        assert parse_turn(text, syntax).errors == ()  # without tools nothing is a call
+
+
+def test_a_second_closing_tag_is_no_second_call(family):
+    syntax, call = family
+    assert parse_turn(call + syntax.closing, syntax, OFFERED).errors == ()
+
+
 def test_a_call_cut_off_in_its_arguments_is_an_error():
     assert (
         "is not closed with </arg_value>" in parse_turn(glm("f", ("q", "open")).split("</arg_value>")[0], GLM).errors[0]
@@ -133,7 +185,6 @@ def test_a_qwen_call_that_cannot_be_read_says_why_and_the_next_one_counts(text, 
     ("text", "sentence"),
     [
         (kimi("[1]"), "must be a JSON object"),
-        (kimi(""), "malformed"),
         (kimi('{"x": 1, "x": 2}'), "appears twice"),
         (kimi('{"x": NaN}'), "NaN is not JSON"),
         (kimi('{"x": ' + "9" * 5000 + "}"), "too large"),

@@ -41,6 +41,22 @@ def test_any_difference_is_refused_and_shown(folder, old, new):
     assert "rollout.renderer" in said and "\n" not in said
 
 
+@pytest.mark.parametrize("thinking", [False, True])
+def test_marks_of_what_is_trained_on_change_nothing(folder, thinking):
+    """TRL and others mark the policy's own text so."""
+    opening = "{{- '<|im_start|>assistant\\n' }}\n        {%- if loop.index0"
+    closing = "{{- calls(m, content) + '<|im_end|>\\n' }}"
+    assert opening in QWEN3_CHAT_TEMPLATE and closing in QWEN3_CHAT_TEMPLATE
+    marked = QWEN3_CHAT_TEMPLATE.replace(
+        opening, opening.replace("{%- if", "{%- generation %}\n        {%- if")
+    ).replace(closing, closing + "\n        {%- endgeneration %}")
+    (folder / "chat_template.jinja").write_text(marked)
+    check_template(folder, thinking)
+    (folder / "chat_template.jinja").write_text(marked.replace("call one or more functions", "call functions"))
+    with pytest.raises(UserError, match="differ from character"):
+        check_template(folder, thinking)
+
+
 def test_where_the_texts_part_is_shown_from_both_sides(folder):
     (folder / "chat_template.jinja").write_text(QWEN3_CHAT_TEMPLATE.replace("'<|im_end|>\\n' }}", "'<|im_END|>\\n' }}"))
     with pytest.raises(UserError) as refused:
