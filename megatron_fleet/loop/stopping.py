@@ -75,6 +75,7 @@ async def until_stopped(
     def stop(name: str, status: int, gently: bool) -> None:
         received.append((name, status, gently))
         if len(received) > 1 and status > 1:
+            say(f"mfleet: ended at once by another {name}.", sys.stderr)
             os._exit(status)  # child processes end with this one
         request.ask(name)
         if not gently or not request.heeded:

@@ -52,8 +52,8 @@ def test_the_second_signal_ends_it_at_once(tmp_path):
     process.send_signal(signal.SIGINT)
     wait_until((tmp_path / "closing").exists)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=HANG_S)
-    assert process.returncode == 130
+    _, errors = process.communicate(timeout=HANG_S)
+    assert process.returncode == 130 and errors == "mfleet: ended at once by another Ctrl-C.\n"
     assert not (tmp_path / "closed").exists()
 
 
