@@ -37,7 +37,8 @@ async def main(config: Config) -> None:
                 await trainer.forward_backward(make_batch(), LossSpec.of(config.algorithm))
                 await trainer.optim_step(AdamParams(1e-3))
                 after = await total(trainer)
-                assert await saves.begin(step + 1, {"step": step + 1})
+                assert await saves.copy(step + 1)
+                saves.commit({"step": step + 1})
                 await saves.finish()
                 apart = trainer.info.hosts_apart
     left = sorted(path.name for path in Path(config.run.out, "checkpoints").iterdir())

@@ -85,11 +85,15 @@ def test_a_disk_that_fills_up_while_ranks_write(disk, tmp_path, caplog):
             def saves(on_failure: str) -> Saves:
                 return Saves(CheckpointConfig(on_failure=on_failure), trainer, Checkpoints(folder, keep=5), None)
 
+            async def begin(saves: Saves, step: int) -> None:
+                assert await saves.copy(step)
+                saves.commit({"step": step})
+
             goes_on = saves("continue")
-            assert await goes_on.begin(1, {"step": 1})
+            await begin(goes_on, 1)
             await goes_on.finish()
             trainer.copy_state = copy
-            await goes_on.begin(2, {"step": 2})
+            await begin(goes_on, 2)
             await step()  # is trained meanwhile
             await goes_on.finish()
             assert goes_on.failed == 1 and goes_on.saved_step == 1
@@ -97,13 +101,13 @@ def test_a_disk_that_fills_up_while_ranks_write(disk, tmp_path, caplog):
             assert whole(folder) == [1]
             hogs[-1].unlink()
             stops = saves("stop")
-            await stops.begin(3, {"step": 3})
+            await begin(stops, 3)
             with pytest.raises(UserError, match=r"^step 3 has no checkpoint: .*No space left.*on_failure=continue\.$"):
                 await stops.finish()
             assert whole(folder) == [1]
             hogs[-1].unlink()
             trainer.copy_state = copy_state
-            assert await goes_on.begin(4, {"step": 4})
+            await begin(goes_on, 4)
             await goes_on.finish()
             assert whole(folder) == [1, 4]
             await trainer.load_state(folder / "step_000001")
