@@ -8,11 +8,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 
 def describe() -> dict[str, Any]:
     """Processor, cores, load of the last quarter of an hour, GPU when there is one, and the versions that matter."""
+    import torch  # tests of some benchmarks' functions run without it
+
     model = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("model name\t: ")[2].splitlines()
     return {
         "cpu": model[0] if model else platform.machine(),
