@@ -145,6 +145,7 @@ def test_a_function_of_other_arguments_is_refused_before_a_run(env):
     ],
 )
 def test_a_configuration_without_the_function_is_refused(overrides, words):
+    pytest.importorskip("hydra")
     with pytest.raises(UserError) as refused:
         validate.check(load(["model=tiny", "data.tasks=t.json", *overrides]))
     assert words in str(refused.value)
