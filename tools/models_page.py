@@ -41,10 +41,29 @@ TAIL = """
   as it is. Multi-token prediction layers are kept and not trained.
 * **LoRA**: `policy.lora.rank` above 0 trains adapters alone; `policy.lora.targets` says of which layers. A checkpoint
   holds only them; `hf/` is the merged model, see [precision and memory](precision.md).
-* **chat format**: runs and evaluations with engines need one, and choose it by the tokenizer's
-  template (`rollout.renderer`). Without one a model is converted and evaluated behind an endpoint, but not trained.
+* **chat format**: runs and evaluations with engines need one (`rollout.renderer`), and
+  [choose it](#chat-templates) by the model's chat template. Without one a model is converted and evaluated behind an
+  endpoint, but not trained.
 * **images**: `mfleet eval` shows an environment's images to the model; training refuses such tasks
   ([images](../understand/images.md)).
+
+## Chat templates
+
+The template that counts is the one that transformers takes for tools: `additional_chat_templates/tool_use.jinja`, then
+`chat_template.jinja`, then `tokenizer_config.json` (of several, `tool_use` before `default`); `chat_template.json`, a
+file of vision processors, only where there is no other. It is rendered with a few conversations, and a run starts only
+if the texts are those of the chat format, character for character: comments, blanks inside tags and a system text for
+conversations without one make no difference. `rollout.renderer=FORMAT` leaves the template unread; a
+[format of your own](../understand/adding-an-architecture.md) is for what no format here writes.
+
+| template of | outcome |
+|---|---|
+| Qwen3-Instruct-2507, Qwen3-VL-Instruct | `qwen3-instruct` |
+| Qwen3-Thinking-2507, whose turns begin inside `<think>` | `qwen3-thinking`, with `rollout.thinking=true` only |
+| Qwen3.8 | `qwen3.5`, at its medium reasoning effort (the one without a text about effort) |
+| trainers, with their marks and with thinking kept in every turn (TRL) | the format of the model |
+| Qwen3-Coder (tools in XML), Qwen2.5-VL and ChatML (no tools) | refused: take another release |
+| none, as in the folders of some base models | the format of the family, with a warning: the model has never seen it |
 
 Which of them fits on one GPU: [one GPU](one-gpu.md#which-model-fits). Layouts for more: `mfleet plan --search N`,
 [planning](planning.md). A family that is not here: [adding a model family](../understand/adding-an-architecture.md).

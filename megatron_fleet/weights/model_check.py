@@ -211,7 +211,7 @@ def _tell_contradictions(folder: str, ours: set[int], theirs: set[int]) -> None:
     Args:
         ours, theirs: ids that end a turn by config.json and by generation_config.json.
     """
-    from megatron_fleet.models.chat.detection import read_template
+    from megatron_fleet.models.chat.detection import read_templates
 
     if ours and theirs and not ours & theirs:
         log.warning(
@@ -221,12 +221,10 @@ def _tell_contradictions(folder: str, ours: set[int], theirs: set[int]) -> None:
             sorted(ours),
             sorted(theirs),
         )
-    path = Path(folder, "tokenizer_config.json")
-    other = read_object(path, "fetch the model again").get("chat_template") if path.is_file() else None
-    if isinstance(other, str) and other != read_template(folder):
-        log.warning(
-            "%s: chat_template.jinja is taken, which differs from the template in tokenizer_config.json", folder
-        )
+    (taken, template), *others = [*read_templates(folder)] or [("", "")]
+    for name, other in others:
+        if other != template:
+            log.warning("%s: the chat template in %s is taken, which differs from that in %s", folder, taken, name)
 
 
 def check_resumed(config: Config, model: HfModel) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.extension import is_path, load
@@ -17,6 +18,7 @@ from megatron_fleet.models.images import Vision, read_vision
 from megatron_fleet.models.registry import OWN_FAMILIES, family_modules
 
 AUTO = "auto"
+_T = TypeVar("_T")
 
 FORMATS: Mapping[str, NamedFormat] = MappingProxyType(
     {name: chat for module in family_modules("chat") for name, chat in module.FORMATS.items()}
@@ -79,7 +81,7 @@ def make_format(folder: str | Path, tokenizer: Tokenizer, thinking: bool, name: 
             f"rollout.thinking={str(thinking).lower()}: models of the format {found} "
             f"{'do not think' if thinking else 'always think'}; set it to {str(not thinking).lower()}."
         )
-    return named.make(thinking, template)
+    return named.make(thinking, _without_comments(template))
 
 
 def detect(folder: str | Path, tokenizer: Tokenizer, template: str | None) -> str:
@@ -88,37 +90,92 @@ def detect(folder: str | Path, tokenizer: Tokenizer, template: str | None) -> st
     Without a template the folder's config.json decides. Raises UserError if nothing matches.
     """
     model_type = str(_json(Path(folder) / "config.json").get("model_type"))
+    template = _without_comments(template)
     asked = ModelFolder(model_type, template, tokenizer.special.__contains__)
     recognisers = [family.recognise for family in OWN_FAMILIES.values()]
     recognisers += [module.recognise for module in family_modules("chat")]
     found = next((name for recognise in recognisers if (name := recognise(asked)) is not None), None)
-    if found is None:
+    if found is not None:
+        return found
+    names = [name for name, _ in fitting(tokenizer)]
+    if not names:
         raise UserError(
-            f"{folder}: its tokenizer and chat template are of none of the formats {', '.join(_formats())}; set "
-            f"rollout.renderer to the format that the model was trained with, or choose another model."
+            f"{folder}: its tokenizer lacks control tokens of each of the formats {', '.join(_formats())}; choose "
+            f"another model, or give a renderer of your own (rollout.renderer=package.module:name)."
         )
-    return found
+    if template is None:
+        raise UserError(
+            f"{folder}: it has no chat template, and model_type={model_type} does not decide between the formats of "
+            f"its tokenizer, {', '.join(names)}; set rollout.renderer to the one that the model was trained with."
+        )
+    what = "writes tools or calls as none of the formats here does" if "tools" in template else "writes no tools"
+    raise UserError(
+        f"{folder}: its chat template {what}. rollout.renderer={' or '.join(names)} would leave it unread and train "
+        f"the model in a format that it may never have seen; choose another release of the model, or give a renderer "
+        f"of your own (rollout.renderer=package.module:name)."
+    )
+
+
+def fitting(tokenizer: Tokenizer) -> list[tuple[str, NamedFormat]]:
+    """List the formats whose control tokens ``tokenizer`` has, with their names."""
+    return [
+        (name, chat) for name, chat in _formats().items() if all(t in tokenizer.special for t in chat.tokens.control)
+    ]
 
 
 def read_template(folder: str | Path) -> str | None:
-    """Read the model's chat template, the one for tools if there are several; ``None`` if there is none."""
-    path = Path(folder) / "chat_template.jinja"
-    if path.is_file():
+    """Read the model's chat template, the one for tools if there are several; ``None`` if there is none.
+
+    Raises:
+        UserError: a file cannot be read, or none of several templates is the one for tools or the default.
+    """
+    return next((text for _, text in read_templates(folder)), None)
+
+
+def read_templates(folder: str | Path) -> Iterator[tuple[str, str]]:
+    """Read the chat templates of all files that can hold one: file and template, first the one that counts.
+
+    The order is that of transformers: ``chat_template.jinja`` and ``additional_chat_templates`` before
+    ``tokenizer_config.json``; then ``chat_template.json``, which only the processors of vision models read.
+    """
+    folder = Path(folder)
+    paths = {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
+    if (default := folder / "chat_template.jinja").is_file():
+        paths["default"] = default
+    if path := _choose(paths, folder):
         try:
-            return read_file(path).decode()
+            yield str(path.relative_to(folder)), read_file(path).decode()
         except UnicodeDecodeError as error:
             raise UserError(f"{path}: byte {error.start}: not UTF-8 text; fetch the model again.") from None
-    path = Path(folder) / "tokenizer_config.json"
-    found = _json(path).get("chat_template")
-    if isinstance(found, list):
-        try:
-            named = {str(template["name"]): template["template"] for template in found}
-        except (TypeError, KeyError):
-            raise UserError(
-                f"{path}: chat_template: not a list of names and templates; fetch the model again."
-            ) from None
-        found = named.get("tool_use", named.get("default"))
-    return found if isinstance(found, str) else None
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        path = folder / name
+        found = _json(path).get("chat_template")
+        if isinstance(found, list):
+            try:
+                found = {str(template["name"]): template["template"] for template in found}
+            except (TypeError, KeyError):
+                raise UserError(
+                    f"{path}: chat_template: not a list of names and templates; fetch the model again."
+                ) from None
+        if isinstance(found, dict):
+            found = _choose(found, path)
+        if isinstance(found, str):
+            yield name, found
+
+
+def _choose(named: Mapping[str, _T], where: Path) -> _T | None:
+    """Return the template for tools, or the default one, of several; ``None`` if there are none."""
+    if named and not named.keys() & {"tool_use", "default"}:
+        raise UserError(
+            f"{where}: none of its chat templates {', '.join(named)} is named tool_use or default; rename the one that "
+            f"the model was trained with."
+        )
+    return named.get("tool_use", named.get("default"))
+
+
+def _without_comments(template: str | None) -> str | None:
+    """Remove comments, in which other trainers say what a template does not have."""
+    return template and re.sub(r"\{#.*?#\}", "", template, flags=re.DOTALL)
 
 
 def _json(path: Path) -> dict[str, Any]:

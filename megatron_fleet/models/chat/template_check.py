@@ -7,6 +7,7 @@ in ``renderer.py``).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +15,14 @@ from typing import Any
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.envs.base import Image, ToolCall
-from megatron_fleet.models.chat.detection import detect, make_format, read_template
+from megatron_fleet.models.chat.detection import detect, fitting, make_format, read_template
 from megatron_fleet.models.chat.format import ChatFormat, Spoken
 from megatron_fleet.models.chat.renderer import ToolResult
 from megatron_fleet.models.chat.template_process import render
 from megatron_fleet.models.chat.tokenizer import Tokenizer
 from megatron_fleet.models.images import around, read_vision
+
+log = logging.getLogger(__name__)
 
 _BEFORE, _SHOWN = 20, 80
 """Characters shown before the first difference, and in total."""
@@ -45,7 +48,9 @@ class Dialogue:
 
 
 def check_template(folder: str | Path, thinking: bool) -> None:
-    """Compare the renderer that ``auto`` selects for ``folder`` with the folder's chat template, if it has one.
+    """Compare the renderer that ``auto`` selects for ``folder`` with the folder's chat template.
+
+    Warns if there is no template to compare with.
 
     Raises:
         UserError: no renderer matches, the template cannot be used, or the texts differ; shows the first difference.
@@ -54,23 +59,61 @@ def check_template(folder: str | Path, thinking: bool) -> None:
     name = detect(folder, tokenizer, template)
     chat = make_format(folder, tokenizer, thinking, name)
     if template is None:
+        log.warning(
+            "%s: it has no chat template, so the format %s is taken; a base model has never seen it: fine-tune it on "
+            "this format first, or choose an instruct release",
+            folder,
+            name,
+        )
         return
     talks = list(_examples(thinking, read_vision(folder) is not None))
     try:
-        texts = render_template(template, chat, talks)
+        [found] = _compare(template, [(chat, talks)])
     except ValueError as e:
         raise UserError(
             f"{folder}: its chat template cannot be rendered ({e}); repair it, or set rollout.renderer={name} to leave "
             f"it unread if the model was trained in that format."
         ) from None
-    for talk, theirs in zip(talks, texts, strict=True):
-        ours = written(chat, talk)
-        if ours != theirs:
-            raise UserError(
-                f"{folder}: {difference(ours, theirs)}; if the model was trained as ours, set rollout.renderer={name} "
-                f"to leave the template unread; if as the template says, give a renderer of your own "
-                f"(rollout.renderer=package.module:name)."
-            )
+    if found is None:
+        return
+    if (agreeing := _agreeing(folder, tokenizer, template, name)) is not None:
+        other, value = agreeing
+        settings = [f"rollout.renderer={other}"] if other != name else []
+        settings += [f"rollout.thinking={str(value).lower()}"] if value != thinking else []
+        raise UserError(f"{folder}: {found}; it agrees with ours if you set {' and '.join(settings)}.")
+    raise UserError(
+        f"{folder}: {found}; if the model was trained as ours, set rollout.renderer={name} to leave the template "
+        f"unread; if as the template says, give a renderer of your own (rollout.renderer=package.module:name)."
+    )
+
+
+def _agreeing(folder: str | Path, tokenizer: Tokenizer, template: str, name: str) -> tuple[str, bool] | None:
+    """Find a format and a value of rollout.thinking with which ``template`` agrees, first of ``name``'s family."""
+    family, images = name.split("-")[0], read_vision(folder) is not None
+    formats = sorted(fitting(tokenizer), key=lambda entry: (entry[0] != name, entry[0].split("-")[0] != family))
+    modes = [(other, thinking) for other, named in formats for thinking in named.thinking]
+    asked = [(make_format(folder, tokenizer, t, other), list(_examples(t, images))) for other, t in modes]
+    try:
+        differences = _compare(template, asked)
+    except ValueError:  # the template refuses the arguments of some format
+        return None
+    return next((mode for mode, found in zip(modes, differences, strict=True) if found is None), None)
+
+
+def _compare(template: str, asked: Sequence[tuple[ChatFormat, Sequence[Dialogue]]]) -> list[str | None]:
+    """Describe, for each format, the first difference of its texts from the template's; ``None`` if they agree.
+
+    Raises:
+        ValueError: the template cannot be rendered.
+    """
+    texts = iter(render(template, [v for chat, talks in asked for v in _variables(chat, talks)]))
+
+    def first_difference(chat: ChatFormat, talks: Sequence[Dialogue]) -> str | None:
+        pairs = [(talk, next(texts)) for talk in talks]
+        wrong = [(t, theirs) for t, theirs in pairs if theirs not in (written(chat, t), written(chat, t, kept=True))]
+        return difference(written(chat, wrong[0][0]), wrong[0][1]) if wrong else None
+
+    return [first_difference(chat, talks) for chat, talks in asked]
 
 
 def difference(ours: str, theirs: str) -> str:
@@ -83,14 +126,18 @@ def difference(ours: str, theirs: str) -> str:
     )
 
 
-def written(chat: ChatFormat, talk: Dialogue) -> str:
-    """Render ``talk`` with our renderer, assuming the policy follows the template."""
+def written(chat: ChatFormat, talk: Dialogue, kept: bool = False) -> str:
+    """Render ``talk`` with our renderer, assuming the policy follows the template.
+
+    ``kept``: each turn keeps the opening with which it was sampled, as in an episode and in the templates of trainers
+    that need a longer conversation to begin with the shorter one.
+    """
     pieces = [*chat.head(talk.system, talk.tools), *chat.user(talk.user, _images(talk, talk.user))]
     asked = max((i for i, round_ in enumerate(talk.rounds) if not round_.spoken.calls), default=-1)
     for i, round_ in enumerate(talk.rounds):
         # A turn before the last question has no thinking, whatever the template writes for the others.
         pieces += [
-            *(chat.unthought.opening if i <= asked else chat.past_opening),
+            *(chat.opening if kept else chat.unthought.opening if i <= asked else chat.past_opening),
             chat.spoken(round_.spoken),
             *chat.close,
         ]
@@ -142,8 +189,12 @@ def _content(talk: Dialogue, text: str) -> str | list[dict[str, str]]:
 
 def render_template(template: str, chat: ChatFormat, talks: Sequence[Dialogue]) -> list[str]:
     """Render each of ``talks`` with a Jinja chat template. Raises ValueError as `template_process.render` does."""
+    return render(template, _variables(chat, talks))
+
+
+def _variables(chat: ChatFormat, talks: Sequence[Dialogue]) -> list[dict[str, Any]]:
     shared = {"add_generation_prompt": True, **chat.template_arguments}
-    return render(template, [{"messages": list(messages(t)), **shared, **chat.template_tools(t.tools)} for t in talks])
+    return [{"messages": list(messages(t)), **shared, **chat.template_tools(t.tools)} for t in talks]
 
 
 def _examples(thinking: bool, images: bool) -> Iterator[Dialogue]:

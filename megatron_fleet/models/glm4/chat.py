@@ -142,6 +142,6 @@ def recognise(folder: ModelFolder) -> str | None:
         return None
     if folder.template is None:
         return {"glm4_moe": "glm-4.5", "glm4_moe_lite": "glm-4.7"}.get(folder.model_type)
-    if "{function-name}\n" in folder.template:
+    if re.search(r"\{function-name\}(\n|\\n)", folder.template):  # a line end, or one spelled in a string
         return "glm-4.5"
     return "glm-4.7" if "{function-name}<arg_key>" in folder.template else None

@@ -165,18 +165,20 @@ HERMES = Syntax("<tool_call>", "</tool_call>", _read, begins=_BEGINS)
 
 
 class Qwen:
-    """Format of Qwen 3 with optional thinking (``hybrid``), and of non-thinking Qwen 2.5 and Qwen 3 Instruct 2507."""
+    """Format of Qwen 3 with optional thinking (``hybrid``), and of non-thinking Qwen 2.5 and Qwen 3 Instruct 2507.
+
+    ``opens_thinking``: Qwen 3 Thinking 2507, whose sampled turns begin inside ``<think>``.
+    """
 
     syntax = HERMES
     stops = QWEN3_TOKENS.stops
     close = _mark("<|im_end|>\n")
-    past_opening = _mark("<|im_start|>assistant\n")
-    unthought = Unthought(past_opening, strips=True)
-    opens_thinking = False
+    unthought = Unthought(_mark("<|im_start|>assistant\n"), strips=True)
     image = IMAGE_PAD
 
-    def __init__(self, hybrid: bool, thinking: bool) -> None:
-        self._thinking = thinking
+    def __init__(self, hybrid: bool, thinking: bool, opens_thinking: bool = False) -> None:
+        self._thinking, self.opens_thinking = thinking, opens_thinking
+        self.past_opening = _mark("<|im_start|>assistant\n" + ("<think>\n" if opens_thinking else ""))
         self.opening = self.past_opening + (_mark(EMPTY_THINKING) if hybrid and not thinking else ())
         self.template_arguments: dict[str, Any] = {"enable_thinking": thinking} if hybrid else {}
 
@@ -204,7 +206,9 @@ class Qwen:
         for call in turn.calls:
             body = f'{{"name": "{call.name}", "arguments": {to_json(call.arguments)}}}'
             text += ("\n" if text else "") + f"<tool_call>\n{body}\n</tool_call>"
-        return f"<think>\n{turn.thinking}\n</think>\n\n{text}" if self._thinking else text
+        if not self._thinking:
+            return text
+        return ("" if self.opens_thinking else "<think>\n") + f"{turn.thinking}\n</think>\n\n{text}"
 
     def template_tools(self, tools: Tools) -> dict[str, Any]:
         """The tools, unchanged."""
@@ -218,6 +222,7 @@ def _image_block(image: Image) -> Pieces:
 FORMATS = {
     "qwen3": NamedFormat(QWEN3_TOKENS, (False, True), lambda thinking, template: Qwen(True, thinking)),
     "qwen3-instruct": NamedFormat(QWEN3_TOKENS, (False,), lambda thinking, template: Qwen(False, thinking)),
+    "qwen3-thinking": NamedFormat(QWEN3_TOKENS, (True,), lambda thinking, template: Qwen(False, True, True)),
 }
 
 
@@ -232,7 +237,9 @@ def recognise(folder: ModelFolder) -> str | None:
         return None
     if "enable_thinking" in template:
         return "qwen3"
-    return "qwen3-instruct" if thinks and "<think>" not in template else None
+    if "<think>" in template.rpartition("add_generation_prompt")[2]:
+        return "qwen3-thinking"
+    return ("qwen3" if "<think>" in template else "qwen3-instruct") if thinks else None
 
 
 def announces_json_calls(template: str) -> bool:

@@ -83,7 +83,7 @@ QWEN3_5 = Syntax("<tool_call>", "</tool_call>", _read, begins=r"^[ \t]*<function
 
 
 class Qwen35:
-    """Format of Qwen3.5 and 3.6.
+    """Format of Qwen3.5 and 3.6, and of 3.8 at its medium reasoning effort.
 
     ``json_scalars``: 3.6, which writes numbers, booleans and null as JSON instead of Python literals.
     """
@@ -99,7 +99,9 @@ class Qwen35:
         self.opens_thinking = thinking
         opening = "<|im_start|>assistant\n" + ("<think>\n" if thinking else EMPTY_THINKING)
         self.opening = self.past_opening = _mark(opening)
-        self.template_arguments: dict[str, Any] = {"enable_thinking": thinking}
+        # The last two are read by the template of 3.8: without them it adds a system text and keeps empty thinking.
+        arguments = {"enable_thinking": thinking, "reasoning_effort": "medium", "preserve_thinking": False}
+        self.template_arguments: dict[str, Any] = arguments
 
     def head(self, system: str, tools: Tools) -> Pieces:
         """The system turn: the tools, if any, and the text."""
@@ -156,7 +158,7 @@ def _trimmed(pieces: Pieces) -> Pieces:
 
 def _make(thinking: bool, template: str | None) -> Qwen35:
     # The template of 3.5 converts anything but text, lists and objects to text; that of 3.6 writes JSON.
-    python = template is None or "<function=" not in template or re.search(r"\|\s*string\b", template) is not None
+    python = template is None or "<function=" not in template or re.search(r"\belse\s+\w+\s*\|\s*string\b", template)
     return Qwen35(thinking, json_scalars=not python)
 
 

@@ -31,6 +31,7 @@ TEMPLATES = {
     "Qwen-Qwen3-0.6B.jinja": ("qwen3", "Qwen/Qwen3-0.6B, from llama_cpp_python 0.3.36"),
     "trl_qwen3_instruct_2507.jinja": ("qwen3-instruct", "Qwen/Qwen3-4B-Instruct-2507, from the wheel trl 1.16.0"),
     "qwen3.5_fixed.jinja": ("qwen3.5", "Qwen/Qwen3.5, as kept in radixark/miles: what it adds is off by default"),
+    "trl_qwen3_6.jinja": ("qwen3.5", "Qwen/Qwen3.6, from the wheel trl 1.13.0"),
     "trl_glm4moe.jinja": ("glm-4.5", "zai-org/GLM-4.5, from the wheel trl 1.16.0"),
     "GLM-4.6.jinja": ("glm-4.5", "zai-org/GLM-4.6, from llama_cpp_python 0.3.36"),
     "GLM-4.7-Flash.jinja": ("glm-4.7", "zai-org/GLM-4.7-Flash, from llama_cpp_python 0.3.36"),
@@ -64,7 +65,7 @@ def main(folder: Path, compare: bool) -> None:
             talks = list(Talks(SEED).conversations(COUNT, thinking))
             theirs = render_template(source.decode(), chat, talks)
             recorded.append(entry(name, origin, source, theirs) | {"family": family, "thinking": thinking})
-            recorded[-1]["spaced"] = spaced
+            recorded[-1] |= {"spaced": spaced, "json_scalars": "else args_value | tojson" in source.decode()}
             if compare:
                 show(f"{name}, thinking {thinking}", [written(chat, talk) for talk in talks], theirs)
     recorded.append(recorded_with_images(folder, compare))

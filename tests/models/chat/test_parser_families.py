@@ -264,7 +264,7 @@ def test_qwen_3_5_writes_booleans_and_null_as_python_does(written, kind, value):
 
 def test_qwen_3_6_writes_them_as_json():
     call = Spoken("", "", (ToolCall("f", {"a": True, "b": None, "c": 1.5, "d": "x", "e": [None]}),))
-    template = "<function=example_function_name> enable_thinking {{ value if value is string else value | tojson }}"
+    template = "<function=example_function_name> enable_thinking {{ v | string if v is string else v | tojson }}"
     old, new = (FORMATS["qwen3.5"].make(False, t).spoken(call) for t in (None, template))
     assert [line for line in old.splitlines() if line[0] != "<"] == ["True", "None", "1.5", "x", "[null]"]
     assert [line for line in new.splitlines() if line[0] != "<"] == ["true", "null", "1.5", "x", "[null]"]

@@ -13,6 +13,7 @@ from megatron_fleet.models.chat.tokenizer import AddedTokens, Tokenizer, train_t
 TRAITS = {
     "qwen2.5": "You are Qwen <tools>",
     "qwen3": "<tools> enable_thinking <think>",
+    "qwen3-thinking": "<tools> <think> add_generation_prompt <think>",
     "qwen3.5": "<tools> <function=example_function_name> enable_thinking <think>",
     "glm-4.5": "<tools> <tool_call>{function-name}\n<arg_key> <think>",
     "glm-4.7": "<tools> <tool_call>{function-name}<arg_key> <think>",
@@ -57,32 +58,37 @@ def test_without_a_template_the_models_type_decides(family, tmp_path, qwen25_fol
     assert detect(folder, Tokenizer(folder), None) == family
 
 
+def test_a_line_end_may_be_spelled_in_a_string(tmp_path):
+    folder = make_folder("glm-4.5", tmp_path)
+    assert detect(folder, Tokenizer(folder), r"{{ '<tool_call>{function-name}\n<arg_key>' }}") == "glm-4.5"
+
+
 def test_qwen_3_instruct_thinks_in_no_template_but_has_the_tokens(tmp_path):
     folder = make_folder("qwen3", tmp_path)
     assert detect(folder, Tokenizer(folder), "<tools> no thoughts") == "qwen3-instruct"
 
 
 @pytest.mark.parametrize(
-    ("family", "template"),
+    ("family", "template", "said"),
     [
-        ("qwen3", "<tools> <function=name>"),
-        ("qwen3", "<tools> <think> always"),
-        ("qwen3", "a template without tools"),
-        ("glm-4.5", "another GLM"),
-        ("glm-4.5", None),
+        (
+            "glm-4.5",
+            "another GLM with tools",
+            "writes tools or calls as none .*=glm-4.5 or glm-4.7 would leave it unread",
+        ),
+        ("glm-4.5", None, "no chat template, and model_type=None does not decide .* tokenizer, glm-4.5, glm-4.7; set"),
+        ("qwen3.5", "You are a bot", "writes no tools.*=qwen2.5 or .* or qwen3.5 would leave it unread"),
     ],
 )
-def test_what_nobody_fits_is_refused_with_the_formats_there_are(family, template, tmp_path):
+def test_what_nobody_fits_is_refused_with_the_formats_of_its_tokenizer(family, template, said, tmp_path):
     folder = make_folder(family, tmp_path)
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError, match=f"{folder}: its chat template {said}|{folder}: it has {said}"):
         detect(folder, Tokenizer(folder), template)
-    assert str(folder) in str(refused.value) and ", ".join(FORMATS) in str(refused.value)
-    assert "rollout.renderer" in str(refused.value)
 
 
 def test_a_foreign_tokenizer_is_refused(tmp_path):
     train_tokenizer(["a"], 300, tmp_path, AddedTokens(("<s>",), (), ("<s>",), "<s>"))
-    with pytest.raises(UserError, match="are of none of the formats"):
+    with pytest.raises(UserError, match=r"lacks control tokens of each of the formats glm-4\.5, .*; choose another"):
         make_renderer(tmp_path, thinking=False)
     with pytest.raises(UserError, match=r"rollout\.renderer=glm-4\.5: .* lacks the tokens <\|endoftext\|>, \[gMASK\]"):
         make_renderer(tmp_path, thinking=False, name="glm-4.5")
@@ -103,17 +109,81 @@ def test_thinking_that_the_models_do_not_have_is_refused(family, thinking, tmp_p
         make_renderer(folder, thinking, family)
 
 
-def test_the_template_is_found_where_model_folders_keep_it(tmp_path):
-    assert read_template(tmp_path) is None
-    config = tmp_path / "tokenizer_config.json"
-    config.write_text(json.dumps({"chat_template": "one"}))
-    assert read_template(tmp_path) == "one"
-    several = [{"name": "default", "template": "two"}, {"name": "tool_use", "template": "three"}]
-    config.write_text(json.dumps({"chat_template": several}))
-    assert read_template(tmp_path) == "three"
-    (tmp_path / "chat_template.jinja").write_text("four")
-    assert read_template(tmp_path) == "four"
-    (tmp_path / "chat_template.jinja").unlink()
-    config.write_text("{")
+SEVERAL = [{"name": "default", "template": "config default"}, {"name": "tool_use", "template": "config tools"}]
+WHERE = {
+    "nowhere": ({}, None),
+    "tokenizer_config.json": ({"tokenizer_config.json": "config"}, "config"),
+    "several, named": ({"tokenizer_config.json": SEVERAL}, "config tools"),
+    "several, the default alone": ({"tokenizer_config.json": SEVERAL[:1]}, "config default"),
+    "a file before tokenizer_config.json": (
+        {"chat_template.jinja": "file", "tokenizer_config.json": SEVERAL},
+        "file",
+    ),
+    "another file, for tools": (
+        {"additional_chat_templates/tool_use.jinja": "tools", "chat_template.jinja": "file"},
+        "tools",
+    ),
+    "another file, for something else": (
+        {"additional_chat_templates/rag.jinja": "rag", "chat_template.jinja": "file"},
+        "file",
+    ),
+    "another file alone": (
+        {"additional_chat_templates/tool_use.jinja": "tools", "tokenizer_config.json": "config"},
+        "tools",
+    ),
+    "chat_template.json": ({"chat_template.json": "processor"}, "processor"),
+    "tokenizer_config.json before chat_template.json": (
+        {"chat_template.json": "processor", "tokenizer_config.json": "config"},
+        "config",
+    ),
+}
+"""Files of a folder, with the templates in them → the one that counts."""
+
+
+def lay_out(folder, files):
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        if path.suffix == ".json":
+            content = json.dumps((json.loads(path.read_text()) if path.exists() else {}) | {"chat_template": content})
+        path.write_text(content)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_the_template_is_found_where_model_folders_keep_it(where, tmp_path):
+    files, taken = WHERE[where]
+    lay_out(tmp_path, files)
+    assert read_template(tmp_path) == taken
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", [where for where, (files, _) in WHERE.items() if "chat_template.json" not in files])
+def test_transformers_takes_the_same_template(where, tmp_path):
+    from transformers import PreTrainedTokenizerFast
+
+    lay_out(make_folder("qwen3", tmp_path), WHERE[where][0])
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert (tokenizer.chat_template and tokenizer.get_chat_template(tools=[{}])) == read_template(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"tokenizer_config.json": [*SEVERAL[1:], {"name": "rag"}]}, "not a list of names and templates"),
+        (
+            {"tokenizer_config.json": [{"name": "rag", "template": ""}]},
+            "none of its chat templates rag is named tool_use",
+        ),
+        ({"additional_chat_templates/rag.jinja": ""}, "none of its chat templates rag is named tool_use or default"),
+    ],
+)
+def test_templates_of_which_none_can_be_chosen_are_refused(files, said, tmp_path):
+    lay_out(tmp_path, files)
+    with pytest.raises(UserError, match=said):
+        read_template(tmp_path)
+
+
+def test_a_file_that_is_not_json_is_refused(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(UserError, match=r"tokenizer_config\.json: .*not JSON"):
         read_template(tmp_path)

@@ -15,10 +15,16 @@ def folder(tokenizer_folder, tmp_path):
 
 
 @pytest.mark.parametrize("thinking", [False, True])
-def test_a_folder_whose_template_agrees_passes(folder, thinking):
+def test_a_folder_whose_template_agrees_passes(folder, thinking, caplog):
     check_template(folder, thinking)
-    shutil.move(folder / "tokenizer_config.json", folder / "aside")
-    check_template(folder, thinking)
+    assert not caplog.records
+
+
+def test_a_folder_without_a_template_may_hold_a_base_model(folder, caplog):
+    (folder / "tokenizer_config.json").unlink()
+    check_template(folder, thinking=False)
+    [warning] = [record.getMessage() for record in caplog.records]
+    assert warning.startswith(f"{folder}: it has no chat template, so the format qwen3 is taken; ")
 
 
 @pytest.mark.parametrize(
