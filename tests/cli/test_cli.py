@@ -118,7 +118,7 @@ def test_traceback_survives_outputs_that_cannot_be_written(monkeypatch, capsys, 
 COMMANDS = (
     *("train", "eval", "launch", "rank", "node", "plan", "config", "data inspect T", "data export T"),
     *("convert to-megatron A OUT", "convert to-hf A OUT", "convert inspect A", "convert verify A B", "report R"),
-    *("convert check A C", "doctor --quick", "data prepare T --out OUT"),
+    *("convert check A C", "doctor --quick", "data prepare T --out OUT", "data from T --prompt q --out OUT.json"),
     *("top R", "runs list", "runs show R", "runs diff R S", "runs compare R S", "runs prune R", "trajectories R"),
     *("debug replay D", "tune precision", "tune trainer", "tune engine"),
     *("model extend A OUT --factor 2 --original 8", "model make-tiny", "model make-random OUT", "model fetch A"),
