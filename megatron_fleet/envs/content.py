@@ -1,13 +1,15 @@
-"""Tool results as text and images: MCP content blocks, FastMCP results, OpenAI image parts, plain JSON."""
+"""Tool results as text and images: MCP content blocks, FastMCP results, OpenAI image parts, plain JSON, pixels."""
 
 from __future__ import annotations
 
 import base64
 import json
 import re
+from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 from megatron_fleet.envs.base import Image
+from megatron_fleet.envs.pixels import replace_pixels
 
 _DATA_URL = re.compile(r"data:(?P<type>[\w.+-]+/[\w.+-]+)?(?:;[\w=.+-]+)*;base64,(?P<data>.*)", re.DOTALL)
 MAX_REWARD = 1e30
@@ -19,10 +21,20 @@ def read_content(result: Any) -> tuple[str, tuple[Image, ...]]:
     """Convert a tool's result to text and images; the text marks their places as ``[image 1]``, ``[image 2]``…
 
     Supports FastMCP's ``{content, structured_content, data, is_error}``, lists of content blocks as in the Model
-    Context Protocol (2025-06-18, "Tool result") and in OpenAI's chat format. Everything else becomes text, or JSON.
+    Context Protocol (2025-06-18, "Tool result") and in OpenAI's chat format. Everything else becomes text, or JSON in
+    which arrays of pixels are images.
     """
     images: list[Image] = []
     return _text(_unwrap(result), images), tuple(images)
+
+
+def read_fields(fields: Mapping[str, Any]) -> tuple[str, tuple[Image, ...]]:
+    """Convert the fields of an observation to JSON and images, as `read_content` does with a result that is plain JSON.
+
+    No fields give an empty text.
+    """
+    images: list[Image] = []
+    return _json(dict(fields), images) if fields else "", tuple(images)
 
 
 def error_text(result: Any) -> str | None:
@@ -76,7 +88,11 @@ def _text(value: Any, images: list[Image]) -> str:
         return value
     if _are_blocks(value):
         return "\n".join(_block(part, images) for part in value)
-    return json.dumps(value, ensure_ascii=False)
+    return _json(value, images)
+
+
+def _json(value: Any, images: list[Image]) -> str:
+    return json.dumps(replace_pixels(value, images), ensure_ascii=False)
 
 
 def _block(block: dict[str, Any], images: list[Image]) -> str:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from functools import cache
 from typing import Any, TypeVar
 
@@ -17,6 +16,7 @@ from megatron_fleet.envs.base import (
     EnvBusy,
     EnvLost,
     EnvRefused,
+    Image,
     Observation,
     Reward,
     ToolCall,
@@ -24,9 +24,11 @@ from megatron_fleet.envs.base import (
     cut_reason,
     is_busy,
 )
+from megatron_fleet.envs.content import read_fields
 from megatron_fleet.envs.explanation import UNEXPLAINED, explain
-from megatron_fleet.envs.openenv_client import action_schema, one_socket_client
+from megatron_fleet.envs.openenv_client import action_schema, observation_schema, one_socket_client
 from megatron_fleet.envs.openenv_replies import (
+    NEVER_SHOWN,
     begun,
     checked,
     is_refusal,
@@ -42,6 +44,7 @@ from megatron_fleet.envs.openenv_tools import (
     FINISH_TOOL,
     action_tool,
     calls_tools,
+    described,
     final_arguments,
     finish_arguments,
     mcp_tools,
@@ -97,21 +100,23 @@ class OpenEnvEnvironment:
         self._task = task
         arguments = reset_arguments(task, self._episode, self._openenv.reset_kwargs)
 
-        async def start() -> Any:
+        async def start() -> tuple[Any, list[str]]:
             shown = begun(checked(await self._client.reset(**arguments)))
             self._tools = await self._list_tools()
-            return shown
+            return shown, await self._fields(shown)
 
         try:
             await self._within(self._config.make_timeout_s, "connect", self._client.connect, starting=True)
-            shown = await self._within(self._config.reset_timeout_s, "reset", start, starting=True)
+            shown, fields = await self._within(self._config.reset_timeout_s, "reset", start, starting=True)
         except EnvBusy:
             # The server refused this socket before anything happened: the next attempt gets a new one.
             await self.close()
             self._client, self._lost = self._new_client(), None
             raise
         try:
-            return Observation(content=self._opening(task.prompt, shown), tools=self._offered())
+            self._check_hidden_fields(fields)
+            content, images = self._opening(task.prompt, shown)
+            return Observation(content, tools=self._offered(), images=images)
         except EnvLost as lost:
             self._lost = str(lost)
             raise
@@ -180,6 +185,25 @@ class OpenEnvEnvironment:
         self._action = tool["function"]["name"]
         return {self._action: tool}
 
+    async def _fields(self, shown: Any) -> list[str]:
+        """Return the names of the observations' fields: those of the reset's, and others in the server's schema.
+
+        The schema is fetched only if the configuration hides a field that the reset does not show.
+        """
+        names = list(visible(shown, ()))
+        if not set(self._openenv.hidden_fields) <= set(names):
+            declared = (await observation_schema(self._url)).get("properties", {})
+            names += [name for name in declared if name not in (*names, *NEVER_SHOWN)]
+        return names
+
+    def _check_hidden_fields(self, fields: Collection[str]) -> None:
+        """Raise EnvRefused for a hidden field that no observation has: what should be hidden would be shown."""
+        for name in self._openenv.hidden_fields:
+            if name not in fields:
+                raise EnvRefused(
+                    f"env.openenv.hidden_fields={name}: the observations have no such field; they have {_names(fields)}"
+                )
+
     def _offered(self) -> tuple[dict[str, Any], ...]:
         """Return the policy's tools. Raises EnvLost or EnvRefused."""
         openenv = self._openenv
@@ -194,11 +218,11 @@ class OpenEnvEnvironment:
         # A question-answering server may have a single tool, for the final answer, and none for the policy.
         if not offered and openenv.finish_tool not in self._tools:
             raise EnvLost("the environment lists no tools")
-        return offered
+        return described(offered, openenv.tool_descriptions)
 
-    def _opening(self, prompt: str, shown: Any) -> str:
-        """Return the task and the first observation, if any: a board, a question, a greeting. Raises EnvRefused."""
-        observation, hidden = visible(shown), metadata(shown)
+    def _opening(self, prompt: str, shown: Any) -> tuple[str, tuple[Image, ...]]:
+        """Return the task and the first observation, if any: a board, a question, a screen. Raises EnvRefused."""
+        observation, hidden = visible(shown, self._openenv.hidden_fields), metadata(shown)
         for name in self._openenv.shown_metadata:
             if name not in hidden:
                 raise EnvRefused(
@@ -207,7 +231,8 @@ class OpenEnvEnvironment:
                 )
             observation[name] = hidden[name]
         fields = {name: value for name, value in observation.items() if value not in (None, "", [], {}, prompt)}
-        return f"{prompt}\n\n{json.dumps(fields, ensure_ascii=False)}" if fields else prompt
+        text, images = read_fields(fields)
+        return f"{prompt}\n\n{text}" if text else prompt, images
 
     async def _call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> Any:
         """Call a tool or send an action. Raises EnvLost, InvalidAction or Raised."""
@@ -226,11 +251,10 @@ class OpenEnvEnvironment:
 
     def _shown(self, reply: Any) -> Observation:
         done = bool(reply.done)
-        if self._action is not None:
-            return Observation(json.dumps(visible(reply), ensure_ascii=False), done=done)
-        if error := tool_error(reply):
+        hidden = self._openenv.hidden_fields
+        if self._action is None and (error := tool_error(reply)):
             return Observation("", error=error, done=done)
-        content, images = tool_result(reply)
+        content, images = tool_result(reply, hidden) if self._action is None else read_fields(visible(reply, hidden))
         return Observation(content, done=done, images=images)
 
     async def _score(self, final_answer: str | None, conversation: list[dict[str, Any]]) -> Reward:

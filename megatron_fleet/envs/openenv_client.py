@@ -99,6 +99,15 @@ async def action_schema(url: str) -> dict[str, Any]:
 
     Raises ConnectionError, KeyError or ValueError.
     """
+    return (await _schemas(url))["action"]
+
+
+async def observation_schema(url: str) -> dict[str, Any]:
+    """Fetch the JSON schema of the observations of the server at ``url``. Raises as `action_schema`."""
+    return (await _schemas(url))["observation"]
+
+
+async def _schemas(url: str) -> dict[str, Any]:
     import httpx
 
     base = url.rstrip("/").replace("ws://", "http://", 1).replace("wss://", "https://", 1)
@@ -110,4 +119,4 @@ async def action_schema(url: str) -> dict[str, Any]:
         answer.raise_for_status()
     except (httpx.HTTPError, ImportError) as error:  # httpx needs a package for SOCKS proxies
         raise ConnectionError(f"{base}/schema: {type(error).__name__}: {error}{through_proxy(base)}") from error
-    return answer.json()["action"]
+    return answer.json()

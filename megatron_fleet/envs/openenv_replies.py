@@ -5,16 +5,18 @@ A reply is the ``StepResult`` of OpenEnv's untyped client: ``observation``, ``re
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 from megatron_fleet.envs.base import Image, Reward, ToolError
-from megatron_fleet.envs.content import error_text, known_number, read_content, score_of
+from megatron_fleet.envs.content import error_text, known_number, read_content, read_fields, score_of
 from megatron_fleet.envs.openenv_tools import mcp_tools
 
 TOOL_ERROR_KINDS = frozenset({"tool_not_found", "invalid_args", "execution_error", "timeout", "transport_error"})
+
+NEVER_SHOWN = ("reward", "done", "metadata")
+"""Fields of every OpenEnv observation that the policy does not see, except for metadata named in the configuration."""
 
 
 def checked(reply: Any) -> Any:
@@ -47,9 +49,9 @@ def metadata(reply: Any) -> dict[str, Any]:
     return reply.observation.get("metadata") or reply.metadata or {}
 
 
-def visible(reply: Any) -> dict[str, Any]:
-    """Return the part of the observation that the policy may see."""
-    return {name: value for name, value in reply.observation.items() if name != "metadata"}
+def visible(reply: Any, hidden: Collection[str]) -> dict[str, Any]:
+    """Return the part of the observation that the policy may see: neither metadata nor ``hidden`` fields."""
+    return {name: value for name, value in reply.observation.items() if name != "metadata" and name not in hidden}
 
 
 def tool_error(reply: Any) -> ToolError | None:
@@ -66,13 +68,15 @@ def tool_error(reply: Any) -> ToolError | None:
     return ToolError(kind, str(error.get("message", "")))
 
 
-def tool_result(reply: Any) -> tuple[str, tuple[Image, ...]]:
-    """Return a successful tool's result as text and images; an observation without ``result`` as JSON."""
-    if "result" in reply.observation:
+def tool_result(reply: Any, hidden: Collection[str]) -> tuple[str, tuple[Image, ...]]:
+    """Return a successful tool's result as text and images; an observation without ``result`` as JSON.
+
+    ``hidden``: fields of the observation that the policy does not see.
+    """
+    if "result" in reply.observation and "result" not in hidden:
         return read_content(reply.observation["result"])
-    fields = {name: value for name, value in visible(reply).items() if name not in ("tool_name", "error")}
-    fields = {name: value for name, value in fields.items() if value is not None}
-    return json.dumps(fields, ensure_ascii=False) if fields else "", ()
+    fields = {name: value for name, value in visible(reply, hidden).items() if name not in ("tool_name", "error")}
+    return read_fields({name: value for name, value in fields.items() if value is not None})
 
 
 def is_refusal(error: Exception) -> bool:

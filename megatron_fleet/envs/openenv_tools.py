@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron_fleet.data.task import Task
+from megatron_fleet.envs.base import EnvRefused
 
 Schema = dict[str, Any]
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]+")
@@ -56,6 +57,23 @@ def action_tool(schema: Schema, name: str | None) -> dict[str, Any]:
     return openai_tool(
         name or title or "act", schema.get("description"), {"type": "object", **kept, "properties": properties}
     )
+
+
+def described(tools: Iterable[dict[str, Any]], descriptions: Mapping[str, str]) -> tuple[dict[str, Any], ...]:
+    """Return ``tools`` in OpenAI format with the ``descriptions``, by name, in place of the server's.
+
+    Raises:
+        EnvRefused: a description is for a tool that is not among them.
+    """
+    by_name = {tool["function"]["name"]: tool for tool in tools}
+    for name, text in descriptions.items():
+        if name not in by_name:
+            raise EnvRefused(
+                f"env.openenv.tool_descriptions={name}: the policy has no such tool; it has "
+                f"{', '.join(by_name) or 'none'}"
+            )
+        by_name[name] = by_name[name] | {"function": by_name[name]["function"] | {"description": text}}
+    return tuple(by_name.values())
 
 
 def calls_tools(schema: Schema) -> bool:

@@ -3,7 +3,7 @@
     python tests/envs/collection.py --collection CHECKOUT_OF_HUGGINGFACE_OPENENV [--work FOLDER] [names…]
 
 Needs the episode environment's interpreter. Every server gets a Python environment of its own, which sees the packages
-of this interpreter and has in addition what the server's pyproject.toml names.
+of this interpreter and has in addition what the server's pyproject.toml names, or another version of OpenEnv.
 """
 
 from __future__ import annotations
@@ -62,12 +62,8 @@ def installed(played: Played, collection: Path, work: Path) -> Path:
     own = Path(sysconfig.get_path("purelib", "venv", vars=paths))
     (own / "packages_of_the_base.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     project = tomllib.loads((collection / "envs" / played.package / "pyproject.toml").read_text(encoding="utf-8"))
-    needed = [
-        requirement
-        for requirement in (*project["project"]["dependencies"], *played.extra)
-        if not requirement.startswith(("openenv", *played.without))
-    ]
-    run = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", *needed]
+    named = [need for need in project["project"]["dependencies"] if not need.startswith(("openenv", *played.without))]
+    run = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", *named, *played.extra]
     failed = subprocess.run(run, capture_output=True, text=True)
     if failed.returncode:
         raise Unplayable(f"cannot be installed: {failed.stderr.strip().splitlines()[-1]}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -91,3 +92,16 @@ def terminal_bench(folder: Path) -> Mapping[str, str]:
         "from pathlib import Path\n\nraise SystemExit(Path('greeting.txt').read_text() != 'hello\\n')\n"
     )
     return {"TB2_TASKS_DIR": str(folder), "TB2_OUTPUT_DIR": str(folder / "runs")}
+
+
+def miniwob(folder: Path) -> Mapping[str, str]:
+    """The pages of MiniWoB as its package has them, and this machine's Chromium where Playwright expects its own."""
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        raise FileNotFoundError("there is no chromium in PATH; install it (apt-get install chromium)")
+    expected = folder / "chromium-1117" / "chrome-linux" / "chrome"
+    expected.parent.mkdir(parents=True, exist_ok=True)
+    expected.unlink(missing_ok=True)
+    expected.symlink_to(chromium)
+    (pages,) = folder.parent.glob("environment/lib/*/site-packages/miniwob/html/miniwob")
+    return {"PLAYWRIGHT_BROWSERS_PATH": str(folder), "MINIWOB_URL": f"{pages.as_uri()}/"}

@@ -189,6 +189,55 @@ def walking_app() -> Any:
     return core.create_app(Walking, Walk, Place, "walking", max_concurrent_envs=8)
 
 
+class Click(Action):
+    """A class of the server's, whose text is for its programmers."""
+
+    at: int
+
+
+class Page(Observation):
+    """What a page shows at first; after a click there may be an error, too."""
+
+    goal: str = "click 3"
+    screenshot: list[list[list[int]]]
+    html: str = "<p>" + "x" * 100_000
+
+
+class ClickedPage(Page):
+    error: str = ""
+
+
+class Clicking(Environment):
+    """A page whose screen is 200×300 pixels, of one colour for each number of clicks."""
+
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clicks = 0
+
+    def reset(self, **_: Any) -> Page:
+        self.clicks = 0
+        return Page(screenshot=self.screen())
+
+    def step(self, action: Click, timeout_s: float | None = None, **_: Any) -> ClickedPage:
+        self.clicks += 1
+        right = action.at == 3
+        error = "" if right else f"nothing at {action.at}"
+        return ClickedPage(screenshot=self.screen(), error=error, done=right, reward=float(right))
+
+    def screen(self) -> list[list[list[int]]]:
+        return [[[255, 10 * self.clicks, 0]] * 300] * 200
+
+    @property
+    def state(self) -> State:
+        return State()
+
+
+def page_app() -> Any:
+    return core.create_app(Clicking, Click, ClickedPage, "page", max_concurrent_envs=8)
+
+
 def http_only_app() -> Any:
     """A server with routes of its own, and no WebSocket."""
     app = FastAPI()

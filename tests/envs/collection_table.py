@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from collection_data import agent_world_model, finqa, terminal_bench
+from collection_data import agent_world_model, finqa, miniwob, terminal_bench
 
 Arguments = dict[str, Any]
 
@@ -61,7 +62,7 @@ def _plain(value: Any) -> str:
         return "[" + ", ".join(map(_plain, value)) + "]"
     if isinstance(value, bool):
         return str(value).lower()
-    return json.dumps(value) if isinstance(value, str) and (":" in value or value.isdigit()) else str(value)
+    return json.dumps(value) if isinstance(value, str) and not re.fullmatch(r"[A-Za-z]\w*", value) else str(value)
 
 
 def acts(tool: str, name: str, *values: Any) -> tuple[tuple[str, Arguments], ...]:
@@ -216,8 +217,30 @@ COLLECTION: Mapping[str, Played] = {
         (-21.0, 21.0),
         {"reward": "sum"},
         acts("AtariAction", "action_id", 0, 2, 99),
-        ("", "", "Invalid action_id"),
-        variables={"ATARI_OBS_TYPE": "ram"},
+        ('"screen": "[image 1]"', '"screen": "[image 1]"', "Invalid action_id"),
+        opening='"screen": "[image 1]"',
+    ),
+    "browsergym": Played(
+        "browsergym_env",
+        1.0,
+        {
+            "hidden_fields": ["screenshot", "axtree_txt", "pruned_html"],
+            "tool_descriptions": {
+                "BrowserGymAction": 'Acts on the page. action_str is one call, such as click("12") or fill("12", "a '
+                'text"), where 12 is the number in brackets before an element.'
+            },
+            "reset_kwargs": {"seed": 7},
+        },
+        acts("BrowserGymAction", "action_str", 'click("99")', 'click("13")'),
+        ('"last_action_error": true', "Click Test Task"),
+        opening='"goal": "Click button ONE."',
+        variables={
+            "BROWSERGYM_TASK_NAME": "click-test-2",
+            "BROWSERGYM_VIEWPORT_WIDTH": "332",
+            "BROWSERGYM_VIEWPORT_HEIGHT": "214",
+        },
+        data=miniwob,
+        extra=("openenv==0.3.1", "miniwob==1.1.0"),
     ),
     "carla": Played(
         "carla_env",

@@ -25,6 +25,11 @@ class OpenEnvConfig(Section):
         "for an action.",
     )
     action_tool: str | None = Field(None, description="Name of the one tool; null: the title of the action's schema.")
+    tool_descriptions: dict[str, str] = Field(
+        {},
+        description="Descriptions of tools, by name, in place of the server's; that of the one tool is the text of a "
+        "class in the server's code.",
+    )
     finish_tool: str | None = Field(
         None, description="Tool that ends an episode, called with the final answer and hidden from the policy."
     )
@@ -55,6 +60,9 @@ class OpenEnvConfig(Section):
         (),
         description="Fields of the reset observation's metadata that the policy sees, such as question. The others, "
         "which may hold the solution, it never sees.",
+    )
+    hidden_fields: tuple[str, ...] = Field(
+        (), description="Fields of the observations that the policy does not see, such as screenshot."
     )
 
 
