@@ -51,7 +51,7 @@ def test_a_vision_model_may_be_evaluated_on_them(seeing):
 def test_training_on_a_screen_is_refused(seeing, monkeypatch, tmp_path):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     rows = [
-        {"key": f"t{i}", "prompt": "p", "env_id": "shop", "task_modality": "browser_use", "verifier_func": "x"}
+        {"key": f"t{i}", "prompt": "p", "env_id": "booking", "task_modality": "browser_use", "verifier_func": "x"}
         for i in range(40)
     ]
     (tmp_path / "tasks.json").write_text(json.dumps(rows))
