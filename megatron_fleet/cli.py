@@ -275,7 +275,7 @@ def _launch(args: argparse.Namespace) -> int:
             return
         validate.check(config)
         if Path(config.model.folder).is_dir():
-            check_model(config)
+            check_model(config, tokenizer=False)
 
     return launch(args, os.environ, check)
 

@@ -53,12 +53,12 @@ def read_config(
     Raises:
         UserError: as for ``load``, or the output folder holds a training run.
     """
+    overrides = [*overrides, *endpoint_overrides(overrides, checkpoint, endpoint, model)]
     if checkpoint is not None and "://" not in checkpoint and not Path(checkpoint).exists():
         raise UserError(
             f"--checkpoint {checkpoint}: no such folder; name a run's, one of its checkpoints, or an HF folder."
         )
     run = None if checkpoint is None else run_of(checkpoint)
-    overrides = [*overrides, *endpoint_overrides(overrides, checkpoint, endpoint, model)]
     given = [*overrides, f"run.out={(out or Path('runs', 'eval')).absolute()}"]
     if out is None and any(text.startswith("run.out=") for text in overrides):
         given = list(overrides)

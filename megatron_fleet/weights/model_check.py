@@ -35,8 +35,11 @@ _STEP = re.compile(r"step_(\d+)")
 log = logging.getLogger(__name__)
 
 
-def check_model(config: Config) -> HfModel | None:
+def check_model(config: Config, tokenizer: bool = True) -> HfModel | None:
     """Refuse a run or an evaluation whose model folder trainer or engines could not load.
+
+    Args:
+        tokenizer: compare its ids with the embedding, too, for which packages of the engine environment are needed.
 
     Returns:
         The model; ``None`` where only its small files are on this host (a dry run does not download weights).
@@ -63,7 +66,8 @@ def check_model(config: Config) -> HfModel | None:
             f"prediction layers that config.json announces; set it to ngram or none, or use a release with them."
         )
     _check_for_engines(model, sizes)
-    _check_ids(config.model.folder, model)
+    if tokenizer:
+        _check_ids(config.model.folder, model)
     return model
 
 

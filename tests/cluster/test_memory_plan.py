@@ -36,6 +36,7 @@ from megatron_fleet.weights.extend import extended
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "weights"))
 from published_configs import published
+from sparse_models import write_weights
 
 HOST_GIB = 1000
 # Experiment → model, GPUs of a node, memory of each.
@@ -143,6 +144,7 @@ def test_dry_run_shows_the_memory(name, tmp_path, monkeypatch, capsys):
     model = tmp_path / "model"
     shutil.copytree(ROOT / "assets" / "tiny", model)
     (model / "config.json").write_text(json.dumps(hf_config(name)))
+    write_weights(model)
     (tmp_path / "nvidia-smi").write_text(
         "#!/bin/sh\n" + "".join(f"echo '{i}, GPU-{i}, NVIDIA H100, {size >> 20}, Disabled'\n" for i in range(gpus))
     )
@@ -166,6 +168,7 @@ def test_dry_run_shows_the_memory(name, tmp_path, monkeypatch, capsys):
 def test_dry_run_plans_for_gpus_that_are_not_here(tmp_path, monkeypatch, capsys):
     shutil.copytree(ROOT / "assets" / "tiny", tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text(json.dumps(hf_config("qwen3_8b_fleet")))
+    write_weights(tmp_path / "model")
     keys = ["experiment=qwen3_8b_fleet", f"model.path={tmp_path / 'model'}", f"run.out={tmp_path / 'out'}", *EMBEDDED]
     assert cli.main(["train", "--dry-run", "--gpus", "8", *keys]) == 0
     text = capsys.readouterr().out
