@@ -18,20 +18,19 @@ COMMANDS = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "learn" / "your-rew
 
 
 def test_the_reward_rises(tmp_path):
-    (tmp_path / "empty").mkdir()
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / "engine").symlink_to(sys.prefix)
     done = subprocess.run(
         ["bash", "-ec", COMMANDS],
-        cwd=tmp_path / "empty",
+        cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=RUN_TIMEOUT_S,
     )
     assert done.returncode == 0, done.stdout[-3000:]
-    out = tmp_path / "empty" / "runs" / "quickstart"
+    out = tmp_path / "mine" / "runs" / "quickstart"
     summary = json.loads((out / "summary.json").read_text())
     assert summary["pass_at_1_before"] < 0.5 < 0.8 < summary["pass_at_1_after"]
     steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
