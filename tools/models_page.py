@@ -51,8 +51,8 @@ TAIL = """
 
 The template that counts is the one that transformers takes for tools: `additional_chat_templates/tool_use.jinja`, then
 `chat_template.jinja`, then `tokenizer_config.json` (of several, `tool_use` before `default`); `chat_template.json`, a
-file of vision processors, only where there is no other. It is rendered with a few conversations, and a run starts only
-if the texts are those of the chat format, character for character: comments, blanks inside tags and a system text for
+file of vision processors, only where there is no other. A run starts only if the template renders a few conversations
+to the same text as the chat format, character for character; comments, blanks inside tags and a system text for
 conversations without one make no difference. `rollout.renderer=FORMAT` leaves the template unread; a
 [format of your own](../understand/adding-an-architecture.md) is for what no format here writes.
 

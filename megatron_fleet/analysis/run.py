@@ -73,7 +73,7 @@ class Run:
 
     @property
     def title(self) -> str:
-        """What the run is, and its name; an evaluation is called as its folder."""
+        """Return the kind of the run and its name; the name of an evaluation is that of its folder."""
         return f"Evaluation {shown(self.folder.resolve().name)}" if self.is_evaluation else f"Run {self.name}"
 
     @property

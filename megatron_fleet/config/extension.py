@@ -122,9 +122,28 @@ def check(key: str, path: str, python: str = sys.executable) -> None:
         UserError: as for `load`, or the subprocess crashes or takes longer than ``CHECK_TIMEOUT_S``.
     """
     command = [python, "-m", "megatron_fleet.config.extension", key, path]
+    done = run_check(command, f"{key}={path}: importing it")
+    lines = done.stderr.strip().splitlines()
+    if done.returncode == REFUSED and lines:
+        raise UserError(lines[-1])
+    if done.returncode:
+        raise UserError(f"{key}={path}: importing it ends Python with status {done.returncode}: {done.stderr[-300:]}")
+
+
+def run_check(command: list[str], what: str, given: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a check of a user's code in a subprocess, without variables that look like secrets.
+
+    Args:
+        what: the check, for the error.
+        given: its standard input.
+
+    Raises:
+        UserError: it takes longer than ``CHECK_TIMEOUT_S``.
+    """
     try:
-        done = subprocess.run(
+        return subprocess.run(
             command,
+            input=given,
             env=without_secrets(os.environ),
             capture_output=True,
             text=True,
@@ -132,12 +151,7 @@ def check(key: str, path: str, python: str = sys.executable) -> None:
             timeout=CHECK_TIMEOUT_S,
         )
     except subprocess.TimeoutExpired:
-        raise UserError(f"{key}={path}: importing it takes more than {CHECK_TIMEOUT_S:g} s.") from None
-    lines = done.stderr.strip().splitlines()
-    if done.returncode == REFUSED and lines:
-        raise UserError(lines[-1])
-    if done.returncode:
-        raise UserError(f"{key}={path}: importing it ends Python with status {done.returncode}: {done.stderr[-300:]}")
+        raise UserError(f"{what} takes more than {CHECK_TIMEOUT_S:g} s.") from None
 
 
 def main(key: str, path: str) -> int:

@@ -9,15 +9,13 @@ import asyncio
 import inspect
 import json
 import os
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.extension import CHECK_TIMEOUT_S, load
-from megatron_fleet.config.secrets import without_secrets
+from megatron_fleet.config.extension import load, run_check
 from megatron_fleet.config.sections.env import EnvConfig
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.base import Observation, Reward, ToolCall, ToolError
@@ -106,18 +104,7 @@ def check_reward(config: EnvConfig, task: Task, python: str) -> None:
         UserError: it raises, takes longer than ``env.verify_timeout_s``, or returns neither a number nor ``None``.
     """
     request = json.dumps({"env": config.model_dump(mode="json"), "task": asdict(task)})
-    try:
-        done = subprocess.run(
-            [python, "-m", "megatron_fleet.envs.python"],
-            input=request,
-            env=without_secrets(os.environ),
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=CHECK_TIMEOUT_S,
-        )
-    except subprocess.TimeoutExpired:
-        raise UserError(f"env.reward={config.reward}: calling it takes more than {CHECK_TIMEOUT_S:g} s.") from None
+    done = run_check([python, "-m", "megatron_fleet.envs.python"], f"env.reward={config.reward}: calling it", request)
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
         raise UserError(

@@ -135,7 +135,7 @@ KNOWN: Mapping[str, Shape] = {
 def shape_of(path: str) -> tuple[Shape, str]:
     """Return a model's ``config.json`` and where it is from: the folder, or this table by the folder's name.
 
-    The name of a folder or hub repository may go on after that of the model, and be in any case: ``Qwen/Qwen3-8B``,
+    The name of a folder or hub repository may have a suffix, in any case: ``Qwen/Qwen3-8B``,
     ``qwen3-8b-64k``.
 
     Raises:
