@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
+from megatron_fleet.config.units import size
 from megatron_fleet.platform.alerts import Kind, alert
 
 if TYPE_CHECKING:
     from megatron_fleet.config.schema import Config
-from megatron_fleet.config.units import size
 
 log = logging.getLogger(__name__)
 
