@@ -11,7 +11,7 @@ import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 
 import pytest
 
@@ -213,8 +213,22 @@ def delayed(**more):
     return {"recipe": DelayedScaling(1, 16), **values, "extra_fp8_variables": extra} | more
 
 
-def test_scales_of_delayed_fp8_are_kept(transformer_engine):
+@pytest.fixture(params=["torch.storage._load_from_bytes", "megatron.core.safe_globals.safe_load_from_bytes"])
+def reader_of_storages(request, monkeypatch):
+    """The function that a pickled tensor names: PyTorch's, or that of Megatron-Core 0.19, which takes its place."""
+    module, _, name = request.param.rpartition(".")
+    function = torch.storage._load_from_bytes
+    if not request.param.startswith("torch"):
+        function = FunctionType(function.__code__, function.__globals__, name)
+        function.__module__, function.__qualname__ = module, name
+    monkeypatch.setattr(sys.modules[module], name, function, raising=False)
+    monkeypatch.setattr(torch.storage, "_load_from_bytes", function)
+    return request.param
+
+
+def test_scales_of_delayed_fp8_are_kept(transformer_engine, reader_of_storages):
     state = delayed()
+    assert reader_of_storages.rpartition(".")[2].encode() in pickle.dumps(state)
     rebuilt = pickle.loads(extra_state.rebuild(as_bytes(state)).numpy().tobytes())
     assert rebuilt.keys() == state.keys()
     for name in ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd"):

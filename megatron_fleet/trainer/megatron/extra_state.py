@@ -8,6 +8,7 @@ replaced by a new pickle of the plain parts. Other recipes store nothing there t
 from __future__ import annotations
 
 import pickle
+from collections.abc import Collection
 from io import BytesIO
 from math import prod
 from typing import Any
@@ -17,6 +18,8 @@ import torch
 from megatron_fleet.weights.torch_dist.pickle_reader import BadPickle, Opaque, unpickle
 
 _TENSORS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
+_STORAGES = ("torch.storage._load_from_bytes", "megatron.core.safe_globals.safe_load_from_bytes")
+"""Functions that read a storage; Megatron-Core 0.19 puts its own in the place of PyTorch's when it is imported."""
 _NAMES = ("torch", "transformer_engine", "megatron", "collections", "enum")
 
 
@@ -50,18 +53,21 @@ def rebuild(saved: Any) -> torch.Tensor | None:
 def _tensor(made: Any) -> torch.Tensor:
     """Decode a tensor as pickled by `pickle` itself: its storage is the file of a separate `torch.save`."""
     try:
-        storage, offset, shape, *_ = _arguments(made, "torch._utils._rebuild_tensor_v2")
-        (stored,) = _arguments(storage, "torch.storage._load_from_bytes")
+        storage, offset, shape, *_ = _arguments(made, ("torch._utils._rebuild_tensor_v2",))
+        (stored,) = _arguments(storage, _STORAGES)
         values = torch.load(BytesIO(stored), map_location="cpu", weights_only=True)
         flat = torch.frombuffer(bytearray(values._untyped_storage.tolist()), dtype=values.dtype)
         return flat[offset : offset + prod(shape)].reshape(shape).clone()
+    except BadPickle:
+        raise
     except Exception as error:  # torch raises anything for a damaged file
         raise BadPickle(f"holds something other than a tensor ({type(error).__name__})") from None
 
 
-def _arguments(made: Any, name: str) -> tuple[Any, ...]:
-    if not isinstance(made, Opaque) or made.name != name or not isinstance(made.args, tuple):
-        raise BadPickle(f"lacks a {name}")
+def _arguments(made: Any, names: Collection[str]) -> tuple[Any, ...]:
+    if not isinstance(made, Opaque) or made.name not in names or not isinstance(made.args, tuple):
+        held = made.name if isinstance(made, Opaque) else type(made).__name__
+        raise BadPickle(f"holds {held[:100]!r} where a tensor is expected")
     return made.args
 
 

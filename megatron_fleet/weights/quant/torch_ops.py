@@ -42,7 +42,7 @@ def fp8_quantize(
 def fp8_block_scales(weights: torch.Tensor, *, power_of_two: bool = False) -> torch.Tensor:
     """``fp8.block_scales``: float32 ``[row blocks, column blocks]``."""
     absmax = _blocks(weights.abs()).amax((1, 3)).float()
-    scales = absmax / E4M3_MAX
+    scales = _divided(absmax, E4M3_MAX)
     if power_of_two:
         scales = ((scales.view(torch.int32) + 0x7FFFFF) & ~0x7FFFFF).view(torch.float32)
     scales = torch.where(absmax == 0, 1.0, scales)
@@ -101,7 +101,7 @@ def int4_choose_scales(weights: torch.Tensor, hint: torch.Tensor | None = None) 
         quotients = groups[left].float() / absmax[left, None].float() * greatest
         # The bound of the kernel's _possible_greatest: a cheap filter before three exact checks.
         left = left[((quotients - quotients.round()).abs() <= 0.0635).all(-1)]
-        near = (absmax[left].float() / greatest).to(torch.bfloat16).view(torch.int16)
+        near = _divided(absmax[left].float(), greatest).to(torch.bfloat16).view(torch.int16)
         for step in (0, 1, -1):
             scale = (near + step).view(torch.bfloat16)
             held = (scale > 0) & _hold(groups[left], scale) & ~exact[left]
@@ -141,6 +141,11 @@ def _groups(weights: torch.Tensor) -> torch.Tensor:
     return weights.unflatten(1, (-1, GROUP))
 
 
+def _divided(values: torch.Tensor, divisor: float) -> torch.Tensor:
+    """``values / divisor``, rounded once: on a GPU PyTorch multiplies by the reciprocal of a Python number."""
+    return values / torch.full((), divisor, dtype=values.dtype, device=values.device)
+
+
 def _divisors(scales: torch.Tensor) -> torch.Tensor:
     return torch.where(scales == 0, 1.0, scales)
 
@@ -159,7 +164,7 @@ def _hold(groups: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 def _rule(absmax: torch.Tensor) -> torch.Tensor:
     smallest = torch.ones((), dtype=torch.int16, device=absmax.device).view(torch.bfloat16)
-    scales = (absmax.float() / 7).to(torch.bfloat16)
+    scales = _divided(absmax.float(), 7).to(torch.bfloat16)
     scales = torch.where(scales == 0, smallest, scales)
     scales = torch.where(absmax == 0, 1.0, scales)
     return torch.where(absmax.isfinite(), scales, torch.nan)
