@@ -20,7 +20,9 @@ LONGEST = (
     "e2e/test_expert_runs.py", "weight_sync/test_families_updated.py", "parity/test_parity.py",
     "loop/test_guard_ranks.py", "rollout/test_start.py", "rollout/test_service.py", "loop/test_colocation_ranks.py",
     "rollout/test_owner.py", "weights/test_families.py", "fuzz/test_fuzz.py", "e2e/test_faults_run.py",
-    "trainer/test_group.py", "weight_sync/test_passthrough.py",
+    "trainer/test_group.py", "weight_sync/test_passthrough.py", "rollout/test_running_engines.py",
+    "loop/test_interruptions.py", "e2e/test_export_run.py", "benchmarks/test_scripts.py",
+    "benchmarks/test_gpu_parts.py",
 )  # fmt: skip
 """These files run first, so that none of them is left for the end of a run in several processes."""
 

@@ -10,6 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 
+import measured_points  # noqa: E402
 import memory_points  # noqa: E402
 import step_points  # noqa: E402
 
@@ -96,6 +97,7 @@ def constants() -> str:
     rows = {
         "dense layers' products, share of the peak": training.DENSE,
         "attention, share of the peak": training.ATTENTION,
+        "these two of PyTorch's layers (`policy.kernels=torch`)": f"{training.TORCH_DENSE}, {training.TORCH_ATTENTION}",
         "experts' products, share of the peak": training.EXPERTS,
         "tokens of an expert at half of that speed": training.HALF_SPEED_TOKENS,
         "pass without gradients, × the forward part of training": training.FORWARD_ONLY,
@@ -166,6 +168,7 @@ TABLES = {
     "largest": largest,
     "summary": summary,
     "points": lambda: step_points.table().rstrip(),
+    "measured": measured_points.table,
     "constants": constants,
     "simulation": simulation,
 }

@@ -5,8 +5,8 @@
     python benchmarks/gpu/first.py --list             what each checks
 
 Each check runs in a process of its own with its own limit, some at the same time: none measures speed. When one ends,
-its line (JSON) is added to OUT/first.jsonl and its output is in OUT/logs, so nothing is lost when another one dies, or
-this command is interrupted. run.py measures speed afterwards.
+its line (JSON) is added to OUT/DEVICE/first.jsonl and its output is in OUT/DEVICE/logs, so nothing is lost when another
+one dies, or this command is interrupted. run.py measures speed afterwards.
 
 The exit status is 1 if a check failed, was wrong, or did not come to its end, else 0.
 """
@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("checks", nargs="*", metavar="CHECK", help=f"these, in this order: {' '.join(checks.BY_NAME)}")
     p.add_argument("--list", action="store_true", help="say what each checks")
-    p.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu", help="folder of first.jsonl (default: runs/gpu)")
+    p.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu", help="folder of the results (default: runs/gpu)")
     p.add_argument("--minutes", type=float, default=4.0, help="limit of the whole command (default: 4)")
     p.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // CORES), help="checks at the same time")
     p.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: the same code without a GPU")
@@ -72,18 +72,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{step.name:16} {step.about}")
         return 0
     try:
-        problem = probe(args.device).engine_problem
+        machine = probe(args.device)
     except RuntimeError as error:
         command.error(str(error))
-    began, found = time.monotonic(), []
-    with First(args.out, args.device, problem, began + 60 * args.minutes) as first:
+    began, found, out = time.monotonic(), [], args.out / machine.slug
+    with First(out, args.device, machine.engine_problem, began + 60 * args.minutes) as first:
         for line in first.run(chosen, args.jobs):
             found.append(line)
             says = f": {line['says']}" if line["says"] else ""
             print(f"[{time.monotonic() - began:5.0f} s] {line['step']:16} {line['status']}{says}", flush=True)
     bad = [line["step"] for line in found if line["status"] not in GOOD]
     counts = f"{len(found) - len(bad)} of {len(found)} checks are ok or skipped"
-    print(f"{counts}{'; not ' + ', '.join(bad) if bad else ''}. {args.out / 'first.jsonl'}", flush=True)
+    print(f"{counts}{'; not ' + ', '.join(bad) if bad else ''}. {out / checks.RESULTS}", flush=True)
     return int(bool(bad))
 
 
@@ -127,7 +127,7 @@ class First:
         else:
             line = self._made(step, limit)
         line |= {"seconds": round(time.monotonic() - began, 1), **self._common}
-        with (self._out / "first.jsonl").open("a", encoding="utf-8") as file:
+        with (self._out / checks.RESULTS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")  # one write: lines of others are not cut
         return line
 

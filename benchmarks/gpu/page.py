@@ -8,6 +8,7 @@ The results of a machine are the JSON files that ``run.py`` has left in ``runs/g
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
+from battery import checks  # noqa: E402
 from battery.registry import COPY_TB_S, MATRIX_TFLOPS, PARTS, Part  # noqa: E402
 from battery.results import ROOT, Result, read  # noqa: E402
 from battery.show import goal_rows, short  # noqa: E402
@@ -58,7 +60,7 @@ random numbers) and {COPY_TB_S} TB/s (a copy within the device's memory, bytes r
 Nothing is worth measuring before it is right. `first.py` checks in four minutes, each check in a process of its own,
 what a GPU alone can show: packed attention with grouped heads, the log-prob kernels, tiny policies of four families
 against the same step on the CPU, offload and onload, save and load, FP8 recipes. It adds a line to
-`runs/gpu/first.jsonl` as each check ends; `--list` says what they are.
+`runs/gpu/DEVICE/first.jsonl` as each check ends; `--list` says what they are.
 
 ```bash
 python benchmarks/gpu/first.py && python benchmarks/gpu/run.py --parts device tests --minutes 2.5 --archive gpu.tar.gz
@@ -103,7 +105,7 @@ stopped. A part that reached its limit keeps the figures that it had. `gpu.tar.g
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table."""
     lines = [headings, ["---"] * len(headings), *rows]
-    return "".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |\n" for line in lines)
+    return "".join(f"| {' | '.join(' '.join(cell.replace('|', '/').split()) for cell in line)} |\n" for line in lines)
 
 
 def parts_table() -> str:
@@ -193,6 +195,16 @@ def part_section(part: Part, result: Result) -> Iterator[str]:
         yield "\nLeft out:\n\n" + "".join(f"* {what}: {why}\n" for what, why in result.left_out.items())
 
 
+def newest_checks(path: Path) -> list[tuple[str, str, str]]:
+    """Each check of `first.py` with what it is about and what its newest line says."""
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    newest = {line["step"]: line for line in lines}
+    said = {
+        name: f"{line['status']}: {line['says']}" if line["says"] else line["status"] for name, line in newest.items()
+    }
+    return [(f"`{name}`", step.about, said[name]) for name, step in checks.BY_NAME.items() if name in said]
+
+
 def device_section(folder: Path, results: Mapping[str, Result], picture: Path) -> Iterator[str]:
     """All results of a device; draws its picture."""
     newest = max(results.values(), key=lambda result: result.started)
@@ -203,6 +215,8 @@ def device_section(folder: Path, results: Mapping[str, Result], picture: Path) -
     yield table(("goal", "measured", "asked", ""), goal_rows(results, PARTS))
     if rows := limits(results):
         yield "\n" + table(("", "measured", "limit", "share"), rows)
+    if made := newest_checks(folder / checks.RESULTS):
+        yield f"\nChecks of `first.py`:\n\n{table(('check', 'what', 'result'), made)}"
     if drawn := charts(results):
         write_svg(picture, machine["device"], drawn)
         yield f"\n![measured speeds of {folder.name} beside the limits]({picture.name})\n"

@@ -25,7 +25,7 @@ def lines(folder):
 def test_a_tiny_policy_is_that_of_the_cpu_and_comes_back_from_host_and_disk(first, tmp_path, capsys):
     options = ["--device", "cpu", "--minutes", "60", "--jobs", "1", "--out", str(tmp_path)]
     assert first.main(["policy", "addmm", "fp8_delayed", *options]) == 0
-    found = lines(tmp_path)
+    found = lines(tmp_path / "cpu")
     assert found["policy"]["status"] == found["addmm"]["status"] == "ok"
     figures = found["policy"]["figures"]
     assert {figures[f"float32: {name}"] for name in ("logprobs", "loss", "grad_norm", "logprobs_after")} == {0}

@@ -35,7 +35,12 @@ COIN = """def validate_task(env, final_answer=None):
 
 @pytest.mark.parametrize(
     ("family", "chat", "layout"),
-    [("glm4_flash", "glm-4.7", ("parallel.expert=2", "parallel.data=2")), ("qwen3_5", "qwen3.5", ())],
+    [
+        pytest.param(
+            *("glm4_flash", "glm-4.7", ("parallel.expert=2", "parallel.data=2")), marks=pytest.mark.nightly, id="glm"
+        ),
+        pytest.param("qwen3_5", "qwen3.5", (), id="qwen3_5"),
+    ],
 )
 def test_other_layers_go_round_the_loop(tmp_path, monkeypatch, family, chat, layout):
     """Weights are random, so rewards are too, to have something to learn from; turns end at their token limit.

@@ -1,4 +1,7 @@
-"""The tutorial "A question and a Python reward", its commands as they are printed, from an empty folder."""
+"""The tutorial "A question and a Python reward", its commands as they are printed, from an empty folder.
+
+`tests/docs_site/test_tutorials.py` has them in CI, with a dry run in the place of the training.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from pathlib import Path
 import pytest
 from whole_runs import RUN_TIMEOUT_S
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "learn" / "your-reward.md").read_text(), re.DOTALL)[0]

@@ -26,12 +26,18 @@ def test_what_broke_once_breaks_no_more(path: Path):
 
 
 @pytest.fixture(scope="module")
-def tried(request: pytest.FixtureRequest) -> Iterator[list[str]]:
+def share(request: pytest.FixtureRequest) -> int:
+    """One of how many inputs is tried: all of them with ``--nightly``."""
+    return 1 if request.config.getoption("--nightly") else 3
+
+
+@pytest.fixture(scope="module")
+def tried(request: pytest.FixtureRequest, share: int) -> Iterator[list[str]]:
     """Surfaces whose random inputs were tried; at the end one line says how many inputs these were."""
     names: list[str] = []
     began = time.monotonic()
     yield names
-    inputs, seconds = sum(SURFACES[name].count for name in names), time.monotonic() - began
+    inputs, seconds = sum(SURFACES[name].count // share for name in names), time.monotonic() - began
     told = f"fuzz: {inputs} random inputs on {len(names)} surfaces in {seconds:.0f} s, seed {SEED}; more: {MORE}"
     with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
         print(f"\n{told}")
@@ -39,9 +45,9 @@ def tried(request: pytest.FixtureRequest) -> Iterator[list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("surface", SURFACES.values(), ids=SURFACES)
-def test_random_inputs(surface: engine.Surface, tried: list[str]):
+def test_random_inputs(surface: engine.Surface, tried: list[str], share: int):
     tried.append(surface.name)
-    found = [f for f in engine.run(surface, SEED, range(surface.count)) if f.place not in PENDING]
+    found = [f for f in engine.run(surface, SEED, range(surface.count // share)) if f.place not in PENDING]
     assert not found, "\n\n".join(f"{engine.reproduction(f, SEED)}\n{f.told}" for f in found)
 
 

@@ -47,7 +47,7 @@ async def test_an_engine_that_hangs_tells_where(tmp_path, episode_python):
     model = write_tiny_model(tmp_path / "model", 1)
     (model / "model.safetensors").unlink()
     os.mkfifo(model / "model.safetensors")  # whoever opens it waits
-    for limit in (40, 160, 640):  # on busy cores it may not have come that far
+    for limit in (75, 300):  # on busy cores it may not have come that far
         config = rollout_config(model, engine={"start_timeout_s": limit})
         service = RolloutService(config, tmp_path, episode_python)
         with pytest.raises(RolloutFailed, match=rf"not within {limit} s \(rollout\.engine\.start_timeout_s\)"):

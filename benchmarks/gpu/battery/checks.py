@@ -29,6 +29,8 @@ TOKENS = 256
 LONGEST = 96
 LR = 1e-4
 REFERENCE = "reference.npz"
+RESULTS = "first.jsonl"
+"""File of a device's folder: a line for each check that was made, the newest last."""
 FLOAT32 = {"logprobs": 2e-4, "loss": 1e-4, "grad_norm": 1e-3, "logprobs_after": 5e-3}
 """Largest difference from the CPU in float32: of a log-prob in nats, relative of loss and norm, and of a log-prob after
 a step, in which Adam turns the rounding of gradients near zero into whole steps."""

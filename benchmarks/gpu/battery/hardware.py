@@ -162,7 +162,7 @@ def _episode_problem() -> str:
     try:
         episode_python()
     except UserError as error:
-        return str(error)
+        return re.sub(r"/\S+/", "", str(error))  # results are published: without folders of this machine
     return ""
 
 

@@ -23,6 +23,8 @@ from megatron_fleet.models.model import Model
 
 DENSE, ATTENTION, EXPERTS = 0.62, 0.45, 0.45
 """Shares of the peak that matrix products (with what is between them), attention, and experts reach."""
+TORCH_DENSE, TORCH_ATTENTION = 0.57, 0.29
+"""The same of PyTorch's layers (``policy.kernels=torch``), whose attention is not made for Hopper."""
 FORWARD_ONLY = 1.3
 """Seconds of a pass without gradients, as a multiple of the training pass's forward part (log-probs at every token)."""
 HALF_SPEED_TOKENS = 128
@@ -149,7 +151,8 @@ def _layer(config: Config, model: Model, gpu: Gpu, layer: int, width: float, pai
     cost = SequenceCost.of_layer(model, layer)
     own = 6 * model.hidden * model.experts_per_token * model.expert_ffn if experts else 0
     fp8 = FP8_SPEED if config.precision.fp8 else 1.0
-    speed = gpu.flops * DENSE * fp8
+    dense, attention = (TORCH_DENSE, TORCH_ATTENTION) if config.policy.kernels == "torch" else (DENSE, ATTENTION)
+    speed = gpu.flops * dense * fp8
     local = width / parallel.context
     e, hidden = 2, model.hidden
     within = ranks <= gpu.per_host
@@ -171,7 +174,7 @@ def _layer(config: Config, model: Model, gpu: Gpu, layer: int, width: float, pai
     return _Layer(
         compute=(cost.token - own) * width / ranks / speed,
         experts=routed,
-        attention=cost.pair * pairs / ranks / (gpu.flops * ATTENTION),
+        attention=cost.pair * pairs / ranks / (gpu.flops * attention),
         tensor=tensor,
         exchange=exchange,
         context=context,
