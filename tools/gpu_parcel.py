@@ -3,6 +3,7 @@
     python tools/gpu_parcel.py OUT --have LIST                          the trainer's half, the battery, the tests
     python tools/gpu_parcel.py OUT --have LIST --with transformer-engine
     python tools/gpu_parcel.py OUT --have LIST --with vllm --parcels 2
+    python tools/gpu_parcel.py OUT --have LIST --with transformer-engine --with vllm --parcels 2
 
 A parcel is a folder OUT/N of wheels, no larger than the machine takes at once, with a MANIFEST.txt: what is in it, how
 large it is, and the command that installs it there. Versions and hashes are those of requirements/engine-gpu.lock, less
@@ -462,7 +463,7 @@ def manifest(job: Job, folder: Path, title: str, parcel: Parcel, remarks: Sequen
         *remarks,
         "On the machine, in the work tree:",
         f"mkdir -p {WHEELS} && cp {shown}/*.whl {WHEELS} && {pip} --target {SITE} {WHEELS}/*.whl && "
-        f"export PYTHONPATH={SITE}:$PWD",
+        f"python3 -m compileall -q -j 0 {SITE} megatron_fleet >/dev/null; export PYTHONPATH={SITE}:$PWD",
     ]
     return "\n".join(lines) + "\n"
 

@@ -68,7 +68,7 @@ python benchmarks/gpu/run.py --parts layers logprobs --minutes 5 --archive gpu.t
 python benchmarks/gpu/run.py --parts checkpoint offload optimizer traces --minutes 4.3 --archive gpu.tar.gz
 ```
 
-A check that is wrong or fails is worth more time than a figure: mend it and repeat the check by its name
+A check that is wrong or fails is worth more time than a figure: correct it and repeat the check by its name
 (`first.py policy`). Both commands take `--device cpu`, which runs the same code at tiny sizes.
 
 **A machine that has PyTorch with CUDA, but neither a network nor this project's packages**, takes a parcel. On a
@@ -78,12 +78,14 @@ machine with a network:
 python tools/gpu_parcel.py parcel --have packages.txt --python PYTHON                          # the trainer's half
 python tools/gpu_parcel.py parcel --have packages.txt --python PYTHON --with transformer-engine
 python tools/gpu_parcel.py parcel --have packages.txt --python PYTHON --with vllm --parcels 2
+python tools/gpu_parcel.py parcel --have packages.txt --python PYTHON --with transformer-engine --with vllm --parcels 2
 ```
 
 `packages.txt` is what `python3 -m pip list --format=freeze` prints there, PYTHON an interpreter with its versions of
 Python and PyTorch. Each parcel is at most 64 MiB, the work tree of 14 MiB included (18 MiB; 42 with Transformer Engine,
-whose PyTorch half is compiled here in an hour on two cores; 62 and 36 with vLLM); its `MANIFEST.txt` has the command
-that installs it.
+whose PyTorch half is compiled here in an hour on two cores; 62 and 36 with vLLM; 62 and 61 with
+both, of which the second has all but vLLM itself); its `MANIFEST.txt` has the command that installs it, in about 8
+seconds.
 Training needs PyTorch 2.11 or newer; without Transformer Engine it uses PyTorch's own kernels and has no FP8.
 
 ## Half an hour on one machine
@@ -217,6 +219,8 @@ def device_section(folder: Path, results: Mapping[str, Result], picture: Path) -
         yield "\n" + table(("", "measured", "limit", "share"), rows)
     if made := newest_checks(folder / checks.RESULTS):
         yield f"\nChecks of `first.py`:\n\n{table(('check', 'what', 'result'), made)}"
+    if left := [f"`{part.name}`" for part in PARTS if part.name not in results]:
+        yield f"\nNot run on it: {', '.join(left)}.\n"
     if drawn := charts(results):
         write_svg(picture, machine["device"], drawn)
         yield f"\n![measured speeds of {folder.name} beside the limits]({picture.name})\n"

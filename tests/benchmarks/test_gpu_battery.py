@@ -268,10 +268,10 @@ def test_a_part_sees_the_gpus_that_the_battery_may_use(monkeypatch):
     from battery.hardware import environment
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert environment("cuda", 2) == {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert environment("cuda", 2) == {"CUDA_VISIBLE_DEVICES": "0,1", "PYTHONDONTWRITEBYTECODE": ""}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c")
-    assert environment("cuda", 1) == {"CUDA_VISIBLE_DEVICES": "GPU-a"}
-    assert environment("cpu", 1) == {"CUDA_VISIBLE_DEVICES": ""}
+    assert environment("cuda", 1)["CUDA_VISIBLE_DEVICES"] == "GPU-a"
+    assert environment("cpu", 1)["CUDA_VISIBLE_DEVICES"] == ""
 
 
 @pytest.mark.slow

@@ -25,6 +25,8 @@ NO_ENGINE = "BATTERY_NO_TRANSFORMER_ENGINE"
 """Variable with `Machine.engine_problem`. The parts must not find out for themselves: Transformer Engine reads its own
 variables when it is imported, and Megatron's side of it must not be half there.
 """
+KEEP_COMPILED = {"PYTHONDONTWRITEBYTECODE": ""}
+"""Else each of many processes compiles all packages again, which took 40 s of each on a machine with that variable."""
 PACKAGES: Mapping[str, tuple[str, ...]] = {
     **{name: (name,) for name in ("torch", "triton", "megatron-core", "transformer-engine", "ray", "transformers")},
     **{name: (name,) for name in ("hydra-core", "pydantic", "pytest", "megatron_fleet")},
@@ -71,10 +73,10 @@ class Machine:
 def environment(device: Device, gpus: int) -> dict[str, str]:
     """Variables of a process that uses the first ``gpus`` of the GPUs that this one may use, or none on the CPU."""
     if device == "cpu":
-        return {GPUS: ""}
+        return {GPUS: ""} | KEEP_COMPILED
     listed = os.environ.get(GPUS)
     names = [*map(str, range(gpus))] if listed is None else listed.split(",")
-    return {GPUS: ",".join(names[:gpus])}
+    return {GPUS: ",".join(names[:gpus])} | KEEP_COMPILED
 
 
 def probe(device: Device) -> Machine:
