@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -54,6 +55,11 @@ IMAGE_ATTEMPTS = 2
 reason ``error``, which repairs the caches for the next one (``MultiModalCacheMissError`` in vLLM 0.32)."""
 
 
+_ERROR = re.compile(r"^\(.* ERROR .*\] ((?!\S*EngineDeadError)[\w.]*(?:Error|Exception|Interrupt): .+)$", re.MULTILINE)
+"""The last line of a traceback in vLLM's log; an EngineDeadError only says that there was another one."""
+_TAIL_BYTES, _LONGEST_ERROR = 1 << 18, 500
+
+
 class EngineActor:
     """One engine replica. Only its `EngineSlot` calls its methods."""
 
@@ -64,7 +70,7 @@ class EngineActor:
         take_normal_priority()
         take_secrets(secrets or {})
         os.environ[TRANSPORT] = transport
-        self._config, self._transport = config, transport
+        self._config, self._transport, self._log = config, transport, log
         self._server = EngineServer(self._generate, token)
         self._llm: Any = None
         self._sharing: PrefixSharing | None = None
@@ -298,7 +304,7 @@ class EngineActor:
         """Wait until the engine can no longer serve; returns the reason."""
         while await self.usable():
             await asyncio.sleep(WATCH_INTERVAL_S)
-        return self._unusable or "the engine's core process died"
+        return self._unusable or f"the engine's core process died{_last_error(self._log)}"
 
     async def _watch_core(self) -> None:
         while self._unusable is None:
@@ -363,6 +369,16 @@ class _TurnDeadline:
 
     def _pass(self) -> None:
         self._abort = asyncio.ensure_future(self._llm.abort(self._name))
+
+
+def _last_error(log: Path) -> str:
+    """Return ``: `` and the last error of vLLM's processes in an engine's log, in a line; empty where there is none."""
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+        found = _ERROR.findall(file.read().decode(errors="replace"))
+        if found:
+            return f": {found[-1][:_LONGEST_ERROR]}"
+    return ""
 
 
 def _routing(experts: np.ndarray | None) -> np.ndarray | None:

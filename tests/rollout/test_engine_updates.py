@@ -113,6 +113,23 @@ def slot(monkeypatch):
     return Slot(monkeypatch)
 
 
+VLLM_LOG = """(EngineCore pid=7) ERROR 11-27 14:20:11 [core.py:1512] Traceback (most recent call last):
+(EngineCore pid=7) ERROR 11-27 14:20:11 [core.py:1512] RuntimeError: Unsupported CPU attention: head_dim=16
+(MainProcess pid=9) ERROR 11-27 14:20:11 [async_llm.py:906] vllm.v1.engine.exceptions.EngineDeadError: see above
+(MainProcess pid=9) WARNING 11-27 14:20:12 [utils.py:648] ValueError: no error of this process
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "reason"), [(None, ""), ("", ""), (VLLM_LOG, ": RuntimeError: Unsupported CPU attention: head_dim=16")]
+)
+async def test_an_engine_whose_core_died_says_why(actor, tmp_path, log, reason):
+    actor._llm.errored = True
+    if log is not None:
+        (tmp_path / "log").write_text(log)
+    assert await actor.watch() == f"the engine's core process died{reason}"
+
+
 async def test_a_new_engine_answers_after_it_has_the_weights(slot):
     await slot.begin()
     await slot.update(1)

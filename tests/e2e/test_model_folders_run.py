@@ -1,0 +1,37 @@
+"""What the check of a model's folder accepts, trainer and engines read and train a step; see `model_folders.CASES`.
+
+What it refuses ends a run at its start, by the same function (tests/cli/test_preflight_models.py).
+"""
+
+from __future__ import annotations
+
+import pytest
+from model_folders import CASES, write
+from served_models import served_config
+from tiny_configs import raw_config
+from whole_runs import Run
+
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
+
+ACCEPTED = [name for name, case in CASES.items() if case.said is None]
+STEP = (
+    *("run.steps=1", "eval=none", "rollout.prompts_per_step=2", "rollout.samples_per_prompt=2"),
+    *("rollout.max_context=1024", "rollout.sampling.max_turns=1", "rollout.sampling.max_tokens_per_turn=8"),
+    "algorithm.masked_outcomes=[]",
+)
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_an_accepted_folder_trains_a_step(name, tmp_path):
+    case = CASES[name]
+    made = case.made or {}
+    family = made.get("family", "qwen3")
+    served, own = served_config(family, "v4"), raw_config(family, "v4")
+    wider = {key: value for key, value in served.items() if own.get(key) != value}  # heads that vLLM's kernels take
+    folder = write(tmp_path / "model", **(wider | made))
+    case.damage(folder)
+    run = Run(tmp_path / "run", (f"model.path={folder}", *STEP))
+    run.finish()
+    (row,) = run.metrics()
+    assert row["accounting/episodes"] == 4 and row["policy/mismatch_kl"] < 1e-3
+    run.assert_nothing_left()
