@@ -354,11 +354,34 @@ def _tasks(config: Config) -> None:
     check_environments(config, [*split.train, *split.held_out])
     if config.env.reward is not None:
         check_reward(config.env, split.train[0], str(episode_python()))
+    _prompts(config, split.train)
     if screen := _on_screen([*split.train, *split.held_out]):
         raise UserError(
             f"data.tasks={config.data.tasks}: task {screen.key} is a {screen.modality} task, and training on images "
             f"is not possible yet; set data.modality=tool_use, or evaluate with mfleet eval."
         )
+
+
+def _prompts(config: Config, tasks: Sequence[Task]) -> None:
+    """Refuse tasks whose own texts fill a context, all of them; system prompt and tools are known only later."""
+    from megatron_fleet.agents.episode import MAX_CHARS_PER_TOKEN
+    from megatron_fleet.models.chat.tokenizer import Tokenizer
+
+    limit = config.rollout.max_context
+    candidates = [task for task in tasks if len(task.prompt.encode()) >= limit]  # a token has at least a byte
+    if not candidates or extension.is_path(config.rollout.renderer):
+        return
+    tokenizer = Tokenizer(config.model.folder)
+
+    def fills(task: Task) -> bool:
+        return len(task.prompt) > MAX_CHARS_PER_TOKEN * limit or len(tokenizer.encode(task.prompt)) >= limit
+
+    filled = sum(map(fills, candidates))
+    said = f"{filled} of {len(tasks)} training tasks have prompts of at least rollout.max_context={limit} tokens"
+    if filled == len(tasks):
+        raise UserError(f"data.tasks={config.data.tasks}: {said}, which leave no room for a turn; raise it.")
+    if filled:
+        log.warning("data.tasks=%s: %s; their episodes end before the first turn", config.data.tasks, said)
 
 
 def check_environments(config: Config, tasks: Sequence[Task]) -> None:

@@ -243,6 +243,23 @@ def test_tasks_that_the_embedded_fleet_cannot_play_are_refused(model, tmp_path):
         tasks_of(load([f"model.path={model}", *tasks]), None, "all")
 
 
+def test_prompts_that_fill_the_context_are_told_and_refused_when_all_do(model, tmp_path, caplog):
+    def tasks(long: int) -> tuple[str, ...]:
+        row = {"env_key": "tickets", "verifier_code": "def v(env): return 1"}
+        prompts = ["word " * 600] * long + ["close the ticket " * 18] * (9 - long)  # 306 bytes, and fewer tokens
+        rows = [row | {"key": f"{number}", "prompt": prompt} for number, prompt in enumerate(prompts)]
+        (tmp_path / "t.json").write_text(json.dumps(rows))
+        small = ("rollout.max_context=256", "rollout.sampling.max_tokens_per_turn=64", "eval=none")
+        return (f"data.tasks={tmp_path / 't.json'}", "data.eval_fraction=0.001", "rollout.prompts_per_step=1", *small)
+
+    filled = "of 9 training tasks have prompts of at least rollout.max_context=256 tokens"
+    check(model, *tasks(0))
+    assert filled not in caplog.text
+    check(model, *tasks(2))
+    assert f"2 {filled}; their episodes end before the first turn" in caplog.text
+    assert f"9 {filled}, which leave no room for a turn" in refusal(model, *tasks(9))
+
+
 def test_a_run_that_never_evaluates_needs_no_held_out_task(model, tmp_path):
     row = {"key": "a", "prompt": "p", "env_key": "tickets", "verifier_code": "def v(env): return 1"}
     (tmp_path / "t.json").write_text(json.dumps([row]))
