@@ -156,9 +156,9 @@ def environments(run: Run) -> ReportSection:
 
 
 def _environment_table(results: Sequence[EnvironmentResult], paired: bool) -> Table:
-    rates = ("before", "after", "change") if paired else ("pass@1",)
-    head = ("environment", "tasks", *rates, "unknown rewards", "status")
-    return Table(head, tuple(_environment_row(r, paired) for r in results), frozenset(range(1, len(head) - 1)))
+    rates = ("change", "before", "after") if paired else ("pass@1",)  # what matters most is seen on narrow screens
+    head = ("environment", "status", *rates, "tasks", "unknown rewards")
+    return Table(head, tuple(_environment_row(r, paired) for r in results), frozenset(range(2, len(head))))
 
 
 def _environment_row(result: EnvironmentResult, paired: bool) -> tuple[Cell, ...]:
@@ -168,12 +168,9 @@ def _environment_row(result: EnvironmentResult, paired: bool) -> tuple[Cell, ...
     unknown = " → ".join(str(n) for n in result.unknown) if paired else str(result.unknown[1])
     warn = "warn" if any(result.unknown) else "quiet"
     title = f"of {result.episodes[0]} and {result.episodes[1]} episodes" if paired else f"of {result.episodes[1]}"
-    tail = (
-        Cell(unknown, sum(result.unknown), warn, title),
-        Cell(result.status, None, TONES[result.status], RULES[result.status]),
-    )
-    name, count = Cell(result.env), Cell(str(tasks), tasks)
-    return (name, count, before, after, delta, *tail) if paired else (name, count, before, *tail)
+    head = Cell(result.env), Cell(result.status, None, TONES[result.status], RULES[result.status])
+    tail = Cell(str(tasks), tasks), Cell(unknown, sum(result.unknown), warn, title)
+    return (*head, delta, before, after, *tail) if paired else (*head, before, *tail)
 
 
 def _estimate_cell(estimate: Estimate | None, *, signed: bool = False) -> Cell:

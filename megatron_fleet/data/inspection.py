@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from megatron_fleet.data.source import TaskSource, read_source
 from megatron_fleet.data.task import Task
 
 SHOWN = 20
+MANY_VERSIONS = 5
 """Maximum lines of one kind in the text report; the JSON report has all of them."""
 ALL = "all"
 """Name of the last row, the totals."""
@@ -132,11 +134,21 @@ def describe(found: Inspection) -> str:
     lines.append(f"without CURRENT_DATE: {report['without_current_date']}")
     lines.append(f"without verifier: {report['without_verifier']}")
     lines.append("versions:")
-    lines += _shortened([_version(row) for row in report["versions"]])
+    lines += _shortened([*_version_lines(report["versions"])])
     lines += _near(found, report)
     if report["environments"]:
         lines += ["with these data.* keys:", as_text(report["environments"]), *report["notes"]]
     return "\n".join(lines)
+
+
+def _version_lines(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """A line for each version; one for an environment in which each of many tasks has its own."""
+    for environment, group in groupby(rows, key=lambda row: row["environment"]):
+        several = list(group)
+        if len(several) >= MANY_VERSIONS and all(row["tasks"] == 1 for row in several):
+            yield f"  {environment}: each of {len(several)} tasks has its own version or data"
+        else:
+            yield from map(_version, several)
 
 
 def _version(row: dict[str, Any]) -> str:

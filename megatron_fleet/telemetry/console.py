@@ -1,4 +1,4 @@
-"""Progress display of a run: live on a terminal, one plain line per step elsewhere."""
+"""Progress display of a run: live on a terminal, plain lines for its start and each step elsewhere."""
 
 from __future__ import annotations
 
@@ -63,6 +63,7 @@ class RunProgress:
             console = Console(file=self._stream)
             self._live = Live(get_renderable=self._render, console=console, refresh_per_second=4)
             self._live.start()
+        self._line(f"{name}: starting" + (f", to go on after step {done} of {steps}" if done else f", {steps} steps"))
 
     def __enter__(self) -> RunProgress:
         return self

@@ -27,10 +27,11 @@ def test_the_report_of_a_run(simple_run, capsys):
     assert "0.000 → 0.500" in printed and "bank: Too hard" in printed and str(simple_run / "report.html") in printed
     assert len(printed.splitlines()) <= 12
     page, text = ((simple_run / f"report.{kind}").read_text() for kind in ("html", "md"))
-    rates = [r"0.000 \[0.000, 0.000\]", r"1.000 \[1.000, 1.000\]", r"+1.000 \[+1.000, +1.000\]"]
-    assert table_row(text, "shop") == ["shop", "6", *rates, "0 → 0", "improved"]
+    rates = [r"+1.000 \[+1.000, +1.000\]", r"0.000 \[0.000, 0.000\]", r"1.000 \[1.000, 1.000\]"]
+    assert table_row(text, "shop") == ["shop", "improved", *rates, "6", "0 → 0"]
     # The unknown rewards of `bank` are counted as such and lower nothing: its known ones are all 0.
-    assert table_row(text, "bank")[-2:] == ["6 → 0", "failing"]
+    bank = table_row(text, "bank")
+    assert (bank[1], bank[-1]) == ("failing", "6 → 0")
     assert table_row(text, "verifier unknown")[1:3] == ["6 (25 %)", "0 (0 %)"]
     assert table_row(text, "false completion")[1:3] == ["18 (75 %)", "12 (50 %)"]
     assert "1 train, 2 eval" in text and "abababababababab" in text and "**shop s0**" in text
@@ -166,7 +167,7 @@ def test_evaluations_of_unknown_rewards_only_have_no_figures(make_run: RunMaker)
     write_report(make_run.folder)
     text = (make_run.folder / "report.md").read_text()
     assert table_row(text, "pass@1, training temperature")[1:] == ["– → –", "step 0, step 3"]
-    assert table_row(text, "shop") == ["shop", "0", "–", "–", "–", "2 → 2", "unknown"]
+    assert table_row(text, "shop") == ["shop", "unknown", "–", "–", "–", "0", "2 → 2"]
 
 
 def test_without_an_evaluation_training_tells_of_turns_tools_and_errors(make_run: RunMaker, capsys):
@@ -190,7 +191,7 @@ def test_one_evaluation_has_no_change(make_run: RunMaker):
     make_run.evaluate(0, groups({f"t{i}": [1.0, None] for i in range(3)}))
     write_report(make_run.folder)
     text = (make_run.folder / "report.md").read_text()
-    assert table_row(text, "shop") == ["shop", "3", r"1.000 \[1.000, 1.000\]", "3", "saturated"]
+    assert table_row(text, "shop") == ["shop", "saturated", r"1.000 \[1.000, 1.000\]", "3", "3"]
     assert "No training step was finished" in text
 
 

@@ -88,7 +88,7 @@ def check_older_run(text: str) -> None:
     assert "| pass@1, training temperature | 0.000 → 1.000 | " in text
     # Of 19 episodes 18 are known: that whose environment failed is not counted as 0.
     assert (
-        "| shop | 6 | 0.000 [0.000, 0.000] | 1.000 [1.000, 1.000] | +1.000 [+1.000, +1.000] | 1 → 1 | improved |"
+        "| shop | improved | +1.000 [+1.000, +1.000] | 0.000 [0.000, 0.000] | 1.000 [1.000, 1.000] | 6 | 1 → 1 |"
         in text
     )
     assert "A score of 0 there may also be an episode whose verifier failed" in text

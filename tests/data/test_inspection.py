@@ -108,6 +108,14 @@ def test_what_is_in_the_file(report):
     assert "github:v1, data d:default: 2" in text and "unknown fields: team 2" in text
 
 
+def test_versions_that_are_all_different_are_counted(report):
+    rows = [{**ROW, "key": f"{n}", "prompt": f"p{n}", "data_id": f"d{n}"} for n in range(5)]
+    found, text = report(rows)
+    assert len(found["versions"]) == 5
+    assert "versions:\n  github: each of 5 tasks has its own version or data\n" in text
+    assert "github:default, data d3:default: 1" in report(rows[:4])[1]
+
+
 def test_what_the_keys_of_the_configuration_make_of_it(report):
     rows = [{**ROW, "key": f"{env}{i}", "env_key": env} for env in ("github", "dropbox") for i in range(100)]
     rows += [rows[0]]

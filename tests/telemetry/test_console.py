@@ -16,7 +16,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_without_a_terminal_there_is_one_plain_line_per_step():
+def test_without_a_terminal_there_is_a_plain_line_for_the_start_and_each_step():
     stream = io.StringIO()
     with RunProgress("run", steps=3, done=1, stream=stream) as progress:
         progress.evaluated({"eval/all/pass_at_1": 0.125})
@@ -24,7 +24,8 @@ def test_without_a_terminal_there_is_one_plain_line_per_step():
             progress.phase("generate", total=64)
             progress.advance(64)
             progress.step_done(METRICS)
-    lines = stream.getvalue().splitlines()
+    begin, *lines = stream.getvalue().splitlines()
+    assert begin == "run: starting, to go on after step 1 of 3"
     assert lines[0] == "evaluation after step 1 · held-out pass@1 0.125"
     assert lines[1].startswith("step 2/3 · reward 0.412 · pass@1 0.400 · tokens/s 12,346 · ")
     assert lines[2].startswith("step 3/3 · ") and lines[2].endswith("ETA 0 s")
