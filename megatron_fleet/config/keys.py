@@ -53,6 +53,13 @@ def texts() -> frozenset[str]:
     return frozenset(key.name for key in leaves() if key.accepts.partition(" or ")[0] == "text")
 
 
+@functools.cache
+def nullable() -> frozenset[str]:
+    """Return the names of the leaves that may be null, and for which no value is named ``none``."""
+    found = ((key.name, key.accepts.removeprefix("one of ").replace(", ", " or ").split(" or ")) for key in leaves())
+    return frozenset(name for name, accepted in found if "null" in accepted and "none" not in accepted)
+
+
 def suggest(name: str) -> str | None:
     """Return the key closest to ``name``: same last part first (``lr`` → ``policy.optimizer.lr``), then spelling."""
     known = sorted(names())

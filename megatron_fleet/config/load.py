@@ -60,6 +60,7 @@ def _replace(tree: dict[str, Any], text: str, path: Path) -> None:
     name, equals, value = text.partition("=")
     if not equals or name not in {leaf.name for leaf in keys.leaves()}:
         raise UserError(f"Override '{text}': {_unknown(name) if equals else 'write key=value.'}")
+    _refuse_none(name, value)
     *sections, key = name.split(".")
     for section in sections:
         tree = tree.get(section)  # type: ignore[assignment]  # checked on the next line
@@ -87,6 +88,7 @@ def _override(text: str, folder: Path) -> str:
     from hydra.errors import HydraException
 
     name, _, value = text.lstrip("+").partition("=")
+    _refuse_none(name, value)
     if name in keys.texts() and value and value != "null" and value[0] not in "'\"" and "${" not in value:
         return f"++{name}='{_escape(value)}'"
     try:
@@ -102,6 +104,11 @@ def _override(text: str, folder: Path) -> str:
     if key not in keys.names():
         raise UserError(f"Override '{text}': {_unknown(key)}")
     return "++" + plain
+
+
+def _refuse_none(name: str, value: str) -> None:
+    if value.lower() == "none" and name in keys.nullable():
+        raise UserError(f"{name}={value}: write null for no value (or \"'{value}'\" for that text).")
 
 
 def _escape(value: str) -> str:

@@ -79,6 +79,10 @@ def test_home_is_expanded(monkeypatch, tmp_path):
     assert load([QUICKSTART, "model.path=~/model"]).model.path == str(tmp_path / "model")
 
 
+def test_a_quoted_none_is_a_text():
+    assert load([QUICKSTART, "logging.wandb.project='none'"]).logging.wandb.project == "none"
+
+
 @pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.text(st.characters(min_codepoint=32, max_codepoint=0x24F), min_size=1).filter(lambda s: s[0] not in "'\""))
@@ -111,6 +115,8 @@ def test_text_values_arrive_as_typed(text):
         ("policy.recompute=true", "policy.recompute=true: it must be one of none, full or integer"),
         ("algorithm.kl.estimator=k4", "it must be one of k1, k2, k3"),
         ("algorithm.dual_clip=0.5", "it must be number > 1 or null"),
+        ("logging.wandb.project=none", "logging.wandb.project=none: write null for no value"),
+        ("algorithm.dual_clip=None", "algorithm.dual_clip=None: write null for no value"),
         ("run=3", "run=3"),
         ("run.steps=1,2", "sweeps"),
         ("~run.steps", "deletes"),
@@ -172,6 +178,7 @@ def test_a_resolved_configuration_takes_overrides(tmp_path):
         ("parallel.data", "write key=value"),
         ("parallel.data=[", 'parallel.data="[": it must be integer ≥ 1'),
         ("parallel.data=0", "it must be integer ≥ 1"),
+        ("logging.wandb.project=none", "write null for no value"),
     ):
         with pytest.raises(UserError, match=re.escape(message)):
             load_resolved(tmp_path / "c.json", [override])

@@ -22,6 +22,12 @@ def test_every_key_has_a_meaning():
     assert [key.name for key in keys.leaves() if not key.description] == []
 
 
+def test_no_value_is_called_null():
+    described = {key.name: key.description for key in keys.leaves() if key.name in keys.nullable()}
+    assert len(described) > 60
+    assert {name: text for name, text in described.items() if "none:" in text.lower()} == {}
+
+
 def test_sections_and_leaves_are_names():
     assert {"policy", "policy.optimizer", "policy.optimizer.lr"} <= keys.names()
 

@@ -41,7 +41,7 @@ class AgentConfig(Section):
         False, description="End what the policy is shown after a turn with [Context: a/b tokens, turn i/N]."
     )
     repeat_feedback: int | None = Field(
-        3, ge=2, description="Warn the policy after this many identical consecutive tool calls; none: never."
+        3, ge=2, description="Warn the policy after this many identical consecutive tool calls; null: never."
     )
     step_wise: bool = Field(
         False,

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 class WandbConfig(Section):
     project: str | None = Field(
         None,
-        description="Weights & Biases project that metrics go to; none: no W&B. The key is "
+        description="Weights & Biases project that metrics go to; null: no W&B. The key is "
         "WANDB_API_KEY_<data.modality>, such as WANDB_API_KEY_TOOL_USE, else WANDB_API_KEY.",
     )
-    entity: str | None = Field(None, description="Team or user there; none: the key's own.")
+    entity: str | None = Field(None, description="Team or user there; null: the key's own.")
     mode: Literal["online", "offline"] = Field(
         "online",
         description="offline: written below run.out/wandb, from where `wandb sync` sends it. Where the key is not set, "
@@ -46,7 +46,7 @@ class WandbConfig(Section):
 class MlflowConfig(Section):
     uri: str | None = Field(
         None,
-        description="MLflow tracking server that metrics go to, or sqlite:///FILE; none: no MLflow. Needs the package "
+        description="MLflow tracking server that metrics go to, or sqlite:///FILE; null: no MLflow. Needs the package "
         "mlflow-skinny. User or token: MLFLOW_TRACKING_USERNAME and _PASSWORD, or MLFLOW_TRACKING_TOKEN.",
     )
     experiment: str = Field("megatron_fleet", min_length=1, description="Experiment there, made when there is none.")
@@ -57,7 +57,7 @@ class TrajectoriesConfig(Section):
         100.0,
         gt=0,
         description="GB of trajectories and their images in run.out. Beyond it, those of the oldest training steps are "
-        "removed, with upload only once they are in the store; evaluations stay. none: all stay.",
+        "removed, with upload only once they are in the store; evaluations stay. null: all stay.",
     )
     upload: str | None = Field(
         None,
@@ -70,7 +70,7 @@ class SlackConfig(Section):
     channel: str | None = Field(
         None,
         pattern=r"^(#?[\w-]{1,80}|[CGD][A-Z0-9]{6,})$",
-        description="Slack channel that hears of the run, #name or id; none: no Slack. The token of the app is "
+        description="Slack channel that hears of the run, #name or id; null: no Slack. The token of the app is "
         "SLACK_BOT_TOKEN, its scopes chat:write and files:write (docs/run/alerts.md).",
     )
     url: str = Field("https://slack.com/api/", description="Address of Slack's Web API; https://slack-gov.com/api/.")
@@ -85,21 +85,21 @@ class AlertsConfig(Section):
         ge=0,
         le=1,
         description="Share of an environment's tool calls that failed in a step, above which there is "
-        "an alert; none: never.",
+        "an alert; null: never.",
     )
     throughput: float | None = Field(
         0.5,
         gt=0,
         lt=1,
         description="Share of the usual tokens per second, of generation or training, below which "
-        "there is an alert; none: never.",
+        "there is an alert; null: never.",
     )
     stall: float | None = Field(
         5.0,
         gt=1,
         description="A phase of a step that takes this many times as long as the longest of its last 32, and at least "
         "a minute (half an hour before it has ended three times), is an alert, and the stacks of all processes are "
-        "written to `run.out/logs/stall-*.txt`; none: never.",
+        "written to `run.out/logs/stall-*.txt`; null: never.",
     )
 
 

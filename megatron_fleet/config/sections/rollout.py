@@ -52,7 +52,7 @@ class EngineConfig(Section):
         None,
         ge=1,
         le=MAX_EPISODES,
-        description="Sequences that one replica decodes together; none: rollout.episodes_in_flight, at most 1024.",
+        description="Sequences that one replica decodes together; null: rollout.episodes_in_flight, at most 1024.",
     )
     max_num_batched_tokens: int | None = Field(
         None,
@@ -108,7 +108,7 @@ class EngineConfig(Section):
     colocated: bool | None = Field(
         None,
         description="Engines share the trainer's devices: they sleep while it trains, and it is offloaded while they "
-        "play; none: on GPUs yes, on CPUs no.",
+        "play; null: on GPUs yes, on CPUs no.",
     )
     transport: Annotated[str, Open(("auto",), "a package of megatron_fleet/weight_sync")] = Field(
         "auto",
@@ -118,7 +118,7 @@ class EngineConfig(Section):
     weights_url: str | None = Field(
         None,
         description="transport=disk: the folder, a path, s3://… or gs://…, of this run alone: weights of other "
-        "runs in it are removed; none: <run.out>/weights.",
+        "runs in it are removed; null: <run.out>/weights.",
     )
     residual_gib: float = Field(
         8.0,
