@@ -121,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("overrides", nargs="*", help=OVERRIDES_HELP)
     evaluate.set_defaults(run=_evaluate)
 
-    plan = commands.add_parser("plan", help="memory, step time and cost of a run on GPUs that need not be here")
+    plan = commands.add_parser("plan", help="memory, step time and cost of a run on GPUs that you do not have yet")
     add_plan_arguments(plan, OVERRIDES_HELP)
 
     config = commands.add_parser("config", help="print the resolved configuration")
@@ -140,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("place", metavar="RUN", help=where)
     report.add_argument("--out", dest="page", type=Path, metavar="FILE", help="the page (default: RUN/report.html)")
     report.add_argument("--markdown", type=Path, metavar="FILE", help="the Markdown (default: RUN/report.md)")
-    report.add_argument("--serve", action="store_true", help="instead: a page that updates while the run goes on")
+    report.add_argument("--serve", action="store_true", help="serve a page that updates during the run instead")
     report.add_argument("--host", metavar="ADDRESS", help="of the page with --serve (default: this machine only)")
     report.add_argument("--port", type=int, help="likewise (default: 8470; 0: any free one)")
     report.set_defaults(run=_report)
@@ -255,7 +255,7 @@ def _assumed(args: argparse.Namespace, config: Config) -> Inventory | None:
     if args.gpus is None:
         return None
     if args.gpus < 1 or not args.dry_run:
-        raise UserError(f"--gpus={args.gpus} plans for GPUs that need not be here; give 1 or more, with --dry-run.")
+        raise UserError(f"--gpus={args.gpus} plans for GPUs that you do not have yet; give 1 or more, with --dry-run.")
     gpu = gpu_of(config)
     return assumed_inventory(args.gpus, f"{gpu.name} (assumed)", gpu.memory)
 

@@ -107,7 +107,7 @@ def estimates() -> str:
         "fragments": f"{phases.FRAGMENTS:.0%} of states and activations",
         "tokens of the busiest expert-parallel rank": f"{phases.IMBALANCE:g} × the mean",
         "CUDA graphs of an engine": f"{engine.GRAPHS / GIB:.0f} GiB",
-        "saving, beside the state": f"{phases.CHECKPOINT_DEVICE / GIB:.1f} GiB",
+        "saving, in addition to the state": f"{phases.CHECKPOINT_DEVICE / GIB:.1f} GiB",
         "saving, on the host": f"{phases.CHECKPOINT_HOST / GIB:.0f} GiB",
         "process of a rank, on the host": f"{phases.RANK_PROCESS / GIB:.0f} GiB",
         "process of an engine, and of each of its devices": f"{phases.ENGINE_PROCESS / GIB:.0f} + "

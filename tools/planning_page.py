@@ -106,7 +106,7 @@ def constants() -> str:
         "an all-to-all, of these": training.ALL_TO_ALL,
         "launching a layer forward, dense and with experts": f"{1e3 * training.LAYER_S:g}, "
         f"{1e3 * training.EXPERT_LAYER_S:g} ms",
-        "an update beside what is counted": f"{training.UPDATE_S} s",
+        "rest of an update": f"{training.UPDATE_S} s",
         "decoding, share of the memory's bandwidth; experts": f"{rollout.DECODE}, {rollout.EXPERT_READS}",
         "decoding, the host's work for a step beside the device's; each sequence": f"{1e3 * rollout.STEP_S:g} ms, "
         f"{1e6 * rollout.SEQUENCE_S:g} µs",

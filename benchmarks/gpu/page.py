@@ -28,7 +28,7 @@ SMALL = ("torch", "pydantic", "numba", "safetensors", "msgpack")
 """Packages that the table of needs leaves out."""
 HEAD = """# GPU measurements
 
-*How fast is it on a GPU, beside what the card can do?*
+*How close to the limits of the card does it run?*
 
 Made by `python benchmarks/gpu/page.py` from the files in `benchmarks/results/gpu/`.
 """

@@ -286,7 +286,7 @@ class Uploader:
         self._stop.set()
         if unsent := sorted(self.waiting()):
             log.warning(
-                "step %s did not get to %s; it is in run.out, and the same command sends it again",
+                "step %s was not uploaded to %s; it is in run.out, and is uploaded when the run resumes",
                 ", ".join(map(str, unsent)),
                 self._store.url,
             )

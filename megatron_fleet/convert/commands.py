@@ -70,7 +70,9 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     _add_template_and_workers(inspect)
     verify = _command(commands, "verify", "whether two folders hold the same weights", _verify)
     verify.add_argument("a", metavar="A", help="HF folder or checkpoint")
-    verify.add_argument("b", metavar="B", help="another one, or a file of hashes made by `inspect --hashes`")
+    verify.add_argument(
+        "b", metavar="B", help="second folder to compare, or a file of hashes made by `inspect --hashes`"
+    )
     verify.add_argument(
         "--tolerance",
         type=_distance,
@@ -84,7 +86,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     check.add_argument(
         "checkpoint",
         metavar="CHECKPOINT",
-        help="of which it is the export, of a run with checkpoint.export.check=true; or the export's .probe.json",
+        help="checkpoint from which it was exported (of a run with checkpoint.export.check=true), or its .probe.json",
     )
     check.add_argument(
         "--tolerance",

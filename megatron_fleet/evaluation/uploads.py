@@ -65,7 +65,10 @@ class Uploads:
         self._thread.shutdown(wait=False, cancel_futures=True)
         if left:
             log.warning(
-                "%d files did not get to %s within %g s; they are here still", len(left), self._folder.url, timeout_s
+                "%d files were not uploaded to %s within %g s; they are still here",
+                len(left),
+                self._folder.url,
+                timeout_s,
             )
         self._pending = []
 

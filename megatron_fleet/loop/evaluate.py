@@ -287,7 +287,9 @@ def check_known(evaluation: Evaluation) -> None:
     """Raise UserError when no reward is known, since there is no result then."""
     groups = (*evaluation.sampled, *evaluation.greedy)
     if reason := why_nothing_is_known(t for group in groups for t in group.trajectories):
-        raise UserError(f"Not one reward is known, most often: {reason}. Fix that and evaluate with another --out.")
+        raise UserError(
+            f"No episode has a reward; most common reason: {reason}. Fix it, then evaluate into a new --out."
+        )
 
 
 def finish(config: Config, evaluation: Evaluation, decode: Decode) -> None:
@@ -301,5 +303,5 @@ def finish(config: Config, evaluation: Evaluation, decode: Decode) -> None:
         records.close()
     say(table(metrics, config.eval.samples))
     if left := metrics["eval/all/outcome/aborted"] + metrics.get("eval/all/greedy_outcome/aborted", 0):
-        say(f"{left:.0f} episodes were given up and have no reward; the same command plays them.")
+        say(f"{left:.0f} episodes were abandoned without a reward; run the same command again to play them.")
     say(f"mfleet: see {out}")

@@ -81,7 +81,7 @@ async def _inventory(config: Config, listener: RankListener, nodes: Nodes | None
     try:
         started = [who.started() for who in await listener.who(config.cluster.join_timeout_s)]
     except ConnectionError as error:
-        raise UserError(f"{error}; start them, and see what they say.") from None
+        raise UserError(f"{error}; start them, or read their logs.") from None
     (own,) = local_inventory(os.environ).hosts
     if any(name != own.name for name in [*(host.name for host in joined), *(rank.host for rank in started)]):
         (own,) = local_inventory(os.environ, alone=False).hosts

@@ -166,7 +166,7 @@ class LiveRun:
     def _report(self, text: str, error: Exception | None) -> None:
         if text not in self._failures:
             self._failures.add(text)
-            log.warning("what others see of the run is not up to date: %s", text, exc_info=error)
+            log.warning("status.json could not be updated: %s", text, exc_info=error)
 
     def _stacks(self) -> Mapping[str, str]:
         """Return the stacks of the run's processes by host; other hosts are asked through the event loop."""

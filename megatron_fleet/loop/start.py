@@ -197,8 +197,8 @@ def _rename(config: Config, out: Path) -> None:
         out.mkdir()
     except OSError as error:
         raise UserError(
-            f"run.out={config.run.out}: cannot be renamed to {aside} ({error.strerror}), as run.resume=never wants; "
-            f"choose another run.out."
+            f"run.out={config.run.out}: run.resume=never has to rename this folder to {aside}, which failed "
+            f"({error.strerror}); choose another run.out."
         ) from None
     log.warning("run.resume=never: what an earlier run left in %s is now in %s", config.run.out, aside)
 

@@ -91,7 +91,7 @@ class RunFolder:
         remedy = "restore it, or choose another run.out"
         found = read_object(file, remedy).get("id")
         if not isinstance(found, str) or not ID.fullmatch(found):
-            raise UserError(f"{file}: id is {str(found)[:60]!r}, which is no run's id; {remedy}.")
+            raise UserError(f"{file}: id is {str(found)[:60]!r}, which is not a valid run id; {remedy}.")
         return found
 
     def close(self) -> None:

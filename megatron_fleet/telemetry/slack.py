@@ -163,7 +163,9 @@ class SlackThread:
             self._sender.join(CLOSE_S)
             left = len(self._messages) + self._sender.is_alive()
             if left + self._left_out:
-                log.warning("%d messages did not get to Slack; metrics.jsonl has everything", left + self._left_out)
+                log.warning(
+                    "%d Slack messages could not be delivered; metrics.jsonl has everything", left + self._left_out
+                )
                 self._left_out = 0
 
     def _send_all(self) -> None:

@@ -249,7 +249,7 @@ class TrainerGroup:
         try:
             await self._answer(rank, link)
         except (ValueError, TypeError, LookupError) as error:
-            self._lose(f"rank {rank} sent a message that is none of the protocol ({error})")
+            self._lose(f"rank {rank} sent a message that is not part of the protocol ({error})")
         if not self._closing and not self._lost.done():
             self._lose(await self._starter.how_ended(rank))
 

@@ -28,7 +28,7 @@ def write_overrides(path: Path, settings: Sequence[str]) -> None:
         raise UserError(f"{path}: cannot be read ({error}); name another file.") from None
     kept = [text for line in before for text in arguments(line)]
     if wrong := next((text for text in kept if "=" not in text), None):
-        raise UserError(f"{path}: {wrong!r:.100} is no override (key=value); name another file.")
+        raise UserError(f"{path}: line {wrong!r:.100} is not key=value; correct it, or name another file.")
     merged = {text.partition("=")[0]: text for text in (*kept, *settings)}
     try:
         path.write_text("\n".join([HEAD, *merged.values()]) + "\n", encoding="utf-8")

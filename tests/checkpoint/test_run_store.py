@@ -209,7 +209,7 @@ def test_closing_gives_up_in_time_and_says_what_is_left(tmp_path, monkeypatch, c
     uploader.add(saved)
     assert uploader.waiting() == {7}
     uploader.close(0.1)
-    assert "step 7 did not get to" in caplog.text
+    assert "step 7 was not uploaded to" in caplog.text
 
 
 KILLED = """

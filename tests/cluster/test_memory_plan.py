@@ -179,7 +179,7 @@ def test_dry_run_plans_for_gpus_that_are_not_here(tmp_path, monkeypatch, capsys)
     assert "= 8 ranks need a GPU each, but there are 4" in capsys.readouterr().err
     for words in (["--gpus", "8"], ["--dry-run", "--gpus", "0"]):
         assert cli.main(["train", *words, *keys]) == 2
-        assert "plans for GPUs that need not be here" in capsys.readouterr().err
+        assert "plans for GPUs that you do not have yet" in capsys.readouterr().err
 
 
 def test_phases_are_those_of_the_run():

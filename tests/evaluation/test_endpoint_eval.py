@@ -54,7 +54,7 @@ def test_an_oracle_solves_everything_and_an_endpoint_that_died_on_the_way_is_gon
         assert main(arguments) == 2
         told = capfd.readouterr()
         assert "the endpoint does not answer: 503: gone; the same command goes on." in told.err
-        assert "episodes were given up and have no reward" in told.out
+        assert "episodes were abandoned without a reward" in told.out
         first = json.loads((out / "metrics.json").read_text())
         assert 0 < first["eval/all/outcome/completed"] < 12
         assert first["eval/all/pass_at_1"] == 1.0 and first["eval/all/greedy_outcome/aborted"] == 6
@@ -92,7 +92,7 @@ def test_an_evaluation_that_knows_nothing_is_no_result(tmp_path, capfd):
         address = ("--endpoint", server.url, "--model", MODEL)
         assert main(("eval", *address, "--out", str(tmp_path / "out"), *SMALL, *faults, "eval.greedy=false")) == 2
     told = capfd.readouterr().err.strip().splitlines()[-1]
-    assert told.startswith("error: Not one reward is known, most often: verifier_failed: ")
+    assert told.startswith("error: No episode has a reward; most common reason: verifier_failed: ")
     assert json.loads((tmp_path / "out" / "metrics.json").read_text())["eval/all/unknown_reward_rate"] == 1
 
 

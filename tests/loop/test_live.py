@@ -104,7 +104,7 @@ async def test_what_fails_here_is_told_once_and_ends_nothing(tmp_path, caplog):
         before = read_status(tmp_path)
         run.rollout.failure = None
         await until(lambda: (now := read_status(tmp_path)) != before and now.engines)
-    assert caplog.text.count("is not up to date") == 1 and read_status(tmp_path).state == "finished"
+    assert caplog.text.count("status.json could not be updated") == 1 and read_status(tmp_path).state == "finished"
 
 
 async def test_stacks_are_written_although_the_event_loop_hangs(tmp_path, monkeypatch):

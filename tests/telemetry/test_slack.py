@@ -142,7 +142,7 @@ def test_messages_that_wait_are_bounded_and_the_lasting_ones_stay(server, tmp_pa
         messages.close()
     titles = [text.split("*")[1] for text in server.texts()]
     assert titles == ["run started", "under way", "evaluation", *[f"alert {number}" for number in range(496, 500)]]
-    assert "496 messages did not get to Slack" in caplog.text
+    assert "496 Slack messages could not be delivered" in caplog.text
 
 
 def test_the_end_of_a_run_waits_neither_for_a_limit_nor_for_an_outage(server, tmp_path, monkeypatch, caplog):
@@ -159,7 +159,7 @@ def test_the_end_of_a_run_waits_neither_for_a_limit_nor_for_an_outage(server, tm
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             messages.close()
-        assert "2 messages did not get to Slack" in caplog.text
+        assert "2 Slack messages could not be delivered" in caplog.text
         # What the limit forbids is not tried; after an outage there is one more try.
         assert len(server.methods) - before == (2 if fault is cut else 1)
         server.faults.clear()

@@ -272,7 +272,7 @@ async def test_a_rank_that_does_not_keep_to_the_protocol_is_lost(tmp_path, messa
             self._writer.close()
 
     async with emulated(configured(tmp_path), world=2, rank_type=Strange) as (group, _):
-        with pytest.raises(TrainerLost, match=r"rank \d sent a message that is none of the protocol"):
+        with pytest.raises(TrainerLost, match=r"rank \d sent a message that is not part of the protocol"):
             await asyncio.wait_for(group.optim_step(AdamParams(1.0)), HANG_S)
 
 

@@ -221,7 +221,7 @@ def output(command: Sequence[str | Path], environ: Mapping[str, str], timeout_s:
     except FileNotFoundError:
         raise UserError(f"there is no program {command[0]}; install it.") from None
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise UserError(f"{name}: {error}; see why it cannot run.") from None
+        raise UserError(f"probe {name} failed: {error}.") from None
     if done.returncode:
         lines = f"{done.stdout}\n{done.stderr}".strip().splitlines() or [f"status {done.returncode}"]
         raise UserError(f"{name} failed: {lines[-1].strip().rstrip('.').removeprefix('error: ')}.")

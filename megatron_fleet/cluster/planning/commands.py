@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_fleet.config.load import load
 
     if args.price is not None and not args.price >= 0:
-        raise UserError(f"--price {args.price:g} is no price; give 0 or more.")
+        raise UserError(f"--price must be 0 or more, not {args.price:g}.")
     if args.search is not None and args.simulate is not None:
         raise UserError("--search and --simulate answer different questions; give one of them.")
     config = load(args.overrides)

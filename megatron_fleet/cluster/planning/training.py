@@ -44,7 +44,7 @@ ADAM_BYTES = 30
 HOST_ADAM, THREAD_ADAM = 200e9, 11e9
 """Bytes per second at which all cores of a host update offloaded states, and one thread."""
 UPDATE_S = 0.5
-"""Seconds of an update beside what is counted: data, norms, metrics."""
+"""Seconds of rest of an update: data, norms, metrics."""
 PACKED = 0.95
 """Share of a micro-batch's tokens that packing fills, when sequences are much shorter than it."""
 MESSAGE_S = 20e-6

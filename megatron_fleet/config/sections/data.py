@@ -76,8 +76,8 @@ class DataConfig(Section):
     min_eval_per_env: int = Field(
         0,
         ge=0,
-        description="An environment of which fewer evaluation tasks are to be expected (its tasks × eval_fraction) "
-        "gives all its tasks to training.",
+        description="Environments that would have fewer evaluation tasks than this (their tasks × eval_fraction) keep "
+        "all tasks for training.",
     )
     expected_eval_per_env: int | None = Field(
         None,

@@ -44,8 +44,8 @@ class OpenEnvConfig(Section):
     )
     reward: Literal["finish", "last", "sum"] = Field(
         "finish",
-        description="finish: of verify_tool, finish_tool or the step that ended the episode; last: the last one given; "
-        "sum: of all steps.",
+        description="Reward to use. finish: that of verify_tool, finish_tool or the final step; last: the latest; sum: "
+        "the total of all steps.",
     )
     unfinished_reward: float | None = Field(
         0.0,
@@ -105,7 +105,7 @@ class ProvisioningConfig(Section):
         description="Initial limit of concurrent resets per environment key, over all workers; adapts to the server.",
     )
     max_starts_at_once: int = Field(256, ge=1, description="Upper bound of that limit.")
-    quick_s: float = Field(1.0, gt=0, description="Resets faster than this are no sign of a queue at the server.")
+    quick_s: float = Field(1.0, gt=0, description="Resets faster than this are never taken for queueing at the server.")
     wait_s: float = Field(600, gt=0, description="Longest wait for an environment: the queue, resets and retries.")
     breaker_window: int = Field(
         20, ge=1, description="Number of latest episodes per environment key that a circuit breaker considers."

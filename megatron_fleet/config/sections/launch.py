@@ -62,8 +62,8 @@ class SkyPilotConfig(Section):
     accelerators: tuple[str, ...] | None = Field(
         None,
         min_length=1,
-        description="GPUs that will do, in the order in which each place is asked for them; those into which the "
-        "run does not fit, as `mfleet plan` computes it, are left out. null: cluster.gpu, then H100, H200, B200.",
+        description="Acceptable GPUs, in order of preference. Those too small for the run, by `mfleet plan`, are "
+        "skipped. null: cluster.gpu, then H100, H200, B200.",
     )
     spot: tuple[str, ...] = Field((), description="Places, as in `infra`, where preemptible hosts are taken.")
     images: dict[str, str] = Field(
@@ -138,7 +138,7 @@ class LaunchConfig(Section):
     )
     gpus: int = Field(8, ge=0, description="GPUs of each host; 0: ranks and engines compute on CPUs.")
     shared_disk: bool = Field(
-        True, description="All hosts, and this one, see the project and run.out at the same paths."
+        True, description="The project and run.out are on a disk that all hosts, and this one, have at the same paths."
     )
     install: bool = Field(
         False, description="Run setup.sh on the hosts first: once where they share a disk, while the others wait."

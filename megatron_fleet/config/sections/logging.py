@@ -70,7 +70,7 @@ class SlackConfig(Section):
     channel: str | None = Field(
         None,
         pattern=r"^(#?[\w-]{1,80}|[CGD][A-Z0-9]{6,})$",
-        description="Slack channel that hears of the run, #name or id; null: no Slack. The token of the app is "
+        description="Slack channel to notify, #name or id; null: no Slack. The token of the app is "
         "SLACK_BOT_TOKEN, its scopes chat:write and files:write (docs/run/alerts.md).",
     )
     url: str = Field("https://slack.com/api/", description="Address of Slack's Web API; https://slack-gov.com/api/.")

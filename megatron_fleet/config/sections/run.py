@@ -18,10 +18,10 @@ class RunConfig(Section):
         None,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
         max_length=120,
-        description="Identity of the run; whatever it stores elsewhere is below it. null: as `out` has it in run.json, "
-        "or `<name>_<8 hex digits>` for a new folder.",
+        description="Id of the run, and the prefix of everything that it stores remotely. null: as `out` has it in "
+        "run.json, or `<name>_<8 hex digits>` for a new folder.",
     )
-    out: str = Field(description="Folder of the run's outputs; made when missing.")
+    out: str = Field(description="Folder of the run's outputs; created if missing.")
     seed: int = Field(0, ge=0, description="Seed of task order, sampling and initial state.")
     steps: int | None = Field(
         None, ge=0, description="Optimizer batches (rollout + update) to run in all, resumed ones included."
@@ -89,8 +89,8 @@ class ClusterConfig(Section):
     collective_timeout_s: float = Field(
         1800,
         gt=0,
-        description="A collective between ranks that takes longer ends the ranks; none is pending while they wait for "
-        "the controller.",
+        description="Timeout of a collective between ranks; a longer one ends the ranks. None is pending while they "
+        "wait for the controller.",
     )
     max_restarts: int = Field(
         3,
