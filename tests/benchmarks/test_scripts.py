@@ -38,6 +38,7 @@ ELSEWHERE = {
     "env_concurrency.py": "envs/test_env_concurrency_benchmark.py",
     "env_concurrency_roles.py": "envs/test_env_concurrency_benchmark.py",
     "logprob_memory.py": "trainer/test_logprob_benchmark.py",
+    "measured_points.py": "cluster/test_measured_points.py",
     "memory_points.py": "cluster/test_memory_points.py",
     "mutations.py": "test_mutations_benchmark.py",
     "packing.py": "trainer/test_pack_benchmark.py",

@@ -13,6 +13,7 @@ from chat_server import MODEL, ChatServer, Oracle, serving
 from gcs_server import GCS_BUCKET, found_by_google
 from mlflow import MlflowClient
 from planted import PLANTED, found_in, watched
+from refusing_proxy import refusing_proxy
 from s3_server import BUCKET, s3_server
 from score_rollouts import assert_all_agree
 from slack_server import CHANNEL, slack_server
@@ -53,9 +54,12 @@ def convert(*arguments):
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory):
-    """A run that is recorded and stored in every way; the services that it uses know the planted keys alone."""
+    """A run that is recorded and stored in every way; the services that it uses know the planted keys alone, and are on
+    this host, behind no proxy, although the environment names one.
+    """
     folder = tmp_path_factory.mktemp("runs")
-    with s3_server((PLANTED["AWS_ACCESS_KEY_ID"], PLANTED["AWS_SECRET_ACCESS_KEY"])) as server, slack_server() as slack:
+    keys = PLANTED["AWS_ACCESS_KEY_ID"], PLANTED["AWS_SECRET_ACCESS_KEY"]
+    with s3_server(keys) as server, slack_server() as slack, refusing_proxy() as asked:
         slack.token = PLANTED["SLACK_BOT_TOKEN"]
         recorded = (
             *("logging.wandb.project=tests", "logging.wandb.mode=offline"),
@@ -65,7 +69,7 @@ def first(tmp_path_factory):
         )
         run = Run(folder / "first", (*PROBED, "eval.overlap=true", *recorded), environ=server.environment())
         run.output = run.finish(watch=True)
-        run.slack = slack
+        run.slack, run.asked_of_proxy = slack, asked
         with pytest.MonkeyPatch.context() as patch:
             for name, value in server.environment().items():
                 patch.setenv(name, value)
@@ -91,6 +95,10 @@ def test_a_run_leaves_what_it_promises(first):
     assert kept[-2:] == ["step_000002", "step_000003"]  # another one, if it was on its way to the store for long
     assert "finished 3 steps" in first.output.strip().splitlines()[-1]
     first.assert_nothing_left()
+
+
+def test_a_proxy_in_the_environment_is_asked_for_nothing_on_this_host(first):
+    assert [asked for asked in first.asked_of_proxy if "127.0.0.1" in asked or "localhost" in asked] == []
 
 
 def test_only_the_processes_that_use_a_secret_hold_it(first):
@@ -137,7 +145,7 @@ def test_an_endpoint_s_key_is_in_no_environment_but_that_of_the_command(tmp_path
     command = [sys.executable, "-m", "megatron_fleet.cli", "eval", "--model", MODEL, "--out", str(tmp_path / "out")]
     small = ("eval.tasks=2", "eval.samples=2", "eval.greedy=false")
     oracle = Oracle(load_tasks(SHIPPED_TASKS))
-    with serving(ChatServer(oracle, key=PLANTED["OPENAI_API_KEY"])) as server:
+    with serving(ChatServer(oracle, key=PLANTED["OPENAI_API_KEY"])) as server, refusing_proxy() as asked:
         process = subprocess.Popen(
             [*command, "--endpoint", server.url, *small],
             env=os.environ | PLANTED,
@@ -147,7 +155,7 @@ def test_an_endpoint_s_key_is_in_no_environment_but_that_of_the_command(tmp_path
         )
         with watched(process) as held:
             output, _ = process.communicate(timeout=RUN_TIMEOUT_S)
-    assert process.returncode == 0, output
+    assert process.returncode == 0 and asked == [], output
     assert server.keys == {PLANTED["OPENAI_API_KEY"]}  # the worker got it in a message
     assert [command for command in held if "WorkerActor" in command]
     assert {command: names for command, names in held.items() if names} == {}
@@ -241,7 +249,11 @@ def test_four_ranks_take_the_same_first_step_as_one_though_the_rollout_takes_lon
 
 
 @pytest.mark.parametrize(
-    ("number", "file"), [(signal.SIGINT, "logs/engine-0.log"), (signal.SIGTERM, "trajectories/eval_000000.parquet")]
+    ("number", "file"),
+    [
+        (signal.SIGINT, "logs/engine-0.log"),
+        pytest.param(signal.SIGTERM, "trajectories/eval_000000.parquet", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_stopped_run_says_so_in_one_line_and_leaves_nothing(tmp_path, number, file):
     """While its processes start, and in the middle of its work."""
