@@ -24,7 +24,7 @@ TEMPLATE = Path(__file__).with_suffix("").with_name("performance.md")
 PAGE = ROOT / "docs" / "understand" / "performance.md"
 SHOWN = (
     "checkpoint", "controller", "convert", "counts", "env_concurrency", "logprob_memory", "offload", "packing",
-    "quickstart", "report", "rollout", "staleness", "train_step", "verdicts", "weight_sync",
+    "quickstart", "report", "rollout", "staleness", "train_step", "two_runs", "verdicts", "weight_sync",
 )  # fmt: skip
 MARK = " †"
 

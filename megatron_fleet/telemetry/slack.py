@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import read_object
+from megatron_fleet.config.network import go_direct, proxy_of
 from megatron_fleet.config.secrets import SLACK_TOKEN, redacted
 from megatron_fleet.storage.local import write_atomically
 
@@ -319,7 +320,10 @@ def _client(config: SlackConfig, environ: Mapping[str, str]) -> WebClient:
         ) from None
     quiet = logging.getLogger(f"{__name__}.client")
     quiet.setLevel(logging.CRITICAL)  # what it would log is said here
-    return WebClient(token, base_url=config.url, timeout=ANSWER_S, retry_handlers=[], logger=quiet)
+    client = WebClient(token, base_url=config.url, timeout=ANSWER_S, retry_handlers=[], logger=quiet)
+    if go_direct(config.url) or proxy_of(config.url) is None:
+        client.proxy = None  # it takes the environment's, whatever no_proxy says
+    return client
 
 
 def _code(error: Exception) -> str | None:

@@ -98,7 +98,12 @@ def test_a_run_leaves_what_it_promises(first):
 
 
 def test_a_proxy_in_the_environment_is_asked_for_nothing_on_this_host(first):
-    assert [asked for asked in first.asked_of_proxy if "127.0.0.1" in asked or "localhost" in asked] == []
+    assert near(first.asked_of_proxy) == []
+
+
+def near(asked):
+    """Those of the requests to a proxy that are for this host. Ray asks clouds for their metadata."""
+    return [url for url in asked if "127.0.0.1" in url or "localhost" in url]
 
 
 def test_only_the_processes_that_use_a_secret_hold_it(first):
@@ -155,7 +160,7 @@ def test_an_endpoint_s_key_is_in_no_environment_but_that_of_the_command(tmp_path
         )
         with watched(process) as held:
             output, _ = process.communicate(timeout=RUN_TIMEOUT_S)
-    assert process.returncode == 0 and asked == [], output
+    assert process.returncode == 0 and near(asked) == [], output
     assert server.keys == {PLANTED["OPENAI_API_KEY"]}  # the worker got it in a message
     assert [command for command in held if "WorkerActor" in command]
     assert {command: names for command, names in held.items() if names} == {}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import threading
 from types import SimpleNamespace
 
 import pytest
 from held_ports import held_ports
 from PIL import Image
+from refusing_proxy import refusing_proxy
 from slack_sdk.errors import SlackApiError
 from slack_server import (
     CHANNEL,
@@ -81,6 +83,20 @@ def test_all_messages_of_all_attempts_are_in_one_thread(server, tmp_path):
     assert escaped["text"] == "*a &lt;b&gt; &amp; c*\n1 &lt; 2 &amp; &lt;!channel&gt;"
     assert resumed["text"] == "*run resumed*\ntext"
     assert TOKEN not in (tmp_path / "slack.json").read_text()
+
+
+def test_a_slack_in_this_network_is_asked_without_the_proxy_of_the_environment(server, tmp_path, monkeypatch):
+    public = SlackConfig(channel=CHANNEL)
+    with refusing_proxy() as asked:
+        check_slack(config(server), ENVIRON)
+        sent = thread(server, tmp_path)
+        sent.open(FIRST)
+        sent.close()
+        assert slack._client(public, ENVIRON).proxy == os.environ["http_proxy"]
+        monkeypatch.setenv("no_proxy", "slack.com")
+        monkeypatch.setenv("NO_PROXY", "slack.com")
+        assert slack._client(public, ENVIRON).proxy is None
+    assert asked == [] and len(server.messages) == 1
 
 
 def test_another_channel_or_a_removed_thread_begins_a_new_one(server, tmp_path):
