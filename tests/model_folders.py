@@ -120,7 +120,6 @@ CASES = {
     "fp8 with scales in float16": Case(made={"tensors": in_fp8("F16"), **BLOCKS}),
     "fields of other writers": Case(made={"unsloth_fixed": True, "unsloth_version": "2026.9.4", "new_field": None}),
     "no chat template": Case(damage=lambda folder: (folder / "tokenizer_config.json").unlink()),
-    "consolidated weights beside the index": Case(damage=extra("consolidated.safetensors"), made=SHARDED),
     "no generation config": Case(damage=lambda folder: (folder / "generation_config.json").unlink()),
     # Quantised forms.
     "awq": Case("(AWQ, ", made=declared("awq", bits=4)),
@@ -156,6 +155,9 @@ CASES = {
     "truncated": Case("not a whole safetensors file", cut),
     "pickled weights": Case(
         "pytorch_model.bin cannot be read", lambda folder: (folder / SINGLE).rename(folder / "pytorch_model.bin")
+    ),
+    "consolidated weights beside the index": Case(
+        "engines would load it in the place of", extra("consolidated.safetensors"), SHARDED, weights_alone=True
     ),
     "adapter beside the weights": Case(
         "engines would load both", extra("adapter_model.safetensors"), weights_alone=True

