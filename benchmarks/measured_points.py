@@ -27,7 +27,8 @@ from megatron_fleet.models.hf_config import read_model
 
 RESULTS = Path(__file__).parent / "results" / "gpu"
 LAYERS, VOCABULARY = 4, 1024
-"""Of ``benchmarks/gpu``'s part ``layers``: Qwen3-8B's width with few layers, and almost no head."""
+"""Shape that the part ``layers`` of ``benchmarks/gpu/run.py`` measures: Qwen3-8B's width, few layers, and a vocabulary
+so small that the output layer costs almost nothing."""
 OUTSIDE = ("optimizer", "gradients", "other")
 """Parts of a planned step that are not its forward and backward passes."""
 

@@ -100,7 +100,7 @@ class First:
         self._out, self._end = out, end
         self._env = without_secrets(os.environ) | environment(device, 1)
         self._env |= {"PYTHONPATH": python_path(), NO_ENGINE: engine_problem}
-        # Transformer Engine asks cuBLAS for TF32 where matrices are float32, as the CPU's are.
+        # Otherwise cuBLAS computes float32 products of Transformer Engine in TF32, which differs from the CPU's.
         self._env["NVIDIA_TF32_OVERRIDE"] = "0"
         self._common = {"commit": commit(), "device": device}
         self._running: set[subprocess.Popen[bytes]] = set()

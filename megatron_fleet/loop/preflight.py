@@ -35,7 +35,7 @@ from megatron_fleet.config.files import read_object
 from megatron_fleet.config.interfaces import INTERFACES
 from megatron_fleet.config.schema import Config
 from megatron_fleet.data.task import Task
-from megatron_fleet.models.hf_config import is_quantized
+from megatron_fleet.models.hf_config import declared_quantization, is_quantized
 from megatron_fleet.models.model import Model
 from megatron_fleet.models.registry import use_family
 from megatron_fleet.storage.open import check_writable
@@ -284,8 +284,7 @@ def _engine_options(config: Config, hf_config: dict[str, Any], model: Model) -> 
             f"rollout.engine.quantization=fp8: the weights in model.path={config.model.path} are stored quantised, and "
             f"engines load them so; set it to auto, or name a folder in BF16."
         )
-    declared = hf_config.get("quantization_config") or hf_config.get("text_config", {}).get("quantization_config") or {}
-    stored = declared.get("quant_method") == "fp8"
+    stored = any(declared.get("quant_method") == "fp8" for declared in declared_quantization(hf_config))
     if stored and config.model.dtype == "float32":
         raise UserError(
             f"model.dtype=float32: the weights in model.path={config.model.path} are stored in FP8, with which engines "
@@ -389,7 +388,9 @@ def _prompts(config: Config, tasks: Sequence[Task]) -> None:
     filled = sum(map(fills, candidates))
     said = f"{filled} of {len(tasks)} training tasks have prompts of at least rollout.max_context={limit} tokens"
     if filled == len(tasks):
-        raise UserError(f"data.tasks={config.data.tasks}: {said}, which leave no room for a turn; raise it.")
+        raise UserError(
+            f"data.tasks={config.data.tasks}: {said}, which leave no room for a turn; raise rollout.max_context."
+        )
     if filled:
         log.warning("data.tasks=%s: %s; their episodes end before the first turn", config.data.tasks, said)
 

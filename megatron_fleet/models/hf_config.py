@@ -72,7 +72,12 @@ HARMLESS = frozenset(
 
 def is_quantized(config: Mapping[str, Any]) -> bool:
     """Return whether a config.json says that the folder's weights are stored quantised."""
-    return any(part.get(key) for part in _parts(config) for key in QUANTIZATION)
+    return bool(declared_quantization(config))
+
+
+def declared_quantization(config: Mapping[str, Any]) -> list[Any]:
+    """Return what a config.json says of quantised weights: the values of those of `QUANTIZATION` that are set."""
+    return [part[key] for part in _parts(config) for key in QUANTIZATION if part.get(key)]
 
 
 def drop_quantization(config: dict[str, Any]) -> None:

@@ -63,7 +63,8 @@ class RunProgress:
             console = Console(file=self._stream)
             self._live = Live(get_renderable=self._render, console=console, refresh_per_second=4)
             self._live.start()
-        self._line(f"{name}: starting" + (f", to go on after step {done} of {steps}" if done else f", {steps} steps"))
+        count = f"{steps} step{'s' * (steps != 1)}"
+        self._line(f"{name}: resuming after step {done} of {count}" if done else f"{name}: starting a run of {count}")
 
     def __enter__(self) -> RunProgress:
         return self

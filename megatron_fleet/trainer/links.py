@@ -186,7 +186,7 @@ class RankListener:
             )
         if not 0 <= who.rank < self._world_size:
             last = self._world_size - 1
-            return f"rank {who.rank} ({who.source}) is not one of the layout, 0 to {last}; fix the launch command."
+            return f"rank {who.rank} ({who.source}) is out of range, 0 to {last}; fix the launch command."
         there = self._links.get(who.rank) or self._dialled.get(who.rank)
         if there is not None and not there.gone:
             return f"rank {who.rank} ({who.source}) is there already, on host {there.who.host}; start each rank once."

@@ -61,7 +61,9 @@ def fetch(url: str, path: Path, files: Mapping[str, Mapping[str, Any]], stop: th
         copies = [Copy(name, name, entry["bytes"]) for name, entry in files.items()]
         transfer(open_folder(url), LocalFolder(partial), copies, stop=stop)
         if not _is_whole(partial, files):
-            raise UserError(f"{url}: is damaged, or was damaged in transfer; try again, or use another checkpoint.")
+            raise UserError(
+                f"{url} is damaged, or was damaged during the download; try again, or use another checkpoint."
+            )
         commit_folder(partial, final)
 
 

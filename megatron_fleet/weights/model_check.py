@@ -19,7 +19,7 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import read_object
 from megatron_fleet.config.remote_model import remote_model
 from megatron_fleet.config.schema import Config
-from megatron_fleet.models.hf_config import QUANTIZATION, read_model
+from megatron_fleet.models.hf_config import declared_quantization, read_model
 from megatron_fleet.models.registry import use_family
 from megatron_fleet.storage.folder import Folder
 from megatron_fleet.storage.open import open_folder
@@ -173,9 +173,7 @@ def _check_for_engines(model: HfModel, sizes: Mapping[str, int]) -> None:
             f"{url}/{copies[0]}: engines would load it in the place of the files that {INDEX} lists; move it to "
             f"another folder."
         )
-    config = model.config
-    parts = (config, config.get("text_config"))
-    declared = [part[key] for part in parts if isinstance(part, dict) for key in QUANTIZATION if part.get(key)]
+    declared = declared_quantization(model.config)
     for kind, method in ((Fp8, "fp8"), (Int4, "compressed-tensors")):
         stored = next((name for name, encoding in model.encodings.items() if isinstance(encoding, kind)), None)
         says = any(part.get("quant_method") == method for part in declared)

@@ -1,6 +1,6 @@
-"""What the check of a model's folder accepts, trainer and engines read and train a step; see `model_folders.CASES`.
+"""Every model folder that the check accepts (`model_folders.CASES`) can be trained for a step.
 
-What it refuses ends a run at its start, by the same function (tests/cli/test_preflight_models.py).
+A folder that it refuses ends the run at its start: runs call the same check (tests/cli/test_preflight_models.py).
 """
 
 from __future__ import annotations

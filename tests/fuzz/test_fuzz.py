@@ -27,7 +27,7 @@ def test_what_broke_once_breaks_no_more(path: Path):
 
 @pytest.fixture(scope="module")
 def share(request: pytest.FixtureRequest) -> int:
-    """One of how many inputs is tried: all of them with ``--nightly``."""
+    """Divisor of the number of inputs: a third of them is tried, all with ``--nightly``."""
     return 1 if request.config.getoption("--nightly") else 3
 
 

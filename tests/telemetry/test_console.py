@@ -25,12 +25,22 @@ def test_without_a_terminal_there_is_a_plain_line_for_the_start_and_each_step():
             progress.advance(64)
             progress.step_done(METRICS)
     begin, *lines = stream.getvalue().splitlines()
-    assert begin == "run: starting, to go on after step 1 of 3"
+    assert begin == "run: resuming after step 1 of 3 steps"
     assert lines[0] == "evaluation after step 1 · held-out pass@1 0.125"
     assert lines[1].startswith("step 2/3 · reward 0.412 · pass@1 0.400 · tokens/s 12,346 · ")
     assert lines[2].startswith("step 3/3 · ") and lines[2].endswith("ETA 0 s")
     assert len(lines) == 3
     assert "\x1b" not in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"), [(1, "run: starting a run of 1 step"), (2, "run: starting a run of 2 steps")]
+)
+def test_the_first_line_says_how_long_the_run_is(steps, said):
+    stream = io.StringIO()
+    with RunProgress("run", steps=steps, stream=stream):
+        pass
+    assert stream.getvalue().splitlines() == [said]
 
 
 def test_an_evaluation_stays_on_the_terminal_and_a_step_does_not():

@@ -26,7 +26,7 @@ NO_ENGINE = "BATTERY_NO_TRANSFORMER_ENGINE"
 variables when it is imported, and Megatron's side of it must not be half there.
 """
 KEEP_COMPILED = {"PYTHONDONTWRITEBYTECODE": ""}
-"""Else each of many processes compiles all packages again, which took 40 s of each on a machine with that variable."""
+"""Otherwise every process compiles all packages again: 40 s each, seen on a machine that sets this variable."""
 PACKAGES: Mapping[str, tuple[str, ...]] = {
     **{name: (name,) for name in ("torch", "triton", "megatron-core", "transformer-engine", "ray", "transformers")},
     **{name: (name,) for name in ("hydra-core", "pydantic", "pytest", "megatron_fleet")},

@@ -24,7 +24,7 @@ from megatron_fleet.models.model import Model
 DENSE, ATTENTION, EXPERTS = 0.62, 0.45, 0.45
 """Shares of the peak that matrix products (with what is between them), attention, and experts reach."""
 TORCH_DENSE, TORCH_ATTENTION = 0.57, 0.29
-"""The same of PyTorch's layers (``policy.kernels=torch``), whose attention is not made for Hopper."""
+"""The same for PyTorch's layers (``policy.kernels=torch``), measured on an H200."""
 FORWARD_ONLY = 1.3
 """Seconds of a pass without gradients, as a multiple of the training pass's forward part (log-probs at every token)."""
 HALF_SPEED_TOKENS = 128
