@@ -16,6 +16,7 @@ from quant_values import (
     tensor,
     words_of,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fleet.weights.quant import fp8, int4, torch_ops
 
@@ -73,6 +74,31 @@ def test_int4(case, device):
         ours = torch_ops.int4_choose_scales(weights, None if given_hint is None else scales)
         assert same(words_of(ours[0].cpu()), chosen)
         assert np.array_equal(ours[1].cpu().numpy(), exact)
+
+
+class Divisions(TorchDispatchMode):
+    """Notes the divisors that are Python numbers: on a GPU PyTorch multiplies by their reciprocals, rounded once more."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers, self.tensors = [], 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket in (torch.ops.aten.div, torch.ops.aten.div_):
+            if isinstance(args[1], torch.Tensor):
+                self.tensors += 1
+            else:
+                self.numbers.append(args[1])
+        return function(*args, **(kwargs or {}))
+
+
+def test_nothing_is_divided_by_a_number():
+    weights = tensor(weights_of_all_kinds(128, 256))
+    with Divisions() as divisions:
+        torch_ops.fp8_block_scales(weights)
+        torch_ops.int4_group_scales(weights)
+        torch_ops.int4_choose_scales(weights)
+    assert divisions.numbers == [] and divisions.tensors > 3
 
 
 @given(st.lists(st.tuples(positive_bf16, codes_of_a_group), min_size=4, max_size=8))
