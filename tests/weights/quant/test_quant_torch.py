@@ -77,7 +77,7 @@ def test_int4(case, device):
 
 
 class Divisions(TorchDispatchMode):
-    """Notes the divisors that are Python numbers: on a GPU PyTorch multiplies by their reciprocals, rounded once more."""
+    """Records divisors that are Python numbers: on a GPU PyTorch multiplies by their rounded reciprocals."""
 
     def __init__(self):
         super().__init__()
