@@ -27,6 +27,7 @@ ON_GPUS = {
     "offload": {"freed_share", "left_gib", "growth_gib"},
     "checkpoint": {"device_extra_gib"},
     "loop": {"mismatch"},
+    "traces": {"layers_fp8_busy", "layers_fp8_launches"},
 }
 """Figures that a CPU does not have."""
 

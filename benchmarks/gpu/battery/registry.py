@@ -431,13 +431,15 @@ PARTS: tuple[Part, ...] = (
     Part(
         "traces",
         "battery.parts.traces",
-        "profiler traces of the layers and of the head",
+        "profiler traces of the layers, in BF16 and in FP8, and of the head",
         4,
         _TRAINER,
         {
             "layers_busy": "share of a step of the layers in which the device computes",
             "head_busy": "share of forward and backward of the head in which it computes",
             "layers_launches": "kernel launches of a step, per layer",
+            "layers_fp8_busy": "the same share in FP8",
+            "layers_fp8_launches": "kernel launches in FP8, per layer",
         },
         {"kernels": Table("Kernels that take longest", {"of": "of", "kernel": "kernel", "ms": "ms", "calls": "calls"})},
         gpu_gib=70,

@@ -1,10 +1,11 @@
-"""Traces of the two hottest pieces of a training step, for chrome://tracing or Perfetto, and their longest kernels."""
+"""Traces of the hottest pieces of a training step, for chrome://tracing or Perfetto, and their longest kernels."""
 
 from __future__ import annotations
 
 import gzip
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from battery import shapes
+from battery.hardware import NO_ENGINE
 from battery.parts import layer_stack, logprob_kernels
 from battery.results import Report, Request
 from megatron_fleet.algorithms.losses import sft_loss
@@ -21,21 +23,30 @@ TOKENS = {"full": 16384, "tiny": 256}
 KERNELS = 12
 
 
+FP8 = "fp8_blockwise"
+"""The recipe that was the fastest where they were measured."""
+
+
 def measure(report: Report, request: Request) -> None:
-    """The layers, then the head."""
-    layers(report, request)
+    """The layers in BF16 and in FP8, then the head."""
+    layers(report, request, "layers", {})
+    if problem := os.environ[NO_ENGINE]:
+        report.leave_out("layers in FP8", problem)
+    else:
+        layers(report, request, "layers_fp8", {"recipe": FP8})
     head(report, request)
 
 
-def layers(report: Report, request: Request) -> None:
+def layers(report: Report, request: Request, name: str, precision: Mapping[str, str]) -> None:
     """Forward and backward of the layers, with the launches of each."""
-    report.doing("layers")
+    report.doing(name)
     tokens = TOKENS[request.size]
     hf = shapes.model_config(request.size, layer_stack.LAYERS, shapes.SMALL_VOCABULARY)
-    policy = shapes.make_policy(shapes.run_config(shapes.write_config(Path(request.scratch), hf), tokens))
+    model = shapes.write_config(Path(request.scratch), hf)
+    policy = shapes.make_policy(shapes.run_config(model, tokens, precision=precision))
     data = shapes.random_data(tokens, layer_stack.LONGEST[request.size], policy.vocab_size)
-    found = traced(report, request, "layers", lambda: policy.forward_backward([data], sft_loss))
-    report.figures(layers_launches=round(found / hf["num_hidden_layers"], 1))
+    found = traced(report, request, name, lambda: policy.forward_backward([data], sft_loss))
+    report.figures(**{f"{name}_launches": round(found / hf["num_hidden_layers"], 1)})
     policy.close()
 
 
