@@ -1,5 +1,5 @@
-"""Layers that were timed on a GPU by this project (`benchmarks/gpu/run.py`), against `cluster.planning` and
-`cluster.memory`. Prints a Markdown table.
+"""Layers and engines that were timed on a GPU by this project (`benchmarks/gpu/run.py`), against `cluster.planning` and
+`cluster.memory`. Prints Markdown tables.
 
 The constants of the time model were chosen by what others published, before these figures: the errors are of a
 prediction. Only those of PyTorch's layers were chosen by them.
@@ -19,6 +19,7 @@ from typing import Any
 from megatron_fleet.cluster.memory.engine import GIB
 from megatron_fleet.cluster.memory.phases import trainer_memory
 from megatron_fleet.cluster.planning.hardware import GPUS
+from megatron_fleet.cluster.planning.rollout import CONTEXT_SHARE, Engine
 from megatron_fleet.cluster.planning.shapes import KNOWN
 from megatron_fleet.cluster.planning.training import training_time
 from megatron_fleet.cluster.planning.workload import Workload
@@ -52,13 +53,57 @@ class Point:
     planned_gib: float
 
 
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """Decoding steps of an engine with Qwen3-8B in BF16.
+
+    Attributes:
+        sequences: that it decodes at once.
+        context: tokens of each, halfway.
+        measured, planned: seconds of a step.
+    """
+
+    gpu: str
+    graphs: bool
+    sequences: int
+    context: float
+    measured: float
+    planned: float
+
+
+def results(part: str) -> Iterator[tuple[str, dict[str, list[dict[str, Any]]]]]:
+    """The tables of a part, of each GPU on which it was measured."""
+    for path in sorted(RESULTS.glob(f"*/{part}.json")):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        yield next(gpu for gpu in GPUS if f" {gpu}" in f" {result['machine']['device']}"), result["tables"]
+
+
+def decoding() -> Iterator[Decoding]:
+    """All measured rows, of each GPU."""
+    for name, tables in results("engine"):
+        for row in tables["throughput"]:
+            count, graphs, context = row["sequences"], row["graphs"] == "yes", row["prompt"] + row["sampled"] / 2
+            seconds = decoding_s(name, count, context, graphs=graphs)
+            yield Decoding(name, graphs, count, context, row["ms_per_token"] / 1e3, seconds)
+
+
+def decoding_s(gpu: str, sequences: int, context: float, *, graphs: bool) -> float:
+    """Seconds of a decoding step by the plan, without prompts beside it."""
+    rollout = {
+        "engine": {"enforce_eager": not graphs, "max_num_seqs": sequences},
+        "episodes_in_flight": sequences,
+    }
+    config = _config({"micro_batch_tokens": 4096}, 4096, rollout)
+    hf = KNOWN["Qwen3-8B"]
+    load = Workload(episodes=sequences, mean=context / CONTEXT_SHARE, longest=4096, sampled=1.0, sigma=1e-9)
+    return Engine.of(config, hf, read_model(hf), GPUS[gpu], load).step_s(sequences)
+
+
 def points() -> Iterator[Point]:
     """All measured rows, of each GPU."""
-    for path in sorted(RESULTS.glob("*/layers.json")):
-        result = json.loads(path.read_text(encoding="utf-8"))
-        name = next(gpu for gpu in GPUS if f" {gpu}" in f" {result['machine']['device']}")
+    for name, tables in results("layers"):
         seen = set()
-        for row in result["tables"]["speed"]:
+        for row in tables["speed"]:
             seconds, nbytes = planned(name, row, again=row["variant"] in seen)
             seen.add(row["variant"])
             yield Point(
@@ -75,31 +120,43 @@ def planned(gpu: str, row: dict[str, Any], again: bool) -> tuple[float, int]:
     """
     hf = KNOWN["Qwen3-8B"] | {"num_hidden_layers": LAYERS, "vocab_size": VOCABULARY}
     recipe = row["variant"] if row["variant"].startswith("fp8") else "model_dtype"
-    config = Config.model_validate(
-        {
-            "run": {"name": "layers", "out": "runs/layers", "steps": 1},
-            "model": {"path": "Qwen/Qwen3-8B", "dtype": "bfloat16"},
-            "precision": {"recipe": recipe},
-            "policy": {
-                "micro_batch_tokens": row["tokens"],
-                "kernels": "torch" if row["variant"].endswith("no TE") else "auto",
-                "optimizer": {"lr": 1e-6},
-            },
-            "rollout": {
-                "max_context": row["tokens"],
-                "prompts_per_step": 1,
-                "samples_per_prompt": 2,
-                "sampling": {"max_tokens_per_turn": 16, "max_turns": 1},
-            },
-            "data": {"tasks": "embedded"},
-        }
-    )
+    kernels = "torch" if row["variant"].endswith("no TE") else "auto"
+    policy = {"micro_batch_tokens": row["tokens"], "kernels": kernels}
+    config = _config(policy, row["tokens"], precision={"recipe": recipe})
     model, episodes = read_model(hf), row["tokens"] // row["longest"]
     load = Workload(episodes=episodes, mean=row["longest"], longest=row["longest"], sampled=1.0, sigma=1e-9)
     parts = training_time(config, model, GPUS[gpu], load)
     passes = sum(seconds for name, seconds in parts.items() if name not in OUTSIDE)
     memory = trainer_memory(config, model, 0).passing
     return passes, sum(nbytes for part, nbytes in memory.items() if not (again and part == "FP8 weights"))
+
+
+def _config(
+    policy: dict[str, Any], context: int, rollout: dict[str, Any] | None = None, **sections: dict[str, Any]
+) -> Config:
+    """A configuration with what is measured, and as little else as one may have."""
+    usual = {"prompts_per_step": 1, "samples_per_prompt": 2, "max_context": context}
+    return Config.model_validate(
+        {
+            "run": {"name": "measured", "out": "runs/measured", "steps": 1},
+            "model": {"path": "Qwen/Qwen3-8B", "dtype": "bfloat16"},
+            "policy": {**policy, "optimizer": {"lr": 1e-6}},
+            "rollout": {**usual, "sampling": {"max_tokens_per_turn": 16, "max_turns": 1}, **(rollout or {})},
+            "data": {"tasks": "embedded"},
+            **sections,
+        }
+    )
+
+
+def decoding_table() -> str:
+    """Every measured decoding step with its error."""
+    head = ["GPU", "graphs", "sequences", "context", "ms of a step", "planned", "error"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for p in decoding():
+        cells = [p.gpu, "yes" if p.graphs else "no", f"{p.sequences:,}", f"{p.context:,.0f}"]
+        cells += [f"{1e3 * p.measured:.2f}", f"{1e3 * p.planned:.2f}", f"{p.planned / p.measured - 1:+.0%}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def table() -> str:
@@ -115,9 +172,9 @@ def table() -> str:
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the tables."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    print(table())
+    print(f"{table()}\n\n{decoding_table()}")
 
 
 if __name__ == "__main__":

@@ -169,6 +169,7 @@ TABLES = {
     "summary": summary,
     "points": lambda: step_points.table().rstrip(),
     "measured": measured_points.table,
+    "decoding": measured_points.decoding_table,
     "constants": constants,
     "simulation": simulation,
 }

@@ -11,13 +11,14 @@ import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FunctionType, ModuleType, SimpleNamespace
 
 import pytest
 
 pytest.importorskip("megatron_fleet.trainer.megatron")
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from policy_fixtures import make_batch, make_config, write_config
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
@@ -27,6 +28,7 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.debug.dumps import Dumps, Record
 from megatron_fleet.storage.local import fingerprint, list_files
 from megatron_fleet.trainer.megatron import extra_state
+from megatron_fleet.trainer.megatron import state as trainer_state
 from megatron_fleet.trainer.megatron.policy import MegatronPolicy
 
 TENSOR, OBJECT = "decoder.final_layernorm.weight", "decoder.layers.mlp.linear_fc1._extra_state/shard_0_4"
@@ -235,6 +237,32 @@ def test_scales_of_delayed_fp8_are_kept(transformer_engine, reader_of_storages):
         assert torch.equal(rebuilt[name], state[name])
     assert rebuilt["extra_fp8_variables"] == state["extra_fp8_variables"]
     assert rebuilt["recipe"].amax_history_len == 16
+
+
+class Strict(torch.nn.Module):
+    """Loads a state as modules of Transformer Engine 2.20 do, which refuse pickles unless a variable allows them."""
+
+    loaded = None
+
+    def set_extra_state(self, state):
+        assert os.getenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "0") == "1", "Refusing to load pickled extra state"
+        self.loaded = pickle.loads(state.numpy().tobytes())
+
+    def get_extra_state(self):
+        return None
+
+
+@pytest.mark.parametrize("own", [None, "0", "1"])
+def test_a_state_of_delayed_fp8_is_loaded(transformer_engine, tmp_path, monkeypatch, own):
+    variable = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
+    monkeypatch.delenv(variable, raising=False) if own is None else monkeypatch.setenv(variable, own)
+    saved = delayed()
+    entry = ShardedObject("linear._extra_state", None, (1,), (0,))
+    reader = SimpleNamespace(path=tmp_path, read_objects=lambda key, count: [as_bytes(saved)] * count)
+    module = Strict()
+    trainer_state._load_model(reader, module, {"_extra_state": entry})
+    assert torch.equal(module.loaded["scale_fwd"], saved["scale_fwd"])
+    assert os.environ.get(variable) == own, "others are not loaded by it"
 
 
 @pytest.mark.parametrize("nothing", [None, torch.empty(0, dtype=torch.uint8), io.BytesIO(b"old"), as_bytes({"a": 1})])

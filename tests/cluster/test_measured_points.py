@@ -26,3 +26,8 @@ def test_seconds_of_a_micro_batch():
 def test_memory_of_a_micro_batch_is_not_planned_too_small():
     errors = [p.planned_gib / p.measured_gib - 1 for p in POINTS]
     assert len(errors) >= 16 and all(0 < error < 0.3 for error in errors)
+
+
+def test_seconds_of_a_decoding_step():
+    errors = [p.planned / p.measured - 1 for p in measured_points.decoding() if p.graphs]
+    assert len(errors) >= 3 and all(abs(error) < 0.1 for error in errors)

@@ -6,6 +6,7 @@ line. ``--reference`` computes what others are compared with, on the CPU. No che
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import subprocess
@@ -29,6 +30,8 @@ TOKENS = 256
 LONGEST = 96
 LR = 1e-4
 REFERENCE = "reference.npz"
+STACKS_S = 5
+"""The log of a check shows its Python stacks each so many seconds: where a slow start, or a hang, spends its time."""
 RESULTS = "first.jsonl"
 """File of a device's folder: a line for each check that was made, the newest last."""
 FLOAT32 = {"logprobs": 2e-4, "loss": 1e-4, "grad_norm": 1e-3, "logprobs_after": 5e-3}
@@ -438,6 +441,7 @@ def main(name: str, folder: Path) -> int:
 
 
 if __name__ == "__main__":
+    faulthandler.dump_traceback_later(STACKS_S, repeat=True)
     if sys.argv[1] == "--reference":
         reference(Path(sys.argv[2]), sys.argv[3])
         sys.exit()

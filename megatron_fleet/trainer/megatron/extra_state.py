@@ -7,8 +7,10 @@ replaced by a new pickle of the plain parts. Other recipes store nothing there t
 
 from __future__ import annotations
 
+import os
 import pickle
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from io import BytesIO
 from math import prod
 from typing import Any
@@ -21,6 +23,23 @@ _TENSORS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
 _STORAGES = ("torch.storage._load_from_bytes", "megatron.core.safe_globals.safe_load_from_bytes")
 """Functions that read a storage; Megatron-Core 0.19 puts its own in the place of PyTorch's when it is imported."""
 _NAMES = ("torch", "transformer_engine", "megatron", "collections", "enum")
+_ALLOW = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
+"""Variable without which Transformer Engine 2.20 refuses every state of delayed scaling
+(``transformer_engine/pytorch/_extra_state.py``)."""
+
+
+@contextmanager
+def allowed() -> Iterator[None]:
+    """Let Transformer Engine unpickle what is loaded in the block, which must be results of `rebuild` alone."""
+    before = os.environ.get(_ALLOW)
+    os.environ[_ALLOW] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_ALLOW]
+        else:
+            os.environ[_ALLOW] = before
 
 
 def rebuild(saved: Any) -> torch.Tensor | None:

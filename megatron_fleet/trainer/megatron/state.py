@@ -109,7 +109,9 @@ def _load_model(reader: ShardReader, module: MegatronModule, described: ShardedS
             module.load_state_dict(batch, strict=False)
             batch = {}
     # All at once: a layer of several experts looks for the states of all of them.
-    module.load_state_dict(batch | _extra_states(reader, described), strict=False)
+    states = _extra_states(reader, described)
+    with extra_state.allowed():
+        module.load_state_dict(batch | states, strict=False)
 
 
 def _extra_states(reader: ShardReader, described: ShardedStateDict) -> dict[str, torch.Tensor]:
