@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from nightly import turn
 
 # Any machine will do, however slow or busy: no example has a time limit. Every run has the same examples, so that a
 # test that passed does not fail on another day; `--hypothesis-profile=random` looks for new ones.
@@ -37,11 +38,17 @@ gc.disable()  # until the test files have been imported: importing them takes a 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nightly", action="store_true", help="also run the tests marked nightly")
+    parser.addoption("--turn", metavar="KEY", help="also run some of them, chosen by KEY, the commit in CI")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--nightly"):
-        left_out = [item for item in items if item.get_closest_marker("nightly")]
+        minutes = {
+            item.nodeid: mark.kwargs["minutes"] for item in items if (mark := item.get_closest_marker("nightly"))
+        }
+        key = config.getoption("--turn")
+        chosen = turn(minutes, key) if key else set()
+        left_out = [item for item in items if item.nodeid in minutes.keys() - chosen]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
     rank = {TESTS / file: number for number, file in enumerate(LONGEST)}

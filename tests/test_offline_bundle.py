@@ -534,7 +534,7 @@ def test_setup_installs_from_a_sound_bundle_for_its_target_only(made, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
+@pytest.mark.nightly(minutes=1)
 def test_the_episode_environment_is_installed_from_a_bundle_without_a_network(tool, tmp_path):
     """In a network namespace where that is allowed; else with proxies that answer nothing."""
     pin = "setuptools==78.1.1\n"

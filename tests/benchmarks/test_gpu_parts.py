@@ -491,6 +491,7 @@ def test_parts_of_the_trainer_need_few_packages(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly(minutes=0.5)
 def test_weights_reach_an_engine_and_both_agree(measure):
     result = measure("sync")
     assert result.figures["bit_equal"] == 1 and 0 <= result.figures["agreement"] < 0.02
@@ -499,6 +500,7 @@ def test_weights_reach_an_engine_and_both_agree(measure):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly(minutes=0.5)
 def test_an_engine_is_measured(measure):
     result = measure("engine")
     assert [row["sequences"] for row in result.tables["throughput"]] == [1, 3]
@@ -506,6 +508,7 @@ def test_an_engine_is_measured(measure):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly(minutes=0.5)
 def test_layers_over_two_ranks(measure):
     result = measure("ranks", processes=True)
     assert [(row["tensor"], row["data"]) for row in result.tables["speed"]] == [(1, 1), (2, 1), (1, 2)]

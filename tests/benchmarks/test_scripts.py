@@ -30,6 +30,7 @@ TINY = {
     "verdicts.py": "--rounds 1",
     "weight_sync.py": "--layers 1 --hidden 256 --vocab 1024 --repeats 1",
 }
+LONG = ("two_runs.py", "weight_sync.py")
 ELSEWHERE = {
     "checkpoint.py": "trainer/test_checkpoint_benchmark.py",
     "convert.py": "benchmarks/test_scripts.py",
@@ -88,7 +89,10 @@ def test_help(episode_python):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.nightly(minutes=0.5)) if name in LONG else name for name in TINY],
+)
 def test_tiny_run(name, tmp_path):
     if name == "weight_sync.py":
         pytest.importorskip("vllm")
@@ -118,6 +122,7 @@ def test_conversions_of_small_models(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly(minutes=0.5)
 def test_a_run_that_plays_ahead(tmp_path):
     pytest.importorskip("vllm")
     small = ("rollout.prompts_per_step=2", "rollout.samples_per_prompt=2", "eval=none", "checkpoint.export.last=false")

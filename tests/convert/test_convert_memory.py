@@ -76,7 +76,9 @@ def peak_mb(*arguments: object) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "many"), [("qwen3", 8), ("deepseek_v3", 14)])
+@pytest.mark.parametrize(
+    ("family", "many"), [("qwen3", 8), pytest.param("deepseek_v3", 14, marks=pytest.mark.nightly(minutes=1))]
+)
 def test_a_larger_model_takes_no_more(family, many, tmp_path):
     peaks = {}
     for layers in (2, many):

@@ -37,9 +37,11 @@ COIN = """def validate_task(env, final_answer=None):
     ("family", "chat", "layout"),
     [
         pytest.param(
-            *("glm4_flash", "glm-4.7", ("parallel.expert=2", "parallel.data=2")), marks=pytest.mark.nightly, id="glm"
+            *("glm4_flash", "glm-4.7", ("parallel.expert=2", "parallel.data=2")),
+            marks=pytest.mark.nightly(minutes=2),
+            id="glm",
         ),
-        pytest.param("qwen3_5", "qwen3.5", (), id="qwen3_5"),
+        pytest.param("qwen3_5", "qwen3.5", (), marks=pytest.mark.nightly(minutes=1), id="qwen3_5"),
     ],
 )
 def test_other_layers_go_round_the_loop(tmp_path, monkeypatch, family, chat, layout):
@@ -63,6 +65,7 @@ def test_other_layers_go_round_the_loop(tmp_path, monkeypatch, family, chat, lay
         assert any(not torch.equal(before[name], tensor) for name, tensor in exported.items())
 
 
+@pytest.mark.nightly(minutes=1)
 def test_a_family_of_the_users_own_goes_round_the_loop(tmp_path, monkeypatch):
     """Trainer, engines and episode workers know its model by `model.family` alone."""
     monkeypatch.setenv("PYTHONPATH", str(EXAMPLES), prepend=":")

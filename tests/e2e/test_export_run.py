@@ -99,6 +99,7 @@ def url(tmp_path, episode_python):
         server.stdin.close()
 
 
+@pytest.mark.nightly(minutes=1)
 def test_a_run_begins_from_an_export_and_trains_with_parts_of_the_users_own(bucket, store, tmp_path, url, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(EXAMPLES), prepend=":")
     [exported] = store.glob("runs/*/*/exported/hf")

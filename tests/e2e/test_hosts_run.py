@@ -139,6 +139,7 @@ def logged(out: Path) -> set[str]:
     return {path.name for path in (out / "logs").iterdir()}
 
 
+@pytest.mark.nightly(minutes=2)
 def test_nodes_start_ranks_and_engines_on_both_hosts_and_a_lost_host_comes_back(hosts, tmp_path):
     with Processes(hosts, tmp_path) as processes:
         changes = ["run.steps=3", "cluster.nodes=2", "checkpoint.interval=1"]
@@ -163,7 +164,7 @@ def test_nodes_start_ranks_and_engines_on_both_hosts_and_a_lost_host_comes_back(
     assert_nothing_left(tmp_path)
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(minutes=2)
 def test_torchrun_on_two_hosts_with_weights_by_disk(hosts, alone, tmp_path):
     command = [ROOT / "launch" / "torchrun" / "train.sh", *SMALL, "run.steps=2", "--out", tmp_path]
     command += ["rollout.engine.transport=disk"]

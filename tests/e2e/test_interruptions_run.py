@@ -16,7 +16,7 @@ from whole_runs import RUN_TIMEOUT_S, Run
 
 from megatron_fleet.loop.stopping import REQUEUE
 
-pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(2 * 3600)]
+pytestmark = [pytest.mark.slow, pytest.mark.nightly(minutes=60), pytest.mark.timeout(2 * 3600)]
 
 OVERRIDES = ("eval.interval=1", "checkpoint.interval=2", "rollout.engine.probe_interval=1")
 SIGNALS = {signal.SIGTERM: (REQUEUE, 143, 0), signal.SIGINT: (130,), signal.SIGKILL: (-signal.SIGKILL,)}

@@ -1,7 +1,7 @@
 """Whole runs whose processes are killed at random moments, in saves and uploads too, lose nothing and leave nothing.
 
-The long test: ``MFLEET_TEST_KILLS=30 ./test --nightly tests/e2e/test_kills.py``. In CI, without ``--nightly``,
-test_whole_runs kills one run.
+The long test: ``MFLEET_TEST_KILLS=30 ./test --nightly tests/e2e/test_kills.py``. Without that variable, and in the
+turns of CI, there are four kills.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_fleet.checkpoint.checkpoints import Checkpoint
 from megatron_fleet.checkpoint.store import RunStore, run_url
 from megatron_fleet.storage.local import list_files
 
-pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(4 * 3600)]
+pytestmark = [pytest.mark.slow, pytest.mark.nightly(minutes=10), pytest.mark.timeout(4 * 3600)]
 
 KILLS = int(os.environ.get("MFLEET_TEST_KILLS", "4"))
 KILLS_PER_RUN = 12

@@ -20,7 +20,7 @@ from waiting import wait_until
 reason = namespace_hosts.why_not() or slurm_cluster.why_not()
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.nightly,
+    pytest.mark.nightly(minutes=3),
     pytest.mark.skipif(not Path(sys.prefix, "bin", "torchrun").exists(), reason="needs the engine environment"),
     pytest.mark.skipif(bool(reason), reason=reason or ""),
 ]

@@ -13,7 +13,7 @@ from whole_runs import Run
 
 from megatron_fleet.loop.preflight import _has_amx
 
-pytestmark = [pytest.mark.slow, pytest.mark.nightly]
+pytestmark = [pytest.mark.slow, pytest.mark.nightly(minutes=1)]
 
 ACCEPTED = [name for name, case in CASES.items() if case.said is None]
 STEP = (

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from whole_runs import RUN_TIMEOUT_S
 
-pytestmark = [pytest.mark.slow, pytest.mark.nightly]
+pytestmark = [pytest.mark.slow, pytest.mark.nightly(minutes=3)]
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "learn" / "your-reward.md").read_text(), re.DOTALL)[0]

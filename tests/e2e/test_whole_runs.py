@@ -198,6 +198,7 @@ def test_megatron_transformers_and_vllm_agree_on_rollouts(first, tmp_path):
     assert_all_agree(first, "eval_000003", first.out / "hf", tmp_path)
 
 
+@pytest.mark.nightly(minutes=2)
 def test_a_killed_run_goes_on_from_its_bucket_and_ends_like_the_undisturbed_one(first, tmp_path):
     """Bit for bit, although its folder is lost, its trainer and engines take turns, and its first evaluation ends
     before the training begins instead of overlapping it.
@@ -228,6 +229,7 @@ def test_a_killed_run_goes_on_from_its_bucket_and_ends_like_the_undisturbed_one(
     assert held["roll"] == [0, 0, 0]
 
 
+@pytest.mark.nightly(minutes=1.5)
 def test_four_ranks_take_the_same_first_step_as_one_though_the_rollout_takes_longer_than_a_collective_may(
     first, tmp_path
 ):
@@ -257,7 +259,7 @@ def test_four_ranks_take_the_same_first_step_as_one_though_the_rollout_takes_lon
     ("number", "file"),
     [
         (signal.SIGINT, "logs/engine-0.log"),
-        pytest.param(signal.SIGTERM, "trajectories/eval_000000.parquet", marks=pytest.mark.nightly),
+        pytest.param(signal.SIGTERM, "trajectories/eval_000000.parquet", marks=pytest.mark.nightly(minutes=1.5)),
     ],
 )
 def test_a_stopped_run_says_so_in_one_line_and_leaves_nothing(tmp_path, number, file):

@@ -15,6 +15,7 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "env_concurrency.py"
 
 
 @pytest.mark.usefixtures("episode_python")
+@pytest.mark.nightly(minutes=0.5)
 def test_small():
     command = [sys.executable, str(BENCHMARK), "--concurrency", "40", "--rounds", "3"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=4 * HANG_S)

@@ -10,6 +10,7 @@ pytest.importorskip("vllm")
 
 
 @pytest.mark.slow
+@pytest.mark.nightly(minutes=0.5)
 def test_the_loop_plays_and_its_requests_are_replayed(tmp_path, episode_python, monkeypatch):
     root = Path(__file__).parents[2]
     monkeypatch.syspath_prepend(str(root / "benchmarks"))

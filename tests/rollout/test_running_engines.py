@@ -63,6 +63,7 @@ def rollout(tmp_path_factory, episode_python):
             yield started
 
 
+@pytest.mark.nightly(minutes=0.5)
 def test_an_engine_whose_core_is_killed_while_it_starts_is_started_again(rollout):
     """The first test of the file: the engine that all others use is starting."""
     cores = []
@@ -210,6 +211,7 @@ class NotLasting:
         await self.engines.finish_update(version, None)
 
 
+@pytest.mark.nightly(minutes=0.5)
 def test_a_restarted_engine_is_sent_its_weights_again(rollout):
     resent = []
 

@@ -43,6 +43,7 @@ async def test_a_rollout_that_cannot_start_says_why(tmp_path, episode_python, mi
     assert marked(service.run_id) == []
 
 
+@pytest.mark.nightly(minutes=1)
 async def test_an_engine_that_hangs_tells_where(tmp_path, episode_python):
     model = write_tiny_model(tmp_path / "model", 1)
     (model / "model.safetensors").unlink()
@@ -60,6 +61,7 @@ async def test_an_engine_that_hangs_tells_where(tmp_path, episode_python):
     assert "in from_engine_args" in stacks and "in load_model" in stacks
 
 
+@pytest.mark.nightly(minutes=0.5)
 async def test_ray_gets_a_second_start(tmp_path, episode_python):
     service = RolloutService(rollout_config(write_tiny_model(tmp_path / "model", 1)), tmp_path, episode_python)
     killed = asyncio.create_task(asyncio.to_thread(kill_first, "/raylet", service.run_id))

@@ -14,6 +14,7 @@ pytest.importorskip("megatron_fleet.trainer.megatron")
 
 
 @pytest.mark.slow
+@pytest.mark.nightly(minutes=0.5)
 def test_a_rank_saves_and_loads_its_own_share_in_little_memory():
     script = Path(__file__).parents[2] / "benchmarks" / "checkpoint.py"
     model = ["--ranks", "2", "--layers", "1", "--hidden", "64", "--vocab", "64000", "--transfer-mb", "0"]

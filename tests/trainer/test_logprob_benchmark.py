@@ -14,6 +14,7 @@ pytest.importorskip("megatron_fleet.trainer.megatron")
 
 
 @pytest.mark.slow
+@pytest.mark.nightly(minutes=0.5)
 def test_one_line_of_json():
     script = Path(__file__).parents[2] / "benchmarks" / "logprob_memory.py"
     sizes = ["--tokens", "512", "1024", "--vocab", "20000", "--chunk", "64", "--hidden", "32", "--repeats", "1"]

@@ -15,6 +15,7 @@ pytest.importorskip("megatron_fleet.trainer.megatron")
 
 
 @pytest.mark.slow
+@pytest.mark.nightly(minutes=0.5)
 def test_one_line_of_json():
     script = Path(__file__).parents[2] / "benchmarks" / "train_step.py"
     small = ["--micro-batch-tokens", "512", "--steps", "1", "--trained", "0.4"]

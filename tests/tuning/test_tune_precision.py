@@ -157,6 +157,7 @@ def test_a_process_that_dies_is_a_row(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly(minutes=0.5)
 def test_it_measures_here(capsys):
     pytest.importorskip("megatron_fleet.trainer.megatron")
     small = ["policy.micro_batch_tokens=128", "rollout.max_context=64", "rollout.sampling.max_tokens_per_turn=16"]

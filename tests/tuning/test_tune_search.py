@@ -235,7 +235,7 @@ def test_bad_input_is_one_line(capsys, arguments, said):
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
+@pytest.mark.nightly(minutes=1)
 def test_a_run_takes_what_was_measured_here(tmp_path, capsys):
     pytest.importorskip("megatron_fleet.trainer.megatron")
     pytest.importorskip("vllm")
