@@ -36,8 +36,8 @@ from megatron_fleet.cluster.janitor import marked
 from megatron_fleet.cluster.launcher import episode_python
 from megatron_fleet.config.schema import Config
 from megatron_fleet.data.dataset import load_tasks
-from megatron_fleet.embedded_fleet.fleet import EmbeddedFleet
 from megatron_fleet.embedded_fleet.tasks import SHIPPED_TASKS
+from megatron_fleet.envs.embedded_server import EmbeddedFleet
 from megatron_fleet.models.chat.tokenizer import train_tokenizer
 from megatron_fleet.models.qwen3.chat import QWEN3_TOKENS
 from megatron_fleet.rollout.engine_arguments import environment

@@ -33,7 +33,7 @@ from safetensors.torch import save_file
 from torch.distributed import TCPStore
 
 from megatron_fleet.config.schema import Config, ParallelConfig
-from megatron_fleet.trainer.base import Deliver
+from megatron_fleet.weight_sync.base import Deliver
 from megatron_fleet.weights.mapping import WeightTable
 
 RANKS = 2

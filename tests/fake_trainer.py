@@ -19,7 +19,6 @@ from megatron_fleet.trainer import state_files
 from megatron_fleet.trainer.base import (
     PARTS,
     AdamParams,
-    Deliver,
     Examination,
     Files,
     LossReport,
@@ -30,6 +29,7 @@ from megatron_fleet.trainer.base import (
     TrainerInfo,
     TrainerLost,
 )
+from megatron_fleet.weight_sync.base import Deliver
 
 PART_BYTES: dict[str, int] = {"parameters": 20, "gradients": 40, "optimizer": 120}
 STATE = "state.json"

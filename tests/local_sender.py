@@ -13,8 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from megatron_fleet.platform.communicator import Alone
-from megatron_fleet.trainer.base import Deliver
-from megatron_fleet.weight_sync.base import Sender
+from megatron_fleet.weight_sync.base import Deliver, Sender
 from megatron_fleet.weight_sync.registry import make_sender
 from megatron_fleet.weights.exchange import OwnedBox, ParamMeta, Place, layer_groups
 from megatron_fleet.weights.hf_model import HfModel

@@ -22,8 +22,8 @@ from megatron_fleet.algorithms.loss_inputs import LossInputs
 from megatron_fleet.algorithms.loss_metrics import finalize_metrics
 from megatron_fleet.algorithms.losses import make_loss
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.interfaces import INTERFACES
 from megatron_fleet.config.schema import AlgorithmConfig
+from megatron_fleet.loop.own_parts import OWN_PARTS, interface
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 README = (EXAMPLES / "README.md").read_text(encoding="utf-8")
@@ -36,11 +36,12 @@ def test_the_table_has_every_interface():
         return f"`{text}`".replace("|", "\\|")
 
     rows = [line.split(" | ") for line in README.splitlines() if line.startswith("| ")][1:]
-    for row, (key, interface) in zip(rows, INTERFACES.items(), strict=True):
-        arguments = ", ".join(code(f"{name}: {kind}") for name, kind in interface.arguments.items()) or "nothing"
-        result = "awaitable " * interface.is_async + code(interface.result)
-        part = f"| {interface.part}", code(key)
-        assert (*row[:2], *row[3:]) == (*part, arguments, result, f"{interface.runs_in} |"), key
+    for row, key in zip(rows, OWN_PARTS, strict=True):
+        declared = interface(key)
+        arguments = ", ".join(code(f"{name}: {kind}") for name, kind in declared.arguments.items()) or "nothing"
+        result = "awaitable " * declared.is_async + code(declared.result)
+        part = f"| {declared.part}", code(key)
+        assert (*row[:2], *row[3:]) == (*part, arguments, result, f"{declared.runs_in} |"), key
 
 
 @pytest.mark.slow
@@ -63,7 +64,7 @@ def test_commands_run_as_written(command, tmp_path):
 
 def test_all_parts_are_in_the_commands():
     assert len(COMMANDS) > 5
-    assert [key for key in INTERFACES if key != "model.family" and f" {key}=" not in " ".join(COMMANDS)] == []
+    assert [key for key in OWN_PARTS if key != "model.family" and f" {key}=" not in " ".join(COMMANDS)] == []
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megatron_fleet.models.architecture import Architecture
-from megatron_fleet.models.registry import family_modules
+from megatron_fleet.models.families import family_modules
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "run" / "models.md"
 RELEASES: Mapping[str, str] = {

@@ -17,8 +17,7 @@ from megatron_fleet.agents.settings import EpisodeSettings, stable_seed
 from megatron_fleet.agents.trajectory import Outcome, Trajectory
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.base import Environment
-from megatron_fleet.models.chat.parser import ParsedTurn
-from megatron_fleet.models.chat.renderer import ToolResult
+from megatron_fleet.models.chat.parser import ParsedTurn, ToolResult
 
 SEED_BITS = 31
 """Size of a seed; servers differ in the largest one that they accept."""

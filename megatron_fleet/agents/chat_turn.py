@@ -15,8 +15,17 @@ from typing import Any
 
 from megatron_fleet.envs.base import Image, ToolCall
 from megatron_fleet.models.chat.arguments import check_text, read_arguments
-from megatron_fleet.models.chat.parser import MAX_CALLS, BadCall, ParsedTurn, Syntax, Tools, WrittenCall, parse_turn
-from megatron_fleet.models.chat.renderer import ToolResult, to_json
+from megatron_fleet.models.chat.parser import (
+    MAX_CALLS,
+    BadCall,
+    ParsedTurn,
+    Syntax,
+    ToolResult,
+    Tools,
+    WrittenCall,
+    parse_turn,
+)
+from megatron_fleet.models.chat.renderer import to_json
 
 REASONING = ("reasoning_content", "reasoning")
 """Fields that may hold a turn's reasoning; it is sent back in the same field."""

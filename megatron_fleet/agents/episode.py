@@ -24,8 +24,7 @@ from megatron_fleet.agents.toolbox import Toolbox, reset
 from megatron_fleet.agents.trajectory import CAUSES, Cause, Outcome, Trajectory
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.base import Environment, EnvLost, EnvRefused, Observation
-from megatron_fleet.models.chat.parser import ParsedTurn
-from megatron_fleet.models.chat.renderer import ToolResult
+from megatron_fleet.models.chat.parser import ParsedTurn, ToolResult
 
 MAX_CHARS_PER_TOKEN = 16
 """A first prompt with more characters per token of the context is too long; it is neither encoded nor sent."""

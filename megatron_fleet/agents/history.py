@@ -9,8 +9,8 @@ from typing import Any, Generic, TypeVar
 
 from megatron_fleet.agents.chat_turn import user_message
 from megatron_fleet.envs.base import Image, ToolCall
-from megatron_fleet.models.chat.parser import Tools
-from megatron_fleet.models.chat.renderer import Renderer, ToolResult
+from megatron_fleet.models.chat.parser import ToolResult, Tools
+from megatron_fleet.models.chat.renderer import Renderer
 
 OPEN, CLOSE = "<think>", "</think>"
 

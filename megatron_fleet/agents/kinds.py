@@ -5,14 +5,43 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
+from megatron_fleet.agents.engine import Engine
 from megatron_fleet.agents.settings import EpisodeSettings
 from megatron_fleet.agents.token_conversation import run_episode
 from megatron_fleet.agents.trajectory import Trajectory
-from megatron_fleet.config.extension import is_path, load
-from megatron_fleet.config.interfaces import INTERFACES, Agent
+from megatron_fleet.config.extension import Interface, load
+from megatron_fleet.config.names import is_path
+from megatron_fleet.data.task import Task
+from megatron_fleet.envs.base import Environment
+from megatron_fleet.models.chat.renderer import Renderer
 
+
+class Agent(Protocol):
+    async def __call__(
+        self,
+        task: Task,
+        group: int,
+        sample: int,
+        env: Environment,
+        engine: Engine,
+        renderer: Renderer,
+        settings: EpisodeSettings,
+        seed: int | None,
+        session: str,
+        /,
+    ) -> Trajectory:
+        """Play ``task`` once; see `agents.token_conversation.run_episode` for the arguments.
+
+        The trajectory holds every token that the engine was given or sampled (`TrajectoryBuilder` collects them), an
+        outcome, and the verifier's reward or ``None``. The caller closes the environment. Any exception ends the
+        episode as ``aborted``, with an unknown reward.
+        """
+        ...
+
+
+OWN_AGENT = Interface("agent.kind", "agent: the whole episode", Agent, "episode workers")
 AGENTS: Mapping[str, Agent] = MappingProxyType({"tools": run_episode})
 """Agents by value of ``agent.kind``."""
 
@@ -23,8 +52,8 @@ def make_agent(name: str) -> Agent:
 
 
 def _own(path: str) -> Agent:
-    agent: Agent = load("agent.kind", path)
-    settings_at = list(INTERFACES["agent.kind"].arguments).index("settings")
+    agent: Agent = load(OWN_AGENT, path)
+    settings_at = list(OWN_AGENT.arguments).index("settings")
 
     async def play(*arguments: Any) -> Trajectory:
         settings: EpisodeSettings = arguments[settings_at]

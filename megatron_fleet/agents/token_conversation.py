@@ -19,8 +19,8 @@ from megatron_fleet.agents.settings import EpisodeSettings, stable_seed
 from megatron_fleet.agents.trajectory import Outcome, Trajectory
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.base import Environment
-from megatron_fleet.models.chat.parser import ParsedTurn
-from megatron_fleet.models.chat.renderer import Renderer, ToolResult
+from megatron_fleet.models.chat.parser import ParsedTurn, ToolResult
+from megatron_fleet.models.chat.renderer import Renderer
 from megatron_fleet.models.images import place
 
 LONG_CHARS = 100_000

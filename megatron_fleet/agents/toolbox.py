@@ -13,8 +13,7 @@ from megatron_fleet.agents.local_tools import LocalTools, ToolOutputs
 from megatron_fleet.agents.settings import EpisodeSettings
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.base import EnvBusy, Environment, Observation, ToolCall
-from megatron_fleet.models.chat.parser import ParsedTurn
-from megatron_fleet.models.chat.renderer import ToolResult
+from megatron_fleet.models.chat.parser import ParsedTurn, ToolResult
 
 BUSY_PAUSE_S, MAX_BUSY_PAUSE_S = 0.2, 5.0
 """Initial and maximum pause before a busy environment is retried; doubled each time, with jitter."""

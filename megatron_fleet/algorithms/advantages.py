@@ -7,17 +7,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TypeGuard
+from typing import Protocol, TypeGuard
 
 import numpy as np
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.extension import load
-from megatron_fleet.config.interfaces import AdvantageEstimator
+from megatron_fleet.config.extension import Interface, load
 
 STD_EPS = 1e-6
 MIN_KNOWN = 2
 """A group with fewer known rewards has nothing to compare and is left out."""
+
+
+class AdvantageEstimator(Protocol):
+    def __call__(self, rewards: np.ndarray, /) -> np.ndarray:
+        """Return the advantages, float64 ``[K]``, of the known rewards of one group, float64 ``[K]`` with K ≥ 2."""
+        ...
+
+
+OWN_ADVANTAGE = Interface("algorithm.advantage", "advantage estimator", AdvantageEstimator, "controller")
 
 
 def is_known(reward: float | None) -> TypeGuard[float]:
@@ -65,7 +73,7 @@ def group_advantages(rewards: Sequence[float | None], name: str) -> list[float |
     Raises:
         UserError: ``name`` is neither built in nor loadable, or its function does not return valid advantages.
     """
-    advantage = ADVANTAGES.get(name) or load("algorithm.advantage", name)
+    advantage = ADVANTAGES.get(name) or load(OWN_ADVANTAGE, name)
     known = [i for i, r in enumerate(rewards) if is_known(r)]
     if len(known) < MIN_KNOWN:
         return None

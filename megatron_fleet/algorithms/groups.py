@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from megatron_fleet.algorithms.advantages import has_signal, is_known
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.extension import load
-from megatron_fleet.config.interfaces import GroupFilter, RewardShaping
+from megatron_fleet.config.extension import Interface, load
 from megatron_fleet.config.schema import AlgorithmConfig
 
 if TYPE_CHECKING:
     from megatron_fleet.agents.trajectory import Group
+
+
+class RewardShaping(Protocol):
+    def __call__(self, group: Group, algorithm: AlgorithmConfig, /) -> Sequence[float | None]:
+        """Return the rewards of which advantages are made, one per trajectory; those of unknown ones are ignored."""
+        ...
+
+
+class GroupFilter(Protocol):
+    def __call__(self, group: Group, rewards: Sequence[float | None], /) -> bool:
+        """Return whether a group is trained on. ``rewards``: shaped, one per trajectory; unknown ones are ``None``."""
+        ...
+
+
+OWN_SHAPING = Interface("algorithm.reward_shaping", "reward shaping", RewardShaping, "controller")
+OWN_FILTER = Interface("algorithm.group_filter", "group filter", GroupFilter, "controller")
 
 
 def unshaped(group: Group, algorithm: AlgorithmConfig) -> list[float | None]:
@@ -59,7 +74,7 @@ def shaped_rewards(group: Group, algorithm: AlgorithmConfig) -> list[float | Non
             reward.
     """
     name = algorithm.reward_shaping
-    given = (SHAPINGS.get(name) or load("algorithm.reward_shaping", name))(group, algorithm)
+    given = (SHAPINGS.get(name) or load(OWN_SHAPING, name))(group, algorithm)
     known = [is_known(t.reward) for t in group.trajectories]
     try:
         values = [float(value) if own else None for value, own in zip(given, known, strict=True)]  # type: ignore[arg-type]
@@ -80,7 +95,7 @@ def learnt_from(group: Group, rewards: Sequence[float | None], algorithm: Algori
         UserError: the filter is neither built in nor loadable, or does not return a truth value.
     """
     name = algorithm.group_filter
-    kept = (FILTERS.get(name) or load("algorithm.group_filter", name))(group, rewards)
+    kept = (FILTERS.get(name) or load(OWN_FILTER, name))(group, rewards)
     if not isinstance(kept, bool | np.bool_):
         raise UserError(f"algorithm.group_filter={name}: gave {kept!r:.200}; it must give True or False.")
     return bool(kept)

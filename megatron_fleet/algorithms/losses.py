@@ -10,10 +10,9 @@ from megatron_fleet.algorithms.corrections import correction_weights
 from megatron_fleet.algorithms.kl import MAX_K3, kl_estimate
 from megatron_fleet.algorithms.loss_inputs import LossFn, LossInputs, LossResult, bounded_log_ratio, count
 from megatron_fleet.algorithms.loss_metrics import OWN
-from megatron_fleet.algorithms.policy_terms import POLICY_TERMS, TermResult
+from megatron_fleet.algorithms.policy_terms import OWN_LOSS, POLICY_TERMS, PolicyTerm, TermResult
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.extension import load
-from megatron_fleet.config.interfaces import PolicyTerm
 from megatron_fleet.config.schema import AlgorithmConfig
 
 
@@ -57,7 +56,7 @@ def make_loss(algo: AlgorithmConfig) -> LossFn:
 
 def _own_term(path: str) -> PolicyTerm:
     """Load a user-defined term and check its results."""
-    own = load("algorithm.loss", path)
+    own = load(OWN_LOSS, path)
 
     def term(x: LossInputs, algo: AlgorithmConfig) -> TermResult:
         try:

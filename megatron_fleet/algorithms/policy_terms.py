@@ -19,15 +19,28 @@ On the first update (π = π_old = μ) the gradient of every term is that of REI
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 import torch
 
 from megatron_fleet.algorithms.loss_inputs import LossInputs, bounded_log_ratio, count
-from megatron_fleet.config.interfaces import PolicyTerm
+from megatron_fleet.config.extension import Interface
 from megatron_fleet.config.schema import CLIP_BOUNDS, AlgorithmConfig
 
 TermResult = tuple[torch.Tensor, dict[str, torch.Tensor]]
 """J_t ``[A]`` with gradient, and named metric sums (0-d, no gradient)."""
+
+
+class PolicyTerm(Protocol):
+    def __call__(self, inputs: LossInputs, algorithm: AlgorithmConfig, /) -> TermResult:
+        """Return the objective J_t ``[A]`` of a micro-batch's trained tokens, and named metric sums.
+
+        The advantage and the normaliser are inside; the negated sum of J_t is the loss.
+        """
+        ...
+
+
+OWN_LOSS = Interface("algorithm.loss", "loss", PolicyTerm, "trainer ranks")
 
 
 def clip_bounds(algo: AlgorithmConfig) -> tuple[float, float]:

@@ -25,6 +25,7 @@ from megatron_fleet.config import units
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import read_object
 from megatron_fleet.platform.waiting import finish_in_thread
+from megatron_fleet.storage.folder import Files
 from megatron_fleet.storage.local import (
     begin_folder,
     commit_folder,
@@ -34,7 +35,6 @@ from megatron_fleet.storage.local import (
     rename_folder,
     write_atomically,
 )
-from megatron_fleet.trainer.base import Files
 
 log = logging.getLogger(__name__)
 

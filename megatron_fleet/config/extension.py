@@ -6,68 +6,72 @@ import functools
 import importlib
 import inspect
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_fleet.config.errors import UserError, say
-from megatron_fleet.config.interfaces import INTERFACES, Interface
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.names import is_path
 from megatron_fleet.config.secrets import without_secrets
 
-_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 CHECK_TIMEOUT_S = 300.0
-REFUSED = 2
-"""Exit status of the subprocess of `check` when `load` fails."""
 
 
 @dataclass(frozen=True, slots=True)
-class Open:
-    """Annotation of a text field: one of ``names``, or the ``package.module:name`` of a user's object.
+class Interface:
+    """Interface of one kind of part, declared where the part is called.
+
+    The types of the signature are for readers and type checkers: `load` compares the number of arguments, and whether
+    the part is ``async``.
 
     Attributes:
-        more: further names, in words; the registry that knows them refuses others before a run starts.
+        key: configuration key that names it.
+        part: its name in words.
+        signature: protocol with the ``__call__`` of the object that the key names.
+        runs_in: processes that call it, in words.
+        awaited: async methods of what it returns, checked if the key names a class.
+        may_be_async: both an ``async`` function and another one are accepted.
     """
 
-    names: tuple[str, ...]
-    more: str | None = None
+    key: str
+    part: str
+    signature: type
+    runs_in: str
+    awaited: tuple[str, ...] = ()
+    may_be_async: bool = False
+
+    @property
+    def arguments(self) -> dict[str, str]:
+        """Positional arguments: name → type."""
+        _, *arguments = inspect.signature(self.signature.__call__).parameters.values()
+        return {argument.name: argument.annotation for argument in arguments}
+
+    @property
+    def result(self) -> str:
+        """Type of the result, which the caller awaits if the part is asynchronous."""
+        return str(inspect.signature(self.signature.__call__).return_annotation)
+
+    @property
+    def is_async(self) -> bool:
+        """Whether the part must be an ``async`` function."""
+        return inspect.iscoroutinefunction(self.signature.__call__)
 
     @property
     def spelt(self) -> str:
-        """Accepted values, in words."""
-        names = [*self.names, *([] if self.more is None else [self.more])]
-        ours = f"one of {', '.join(names)} or " if names else ""
-        return f"{ours}package.module:name"
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
-        from pydantic_core import core_schema
-
-        return core_schema.no_info_after_validator_function(self._checked, handler(source))
-
-    def _checked(self, value: str) -> str:
-        if self.more is None and value not in self.names and not is_path(value):
-            raise ValueError(f"not {self.spelt}")
-        return value
-
-
-def is_path(name: str) -> bool:
-    """Return whether ``name`` has the form ``package.module:name``."""
-    return _PATH.fullmatch(name) is not None
+        """Arguments as they stand in a function definition."""
+        return f"({', '.join(f'{name}: {kind}' for name, kind in self.arguments.items())})"
 
 
 @functools.cache
-def load(key: str, path: str) -> Callable[..., Any]:
-    """Import the callable that a key names. Modules are looked up on ``sys.path`` and in the current folder.
-
-    Args:
-        key: configuration key, one of `INTERFACES`.
+def load(interface: Interface, path: str) -> Callable[..., Any]:
+    """Import the user's own part that a key names. Modules are looked up on ``sys.path`` and in the current folder.
 
     Raises:
-        UserError: it cannot be imported, or does not have the key's interface.
+        UserError: it cannot be imported, or does not have the interface.
     """
-    interface = INTERFACES[key]
+    key = interface.key
     if not is_path(path):
         raise UserError(f"{key}={path} is neither one of ours nor package.module:name.")
     module_name, _, name = path.partition(":")
@@ -111,25 +115,6 @@ def _is_async(found: Any) -> bool:
     return inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(called)
 
 
-def check(key: str, path: str, python: str = sys.executable) -> None:
-    """Run `load` in a subprocess, so that the imports of a user's module, such as torch, stay out of this process.
-    It gets no variable that looks like a secret; a component that needs one reads it when it is called.
-
-    Args:
-        python: interpreter of the process that will use it.
-
-    Raises:
-        UserError: as for `load`, or the subprocess crashes or takes longer than ``CHECK_TIMEOUT_S``.
-    """
-    command = [python, "-m", "megatron_fleet.config.extension", key, path]
-    done = run_check(command, f"{key}={path}: importing it")
-    lines = done.stderr.strip().splitlines()
-    if done.returncode == REFUSED and lines:
-        raise UserError(lines[-1])
-    if done.returncode:
-        raise UserError(f"{key}={path}: importing it ends Python with status {done.returncode}: {done.stderr[-300:]}")
-
-
 def run_check(command: list[str], what: str, given: str = "") -> subprocess.CompletedProcess[str]:
     """Run a check of a user's code in a subprocess, without variables that look like secrets.
 
@@ -152,17 +137,3 @@ def run_check(command: list[str], what: str, given: str = "") -> subprocess.Comp
         )
     except subprocess.TimeoutExpired:
         raise UserError(f"{what} takes more than {CHECK_TIMEOUT_S:g} s.") from None
-
-
-def main(key: str, path: str) -> int:
-    """Run `load` and return the exit status: `REFUSED`, with the reason on stderr, when it fails."""
-    try:
-        load(key, path)
-    except UserError as error:
-        say(str(error), sys.stderr)
-        return REFUSED
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))

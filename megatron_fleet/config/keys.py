@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from megatron_fleet.config.extension import Open
+from megatron_fleet.config.names import NameOrPath
 from megatron_fleet.config.schema import Config
 
 
@@ -74,7 +74,7 @@ def suggest(name: str) -> str | None:
 def accepts(info: FieldInfo) -> str:
     """Describe the values a field accepts: ``integer ≥ 1``, ``one of k1, k2, k3``, ``number > 0 or null``."""
     for rule in info.metadata:
-        if isinstance(rule, Open):
+        if isinstance(rule, NameOrPath):
             return rule.spelt
     kind, _, null = _kind(info.annotation).partition(" or ")
     text = f"{kind} {_bounds(info)}".strip()
@@ -93,7 +93,7 @@ def _kind(annotation: Any) -> str:
         return words[annotation]
     if get_origin(annotation) is Annotated:
         (rule,) = annotation.__metadata__
-        return rule.spelt if isinstance(rule, Open) else f"{_kind(annotation.__origin__)} {_bounds(rule)}"
+        return rule.spelt if isinstance(rule, NameOrPath) else f"{_kind(annotation.__origin__)} {_bounds(rule)}"
     if get_origin(annotation) is Literal:
         return "one of " + ", ".join(map(str, get_args(annotation)))
     if get_origin(annotation) is dict:

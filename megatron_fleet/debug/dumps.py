@@ -25,8 +25,9 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import read_object
 from megatron_fleet.config.load import dump_resolved
 from megatron_fleet.config.schema import Config
+from megatron_fleet.storage.folder import Files
 from megatron_fleet.storage.local import write_atomically
-from megatron_fleet.trainer.base import Files, MicroBatchLoss
+from megatron_fleet.trainer.base import MicroBatchLoss
 
 SHOWN_NAMES = 3
 """Maximum length of a list of names."""

@@ -20,8 +20,8 @@ from megatron_fleet.config.sections.env import FaultRatesConfig
 from megatron_fleet.embedded_fleet.connections import Connections, Guard
 from megatron_fleet.embedded_fleet.environment import ACTION, NO_FAULTS, OBSERVATION, EmbeddedEnvironment
 from megatron_fleet.embedded_fleet.faults import FaultSource, RandomFaults
-from megatron_fleet.embedded_fleet.fleet import MAX_SESSIONS, TOKEN
 from megatron_fleet.embedded_fleet.verifier_client import OPTIONAL_LAYERS, Limits, VerifierClient, check_sandbox
+from megatron_fleet.envs.embedded_server import MAX_SESSIONS, TOKEN
 from megatron_fleet.envs.openenv_client import import_openenv
 from megatron_fleet.platform.processes import write_stacks_on_signal
 from megatron_fleet.storage.local import write_atomically

@@ -12,10 +12,10 @@ import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.extension import load, run_check
+from megatron_fleet.config.extension import Interface, load, run_check
 from megatron_fleet.config.sections.env import EnvConfig
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.base import Observation, Reward, ToolCall, ToolError
@@ -30,13 +30,27 @@ class RewardFailed(Exception):
     """``env.reward`` gave no reward. The message says why."""
 
 
+class RewardFunction(Protocol):
+    def __call__(self, text: str, task: Task, /) -> float | None:
+        """Return the reward of one episode, or ``None`` if it is not known. May be ``async``.
+
+        Args:
+            text: what the policy answered, see `answer_text`.
+            task: with its private ``answer``.
+        """
+        ...
+
+
+OWN_REWARD = Interface("env.reward", "reward function", RewardFunction, "episode workers", may_be_async=True)
+
+
 class PythonEnvironment:
     """One question: the observation is the task's prompt, the reward is what ``env.reward`` returns."""
 
     def __init__(self, config: EnvConfig) -> None:
         """Raises UserError if ``env.reward`` cannot be loaded."""
         self._name, self._timeout_s = f"env.reward={config.reward}", config.verify_timeout_s
-        self._score = load("env.reward", config.reward or "")
+        self._score = load(OWN_REWARD, config.reward or "")
         self._task: Task | None = None
 
     async def reset(self, task: Task) -> Observation:

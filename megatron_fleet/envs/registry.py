@@ -16,12 +16,12 @@ from types import MappingProxyType
 from typing import Protocol
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.extension import load
+from megatron_fleet.config.extension import Interface, load
 from megatron_fleet.config.network import go_direct, through_proxy
 from megatron_fleet.config.secrets import without_secrets
 from megatron_fleet.config.sections.env import EnvConfig, OpenEnvConfig
-from megatron_fleet.embedded_fleet.fleet import EmbeddedFleet
 from megatron_fleet.envs.base import Environment
+from megatron_fleet.envs.embedded_server import EmbeddedFleet
 from megatron_fleet.envs.fleet import FleetEnvironment
 from megatron_fleet.envs.openenv import OpenEnvEnvironment
 from megatron_fleet.envs.openenv_tools import FINISH_TOOL
@@ -110,8 +110,23 @@ def _kind(name: str) -> Kind:
     return KINDS.get(name) or Kind(partial(_own, name), _own_server)
 
 
+class EnvironmentFactory(Protocol):
+    def __call__(self, config: EnvConfig, episode: str | None, /) -> Environment:
+        """Return the environment of one episode. ``episode``: its name."""
+        ...
+
+
+OWN_ENVIRONMENT = Interface(
+    "env.kind",
+    "environment",
+    EnvironmentFactory,
+    "episode workers",
+    awaited=("reset", "step", "verify", "close"),
+)
+
+
 def _own(path: str, config: EnvConfig, url: str, episode: str | None, token: str) -> Environment:
-    environment: Environment = load("env.kind", path)(config, episode)
+    environment: Environment = load(OWN_ENVIRONMENT, path)(config, episode)
     return environment
 
 

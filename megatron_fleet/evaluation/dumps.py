@@ -20,8 +20,7 @@ from megatron_fleet.agents.trajectory import Group, Outcome, Trajectory
 from megatron_fleet.algorithms.advantages import is_known
 from megatron_fleet.storage.local import write_atomically
 from megatron_fleet.telemetry.episodes import by_environment, response_tokens
-from megatron_fleet.telemetry.shards import IMAGES
-from megatron_fleet.telemetry.trajectories import digests
+from megatron_fleet.telemetry.shards import IMAGES, digests
 
 AGGREGATED = "aggregated_results.jsonl"
 ENV_CLASS = "fleet_task"

@@ -3,12 +3,12 @@
 Each check exists once and is called from here:
 
 * values and their combinations, of the configuration alone: the rules of its sections, in `config.validate`;
-* model against layout, micro-batches and precision: `trainer.validate` and `trainer.precision`;
+* model against layout, micro-batches and precision: `models.layout` and `trainer.precision`;
 * ranks and engines against the devices of the hosts: `cluster.placement`, called again once remote hosts are known;
 * the model's folder, and a checkpoint of another model in ``run.out``: `weights.model_check`;
 * memory against devices and host: `cluster.memory`;
 * tasks against filters, split, mixture and verifiers: `data.dataset.run_dataset`;
-* user-supplied parts: `config.extension`; the chat format: `models.chat`; verifiers' sandbox: `embedded_fleet`;
+* user-supplied parts: `loop.own_parts`; the chat format: `models.chat`; verifiers' sandbox: `embedded_fleet`;
 * the rest, which compares a key with a file, the model or a server: here.
 """
 
@@ -29,19 +29,20 @@ from megatron_fleet.cluster.memory.check import check_memory, host_bytes
 from megatron_fleet.cluster.memory.engine import kv_bytes_per_token, state_bytes
 from megatron_fleet.cluster.placement import Wanted, place
 from megatron_fleet.cluster.rank_identity import rank_identity
-from megatron_fleet.config import extension, validate
+from megatron_fleet.config import validate
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import read_object
-from megatron_fleet.config.interfaces import INTERFACES
+from megatron_fleet.config.names import is_path
 from megatron_fleet.config.schema import Config
 from megatron_fleet.data.task import Task
+from megatron_fleet.loop.own_parts import OWN_PARTS, check_own_part
 from megatron_fleet.models.hf_config import declared_quantization, is_quantized
 from megatron_fleet.models.model import Model
 from megatron_fleet.models.registry import use_family
+from megatron_fleet.platform.allocator import check_allocator
 from megatron_fleet.storage.open import check_writable
 from megatron_fleet.telemetry.slack import check_slack
 from megatron_fleet.telemetry.trackers import check_mlflow, check_wandb
-from megatron_fleet.weight_sync.cuda_ipc.controller import check_allocator
 from megatron_fleet.weight_sync.engine_model import check_engine_fp8
 from megatron_fleet.weight_sync.registry import halves
 from megatron_fleet.weights.model_check import check_model, check_resumed
@@ -110,7 +111,7 @@ def check_endpoint(config: Config) -> None:
     _out(config)
     _own_parts(config)
     _environment(config)
-    if extension.is_path(config.agent.kind):
+    if is_path(config.agent.kind):
         raise UserError(
             f"agent.kind={config.agent.kind} plays token by token, and an endpoint takes messages; set it to tools."
         )
@@ -180,12 +181,12 @@ def _own_parts(config: Config) -> None:
     from megatron_fleet.cluster.launcher import episode_python
 
     pythons = {"engine": sys.executable, "episode": str(episode_python())}
-    for key, interface in INTERFACES.items():
+    for key, part in OWN_PARTS.items():
         value = operator.attrgetter(key)(config)
         for path in value if isinstance(value, tuple) else (value,):
-            if path is not None and extension.is_path(path):
-                for environment in interface.environments:
-                    extension.check(key, path, pythons[environment])
+            if path is not None and is_path(path):
+                for environment in part.environments:
+                    check_own_part(key, path, pythons[environment])
     use_family(config.model.family)
     if config.rollout.engine.transport != "auto":
         halves(config.rollout.engine.transport)
@@ -232,7 +233,7 @@ def _renderer(config: Config) -> None:
     from megatron_fleet.models.chat.template_check import check_template
 
     folder, rollout = config.model.folder, config.rollout
-    if extension.is_path(rollout.renderer):
+    if is_path(rollout.renderer):
         return
     make_renderer(folder, rollout.thinking, rollout.renderer)
     if rollout.renderer == AUTO:
@@ -241,9 +242,9 @@ def _renderer(config: Config) -> None:
 
 def _layout(config: Config, hf_config: dict[str, Any]) -> None:
     from megatron_fleet.models.hf_config import read_model
+    from megatron_fleet.models.layout import check_micro_batch_tokens
+    from megatron_fleet.models.layout import validate as validate_layout
     from megatron_fleet.trainer.precision import check_precision
-    from megatron_fleet.trainer.validate import check_micro_batch_tokens
-    from megatron_fleet.trainer.validate import validate as validate_layout
 
     validate_layout(hf_config, config.parallel, config.policy.recompute, config.policy.lora.rank)
     check_micro_batch_tokens(config.policy.micro_batch_tokens, config.parallel, config.precision)
@@ -378,7 +379,7 @@ def _prompts(config: Config, tasks: Sequence[Task]) -> None:
 
     limit = config.rollout.max_context
     candidates = [task for task in tasks if len(task.prompt.encode()) >= limit]  # a token has at least a byte
-    if not candidates or extension.is_path(config.rollout.renderer):
+    if not candidates or is_path(config.rollout.renderer):
         return
     tokenizer = Tokenizer(config.model.folder)
 

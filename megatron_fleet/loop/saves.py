@@ -19,7 +19,8 @@ from megatron_fleet.loop.exports import Exports
 from megatron_fleet.loop.start import newest_of
 from megatron_fleet.platform.alerts import alert
 from megatron_fleet.platform.waiting import finish_in_thread, until_done
-from megatron_fleet.trainer.base import Files, Trainer, TrainerLost
+from megatron_fleet.storage.folder import Files
+from megatron_fleet.trainer.base import Trainer, TrainerLost
 
 log = logging.getLogger(__name__)
 

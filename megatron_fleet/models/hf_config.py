@@ -2,20 +2,22 @@
 
 Reads the raw file instead of using ``transformers``, whose classes rename fields, drop some and fill in defaults. Every
 field is accounted for: translated, checked to have its one supported value, or known to have no effect, by its name
-or by its kind (`architecture.has_no_effect`).
+or by its kind (`fields.has_no_effect`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_type_hints
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.models.architecture import Architecture, Fields, of_kind, same
+from megatron_fleet.models.architecture import Architecture
+from megatron_fleet.models.fields import Fields, of_kind, same
 from megatron_fleet.models.model import Model, Rope
 from megatron_fleet.models.registry import ARCHITECTURES
 
+_KINDS = get_type_hints(Model)
 _ROPE_FIELDS = {
     "factor": "factor",
     "original_max_position_embeddings": "original_context",
@@ -112,7 +114,7 @@ def read_model(raw: Mapping[str, Any]) -> Model:
             that its effect is unknown too.
     """
     architecture = architecture_of(raw)
-    fields = Fields(text_config(raw, architecture))
+    fields = Fields(text_config(raw, architecture), _KINDS)
     values: dict[str, Any] = dict(architecture.given)
     for field in architecture.fields:
         values[field.to] = fields.take(field)
@@ -131,7 +133,7 @@ def read_model(raw: Mapping[str, Any]) -> Model:
     fields.refuse_rest({*architecture.ignored, *HARMLESS})
     if architecture.text:
         known = {*architecture.ignored, *HARMLESS, architecture.text, "tie_word_embeddings"}
-        Fields(raw).refuse_rest(known)
+        Fields(raw, _KINDS).refuse_rest(known)
     return Model(**values)
 
 

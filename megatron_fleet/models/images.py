@@ -86,7 +86,7 @@ def read_vision(folder: str | Path) -> Vision | None:
     Raises:
         UserError: a file that defines image tokenization is missing or not understood.
     """
-    from megatron_fleet.models.registry import family_modules
+    from megatron_fleet.models.families import family_modules
 
     path = Path(folder) / "config.json"
     config = read_object(path, "fetch the model again") if path.is_file() else {}

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 if TYPE_CHECKING:
-    from megatron_fleet.models.architecture import Fields
-    from megatron_fleet.models.megatron_config import StoredArguments
-    from megatron_fleet.models.table import Rule
+    from megatron_fleet.models.fields import Fields
+    from megatron_fleet.models.rules import Rule
+    from megatron_fleet.models.stored_arguments import StoredArguments
     from megatron_fleet.platform.megatron.spec import MixerLayer
 
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-import pkgutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib.util import find_spec
-from types import MappingProxyType, ModuleType
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Protocol
 
-from megatron_fleet import models
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.extension import load
+from megatron_fleet.config.extension import Interface, load
 from megatron_fleet.models.architecture import Architecture
+from megatron_fleet.models.families import family_modules
 
 if TYPE_CHECKING:
     from megatron_fleet.models.chat.format import ModelFolder, NamedFormat
@@ -37,12 +34,13 @@ class Family:
     recognise: Callable[[ModelFolder], str | None] = lambda folder: None
 
 
-def family_modules(part: str) -> Iterator[ModuleType]:
-    """Import the module ``part`` (``weights`` or ``chat``) of each family, in alphabetical order of the folders."""
-    for found in sorted(pkgutil.iter_modules(models.__path__), key=lambda module: module.name):
-        name = f"{models.__name__}.{found.name}"
-        if found.ispkg and find_spec(f"{name}.{part}") is not None:
-            yield importlib.import_module(f"{name}.{part}")
+class FamilyFactory(Protocol):
+    def __call__(self, /) -> Family:
+        """Return what a folder in ``models/`` provides: the architectures, and chat formats if they are its own."""
+        ...
+
+
+OWN_FAMILY = Interface("model.family", "model family", FamilyFactory, "every process that reads a model")
 
 
 _ARCHITECTURES: dict[str, Architecture] = {}
@@ -67,7 +65,7 @@ def use_family(path: str | None) -> None:
     """
     if path is None or path in OWN_FAMILIES:
         return
-    family = load("model.family", path)()
+    family = load(OWN_FAMILY, path)()
     if not isinstance(family, Family):
         raise UserError(f"model.family={path}: gave {type(family).__name__}; it must give a Family.")
     register(*family.architectures)

@@ -17,7 +17,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from megatron_fleet.agents.trajectory import Trajectory
 from megatron_fleet.cluster.restarts import OutOfRestarts, Restarts
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.embedded_fleet.fleet import ServerKilled
+from megatron_fleet.envs.embedded_server import ServerKilled
 from megatron_fleet.envs.registry import Server, Start, no_answer, serve
 from megatron_fleet.platform.processes import ChildKilled
 from megatron_fleet.rollout.requests import EnvironmentFailed, EpisodeSpec, RolloutFailed

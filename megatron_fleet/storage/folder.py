@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Mapping
 from pathlib import PurePosixPath
-from typing import Protocol
+from typing import Any, Protocol
 
 from megatron_fleet.config.errors import UserError
 
 PART = 16 << 20
 """Bytes written at once: enough for the full speed of a disk and of an S3 part, small enough to hold several in memory.
 """
+
+
+Files = Mapping[str, Mapping[str, Any]]
+"""Files below a folder, by relative name: ``{"bytes": int, "sha256": hex}``."""
 
 
 class Folder(Protocol):

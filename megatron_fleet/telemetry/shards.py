@@ -44,6 +44,12 @@ def pyarrow_is_there() -> None:
         raise UserError("files of episodes need pyarrow, which this Python environment lacks; run ./setup.sh.")
 
 
+def digests(trajectory: Trajectory) -> list[str]:
+    """Return the distinct digests of the images in its messages and its tokens, in order."""
+    said = (name for message in trajectory.messages for name in message.get("images", ()))
+    return list(dict.fromkeys([*said, *(span.digest for span in trajectory.image_spans)]))
+
+
 @cache
 def schema() -> Any:
     """Schema of a file; a file with another one is refused, so readers need not check types."""
@@ -123,7 +129,6 @@ def _table(trajectories: Sequence[Trajectory]) -> Any:
 
 def _row(t: Trajectory) -> dict[str, Any]:
     from megatron_fleet.telemetry.sinks import json_number
-    from megatron_fleet.telemetry.trajectories import digests
 
     return {
         "task": _text(t.task_key),

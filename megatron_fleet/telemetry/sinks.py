@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.extension import load
+from megatron_fleet.config.extension import Interface, load
 from megatron_fleet.config.files import parse_json, read_file
 from megatron_fleet.storage.local import write_atomically
 
@@ -54,6 +54,20 @@ class SampleSink(Protocol):
         """Show a few episodes. ``kind``: ``train`` or ``eval``."""
 
 
+class LoggerFactory(Protocol):
+    def __call__(self, config: Config, resumed_step: int | None, started: float, /) -> MetricSink:
+        """Return the logger of an attempt.
+
+        Args:
+            resumed_step: the logger drops newer steps; ``None`` = a new run.
+            started: unix time of this attempt.
+        """
+        ...
+
+
+OWN_LOGGER = Interface("logging.own", "logger", LoggerFactory, "controller")
+
+
 class OwnSink:
     """User-supplied logger. After its first failure it logs a warning and is disabled, so that the run continues."""
 
@@ -68,7 +82,7 @@ class OwnSink:
         Raises:
             UserError: it cannot be imported or created.
         """
-        make = load("logging.own", path)
+        make = load(OWN_LOGGER, path)
         self._path = path
         try:
             self._sink: MetricSink | None = make(config, resumed_step, started)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_fleet.config.files import environment_name
 from megatron_fleet.storage.local import is_unfinished, write_atomically
-from megatron_fleet.telemetry.shards import IMAGES, SUFFIX, Shard, encode
+from megatron_fleet.telemetry.shards import IMAGES, SUFFIX, Shard, digests, encode
 
 if TYPE_CHECKING:
     from megatron_fleet.agents.trajectory import Group, Trajectory
@@ -124,12 +124,6 @@ def prune(folder: Path, max_bytes: float, stored: Mapping[str, int] | None = Non
 
 def _named(path: Path) -> set[str]:
     return {name for row in Shard.open(path).records((IMAGES,)) for name in row[IMAGES]}
-
-
-def digests(trajectory: Trajectory) -> list[str]:
-    """Return the distinct digests of the images in its messages and its tokens, in order."""
-    said = (name for message in trajectory.messages for name in message.get("images", ()))
-    return list(dict.fromkeys([*said, *(span.digest for span in trajectory.image_spans)]))
 
 
 def save_images(folder: Path, trajectories: Sequence[Trajectory]) -> list[Path]:

@@ -7,7 +7,7 @@ test fake, or a hosted service. Nothing here imports torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
@@ -16,6 +16,8 @@ import numpy as np
 
 from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.config.schema import AlgorithmConfig, OptimizerConfig
+from megatron_fleet.storage.folder import Files
+from megatron_fleet.weight_sync.base import Deliver
 
 MicroBatches = Sequence[Sequence[Datum]]
 """Micro-batches of one data-parallel rank: sequences packed behind each other, at most ``policy.micro_batch_tokens``
@@ -25,12 +27,6 @@ tokens each. Every rank passes the same number of them; a rank with less data pa
 Part = Literal["parameters", "gradients", "optimizer"]
 PARTS: tuple[Part, ...] = get_args(Part)
 """Parts that a trainer can offload from its devices."""
-
-Files = Mapping[str, Mapping[str, Any]]
-"""Files below a folder, by relative name: ``{"bytes": int, "sha256": hex}``."""
-
-Deliver = Callable[[Mapping[str, Any]], Awaitable[None]]
-"""Function that hands an update message of a transport to the engines and returns when all of them have acted on it."""
 
 
 class TrainerLost(Exception):

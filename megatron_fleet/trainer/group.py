@@ -25,12 +25,12 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
 from megatron_fleet.models.flops import SequenceCost
 from megatron_fleet.models.hf_config import read_model
+from megatron_fleet.models.layout import micro_batch_alignment, sequence_alignment
 from megatron_fleet.models.registry import use_family
 from megatron_fleet.platform.timeline import TIMELINE
 from megatron_fleet.trainer.base import (
     PARTS,
     AdamParams,
-    Deliver,
     Examination,
     Files,
     LossReport,
@@ -45,7 +45,7 @@ from megatron_fleet.trainer.base import (
 from megatron_fleet.trainer.links import Call, RankLink, RankListener
 from megatron_fleet.trainer.messages import SYSTEM, USER, RankReady, datum_to_plain, results_from_plain
 from megatron_fleet.trainer.packing.pack_plan import Plan, plan_micro_batches
-from megatron_fleet.trainer.validate import micro_batch_alignment, sequence_alignment
+from megatron_fleet.weight_sync.base import Deliver
 from megatron_fleet.weights.hf_folder import read_config
 
 Init = Literal["hf", "random", "none"]

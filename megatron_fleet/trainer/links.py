@@ -9,8 +9,8 @@ from typing import Any
 
 from megatron_fleet.cluster import frames, handshake
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.trainer.base import Deliver
 from megatron_fleet.trainer.messages import OTHER, SYSTEM, USER, Identity
+from megatron_fleet.weight_sync.base import Deliver
 
 READ_LIMIT = 1 << 20
 

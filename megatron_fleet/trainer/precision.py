@@ -11,26 +11,12 @@ from importlib import metadata
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config, ParallelConfig, PrecisionConfig
+from megatron_fleet.models.layout import FP8_BLOCK, FP8_SIDE
 from megatron_fleet.models.model import Model
 
-_BLOCK = 128
-"""Values per scale of the blockwise recipe, along tokens and along both sides of a weight."""
-_GEMM = 16
-"""Multiple that cuBLAS requires of both sides of an FP8 matrix."""
 _OLDEST_ENGINE = {"fp8_delayed": (1, 7), "fp8_tensorwise": (2, 2), "fp8_blockwise": (2, 3)}
 """Transformer Engine's first release with each recipe, as Megatron-Core's ``fp8_utils`` has it."""
 _PRECISION_AWARE_ENGINE = (2, 1)
-
-
-def token_alignment(precision: PrecisionConfig) -> int:
-    """Multiple that each rank's number of tokens in a micro-batch must have.
-
-    FP8 products require 16; the blockwise recipe 128, since the gradient of a weight sums over tokens in blocks of that
-    size.
-    """
-    if not precision.fp8:
-        return 1
-    return _BLOCK if precision.recipe == "fp8_blockwise" else _GEMM
 
 
 def check_precision(model: Model, parallel: ParallelConfig, precision: PrecisionConfig) -> None:
@@ -43,7 +29,7 @@ def check_precision(model: Model, parallel: ParallelConfig, precision: Precision
         return
     for name, width, whole in _widths(model, parallel):
         # A block that straddles the cut would get other scales than it has in a checkpoint, and vLLM refuses it.
-        unit = _BLOCK if precision.recipe == "fp8_blockwise" and not whole else _GEMM
+        unit = FP8_BLOCK if precision.recipe == "fp8_blockwise" and not whole else FP8_SIDE
         if width % unit:
             raise UserError(
                 f"precision.recipe={precision.recipe} needs matrices whose sides are multiples of {unit} on each rank, "

@@ -15,9 +15,9 @@ from megatron_fleet.config import validate
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config, ParallelConfig, Recompute
 from megatron_fleet.models.hf_config import read_model
-from megatron_fleet.trainer.precision import check_machine, token_alignment
-from megatron_fleet.trainer.validate import longest_chunk
-from megatron_fleet.trainer.validate import validate as validate_layout
+from megatron_fleet.models.layout import longest_chunk, token_alignment
+from megatron_fleet.models.layout import validate as validate_layout
+from megatron_fleet.trainer.precision import check_machine
 from megatron_fleet.tuning.search import OUT_OF_MEMORY, Candidate, Compose, fastest, run_trial
 from megatron_fleet.tuning.show import Report, finish
 from megatron_fleet.weights.hf_folder import read_config

@@ -7,10 +7,11 @@ a ``WeightTransferEngine`` of vLLM, registered under the transport's name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
-from megatron_fleet.trainer.base import Deliver
+Deliver = Callable[[Mapping[str, Any]], Awaitable[None]]
+"""Function that hands an update message of a transport to the engines and returns when all of them have acted on it."""
 
 
 class WeightSender(Protocol):

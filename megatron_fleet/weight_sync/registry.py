@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.extension import is_path, load
+from megatron_fleet.config.extension import Interface, load
+from megatron_fleet.config.names import is_path
 from megatron_fleet.weight_sync.base import Sender, Transport
 
 if TYPE_CHECKING:
@@ -32,6 +33,17 @@ class Halves:
     controller: str
     sender: str
     engine: str
+
+
+class TransportFactory(Protocol):
+    def __call__(self, /) -> Halves:
+        """Return the classes of the transport."""
+        ...
+
+
+OWN_TRANSPORT = Interface(
+    "rollout.engine.transport", "weight sync transport", TransportFactory, "controller, trainer ranks, engines"
+)
 
 
 def _ours(package: str, controller: str, sender: str, engine: str) -> Halves:
@@ -98,7 +110,7 @@ def halves(name: str) -> Halves:
         UserError: there is no such transport.
     """
     if is_path(name):
-        own = load("rollout.engine.transport", name)()
+        own = load(OWN_TRANSPORT, name)()
         if not isinstance(own, Halves):
             raise UserError(f"rollout.engine.transport={name}: gave {type(own).__name__}; it must give Halves.")
         return own

@@ -16,7 +16,7 @@ import threading
 
 from tqdm import tqdm
 
-from megatron_fleet.config.extension import is_path
+from megatron_fleet.config.names import is_path
 from megatron_fleet.platform.processes import write_stacks_on_signal
 from megatron_fleet.weight_sync.registry import TRANSPORTS, engine_backend, halves
 

@@ -18,7 +18,7 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.models import table
 from megatron_fleet.models.hf_config import architecture_of, read_model
 from megatron_fleet.models.model import Model
-from megatron_fleet.models.table import Leaf, Rows, Rule
+from megatron_fleet.models.rules import Leaf, Rows, Rule
 
 Interval = tuple[int, int]
 """Half-open interval of indices."""

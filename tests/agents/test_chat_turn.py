@@ -14,8 +14,7 @@ from chat_server import call, check_history
 from megatron_fleet.agents.chat_turn import ToolNames, answers, read_turn
 from megatron_fleet.agents.history import ChatHistory
 from megatron_fleet.envs.base import Image, ToolCall
-from megatron_fleet.models.chat.parser import MAX_CALLS
-from megatron_fleet.models.chat.renderer import ToolResult
+from megatron_fleet.models.chat.parser import MAX_CALLS, ToolResult
 
 NAMES = ToolNames(())
 

@@ -10,7 +10,8 @@ from talks import digest
 from megatron_fleet.agents.history import Exchange, TokenHistory
 from megatron_fleet.models.chat.detection import FORMATS
 from megatron_fleet.models.chat.format import Spoken
-from megatron_fleet.models.chat.renderer import ChatRenderer, ToolResult
+from megatron_fleet.models.chat.parser import ToolResult
+from megatron_fleet.models.chat.renderer import ChatRenderer
 from megatron_fleet.models.chat.template_check import Dialogue, Round
 from megatron_fleet.models.chat.tokenizer import Tokenizer
 

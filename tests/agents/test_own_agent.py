@@ -15,7 +15,7 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.envs.base import EnvLost, Observation, ToolCall
 from megatron_fleet.models.chat.detection import make_renderer
 from megatron_fleet.models.chat.format import Spoken
-from megatron_fleet.models.chat.renderer import ToolResult
+from megatron_fleet.models.chat.parser import ToolResult
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

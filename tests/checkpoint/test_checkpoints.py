@@ -25,8 +25,9 @@ from waiting import HANG_S
 
 from megatron_fleet.checkpoint.checkpoints import Checkpoint, Checkpoints
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.storage.folder import Files
 from megatron_fleet.storage.local import fingerprint, list_files
-from megatron_fleet.trainer.base import Files, TrainerLost
+from megatron_fleet.trainer.base import TrainerLost
 
 
 def writer(content: bytes = b"weights"):

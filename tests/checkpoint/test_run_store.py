@@ -21,9 +21,9 @@ from megatron_fleet.checkpoint.manifest import DamagedCheckpoint
 from megatron_fleet.checkpoint.retention import kept_besides
 from megatron_fleet.checkpoint.store import Replaced, RunStore, Uploader, run_url
 from megatron_fleet.config.errors import UserError
+from megatron_fleet.storage.folder import Files
 from megatron_fleet.storage.local import LocalFolder, fingerprint, list_files
 from megatron_fleet.storage.open import open_folder
-from megatron_fleet.trainer.base import Files
 
 NEVER = threading.Event()
 

@@ -31,7 +31,7 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
 from megatron_fleet.config.schema import ClusterConfig
 from megatron_fleet.models.hf_config import read_model
-from megatron_fleet.trainer.validate import validate
+from megatron_fleet.models.layout import validate
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "weights"))
 from published_configs import published

@@ -13,7 +13,7 @@ from megatron_fleet.cluster.planning.plan import make_plan
 from megatron_fleet.cluster.planning.workload import Workload
 from megatron_fleet.config import validate
 from megatron_fleet.config.load import ROOT, load
-from megatron_fleet.embedded_fleet.fleet import MAX_SESSIONS
+from megatron_fleet.envs.embedded_server import MAX_SESSIONS
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "configs" / "experiment").glob("*.yaml"))
 ON_CPU = ("faults", "quickstart", "smoke")

@@ -12,11 +12,12 @@ from megatron_fleet.algorithms.groups import FILTERS, SHAPINGS
 from megatron_fleet.algorithms.policy_terms import POLICY_TERMS
 from megatron_fleet.config import extension
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.extension import check, is_path, load
-from megatron_fleet.config.interfaces import INTERFACES
+from megatron_fleet.config.extension import load
 from megatron_fleet.config.keys import leaves
 from megatron_fleet.config.load import load as load_config
+from megatron_fleet.config.names import is_path
 from megatron_fleet.envs.registry import KINDS
+from megatron_fleet.loop.own_parts import OWN_PARTS, check_own_part, interface
 
 MODULE = """
 import math
@@ -53,7 +54,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["two", "more", "Kept"])
 def test_what_takes_the_arguments_is_loaded(folder, name):
-    assert load(KEY, f"mine_to_load:{name}").__name__ == name
+    assert load(interface(KEY), f"mine_to_load:{name}").__name__ == name
 
 
 @pytest.mark.parametrize(
@@ -78,9 +79,9 @@ def test_what_takes_the_arguments_is_loaded(folder, name):
 )
 def test_what_cannot_be_used_is_one_sentence(folder, path, words):
     with pytest.raises(UserError, match=f"^{KEY}={path}: .*({words})"):
-        load(KEY, path)
+        load(interface(KEY), path)
     with pytest.raises(UserError, match=f"^{KEY}={path}: .*({words})") as refusal:
-        check(KEY, path)
+        check_own_part(KEY, path)
     assert str(refusal.value).isprintable()
 
 
@@ -99,13 +100,13 @@ def test_what_is_awaited_must_be_async(folder, key, code, words):
     name = key.replace(".", "_")
     (folder / f"{name}.py").write_text(code)
     with pytest.raises(UserError, match=f"^{key}={name}:own: .*{words}"):
-        load(key, f"{name}:own")
+        load(interface(key), f"{name}:own")
 
 
 def test_a_module_that_ends_python_is_refused(folder):
     (folder / "ends_python.py").write_text("import os; os._exit(2)")
     with pytest.raises(UserError, match=rf"^{KEY}=ends_python:f: importing it ends Python with status 2"):
-        check(KEY, "ends_python:f")
+        check_own_part(KEY, "ends_python:f")
 
 
 @pytest.mark.slow
@@ -113,7 +114,7 @@ def test_a_module_that_never_ends_is_refused(folder, monkeypatch):
     (folder / "never_ends.py").write_text("while True: pass")
     monkeypatch.setattr(extension, "CHECK_TIMEOUT_S", 2.0)
     with pytest.raises(UserError, match=rf"^{KEY}=never_ends:f: importing it takes more than 2 s"):
-        check(KEY, "never_ends:f")
+        check_own_part(KEY, "never_ends:f")
 
 
 @pytest.mark.parametrize("path", ["a:b", "a.b_c.d1:e", "_a:_b"])
@@ -159,7 +160,7 @@ def test_the_configuration_names_what_there_is():
     listed = {name: text.removesuffix("package.module:name").removesuffix(" or ") for name, text in listed.items()}
     listed = {name: text.removeprefix("one of ").removeprefix("list of ") for name, text in listed.items()}
     assert {name: set(text.split(", ")) - {""} for name, text in listed.items()} == there_are
-    assert offered.keys() == INTERFACES.keys()
+    assert offered.keys() == OWN_PARTS.keys()
 
 
 def test_a_list_of_own_parts_takes_paths_only():
@@ -172,3 +173,7 @@ def test_a_list_of_own_parts_takes_paths_only():
         load_config([*base, "logging.own=[tensorboard]"])
     (accepted,) = (key.accepts for key in leaves() if key.name == "logging.own")
     assert accepted == "list of package.module:name"
+
+
+def test_every_part_declares_its_own_interface():
+    assert {key: interface(key).key for key in OWN_PARTS} == {key: key for key in OWN_PARTS}

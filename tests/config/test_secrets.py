@@ -15,10 +15,10 @@ from megatron_fleet.cluster.inventory import nvidia_devices
 from megatron_fleet.cluster.janitor import Janitor
 from megatron_fleet.cluster.launcher import LocalRanks
 from megatron_fleet.cluster.nodes import RanksOfHost
-from megatron_fleet.config.extension import check
 from megatron_fleet.config.secrets import STORE, only_secrets, secrets, wandb_key, without_secrets
 from megatron_fleet.config.sections.env import EnvConfig
 from megatron_fleet.envs.registry import Start, serve
+from megatron_fleet.loop.own_parts import check_own_part
 from megatron_fleet.tuning.precision import Candidate, _trial
 
 SECRETS = (
@@ -96,7 +96,7 @@ def test_the_command_that_python_starts_for_the_processor_s_name_gets_none(tmp_p
     assert "PATH=" in seen and "planted" not in seen
 
 
-@pytest.mark.parametrize("start", ["extension", "fleet's package", "nvidia-smi", "tuning", "janitor"])
+@pytest.mark.parametrize("start", ["own part", "fleet's package", "nvidia-smi", "tuning", "janitor"])
 def test_short_children_and_the_janitor_get_none(monkeypatch, tmp_path, start):
     """Environment of each process, from the process itself or from the kernel."""
     for name in SECRETS:
@@ -112,8 +112,8 @@ def test_short_children_and_the_janitor_get_none(monkeypatch, tmp_path, start):
         python.write_text(f"#!/bin/sh\n/usr/bin/env > '{said}'\n")
         python.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(python))
-        if start == "extension":
-            check("env.kind", "some.module:name", str(python))
+        if start == "own part":
+            check_own_part("env.kind", "some.module:name", str(python))
         elif start == "fleet's package":
             serve(Start(EnvConfig(kind="fleet"), tmp_path / "log", str(python), seed=0))
         elif start == "nvidia-smi":

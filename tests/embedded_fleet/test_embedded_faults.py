@@ -17,11 +17,11 @@ pytest.importorskip("openenv")
 from megatron_fleet.config.schema import EnvConfig
 from megatron_fleet.config.sections.env import FaultRatesConfig
 from megatron_fleet.embedded_fleet.faults import DAMAGES, FATAL_CALLS, RandomFaults
-from megatron_fleet.embedded_fleet.fleet import EmbeddedFleet
 from megatron_fleet.embedded_fleet.solver import solve
 from megatron_fleet.embedded_fleet.tasks import EmbeddedSession, generate
 from megatron_fleet.embedded_fleet.tasktype import FinalAnswer
 from megatron_fleet.envs.base import EnvLost, ToolCall
+from megatron_fleet.envs.embedded_server import EmbeddedFleet
 from megatron_fleet.envs.provision import Provisioner
 from megatron_fleet.envs.registry import make_environment
 

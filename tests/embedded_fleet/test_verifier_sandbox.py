@@ -18,10 +18,10 @@ from waiting import HANG_S
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import EnvConfig
 from megatron_fleet.embedded_fleet import verifier_client
-from megatron_fleet.embedded_fleet.fleet import EmbeddedFleet
 from megatron_fleet.embedded_fleet.sandbox import MACHINES
 from megatron_fleet.embedded_fleet.tasks import EmbeddedSession, generate
 from megatron_fleet.embedded_fleet.verifier_client import OPTIONAL_LAYERS, Limits, VerifierClient
+from megatron_fleet.envs.embedded_server import EmbeddedFleet
 
 HERE = Path(__file__).parent
 HOST_FILES = ("verifier_host.py", "verify.py", "sandbox.py")

@@ -15,9 +15,9 @@ from waiting import HANG_S
 pytest.importorskip("openenv")
 
 from megatron_fleet.config.schema import EnvConfig
-from megatron_fleet.embedded_fleet.fleet import EmbeddedFleet
 from megatron_fleet.embedded_fleet.tasks import generate
 from megatron_fleet.envs.base import EnvLost
+from megatron_fleet.envs.embedded_server import EmbeddedFleet
 from megatron_fleet.envs.registry import environment_token, make_environment, no_answer
 
 TASK = generate(seed=3, per_env=1)[0]

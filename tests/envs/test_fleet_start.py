@@ -4,7 +4,7 @@ import pytest
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import EnvConfig
-from megatron_fleet.embedded_fleet.fleet import EmbeddedFleet
+from megatron_fleet.envs.embedded_server import EmbeddedFleet
 
 
 def interpreter(tmp_path, script):

@@ -19,11 +19,11 @@ pytest.importorskip("openenv")
 from waiting import HANG_S, wait_until
 
 from megatron_fleet.config.schema import EnvConfig
-from megatron_fleet.embedded_fleet.fleet import EmbeddedFleet
 from megatron_fleet.embedded_fleet.solver import demonstrate, solve
 from megatron_fleet.embedded_fleet.tasks import EmbeddedSession, generate
 from megatron_fleet.embedded_fleet.tasktype import FinalAnswer
 from megatron_fleet.envs.base import EnvBusy, EnvLost, ToolCall
+from megatron_fleet.envs.embedded_server import EmbeddedFleet
 from megatron_fleet.envs.registry import make_environment
 
 TASKS = generate(seed=3, per_env=12)
@@ -329,7 +329,7 @@ def test_the_server_may_open_a_file_for_each_session(tmp_path):
 def test_the_server_ends_with_its_parent(tmp_path):
     start = (
         "import os, sys; from pathlib import Path; from megatron_fleet.config.schema import EnvConfig; "
-        "from megatron_fleet.embedded_fleet.fleet import EmbeddedFleet; "
+        "from megatron_fleet.envs.embedded_server import EmbeddedFleet; "
         "f = EmbeddedFleet(); f.start(EnvConfig(start_timeout_s=float(sys.argv[2])), Path(sys.argv[1])); "
         "print(f.pid, flush=True); os._exit(0)"
     )

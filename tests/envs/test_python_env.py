@@ -15,7 +15,6 @@ from megatron_fleet.agents.token_conversation import run_episode
 from megatron_fleet.agents.trajectory import Outcome
 from megatron_fleet.config import validate
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.extension import check
 from megatron_fleet.config.load import load
 from megatron_fleet.config.schema import EnvConfig
 from megatron_fleet.data.task import Task
@@ -23,6 +22,7 @@ from megatron_fleet.envs.fleet import _fleet_task
 from megatron_fleet.envs.openenv_tools import final_arguments, reset_arguments
 from megatron_fleet.envs.python import check_reward
 from megatron_fleet.envs.registry import Start, make_environment, serve
+from megatron_fleet.loop.own_parts import check_own_part
 
 SECRET = "forty-two thousand"
 TASK = Task("q1", "How many?", "questions", env_variables={"UNIT": "apples"}, answer=SECRET)
@@ -130,9 +130,9 @@ def test_the_function_is_called_once_before_a_run(env):
 
 
 def test_a_function_of_other_arguments_is_refused_before_a_run(env):
-    check("env.reward", "rewards_of_a_test:later")
+    check_own_part("env.reward", "rewards_of_a_test:later")
     with pytest.raises(UserError, match=r"env.reward=rewards_of_a_test:nothing: must take \(text: str, task: Task\)"):
-        check("env.reward", "rewards_of_a_test:nothing")
+        check_own_part("env.reward", "rewards_of_a_test:nothing")
 
 
 @pytest.mark.parametrize(

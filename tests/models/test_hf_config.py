@@ -13,7 +13,7 @@ from published_configs import published
 from tiny_configs import FAMILIES, raw_config
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.models.architecture import has_no_effect
+from megatron_fleet.models.fields import has_no_effect
 from megatron_fleet.models.hf_config import HARMLESS, architecture_of, read_model, text_config, write_config
 from megatron_fleet.models.model import Rope
 from megatron_fleet.models.registry import ARCHITECTURES

@@ -23,9 +23,9 @@ pytest.importorskip("ray")
 from megatron_fleet.cluster import restarts
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import EnvConfig
-from megatron_fleet.embedded_fleet import fleet as fleets
-from megatron_fleet.embedded_fleet.fleet import EmbeddedFleet
+from megatron_fleet.envs import embedded_server as fleets
 from megatron_fleet.envs import registry
+from megatron_fleet.envs.embedded_server import EmbeddedFleet
 from megatron_fleet.envs.registry import Start, no_answer
 from megatron_fleet.rollout import components
 from megatron_fleet.rollout.collector import Collector

@@ -19,13 +19,13 @@ from rank_groups import leave_groups
 from megatron_fleet.algorithms.losses import make_loss
 from megatron_fleet.config.schema import AlgorithmConfig, CorrectionConfig, ParallelConfig, PrecisionConfig
 from megatron_fleet.loop.update import with_logprobs
+from megatron_fleet.models.layout import micro_batch_alignment, sequence_alignment
 from megatron_fleet.trainer.base import LossReport
 from megatron_fleet.trainer.megatron.build import parameter_shards
 from megatron_fleet.trainer.megatron.optimizer_shards import boxes
 from megatron_fleet.trainer.megatron.policy import MegatronPolicy
 from megatron_fleet.trainer.megatron.state import describe
 from megatron_fleet.trainer.packing.pack_plan import plan_micro_batches
-from megatron_fleet.trainer.validate import micro_batch_alignment, sequence_alignment
 
 LOSSES = {
     # What looks at whole sequences, which context parallelism spreads over ranks.

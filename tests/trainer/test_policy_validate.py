@@ -12,7 +12,7 @@ from tiny_configs import raw_config
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import ParallelConfig, PolicyConfig, PrecisionConfig
-from megatron_fleet.trainer.validate import (
+from megatron_fleet.models.layout import (
     layers_of_stages,
     logprob_chunk,
     micro_batch_alignment,
@@ -178,5 +178,5 @@ def test_derived_sizes():
 
 def test_importing_the_check_is_light():
     """Configuration is checked where neither torch nor Megatron are wanted."""
-    code = "import sys, megatron_fleet.trainer.validate; print([m for m in ('torch', 'megatron') if m in sys.modules])"
+    code = "import sys, megatron_fleet.models.layout; print([m for m in ('torch', 'megatron') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

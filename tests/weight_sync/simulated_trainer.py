@@ -11,8 +11,7 @@ from local_sender import LocalOutbox
 from weight_fixtures import ThreadCommunicator, run_ranks
 
 from megatron_fleet.platform.communicator import PeerError
-from megatron_fleet.trainer.base import Deliver
-from megatron_fleet.weight_sync.base import Sender
+from megatron_fleet.weight_sync.base import Deliver, Sender
 from megatron_fleet.weight_sync.buckets import checksum
 from megatron_fleet.weight_sync.shm.board import SUMMED
 from megatron_fleet.weight_sync.shm.sender import map_memory, parse_layout

@@ -18,9 +18,9 @@ from megatron_fleet.cluster.nodes import OBJECT_STORE_BYTES
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import read_object
 from megatron_fleet.config.secrets import without_secrets
+from megatron_fleet.platform.allocator import check_allocator
 from megatron_fleet.storage.folder import PART, aligned_buffer
 from megatron_fleet.storage.local import LocalFolder, os_errors_as_user_error
-from megatron_fleet.weight_sync.cuda_ipc.controller import check_allocator
 
 GIB = 1 << 30
 PROC, CGROUP, SHARED = Path("/proc"), Path("/sys/fs/cgroup"), Path("/dev/shm")

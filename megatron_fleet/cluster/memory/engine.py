@@ -12,6 +12,7 @@ from megatron_fleet.cluster.memory.parameters import HeldTensor, held_by_rules, 
 from megatron_fleet.config.schema import Config, EngineConfig, ParallelConfig
 from megatron_fleet.models import table
 from megatron_fleet.models.model import Model
+from megatron_fleet.models.rules import DEEPSEEK_PREDICTION
 
 GIB = 1 << 30
 VOCABULARY_ROWS = 64
@@ -88,7 +89,7 @@ def _weights(config: Config, model: Model, hf_config: Mapping[str, Any], value_b
     vocabulary = rows * model.hidden * (1 if model.tied else 2) // engine.tensor_parallel
     held = [tensor for layer in range(model.layers) for tensor in layer_tensors(model, devices, layer)]
     if engine.speculative.method == "mtp":
-        rules = table.prediction(model, table.DEEPSEEK_PREDICTION)
+        rules = table.prediction(model, DEEPSEEK_PREDICTION)
         held += model.mtp * held_by_rules(rules, model, devices)
     return (vocabulary + model.hidden) * value_bytes + stored_bytes(held, config, hf_config)
 

@@ -15,9 +15,9 @@ from functools import lru_cache
 
 from megatron_fleet.config.schema import LoraConfig, ParallelConfig
 from megatron_fleet.models import table
+from megatron_fleet.models.layout import layers_of_stages, padded_vocab_size
 from megatron_fleet.models.model import Model
-from megatron_fleet.models.table import Leaf, Rule
-from megatron_fleet.trainer.validate import layers_of_stages, padded_vocab_size
+from megatron_fleet.models.rules import Leaf, Rule
 from megatron_fleet.weights.mapping import sizes
 
 _WHOLE = ("linear_q_down_proj.", "linear_kv_down_proj.", "mlp.router.", "shared_experts.gate_weight")

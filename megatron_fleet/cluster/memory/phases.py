@@ -25,8 +25,8 @@ from megatron_fleet.cluster.memory.parameters import (
 )
 from megatron_fleet.config.schema import Config, OptimizerConfig, ParallelConfig
 from megatron_fleet.models.hf_config import read_model
+from megatron_fleet.models.layout import logprob_chunk
 from megatron_fleet.models.model import Model
-from megatron_fleet.trainer.validate import logprob_chunk
 
 H100_BYTES = 81_559 << 20
 """Memory of an H100 of 80 GB as ``nvidia-smi`` gives it: 79.6 GiB."""

@@ -26,8 +26,8 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
 from megatron_fleet.models.flops import SequenceCost
 from megatron_fleet.models.hf_config import read_model
+from megatron_fleet.models.layout import check_micro_batch_tokens, validate
 from megatron_fleet.models.model import Model
-from megatron_fleet.trainer.validate import check_micro_batch_tokens, validate
 
 TRAJECTORY_BYTES = 8
 """Bytes of a token in the records of trajectories, as compressed text."""

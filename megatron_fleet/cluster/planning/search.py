@@ -22,8 +22,8 @@ from megatron_fleet.config import validate as rules
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config, ParallelConfig
 from megatron_fleet.models.hf_config import read_model
+from megatron_fleet.models.layout import longest_chunk, micro_batch_alignment, validate
 from megatron_fleet.models.model import Model
-from megatron_fleet.trainer.validate import longest_chunk, micro_batch_alignment, validate
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 """Sizes of a parallel dimension that are tried."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from megatron_fleet.config.extension import Open
+from megatron_fleet.config.names import NameOrPath
 from megatron_fleet.config.sections.base import Rule, Section
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ AGENT_NAMES = ("tools",)
 
 
 class AgentConfig(Section):
-    kind: Annotated[str, Open(AGENT_NAMES)] = Field(
+    kind: Annotated[str, NameOrPath(AGENT_NAMES)] = Field(
         "tools", description="What plays an episode: turns of tool calls (agents/episode.py), or an agent of your own."
     )
     prompts: str | None = Field(

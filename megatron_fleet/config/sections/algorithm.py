@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from megatron_fleet.config.extension import Open, is_path
+from megatron_fleet.config.names import NameOrPath, is_path
 from megatron_fleet.config.sections.base import Rule, Section
 
 if TYPE_CHECKING:
@@ -82,10 +82,10 @@ LOSS_NAMES = ("ppo_clip", "gspo", "gmpo", "sapo", "cispo", "reinforce", "importa
 
 
 class AlgorithmConfig(Section):
-    advantage: Annotated[str, Open(ADVANTAGE_NAMES)] = Field(
+    advantage: Annotated[str, NameOrPath(ADVANTAGE_NAMES)] = Field(
         "grpo", description="Baseline and scale within a group of known rewards (algorithms/advantages.py)."
     )
-    loss: Annotated[str, Open(LOSS_NAMES)] = Field(
+    loss: Annotated[str, NameOrPath(LOSS_NAMES)] = Field(
         "ppo_clip", description="Policy term of the loss (algorithms/policy_terms.py has the formulas)."
     )
     clip_low: float | None = Field(
@@ -110,12 +110,12 @@ class AlgorithmConfig(Section):
         description="Outcomes of episodes that train no token though their reward counts for their group: what was cut "
         "short says little of what it would have become (DAPO's overlong filtering, arXiv:2503.14476 §3.4).",
     )
-    reward_shaping: Annotated[str, Open(REWARD_SHAPING_NAMES)] = Field(
+    reward_shaping: Annotated[str, NameOrPath(REWARD_SHAPING_NAMES)] = Field(
         "none",
         description="Changes the known rewards of a group before advantages are made of them; metrics of rewards show "
         "them unchanged (algorithms/groups.py).",
     )
-    group_filter: Annotated[str, Open(GROUP_FILTER_NAMES)] = Field(
+    group_filter: Annotated[str, NameOrPath(GROUP_FILTER_NAMES)] = Field(
         "with_signal",
         description="Groups to train on: those whose known rewards differ, or all (algorithms/groups.py).",
     )

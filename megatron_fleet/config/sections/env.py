@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from megatron_fleet.config.extension import Open, is_path
+from megatron_fleet.config.names import NameOrPath, is_path
 from megatron_fleet.config.sections.base import Rule, Section, url_problem
 
 if TYPE_CHECKING:
@@ -134,13 +134,13 @@ ENVIRONMENT_NAMES = ("embedded", "openenv", "fleet", "python")
 
 
 class EnvConfig(Section):
-    kind: Annotated[str, Open(ENVIRONMENT_NAMES)] = Field(
+    kind: Annotated[str, NameOrPath(ENVIRONMENT_NAMES)] = Field(
         "embedded",
         description="embedded: the fleet in this package, started for the run; openenv: a server at `url`; fleet: "
         "Fleet's hosted environments (FLEET_API_KEY); python: questions without tools or a server, scored by `reward`; "
         "package.module:name: a class of your own (examples/).",
     )
-    reward: Annotated[str, Open(())] | None = Field(
+    reward: Annotated[str, NameOrPath(())] | None = Field(
         None,
         description="Only for kind=python: the function score(text, task) that returns an episode's reward, as "
         "package.module:name (examples/my_reward.py).",

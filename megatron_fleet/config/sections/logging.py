@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_fleet.config.extension import Open
+from megatron_fleet.config.names import NameOrPath
 from megatron_fleet.config.sections.base import Rule, Section, bucket_problem, url_problem
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class LoggingConfig(Section):
         description="Every n-th step is traced to `run.out/traces/step-<N>.json.gz`, for ui.perfetto.dev, and so is "
         "the first after a start; the newest 20 are kept. 0: none.",
     )
-    own: tuple[Annotated[str, Open(())], ...] = Field(
+    own: tuple[Annotated[str, NameOrPath(())], ...] = Field(
         (), description="Loggers of your own that metrics go to as well (examples/my_logger.py)."
     )
     trajectories: TrajectoriesConfig = TrajectoriesConfig()

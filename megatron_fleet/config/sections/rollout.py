@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from megatron_fleet.config.extension import Open, is_path
+from megatron_fleet.config.names import NameOrPath, is_path
 from megatron_fleet.config.sections.base import MAX_TOKENS, Rule, Section, is_in_store
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class EngineConfig(Section):
         description="Engines share the trainer's devices: they sleep while it trains, and it is offloaded while they "
         "play; null: on GPUs yes, on CPUs no.",
     )
-    transport: Annotated[str, Open(("auto",), "a package of megatron_fleet/weight_sync")] = Field(
+    transport: Annotated[str, NameOrPath(("auto",), "a package of megatron_fleet/weight_sync")] = Field(
         "auto",
         description="How weights reach the engines; auto: shared memory on one host without GPUs, cuda_ipc on the "
         "trainer's GPUs, nccl on other GPUs, gloo on other hosts without GPUs. disk: a folder that all hosts see.",
@@ -159,7 +159,7 @@ class RolloutConfig(Section):
     thinking: bool = Field(
         False, description="Let the policy think, written as its chat format has it; some models only do or never."
     )
-    renderer: Annotated[str, Open(("auto",), "a chat format of a family in megatron_fleet/models")] = Field(
+    renderer: Annotated[str, NameOrPath(("auto",), "a chat format of a family in megatron_fleet/models")] = Field(
         "auto",
         description="The model's chat format, such as qwen3; auto: from its files, and refused where its own chat "
         "template differs.",

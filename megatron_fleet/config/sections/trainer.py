@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from megatron_fleet.config.extension import Open
+from megatron_fleet.config.names import NameOrPath
 from megatron_fleet.config.remote_model import remote_model
 from megatron_fleet.config.sections.base import MAX_TOKENS, Rule, Section
 
@@ -24,7 +24,7 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = Field(
         "bfloat16", description="Data type of the forward pass and of the engines; float32 on CPU."
     )
-    family: Annotated[str, Open(())] | None = Field(
+    family: Annotated[str, NameOrPath(())] | None = Field(
         None,
         description="Model family of your own (examples/my_family.py); null: one of megatron_fleet/models, by the "
         "model_type of config.json.",

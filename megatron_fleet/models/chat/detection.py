@@ -6,19 +6,30 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.extension import is_path, load
+from megatron_fleet.config.extension import Interface, load
 from megatron_fleet.config.files import read_file, read_object
+from megatron_fleet.config.names import is_path
 from megatron_fleet.models.chat.format import ChatFormat, ModelFolder, NamedFormat
 from megatron_fleet.models.chat.renderer import ChatRenderer, Renderer
 from megatron_fleet.models.chat.tokenizer import Tokenizer
+from megatron_fleet.models.families import family_modules
 from megatron_fleet.models.images import Vision, read_vision
-from megatron_fleet.models.registry import OWN_FAMILIES, family_modules
+from megatron_fleet.models.registry import OWN_FAMILIES
 
 AUTO = "auto"
 _T = TypeVar("_T")
+
+
+class RendererFactory(Protocol):
+    def __call__(self, folder: Path, thinking: bool, /) -> Renderer:
+        """Return the renderer for the model in ``folder``. ``thinking``: rollout.thinking."""
+        ...
+
+
+OWN_RENDERER = Interface("rollout.renderer", "chat format", RendererFactory, "episode workers")
 
 FORMATS: Mapping[str, NamedFormat] = MappingProxyType(
     {name: chat for module in family_modules("chat") for name, chat in module.FORMATS.items()}
@@ -43,7 +54,7 @@ def make_renderer(folder: str | Path, thinking: bool, name: str = AUTO) -> Rende
             not support this ``thinking``, or the model sees images and its files do not say how.
     """
     if is_path(name):
-        own: Renderer = load("rollout.renderer", name)(Path(folder), thinking)
+        own: Renderer = load(OWN_RENDERER, name)(Path(folder), thinking)
         return own
     tokenizer = Tokenizer(folder)
     chat, vision = make_format(folder, tokenizer, thinking, name), read_vision(folder)

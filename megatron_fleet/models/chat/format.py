@@ -13,7 +13,7 @@ from megatron_fleet.models.chat.tokenizer import AddedTokens, Tokenizer
 from megatron_fleet.models.images import Vision, around, size_of
 
 if TYPE_CHECKING:
-    from megatron_fleet.models.chat.renderer import ToolResult
+    from megatron_fleet.models.chat.parser import ToolResult
 
 TOOLS_HEAD = (
     "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from megatron_fleet.envs.base import ToolCall
+from megatron_fleet.envs.base import Image, ToolCall
 
 DONE = "<done>"
 MAX_CALLS = 16
@@ -22,6 +22,25 @@ _THINK, _THOUGHT = "<think>", "</think>"
 
 Tools = Sequence[Mapping[str, Any]]
 """Tool definitions in the OpenAI function format."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """Result of one tool call of the last turn, as shown to the policy.
+
+    Attributes:
+        name: tool name; empty for a call that could not be read.
+        text: the result, or a sentence describing the error.
+        index: 0-based number of the call in the episode; unreadable calls count too.
+        call_id: id the policy wrote (``ParsedTurn.call_ids``); empty if the syntax has none.
+        images: in the order of their positions ``[image n]`` in ``text``, n from 1; those without a position follow it.
+    """
+
+    name: str
+    text: str
+    index: int
+    call_id: str = ""
+    images: tuple[Image, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,13 +21,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
 from megatron_fleet.envs.base import Image
 from megatron_fleet.models.chat.format import ChatFormat, encode
-from megatron_fleet.models.chat.parser import ParsedTurn, Tools, parse_turn
+from megatron_fleet.models.chat.parser import ParsedTurn, ToolResult, Tools, parse_turn
 from megatron_fleet.models.chat.tokenizer import Tokenizer
 from megatron_fleet.models.images import Vision
 
@@ -37,25 +36,6 @@ _CACHED_HEADS = 64  # one per environment and tool set
 def to_json(value: Any) -> str:
     """Serialise as the templates' ``tojson`` does: unescaped Unicode, ``", "`` and ``": "`` as separators."""
     return json.dumps(value, ensure_ascii=False)
-
-
-@dataclass(frozen=True, slots=True)
-class ToolResult:
-    """Result of one tool call of the last turn, as shown to the policy.
-
-    Attributes:
-        name: tool name; empty for a call that could not be read.
-        text: the result, or a sentence describing the error.
-        index: 0-based number of the call in the episode; unreadable calls count too.
-        call_id: id the policy wrote (``ParsedTurn.call_ids``); empty if the syntax has none.
-        images: in the order of their positions ``[image n]`` in ``text``, n from 1; those without a position follow it.
-    """
-
-    name: str
-    text: str
-    index: int
-    call_id: str = ""
-    images: tuple[Image, ...] = ()
 
 
 class Renderer(Protocol):

@@ -17,7 +17,7 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.envs.base import Image, ToolCall
 from megatron_fleet.models.chat.detection import detect, fitting, make_format, read_template
 from megatron_fleet.models.chat.format import ChatFormat, Spoken
-from megatron_fleet.models.chat.renderer import ToolResult
+from megatron_fleet.models.chat.parser import ToolResult
 from megatron_fleet.models.chat.template_process import render
 from megatron_fleet.models.chat.tokenizer import Tokenizer
 from megatron_fleet.models.images import around, read_vision

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import read_file
-from megatron_fleet.models.registry import family_modules
+from megatron_fleet.models.families import family_modules
 
 _JSON = "tokenizer.json"
 

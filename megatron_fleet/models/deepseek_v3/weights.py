@@ -13,8 +13,8 @@ from megatron_fleet.models.architecture import (
     PREDICTION,
     STALE_FREQUENCIES,
     Architecture,
-    Fields,
 )
+from megatron_fleet.models.fields import Fields
 from megatron_fleet.models.model import Model
 
 

@@ -12,8 +12,8 @@ from typing import Any
 from megatron_fleet.envs.base import Image, ToolCall
 from megatron_fleet.models.chat.arguments import check_text, declared_properties, read_argument
 from megatron_fleet.models.chat.format import TOOLS_HEAD, ModelFolder, NamedFormat, Pieces, Spoken, Unthought, marker
-from megatron_fleet.models.chat.parser import BadCall, Syntax, Tools, WrittenCall
-from megatron_fleet.models.chat.renderer import ToolResult, to_json
+from megatron_fleet.models.chat.parser import BadCall, Syntax, ToolResult, Tools, WrittenCall
+from megatron_fleet.models.chat.renderer import to_json
 from megatron_fleet.models.chat.tokenizer import AddedTokens
 
 TOKENS = AddedTokens(

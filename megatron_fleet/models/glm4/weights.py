@@ -13,10 +13,10 @@ from megatron_fleet.models.architecture import (
     PREDICTION,
     STALE_FREQUENCIES,
     Architecture,
-    Field,
 )
 from megatron_fleet.models.deepseek_v3.weights import ARCHITECTURE as DEEPSEEK_V3
 from megatron_fleet.models.deepseek_v3.weights import FirstDense
+from megatron_fleet.models.fields import Field
 
 GLM_45 = Architecture(
     model_types=("glm4_moe",),

@@ -10,8 +10,8 @@ from typing import Any, Literal
 from megatron_fleet.envs.base import Image, ToolCall
 from megatron_fleet.models.chat.arguments import check_text, read_arguments, read_value
 from megatron_fleet.models.chat.format import ModelFolder, NamedFormat, Pieces, Spoken, Unthought, marker
-from megatron_fleet.models.chat.parser import BadCall, Syntax, Tools, WrittenCall
-from megatron_fleet.models.chat.renderer import ToolResult, to_json
+from megatron_fleet.models.chat.parser import BadCall, Syntax, ToolResult, Tools, WrittenCall
+from megatron_fleet.models.chat.renderer import to_json
 from megatron_fleet.models.chat.tokenizer import AddedTokens
 from megatron_fleet.models.kimi.tool_types import declare, sorted_keys
 

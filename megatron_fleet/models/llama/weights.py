@@ -1,6 +1,7 @@
 """Llama 3, 3.1, 3.2 (text) and 3.3."""
 
-from megatron_fleet.models.architecture import BASE, GROUPED_QUERY, STALE_FREQUENCIES, Architecture, Field
+from megatron_fleet.models.architecture import BASE, GROUPED_QUERY, STALE_FREQUENCIES, Architecture
+from megatron_fleet.models.fields import Field
 
 ARCHITECTURES = (
     Architecture(

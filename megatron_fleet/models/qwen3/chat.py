@@ -21,8 +21,8 @@ from megatron_fleet.models.chat.format import (
     illustrated,
     marker,
 )
-from megatron_fleet.models.chat.parser import BadCall, Syntax, Tools, WrittenCall
-from megatron_fleet.models.chat.renderer import ToolResult, to_json
+from megatron_fleet.models.chat.parser import BadCall, Syntax, ToolResult, Tools, WrittenCall
+from megatron_fleet.models.chat.renderer import to_json
 from megatron_fleet.models.chat.tokenizer import AddedTokens
 
 TOOLS_TAIL = (

@@ -12,9 +12,8 @@ from megatron_fleet.models.architecture import (
     STALE_FREQUENCIES,
     WINDOW,
     Architecture,
-    Field,
-    Fields,
 )
+from megatron_fleet.models.fields import Field, Fields
 from megatron_fleet.models.model import Model
 
 DENSE = Architecture(

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.models.architecture import Fields
+from megatron_fleet.models.fields import Fields
 from megatron_fleet.models.model import Model
-from megatron_fleet.models.table import ATTENTION, HF, Leaf, Rows, Rule
+from megatron_fleet.models.rules import ATTENTION, HF, Leaf, Rows, Rule
 
 if TYPE_CHECKING:
-    from megatron_fleet.models.megatron_config import StoredArguments
+    from megatron_fleet.models.stored_arguments import StoredArguments
     from megatron_fleet.platform.megatron.spec import MixerLayer
 
 CHUNK = 64

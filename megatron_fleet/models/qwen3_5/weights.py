@@ -7,10 +7,11 @@ three axes of the rotary embedding have equal positions, so it is a plain one ov
 from dataclasses import replace
 from typing import Any
 
-from megatron_fleet.models.architecture import BASE, GROUPED_QUERY, Architecture, Field, Fields
+from megatron_fleet.models.architecture import BASE, GROUPED_QUERY, Architecture
+from megatron_fleet.models.fields import Field, Fields
 from megatron_fleet.models.model import Model
 from megatron_fleet.models.qwen3_5.delta_net import GatedDeltaNet
-from megatron_fleet.models.table import Prediction
+from megatron_fleet.models.rules import Prediction
 
 # The norms and the projection of a prediction layer have one name each, whatever the number of layers.
 PREDICTION = (Field("mtp_num_hidden_layers", "mtp", default=0, most=1),)

@@ -23,11 +23,11 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megatron_fleet.config.schema import ParallelConfig, Recompute
 from megatron_fleet.models.hf_config import read_model
+from megatron_fleet.models.layout import padded_vocab_size
 from megatron_fleet.models.megatron_config import megatron_arguments
 from megatron_fleet.models.model import Model
 from megatron_fleet.platform.megatron.spec import has_transformer_engine, layer_spec
 from megatron_fleet.trainer.megatron.model import PolicyModel
-from megatron_fleet.trainer.validate import padded_vocab_size
 
 _ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": fast_gelu}
 """`Model.activation` → the function; the identity of the first tells Megatron which fused kernels fit."""

@@ -15,6 +15,13 @@ from megatron.core import parallel_state
 from megatron_fleet.algorithms.losses import LossFn
 from megatron_fleet.config.schema import Config
 from megatron_fleet.models.hf_config import read_model
+from megatron_fleet.models.layout import (
+    check_micro_batch_tokens,
+    logprob_chunk,
+    micro_batch_alignment,
+    sequence_alignment,
+    validate,
+)
 from megatron_fleet.platform import device
 from megatron_fleet.platform.communicator import TorchCommunicator, together
 from megatron_fleet.platform.megatron.spec import has_transformer_engine
@@ -32,13 +39,6 @@ from megatron_fleet.trainer.megatron.reference import BaseReference, Reference
 from megatron_fleet.trainer.megatron.saving import Save
 from megatron_fleet.trainer.packing.pack import PackedMicroBatch, micro_batch_width, pack_micro_batch, unpack_trained
 from megatron_fleet.trainer.precision import check_machine, check_precision
-from megatron_fleet.trainer.validate import (
-    check_micro_batch_tokens,
-    logprob_chunk,
-    micro_batch_alignment,
-    sequence_alignment,
-    validate,
-)
 from megatron_fleet.weights import export
 from megatron_fleet.weights.adapters import AdapterSource, ViewedWeightSource, export_adapters
 from megatron_fleet.weights.hf_folder import read_config

@@ -6,27 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_fleet.config.errors import UserError
 from megatron_fleet.weight_sync.base import WeightReceiver, WeightSender
-
-_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Variables with the settings of torch's allocator."""
-
-
-def check_allocator(environ: Mapping[str, str]) -> None:
-    """Refuse an allocator whose memory torch shares between processes by ``pidfd_getfd``, which needs the right to
-    debug the other process: most containers, and kernels with Yama's default, refuse it.
-
-    Raises:
-        UserError: expandable segments are on.
-    """
-    for name in _ALLOCATOR:
-        settings = [part.replace(" ", "").lower() for part in environ.get(name, "").split(",")]
-        if "expandable_segments:true" in settings:
-            raise UserError(
-                f"{name}={environ[name]}: memory in expandable segments cannot be shared with the engines "
-                f"(transport cuda_ipc); take expandable_segments:True out, or set rollout.engine.transport=disk."
-            )
 
 
 class CudaIpcTransport:

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from megatron_fleet.platform.allocator import check_allocator
 from megatron_fleet.platform.communicator import Communicator, together
 from megatron_fleet.weight_sync.base import Outbox
-from megatron_fleet.weight_sync.cuda_ipc.controller import check_allocator
 from megatron_fleet.weight_sync.engine_format import EngineFormat
 from megatron_fleet.weights.exchange import FormattedSource, WeightSource
 

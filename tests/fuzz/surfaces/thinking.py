@@ -12,7 +12,8 @@ from fuzz.trees import value_of
 
 from megatron_fleet.agents.history import Thinking
 from megatron_fleet.models.chat.detection import make_renderer
-from megatron_fleet.models.chat.renderer import Renderer, ToolResult
+from megatron_fleet.models.chat.parser import ToolResult
+from megatron_fleet.models.chat.renderer import Renderer
 
 
 @cache

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_fleet.models.chat.renderer import ChatRenderer, ToolResult
+from megatron_fleet.models.chat.parser import ToolResult
+from megatron_fleet.models.chat.renderer import ChatRenderer
 from megatron_fleet.models.qwen3.chat import Qwen
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40).filter(lambda s: "<|" not in s)

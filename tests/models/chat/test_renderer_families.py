@@ -11,7 +11,8 @@ from talks import PLAIN, Talks
 from megatron_fleet.envs.base import ToolCall
 from megatron_fleet.models.chat.detection import FORMATS, make_format
 from megatron_fleet.models.chat.format import Spoken, Unthought
-from megatron_fleet.models.chat.renderer import ChatRenderer, ToolResult
+from megatron_fleet.models.chat.parser import ToolResult
+from megatron_fleet.models.chat.renderer import ChatRenderer
 from megatron_fleet.models.chat.template_check import Round, written
 from megatron_fleet.models.chat.tokenizer import Tokenizer
 

@@ -18,7 +18,7 @@ from battery.engines import Engine
 from battery.hardware import GIB
 from battery.results import Report, Request, Sink, Unavailable
 from megatron_fleet.config.schema import Config
-from megatron_fleet.trainer.base import Deliver
+from megatron_fleet.weight_sync.base import Deliver
 from megatron_fleet.weight_sync.engine_model import fp8_declaration, open_engine_model
 from megatron_fleet.weight_sync.registry import make_transport
 

@@ -16,7 +16,22 @@ from megatron_fleet.config.schema import ParallelConfig, PolicyConfig, Precision
 from megatron_fleet.models.hf_config import read_model
 from megatron_fleet.models.megatron_config import megatron_arguments
 from megatron_fleet.models.model import Model
-from megatron_fleet.trainer.precision import token_alignment
+
+FP8_BLOCK = 128
+"""Values per scale of the blockwise recipe, along tokens and along both sides of a weight."""
+FP8_SIDE = 16
+"""Multiple that cuBLAS requires of both sides of an FP8 matrix."""
+
+
+def token_alignment(precision: PrecisionConfig) -> int:
+    """Multiple that each rank's number of tokens in a micro-batch must have.
+
+    FP8 products require 16; the blockwise recipe 128, since the gradient of a weight sums over tokens in blocks of that
+    size.
+    """
+    if not precision.fp8:
+        return 1
+    return FP8_BLOCK if precision.recipe == "fp8_blockwise" else FP8_SIDE
 
 
 def validate(
