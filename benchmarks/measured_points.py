@@ -1,5 +1,5 @@
-"""Layers and engines that were timed on a GPU by this project (`benchmarks/gpu/run.py`), against `cluster.planning` and
-`cluster.memory`. Prints Markdown tables.
+"""Layers and engines that were timed on a GPU by this project (`benchmarks/gpu/run.py`), against `planning` and
+`planning.memory`. Prints Markdown tables.
 
 The constants of the time model were chosen by what others published, before these figures: the errors are of a
 prediction. Only those of PyTorch's layers were chosen by them.
@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_fleet.cluster.memory.engine import GIB
-from megatron_fleet.cluster.memory.phases import trainer_memory
-from megatron_fleet.cluster.planning.hardware import GPUS
-from megatron_fleet.cluster.planning.rollout import CONTEXT_SHARE, Engine
-from megatron_fleet.cluster.planning.shapes import KNOWN
-from megatron_fleet.cluster.planning.training import training_time
-from megatron_fleet.cluster.planning.workload import Workload
 from megatron_fleet.config.schema import Config
 from megatron_fleet.models.hf_config import read_model
+from megatron_fleet.planning.hardware import GPUS
+from megatron_fleet.planning.memory.engine import GIB
+from megatron_fleet.planning.memory.phases import trainer_memory
+from megatron_fleet.planning.rollout import CONTEXT_SHARE, Engine
+from megatron_fleet.planning.shapes import KNOWN
+from megatron_fleet.planning.training import training_time
+from megatron_fleet.planning.workload import Workload
 
 RESULTS = Path(__file__).parent / "results" / "gpu"
 LAYERS, VOCABULARY = 4, 1024

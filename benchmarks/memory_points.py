@@ -1,4 +1,4 @@
-"""Memory of training runs that others have published, against `cluster.memory`. Prints a Markdown table.
+"""Memory of training runs that others have published, against `planning.memory`. Prints a Markdown table.
 
 GB are what PyTorch allocates on the rank with most; GiB are of a whole device, with contexts, communicators and what
 the allocator holds beside. What a publication does not say is in ``assumed``. One constant follows from these points:
@@ -14,13 +14,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_fleet.cluster.memory import phases
-from megatron_fleet.cluster.memory.engine import GIB
-from megatron_fleet.cluster.memory.phases import TrainerMemory, trainer_memory
-from megatron_fleet.cluster.planning.shapes import KNOWN as MODELS
 from megatron_fleet.config.schema import Config
 from megatron_fleet.models.hf_config import read_model
 from megatron_fleet.models.model import Model
+from megatron_fleet.planning.memory import phases
+from megatron_fleet.planning.memory.engine import GIB
+from megatron_fleet.planning.memory.phases import TrainerMemory, trainer_memory
+from megatron_fleet.planning.shapes import KNOWN as MODELS
 
 GB = 10**9
 BRIDGE, SWIFT = "Megatron-Bridge 067f987", "ms-swift 3602360"

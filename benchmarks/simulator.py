@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron_fleet.cluster.planning.simulation import Setup, Simulation
-from megatron_fleet.cluster.planning.workload import Workload
 from megatron_fleet.config.errors import UserError, say
 from megatron_fleet.config.load import load_resolved
+from megatron_fleet.planning.simulation import Setup, Simulation
+from megatron_fleet.planning.workload import Workload
 from megatron_fleet.telemetry.sinks import read_metrics
 
 WARM_UP = 2

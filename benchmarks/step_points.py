@@ -1,7 +1,7 @@
-"""Step times that others have published, against `cluster.planning`. Prints a Markdown table.
+"""Step times that others have published, against `planning`. Prints a Markdown table.
 
 Figures are seconds of a step, or of a phase, averaged over several steps; layouts and batches are those of the
-recipes at the release. The constants of `cluster.planning.training` and `rollout` are the same for all
+recipes at the release. The constants of `planning.training` and `rollout` are the same for all
 points. They were chosen with these points in sight: the errors say how well one set of constants describes them all,
 not what the error of a new run will be.
 
@@ -14,12 +14,12 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from megatron_fleet.cluster.planning.hardware import GPUS
-from megatron_fleet.cluster.planning.shapes import KNOWN
-from megatron_fleet.cluster.planning.step import StepTime, step_time
-from megatron_fleet.cluster.planning.workload import Workload
 from megatron_fleet.config.schema import Config
 from megatron_fleet.models.hf_config import drop_quantization, read_model
+from megatron_fleet.planning.hardware import GPUS
+from megatron_fleet.planning.shapes import KNOWN
+from megatron_fleet.planning.step import StepTime, step_time
+from megatron_fleet.planning.workload import Workload
 
 PROMPT = 150
 """Tokens of a prompt of OpenMathInstruct-2."""

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from megatron_fleet import __version__
 from megatron_fleet.analysis.runs_commands import add_commands as add_runs_commands
 from megatron_fleet.analysis.trajectories_commands import add_arguments as add_trajectories_arguments
-from megatron_fleet.cluster.launch.commands import add_arguments as add_launch_arguments
-from megatron_fleet.cluster.planning.commands import add_arguments as add_plan_arguments
 from megatron_fleet.config.errors import UserError, printable, say
 from megatron_fleet.config.secrets import find_processor
 from megatron_fleet.convert.commands import add_commands as add_convert_commands
 from megatron_fleet.data.commands import add_commands as add_data_commands
+from megatron_fleet.launch.commands import add_arguments as add_launch_arguments
+from megatron_fleet.planning.commands import add_arguments as add_plan_arguments
 from megatron_fleet.platform.processes import leave, private_files
 from megatron_fleet.tuning import override_file
 from megatron_fleet.tuning.commands import add_commands as add_tune_commands
@@ -235,7 +235,7 @@ def _train(args: argparse.Namespace) -> int:
     config = in_steps(config)
     over = None if held is None else reused.finished(held, config)
     if args.dry_run:
-        from megatron_fleet.cluster.dry_run import describe
+        from megatron_fleet.loop.dry_run import describe
 
         say(describe(config, assumed))
     if over is not None:
@@ -250,7 +250,7 @@ def _train(args: argparse.Namespace) -> int:
 
 def _assumed(args: argparse.Namespace, config: Config) -> Inventory | None:
     from megatron_fleet.cluster.inventory import assumed_inventory
-    from megatron_fleet.cluster.planning.hardware import gpu_of
+    from megatron_fleet.planning.hardware import gpu_of
 
     if args.gpus is None:
         return None
@@ -261,7 +261,7 @@ def _assumed(args: argparse.Namespace, config: Config) -> Inventory | None:
 
 
 def _launch(args: argparse.Namespace) -> int:
-    from megatron_fleet.cluster.launch.commands import main as launch
+    from megatron_fleet.launch.commands import main as launch
 
     def check(config: Config) -> None:
         # Of other machines, only the configuration is known here, and the model if it lies on a common file system.
@@ -281,9 +281,9 @@ def _launch(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from megatron_fleet.cluster.doctor.command import main as doctor
     from megatron_fleet.config import validate
     from megatron_fleet.config.load import load
+    from megatron_fleet.doctor.command import main as doctor
 
     config = load(args.overrides) if args.overrides else None
     if config is not None:
@@ -334,8 +334,8 @@ def _evaluate(args: argparse.Namespace) -> int:
 
 
 def _config(args: argparse.Namespace) -> int:
-    from megatron_fleet.cluster.dry_run import as_yaml
     from megatron_fleet.config.load import load
+    from megatron_fleet.loop.dry_run import as_yaml
 
     print(as_yaml(load(_overrides(args))), end="")
     return 0

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -19,15 +20,15 @@ MAX_FUNCTION_LINES = 80
 
 # Package → what it may import besides itself, config and platform: a package, or one module of it. "" is the root.
 MAY_IMPORT: dict[str, set[str]] = {
-    "": {"analysis", "cluster", "convert", "data", "debug", "loop", "trainer.rank", "tuning", "weights"},
+    "": {
+        "analysis", "convert", "data", "debug", "doctor", "launch", "loop", "planning", "trainer.rank", "tuning",
+        "weights", "cluster.inventory", "cluster.node",
+    },
     "agents": {"envs", "data", "models"},
     "algorithms": {"agents.trajectory"},
     "analysis": {"agents.trajectory", "checkpoint", "data", "models.images", "storage", "telemetry"},
     "checkpoint": {"storage", "trainer.base"},
-    "cluster": {
-        "data.dataset", "envs", "models", "storage", "telemetry",
-        "weights",
-    },
+    "cluster": {"weights.remote"},
     "convert": {
         "cluster.inventory", "models", "rollout.engine_arguments", "rollout.engine_images", "storage",
         "weight_sync.vllm_plugin", "weights",
@@ -35,21 +36,26 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": set(),
     "data": {"storage"},
     "debug": {"algorithms", "checkpoint", "storage", "trainer"},
-    "embedded_fleet": {"data.task", "envs.base", "envs.embedded_server", "envs.openenv_client", "envs.openenv_tools", "storage"},
+    "doctor": {"cluster", "data.dataset", "envs", "planning", "storage", "telemetry", "weights"},
+    "embedded_fleet": {
+        "data.task", "envs.base", "envs.embedded_server", "envs.openenv_client", "envs.openenv_tools", "storage",
+    },
     "envs": {"data.task"},
     "evaluation": {"agents", "algorithms", "data", "envs", "rollout", "storage", "telemetry", "weights"},
+    "launch": {"planning", "storage"},
     "loop": {
         "agents", "algorithms", "checkpoint", "cluster", "convert", "data", "debug", "embedded_fleet", "envs",
-        "evaluation", "models", "rollout", "storage", "telemetry", "trainer", "weight_sync", "weights",
+        "evaluation", "models", "planning", "rollout", "storage", "telemetry", "trainer", "weight_sync", "weights",
     },
     "models": {"envs.base"},
+    "planning": {"cluster.inventory", "cluster.placement", "models", "telemetry.charts", "weights.mapping"},
     "platform": set(),
     "rollout": {"agents", "algorithms", "cluster", "data", "envs", "models", "weight_sync"},
     "storage": set(),
     "telemetry": {"agents.trajectory", "algorithms", "models.images", "storage", "trainer.base"},
     "trainer": {"algorithms", "cluster", "models", "storage", "weight_sync", "weights"},
     "tuning": {
-        "agents", "algorithms", "cluster.memory", "data", "embedded_fleet", "envs", "models", "rollout", "storage",
+        "agents", "algorithms", "planning.memory", "data", "embedded_fleet", "envs", "models", "rollout", "storage",
         "trainer", "weights",
     },
     "weight_sync": {"models", "storage", "weights"},
@@ -59,7 +65,10 @@ NOT_IN_EPISODE_ENVIRONMENT = {"torch", "vllm", "transformers", "megatron", "hydr
 EPISODE_SIDE = ("data", "envs", "agents", "models", "rollout.worker")
 WITH_TORCH = re.compile(r"megatron_fleet\.models\.\w+\.modules(\.|$)")
 """Modules of a model family for Megatron and vLLM, imported where a model is built."""
-LIGHT = ("cli", "cluster", "config", "data", "loop.preflight", "trainer.base", "models.layout", "trainer.precision")
+LIGHT = (
+    *("cli", "cluster", "config", "data", "doctor", "launch", "loop.preflight", "models.layout", "planning"),
+    *("trainer.base", "trainer.precision"),
+)
 """Modules whose import must stay quick."""
 
 
@@ -83,6 +92,23 @@ def test_a_package_imports_only_what_it_may(package):
         and not any(f"{target}.".startswith(f"megatron_fleet.{name}.") for name in allowed)
     ]
     assert wrong == []
+
+
+def test_no_package_imports_one_that_imports_it():
+    """Also for types alone, and inside functions."""
+    graph: dict[str, set[str]] = {}
+    for module in MODULES:
+        found = {package_of(target) for target in imports(module) if target in MODULES}
+        graph.setdefault(package_of(module), set()).update(found - {"", package_of(module)})
+    TopologicalSorter(graph).prepare()
+
+
+def test_no_file_imports_one_that_imports_it():
+    """The same; a section of the configuration may name the whole, of which its rules speak."""
+    graph = {module: {target for target in imports(module) if target in MODULES} - {module} for module in MODULES}
+    for module in (module for module in MODULES if package_of(module) == "config"):
+        graph[module] = {target for target in graph[module] if package_of(target) != "config"}
+    TopologicalSorter(graph).prepare()
 
 
 def closure(*starts: str) -> dict[str, str]:
@@ -110,7 +136,7 @@ def test_the_episode_side_needs_nothing_of_the_engine_environment():
 
 def test_the_controller_needs_no_torch():
     """Modules that importing it imports, directly or through our own; not those that its functions import."""
-    reached = closure("cli", "loop", "cluster", "models", "trainer.group")
+    reached = closure("cli", "loop", "cluster", "doctor", "launch", "models", "planning", "trainer.group")
     wrong = [f"{who} imports {m}" for m, who in reached.items() if m.split(".")[0] in ("torch", "vllm", "megatron")]
     assert wrong == []
 

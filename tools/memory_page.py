@@ -14,11 +14,11 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 import memory_points  # noqa: E402
 
-from megatron_fleet.cluster.memory import engine, phases  # noqa: E402
-from megatron_fleet.cluster.memory.engine import GIB  # noqa: E402
-from megatron_fleet.cluster.memory.phases import H100_BYTES, RunMemory, run_memory  # noqa: E402
 from megatron_fleet.config.load import load  # noqa: E402
 from megatron_fleet.config.schema import Config, ParallelConfig  # noqa: E402
+from megatron_fleet.planning.memory import engine, phases  # noqa: E402
+from megatron_fleet.planning.memory.engine import GIB  # noqa: E402
+from megatron_fleet.planning.memory.phases import H100_BYTES, RunMemory, run_memory  # noqa: E402
 from megatron_fleet.telemetry.charts import Chart, Series, write_svg  # noqa: E402
 from megatron_fleet.weights.random_model import QWEN3_0_6B  # noqa: E402
 

@@ -6,13 +6,13 @@ import re
 from functools import cache
 from pathlib import Path
 
-from megatron_fleet.cluster.memory.phases import run_memory
-from megatron_fleet.cluster.planning.hardware import GPUS, Gpu
-from megatron_fleet.cluster.planning.plan import why_not
-from megatron_fleet.cluster.planning.shapes import KNOWN
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
 from megatron_fleet.config.schema import Config
+from megatron_fleet.planning.hardware import GPUS, Gpu
+from megatron_fleet.planning.memory.phases import run_memory
+from megatron_fleet.planning.plan import why_not
+from megatron_fleet.planning.shapes import KNOWN
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "run" / "one-gpu.md"
 GIB = 1 << 30

@@ -10,15 +10,14 @@ from pathlib import Path
 
 from megatron_fleet.checkpoint.checkpoints import Checkpoint, Checkpoints
 from megatron_fleet.checkpoint.store import Uploader
-from megatron_fleet.cluster.dry_run import draw
 from megatron_fleet.cluster.launcher import episode_python
 from megatron_fleet.cluster.placement import Placement, Wanted, place
-from megatron_fleet.cluster.planning.hardware import other_kind
 from megatron_fleet.config import validate
 from megatron_fleet.config.load import dump_resolved
 from megatron_fleet.config.schema import Config
 from megatron_fleet.loop.attempt import open_attempts
 from megatron_fleet.loop.colocation import Colocation, open_colocation
+from megatron_fleet.loop.dry_run import draw
 from megatron_fleet.loop.exports import Exports, open_exports
 from megatron_fleet.loop.hosts import open_hosts
 from megatron_fleet.loop.live import LiveRun
@@ -27,6 +26,7 @@ from megatron_fleet.loop.start import load_data, open_checkpoints, set_aside
 from megatron_fleet.loop.stopping import StopRequest, until_stopped
 from megatron_fleet.loop.train import Training
 from megatron_fleet.loop.weights import EngineWeights
+from megatron_fleet.planning.hardware import other_kind
 from megatron_fleet.rollout.service import Ground, RolloutService
 from megatron_fleet.storage.local import write_atomically
 from megatron_fleet.storage.run_folder import RunFolder

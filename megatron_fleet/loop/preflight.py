@@ -6,7 +6,7 @@ Each check exists once and is called from here:
 * model against layout, micro-batches and precision: `models.layout` and `trainer.precision`;
 * ranks and engines against the devices of the hosts: `cluster.placement`, called again once remote hosts are known;
 * the model's folder, and a checkpoint of another model in ``run.out``: `weights.model_check`;
-* memory against devices and host: `cluster.memory`;
+* memory against devices and host: `planning.memory`;
 * tasks against filters, split, mixture and verifiers: `data.dataset.run_dataset`;
 * user-supplied parts: `loop.own_parts`; the chat format: `models.chat`; verifiers' sandbox: `embedded_fleet`;
 * the rest, which compares a key with a file, the model or a server: here.
@@ -25,8 +25,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fleet.cluster.inventory import Device, Inventory, cuda_is_installed, local_inventory
-from megatron_fleet.cluster.memory.check import check_memory, host_bytes
-from megatron_fleet.cluster.memory.engine import kv_bytes_per_token, state_bytes
 from megatron_fleet.cluster.placement import Wanted, place
 from megatron_fleet.cluster.rank_identity import rank_identity
 from megatron_fleet.config import validate
@@ -39,6 +37,8 @@ from megatron_fleet.loop.own_parts import OWN_PARTS, check_own_part
 from megatron_fleet.models.hf_config import declared_quantization, is_quantized
 from megatron_fleet.models.model import Model
 from megatron_fleet.models.registry import use_family
+from megatron_fleet.planning.memory.check import check_memory, host_bytes
+from megatron_fleet.planning.memory.engine import kv_bytes_per_token, state_bytes
 from megatron_fleet.platform.allocator import check_allocator
 from megatron_fleet.storage.open import check_writable
 from megatron_fleet.telemetry.slack import check_slack

@@ -1,7 +1,7 @@
 """`mfleet tune trainer`: micro-batch size, recomputation and chunk of log-probs, on the first layers of the model.
 
 The device computes the layers without parallelism, so what fits there may not fit in the run, and the other way round.
-Where the device is a GPU, a candidate must also fit in the run's own layout, by the memory model (`cluster.memory`).
+Where the device is a GPU, a candidate must also fit in the run's own layout, by the memory model (`planning.memory`).
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def _check_memory(config: Config) -> None:
 
     if not torch.cuda.is_available():
         return
-    from megatron_fleet.cluster.memory.check import check_memory, host_bytes
+    from megatron_fleet.planning.memory.check import check_memory, host_bytes
 
     device_bytes = torch.cuda.get_device_properties(0).total_memory
     check_memory(config, read_config(config.model.folder), device_bytes, host_bytes())

@@ -21,14 +21,14 @@ from published_configs import published
 from sparse_models import stored_as, write_weights
 
 from megatron_fleet import cli
-from megatron_fleet.cluster.doctor.model import model_files
-from megatron_fleet.cluster.doctor.probe import Here
 from megatron_fleet.cluster.inventory import Host
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
 from megatron_fleet.config.schema import Config
 from megatron_fleet.convert.execute import Share, execute
 from megatron_fleet.convert.to_megatron import plan_to_megatron
+from megatron_fleet.doctor.model import model_files
+from megatron_fleet.doctor.probe import Here
 from megatron_fleet.loop import preflight
 from megatron_fleet.storage.local import LocalFolder
 from megatron_fleet.weights import model_check

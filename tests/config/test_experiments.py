@@ -8,12 +8,12 @@ import pytest
 
 pytest.importorskip("hydra")
 
-from megatron_fleet.cluster.planning.hardware import gpu_of
-from megatron_fleet.cluster.planning.plan import make_plan
-from megatron_fleet.cluster.planning.workload import Workload
 from megatron_fleet.config import validate
 from megatron_fleet.config.load import ROOT, load
 from megatron_fleet.envs.embedded_server import MAX_SESSIONS
+from megatron_fleet.planning.hardware import gpu_of
+from megatron_fleet.planning.plan import make_plan
+from megatron_fleet.planning.workload import Workload
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "configs" / "experiment").glob("*.yaml"))
 ON_CPU = ("faults", "quickstart", "smoke")

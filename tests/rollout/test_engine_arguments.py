@@ -177,7 +177,7 @@ def test_vllm_takes_its_defaults_for_throughput(monkeypatch):
 
 @pytest.mark.slow
 def test_vllm_schedules_ahead_with_what_engines_on_gpus_have(model):
-    """`cluster.planning.rollout` relies on it; vLLM refuses other drafters and executors (``VllmConfig``)."""
+    """`planning.rollout` relies on it; vLLM refuses other drafters and executors (``VllmConfig``)."""
     from vllm.config.speculative import EagleModelTypes, NgramGPUTypes
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
     from vllm.v1.executor.uniproc_executor import UniProcExecutor

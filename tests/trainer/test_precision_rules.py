@@ -13,9 +13,9 @@ from megatron_fleet.config import validate
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
 from megatron_fleet.config.schema import ParallelConfig, PrecisionConfig
+from megatron_fleet.models.layout import token_alignment
 from megatron_fleet.models.model import Model, Rope
 from megatron_fleet.trainer import precision as rules
-from megatron_fleet.models.layout import token_alignment
 from megatron_fleet.trainer.precision import Machine, check_precision, machine_problem
 
 BF16 = ("model.dtype=bfloat16",)

@@ -12,9 +12,9 @@ from fuzz.engine import Surface
 from fuzz.outcomes import refusal_of
 from fuzz.trees import value_of
 
-from megatron_fleet.cluster.dry_run import as_yaml, processes
 from megatron_fleet.config import keys, validate
 from megatron_fleet.config.load import dump_resolved, load, load_resolved
+from megatron_fleet.loop.dry_run import as_yaml, processes
 
 
 @cache

@@ -1,0 +1,215 @@
+"""Seconds of a rollout: engines that decode many sequences at once, each step as slow as what it must read.
+
+A step of b sequences reads the weights (of a mixture of experts: those that are chosen by one of the b tokens) and the
+KV cache of all, or takes its products where these are longer; with several devices there are two all-reduces a layer.
+Prompts and tool results are computed between the steps. Sequences of one engine advance together, those that wait for a
+tool aside; when one ends, the others become faster: the longest episode of a step is alone at its end.
+
+With a drafter a step computes its tokens too, of which a share is accepted (`Workload.accepted`); the drafter's own
+time is not counted.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from megatron_fleet.config.schema import Config
+from megatron_fleet.models.flops import SequenceCost
+from megatron_fleet.models.model import Model
+from megatron_fleet.planning.hardware import Gpu
+from megatron_fleet.planning.memory.engine import EngineMemory, engine_memory
+from megatron_fleet.planning.memory.phases import cache_tokens
+from megatron_fleet.planning.training import FP8_SPEED, NVLINK
+from megatron_fleet.planning.workload import Workload
+
+STEP_S, SEQUENCE_S = 5e-3, 30e-6
+"""Seconds of the host's work for a decoding step (scheduling, inputs, outputs), and for each sequence. With vLLM 0.32's
+asynchronous scheduling it is done while the device computes the step before. ``VllmConfig.__post_init__`` in
+vllm/config/vllm.py switches that on for the executors of our engines (uni and mp, ``supports_async_scheduling``),
+without a drafter and with those that ours have on GPUs (``ngram_gpu``, ``mtp``)."""
+LAYER_KERNELS_S, LATENT_S = 40e-6, 200e-6
+"""Shortest time of a layer in a step, however little it computes: its kernels, launched from a graph. What latent
+attention with its experts takes besides, in more and smaller kernels."""
+EAGER = 4.0
+"""That time without CUDA graphs, as a multiple."""
+PREFILL = 0.5
+"""Share of the peak that prompts reach."""
+MESSAGE_S, NETWORK_MESSAGE_S = 15e-6, 60e-6
+"""Seconds of a small all-reduce within a host, and for each doubling of hosts."""
+DECODE, EXPERT_READS = 0.65, 0.58
+"""Shares of the memory's bandwidth that a decoding step reaches, and that its experts reach."""
+CONTEXT_SHARE = 0.6
+"""Mean context of a sampled token, as a share of its episode's mean length."""
+
+
+@dataclass(slots=True)
+class Engine:
+    """Speed of an engine.
+
+    Attributes:
+        slots: sequences that it decodes together at most: configured, in flight, or as the KV cache has room.
+        kv_tokens: tokens that its KV cache holds.
+        bound: why there are no more slots.
+        overlapped: the host's work for a step overlaps with the device's for the step before.
+    """
+
+    config: Config
+    model: Model
+    gpu: Gpu
+    load: Workload
+    memory: EngineMemory
+    slots: int
+    kv_tokens: int
+    bound: str
+    overlapped: bool = True
+    _step: dict[int, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        hf_config: Mapping[str, Any],
+        model: Model,
+        gpu: Gpu,
+        load: Workload,
+        overlapped: bool = True,
+    ) -> Engine:
+        """Return an engine of the configuration. It has no slot if its KV cache has no room for a mean episode."""
+        engine = config.rollout.engine
+        memory = engine_memory(config, model, hf_config)
+        kv_tokens = cache_tokens(config, memory, gpu.memory)
+        limits = {
+            "rollout.engine.max_num_seqs": engine.sequences(config.rollout.episodes_in_flight),
+            "rollout.episodes_in_flight": math.ceil(config.rollout.episodes_in_flight / engine.replicas),
+            "episodes that may play": math.ceil(max(1, config.rollout.max_staleness) * load.episodes / engine.replicas),
+            "KV cache": int(kv_tokens / (CONTEXT_SHARE * load.mean)),
+        }
+        bound = min(limits, key=lambda name: limits[name])
+        return cls(config, model, gpu, load, memory, limits[bound], kv_tokens, bound, overlapped)
+
+    def step_s(self, sequences: float) -> float:
+        """Return the seconds in which each sequence gets one token, prompts that are computed beside it included.
+
+        It is a decoding step; with a drafter, which makes it give several tokens, a part of one.
+        """
+        b = max(1, round(sequences))
+        if b not in self._step:
+            self._step[b] = self._decode_s(b) / (1 + self._drafted * self.load.accepted) + b * self._prefill_s()
+        return self._step[b]
+
+    @property
+    def _drafted(self) -> int:
+        """Tokens that are drafted for a sequence in each step."""
+        drafter = self.config.rollout.engine.speculative
+        return 0 if drafter.method == "none" else drafter.tokens
+
+    def _decode_s(self, b: int) -> float:
+        size, model, gpu = self.config.rollout.engine.tensor_parallel, self.model, self.gpu
+        cost, tokens, eager = SequenceCost.of(model), b * (1 + self._drafted), self.config.rollout.engine.enforce_eager
+        context = CONTEXT_SHARE * self.load.mean
+        bandwidth = gpu.hbm * DECODE
+        read = self._weights_read(tokens) / bandwidth
+        products = tokens * (cost.token + cost.prediction) / size / (gpu.flops * PREFILL * self._fp8())
+        cache = b * (self.memory.token * context + 2 * self.memory.state) / bandwidth
+        launched = model.layers * LAYER_KERNELS_S * (EAGER if eager else 1)
+        device = max(launched, max(read, products) + cache) + (model.layers * LATENT_S if model.latent else 0)
+        device += self._all_reduces_s(tokens)
+        host = STEP_S + SEQUENCE_S * b
+        # Without graphs the host launches every kernel itself, and has no time for the next step meanwhile.
+        return max(device, host) if self.overlapped and not eager else device + host
+
+    def _fp8(self) -> float:
+        return FP8_SPEED if self.config.rollout.engine.fp8(self.config.precision.recipe) else 1.0
+
+    def _weights_read(self, tokens: int) -> float:
+        """Bytes of weights that a step reads on a device, as many as other reads would take as long."""
+        model = self.model
+        embedding = 2 * model.vocab * model.hidden / self.config.rollout.engine.tensor_parallel
+        weights = self.memory.weights - (0 if model.tied else embedding)
+        if not model.experts:
+            return weights
+        counts = sum(map(model.has_experts, range(model.layers))) * 3 * model.hidden * model.expert_ffn
+        routed = counts * model.experts
+        others = sum(SequenceCost.of_layer(model, layer).token for layer in range(model.layers)) / 2
+        others -= counts * model.experts_per_token
+        share = self._expert_share(routed, others)
+        chosen = 1 - (1 - model.experts_per_token / model.experts) ** tokens
+        return weights * (1 - share + share * chosen * DECODE / EXPERT_READS)
+
+    def _expert_share(self, routed: float, others: float) -> float:
+        """Share of an engine's weights that are routed experts; ``others``: elements of the rest, in bfloat16."""
+        size = self.config.rollout.engine.tensor_parallel
+        rest = 2 * (others + 2 * self.model.vocab * self.model.hidden) / size
+        return max(0.0, 1 - rest / self.memory.weights) if routed else 0.0
+
+    def _all_reduces_s(self, tokens: int) -> float:
+        size = self.config.rollout.engine.tensor_parallel
+        if size == 1:
+            return 0.0
+        hosts = size / self.gpu.per_host
+        message = MESSAGE_S if hosts <= 1 else NETWORK_MESSAGE_S * math.log2(2 * hosts) / 2 + MESSAGE_S
+        link = self.gpu.nvlink * NVLINK if hosts <= 1 else self.gpu.network
+        return 2 * self.model.layers * (message + 2 * 2 * self.model.hidden * tokens / link)
+
+    def _prefill_s(self) -> float:
+        """Seconds of the tokens that are not sampled, for each sampled one."""
+        load = self.load
+        cost = SequenceCost.of(self.model)
+        flops = cost.token + cost.pair * load.mean / 2
+        each = flops / self.config.rollout.engine.tensor_parallel / (self.gpu.flops * PREFILL * self._fp8())
+        return (1 - load.sampled) / load.sampled * each
+
+    def token_s(self, episodes: int) -> float:
+        """Return the seconds in which each of ``episodes`` advances by a token, its share of waiting included."""
+        waiting = self.load.waiting / (self.load.mean * self.load.sampled)
+        decoding = float(episodes)
+        for _ in range(6):
+            step = self.step_s(decoding)
+            decoding = (decoding + episodes * step / (step + waiting)) / 2
+        return self.step_s(decoding) + waiting
+
+    def tokens_per_s(self) -> float:
+        """Return the tokens that are sampled in a second while all slots are taken."""
+        return self.slots / self.token_s(self.slots)
+
+    def play_s(self, sampled: np.ndarray) -> float:
+        """Return the seconds until all of these episodes ended.
+
+        Args:
+            sampled: tokens of each episode that are sampled, ``[N]``, in the order in which they begin.
+        """
+        waiting = sampled.tolist()[::-1]
+        playing: list[float] = []
+        now = passed = 0.0
+        while waiting or playing:
+            while waiting and len(playing) < self.slots:
+                heapq.heappush(playing, passed + waiting.pop())
+            until = heapq.heappop(playing)
+            now += (until - passed) * self.token_s(len(playing) + 1)
+            passed = until
+        return now
+
+
+def rollout_time(engine: Engine) -> Mapping[str, float]:
+    """Return the seconds of a step's rollout by part.
+
+    With ``rollout.max_staleness`` = k the episodes of k steps play at a time, so that the last episode of a step delays
+    it only where it takes longer than k steps.
+    """
+    load, replicas = engine.load, engine.config.rollout.engine.replicas
+    sampled = load.tokens * load.sampled
+    steady = sampled / replicas / engine.tokens_per_s()
+    count = math.ceil(load.episodes / replicas)
+    lengths = load.lengths(load.episodes) * load.sampled
+    # One engine with every length of the distribution; the longest episode of all is on one of them.
+    chosen = np.quantile(lengths, (np.arange(count) + 0.5) / count)
+    chosen[-1] = lengths[-1]
+    order = np.random.default_rng(0).permutation(count)
+    total = engine.play_s(chosen[order]) / max(1, engine.config.rollout.max_staleness)
+    return {"full engines": steady, "last episodes": max(0.0, total - steady)}

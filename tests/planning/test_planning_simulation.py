@@ -1,0 +1,142 @@
+"""The simulator: against what can be computed by hand, and what failures and staleness do."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from itertools import cycle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("hydra")
+
+from megatron_fleet.config.load import dump_resolved, load
+from megatron_fleet.planning.hardware import GPUS
+from megatron_fleet.planning.scaling import simulate
+from megatron_fleet.planning.simulation import Setup, Simulation
+from megatron_fleet.planning.workload import Workload
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import simulator
+
+EQUAL = Setup(
+    engines=2, slots=4, token_s=lambda n: 0.01 * n, lengths=np.array([100.0]), waiting_s=0.0, episodes=8, trainer_s=6.0,
+    sync_s=1.0, failures=0.0,
+)  # fmt: skip
+"""Four equal episodes on each engine: 4 s of rollout, 6 of training and 1 of sync."""
+
+
+def test_equal_episodes_take_what_arithmetic_says():
+    found = Simulation(EQUAL).play(5)
+    assert found.step_s == pytest.approx(4 + 6 + 1)
+    assert found.trainer_busy == pytest.approx(7 / 11) and found.engines_busy == pytest.approx(4 / 11)
+    assert found.slots_used == pytest.approx(4 / 11)
+    assert (found.episodes, found.replayed, found.staleness) == (40, 0, 0.0)
+
+
+def test_more_episodes_than_slots_wait_for_one():
+    assert Simulation(replace(EQUAL, episodes=16)).play(3).step_s == pytest.approx(8 + 7)
+
+
+def test_engines_share_their_speed():
+    """One episode of 100 tokens and one of 300: 2 s together, then 2 alone."""
+    setup = replace(EQUAL, engines=1, episodes=2, lengths=np.array([100.0, 300.0]), trainer_s=0.0, sync_s=0.0)
+    lengths = cycle([100.0, 300.0])
+    simulation = Simulation(setup)
+    one = simulation._episode
+    simulation._episode = lambda batch: replace(one(batch), tokens=next(lengths))
+    assert simulation.play(1).seconds == pytest.approx(100 * 0.02 + 200 * 0.01)
+
+
+def test_playing_ahead_hides_the_shorter_of_both():
+    """Rollout takes 4 s and stands still for 1; the trainer needs 7, so that it is never without data."""
+    on_policy, ahead = (Simulation(replace(EQUAL, staleness=k)).play(40) for k in (0, 1))
+    assert on_policy.step_s == pytest.approx(11) and ahead.step_s == pytest.approx(7, rel=0.03)
+    assert 0.9 < ahead.staleness <= 1.0
+
+
+def test_no_episode_is_older_than_the_bound():
+    for bound in (0, 1, 3):
+        setup = replace(EQUAL, staleness=bound, lengths=np.geomspace(10, 1000, 50), trainer_s=1.0)
+        simulation = Simulation(setup)
+        ages: list[int] = []
+        train = simulation._train
+
+        def watched(train=train, ages=ages, simulation=simulation):
+            before = dict(simulation._versions)
+            train()
+            for batch in set(before) - set(simulation._versions):
+                ages.extend(simulation._version - version for version in before[batch])
+
+        simulation._train = watched
+        simulation.play(15)
+        assert len(ages) == 15 * 8 and max(ages) <= bound
+
+
+def test_long_tails_leave_engines_idle():
+    tailed = replace(EQUAL, lengths=np.array([50.0] * 15 + [850.0]), episodes=8)
+    assert tailed.lengths.mean() == 100
+    equal, long = (Simulation(setup).play(30) for setup in (EQUAL, tailed))
+    assert long.slots_used < 0.8 * equal.slots_used and long.step_s > equal.step_s
+
+
+def test_failures_cost_time_and_lose_no_step():
+    failing = Simulation(replace(EQUAL, failures=0.3)).play(30)
+    assert failing.replayed == pytest.approx(30 * 8 * 0.3 / 0.7, rel=0.35)
+    assert failing.episodes == 240 and failing.step_s > 11
+    lost = Simulation(replace(EQUAL, mtbf_hours=0.05, gpus_of_trainer=1, restart_s=30.0, checkpoint_interval=5)).play(
+        30
+    )
+    assert lost.engine_losses > 0 and lost.trainer_losses > 0
+    assert lost.step_s > 12 and lost.episodes >= 240
+
+
+def test_shared_processors_slow_both():
+    """Each would take 7 and 5 s of a step alone; together they cannot be faster than one after the other."""
+    shared = Simulation(replace(EQUAL, staleness=1, contention=2.0)).play(40)
+    assert 10.9 < shared.step_s < 11.2
+
+
+def test_equal_seeds_give_equal_runs():
+    setup = replace(EQUAL, staleness=2, failures=0.1, lengths=np.geomspace(10, 1000, 50), mtbf_hours=1.0)
+    assert Simulation(setup, 3).play(20) == Simulation(setup, 3).play(20) != Simulation(setup, 4).play(20)
+
+
+def test_a_configuration_on_more_gpus():
+    config = load(["experiment=qwen3_8b_fleet"])
+    rows = simulate(config, GPUS["H100"], Workload.of(config), steps=3, failures=0.0, mtbf_hours=0.0, most=16)
+    assert [(row.gpus, row.mode, row.staleness) for row in rows[:6]] == [
+        (8, "colocated", 0), (8, "apart", 0), (8, "apart", 1), (8, "apart", 2), (8, "apart", 4), (16, "colocated", 0),
+    ]  # fmt: skip
+    by = {(row.gpus, row.mode, row.staleness): row for row in rows}
+    assert by[8, "apart", 2].tokens_per_s > by[8, "apart", 0].tokens_per_s
+    assert by[8, "apart", 0].result.staleness == 0 < by[8, "apart", 1].result.staleness <= 1
+
+
+def run_folder(folder: Path, staleness: int, step_s: float, train_s: float) -> Path:
+    """A run of twelve equal steps: 8 s of rollout and 1 of sync when it plays on-policy."""
+    folder.mkdir()
+    overrides = ["rollout.max_staleness=1", "algorithm=importance_weighted"] if staleness else []
+    (folder / "config.json").write_text(dump_resolved(load(["experiment=quickstart", *overrides])))
+    times = {"step": step_s, "generate": 8.0, "sync_weights": 1.0, "episode_s/all": 4.0, "policy_train": train_s}
+    values = {f"timing/{name}": seconds for name, seconds in times.items()} | {"generate/avg_num_tokens": 50.0}
+    rows = [json.dumps({"step": step, **values}) for step in range(1, 13)]
+    (folder / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    return folder
+
+
+@pytest.mark.parametrize(("train_s", "slower"), [(6.0, "1.00"), (9.0, "1.50")])
+def test_the_benchmark_plays_the_first_run_in_its_time(tmp_path, monkeypatch, capsys, train_s, slower):
+    folders = [run_folder(tmp_path / "bound0", 0, 15.0, 6.0), run_folder(tmp_path / "bound1", 1, 9.0, train_s)]
+    monkeypatch.setattr(sys, "argv", ["simulator.py", *map(str, folders)])
+    simulator.main()
+    shared, _, *lines = capsys.readouterr().out.splitlines()
+    assert shared == f"trainer and engines are {slower} times slower while both work"
+    first, second = (line.split(" | ") for line in lines)
+    assert first[1:3] == ["0", "15.0"] and abs(float(first[3]) / 15.0 - 1) < 0.03
+    # 8 s of rollout, 6 of training and 1 of sync: the rollout is what is left to wait for. The trainer's 9 s, when both
+    # are slower, are 3 more of it.
+    assert second[1:3] == ["1", "9.0"] and 8.0 < float(second[3]) - 3.0 * (train_s == 9.0) < 11.0
