@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from megatron_fleet import __version__
 from megatron_fleet.analysis.runs_commands import add_commands as add_runs_commands
 from megatron_fleet.analysis.trajectories_commands import add_arguments as add_trajectories_arguments
-from megatron_fleet.config.errors import UserError, printable, say
+from megatron_fleet.config.errors import UserError, printable, say, say_lines
 from megatron_fleet.config.secrets import find_processor
 from megatron_fleet.convert.commands import add_commands as add_convert_commands
 from megatron_fleet.data.commands import add_commands as add_data_commands
@@ -230,14 +230,14 @@ def _train(args: argparse.Namespace) -> int:
     config = fetched(config, weights=not args.dry_run)
     assumed = _assumed(args, config)
     if (held := reused.held_run(config)) is not None:
-        say(reused.describe(held, config))
+        say_lines(reused.describe(held, config))
     preflight.check(config, assumed)
     config = in_steps(config)
     over = None if held is None else reused.finished(held, config)
     if args.dry_run:
         from megatron_fleet.loop.dry_run import describe
 
-        say(describe(config, assumed))
+        say_lines(describe(config, assumed))
     if over is not None:
         say(over)
     if over is not None or args.dry_run:
@@ -429,7 +429,7 @@ def _save_traceback(args: argparse.Namespace) -> str:
         with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
     except OSError:
-        say(text, sys.stderr)
+        say_lines(text, sys.stderr)
         return "stderr"
     return name
 

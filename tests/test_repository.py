@@ -149,6 +149,13 @@ def test_light_modules_import_nothing_heavy():
     assert loaded & {"torch", "vllm", "ray", "transformers", "megatron", "hydra"} == set()
 
 
+def test_the_kind_of_environments_is_compared_in_one_place():
+    """Others ask `EnvConfig.about`: a new kind is described there and opened in `envs.registry`."""
+    compared = re.compile(r"env\.kind (==|!=|in|not in) |match \S*env\.kind")
+    found = {module for module, path in MODULES.items() if compared.search(path.read_text(encoding="utf-8"))}
+    assert found == {"megatron_fleet.config.sections.env"}
+
+
 def python_files() -> list[Path]:
     return [
         f

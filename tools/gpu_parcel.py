@@ -40,7 +40,7 @@ from offline_bundle import GLIBC_MINOR, PYTHONS, Pin, platform_tags, read_lock, 
 from packaging.requirements import Requirement  # noqa: E402
 from packaging.utils import canonicalize_name  # noqa: E402
 
-from megatron_fleet.config.errors import UserError, say  # noqa: E402
+from megatron_fleet.config.errors import UserError, say, say_lines  # noqa: E402
 
 MIB = 1 << 20
 ARCH = 90
@@ -236,7 +236,7 @@ def make(job: Job) -> None:
             shutil.copyfile(item.path, folder / item.path.name)
         text = manifest(job, folder, f"Parcel {number} of {len(parcels)}", parcel, remarks)
         (folder / "MANIFEST.txt").write_text(text, encoding="utf-8")
-        say(text)
+        say_lines(text)
 
 
 def collect(job: Job) -> tuple[list[Item], list[str]]:

@@ -35,7 +35,7 @@ from urllib.request import HTTPSHandler, ProxyHandler, Request, build_opener
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_fleet.config.errors import UserError, say  # noqa: E402
+from megatron_fleet.config.errors import UserError, say, say_lines  # noqa: E402
 from megatron_fleet.storage.progress import ProgressLine  # noqa: E402
 
 PYTHONS = {"cpu": ("3.11", "3.12"), "gpu": ("3.12",)}
@@ -192,7 +192,7 @@ def make(job: Job) -> None:
     (job.work / "SHA256SUMS").write_text("".join(sums), encoding="utf-8")
     (job.work / "SHA256SUMS").replace(job.out / "SHA256SUMS")
     shutil.rmtree(job.work)
-    say(
+    say_lines(
         f"{len(files)} files in {len(parts)} parts. Copy {job.out} to the machine; there: sh unpack.sh FOLDER",
         sys.stderr,
     )

@@ -23,7 +23,7 @@ from megatron_fleet.analysis.run_files import (
 from megatron_fleet.checkpoint.checkpoints import RECORDS, Checkpoint, Checkpoints
 from megatron_fleet.checkpoint.manifest import MANIFEST
 from megatron_fleet.checkpoint.store import RunStore
-from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.errors import UserError, printable
 from megatron_fleet.config.files import parse_json, read_object
 from megatron_fleet.config.units import size
 from megatron_fleet.storage.folder import Folder
@@ -276,7 +276,8 @@ def as_table(runs: Sequence[RunSummary]) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:
-    """Text in aligned columns."""
+    """Text in aligned columns; names in cells may come from anywhere."""
+    rows = [[*map(printable, row)] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_fleet.config.errors import UserError, say
+from megatron_fleet.config.errors import UserError, say, say_lines
 
 PLACE = "a run's folder (run.out), or its address in a store, s3://… or gs://bucket/…/ID"
 
@@ -48,9 +48,9 @@ def _list(args: argparse.Namespace) -> int:
 
     found = [run for place in args.places for run in runs.find_runs(place)]
     if args.json:
-        say(runs.as_json(found))
+        say_lines(runs.as_json(found))
     else:
-        say(runs.as_table(found) if found else f"no runs in {', '.join(args.places)}")
+        say_lines(runs.as_table(found) if found else f"no runs in {', '.join(args.places)}")
     return 0
 
 
@@ -59,9 +59,9 @@ def _show(args: argparse.Namespace) -> int:
     from megatron_fleet.config.units import size
 
     run = runs.find_run(args.place)
-    say(runs.as_table([run]))
+    say_lines(runs.as_table([run]))
     rows = [(f"step {saved.step}", size(saved.nbytes)) for saved in run.checkpoints]
-    say("\n" + (runs.columns([("checkpoint", "size"), *rows]) if rows else "no checkpoint"))
+    say_lines("\n" + (runs.columns([("checkpoint", "size"), *rows]) if rows else "no checkpoint"))
     if run.superseded:
         say(f"{run.superseded} checkpoints no longer count; `mfleet runs prune {args.place}` removes them")
     return 0
@@ -78,14 +78,14 @@ def _diff(args: argparse.Namespace) -> int:
     names = [runs.folder_name(place) for place in (args.place, args.other)]
     names = names if names[0] != names[1] else [args.place, args.other]
     rows = [(key, *map(str, values)) for key, *values in differences(one.config, other.config)]
-    say(runs.columns([("key", *names), *rows]) if rows else "all settings are equal")
+    say_lines(runs.columns([("key", *names), *rows]) if rows else "all settings are equal")
     return 0
 
 
 def _compare(args: argparse.Namespace) -> int:
     from megatron_fleet.analysis.comparison import write_comparison
 
-    say(write_comparison(args.places, args.page))
+    say_lines(write_comparison(args.places, args.page))
     return 0
 
 

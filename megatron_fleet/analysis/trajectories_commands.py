@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from megatron_fleet.config.errors import UserError, say
+from megatron_fleet.config.errors import UserError, say, say_lines
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +67,7 @@ def _trajectories(args: argparse.Namespace) -> int:
             print(trajectories.conversation(name, record, colour) + "\n", flush=True)
     elif pairs:
         rows = [tuple(map(trajectories.shown, trajectories.line(name, record))) for name, record in pairs]
-        say(runs.columns([trajectories.HEADINGS, *rows]))
+        say_lines(runs.columns([trajectories.HEADINGS, *rows]))
     say(f"{len(pairs)} of {matching} matching episodes, {total} in all" if matching else f"none of {total} match")
     return 0
 

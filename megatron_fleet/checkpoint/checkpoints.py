@@ -392,3 +392,14 @@ def _seal(partial: Path, step: int, written: Files) -> None:
             files[name] = fingerprint(file, flush=True)
     manifest = {"format": 1, "step": step, "files": dict(sorted(files.items()))}
     write_atomically(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
+
+
+def kept_besides(steps: Sequence[int], every: int, scores: Mapping[int, float]) -> set[int]:
+    """Steps whose checkpoints are kept besides the newest ones.
+
+    Args:
+        every: multiples of this are kept; 0: none.
+        scores: by step; of ``steps``, the one with the highest score is kept, of equal ones the newest.
+    """
+    best = max((step for step in steps if step in scores), key=lambda step: (scores[step], step), default=None)
+    return {step for step in steps if (every and step % every == 0) or step == best}

@@ -27,8 +27,17 @@ def printable(text: str) -> str:
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Print lines that may quote untrusted names and values; see `printable`. ``None``: standard output."""
-    print("\n".join(map(printable, text.splitlines())), file=stream, flush=True)
+    """Print a line that may quote untrusted names and values, which cannot end it; see `printable`.
+
+    Args:
+        stream: ``None``: standard output.
+    """
+    print(printable(text), file=stream, flush=True)
+
+
+def say_lines(text: str, stream: TextIO | None = None) -> None:
+    """Print a text of several lines, in which no name from elsewhere may hold a line end; else as `say`."""
+    print("\n".join(map(printable, text.split("\n"))), file=stream, flush=True)
 
 
 class LogFormatter(logging.Formatter):

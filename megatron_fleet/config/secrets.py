@@ -103,4 +103,4 @@ def _is_secret(name: str, value: str) -> bool:
 
 def of_environments(config: Config) -> tuple[str, ...]:
     """Return the name prefixes of the secrets that episode workers need."""
-    return ("FLEET_",) if config.env.kind == "fleet" else ()
+    return ("FLEET_",) if config.env.about.hosted else ()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_fleet.config.errors import UserError, say
+from megatron_fleet.config.errors import UserError, say, say_lines
 
 if TYPE_CHECKING:
     from megatron_fleet.config.sections.data import DataConfig
@@ -61,7 +61,7 @@ def _inspect(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(as_json(found), indent=1))
     else:
-        say(describe(found))
+        say_lines(describe(found))
     return 2 if found.problems else 0
 
 
@@ -72,7 +72,7 @@ def _prepare(args: argparse.Namespace) -> int:
 
     previous = [f"data.split_manifest={args.previous}"] if args.previous else []
     dataset = build(_data(args.source, [*args.overrides, *previous]), say=_progress)
-    say("\n".join([as_text(environments(dataset)), *dataset.split.notes]))
+    say_lines("\n".join([as_text(environments(dataset)), *dataset.split.notes]))
     _progress(f"writing {args.out}")
     written = write_prepared(args.out, dataset.split.train, dataset.split.held_out, dataset.manifest)
     say(f"{args.out}: {'written' if written else 'is there already, with the same content'}; data.tasks={args.out}")

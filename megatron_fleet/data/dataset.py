@@ -39,8 +39,6 @@ RULES = {
 
 ANSWER_NAME = re.compile(r"(.*_)?(answers?|solutions?|labels?|expected|ground_?truth|gold|target|secret)(_.*)?", re.I)
 """Names of variables that look like an answer."""
-SCORED_BY_TASK = ("embedded", "fleet")
-"""Kinds of environments that score an episode with the task's verifier; others have their own scoring."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +173,7 @@ def run_dataset(config: Config) -> Dataset:
 def check_verifiers(tasks: Iterable[Task], config: Config) -> None:
     """Raise UserError if ``tasks`` lack the verifiers that their environments need for scoring."""
     without = [task.key for task in tasks if not task.verifier_code.strip()]
-    if without and config.env.kind in SCORED_BY_TASK:
+    if without and config.env.about.scored_by_task:
         raise UserError(
             f"data.tasks={config.data.tasks}: {len(without)} tasks, the first of them {without[0]}, have no "
             f"verifier_code, and env.kind={config.env.kind} scores with it; add it, or leave them out with "

@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.checkpoint.checkpoints import Checkpoint
-from megatron_fleet.config.errors import UserError, say
+from megatron_fleet.config.errors import UserError, say_lines
 from megatron_fleet.config.load import load_resolved
 from megatron_fleet.config.schema import Config, ParallelConfig
 from megatron_fleet.debug.dumps import Dump, json_number, open_dump, shorten
@@ -58,7 +58,7 @@ def main(folder: Path, overrides: Sequence[str], as_json: bool) -> int:
         shutil.rmtree(outputs)
         raise
     shutil.rmtree(outputs)
-    say(to_json(found) if as_json else to_text(found))
+    say_lines(to_json(found) if as_json else to_text(found))
     return 1 if found.differences() else 0
 
 

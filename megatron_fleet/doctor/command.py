@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 from megatron_fleet.cluster.inventory import local_inventory
 from megatron_fleet.cluster.rank_identity import controller_address
-from megatron_fleet.config.errors import printable, say
+from megatron_fleet.config.errors import printable, say, say_lines
 from megatron_fleet.config.schema import Config
 from megatron_fleet.doctor import devices, host, meeting, model, network, services, versions
 from megatron_fleet.doctor.probe import NOT_NEEDED, Finding, Here, Probe, ask
@@ -64,7 +64,7 @@ def report(findings: Sequence[Finding], as_json: bool) -> int:
         rows = [{"name": f.name, "host": f.host, **asdict(f.result), "seconds": round(f.seconds, 3)} for f in findings]
         print(json.dumps({"failed": len(failed), "findings": rows}, indent=2))
     else:
-        say(table(findings))
+        say_lines(table(findings))
     return 1 if failed else 0
 
 

@@ -131,7 +131,7 @@ def _with_slack(here: Here) -> bool:
 
 
 def _with_fleet(here: Here) -> bool:
-    return any(config.env.kind == "fleet" for config in _configs(here))
+    return any(config.env.about.hosted for config in _configs(here))
 
 
 def _with_server(here: Here) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_fleet.config.errors import UserError, say
+from megatron_fleet.config.errors import UserError, say, say_lines
 
 if TYPE_CHECKING:
     from megatron_fleet.config.schema import Config
@@ -57,7 +57,7 @@ def main(args: argparse.Namespace, environ: Mapping[str, str], check: Callable[[
     for note in rendered.notes:
         say(f"mfleet: {note}", sys.stderr)
     if args.dry_run:
-        say(_described(job, rendered))
+        say_lines(_described(job, rendered))
         return 0
     write_files(job, rendered)
     record = launcher.submit(job, rendered)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_fleet.config.errors import UserError, say
+from megatron_fleet.config.errors import UserError, say, say_lines
 from megatron_fleet.config.files import read_object
 from megatron_fleet.config.schema import Config
 from megatron_fleet.storage.local import make_folders, write_atomically
@@ -87,7 +87,7 @@ def host_variables(config: Config) -> dict[str, str]:
         variables["MFLEET_DOCTOR"] = "1"
     if launch.install:
         variables["INSTALL_TIMEOUT_S"] = str(launch.install_timeout_s)
-        if config.env.kind == "fleet" and config.env.fleet.package:
+        if config.env.about.hosted and config.env.fleet.package:
             variables["FLEET_PACKAGE"] = config.env.fleet.package
     return variables
 
@@ -290,4 +290,4 @@ class Tail:
             whole = new[: new.rfind(b"\n") + 1]
             self._read[file] += len(whole)
             if whole:
-                say(whole.decode(errors="replace").rstrip("\n"), sys.stdout)
+                say_lines(whole.decode(errors="replace").rstrip("\n"), sys.stdout)

@@ -197,7 +197,7 @@ def secret_names(config: Config, environ: Mapping[str, str]) -> tuple[str, ...]:
     dumped = config.model_dump_json()
     if "s3://" in dumped or "gs://" in dumped:
         families += STORE
-    if config.env.kind == "fleet":
+    if config.env.about.hosted:
         families.append("FLEET_")
     if config.logging.wandb.project:
         families.append(WANDB_KEY)

@@ -63,7 +63,7 @@ def _memory(config: Config, device_bytes: int) -> list[str]:
 def processes(config: Config) -> list[str]:
     """Return one line per kind of process, with the number of processes."""
     p, r = config.parallel, config.rollout
-    server = "the embedded fleet, on 127.0.0.1" if config.env.kind == "embedded" else config.env.url
+    server = "the embedded fleet, on 127.0.0.1" if config.env.about.embedded else config.env.url
     return [
         f"ranks: {p.world_size} (tensor {p.tensor} × pipeline {p.pipeline} × context {p.context} × data {p.data}), "
         f"CPU threads of each: {config.policy.threads or 'default'}",

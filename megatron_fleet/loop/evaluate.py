@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from megatron_fleet.agents.trajectory import Trajectory
 from megatron_fleet.cluster.launcher import episode_python
-from megatron_fleet.config.errors import UserError, say
+from megatron_fleet.config.errors import UserError, say, say_lines
 from megatron_fleet.config.load import dump_resolved, load, load_resolved
 from megatron_fleet.config.schema import Config
 from megatron_fleet.data.dataset import build, check_verifiers
@@ -301,7 +301,7 @@ def finish(config: Config, evaluation: Evaluation, decode: Decode) -> None:
         records.evaluation(0, evaluation, metrics, "eval_only")
         write_atomically(out / "metrics.json", (json.dumps(metrics, indent=2) + "\n").encode())
         records.close()
-    say(table(metrics, config.eval.samples))
+    say_lines(table(metrics, config.eval.samples))
     if left := metrics["eval/all/outcome/aborted"] + metrics.get("eval/all/greedy_outcome/aborted", 0):
         say(f"{left:.0f} episodes were abandoned without a reward; run the same command again to play them.")
     say(f"mfleet: see {out}")

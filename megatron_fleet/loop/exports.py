@@ -23,9 +23,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, NamedTuple, final
 
-from megatron_fleet.checkpoint.checkpoints import SUPERSEDED, Checkpoint, Checkpoints
+from megatron_fleet.checkpoint.checkpoints import SUPERSEDED, Checkpoint, Checkpoints, kept_besides
 from megatron_fleet.checkpoint.manifest import MANIFEST
-from megatron_fleet.checkpoint.retention import kept_besides
 from megatron_fleet.checkpoint.store import Replaced, RunStore, Uploader
 from megatron_fleet.cluster.inventory import cuda_is_installed
 from megatron_fleet.cluster.launcher import last_line, spawn

@@ -113,7 +113,7 @@ async def _train(
 
         engines = EngineWeights(config, trainer, rollout, transport, colocation, start_ranks)
         attempts = open_attempts(config, train, held_out, rollout, lambda: started, [announcements])
-        saves = Saves(config.checkpoint, trainer, checkpoints, uploader, exports)
+        saves = Saves(config.checkpoint, config.run.last_step, trainer, checkpoints, uploader, exports)
         await Training(config, trainer, engines, attempts, saves, stop).run(found)
 
 

@@ -344,13 +344,13 @@ def _environment(config: Config) -> None:
     from megatron_fleet.envs.registry import no_answer
 
     load_prompts(config.agent.prompts)
-    if config.env.kind == "embedded":
+    if config.env.about.embedded:
         _, note = check_sandbox(config.env.sandbox)
         if note:
             log.warning("%s", note)
     if config.env.url and (reason := no_answer(config.env.url, ANSWER_S)):  # one of the user's own may use it too
         raise UserError(f"env.url={reason}; start the server, or correct the address.")
-    if config.env.kind == "fleet":
+    if config.env.about.hosted:
         check_key()
 
 
@@ -398,7 +398,7 @@ def _prompts(config: Config, tasks: Sequence[Task]) -> None:
 
 def check_environments(config: Config, tasks: Sequence[Task]) -> None:
     """Refuse tasks of environments that the embedded fleet does not have. Raises UserError."""
-    if config.env.kind == "embedded":
+    if config.env.about.embedded:
         from megatron_fleet.embedded_fleet import tasks as embedded
 
         embedded.check_environments(tasks, config.data.tasks)

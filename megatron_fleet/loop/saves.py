@@ -37,6 +37,7 @@ class Saves:
     def __init__(
         self,
         config: CheckpointConfig,
+        last_step: int,
         trainer: Trainer,
         checkpoints: Checkpoints,
         uploader: Uploader | None,
@@ -44,17 +45,22 @@ class Saves:
     ) -> None:
         """
         Args:
+            last_step: of the run.
             uploader: copies each checkpoint to a store.
             exports: makes HF folders of them.
         """
         self._config, self._trainer, self._checkpoints, self._uploader = config, trainer, checkpoints, uploader
-        self._exports = exports
+        self._last_step, self._exports = last_step, exports
         self.saved_step: int | None = None
         self.failed = 0
         self._copied: Copied | None = None
         self._saving: tuple[int, asyncio.Task[None]] | None = None
         self._lost = threading.Event()
         self._apart: bool | None = None  # as the trainer says once it is built
+
+    def due(self, step: int) -> bool:
+        """Return whether to save after ``step`` steps; always true after the last one."""
+        return step == self._last_step or (self._config.interval > 0 and step % self._config.interval == 0)
 
     async def newest(self, found: Checkpoint | None) -> Checkpoint | None:
         """Return the newest good checkpoint, see `Checkpoints.newest`; where hosts share no folder, of the store.

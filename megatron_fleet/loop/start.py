@@ -13,9 +13,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from megatron_fleet.checkpoint.checkpoints import RECORDS, Checkpoint, Checkpoints
+from megatron_fleet.checkpoint.checkpoints import RECORDS, Checkpoint, Checkpoints, kept_besides
 from megatron_fleet.checkpoint.manifest import DamagedCheckpoint
-from megatron_fleet.checkpoint.retention import kept_besides
 from megatron_fleet.checkpoint.store import RunStore, Uploader, run_url
 from megatron_fleet.config.errors import UserError, say
 from megatron_fleet.config.schema import Config

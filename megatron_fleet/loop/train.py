@@ -124,7 +124,7 @@ class Training:
             reports = await update(config, self._trainer, self._guard, batch.updates, self._step)
         self._step += 1
         await self._stop.interrupt(attempt.evaluations.finish())
-        if checkpoint_due(config, self._step) or self._guard.stuck:
+        if self._saves.due(self._step) or self._guard.stuck:
             with clock.phase("save_checkpoints"):
                 probe = await self._copy_state()
         with clock.phase("sync_weights"):
@@ -171,11 +171,6 @@ class Training:
 async def until_lost(trainer: Trainer, work: Coroutine[Any, Any, T]) -> T:
     """Await ``work``; cancel it, wait until it has ended, and raise TrainerLost when the trainer is lost."""
     return await unless(work, trainer.lost())
-
-
-def checkpoint_due(config: Config, step: int) -> bool:
-    """Return whether to save after ``step`` steps; always true after the last one."""
-    return step == config.run.last_step or (config.checkpoint.interval > 0 and step % config.checkpoint.interval == 0)
 
 
 @dataclass

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_fleet.config.errors import UserError, say
+from megatron_fleet.config.errors import UserError, say_lines
 
 if TYPE_CHECKING:
     from megatron_fleet.config.schema import Config
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(as_json(plan, args.price), indent=2))
     else:
-        say(as_text(plan, args.price))
+        say_lines(as_text(plan, args.price))
     if args.picture is not None and plan.step is not None:
         write_picture(plan, args.picture)
     if plan.problem is not None:
@@ -99,8 +99,8 @@ def _search(args: argparse.Namespace, config: Config, gpu: Gpu, workload: Worklo
     if args.json:
         print(json.dumps(search.as_json(found), indent=2))
         return 0
-    say(columns(search.as_rows(found)))
-    say(f"\nthe first: {' '.join(found[0].overrides) or 'the configuration as it is'}")
+    say_lines(columns(search.as_rows(found)))
+    say_lines(f"\nthe first: {' '.join(found[0].overrides) or 'the configuration as it is'}")
     return 0
 
 
@@ -111,7 +111,7 @@ def _simulate(args: argparse.Namespace, config: Config, gpu: Gpu, workload: Work
     if args.json:
         print(json.dumps(scaling.as_json(rows), indent=2))
     else:
-        say(columns(scaling.as_rows(rows)))
+        say_lines(columns(scaling.as_rows(rows)))
     if args.picture is not None:
         scaling.write_picture(rows, args.picture, f"{config.run.name} on {gpu.name}, {args.steps} simulated steps")
     return 0

@@ -98,7 +98,7 @@ class Workload:
             sampled=sampled,
             turns=turns,
             tool_s=TOOL_S if tool_s is None else tool_s,
-            start_s=START_S if config.env.kind == "fleet" else 0.0,
+            start_s=START_S if config.env.about.hosted else 0.0,
             accepted=accepted,
         )
 

@@ -55,8 +55,7 @@ class AlertRules:
         """Do nothing. The window goes on with the next attempt of this process."""
 
     def _problems(self, metrics: Mapping[str, float]) -> Iterator[tuple[Kind, str, str]]:
-        # Where there are no tools, the only calls are of tools that do not exist.
-        limit = None if self._config.env.kind == "python" else self._config.logging.alerts.tool_error_rate
+        limit = self._config.logging.alerts.tool_error_rate if self._config.env.about.tools else None
         for name, value in sorted(metrics.items()):
             if limit is not None and (found := _TOOL_ERRORS.fullmatch(name)) and value > limit:
                 yield (

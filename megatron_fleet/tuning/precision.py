@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_fleet.config.errors import say
+from megatron_fleet.config.errors import say_lines
 from megatron_fleet.config.schema import Config, ParallelConfig, PrecisionConfig
 from megatron_fleet.trainer.precision import Machine, machine_problem, this_machine
 from megatron_fleet.tuning.override_file import write_overrides
@@ -215,7 +215,7 @@ def main(config: Config, layers: int, repeats: int, as_json: bool, write: Path |
     with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("precision", total=trials(config))
         report = tune(config, layers, repeats, lambda: progress.advance(bar))
-    say(to_json(report) if as_json else to_text(report))
+    say_lines(to_json(report) if as_json else to_text(report))
     # What a faster precision does to log-probs is not known with random weights.
     chosen = report.choice if report.weights else report.reference
     if write is not None and chosen is not None and chosen.problem is None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron_fleet.config.errors import say
+from megatron_fleet.config.errors import say_lines
 from megatron_fleet.tuning.override_file import write_overrides
 from megatron_fleet.tuning.search import Candidate
 
@@ -45,7 +45,7 @@ def finish(report: Report, as_json: bool, write: Path | None) -> int:
     Raises:
         UserError: the file cannot be written.
     """
-    say(to_json(report) if as_json else to_text(report))
+    say_lines(to_json(report) if as_json else to_text(report))
     if write is not None and report.choice is not None:
         write_overrides(write, report.choice.settings)
     return 0

@@ -30,7 +30,7 @@ async def main(config: Config) -> None:
             async with start_trainer(config, hosts.listener, starter, token, "random") as trainer:
                 await trainer.gather()
                 await trainer.build()
-                saves = Saves(config.checkpoint, trainer, checkpoints, uploader)
+                saves = Saves(config.checkpoint, config.run.last_step, trainer, checkpoints, uploader)
                 await saves.resume(found)
                 step = 0 if found is None else found.step
                 before = await total(trainer)

@@ -83,7 +83,7 @@ def test_a_disk_that_fills_up_while_ranks_write(disk, tmp_path, caplog):
                 return await copy_state(path)
 
             def saves(on_failure: str) -> Saves:
-                return Saves(CheckpointConfig(on_failure=on_failure), trainer, Checkpoints(folder, keep=5), None)
+                return Saves(CheckpointConfig(on_failure=on_failure), 1, trainer, Checkpoints(folder, keep=5), None)
 
             async def begin(saves: Saves, step: int) -> None:
                 assert await saves.copy(step)

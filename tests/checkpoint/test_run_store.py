@@ -16,9 +16,8 @@ import pytest
 from s3_server import BUCKET, Wire
 
 from megatron_fleet.checkpoint import store as module
-from megatron_fleet.checkpoint.checkpoints import Checkpoint, Checkpoints
+from megatron_fleet.checkpoint.checkpoints import Checkpoint, Checkpoints, kept_besides
 from megatron_fleet.checkpoint.manifest import DamagedCheckpoint
-from megatron_fleet.checkpoint.retention import kept_besides
 from megatron_fleet.checkpoint.store import Replaced, RunStore, Uploader, run_url
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.storage.folder import Files

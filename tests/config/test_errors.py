@@ -3,7 +3,7 @@
 import io
 import logging
 
-from megatron_fleet.config.errors import printable, say
+from megatron_fleet.config.errors import printable, say, say_lines
 
 HOSTILE = "a\x1b[2J\x9b31m\rb\x00\u202ec\ud800\nerror: forged"
 ESCAPED = r"a\x1b[2J\x9b31m\rb\x00\u202ec\ud800\nerror: forged"
@@ -12,8 +12,14 @@ ESCAPED = r"a\x1b[2J\x9b31m\rb\x00\u202ec\ud800\nerror: forged"
 def test_text_from_elsewhere_is_escaped():
     assert printable(HOSTILE) == ESCAPED
     out = io.StringIO()
-    say(f"one\ntwo {HOSTILE}", out)
-    assert out.getvalue().isascii() and all(line.isprintable() for line in out.getvalue().splitlines())
+    say(f"one {HOSTILE}", out)
+    assert out.getvalue() == f"one {ESCAPED}\n", "a name cannot end the line"
+
+
+def test_only_line_ends_of_a_text_of_several_lines_are_kept():
+    out = io.StringIO()
+    say_lines("one\n\ntwo \x0b\u2028\x1b[2J\r three", out)
+    assert out.getvalue() == "one\n\ntwo \\x0b\\u2028\\x1b[2J\\r three\n"
 
 
 def test_a_log_record_is_one_line_whatever_it_quotes():

@@ -87,7 +87,7 @@ class Run:
             stack = ExitStack()
             checkpoints, uploader, found = stack.enter_context(open_checkpoints(config))
             try:
-                saves = Saves(config.checkpoint, self.trainer, checkpoints, uploader)
+                saves = Saves(config.checkpoint, config.run.last_step, self.trainer, checkpoints, uploader)
                 await Training(self.config, self.trainer, engines, attempts, saves, self.stop).run(found)
             finally:
                 await asyncio.to_thread(stack.close)  # uploads may need the trainer, and the event loop with it

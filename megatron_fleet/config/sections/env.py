@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
@@ -130,11 +133,36 @@ class ProvisioningConfig(Section):
         return self.model_copy(update={name: part(getattr(self, name)) for name in totals})
 
 
-ENVIRONMENT_NAMES = ("embedded", "openenv", "fleet", "python")
+@dataclass(frozen=True, slots=True)
+class EnvironmentKind:
+    """Properties of a kind of environments on which other parts of the program depend.
+
+    Attributes:
+        tools: its episodes call tools; elsewhere every call is one of a tool that does not exist.
+        scored_by_task: an episode is scored with the verifier of its task.
+        embedded: a run starts a server of this package for it, which has tasks of its own.
+        hosted: its environments are Fleet's: they take Fleet's key and package, and time to start.
+    """
+
+    tools: bool = True
+    scored_by_task: bool = False
+    embedded: bool = False
+    hosted: bool = False
+
+
+ENVIRONMENT_KINDS: Mapping[str, EnvironmentKind] = MappingProxyType(
+    {
+        "embedded": EnvironmentKind(scored_by_task=True, embedded=True),
+        "openenv": EnvironmentKind(),
+        "fleet": EnvironmentKind(scored_by_task=True, hosted=True),
+        "python": EnvironmentKind(tools=False),
+    }
+)
+"""Kinds by the value of ``env.kind``; those of a user's own are like ``openenv``."""
 
 
 class EnvConfig(Section):
-    kind: Annotated[str, NameOrPath(ENVIRONMENT_NAMES)] = Field(
+    kind: Annotated[str, NameOrPath(tuple(ENVIRONMENT_KINDS))] = Field(
         "embedded",
         description="embedded: the fleet in this package, started for the run; openenv: a server at `url`; fleet: "
         "Fleet's hosted environments (FLEET_API_KEY); python: questions without tools or a server, scored by `reward`; "
@@ -169,6 +197,11 @@ class EnvConfig(Section):
     fleet: FleetConfig = FleetConfig()
     faults: FaultRatesConfig = FaultRatesConfig()
     provisioning: ProvisioningConfig = ProvisioningConfig()
+
+    @property
+    def about(self) -> EnvironmentKind:
+        """Properties of `kind`."""
+        return ENVIRONMENT_KINDS.get(self.kind, EnvironmentKind())
 
 
 TTL_SLACK_S = 60.0
