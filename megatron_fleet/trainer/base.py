@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
@@ -282,3 +282,14 @@ class Trainer(Protocol):
 def as_plain(value: Any) -> dict[str, Any]:
     """Convert a dataclass of this module to plain values, for a message."""
     return asdict(value)
+
+
+def as_message(value: Any) -> Any:
+    """Convert an argument of a verb to plain values: a path to its absolute text, a dataclass to its fields."""
+    if isinstance(value, Path):
+        return str(value.absolute())
+    if isinstance(value, Mapping):
+        return {key: as_message(part) for key, part in value.items()}
+    if isinstance(value, Collection) and not isinstance(value, str | bytes):
+        return [as_message(part) for part in value]
+    return as_plain(value) if is_dataclass(value) else value

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 import itertools
-import math
 import os
 import secrets
 import socket
-from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -29,18 +30,16 @@ from megatron_fleet.models.layout import micro_batch_alignment, sequence_alignme
 from megatron_fleet.models.registry import use_family
 from megatron_fleet.platform.timeline import TIMELINE
 from megatron_fleet.trainer.base import (
-    PARTS,
-    AdamParams,
     Examination,
     Files,
     LossReport,
     LossSpec,
     MicroBatchLoss,
     OptimReport,
-    Part,
+    Trainer,
     TrainerInfo,
     TrainerLost,
-    as_plain,
+    as_message,
 )
 from megatron_fleet.trainer.links import Call, RankLink, RankListener
 from megatron_fleet.trainer.messages import SYSTEM, USER, RankReady, datum_to_plain, results_from_plain
@@ -60,6 +59,40 @@ SHARES_AT_ONCE = 8
 """Replicas that are sent their data concurrently; each holds an encoded micro-batch in memory."""
 QUIT_S = 20.0
 """Time for ranks to leave their process groups and exit."""
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Method = Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]
+
+
+def _forwarded(verb: Method[P, R], answer: Callable[[list[Any]], Any] = lambda _: None) -> Method[P, R]:
+    """Return the verb of `Trainer` as a method that every rank executes with the same arguments.
+
+    Args:
+        answer: makes the verb's result of what the ranks answer, by rank.
+    """
+    signature = inspect.signature(verb)
+
+    @functools.wraps(verb)
+    async def method(self: TrainerGroup, *args: P.args, **kwargs: P.kwargs) -> R:
+        given = signature.bind(self, *args, **kwargs)
+        given.apply_defaults()
+        _, *arguments = given.arguments.items()
+        answers = await self._call(verb.__name__, {name: as_message(value) for name, value in arguments})
+        result: R = answer(answers)
+        return result
+
+    return method
+
+
+def _first(answers: list[Any]) -> Any:
+    return answers[0]
+
+
+def _merged(answers: Sequence[Files]) -> Files:
+    """Files of all ranks, sorted by name."""
+    return dict(sorted((name, entry) for files in answers for name, entry in files.items()))
 
 
 class TrainerGroup:
@@ -343,6 +376,21 @@ class TrainerGroup:
             lengths, self.info.replicas, capacity, self._cost(lengths, trained), align, micro_batch_align
         )
 
+    # Verbs that every rank executes with the same arguments
+
+    optim_step = _forwarded(Trainer.optim_step, lambda answers: OptimReport(**answers[0]))
+    discard_gradients = _forwarded(Trainer.discard_gradients)
+    keep_reference = _forwarded(Trainer.keep_reference)
+    save_state = _forwarded(Trainer.save_state, _merged)
+    fetch_state = _forwarded(Trainer.fetch_state)
+    clear_state = _forwarded(Trainer.clear_state)
+    load_state = _forwarded(Trainer.load_state)
+    export_hf = _forwarded(Trainer.export_hf)
+    prepare_weights = _forwarded(Trainer.prepare_weights, _first)
+    offload = _forwarded(Trainer.offload)
+    onload = _forwarded(Trainer.onload)
+    memory = _forwarded(Trainer.memory, list)
+
     async def forward(
         self,
         data: Sequence[Datum],
@@ -374,15 +422,6 @@ class TrainerGroup:
             report.sequence_losses = [found[index] for index in range(len(data))]
         return report
 
-    async def optim_step(self, adam: AdamParams, hold_above: float = math.inf) -> OptimReport:
-        """See `Trainer.optim_step`."""
-        answers = await self._call("optim_step", {"adam": as_plain(adam), "hold_above": hold_above})
-        return OptimReport(**answers[0])
-
-    async def discard_gradients(self) -> None:
-        """See `Trainer.discard_gradients`."""
-        await self._call("discard_gradients")
-
     async def examine(self) -> Examination:
         """See `Trainer.examine`."""
         answers = await self._call("examine")
@@ -394,14 +433,6 @@ class TrainerGroup:
             if members
         ]
         return Examination(**answers[0]["faults"], micro_batches=losses)
-
-    async def keep_reference(self) -> None:
-        """See `Trainer.keep_reference`."""
-        await self._call("keep_reference")
-
-    async def save_state(self, path: Path) -> Files:
-        """See `Trainer.save_state`."""
-        return _merged(await self._call("save_state", {"path": str(path.absolute())}))
 
     async def copy_state(self, path: Path) -> Awaitable[Files]:
         """See `Trainer.copy_state`."""
@@ -426,43 +457,9 @@ class TrainerGroup:
         sent = await self._call("send_state", where | {"ranks": ranks, "bytes_per_s": limit})
         return [name for names in sent for name in names]
 
-    async def fetch_state(self, url: str, path: Path, files: Files) -> None:
-        """See `Trainer.fetch_state`."""
-        plain = {name: dict(entry) for name, entry in files.items()}
-        await self._call("fetch_state", {"url": url, "path": str(path.absolute()), "files": plain})
-
-    async def clear_state(self, folder: Path) -> None:
-        """See `Trainer.clear_state`."""
-        await self._call("clear_state", {"folder": str(folder.absolute())})
-
-    async def load_state(self, path: Path) -> None:
-        """See `Trainer.load_state`."""
-        await self._call("load_state", {"path": str(path.absolute())})
-
-    async def export_hf(self, path: Path) -> None:
-        """See `Trainer.export_hf`."""
-        await self._call("export_hf", {"path": str(path.absolute())})
-
-    async def prepare_weights(self, transport: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `Trainer.prepare_weights`."""
-        answers = await self._call("prepare_weights", {"transport": transport, "options": dict(options)})
-        return answers[0]
-
     async def send_weights(self, version: int, options: Mapping[str, Any], deliver: Deliver) -> None:
         """See `Trainer.send_weights`."""
         await self._call("send_weights", {"version": version, "options": dict(options)}, deliver=deliver)
-
-    async def offload(self, parts: Collection[Part] = PARTS) -> None:
-        """See `Trainer.offload`."""
-        await self._call("offload", {"parts": list(parts)})
-
-    async def onload(self, parts: Collection[Part] = PARTS) -> None:
-        """See `Trainer.onload`."""
-        await self._call("onload", {"parts": list(parts)})
-
-    async def memory(self, moment: Literal["begin", "end"], quiet: bool = False) -> list[dict[str, int]]:
-        """See `Trainer.memory`."""
-        return await self._call("memory", {"moment": moment, "quiet": quiet})
 
     def _by_replica(self, values: Sequence[Any]) -> list[Any]:
         """Results by replica, from the ranks of the last pipeline stage; those of earlier stages have none."""
@@ -517,8 +514,3 @@ def run_token() -> str:
     """Secret that every socket of a run requires: ``MFLEET_TOKEN``, or a new one."""
     # Ranks and nodes ignore white space around it too (`cluster.rank_identity`).
     return os.environ.get("MFLEET_TOKEN", "").strip() or secrets.token_hex(32)
-
-
-def _merged(answers: Sequence[Files]) -> Files:
-    """Files of all ranks, sorted by name."""
-    return dict(sorted((name, entry) for files in answers for name, entry in files.items()))

@@ -18,6 +18,7 @@ Controller to rank::
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -27,11 +28,17 @@ import numpy as np
 from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.cluster.frames import array_from_plain, array_to_plain
 from megatron_fleet.cluster.inventory import LOOPBACK, Device, StartedRank
+from megatron_fleet.trainer.base import Trainer
 
 USER, SYSTEM, OTHER = FAILURES = ("user", "system", "other")
 """Kinds of failure: a user error; an error of the operating system (e.g. a full disk), on all ranks
 alike; any other.
 """
+
+
+_PROMISED = {name for name, verb in vars(Trainer).items() if inspect.iscoroutinefunction(verb)}
+VERBS = frozenset(_PROMISED - {"lost", "close"} | {"written_state"})
+"""Verbs that ranks execute: those of `Trainer`, and the second half of `Trainer.copy_state`."""
 
 
 @dataclass(frozen=True, slots=True)

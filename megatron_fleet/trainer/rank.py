@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict
@@ -31,7 +31,7 @@ from megatron_fleet.cluster.rank_identity import controller_address, rank_identi
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
 from megatron_fleet.platform.processes import ONLY_OWNER, imports_uncollected, write_stacks_on_signal
-from megatron_fleet.trainer.messages import OTHER, SYSTEM, USER, Identity, datum_from_plain
+from megatron_fleet.trainer.messages import OTHER, SYSTEM, USER, VERBS, Identity, datum_from_plain
 from megatron_fleet.trainer.process import prepare_process
 from megatron_fleet.weights.remote import fetch
 
@@ -205,34 +205,12 @@ class RankServer:
         assert self._verbs is not None, "build comes first"
         if verb == "send_weights":
             return self._verbs.send_weights(**arguments, outbox=_Outbox(self._link, self._receipts, call))
-        served = self._served(self._verbs)
+        if verb not in VERBS:
+            raise ValueError(f"{verb} is not a verb of a trainer")
         if "micro_batches" in arguments:  # their number
             count = arguments.pop("micro_batches")
             arguments["micro_batches"] = [_data(body) for body in self._verbs.share_in_replica(bodies, count)]
-        return served[verb](**arguments)
-
-    @staticmethod
-    def _served(verbs: RankVerbs) -> dict[str, Callable[..., Any]]:
-        return {
-            "forward": verbs.forward,
-            "forward_backward": verbs.forward_backward,
-            "optim_step": verbs.optim_step,
-            "discard_gradients": verbs.discard_gradients,
-            "examine": verbs.examine,
-            "keep_reference": verbs.keep_reference,
-            "save_state": verbs.save_state,
-            "copy_state": verbs.copy_state,
-            "written_state": verbs.written_state,
-            "send_state": verbs.send_state,
-            "fetch_state": verbs.fetch_state,
-            "clear_state": verbs.clear_state,
-            "load_state": verbs.load_state,
-            "export_hf": verbs.export_hf,
-            "prepare_weights": verbs.prepare_weights,
-            "offload": verbs.offload,
-            "onload": verbs.onload,
-            "memory": verbs.memory,
-        }
+        return getattr(self._verbs, verb)(**arguments)
 
     def _bind(self) -> str:
         """Bind the rendezvous socket on rank 0, and keep it until it is used."""
