@@ -348,7 +348,7 @@ def _report(args: argparse.Namespace) -> int:
         return _serve(args)
     if args.host is not None or args.port is not None:
         raise UserError("--host and --port are those of the page with --serve; add it, or leave them out.")
-    say(str(write_report(args.place, args.page, args.markdown)))
+    say_lines(str(write_report(args.place, args.page, args.markdown)))
     return 0
 
 
