@@ -36,8 +36,13 @@ def say(text: str, stream: TextIO | None = None) -> None:
 
 
 def say_lines(text: str, stream: TextIO | None = None) -> None:
-    """Print a text of several lines, in which no name from elsewhere may hold a line end; else as `say`."""
-    print("\n".join(map(printable, text.split("\n"))), file=stream, flush=True)
+    """Print a text of several lines, in which no name from elsewhere may hold a line end; else as `say`.
+
+    Args:
+        text: a line end after its last line makes no difference.
+        stream: ``None``: standard output.
+    """
+    print("\n".join(map(printable, text.removesuffix("\n").split("\n"))), file=stream, flush=True)
 
 
 class LogFormatter(logging.Formatter):

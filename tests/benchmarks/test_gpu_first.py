@@ -33,6 +33,7 @@ def test_a_tiny_policy_is_that_of_the_cpu_and_comes_back_from_host_and_disk(firs
     assert figures["bfloat16: offload and onload"] and figures["bfloat16: save and load"]
     assert (found["fp8_delayed"]["status"], found["fp8_delayed"]["says"]) == ("skipped", "there is no GPU")
     assert "3 of 3 checks are ok or skipped." in capsys.readouterr().out
+    assert "in policy" in (tmp_path / "cpu" / "logs" / "first-policy.log").read_text(), "where its time went"
 
 
 def test_checks_that_die_or_hang_leave_a_line_and_the_next_one_is_made(first, tmp_path):

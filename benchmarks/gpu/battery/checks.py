@@ -6,11 +6,13 @@ line. ``--reference`` computes what others are compared with, on the CPU. No che
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
 import subprocess
 import sys
+import threading
+import time
+import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -73,7 +75,6 @@ Check = Callable[["Finding", Path], None]
 def machine(finding: Finding, folder: Path) -> None:
     """Device, versions, and how fast the disk takes a file."""
     import shutil
-    import time
 
     import torch
 
@@ -430,8 +431,6 @@ def main(name: str, folder: Path) -> int:
     except Unavailable as error:
         status, says = "skipped", str(error)
     except Exception as error:
-        import traceback
-
         traceback.print_exc()
         status, says = "failed", first_line(error)
     if finding.wrong and status == "ok":
@@ -440,8 +439,22 @@ def main(name: str, folder: Path) -> int:
     return 0 if status in ("ok", "skipped") else 1
 
 
+def log_stacks() -> None:
+    """Log the Python stacks of this process every `STACKS_S` seconds, for ever.
+
+    ``faulthandler.dump_traceback_later`` would read them without the interpreter's lock, which now and then ends the
+    process with a segmentation fault.
+    """
+    while True:
+        time.sleep(STACKS_S)
+        for thread, frame in sys._current_frames().items():
+            if thread != threading.get_ident():
+                stack = "".join(traceback.format_stack(frame))
+                print(f"{time.strftime('%X')}, thread {thread}:\n{stack}", file=sys.stderr, flush=True)
+
+
 if __name__ == "__main__":
-    faulthandler.dump_traceback_later(STACKS_S, repeat=True)
+    threading.Thread(target=log_stacks, daemon=True).start()
     if sys.argv[1] == "--reference":
         reference(Path(sys.argv[2]), sys.argv[3])
         sys.exit()
