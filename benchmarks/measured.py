@@ -36,7 +36,7 @@ MEASURES: Mapping[str, tuple[str, ...]] = {
     "rollout": (
         "agents/episode.py", "embedded_fleet/environment.py", "envs/openenv.py", "envs/openenv_client.py",
         "rollout/collector.py", "rollout/engine_actor.py", "rollout/engine_client.py", "rollout/engine_server.py",
-        "rollout/service.py", "rollout/worker.py",
+        "rollout/sampler.py", "rollout/service.py", "rollout/worker.py",
     ),
     "staleness": ("loop/batches.py", "loop/train.py", "rollout/collector.py", "algorithms"),
     "storage": ("storage/direct.py", "storage/local.py", "storage/s3.py"),

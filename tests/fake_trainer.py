@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron_fleet.algorithms.datum import Datum
+from megatron_fleet.config.errors import UserError
 from megatron_fleet.storage.local import fingerprint
 from megatron_fleet.trainer import state_files
 from megatron_fleet.trainer.base import (
@@ -26,7 +27,7 @@ from megatron_fleet.trainer.base import (
     MicroBatchLoss,
     OptimReport,
     Part,
-    TrainerInfo,
+    RanksInfo,
     TrainerLost,
 )
 from megatron_fleet.weight_sync.base import Deliver
@@ -49,6 +50,7 @@ class FakeTrainer:
         held: bytes of each part on the device.
         before_writing: awaited before a copied state is written; may raise.
         disk: folder of checkpoints on the host of the ranks; ``None``: the controller's.
+        restarts: reasons for which it was started again; the third is refused.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class FakeTrainer:
     ) -> None:
         """Args: ``fail``: verb → number of the call, from 1 → what it raises instead. ``info``: changes of `info`."""
         settings = {"vocab_size": vocab_size, "max_tokens": 4096, "part_bytes": [PART_BYTES]}
-        self.info = TrainerInfo(**settings | dict(info or {}))
+        self.info = RanksInfo(**settings | dict(info or {}))
         self.calls = [] if calls is None else calls
         self.data: list[list[Datum]] = []
         self.weights = np.zeros(vocab_size)
@@ -71,6 +73,7 @@ class FakeTrainer:
         self.closed = False
         self.before_writing: Callable[[], Awaitable[None]] | None = None
         self.disk: Path | None = None
+        self.restarts: list[str] = []
         self._fail = {verb: dict(calls) for verb, calls in (fail or {}).items()}
         self._counts: dict[str, int] = {}
         self._sequences_per_micro_batch = sequences_per_micro_batch
@@ -94,6 +97,25 @@ class FakeTrainer:
         self._lost, self._death = None, asyncio.Event()
         self.weights, self.gradient = np.zeros_like(self.weights), np.zeros_like(self.gradient)
         self.held = dict(PART_BYTES)
+
+    @property
+    def ranks(self) -> FakeTrainer:
+        return self
+
+    @property
+    def processes(self) -> list[tuple[str, int]]:
+        return []
+
+    async def start(self, reason: TrainerLost | None) -> None:
+        await asyncio.sleep(0)
+        if reason is None:
+            if error := self._fail.get("start", {}).pop(1, None):
+                raise error
+            return
+        self.restarts.append(str(reason))
+        if len(self.restarts) > 2:
+            raise UserError("the trainer died 3 times")
+        self.revive()
 
     async def lost(self) -> TrainerLost:
         await self._death.wait()

@@ -50,7 +50,7 @@ Write = Callable[[Path], Awaitable[Files]]
 """
 
 Copy = Callable[[Path], Awaitable[Awaitable[Files]]]
-"""Function that copies state, and returns what writes the copy as `Write` does: `trainer.base.Trainer.copy_state`."""
+"""Function that copies state, and returns what writes the copy as `Write` does: `trainer.base.Ranks.copy_state`."""
 
 Publish = Callable[["Checkpoint"], Awaitable[None]]
 """Function that puts a checkpoint where it is to be kept. The folder has the manifest and those of the files that lie

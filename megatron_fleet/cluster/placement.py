@@ -42,9 +42,11 @@ class Wanted:
     @classmethod
     def of(cls, config: Config) -> Wanted:
         engine = config.rollout.engine
-        return cls(
-            config.parallel.world_size, engine.replicas, engine.tensor_parallel, engine.colocated, engine.transport
-        )
+        replicas, tensor_parallel = engine.replicas, engine.tensor_parallel
+        if config.ranks == 0:
+            transport = "message" if engine.transport == AUTO else engine.transport
+            return cls(0, replicas, tensor_parallel, colocated=False, transport=transport)
+        return cls(config.ranks, replicas, tensor_parallel, engine.colocated, engine.transport)
 
     @classmethod
     def of_evaluation(cls, config: Config) -> Wanted:

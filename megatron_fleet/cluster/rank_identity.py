@@ -14,6 +14,7 @@ the torchrun agents.
 from __future__ import annotations
 
 import re
+import secrets
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -86,6 +87,11 @@ def controller_address(environ: Mapping[str, str]) -> tuple[str, str]:
         UserError: MFLEET_CONTROLLER or MFLEET_TOKEN is missing or malformed. No message contains the token.
     """
     return _address(environ, lowest_port=1), _token(environ)
+
+
+def run_token(environ: Mapping[str, str]) -> str:
+    """Secret that every socket of a run requires: ``MFLEET_TOKEN``, as ranks and nodes read it, or a new one."""
+    return environ.get("MFLEET_TOKEN", "").strip() or secrets.token_hex(32)
 
 
 @dataclass(frozen=True, slots=True)

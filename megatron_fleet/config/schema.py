@@ -23,6 +23,7 @@ from megatron_fleet.config.sections.logging import LoggingConfig
 from megatron_fleet.config.sections.rollout import EngineConfig, RolloutConfig, SamplingConfig
 from megatron_fleet.config.sections.run import CheckpointConfig, ClusterConfig, RunConfig
 from megatron_fleet.config.sections.trainer import (
+    WITH_RANKS,
     LoraConfig,
     ModelConfig,
     OptimizerConfig,
@@ -85,3 +86,8 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the trainer on the hosts of the run; 0 for a trainer that has none."""
+        return self.parallel.world_size if self.policy.trainer == WITH_RANKS else 0

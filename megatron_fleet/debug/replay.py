@@ -89,12 +89,14 @@ async def replay(dump: Dump, config: Config, same_layout: bool, open_trainer: Op
     """
     record, data = dump.record, dump.data()
     async with open_trainer(config) as trainer:
+        ranks = trainer.ranks
+        assert ranks is not None  # only those of a trainer with ranks are dumped
         await trainer.load_state(dump.state)
         report = await trainer.forward_backward(data, LossSpec.of(config.algorithm, per_sequence=True))
         # No norm is below this bound, so the step is always held.
-        step = await trainer.optim_step(AdamParams.of(config.policy.optimizer, record.lr), hold_above=-1.0)
-        seen = await trainer.examine()
-        device = trainer.info.device
+        step = await ranks.optim_step(AdamParams.of(config.policy.optimizer, record.lr), hold_above=-1.0)
+        seen = await ranks.examine()
+        device = ranks.info.device
     assert report.sequence_losses is not None, "they were asked for"
     same_order = same_layout and device == record.device == "cpu"
     # A trainer without micro-batches recorded none: compare the whole update.

@@ -23,7 +23,7 @@ from typing import Literal, Protocol, final
 from megatron_fleet.config.schema import Config
 from megatron_fleet.loop.memory_budget import GIB, Limits, MemoryBudget
 from megatron_fleet.platform.timeline import TIMELINE
-from megatron_fleet.trainer.base import PARTS, Part, Trainer, TrainerLost
+from megatron_fleet.trainer.base import PARTS, Part, Ranks, Trainer, TrainerLost
 
 Action = Callable[[], Awaitable[None]]
 
@@ -64,9 +64,9 @@ class SleepingEngines(Protocol):
 class Colocation:
     """State machine for the phases of a run. `restart` and `open_colocation` begin in phase ``train``."""
 
-    def __init__(self, trainer: Trainer, engines: SleepingEngines, budget: MemoryBudget, colocated: bool) -> None:
-        """Args: ``colocated``: trainer and engines share devices; the engines are asleep now."""
-        self._trainer, self._engines, self._budget, self._colocated = trainer, engines, budget, colocated
+    def __init__(self, ranks: Ranks | None, engines: SleepingEngines, budget: MemoryBudget) -> None:
+        """Args: ``ranks``: those that share their devices with the engines, which are asleep now; ``None``: none do."""
+        self._ranks, self._engines, self._budget = ranks, engines, budget
         self._phase: Phase | None = None
         self._awake = False
         self._parameters_on = True
@@ -89,23 +89,23 @@ class Colocation:
     async def to_trainer(self) -> None:
         """Go from ``roll`` to ``train``: put the engines to sleep, then onload the whole trainer."""
         async with self._entering(Phase.TRAIN):
-            if self._colocated:
+            if self._ranks is not None:
                 await self._sleep()
                 with self._timed("onload"):
-                    await self._onload(PARTS)
+                    await self._onload(self._ranks, PARTS)
 
     async def to_engines(self, sync: Action) -> None:
         """Go from ``train`` through ``sync`` to ``roll``. The callable sends the current weights to every engine."""
         async with self._entering(Phase.SYNC):
-            if self._colocated:
+            if self._ranks is not None:
                 with self._timed("offload"):
-                    await self._trainer.offload(("gradients", "optimizer"))
+                    await self._ranks.offload(("gradients", "optimizer"))
                 await self._wake("weights")
         await sync()
         async with self._entering(Phase.ROLL):
-            if self._colocated:
+            if self._ranks is not None:
                 with self._timed("offload"):
-                    await self._offload(PARTS)
+                    await self._offload(self._ranks, PARTS)
                 await self._wake("kv_cache")
         self._budget.write()
 
@@ -116,15 +116,15 @@ class Colocation:
         Works in any phase and in transitions that wait for a restarted engine. One call at a time.
         """
         parameters: tuple[Part, ...] = ("parameters",)
-        bring = self._colocated and not self._parameters_on
+        ranks = None if self._parameters_on else self._ranks
         try:
-            if bring:
-                await self._onload(parameters)
+            if ranks is not None:
+                await self._onload(ranks, parameters)
             yield
         finally:
-            if bring:
+            if ranks is not None:
                 with suppress(TrainerLost):  # its restart begins with everything onloaded
-                    await self._offload(parameters)
+                    await self._offload(ranks, parameters)
 
     def memory(self) -> dict[str, float]:
         """Metrics, see `MemoryBudget.metrics`."""
@@ -135,14 +135,14 @@ class Colocation:
         seconds, self._seconds = self._seconds, {}
         return seconds
 
-    async def _onload(self, parts: Collection[Part]) -> None:
-        await self._trainer.onload(parts)
+    async def _onload(self, ranks: Ranks, parts: Collection[Part]) -> None:
+        await ranks.onload(parts)
         self._parameters_on = True
 
-    async def _offload(self, parts: Collection[Part]) -> None:
+    async def _offload(self, ranks: Ranks, parts: Collection[Part]) -> None:
         """Offload ``parts``, parameters among them."""
         self._parameters_on = False
-        await self._trainer.offload(parts)
+        await ranks.offload(parts)
 
     async def _sleep(self) -> None:
         with self._timed("engines_sleep"):
@@ -199,9 +199,13 @@ async def open_colocation(config: Config, trainer: Trainer, engines: SleepingEng
     Args:
         config: its ``rollout.engine.colocated`` is as the placement decided.
     """
-    colocated, residual = bool(config.rollout.engine.colocated), int(config.rollout.engine.residual_gib * GIB)
-    allowed = [limits(sizes, residual) for sizes in trainer.info.part_bytes] if colocated else []
-    budget = MemoryBudget(trainer, allowed, Path(config.run.out) / "memory.json")
-    colocation = Colocation(trainer, engines, budget, colocated)
+    sharing, residual = None, int(config.rollout.engine.residual_gib * GIB)
+    allowed: list[Limits] = []
+    if config.rollout.engine.colocated:
+        sharing = trainer.ranks
+        assert sharing is not None  # the placement has said so
+        allowed = [limits(sizes, residual) for sizes in sharing.info.part_bytes]
+    budget = MemoryBudget(trainer.ranks, allowed, Path(config.run.out) / "memory.json")
+    colocation = Colocation(sharing, engines, budget)
     await colocation.restart(_nothing)
     return colocation

@@ -17,7 +17,7 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config, SafetyConfig
 from megatron_fleet.debug.dumps import Dumps, Record, Verdict, shorten
 from megatron_fleet.platform.alerts import alert
-from megatron_fleet.trainer.base import AdamParams, LossReport, OptimReport, Trainer, TrainerLost
+from megatron_fleet.trainer.base import AdamParams, LossReport, OptimReport, Ranks, Trainer, TrainerLost
 
 log = logging.getLogger(__name__)
 WINDOW = 32
@@ -76,29 +76,47 @@ class StepGuard:
         self._judge.load(state)
 
     async def optim_step(self, update: Update) -> OptimReport:
-        """Call `Trainer.optim_step` after checking loss and gradient norm."""
-        adam, loss = AdamParams.of(self._config.policy.optimizer, update.lr), update.report.loss
-        # The bound is finite, so the trainer also holds a step whose norm is not: it can be examined and dumped.
-        report = await self._trainer.optim_step(adam, hold_above=self._judge.bound(loss))
-        verdict = Verdict.FINE
-        if report.held:
-            verdict = self._judge.judge(loss, report.grad_norm)
-            await self._examine(update, report.grad_norm, verdict)
-            if verdict is Verdict.NOT_FINITE:
-                await self._trainer.discard_gradients()
-                report = replace(report, held=False, skipped=True)
-            else:
-                report = await self._trainer.optim_step(adam)
+        """Call `Trainer.optim_step`, unless loss or gradient is not finite, and report anomalies."""
+        adam, ranks = AdamParams.of(self._config.policy.optimizer, update.lr), self._trainer.ranks
+        step = self._step(adam, update) if ranks is None else self._held_step(ranks, adam, update)
+        report, verdict = await step
         self._judge.record(report.grad_norm, report.skipped)
         return replace(report, spike=verdict is Verdict.SPIKE, skipped_total=self._judge.skipped)
 
-    async def _examine(self, update: Update, norm: float, verdict: Verdict) -> None:
-        found = await self._trainer.examine()
+    async def _step(self, adam: AdamParams, update: Update) -> tuple[OptimReport, Verdict]:
+        """Take a step that cannot be held: the loss is judged before, the gradient norm afterwards."""
+        loss = update.report.loss
+        if math.isfinite(loss):
+            report = await self._trainer.optim_step(adam)
+        else:
+            await self._trainer.discard_gradients()
+            report = OptimReport(math.nan, adam.lr, skipped=True)
+        verdict = self._judge.judge(loss, report.grad_norm)
+        if verdict is not Verdict.FINE:
+            self._tell(update.step, fault(verdict, loss, report.grad_norm, self._judge.median))
+        return report, verdict
+
+    async def _held_step(self, ranks: Ranks, adam: AdamParams, update: Update) -> tuple[OptimReport, Verdict]:
+        """Take a step that ranks hold when it is anomalous, so that it is examined and dumped before any change."""
+        loss = update.report.loss
+        # The bound is finite, so the ranks also hold a step whose norm is not.
+        report = await ranks.optim_step(adam, hold_above=self._judge.bound(loss))
+        if not report.held:
+            return report, Verdict.FINE
+        verdict = self._judge.judge(loss, report.grad_norm)
+        await self._examine(ranks, update, report.grad_norm, verdict)
+        if verdict is Verdict.SPIKE:
+            return await ranks.optim_step(adam), verdict
+        await self._trainer.discard_gradients()
+        return replace(report, held=False, skipped=True), verdict
+
+    async def _examine(self, ranks: Ranks, update: Update, norm: float, verdict: Verdict) -> None:
+        found = await ranks.examine()
         record = Record(
             step=update.step,
             part=update.part,
             verdict=verdict.value,
-            device=self._trainer.info.device,
+            device=ranks.info.device,
             lr=update.lr,
             loss=update.report.loss,
             grad_norm=norm,
@@ -108,9 +126,12 @@ class StepGuard:
             gradients=found.gradients,
             parameters=found.parameters,
         )
-        self._last = describe(record)
         where = await self._keep(update, record) if self._dumps.has_place(verdict) else ""
-        alert(log, "update", f"step {update.step}: {self._last}{where}")
+        self._tell(update.step, describe(record), where)
+
+    def _tell(self, step: int, what: str, where: str = "") -> None:
+        self._last = what
+        alert(log, "update", f"step {step}: {what}{where}")
 
     async def _keep(self, update: Update, record: Record) -> str:
         """Write a dump; returns the outcome as text. A failed dump does not end the run, a lost trainer does."""
@@ -125,10 +146,9 @@ class StepGuard:
 
 def describe(record: Record) -> str:
     """Describe the fault of a step in one line; sequences are named by their index in the data of the update."""
+    parts = [fault(Verdict(record.verdict), record.loss, record.grad_norm, record.median)]
     if record.verdict == Verdict.SPIKE:
-        ratio = record.grad_norm / record.median
-        return f"gradient norm {record.grad_norm:.3g} is {ratio:.1f} × the median of the last ones"
-    parts = [f"loss {record.loss:.3g}, gradient norm {record.grad_norm:.3g}, so the update was skipped"]
+        return parts[0]
     if record.weights:
         parts.append(f"weights are not finite: {shorten(record.weights)}")
     if bad := [m for m in record.micro_batches if not math.isfinite(m.loss)]:
@@ -143,6 +163,13 @@ def describe(record: Record) -> str:
     elif not math.isfinite(record.grad_norm):
         parts.append("each gradient is finite, their norm is too large for float32")
     return "; ".join(parts)
+
+
+def fault(verdict: Verdict, loss: float, norm: float, median: float) -> str:
+    """Say in a few words what is wrong with a step. ``median``: of the last gradient norms."""
+    if verdict is Verdict.SPIKE:
+        return f"gradient norm {norm:.3g} is {norm / median:.1f} × the median of the last ones"
+    return f"loss {loss:.3g}, gradient norm {norm:.3g}, so the update was skipped"
 
 
 class StepJudge:

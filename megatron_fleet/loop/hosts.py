@@ -53,7 +53,7 @@ async def open_hosts(config: Config, token: str) -> AsyncIterator[RunHosts]:
         UserError: a host or a rank did not connect in time, or they contradict each other.
     """
     cluster = config.cluster
-    listener = RankListener(token, None, config.parallel.world_size)
+    listener = RankListener(token, None, config.ranks)
     nodes = None
     if cluster.nodes:
         nodes = Nodes(cluster.nodes, Path(config.run.out, "logs"), cluster.join_timeout_s, config.model.path)

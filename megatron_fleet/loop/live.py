@@ -60,8 +60,8 @@ class LiveRollout(Protocol):
     def live(self) -> Load: ...
 
 
-class LiveTrainer(Protocol):
-    """The part of `trainer.group.TrainerGroup` that is used."""
+class LiveRanks(Protocol):
+    """The part of `trainer.base.Ranks` that is used."""
 
     @property
     def processes(self) -> list[tuple[str, int]]: ...
@@ -72,13 +72,13 @@ class LiveRun:
     """A run, as long as the context lasts, in its folder ``run.out``, which exists.
 
     Attributes:
-        trainer, rollout: set once they are there.
+        ranks, rollout: set once they are there.
         nodes: other hosts, if there are any.
     """
 
     def __init__(self, config: Config, started: float) -> None:
         """Args: ``started``: unix time at which this attempt began."""
-        self.trainer: LiveTrainer | None = None
+        self.ranks: LiveRanks | None = None
         self.rollout: LiveRollout | None = None
         self.nodes: Nodes | None = None
         self._config, self._started = config, started
@@ -171,7 +171,7 @@ class LiveRun:
     def _stacks(self) -> Mapping[str, str]:
         """Return the stacks of the run's processes by host; other hosts are asked through the event loop."""
         host = socket.gethostname()
-        ranks = [] if self.trainer is None else self.trainer.processes
+        ranks = [] if self.ranks is None else self.ranks.processes
         # With an external launcher or Ray cluster they are not below this process.
         others = [pid for where, pid in ranks if where == host]
         others += [] if self.rollout is None else marked(self.rollout.run_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -12,11 +13,11 @@ from megatron_fleet.checkpoint.checkpoints import Checkpoint, Checkpoints
 from megatron_fleet.checkpoint.store import Uploader
 from megatron_fleet.cluster.launcher import episode_python
 from megatron_fleet.cluster.placement import Placement, Wanted, place
+from megatron_fleet.cluster.rank_identity import run_token
 from megatron_fleet.config import validate
 from megatron_fleet.config.load import dump_resolved
 from megatron_fleet.config.schema import Config
 from megatron_fleet.loop.attempt import open_attempts
-from megatron_fleet.loop.colocation import Colocation, open_colocation
 from megatron_fleet.loop.dry_run import draw
 from megatron_fleet.loop.exports import Exports, open_exports
 from megatron_fleet.loop.hosts import open_hosts
@@ -31,8 +32,7 @@ from megatron_fleet.rollout.service import Ground, RolloutService
 from megatron_fleet.storage.local import write_atomically
 from megatron_fleet.storage.run_folder import RunFolder
 from megatron_fleet.telemetry.announcements import Announcements, announced
-from megatron_fleet.trainer.base import TrainerLost
-from megatron_fleet.trainer.group import TrainerGroup, run_token, start_trainer
+from megatron_fleet.trainer.registry import RankHosts, trainer_factory
 from megatron_fleet.weight_sync.registry import make_transport
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ async def _train(
     started = time.time()
     stop.saved_step = None if found is None else found.step
     train, held_out = load_data(config)
-    out, token = Path(config.run.out), run_token()
+    out, token = Path(config.run.out), run_token(os.environ)
     async with AsyncExitStack() as stack:
         live = stack.enter_context(LiveRun(config, started))
         hosts = await stack.enter_async_context(open_hosts(config, token))
@@ -91,27 +91,17 @@ async def _train(
         (out / "logs").mkdir(exist_ok=True)
         write_atomically(out / "logs" / "placement.txt", f"{draw(inventory, placement)}\n".encode())
         config = as_placed(config, placement)
-        starter = hosts.starter(config, placement)
-        trainer = await stack.enter_async_context(start_trainer(config, hosts.listener, starter, token))
-        live.trainer = trainer
-        # In the background: the ranks import Megatron while Ray and the engines start.
-        gathering = asyncio.create_task(trainer.gather())
-        stack.callback(gathering.cancel)
+        rank_hosts = RankHosts(hosts.listener, token, lambda: hosts.starter(config, placement))
+        trainer = await stack.enter_async_context(trainer_factory(config.policy.trainer)(config, rank_hosts))
+        live.ranks = trainer.ranks
         ground = Ground(inventory, placement, token, hosts.nodes)
         rollout = await stack.enter_async_context(RolloutService(config, out, episode_python(), ground))
         rollout.observe()
         live.rollout = rollout
-        address = inventory.host(placement.ranks[0].host).address
-        transport = make_transport(placement.transport, {"address": address, "url": weights_url(config)})
+        first = inventory.host(placement.ranks[0].host) if placement.ranks else inventory.hosts[0]
+        transport = make_transport(placement.transport, {"address": first.address, "url": weights_url(config)})
         stack.callback(transport.close)
-
-        async def colocation() -> Colocation:
-            return await open_colocation(config, trainer, rollout)
-
-        async def start_ranks(reason: TrainerLost | None) -> None:
-            await start(trainer, gathering, reason)
-
-        engines = EngineWeights(config, trainer, rollout, transport, colocation, start_ranks)
+        engines = EngineWeights(config, trainer, rollout, transport)
         attempts = open_attempts(config, train, held_out, rollout, lambda: started, [announcements])
         saves = Saves(config.checkpoint, config.run.last_step, trainer, checkpoints, uploader, exports)
         await Training(config, trainer, engines, attempts, saves, stop).run(found)
@@ -134,12 +124,3 @@ def as_placed(config: Config, placement: Placement) -> Config:
     placed = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": engine})})
     validate.check(placed)
     return placed
-
-
-async def start(trainer: TrainerGroup, gathering: asyncio.Task[None], reason: TrainerLost | None) -> None:
-    """Build the trainer whose ranks ``gathering`` waits for, or restart it after a loss."""
-    if reason is not None:
-        await trainer.restart(reason)
-        return
-    await gathering
-    await trainer.build()

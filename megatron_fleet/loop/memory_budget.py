@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Protocol
 
 from megatron_fleet.storage.local import write_atomically
+from megatron_fleet.trainer.base import Ranks
 
 GIB = 1 << 30
 
@@ -20,12 +20,6 @@ Limits = Mapping[str, Mapping[str, int]]
 
 class MemoryExceeded(RuntimeError):
     """An owner holds more memory than its limit in this phase."""
-
-
-class Ranks(Protocol):
-    """The part of `trainer.base.Trainer` that measures memory."""
-
-    async def memory(self, moment: Literal["begin", "end"], quiet: bool = False) -> list[dict[str, int]]: ...
 
 
 class MemoryBudget:
@@ -38,8 +32,10 @@ class MemoryBudget:
         remark: reason why the engines freed no memory, if so; for ``memory.json``.
     """
 
-    def __init__(self, ranks: Ranks, limits: Sequence[Limits], path: Path) -> None:
-        """Args: ``limits``: one per rank; empty: no limits. ``path``: path of ``memory.json``."""
+    def __init__(self, ranks: Ranks | None, limits: Sequence[Limits], path: Path) -> None:
+        """Args: ``ranks``: ``None``: there are none, and nothing is measured. ``limits``: one per rank; empty: no
+        limits. ``path``: path of ``memory.json``.
+        """
         self.remark: str | None = None
         self._ranks, self._limits, self._path = ranks, limits, path
         self._phase = ""
@@ -49,7 +45,8 @@ class MemoryBudget:
 
     async def leave(self, quiet: bool) -> None:
         """Measure at the end of a phase, before anything moves. ``quiet``: no engine allocated memory during it."""
-        self._record(self._phase, await self._ranks.memory("end", quiet))
+        if self._ranks is not None:
+            self._record(self._phase, await self._ranks.memory("end", quiet))
 
     async def enter(self, phase: str) -> None:
         """Measure at the beginning of ``phase``.
@@ -57,7 +54,7 @@ class MemoryBudget:
         Raises:
             MemoryExceeded: an owner on a rank exceeds its limit.
         """
-        held = await self._ranks.memory("begin")
+        held = [] if self._ranks is None else await self._ranks.memory("begin")
         self._phase = phase
         self._cycles[phase] = self._cycles.get(phase, 0) + 1
         self._record(phase, held)

@@ -42,6 +42,8 @@ OWN_PARTS: Mapping[str, OwnPart] = MappingProxyType(
         "env.reward": OwnPart("envs.python", "OWN_REWARD", ("episode",)),
         "agent.kind": OwnPart("agents.kinds", "OWN_AGENT", ("episode",)),
         "rollout.renderer": OwnPart("models.chat.detection", "OWN_RENDERER", ("episode",)),
+        "rollout.sampler": OwnPart("rollout.sampler", "OWN_SAMPLER"),
+        "policy.trainer": OwnPart("trainer.registry", "OWN_TRAINER"),
         "model.family": OwnPart("models.registry", "OWN_FAMILY", ("engine", "episode")),
         "rollout.engine.transport": OwnPart("weight_sync.registry", "OWN_TRANSPORT"),
         "logging.own": OwnPart("telemetry.sinks", "OWN_LOGGER"),

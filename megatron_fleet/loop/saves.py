@@ -81,22 +81,23 @@ class Saves:
             UserError: the trainer's hosts share no folder, and the run needs one.
         """
         self._lost.clear()
-        self._apart = self._trainer.info.hosts_apart
+        ranks = self._trainer.ranks
+        self._apart = ranks is not None and ranks.info.hosts_apart
         if self._apart:
             self._check_apart()
-        if self._uploader is not None:
+        if self._uploader is not None and ranks is not None:
             store, loop = self._uploader.store, asyncio.get_running_loop()
 
             def send(path: Path, url: str, sizes: Mapping[str, int]) -> Collection[str]:
                 try:
-                    return _done(self._trainer.send_state(path, url, sizes, store.bytes_per_s), loop)
+                    return _done(ranks.send_state(path, url, sizes, store.bytes_per_s), loop)
                 except TrainerLost:
                     self._lost.set()  # what only its hosts have is gone with it
                     return []
 
             store.send_apart = send
             if found is not None and self._apart:
-                await self._trainer.fetch_state(store.url_of(found.step), found.path, found.files())
+                await ranks.fetch_state(store.url_of(found.step), found.path, found.files())
         if found is not None:
             await self._trainer.load_state(found.path)
 
@@ -115,8 +116,8 @@ class Saves:
             )
 
     async def copy(self, step: int) -> bool:
-        """Copy the trainer's state, which may change afterwards, for the checkpoint that `commit` makes of it; with
-        ``checkpoint.asynchronous=false`` write it.
+        """Copy the trainer's state, which may change afterwards, for the checkpoint that `commit` makes of it. A
+        trainer without ranks writes it at once, as all do with ``checkpoint.asynchronous=false``.
 
         Returns:
             Whether there is a copy: not if the step is committed already.
@@ -125,10 +126,11 @@ class Saves:
             UserError: this or the last checkpoint cannot be written, and ``checkpoint.on_failure=stop``.
         """
         await self.finish()
-        copy = self._trainer.copy_state if self._config.asynchronous else self._write_at_once
+        ranks = self._trainer.ranks
+        copy = self._write_at_once if ranks is None or not self._config.asynchronous else ranks.copy_state
         try:
-            if self._apart:
-                await self._trainer.clear_state(self._checkpoints.folder)
+            if self._apart and ranks is not None:
+                await ranks.clear_state(self._checkpoints.folder)
             self._copied = await self._checkpoints.copy(step, copy)
         except (UserError, OSError) as error:
             self._fail(step, error)
@@ -204,7 +206,7 @@ class Saves:
     async def _finish(self, finishing: Coroutine[Any, Any, Checkpoint]) -> None:
         checkpoint = await finishing
         self.saved_step = checkpoint.step
-        if self._uploader is not None and not self._trainer.info.hosts_apart:
+        if self._uploader is not None and not self._apart:
             self._uploader.add(checkpoint)
         if self._exports is not None:
             await asyncio.to_thread(self._exports.refresh)
@@ -224,8 +226,10 @@ class Saves:
                 f"{uploader.store.url_of(checkpoint.step)}: the files of all hosts did not get there within "
                 f"checkpoint.store.drain_timeout_s={limit_s:g}; see the warnings above."
             )
+        ranks = self._trainer.ranks
+        assert ranks is not None  # they are apart
         with suppress(TrainerLost):  # the checkpoint is there all the same
-            await self._trainer.clear_state(self._checkpoints.folder)
+            await ranks.clear_state(self._checkpoints.folder)
 
     def _fail(self, step: int, error: Exception) -> None:
         if self._config.on_failure == "stop":

@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.config.schema import Config
-from megatron_fleet.loop.colocation import Colocation, SleepingEngines
+from megatron_fleet.loop.colocation import Colocation, SleepingEngines, open_colocation
 from megatron_fleet.platform.timeline import TIMELINE
 from megatron_fleet.rollout.requests import RolloutFailed
 from megatron_fleet.trainer.base import Trainer, TrainerLost
@@ -45,16 +45,8 @@ class EngineWeights:
         trainer: Trainer,
         engines: EngineService,
         transport: Transport,
-        make_colocation: Callable[[], Awaitable[Colocation]],
-        start_trainer: Callable[[TrainerLost | None], Awaitable[None]],
     ) -> None:
-        """
-        Args:
-            make_colocation: called once the trainer is built, because it needs the trainer's sizes.
-            start_trainer: starts the trainer, or restarts it after a loss.
-        """
         self._config, self._trainer, self._engines, self._transport = config, trainer, engines, transport
-        self._make_colocation, self._start_trainer = make_colocation, start_trainer
         self._colocation: Colocation | None = None
         self._version: int | None = None  # of the trainer's weights; None while they change
         self._version_changed = asyncio.Condition()
@@ -85,7 +77,7 @@ class EngineWeights:
     async def _begin(self, reason: TrainerLost | None) -> None:
         async def start() -> None:
             with TIMELINE.phase("start_trainer"):
-                await self._start_trainer(reason)
+                await self._trainer.start(reason)
 
         if self._colocation is not None:
             await self._colocation.restart(start)
@@ -95,7 +87,8 @@ class EngineWeights:
             await self._engines.wait_ready()
             await self._engines.sleep()
         await start()
-        self._colocation = await self._make_colocation()
+        # It needs the sizes of the trainer's parts.
+        self._colocation = await open_colocation(self._config, self._trainer, self._engines)
 
     async def to_trainer(self) -> None:
         """Hand the devices to the trainer, whose weights are about to change; see `Colocation.to_trainer`.

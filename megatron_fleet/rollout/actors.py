@@ -18,12 +18,13 @@ from megatron_fleet.config.schema import Config
 from megatron_fleet.config.secrets import STORE, of_environments, secrets, take_secrets
 from megatron_fleet.envs.registry import environment_token
 from megatron_fleet.platform.processes import imports_uncollected, take_normal_priority, write_stacks_on_signal
-from megatron_fleet.rollout import engine_actor, engine_arguments
+from megatron_fleet.rollout import engine_arguments
 from megatron_fleet.rollout.components import ComponentLost
 from megatron_fleet.rollout.engine_toolkit import toolkit_environment
 from megatron_fleet.rollout.policy import EndpointAccess, EngineAccess
 from megatron_fleet.rollout.ray_local import live_nodes
 from megatron_fleet.rollout.requests import EpisodeSpec
+from megatron_fleet.rollout.sampler import sampler_class
 
 if TYPE_CHECKING:
     from megatron_fleet.agents.chat_client import Dialect
@@ -124,7 +125,8 @@ def engine_options(settings: ActorSettings, index: int) -> dict[str, Any]:
 
 def make_engine(config: Config, settings: ActorSettings, index: int) -> Any:
     """Create the actor of an engine. Raises ComponentLost as `engine_options` does."""
-    actor = ray.remote(engine_actor.EngineActor).options(**engine_options(settings, index))
+    sampler = sampler_class(config.rollout.sampler)
+    actor = ray.remote(sampler).options(**engine_options(settings, index))
     of_store = secrets(os.environ, STORE) if settings.transport == "disk" else {}
     return actor.remote(config, settings.token, settings.logs / f"engine-{index}.log", settings.transport, of_store)
 

@@ -1,8 +1,4 @@
-"""Engine actor: one vLLM replica behind a socket, controlled over Ray.
-
-Token ids are exchanged over the socket (``engine_server``); Ray transports only control: start, weight updates, scoring
-and statistics. A Ray call per turn would cost more CPU than the model of a small run.
-"""
+"""The sampler ``vllm``: one vLLM replica as an engine actor."""
 
 from __future__ import annotations
 
@@ -11,30 +7,26 @@ import contextlib
 import itertools
 import os
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from megatron_fleet.agents.engine import EngineLost, Generation, SamplingParams
-from megatron_fleet.cluster.launcher import write_output_to
 from megatron_fleet.config.schema import Config
-from megatron_fleet.config.secrets import take_secrets
 from megatron_fleet.models.images import PlacedImage, read_vision
 from megatron_fleet.platform.processes import (
     children_import_uncollected,
     imports_uncollected,
     killed_children_raise,
     stacks_written_after,
-    take_normal_priority,
-    write_stacks_on_signal,
 )
 from megatron_fleet.rollout.engine_arguments import engine_args, family_mixer
 from megatron_fleet.rollout.engine_images import ImageRequests, find_torchvision
-from megatron_fleet.rollout.engine_server import EngineServer
 from megatron_fleet.rollout.engine_statistics import EngineStatistics
 from megatron_fleet.rollout.prefix_sharing import AttentionTiles, PrefixSharing
+from megatron_fleet.rollout.sampler import STACKS_AFTER, Sampler
 from megatron_fleet.weight_sync.engine_model import FP8_FORMAT, FP8_LOADER
 from megatron_fleet.weight_sync.vllm_plugin import LOADER, MIXER, TRANSPORT
 
@@ -45,11 +37,8 @@ if TYPE_CHECKING:
 
     from megatron_fleet.rollout.engine_logger import StatisticsLogger
 
-WATCH_INTERVAL_S = 0.25
 HEALTH_INTERVAL_S = 10.0
 """Seconds between two questions to the core process whether it works."""
-STACKS_AFTER = 0.9
-"""Fraction of a deadline after which the stacks of the engine's processes are written to its log."""
 IMAGE_ATTEMPTS = 2
 """vLLM's two image caches may differ, for example after a weight update. The first request affected fails with finish
 reason ``error``, which repairs the caches for the next one (``MultiModalCacheMissError`` in vLLM 0.32)."""
@@ -60,18 +49,13 @@ _ERROR = re.compile(r"^\(.* ERROR .*\] ((?!\S*EngineDeadError)[\w.]*(?:Error|Exc
 _TAIL_BYTES, _LONGEST_ERROR = 1 << 18, 500
 
 
-class EngineActor:
-    """One engine replica. Only its `EngineSlot` calls its methods."""
+class EngineActor(Sampler):
+    """`Sampler` of vLLM."""
 
     def __init__(self, config: Config, token: str, log: Path, transport: str, secrets: Mapping[str, str] | None = None):
-        """Args: ``transport``: name of the weight transport. ``secrets``: environment variables that it reads."""
-        write_output_to(log)
-        write_stacks_on_signal()
-        take_normal_priority()
-        take_secrets(secrets or {})
+        """See `Sampler`."""
+        super().__init__(config, token, log, transport, secrets)
         os.environ[TRANSPORT] = transport
-        self._config, self._transport, self._log = config, transport, log
-        self._server = EngineServer(self._generate, token)
         self._llm: Any = None
         self._sharing: PrefixSharing | None = None
         self._vision = read_vision(config.model.folder)
@@ -79,15 +63,7 @@ class EngineActor:
         self._numbers = itertools.count()
         self._statistics: StatisticsLogger | None = None
         self._asking: asyncio.Task[None] | None = None
-        self._changes = 0
-        self._changing = False
-        self._unusable: str | None = None
         self._asleep = False
-        self._tokens = 0
-
-    async def listen(self, host: str) -> str:
-        """Bind the socket and return its address; requests wait until ``serve``."""
-        return await self._server.listen(host)
 
     async def start(self) -> None:
         """Load the model (seconds to minutes). Blocks only this actor.
@@ -137,8 +113,8 @@ class EngineActor:
         return engine_args(self._config, self._transport, cpu=cpu, can_sleep=can_sleep)
 
     async def serve(self) -> None:
-        """Begin to answer requests, with the current weights."""
-        self._server.open()
+        """See `Sampler.serve`."""
+        await super().serve()
         if self._asking is None:
             self._asking = asyncio.create_task(self._watch_core())
 
@@ -198,17 +174,7 @@ class EngineActor:
             raise EngineLost(f"the engine failed: {error.__cause__ or error}") from error
 
     async def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Compute the log-probs of given tokens under the current weights at temperature 1.
-
-        Args:
-            sequences: int32 ``[T]`` each.
-
-        Returns:
-            float32 ``[T]`` each; entry t is log π(token t | tokens before it), entry 0 is 0.
-
-        Raises:
-            ValueError: a sequence contains image placeholders.
-        """
+        """See `Sampler.score`."""
         from vllm import SamplingParams as VllmParams
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
@@ -222,7 +188,7 @@ class EngineActor:
         return [_prompt_logprobs(output) for output in outputs]
 
     async def open_transport(self, init_info: Mapping[str, Any]) -> None:
-        """Initialise the engine's side of the transport."""
+        """See `Sampler.open_transport`."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         async with self._updating():
@@ -239,7 +205,7 @@ class EngineActor:
             await self._llm.start_weight_update()
 
     async def load(self, message: Mapping[str, Any]) -> None:
-        """Load the tensors of one update message."""
+        """See `Sampler.load`."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         async with self._updating():
@@ -280,31 +246,11 @@ class EngineActor:
         if not await self._llm.is_paused():
             raise RuntimeError("a weight update without begin_update")
 
-    @contextlib.asynccontextmanager
-    async def _updating(self, what: str = "its weight update") -> AsyncIterator[None]:
-        """Mark the engine as unusable, to be replaced, if the block fails: its model may be partly updated."""
-        if self._unusable is not None:
-            raise RuntimeError(self._unusable)
-        limit = self._config.rollout.engine.update_timeout_s
-        self._changing, self._changes = True, self._changes + 1
-        try:
-            with stacks_written_after(STACKS_AFTER * limit):
-                async with asyncio.timeout(limit):
-                    yield
-        except BaseException as error:
-            self._unusable = f"{what} failed: {type(error).__name__}: {error}"
-            raise RuntimeError(self._unusable) from error
-        finally:
-            self._changing = False
-
     async def usable(self) -> bool:
-        return self._unusable is None and not self._llm.errored
+        return await super().usable() and not self._llm.errored
 
-    async def watch(self) -> str:
-        """Wait until the engine can no longer serve; returns the reason."""
-        while await self.usable():
-            await asyncio.sleep(WATCH_INTERVAL_S)
-        return self._unusable or f"the engine's core process died{_last_error(self._log)}"
+    def _why_unusable(self) -> str:
+        return super()._why_unusable() or f"the engine's core process died{_last_error(self._log)}"
 
     async def _watch_core(self) -> None:
         while self._unusable is None:
@@ -328,21 +274,12 @@ class EngineActor:
             self._unusable = f"its core process did not answer within {limit:g} s (rollout.engine.health_timeout_s)"
 
     async def read_statistics(self) -> EngineStatistics:
-        """Return the engine's statistics since the last call."""
+        """See `Sampler.read_statistics`."""
         return EngineStatistics() if self._statistics is None else self._statistics.read()
 
-    async def sampled_tokens(self) -> int:
-        """Return the number of tokens sampled since the start."""
-        return self._tokens
-
-    async def processes(self) -> list[int]:
-        """Return the pids of this actor and all its child processes."""
-        import psutil
-
-        return [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
-
     async def shutdown(self) -> None:
-        self._server.close()
+        """See `Sampler.shutdown`."""
+        await super().shutdown()
         if self._asking is not None:
             self._asking.cancel()
         if self._llm is not None:

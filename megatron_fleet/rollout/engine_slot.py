@@ -117,7 +117,7 @@ class EngineSlot(WatchedComponent):
                 self._lose(actor, error)
 
     async def score(self, sequences: Sequence[np.ndarray], timeout_s: float) -> list[np.ndarray]:
-        """See `EngineActor.score`."""
+        """See `Sampler.score`."""
         return await self._repeat(lambda actor: actor.score.remote(list(sequences)), timeout_s)
 
     async def sample(self) -> EngineStatistics:
@@ -136,7 +136,7 @@ class EngineSlot(WatchedComponent):
         return counts
 
     async def sampled_tokens(self) -> int:
-        """See `EngineActor.sampled_tokens`."""
+        """See `Sampler.sampled_tokens`."""
         return await self._repeat(lambda actor: actor.sampled_tokens.remote(), CALL_TIMEOUT_S)
 
     async def processes(self) -> list[int]:

@@ -1,7 +1,8 @@
-"""Trainer protocol of the controller: awaitable verbs, modelled on Tinker's, with their arguments and results.
+"""Protocols of a trainer: awaitable verbs, modelled on Tinker's, with their arguments and results.
 
-Nothing here assumes Megatron, several processes or this machine: a trainer may be a group of ranks (`trainer.group`), a
-test fake, or a hosted service. Nothing here imports torch.
+Every trainer has the verbs of `Trainer`, which a hosted service can give as well as ranks of this run. Ranks on hosts
+have those of `Ranks` besides; the controller uses them where ``Trainer.ranks`` is not ``None``. Nothing here imports
+torch.
 """
 
 from __future__ import annotations
@@ -132,19 +133,28 @@ class Examination:
 
 @dataclass(frozen=True, slots=True)
 class TrainerInfo:
-    """Properties of a trainer that the controller needs.
+    """Properties of a trainer.
 
     Attributes:
         vocab_size: tokens of the model, without padding.
         max_tokens: the longest sequence that it can train.
+    """
+
+    vocab_size: int
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RanksInfo(TrainerInfo):
+    """Properties of a trainer's ranks.
+
+    Attributes:
         replicas: data-parallel copies of the model.
         device: ``cpu`` or ``cuda``.
         part_bytes: for each rank, bytes of each `Part` on its device; empty when nothing can be offloaded.
         hosts_apart: some ranks write their files where the controller does not see them.
     """
 
-    vocab_size: int
-    max_tokens: int
     replicas: int = 1
     device: str = "cpu"
     part_bytes: Sequence[Mapping[str, int]] = ()
@@ -158,7 +168,25 @@ class Trainer(Protocol):
     """
 
     @property
-    def info(self) -> TrainerInfo: ...
+    def info(self) -> TrainerInfo:
+        """Its properties; after `start`."""
+        ...
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """What its ranks can do besides; ``None``: it has none on the hosts of the run."""
+        ...
+
+    async def start(self, reason: TrainerLost | None) -> None:
+        """Start with the initial weights of the model, or start again after a loss.
+
+        Args:
+            reason: the loss.
+
+        Raises:
+            UserError: it was lost too often, or does not fit the model or the machine.
+        """
+        ...
 
     async def lost(self) -> TrainerLost:
         """Return the reason once the trainer is lost; otherwise never return."""
@@ -181,21 +209,12 @@ class Trainer(Protocol):
         """Accumulate gradients of the SUM of ``loss`` over ``data``."""
         ...
 
-    async def optim_step(self, adam: AdamParams, hold_above: float = math.inf) -> OptimReport:
-        """Clip, step, zero the gradients.
-
-        A non-finite gradient never changes anything. With a finite ``hold_above`` the step is then *held*, as it is
-        when the norm is above it: state and gradients stay as they are, until `optim_step` without a bound or
-        `discard_gradients`. Without a bound a step with a non-finite gradient is skipped and its gradients are zeroed.
-        """
+    async def optim_step(self, adam: AdamParams) -> OptimReport:
+        """Clip, step, zero the gradients. With a gradient that is not finite the step is skipped: nothing changes."""
         ...
 
     async def discard_gradients(self) -> None:
         """Zero the gradients without a step."""
-        ...
-
-    async def examine(self) -> Examination:
-        """Look for non-finite values, before gradients are zeroed."""
         ...
 
     async def keep_reference(self) -> None:
@@ -203,7 +222,56 @@ class Trainer(Protocol):
         ...
 
     async def save_state(self, path: Path) -> Files:
-        """Write weights and optimizer into the existing folder ``path``; returns the files, flushed to disk."""
+        """Write what `load_state` needs to go on from here, weights and optimizer or the address of their copy
+        elsewhere, into the existing folder ``path``; returns the files, flushed to disk.
+        """
+        ...
+
+    async def load_state(self, path: Path) -> None:
+        """Restore what `save_state` wrote, in this or another layout; gradients are zeroed."""
+        ...
+
+    async def export_hf(self, path: Path) -> None:
+        """Write the current weights as a Hugging Face folder."""
+        ...
+
+    async def prepare_weights(self, transport: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Prepare to send weights by ``transport``; repeated calls may pass more ``options``.
+
+        Returns:
+            Answer for the transport's controller half; see `weight_sync.base`.
+        """
+        ...
+
+    async def send_weights(self, version: int, options: Mapping[str, Any], deliver: Deliver) -> None:
+        """Send the current weights by the prepared transport. ``deliver``: called for each message."""
+        ...
+
+
+class Ranks(Protocol):
+    """What a trainer whose ranks run on hosts of the run can do besides: devices, host memory and disks.
+
+    Order and errors are those of `Trainer`.
+    """
+
+    @property
+    def info(self) -> RanksInfo: ...
+
+    @property
+    def processes(self) -> list[tuple[str, int]]:
+        """Host and pid of each connected rank."""
+        ...
+
+    async def optim_step(self, adam: AdamParams, hold_above: float = math.inf) -> OptimReport:
+        """`Trainer.optim_step`, *held* when the gradient norm is above a finite ``hold_above``, or not finite.
+
+        State and gradients of a held step stay as they are, until `optim_step` without a bound or
+        `Trainer.discard_gradients`.
+        """
+        ...
+
+    async def examine(self) -> Examination:
+        """Look for non-finite values, before gradients are zeroed."""
         ...
 
     async def copy_state(self, path: Path) -> Awaitable[Files]:
@@ -228,7 +296,7 @@ class Trainer(Protocol):
 
     async def fetch_state(self, url: str, path: Path, files: Files) -> None:
         """Copy a saved state from ``url`` to each host that does not see the controller's ``path``, for the next
-        `load_state` of ``path``.
+        `Trainer.load_state` of ``path``.
         """
         ...
 
@@ -236,26 +304,6 @@ class Trainer(Protocol):
         """Remove what unfinished saves and `fetch_state` left in ``folder``, on hosts that do not see that of the
         controller.
         """
-        ...
-
-    async def load_state(self, path: Path) -> None:
-        """Read what `save_state` wrote, in this or another layout; gradients are zeroed."""
-        ...
-
-    async def export_hf(self, path: Path) -> None:
-        """Write the current weights as a Hugging Face folder."""
-        ...
-
-    async def prepare_weights(self, transport: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Prepare to send weights by ``transport``; repeated calls may pass more ``options``.
-
-        Returns:
-            Answer for the transport's controller half; see `weight_sync.base`.
-        """
-        ...
-
-    async def send_weights(self, version: int, options: Mapping[str, Any], deliver: Deliver) -> None:
-        """Send the current weights by the prepared transport. ``deliver``: called for each message."""
         ...
 
     async def offload(self, parts: Collection[Part] = PARTS) -> None:
@@ -272,10 +320,6 @@ class Trainer(Protocol):
         Args:
             quiet: at the end: no other process allocated device memory during the phase.
         """
-        ...
-
-    async def close(self) -> None:
-        """Shut the trainer down. Idempotent."""
         ...
 
 

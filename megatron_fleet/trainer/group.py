@@ -21,6 +21,7 @@ from megatron_fleet.cluster import frames
 from megatron_fleet.cluster.inventory import LOOPBACK, local_inventory
 from megatron_fleet.cluster.launcher import LocalRanks, RankStarter
 from megatron_fleet.cluster.placement import Wanted, place, ranks_by_host
+from megatron_fleet.cluster.rank_identity import run_token
 from megatron_fleet.cluster.restarts import OutOfRestarts, Restarts
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
@@ -36,14 +37,16 @@ from megatron_fleet.trainer.base import (
     LossSpec,
     MicroBatchLoss,
     OptimReport,
+    Ranks,
+    RanksInfo,
     Trainer,
-    TrainerInfo,
     TrainerLost,
     as_message,
 )
 from megatron_fleet.trainer.links import Call, RankLink, RankListener
 from megatron_fleet.trainer.messages import SYSTEM, USER, RankReady, datum_to_plain, results_from_plain
 from megatron_fleet.trainer.packing.pack_plan import Plan, plan_micro_batches
+from megatron_fleet.trainer.registry import RankHosts
 from megatron_fleet.weight_sync.base import Deliver
 from megatron_fleet.weights.hf_folder import read_config
 
@@ -67,7 +70,7 @@ Method = Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]
 
 
 def _forwarded(verb: Method[P, R], answer: Callable[[list[Any]], Any] = lambda _: None) -> Method[P, R]:
-    """Return the verb of `Trainer` as a method that every rank executes with the same arguments.
+    """Return a verb of `Trainer` or `Ranks` as a method that every rank executes with the same arguments.
 
     Args:
         answer: makes the verb's result of what the ranks answer, by rank.
@@ -96,7 +99,7 @@ def _merged(answers: Sequence[Files]) -> Files:
 
 
 class TrainerGroup:
-    """`trainer.base.Trainer` over ranks; between `open` and `close` it can be lost, and restarted by `restart`."""
+    """`trainer.base.Trainer` over ranks, with what `trainer.base.Ranks` adds. It may be lost, and started again."""
 
     def __init__(
         self,
@@ -122,9 +125,28 @@ class TrainerGroup:
         self._lost: asyncio.Future[TrainerLost] = asyncio.get_running_loop().create_future()
         self._plan: Plan = []
         self._tasks: set[asyncio.Task[None]] = set()
+        self._gathering: asyncio.Task[None] | None = None
         self._closing = False
 
     # Life
+
+    @property
+    def ranks(self) -> Ranks:
+        """See `Trainer.ranks`."""
+        return self
+
+    def begin(self) -> None:
+        """Begin to `gather` the ranks for `start`, in the background: they import Megatron while other things start."""
+        self._gathering = asyncio.create_task(self.gather())
+
+    async def start(self, reason: TrainerLost | None) -> None:
+        """See `Trainer.start`; after `begin`."""
+        if reason is not None:
+            await self.restart(reason)
+            return
+        assert self._gathering is not None, "begin() comes first"
+        await self._gathering
+        await self.build()
 
     async def gather(self) -> None:
         """Start the ranks and wait until they are connected; they continue with their imports meanwhile.
@@ -180,8 +202,10 @@ class TrainerGroup:
             return
 
     async def close(self) -> None:
-        """See `Trainer.close`."""
+        """End the ranks. Idempotent."""
         self._closing = True
+        if self._gathering is not None:
+            self._gathering.cancel()
         for link in self._links:
             await link.send("quit")
         alive = bool(self._links) and not self._lost.done()
@@ -191,7 +215,7 @@ class TrainerGroup:
 
     @property
     def processes(self) -> list[tuple[str, int]]:
-        """Host and pid of each connected rank."""
+        """See `Ranks.processes`."""
         return [(link.who.host, link.who.pid) for link in self._links]
 
     def _disconnect(self) -> None:
@@ -355,12 +379,12 @@ class TrainerGroup:
     # Verbs
 
     @property
-    def info(self) -> TrainerInfo:
-        """See `Trainer.info`. After `build`."""
+    def info(self) -> RanksInfo:
+        """See `Ranks.info`. After `build`."""
         first = self._ready[0]
         sizes = [ready.part_bytes for ready in self._ready] if first.part_bytes else []
         tokens, apart = self._config.policy.micro_batch_tokens, not all(ready.sees_folder for ready in self._ready)
-        return TrainerInfo(first.vocab_size, tokens, first.replicas, first.device, sizes, apart)
+        return RanksInfo(first.vocab_size, tokens, first.replicas, first.device, sizes, apart)
 
     def plan(self, data: Sequence[Datum]) -> Plan:
         """Plan the micro-batches of each replica as indices into ``data``; equal data give equal plans.
@@ -378,18 +402,18 @@ class TrainerGroup:
 
     # Verbs that every rank executes with the same arguments
 
-    optim_step = _forwarded(Trainer.optim_step, lambda answers: OptimReport(**answers[0]))
+    optim_step = _forwarded(Ranks.optim_step, lambda answers: OptimReport(**answers[0]))
     discard_gradients = _forwarded(Trainer.discard_gradients)
     keep_reference = _forwarded(Trainer.keep_reference)
     save_state = _forwarded(Trainer.save_state, _merged)
-    fetch_state = _forwarded(Trainer.fetch_state)
-    clear_state = _forwarded(Trainer.clear_state)
+    fetch_state = _forwarded(Ranks.fetch_state)
+    clear_state = _forwarded(Ranks.clear_state)
     load_state = _forwarded(Trainer.load_state)
     export_hf = _forwarded(Trainer.export_hf)
     prepare_weights = _forwarded(Trainer.prepare_weights, _first)
-    offload = _forwarded(Trainer.offload)
-    onload = _forwarded(Trainer.onload)
-    memory = _forwarded(Trainer.memory, list)
+    offload = _forwarded(Ranks.offload)
+    onload = _forwarded(Ranks.onload)
+    memory = _forwarded(Ranks.memory, list)
 
     async def forward(
         self,
@@ -423,7 +447,7 @@ class TrainerGroup:
         return report
 
     async def examine(self) -> Examination:
-        """See `Trainer.examine`."""
+        """See `Ranks.examine`."""
         answers = await self._call("examine")
         by_replica = self._by_replica([answer["micro_batches"] for answer in answers])
         losses = [
@@ -435,7 +459,7 @@ class TrainerGroup:
         return Examination(**answers[0]["faults"], micro_batches=losses)
 
     async def copy_state(self, path: Path) -> Awaitable[Files]:
-        """See `Trainer.copy_state`."""
+        """See `Ranks.copy_state`."""
         await self._call("copy_state", {"path": str(path.absolute())})
         written = asyncio.create_task(self._written())
         written.add_done_callback(lambda task: task.cancelled() or task.exception())  # there may be no waiter
@@ -447,7 +471,7 @@ class TrainerGroup:
     async def send_state(
         self, path: Path, url: str, sizes: Mapping[str, int], bytes_per_s: float | None
     ) -> Collection[str]:
-        """See `Trainer.send_state`."""
+        """See `Ranks.send_state`."""
         here = socket.gethostname()
         ranks = [rank for rank, link in enumerate(self._links) if link.who.host != here]
         if not ranks:
@@ -481,19 +505,27 @@ async def open_trainer(config: Config, init: Init = "hf") -> AsyncIterator[Train
         UserError: model, layout and machine do not fit each other.
         TrainerLost: a rank died.
     """
-    token, world, inventory = run_token(), config.parallel.world_size, local_inventory(os.environ)
+    token, world, inventory = run_token(os.environ), config.parallel.world_size, local_inventory(os.environ)
     (ranks,) = ranks_by_host(place(inventory, Wanted(world, engines=0)), inventory, config.policy.threads or 1).values()
     listener = RankListener(token, None, world)
     await listener.listen(LOOPBACK, 0)
     starter = LocalRanks(ranks, Path(config.run.out, "logs"))
-    async with start_trainer(config, listener, starter, token, init) as group:
+    async with open_group(config, listener, starter, token, init) as group:
         await group.gather()
         await group.build()
         yield group
 
 
 @asynccontextmanager
-async def start_trainer(
+async def megatron(config: Config, hosts: RankHosts) -> AsyncIterator[TrainerGroup]:
+    """`TrainerFactory` of ``policy.trainer=megatron``: `open_group` of ranks that are started in the background."""
+    async with open_group(config, hosts.listener, hosts.starter(), hosts.token) as group:
+        group.begin()
+        yield group
+
+
+@asynccontextmanager
+async def open_group(
     config: Config, listener: RankListener, starter: RankStarter, token: str, init: Init = "hf"
 ) -> AsyncIterator[TrainerGroup]:
     """Open a trainer for the ranks that connect to ``listener``, which `TrainerGroup.gather` starts; leaving ends all
@@ -508,9 +540,3 @@ async def start_trainer(
         yield group
     finally:
         await group.close()
-
-
-def run_token() -> str:
-    """Secret that every socket of a run requires: ``MFLEET_TOKEN``, or a new one."""
-    # Ranks and nodes ignore white space around it too (`cluster.rank_identity`).
-    return os.environ.get("MFLEET_TOKEN", "").strip() or secrets.token_hex(32)

@@ -28,7 +28,7 @@ import numpy as np
 from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.cluster.frames import array_from_plain, array_to_plain
 from megatron_fleet.cluster.inventory import LOOPBACK, Device, StartedRank
-from megatron_fleet.trainer.base import Trainer
+from megatron_fleet.trainer.base import Ranks, Trainer
 
 USER, SYSTEM, OTHER = FAILURES = ("user", "system", "other")
 """Kinds of failure: a user error; an error of the operating system (e.g. a full disk), on all ranks
@@ -36,9 +36,9 @@ alike; any other.
 """
 
 
-_PROMISED = {name for name, verb in vars(Trainer).items() if inspect.iscoroutinefunction(verb)}
-VERBS = frozenset(_PROMISED - {"lost", "close"} | {"written_state"})
-"""Verbs that ranks execute: those of `Trainer`, and the second half of `Trainer.copy_state`."""
+_PROMISED = {name for name, verb in (vars(Trainer) | vars(Ranks)).items() if inspect.iscoroutinefunction(verb)}
+VERBS = frozenset(_PROMISED - {"start", "lost"} | {"written_state"})
+"""Verbs that ranks execute: those of `Trainer` and `Ranks`, and the second half of `Ranks.copy_state`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class RankReady:
 
     Attributes:
         replica: its data-parallel index; ranks of one replica get equal data.
-        part_bytes: see `TrainerInfo`.
+        part_bytes: see `RanksInfo`.
         sees_folder: it sees the folder ``run.out`` of the controller.
     """
 

@@ -141,7 +141,7 @@ class RankVerbs:
         return {"report": as_plain(report), "sequences": self._losses.sequences() if per_sequence else None}
 
     def optim_step(self, adam: Mapping[str, Any], hold_above: float) -> dict[str, Any]:
-        """See `Trainer.optim_step`."""
+        """See `Ranks.optim_step`."""
         return as_plain(self._policy.optim_step(AdamParams(**adam), hold_above))
 
     def discard_gradients(self) -> None:
@@ -177,14 +177,14 @@ class RankVerbs:
     def send_state(
         self, path: str, url: str, sizes: Mapping[str, int], ranks: Sequence[int], bytes_per_s: float | None
     ) -> Future[list[str]] | list[str]:
-        """See `Trainer.send_state`; in a thread. ``ranks``: those that send. ``bytes_per_s``: limit of this one."""
+        """See `Ranks.send_state`; in a thread. ``ranks``: those that send. ``bytes_per_s``: limit of this one."""
         if self._world.rank not in ranks:
             return []
         own = state_files.own_files(self._world.rank, sizes)
         return self._copier.submit(state_files.send, Path(path), url, own, bytes_per_s, self._leaving)
 
     def fetch_state(self, url: str, path: str, files: Written) -> Future[None] | None:
-        """See `Trainer.fetch_state`; in a thread of the first rank of each host."""
+        """See `Ranks.fetch_state`; in a thread of the first rank of each host."""
         if self._sees_folder:
             return None
         self._fetched[path] = state_files.fetched(Path(path))
@@ -193,7 +193,7 @@ class RankVerbs:
         return self._copier.submit(state_files.fetch, url, Path(path), files, self._leaving)
 
     def clear_state(self, folder: str) -> None:
-        """See `Trainer.clear_state`."""
+        """See `Ranks.clear_state`."""
         if not self._sees_folder and os.environ["LOCAL_RANK"] == "0":
             state_files.clear(Path(folder))
 
@@ -224,18 +224,18 @@ class RankVerbs:
         self._sender.send(version, options, outbox)
 
     def offload(self, parts: Sequence[Part] = PARTS) -> None:
-        """See `Trainer.offload`."""
+        """See `Ranks.offload`."""
         assert self._state is not None, "only a colocated trainer leaves its devices"
         self._policy.gathered()
         self._state.offload(parts)
 
     def onload(self, parts: Sequence[Part] = PARTS) -> None:
-        """See `Trainer.onload`."""
+        """See `Ranks.onload`."""
         assert self._state is not None, "only a colocated trainer leaves its devices"
         self._state.onload(parts)
 
     def memory(self, moment: Literal["begin", "end"], quiet: bool) -> dict[str, int]:
-        """See `Trainer.memory`; for this rank."""
+        """See `Ranks.memory`; for this rank."""
         return self._memory.memory(moment, quiet)
 
     def close(self) -> None:

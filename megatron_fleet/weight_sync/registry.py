@@ -26,13 +26,14 @@ class Halves:
 
     Attributes:
         controller: a `Transport`, constructed with ``options``.
-        sender: a `Sender`, constructed with ``source``, ``world``, ``device`` and the engine's format.
-        engine: a ``WeightTransferEngine`` of vLLM.
+        sender: a `Sender`, constructed with ``source``, ``world``, ``device`` and the engine's format; ``None``: ranks
+            cannot send by it.
+        engine: a ``WeightTransferEngine`` of vLLM; ``None``: vLLM cannot receive by it.
     """
 
     controller: str
-    sender: str
-    engine: str
+    sender: str | None = None
+    engine: str | None = None
 
 
 class TransportFactory(Protocol):
@@ -57,6 +58,7 @@ TRANSPORTS: dict[str, Halves] = {
     "nccl": _ours("broadcast", "NcclTransport", "NcclSender", "NcclEngine"),
     "gloo": _ours("broadcast", "GlooTransport", "GlooSender", "GlooEngine"),
     "disk": _ours("disk", "DiskTransport", "DiskSender", "DiskEngine"),
+    "message": Halves("megatron_fleet.weight_sync.message.controller:MessageTransport"),
 }
 
 
@@ -94,7 +96,9 @@ def make_sender(
     """
     from megatron_fleet.weight_sync.engine_format import EngineFormat
 
-    sender: Sender = _load(halves(name).sender)(source, world, device, EngineFormat(engine_model))
+    path = halves(name).sender
+    assert path is not None, f"a rule of the configuration refuses {name} for ranks"
+    sender: Sender = _load(path)(source, world, device, EngineFormat(engine_model))
     return sender
 
 

@@ -50,8 +50,9 @@ def register() -> None:
 
     own = os.environ.get(TRANSPORT, "")
     for name in (*TRANSPORTS, *([own] if is_path(own) else [])):
-        if engine_backend(name) not in Factory._registry:
-            module, _, attribute = halves(name).engine.partition(":")
+        engine = halves(name).engine
+        if engine is not None and engine_backend(name) not in Factory._registry:
+            module, _, attribute = engine.partition(":")
             Factory.register_engine(engine_backend(name), module, attribute)
     if MIXER in os.environ:
         _adapt_on_cpu(os.environ[MIXER])

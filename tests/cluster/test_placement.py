@@ -103,6 +103,15 @@ def test_the_keys_are_those_of_the_configuration():
     assert Wanted.of(config) == Wanted(6, 4, 5, True, "disk")
 
 
+@pytest.mark.parametrize(("transport", "placed"), [("auto", "message"), ("own:transport", "own:transport")])
+def test_a_trainer_of_the_users_own_has_no_ranks_here(transport, placed):
+    keys = ["policy.trainer=my:Trainer", "rollout.sampler=my:Sampler", f"rollout.engine.transport={transport}"]
+    config = load(["experiment=quickstart", "parallel.data=2", *keys])
+    assert config.ranks == 0
+    found = place(inventory(0), Wanted.of(config))
+    assert (found.ranks, found.colocated, found.transport) == ((), False, placed)
+
+
 @pytest.mark.parametrize(
     ("hosts", "wanted", "words"),
     [

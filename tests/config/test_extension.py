@@ -18,6 +18,8 @@ from megatron_fleet.config.load import load as load_config
 from megatron_fleet.config.names import is_path
 from megatron_fleet.envs.registry import KINDS
 from megatron_fleet.loop.own_parts import OWN_PARTS, check_own_part, interface
+from megatron_fleet.rollout.sampler import SAMPLERS
+from megatron_fleet.trainer.registry import TRAINERS
 
 MODULE = """
 import math
@@ -152,6 +154,8 @@ def test_the_configuration_names_what_there_is():
         "rollout.renderer": ("auto", "a chat format of a family in megatron_fleet/models"),
         "rollout.engine.transport": ("auto", "a package of megatron_fleet/weight_sync"),
         "model.family": (),
+        "policy.trainer": TRAINERS,
+        "rollout.sampler": SAMPLERS,
         "logging.own": (),
     }
     there_are = {name: set(names) for name, names in parts.items()}

@@ -10,6 +10,8 @@ from megatron_fleet.config.load import load
 
 FP8_WEIGHTS = ["model.dtype=bfloat16", "precision.recipe=fp8_tensorwise", "precision.fp8_param_gather=true"]
 
+OWN_PAIR = ["policy.trainer=my:Own", "rollout.sampler=my:Own"]
+
 
 def check(*overrides: str) -> None:
     validate.check(load(["experiment=quickstart", *overrides]))
@@ -17,6 +19,12 @@ def check(*overrides: str) -> None:
 
 def test_quickstart_is_accepted():
     check()
+
+
+def test_a_trainer_and_a_sampler_of_the_users_own_are_accepted():
+    check(*OWN_PAIR)
+    check(*OWN_PAIR, "rollout.engine.transport=message")
+    check("policy.trainer=my:Own", "rollout.engine.transport=my:transport")
 
 
 @pytest.mark.parametrize(
@@ -29,6 +37,11 @@ def test_quickstart_is_accepted():
         ),
         (["rollout.sampling.temperature=0"], ["rollout.sampling.temperature"]),
         (["env.kind=openenv", "data.tasks=x"], ["env.url"]),
+        (["policy.trainer=my:Own"], ["policy.trainer=my:Own with rollout.sampler=vllm: no transport of ours"]),
+        (["rollout.sampler=my:Own"], ["policy.trainer=megatron with rollout.sampler=my:Own: no transport of ours"]),
+        (["rollout.engine.transport=message"], ["transport=message with policy.trainer=megatron", "too large"]),
+        ([*OWN_PAIR, "rollout.engine.transport=shm"], ["transport=shm with policy.trainer=my:Own", "set it to auto"]),
+        ([*OWN_PAIR, "rollout.engine.colocated=true"], ["colocated=true with policy.trainer=my:Own", "to null"]),
         (["env.kind=openenv", "env.url=host:80", "data.tasks=x"], ["env.url=host:80", "http://"]),
         (["env.url=http://h"], ["env.url", "env.kind=openenv"]),
         *(

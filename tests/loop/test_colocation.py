@@ -45,7 +45,7 @@ class Setup:
         self.trainer, self.engines = FakeTrainer(calls=self.calls), FakeEngines(self.calls)
         self.file = folder / "memory.json"
         budget = MemoryBudget(self.trainer, [limits(PART_BYTES, RESIDUAL)] if colocated else [], self.file)
-        self.colocation = Colocation(self.trainer, self.engines, budget, colocated)
+        self.colocation = Colocation(self.trainer if colocated else None, self.engines, budget)
         self.sync = self.engines.sync
 
     async def begin(self):

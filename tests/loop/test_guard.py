@@ -195,3 +195,31 @@ def test_a_norm_that_overflows_is_told_from_bad_gradients():
     assert "micro-batches" not in describe(record)
     worse = replace(record, weights=["a", "b", "c", "d"], gradients=["g"])
     assert "weights are not finite: a, b, c and 1 more; 1 of 9 gradients are not finite" in describe(worse)
+
+
+class Elsewhere(FakeTrainer):
+    """A trainer whose steps cannot be held."""
+
+    ranks = None
+
+    async def optim_step(self, adam):
+        return await super().optim_step(adam)
+
+
+async def test_without_ranks_a_loss_that_is_not_finite_never_reaches_the_optimizer(tmp_path, caplog):
+    guarded = Guarded(tmp_path, trainer=Elsewhere())
+    before = guarded.trainer.weights
+    report = await guarded.step(bad(), loss=np.nan)
+    assert guarded.trainer.calls == ["discard_gradients"] and guarded.trainer.weights is before
+    assert (report.skipped, report.skipped_total) == (True, 1)
+    assert "step 1: loss nan, gradient norm nan, so the update was skipped" in caplog.text
+    assert guarded.dumps == []
+
+
+async def test_without_ranks_a_spike_is_reported_when_it_is_over(tmp_path, caplog):
+    guarded = Guarded(tmp_path, trainer=Elsewhere())
+    guarded.accustom(1e-6)
+    report = await guarded.step(healthy())
+    assert guarded.trainer.calls == ["optim_step"]
+    assert (report.spike, report.skipped) == (True, False)
+    assert "step 1: gradient norm" in caplog.text and guarded.dumps == []

@@ -63,7 +63,7 @@ async def test_a_lost_trainer_goes_on_from_the_store(tmp_path):
     run = Apart(tmp_path / "run")
     run.trainer.fail_next("optim_step", TrainerLost("its host is gone"), after=3)
     await run.go()
-    assert run.restarts == ["its host is gone"]
+    assert run.trainer.restarts == ["its host is gone"]
     assert run.rows() == whole.rows() and run.store().steps() == [4, 2]
 
 
@@ -72,13 +72,13 @@ async def test_a_trainer_that_is_lost_during_an_upload_leaves_no_checkpoint(tmp_
     sent = run.trainer.send_state
 
     async def die(*what):
-        if not run.restarts:
+        if not run.trainer.restarts:
             run.trainer.die("its host is gone")
         return await sent(*what)
 
     run.trainer.send_state = die
     await run.go()
-    assert run.restarts == ["its host is gone"] and run.store().steps() == [3]
+    assert run.trainer.restarts == ["its host is gone"] and run.store().steps() == [3]
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ async def test_stacks_are_written_although_the_event_loop_hangs(tmp_path, monkey
     waiting = [asyncio.create_task(idle()) for _ in range(2)]
     await asyncio.sleep(0)
     with LiveRun(config(tmp_path), 10.0) as run:
-        run.trainer, run.rollout = SimpleNamespace(processes=[("far away", 7), ("far away", 8)]), Rollout()
+        run.ranks, run.rollout = SimpleNamespace(processes=[("far away", 7), ("far away", 8)]), Rollout()
         with TIMELINE.phase("rollout"):
             the_controller_hangs()
         await until(lambda: read_status(tmp_path).alerts)

@@ -58,7 +58,7 @@ async def test_a_restarted_trainer_does_not_load_flipped_bits(tmp_path, caplog):
     collect = run.rollout.collect
 
     async def flipping(request, **callbacks):
-        if request.step == 5 and not run.restarts:
+        if request.step == 5 and not run.trainer.restarts:
             await until((run.out / "checkpoints" / "step_000004").exists)
             flip(run.out, 4)
             run.trainer.die("rank 3 was killed by SIGKILL")
@@ -66,7 +66,7 @@ async def test_a_restarted_trainer_does_not_load_flipped_bits(tmp_path, caplog):
 
     run.rollout.collect = flipping
     await run.go()
-    assert run.restarts == ["rank 3 was killed by SIGKILL"]
+    assert run.trainer.restarts == ["rank 3 was killed by SIGKILL"]
     assert "the run goes on from step 2" in caplog.text
     assert run.rows() == whole.rows()
 
@@ -95,7 +95,7 @@ async def test_never_to_resume_moves_the_earlier_records_aside(tmp_path):
     before, earlier = records(first.out), first.rows()
     second.trainer._fail = {"optim_step": {4: TrainerLost("gone")}}
     await second.go()
-    assert second.restarts == ["gone"], "a restart goes on from the checkpoint of the same run"
+    assert second.trainer.restarts == ["gone"], "a restart goes on from the checkpoint of the same run"
     assert records(tmp_path / "run.1") == before
     assert [row["step"] for row in second.rows()] == [1, 2, 3, 4]
     assert second.rows() != earlier
@@ -305,13 +305,13 @@ async def test_a_lost_trainer_ends_the_checkpoint_that_it_was_writing(tmp_path):
     run = Run(tmp_path / "run", "run.steps=6")
 
     async def die():
-        if not run.restarts and run.trainer.calls.count("copy_state") == 2:
+        if not run.trainer.restarts and run.trainer.calls.count("copy_state") == 2:
             run.trainer.die("gone")
             raise TrainerLost("gone")
 
     run.trainer.before_writing = die
     await run.go()
-    assert run.restarts == ["gone"]
+    assert run.trainer.restarts == ["gone"]
     whole = Run(tmp_path / "whole", "run.steps=6")
     await whole.go()
     assert run.rows() == whole.rows()
@@ -402,6 +402,6 @@ async def test_a_trainer_that_is_lost_before_it_ever_was_ready_is_started_again(
         revive()
 
     run.trainer.revive = ready
-    run.lost_at_start = TrainerLost("gone")
+    run.trainer.fail_next("start", TrainerLost("gone"))
     await run.go()
-    assert run.restarts == ["gone"] and [row["step"] for row in run.rows()] == [1, 2, 3, 4]
+    assert run.trainer.restarts == ["gone"] and [row["step"] for row in run.rows()] == [1, 2, 3, 4]

@@ -18,7 +18,6 @@ from megatron_fleet.agents.trajectory import Outcome
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
 from megatron_fleet.loop.attempt import open_attempts
-from megatron_fleet.loop.colocation import open_colocation
 from megatron_fleet.loop.saves import Saves
 from megatron_fleet.loop.start import in_steps, load_data, open_checkpoints, set_aside
 from megatron_fleet.loop.stopping import StopRequest
@@ -60,25 +59,10 @@ class Run:
     def fresh(self) -> None:
         """New processes, as after a restart of everything."""
         self.trainer, self.rollout = FakeTrainer(VOCABULARY, self.calls), FakeRollout(VOCABULARY, self.calls)
-        self.restarts: list[str] = []
-        self.lost_at_start: TrainerLost | None = None
         self.stop = StopRequest()
 
     async def go(self) -> None:
-        async def start(reason):
-            await asyncio.sleep(0)
-            if reason is None and self.lost_at_start is not None:
-                raise self.lost_at_start
-            if reason is not None:
-                self.restarts.append(str(reason))
-                if len(self.restarts) > 2:
-                    raise UserError("the trainer died 3 times")
-                self.trainer.revive()
-
-        async def colocation():
-            return await open_colocation(self.config, self.trainer, self.rollout)
-
-        engines = EngineWeights(self.config, self.trainer, self.rollout, FakeTransport(), colocation, start)
+        engines = EngineWeights(self.config, self.trainer, self.rollout, FakeTransport())
         if self.config.run.resume == "never":
             set_aside(self.config)
         with RunFolder(self.out, self.config.run.name, self.config.run.id) as folder:
@@ -173,7 +157,7 @@ async def test_a_lost_trainer_is_started_again_and_the_loop_goes_back(tmp_path, 
         number = {"export_hf": 1, "copy_state": 2, "memory": 20}.get(verb, 4)
         run.trainer._fail = {verb: {number: TrainerLost("gone")}}
     await run.go()
-    assert run.restarts == (["gone", "gone again"] if verb == "load_state" else ["gone"])
+    assert run.trainer.restarts == (["gone", "gone again"] if verb == "load_state" else ["gone"])
     assert run.rows() == whole.rows()
     np.testing.assert_array_equal(run.trainer.weights, whole.trainer.weights)
 
@@ -186,7 +170,7 @@ async def test_a_trainer_that_dies_during_a_rollout_stops_it_at_once(tmp_path):
     run.rollout.delays.clear()
     run.trainer.die("rank 3 was killed by SIGKILL")
     await asyncio.wait_for(running, HANG_S)
-    assert run.restarts == ["rank 3 was killed by SIGKILL"]
+    assert run.trainer.restarts == ["rank 3 was killed by SIGKILL"]
     assert run.take().count("collect train 1") == 2
 
 

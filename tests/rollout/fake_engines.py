@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_fleet.cluster import restarts
-from megatron_fleet.rollout import components, engine_actor, engine_slot
+from megatron_fleet.rollout import components, engine_actor, engine_slot, sampler
 from megatron_fleet.rollout.components import RayError
 from megatron_fleet.rollout.engine_slot import EngineSlot
 
@@ -128,7 +128,7 @@ async def pause() -> None:
 
 
 def actor_without_vllm(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, config: Any, llm: Any) -> Any:
-    monkeypatch.setattr(engine_actor, "write_output_to", lambda log: None)
+    monkeypatch.setattr(sampler, "write_output_to", lambda log: None)
     made = engine_actor.EngineActor(config, "", tmp_path / "log", "shm")
     made._llm = llm
     return made

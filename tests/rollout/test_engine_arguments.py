@@ -18,7 +18,7 @@ from tiny_model import write_tiny_model
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
-from megatron_fleet.rollout import engine_actor
+from megatron_fleet.rollout import engine_actor, sampler
 from megatron_fleet.rollout.engine_arguments import engine_args, environment
 from megatron_fleet.weight_sync import vllm_plugin
 from megatron_fleet.weight_sync.engine_model import FP8_FORMAT, FP8_LOADER
@@ -261,7 +261,7 @@ def test_an_engine_in_fp8_has_the_loader_in_all_its_processes(block_model, monke
         raise Started
 
     for name in ("write_output_to", "take_normal_priority"):
-        monkeypatch.setattr(engine_actor, name, lambda *_: None)
+        monkeypatch.setattr(sampler, name, lambda *_: None)
     monkeypatch.setattr(AsyncLLM, "from_engine_args", start)
     monkeypatch.setattr(model_loader, "_LOAD_FORMAT_TO_MODEL_LOADER", {})
     monkeypatch.delitem(sys.modules, FP8_LOADER, raising=False)

@@ -18,7 +18,6 @@ from fake_trainer import FakeTrainer
 from waiting import HANG_S, until
 
 from megatron_fleet.config.load import load
-from megatron_fleet.loop.colocation import open_colocation
 from megatron_fleet.loop.weights import EngineWeights
 from megatron_fleet.rollout.engine_slot import EngineGroup
 from megatron_fleet.trainer.base import AdamParams, TrainerLost
@@ -47,14 +46,7 @@ class System:
         overrides = [f"rollout.engine.colocated={str(colocated).lower()}", f"run.out={tmp_path}"]
         config = load(["experiment=quickstart", *overrides])
 
-        async def start(reason):
-            if reason is not None:
-                self.trainer.revive()
-
-        async def colocation():
-            return await open_colocation(config, self.trainer, self.rollout)
-
-        self.weights = EngineWeights(config, self.trainer, self.rollout, CudaIpcTransport({}), colocation, start)
+        self.weights = EngineWeights(config, self.trainer, self.rollout, CudaIpcTransport({}))
         monkeypatch.setattr(self.slot, "_find_resend", lambda: self.rollout.resend)
 
     async def begin(self):

@@ -21,13 +21,13 @@ from waiting import HANG_S, until
 
 from megatron_fleet.cluster import frames, handshake
 from megatron_fleet.cluster.launcher import ExternalRanks
-from megatron_fleet.cluster.rank_identity import controller_address
+from megatron_fleet.cluster.rank_identity import controller_address, run_token
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
 from megatron_fleet.models.flops import SequenceCost
 from megatron_fleet.platform.timeline import TIMELINE
 from megatron_fleet.trainer.base import AdamParams, LossSpec, TrainerLost
-from megatron_fleet.trainer.group import TrainerGroup, open_trainer, run_token
+from megatron_fleet.trainer.group import TrainerGroup, open_trainer
 from megatron_fleet.trainer.links import RankListener
 
 TOKEN = "the run's token"
@@ -168,7 +168,7 @@ async def test_a_call_that_is_cancelled_while_it_is_sent_leaves_nothing(tmp_path
 def test_white_space_around_the_token_is_no_part_of_it(monkeypatch):
     monkeypatch.setenv("MFLEET_TOKEN", " secret\n")
     monkeypatch.setenv("MFLEET_CONTROLLER", "h:1")
-    assert run_token() == controller_address(os.environ)[1] == "secret"
+    assert run_token(os.environ) == controller_address(os.environ)[1] == "secret"
 
 
 OUT_OF_MEMORY, FULL = ("other", "no memory", "OutOfMemoryError"), ("system", "disk full", "OSError")

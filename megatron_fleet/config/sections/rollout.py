@@ -8,11 +8,13 @@ from pydantic import Field
 
 from megatron_fleet.config.names import NameOrPath, is_path
 from megatron_fleet.config.sections.base import MAX_TOKENS, Rule, Section, is_in_store
+from megatron_fleet.config.sections.trainer import WITH_RANKS
 
 if TYPE_CHECKING:
     from megatron_fleet.config.schema import Config
 
 
+VLLM, MESSAGE = "vllm", "message"
 MAX_EPISODES = 100_000
 """Largest number of episodes, or of groups, that are planned or played at once."""
 MAX_SEQUENCES = 1024
@@ -113,7 +115,8 @@ class EngineConfig(Section):
     transport: Annotated[str, NameOrPath(("auto",), "a package of megatron_fleet/weight_sync")] = Field(
         "auto",
         description="How weights reach the engines; auto: shared memory on one host without GPUs, cuda_ipc on the "
-        "trainer's GPUs, nccl on other GPUs, gloo on other hosts without GPUs. disk: a folder that all hosts see.",
+        "trainer's GPUs, nccl on other GPUs, gloo on other hosts without GPUs. disk: a folder that all hosts see. "
+        "message: one message of a trainer without ranks.",
     )
     weights_url: str | None = Field(
         None,
@@ -150,6 +153,9 @@ class EngineConfig(Section):
 
 
 class RolloutConfig(Section):
+    sampler: Annotated[str, NameOrPath((VLLM,))] = Field(
+        VLLM, description="What samples the policy's tokens in an engine. vllm: vLLM, on devices of the run."
+    )
     prompts_per_step: int = Field(ge=1, le=MAX_EPISODES, description="Groups (tasks) per step.")
     samples_per_prompt: int = Field(ge=2, le=10_000, description="Trajectories per group.")
     max_context: int = Field(
@@ -325,7 +331,42 @@ def _weights_url(c: Config) -> str | None:
     return f"rollout.engine.weights_url={url} is not the address of a folder; write a path, s3://… or gs://…"
 
 
+def _trainer_and_sampler(c: Config) -> str | None:
+    trainer, sampler, engine = c.policy.trainer, c.rollout.sampler, c.rollout.engine
+    if is_path(engine.transport):
+        return None  # the user knows what it connects
+    if trainer == WITH_RANKS and sampler == VLLM:
+        if engine.transport != MESSAGE:
+            return None
+        return (
+            f"rollout.engine.transport={MESSAGE} with policy.trainer={trainer}: its weights are too large for a "
+            f"message; set rollout.engine.transport=auto."
+        )
+    if trainer == WITH_RANKS or sampler == VLLM:
+        return (
+            f"policy.trainer={trainer} with rollout.sampler={sampler}: no transport of ours takes the weights from one "
+            f"to the other; change one of them, or name a rollout.engine.transport of your own (package.module:name)."
+        )
+    if engine.transport not in ("auto", MESSAGE):
+        return (
+            f"rollout.engine.transport={engine.transport} with policy.trainer={trainer}: it takes weights from ranks; "
+            f"set it to auto."
+        )
+    return None
+
+
+def _only_ranks_share_devices(c: Config) -> str | None:
+    if c.policy.trainer == WITH_RANKS or not c.rollout.engine.colocated:
+        return None
+    return (
+        f"rollout.engine.colocated=true with policy.trainer={c.policy.trainer}: this trainer has no devices here that "
+        f"engines could share; set it to null."
+    )
+
+
 RULES: tuple[Rule, ...] = (
+    _trainer_and_sampler,
+    _only_ranks_share_devices,
     _row_holds_episode,
     _turn_fits_context,
     _temperature,

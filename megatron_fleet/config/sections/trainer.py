@@ -14,6 +14,9 @@ from megatron_fleet.config.sections.base import MAX_TOKENS, Rule, Section
 if TYPE_CHECKING:
     from megatron_fleet.config.schema import Config
 
+WITH_RANKS = "megatron"
+"""The trainer that has ranks on the hosts of the run."""
+
 
 class ModelConfig(Section):
     path: str = Field(
@@ -195,6 +198,11 @@ class GradientMetricsConfig(Section):
 
 
 class PolicyConfig(Section):
+    trainer: Annotated[str, NameOrPath((WITH_RANKS,))] = Field(
+        WITH_RANKS,
+        description="What computes gradients and holds weights and optimizer. megatron: ranks of this run, laid out by "
+        "parallel, with Megatron-Core.",
+    )
     micro_batch_tokens: int = Field(
         ge=64, le=MAX_TOKENS, description="Maximum number of tokens in a micro-batch; sequences are packed into it."
     )

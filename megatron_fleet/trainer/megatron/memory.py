@@ -39,7 +39,7 @@ class Gauge(Protocol):
 
 
 class RankMemory:
-    """Implementation of `trainer.base.Trainer.memory` for one rank."""
+    """Implementation of `trainer.base.Ranks.memory` for one rank."""
 
     def __init__(self, where: torch.device, state: TrainState | None) -> None:
         """Open the gauge of a device.

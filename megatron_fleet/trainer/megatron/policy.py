@@ -211,7 +211,7 @@ class MegatronPolicy:
         return LossReport(loss=sums.pop("loss"), metrics=sums, tokens=tokens, padded_tokens=padded)
 
     def optim_step(self, adam: AdamParams | float, hold_above: float = math.inf) -> OptimReport:
-        """See `Trainer.optim_step`; a number is a learning rate, with the configuration's other settings."""
+        """See `Ranks.optim_step`; a number is a learning rate, with the configuration's other settings."""
         if not isinstance(adam, AdamParams):
             adam = AdamParams.of(self._config.policy.optimizer, adam)
         if self._reduced is None:
